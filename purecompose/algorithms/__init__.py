@@ -1,6 +1,6 @@
-"""The training methods, one file each: a factory that returns an `Algorithm`, and its functional core.
+"""The training methods. Each file has a factory that returns an `Algorithm`, and its functional core.
 
-The cores are gathered in `purecompose.functional`.
+All cores are also exported from `purecompose.functional`.
 """
 
 from collections.abc import Callable
@@ -145,9 +145,9 @@ GROUPS: dict[str, tuple[Callable[..., Algorithm], ...]] = {
         swa,
     ),
 }
-"""The methods by what they work on."""
+"""Factories, grouped by the part of training that they change."""
 
 FACTORIES: dict[str, Callable[..., Algorithm]] = {
     name: factory for name, factory in sorted((made.__name__, made) for group in GROUPS.values() for made in group)
 }
-"""Every factory by its name, for those who choose methods by name, as the command line does."""
+"""Map from the name of each factory to the factory, for choosing methods by name, as the command line does."""

@@ -1,4 +1,4 @@
-"""ALiBi: attention with linear biases in place of position embeddings, trained on short sequences."""
+"""ALiBi: attention with linear biases instead of position embeddings, trained on short sequences."""
 
 import dataclasses
 import math
@@ -27,14 +27,14 @@ __all__ = ["alibi", "alibi_bias", "alibi_rules", "alibi_slopes", "apply_alibi"]
 def alibi_rules() -> surgery.Rules:
     """Return the rules of the surgery; see `purecompose.algorithms.alibi`.
 
-    For other layers add rules to them, and one for `PositionEmbedding` where there is no attention but theirs;
-    `layers.alibi_bias` is what goes to `F.scaled_dot_product_attention` as `attn_mask`, and `layers.NoPositions` takes
-    the place of an embedding.
+    To support other layers, add rules for them, and also one for `PositionEmbedding` if the network has only such
+    attention. Pass `layers.alibi_bias` to `F.scaled_dot_product_attention` as `attn_mask`, and replace embeddings by
+    `layers.NoPositions`.
 
     Raises:
-        ValueError: When they are applied: relative positions, attention that takes no biases, subclasses of
-            `SelfAttention` that compute otherwise, attention with hooks or with a forward put on the instance, which
-            would be lost, or positions in a network without attention that is known.
+        ValueError: When the rules are applied: relative positions; attention that accepts no biases; subclasses of
+            `SelfAttention` with a different computation; attention with hooks or with a forward set on the instance,
+            which would be lost; or position embeddings in a network without any supported attention.
 
     Example:
         >>> from purecompose import models, random
@@ -80,37 +80,37 @@ apply_alibi = on_module("alibi", alibi_rules)
 
 @factory
 def alibi(train_sequence_length_scaling: float = 0.25, *, name: str = "alibi") -> Algorithm:
-    """Attention with linear biases, trained on shorter sequences.
+    """Replace position embeddings by linear biases in attention, and train on shorter sequences.
 
         attention logits of head h:   q_i k_j / sqrt(d) - m_h |i - j|,   m_h = 2^(-8 h / H), h = 1 ... H
 
-    Where H is not a power of two, slopes are those of the next smaller power and every second one of the next greater.
-    Masks stay: of causal attention, and of padding. Embeddings of positions are taken out, with their parameters, and
-    with them the limit to the length of a sequence. Sequences (N, L) for training are written into rows of floor(L s)
-    tokens, s = `train_sequence_length_scaling`, one after the other; the network is then good at longer ones.
+    If H is not a power of two, the slopes are those of the next smaller power and every second one of the next greater.
+    Causal and padding masks are kept. Position embeddings are removed with their parameters, and thereby the limit on
+    the length of a sequence. For training, sequences (N, L) are concatenated and cut into rows of floor(L s) tokens,
+    s = `train_sequence_length_scaling`; the network then generalises to longer sequences.
 
-    It knows `layers.SelfAttention` and `layers.PositionEmbedding`, of which `models.gpt` and `models.vit` are made, and
-    GPT-2, BERT and RoBERTa of Hugging Face's transformers, version 5, whose attention is computed by "sdpa" or "eager".
-    A vision transformer's distances are those in the row of its patches, and it takes images of any size afterwards.
+    It supports `layers.SelfAttention` and `layers.PositionEmbedding`, used by `models.gpt` and `models.vit`, and GPT-2,
+    BERT and RoBERTa of Hugging Face's transformers, version 5, with attention computed by "sdpa" or "eager". In a
+    vision transformer, distances are measured in the sequence of patches; afterwards it accepts images of any size.
 
-    Events: INIT, and AFTER_DATALOADER unless s = 1, there before what shortens sequences (`Trait.SHORTENS_SEQUENCES`):
-    its lengths are those of the rows. Reads and replaces: the model, its parameters and the optimizer's state; the
-    batch. Time counts what the loader gave, as with `seq_length_warmup`.
+    Events: INIT, and AFTER_DATALOADER unless s = 1, before methods that shorten sequences (`Trait.SHORTENS_SEQUENCES`),
+    whose lengths refer to the new rows. Reads and replaces: the model, its parameters and the optimizer's state; the
+    batch. Time is measured in what the loader returned, as with `seq_length_warmup`.
 
     The input must be token ids (N, L) or embeddings (N, L, D), as for `seq_length_warmup`, unless s = 1.
 
     Args:
-        train_sequence_length_scaling: s, in (0, 1], by which the length of sequences for training is multiplied; the
-            number of sequences grows in turn, so that a batch has as many tokens. 1 leaves batches as they are. Better
-            not below 128 tokens, 256 to be safe.
-        name: Names it.
+        train_sequence_length_scaling: s, in (0, 1], the factor by which the length of sequences for training is
+            multiplied. The number of sequences grows accordingly, so that a batch has the same number of tokens. 1
+            leaves batches unchanged. The resulting length should be at least 128 tokens, 256 to be safe.
+        name: Name of the algorithm.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: as `alibi_rules`. In the step:
-            inputs that are not sequences, and members of the batch without a position for each token.
+        TypeError, ValueError: A setting of the wrong type or out of range. At INIT: see `alibi_rules`. In the step:
+            inputs that are not sequences, or members of the batch without a position for each token.
 
     Warns:
-        UserWarning: At INIT: the network has no attention that it knows.
+        UserWarning: At INIT: the network has no supported attention.
 
     Example:
         >>> alibi()
@@ -136,6 +136,6 @@ def alibi(train_sequence_length_scaling: float = 0.25, *, name: str = "alibi") -
         length = max(1, math.floor(snapped(sequences.shape[1] * train_sequence_length_scaling)))
         return state.replace(batch=shortened(state.batch, sequences, length, truncate=False, preserve=False))
 
-    # A warm-up is of the rows that are trained on.
+    # Runs before a warm-up of the sequence length, which then shortens the new rows.
     match, later = on(Event.INIT, Event.AFTER_DATALOADER), (Trait.SHORTENS_SEQUENCES,)
     return dataclasses.replace(operation, match=match, apply=apply, runs_before=later)

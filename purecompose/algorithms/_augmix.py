@@ -29,7 +29,7 @@ from purecompose.schedule import Scalar
 __all__ = ["augmix", "augmix_batch", "augmix_transform"]
 
 _MAX_DEPTH = 3
-_PIECE = 2**18  # values that are mixed at a time, where nothing is compiled: their floats stay in the cache
+_PIECE = 2**18  # number of values mixed at a time in eager mode, so that their floats fit into the cache
 _DEPTH_HINT = "-1 draws 1, 2 or 3 for each chain"
 _ALPHA_HINT = "1 draws shares uniformly"
 
@@ -50,19 +50,21 @@ def augmix_batch(
     Args:
         key: A random key.
         images: (N, C, H, W), or one image (C, H, W); uint8 or floating.
-        severity: How strong operations get, in [0, 10]; a tensor's value (0-d) is not checked. 0 is the identity.
-        depth: How many operations a chain has, at least 1; or -1: 1, 2 or 3, drawn for each.
-        width: How many chains are mixed, at least 1.
-        alpha: The parameter of Dirichlet's and the Beta distribution, above 0; a tensor's value (0-d) is not checked.
+        severity: The greatest strength of the operations, in [0, 10]; the value of a (0-d) tensor is not checked. 0 is
+            the identity.
+        depth: The number of operations in a chain, at least 1; -1 draws 1, 2 or 3 for each chain.
+        width: The number of chains that are mixed, at least 1.
+        alpha: The parameter of the Dirichlet and Beta distributions, above 0; the value of a (0-d) tensor is not
+            checked.
         augmentation_set: "all", "safe" or "original" (see `algorithms.images.SETS`), or names of operations.
         value_range: The values of black and white; see `randaugment_batch`.
 
     Returns:
-        Shape and dtype of `images`.
+        Images of the shape and dtype of `images`.
 
     Raises:
-        TypeError, ValueError: As `randaugment_batch`; a depth of 0 or below -1, no chain, an `alpha` that is not
-            positive.
+        TypeError, ValueError: See `randaugment_batch`. Also: a depth of 0 or below -1, a width below 1, or an `alpha`
+            that is not positive.
 
     Example:
         >>> from purecompose.random import key
@@ -80,11 +82,11 @@ def augmix_batch(
     def augmented(stored: Tensor, scale: Scale) -> Tensor:
         num = len(stored)
         chains = _chains(rng, stored, scale, primitives, severity, depth, width)
-        # In float64: for a small alpha most of them are too small for float32, and would count alike.
+        # In float64: for a small alpha most gammas underflow in float32, and their weights would be equal.
         gammas = random.gamma(rng.named("weights"), alpha, (num, width), dtype=torch.float64).to(stored.device)
         share = random.beta(rng.named("share"), alpha, alpha, (num, 1)).to(stored.device)
         weights = share * gammas / gammas.sum(1, keepdim=True)
-        # A few images at a time: of the whole batch, floats of each step would pass through memory.
+        # Mix a few images at a time: for the whole batch, the floats of each step would not fit into the cache.
         size = max(1, _PIECE // stored[0].numel()) if can_read(stored) else num
         pieces = zip(stored.split(size), weights.split(size), *(chain.split(size) for chain in chains), strict=True)
         return torch.cat([_mixed(scale, *piece) for piece in pieces])
@@ -112,25 +114,25 @@ def augmix(
         a_i = the image after d_i operations, one after the other,   d_i = depth, or uniform in {1, 2, 3}
         X' = (1 - m) X + m (w_1 a_1 + ... + w_W a_W)
 
-    See `purecompose.algorithms.images.primitives` for the operations and how strong they are. This is the part of the
-    paper that augments; its consistency loss between views is not.
+    See `purecompose.algorithms.images.primitives` for the operations and their strengths. Only the augmentation of the
+    paper is implemented, not its consistency loss between views.
 
-    Events: AFTER_DATALOADER (and INIT, to check the key). Reads and replaces: the batch's images, a whole batch at
-    once, on the device where they are.
+    Events: AFTER_DATALOADER (and INIT, to check the key). Reads and replaces: the batch's images, the whole
+    batch in one call, on the device where they are.
 
     Args:
-        severity: How strong operations get, in [0, 10]. An `hparam` or a schedule may be given. The number 0 never
-            matches.
-        depth: How many operations a chain has; -1 draws 1, 2 or 3 for each.
-        width: How many chains are mixed.
-        alpha: The parameter of Dirichlet's and the Beta distribution, above 0; an `hparam` or a schedule may be given.
+        severity: The greatest strength of the operations, in [0, 10]. An `hparam` or a schedule may be given. With the
+            number 0 the algorithm never matches.
+        depth: The number of operations in a chain; -1 draws 1, 2 or 3 for each chain.
+        width: The number of chains that are mixed.
+        alpha: The parameter of the Dirichlet and Beta distributions, above 0; an `hparam` or a schedule may be given.
         augmentation_set: "all", "safe" or "original", or names of operations.
         value_range: The values of black and white; see `randaugment_batch`.
-        name: Names its draws.
-        input_field: Names the batch's images, (N, C, H, W); by default the state's own input.
+        name: Name of the algorithm and of its draws.
+        input_field: Field of the batch with the images, (N, C, H, W); defaults to the state's input field.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. In the step:
+        TypeError, ValueError: A setting of the wrong type or out of range, or a read-only field. In the step:
             inputs that are not images.
 
     Example:
@@ -176,7 +178,7 @@ def augmix_transform(
     value_range: ValueRange = None,
     input_field: batches.Field | None = None,
 ) -> SampleTransform:
-    """AugMix as a transform of a data set's samples, in the processes that read it.
+    """Return AugMix as a transform of a data set's samples, for use in the loader's processes.
 
     Args:
         severity, depth, width, alpha, augmentation_set: See `augmix`.
@@ -186,7 +188,7 @@ def augmix_transform(
         A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
 
     Raises:
-        TypeError, ValueError: As `augmix`. Of a sample: floats outside of the range.
+        TypeError, ValueError: See `augmix`. When applied to a sample: floats outside the range.
     """
     augmix(severity, depth=depth, width=width, alpha=alpha, augmentation_set=augmentation_set, value_range=value_range)
     value_range = frozen(value_range) or (0.0, 1.0)
@@ -204,10 +206,10 @@ def _chains(
     depth: int,
     width: int,
 ) -> list[Tensor]:
-    """Return the ends of the chains: for each of them a tensor like `stored`."""
+    """Return the result of each chain, a tensor like `stored`."""
     num = len(stored)
-    # One chain's images after the other's. Operations and depths are drawn apart, so that what happens to an image in
-    # one chain says nothing about the others.
+    # The chains are concatenated along the batch. Operations and depths are drawn separately for each chain, so that an
+    # image's chains are independent.
     chains = stored.repeat(width, *[1] * (stored.ndim - 1))
     if depth > 0:
         for step in range(depth):
@@ -215,7 +217,7 @@ def _chains(
         return list(chains.split(num))
     drawn = [assigned(rng.named("depth").named(chain), num, _MAX_DEPTH, stored.device) for chain in range(width)]
     starts = torch.stack([torch.cat(lists) + chain * num for chain, (lists, _) in enumerate(drawn)])
-    # (width, images, ...), of each chain those first that end after one operation, then after two and three.
+    # (width, images, ...): in each chain, images with one operation come first, then those with two, then three.
     going, ended = chains.index_select(0, starts.flatten()).unflatten(0, starts.shape), []
     capacity = starts.shape[1] // _MAX_DEPTH
     for step in range(_MAX_DEPTH):
@@ -228,10 +230,10 @@ def _chains(
 
 
 def _mixed(scale: Scale, stored: Tensor, weights: Tensor, *chains: Tensor) -> Tensor:
-    """Return images and their chains' ends, weighted by (N, width)."""
+    """Return a mixture of the images and the results of their chains, weighted by (N, width)."""
     levels = mixed = scale.opened(stored)
-    # From the image towards each chain, not a sum of parts: a pixel that no operation has changed stays as it is,
-    # whatever the weights add up to.
+    # Add weighted differences from the image, not weighted images: a pixel that no operation has changed then stays
+    # exactly the same, even if the weights do not add up to 1 after rounding.
     for chain, weight in zip(chains, weights.to(levels.dtype).unbind(1), strict=True):
         mixed = torch.addcmul(mixed, per_row(weight, levels), scale.opened(chain) - levels)
     return scale.settled(mixed.clamp(0, 255))

@@ -41,7 +41,7 @@ def warmup_batch_size(
         A number in [1, batch_size], which never falls as the run continues.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range.
+        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Example:
         >>> [warmup_batch_size(elapsed / 10, 128) for elapsed in range(5)]
@@ -97,11 +97,11 @@ def batch_size_warmup(
         multiple: Sizes are multiples of it, examples; by default of an eighth of the batch, rounded up, so that there
             are eight sizes at most. A batch of no more examples stays whole. Every size is compiled for itself in a
             compiled step, of which `compile` allows 32 by default.
-        name: Names its metric.
+        name: Name of the algorithm and of its metric.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range. In the step: a run without a duration or
-            with one in seconds.
+        TypeError, ValueError: A setting of the wrong type or out of range. In the step: a run without a duration or
+            with a duration in seconds.
 
     Example:
         >>> batch_size_warmup(0.2, multiple=32)

@@ -1,4 +1,4 @@
-"""BlurPool: smooths before places are skipped, so that a shifted image gives a shifted answer."""
+"""BlurPool: smooths before subsampling, so that a shifted image gives a shifted output."""
 
 from collections.abc import Sequence
 
@@ -78,35 +78,36 @@ def blurpool(
     min_channels: int = 16,
     name: str = "blurpool",
 ) -> Algorithm:
-    """Smooth before strided convolutions and max poolings.
+    """Smooth before the subsampling of strided convolutions and max poolings.
 
     With the filter k = (1, 2, 1) x (1, 2, 1) / 16, applied to each channel with zeros around the image:
 
-        a convolution of stride s     conv_s(k * x)              blur_first
+        a convolution of stride s     conv_s(k * x)                 with blur_first
                                       every s-th of k * conv_1(x)   otherwise, as in the paper
         a max pooling of stride s     every s-th of k * max_1(x)
 
-    A convolution is replaced if it skips places and has at least `min_channels` input channels; a max pooling if it
-    skips places. Weights are kept.
+    Max poolings are replaced if they are strided; convolutions if they are strided and have at least `min_channels`
+    input channels. Weights are kept.
 
-    Poolings with a forward of their own, hooks or parametrized tensors stay, and with `blur_first=False` such
-    convolutions; others are wrapped whole.
+    Poolings with an overridden forward, hooks or parametrized tensors are not replaced. With `blur_first=False` the
+    same is true of convolutions; with `blur_first=True` they are wrapped as they are.
 
     Events: INIT. Reads and replaces: the model, its parameters' names and the optimizer's state.
 
     Args:
-        replace_convs: Whether strided convolutions are replaced.
-        replace_maxpools: Whether strided max poolings are replaced.
-        blur_first: Whether a convolution's input is smoothed, at little cost, or its output before places are skipped,
-            as in the paper, which takes the product of the strides times as long.
-        min_channels: The fewest input channels of a convolution that is replaced: 16 leaves the image itself alone.
-        name: Names it.
+        replace_convs: Replace strided convolutions.
+        replace_maxpools: Replace strided max poolings.
+        blur_first: Smooth the input of a convolution, at little cost. If False, smooth its output before subsampling,
+            as in the paper, which multiplies the cost of the convolution by the product of the strides.
+        min_channels: The least number of input channels of a convolution that is replaced; with 16, convolutions of
+            the image itself are not.
+        name: Name of the algorithm.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or nothing to replace.
+        TypeError, ValueError: A setting of the wrong type or out of range, or nothing to replace.
 
     Warns:
-        UserWarning: At INIT: the network has no such layers.
+        UserWarning: At INIT: the network has no layers to replace.
 
     Example:
         >>> blurpool()

@@ -1,4 +1,4 @@
-"""Channels last: images and filters lie in memory place by place, with all channels of a place side by side."""
+"""Channels last: stores images and filters position by position, with all channels of a position side by side."""
 
 import copy
 from typing import Any
@@ -18,13 +18,14 @@ __all__ = ["apply_channels_last", "channels_last", "to_channels_last"]
 
 
 def to_channels_last(tensors: Any) -> Any:
-    """Return the same values in the order (N, H, W, C), of all tensors of four dimensions.
+    """Return a tree whose four-dimensional tensors are stored in the order (N, H, W, C), with the same values.
 
     Args:
-        tensors: A tensor, or any tree of them.
+        tensors: A tensor, or any tree of tensors.
 
     Returns:
-        The tree. Tensors of other dimensions are the same, and those that lie so already; others are copies.
+        The tree. Four-dimensional tensors are copied, unless they already have this layout; all other leaves are the
+        same objects.
 
     Example:
         >>> to_channels_last(torch.zeros(2, 3, 4, 5)).stride()
@@ -34,9 +35,9 @@ def to_channels_last(tensors: Any) -> Any:
 
 
 def apply_channels_last(net: nn.Module) -> nn.Module:
-    """Return a copy of a network whose tensors of four dimensions are stored with channels last.
+    """Return a copy of a network whose four-dimensional tensors are stored with channels last.
 
-    The network itself is not touched; the copy is in the mode (train or eval) that the network was in.
+    The network itself is not modified; the copy is in the same mode (train or eval).
 
     Example:
         >>> apply_channels_last(nn.Conv2d(3, 8, 2)).weight.stride()
@@ -52,18 +53,18 @@ def apply_channels_last(net: nn.Module) -> nn.Module:
 def channels_last(*, name: str = "channels_last") -> Algorithm:
     """Store weights with channels last.
 
-    Tensors of four dimensions (N, C, H, W) keep their shape and their values; their strides become those of (N, H, W,
-    C), which is how kernels for half precision on GPUs read them. The batch stays as it is: the first convolution with
-    such filters gives its output in this form, and what follows keeps it.
+    Four-dimensional tensors (N, C, H, W) keep their shape and values; their strides become those of (N, H, W, C), the
+    layout that half-precision kernels on GPUs read. The batch is not changed: the first convolution with such filters
+    returns its output in this layout, and the following layers keep it.
 
-    Events: INIT, after the methods that change the model. Reads and replaces: parameters, buffers, and what the
-    optimizer remembers of them.
+    Events: INIT, after the methods that change the model. Reads and replaces: parameters, buffers, and the optimizer's
+    state.
 
     Args:
-        name: Names it.
+        name: Name of the algorithm.
 
     Warns:
-        UserWarning: At INIT: the network has no tensors of four dimensions.
+        UserWarning: At INIT: the network has no four-dimensional tensors.
 
     Example:
         >>> channels_last()
@@ -87,6 +88,6 @@ def channels_last(*, name: str = "channels_last") -> Algorithm:
 
 
 def _moved(leaf: Any) -> Any:
-    # Not clone(memory_format=...): who lies so already, as filters of a single place do, is not copied.
+    # Not clone(memory_format=...), which copies also tensors that already have this layout, such as 1 x 1 filters.
     is_image = isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.layout is torch.strided
     return leaf.contiguous(memory_format=torch.channels_last) if is_image else leaf

@@ -1,4 +1,4 @@
-"""ColOut: drops random rows and columns of the images, which makes them smaller and steps faster."""
+"""ColOut: drops random rows and columns of the images, so that images are smaller and steps faster."""
 
 from functools import partial
 from typing import Any, overload
@@ -57,22 +57,23 @@ def colout_batch(
 
     Args:
         key: A random key.
-        inputs: (N, C, H, W), or one image (C, H, W), of any dtype (with `per_example` none of torch's uint16 to 64).
+        inputs: (N, C, H, W), or one image (C, H, W), of any dtype (with `per_example`, not uint16, uint32 or uint64).
         targets: A tensor, a `Mixture`, whose terms are treated alike, or a tree of tensors.
-        p_row: The share of rows to drop, in [0, 1]; one stays at least.
-        p_col: The share of columns.
-        per_example: Choose for each image, instead of once for all. Targets that are resized need N rows then.
-        resize_target: Whether targets lose the same rows and columns, their last two dimensions; "auto" does it to
-            those of more than two dimensions whose last two are the images'. The mask (H, W) of a single image needs
-            `True`.
+        p_row: The share of rows to drop, in [0, 1]; at least one row is kept.
+        p_col: The share of columns to drop, as for rows.
+        per_example: Choose rows and columns separately for each image instead of once for the batch. Resized targets
+            must then have N rows.
+        resize_target: Drop the same rows and columns of the targets (their last two dimensions). "auto" does so for
+            targets with more than two dimensions, the last two of the images' size. The mask (H, W) of a single image
+            needs `True`.
 
     Returns:
-        (..., H', W'), and with targets these too: the very same where they are not resized.
+        The images, (..., H', W'), and the targets if given: the same objects if they are not resized.
 
     Raises:
-        TypeError: No tensor of images, no key, a setting of the wrong kind; with `resize_target=True` a target that is
-            no tensor.
-        ValueError: A share out of [0, 1], shapes that do not fit, or `resize_target=True` without targets.
+        TypeError: `inputs` is not a tensor, there is no key, a setting has the wrong type, or `resize_target=True` and
+            a target is not a tensor.
+        ValueError: A share is outside [0, 1], shapes do not match, or `resize_target=True` without targets.
 
     Example:
         >>> from purecompose.random import key
@@ -102,32 +103,33 @@ def colout(
 ) -> Algorithm:
     """Drop random rows and columns of the images.
 
-    Of H rows
+    Out of H rows
 
         H' = max(1, floor((1 - p_row) H))
 
-    are kept, chosen without replacement, each with the same chance, in their order; and W' of W columns in the same way
-    by `p_col`. A target of the images' size, such as a segmentation mask, loses the same rows and columns.
+    are kept in their order, drawn uniformly without replacement; W' out of W columns are kept in the same way, with
+    `p_col`. A target of the images' size, such as a segmentation mask, loses the same rows and columns.
 
-    Events: AFTER_DATALOADER (and INIT, to check the keys). Reads the batch's images and target, replaces the images,
-    and the target where it is of their size. Sizes follow from the settings, so a step compiles once; a network has to
-    take images of the smaller size in training and of the full one in evaluation.
+    Events: AFTER_DATALOADER (and INIT, to check the fields). Reads the batch's images and target; replaces the images,
+    and the target if it has their size. The new sizes depend only on the settings, so a step compiles once. The network
+    must accept images of the smaller size in training and of the full size in evaluation.
 
     Source: Cory Stephenson, MosaicML, 2021; there is no paper.
 
     Args:
-        p_row: The share of rows to drop, in [0, 1]; one stays at least. Both shares 0 never match.
-        p_col: The share of columns.
-        per_example: Choose for each image, instead of once for the batch.
-        resize_target: Whether the target loses the same rows and columns; "auto": if it has more than two dimensions
-            and the last two are the images'. With `False` the target is not read.
-        name: Names its draws.
-        input_field: Names the batch's images, (N, C, H, W); by default the state's own input.
-        target_field: Names the target; by default the state's own.
+        p_row: The share of rows to drop, in [0, 1]; at least one row is kept. If both shares are 0, the algorithm never
+            matches.
+        p_col: The share of columns to drop, as for rows.
+        per_example: Choose rows and columns separately for each image instead of once for the batch.
+        resize_target: Drop the same rows and columns of the target. "auto" does so if it has more than two dimensions
+            and the last two have the images' size. With `False` the target is not read.
+        name: Name of the algorithm and of its draws.
+        input_field: Field of the batch with the images, (N, C, H, W); defaults to the state's input field.
+        target_field: Field of the batch with the target; defaults to the state's target field.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. At INIT: such
-            a key of the state's. In the step: inputs that are not images, or with `resize_target=True` a target of
+        TypeError, ValueError: A setting of the wrong type or out of range, or a read-only field. At INIT: a read-only
+            field of the state. In the step: inputs that are not images, or with `resize_target=True` a target of
             another size.
 
     Example:
@@ -157,13 +159,15 @@ def colout_transform(
     input_field: batches.Field | None = None,
     target_field: batches.Field | None = None,
 ) -> SampleTransform:
-    """ColOut as a transform of a data set's samples, in the processes that read it; each gets rows of its own.
+    """Return ColOut as a transform of a data set's samples, for use in the loader's processes.
+
+    Rows and columns are drawn for each sample.
 
     Args:
-        p_row, p_col, resize_target: See `colout_batch`. A PIL image counts as one of three dimensions.
-        input_field: Names the image in a sample: a PIL image, or a tensor (C, H, W). By default the sample itself, or
-            its first member.
-        target_field: Names the target; by default the second member of a tuple or list, if it has one.
+        p_row, p_col, resize_target: See `colout_batch`. A PIL image counts as having three dimensions.
+        input_field: Field of the sample with the image: a PIL image, or a tensor (C, H, W). Defaults to the sample
+            itself, or its first member.
+        target_field: Field of the sample with the target; defaults to the second member of a tuple or list, if any.
 
     Returns:
         A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
@@ -186,7 +190,7 @@ def _shrunk(
     per_example: bool,
     resize_target: TakesTargets,
 ) -> tuple[Tensor, Any]:
-    """`colout_batch`, always with targets."""
+    """Do what `colout_batch` does, and always return targets."""
     check_image_tensor(inputs, "colout_batch: inputs")
     _check_settings(p_row, p_col, per_example, resize_target, "colout_batch")
     rng, shape = as_rng(key, "colout_batch"), inputs.shape
@@ -207,9 +211,9 @@ def _shrunk(
 
 
 def _kept(rng: random.Rng, num_sets: int | None, size: int, p: float, device: torch.device) -> Tensor | None:
-    """Return the places that stay, ascending, (K,) or (N, K); `None` for all.
+    """Return the indices to keep, ascending, (K,) or (N, K), or `None` to keep all.
 
-    Drawn as `random.permutation` does it, but with an order for each of N images at once.
+    They are drawn as in `random.permutation`, but in one call for all N images.
     """
     count = max(1, whole_part(1 - p, size))
     if count >= size:

@@ -42,32 +42,33 @@ def cutmix_batch(
     """Paste a box of a partner's image into each image of a batch.
 
     Args:
-        key: A random key; may be `None` where `bbox` and `indices` are both given.
-        inputs: (N, C, H, W), of any dtype, which stays.
-        targets: (N, ...), indices or dense, or a `Mixture`. Those with more than two dims, of which the last two are
-            H and W, are maps: class indices (N, H, W) or dense (N, C, H, W).
-        length: The box's sides as a share of the image's, the whole part of length * H and length * W before it
-            is clipped, in place of a draw from alpha; a number in [0, 1], or 0-d, whose value is not checked.
-        alpha: Both parameters of the Beta distribution that the box's share of the area comes from, at least 0; 0 does
-            not mix. A tensor's value (0-d) is not checked.
-        bbox: The box itself, in place of draws: (top, left, bottom, right), the first two inside and the last two
-            just outside. A tensor (4,) or (N, 4), int64, is clipped to the image, and its values are not checked.
-        indices: (N,), int64, example i's partner, in place of a random order.
-        uniform_sampling: Draw centres also beyond the edges, so that every pixel is as likely to be inside as any
-            other; by default they are inside the image, and the middle of it is in the box more often.
-        per_example: Draw a box for each example, not one for all.
-        interpolate_loss: Mix the losses of the two targets, not the targets: see `Mixture`. Not for maps.
+        key: A random key; may be `None` if `bbox` and `indices` are both given.
+        inputs: (N, C, H, W), of any dtype, which is kept.
+        targets: (N, ...), indices or dense, or a `Mixture`. Targets with more than two dims, the last two being H and
+            W, are maps: class indices (N, H, W) or dense (N, C, H, W).
+        length: The sides of the box as a share of the image's, used instead of a draw from alpha: a number in [0, 1],
+            or a 0-d tensor, whose value is not checked. The sides are floor(length * H) and floor(length * W) before
+            the box is clipped.
+        alpha: Both parameters of the Beta distribution from which the box's share of the area is drawn, at least 0; 0
+            does not mix. The value of a (0-d) tensor is not checked.
+        bbox: The box itself, used instead of draws: (top, left, bottom, right), of which bottom and right are
+            exclusive. A tensor (4,) or (N, 4), int64, is clipped to the image, and its values are not checked.
+        indices: (N,), int64, the partner of each example, used instead of a random order.
+        uniform_sampling: Draw centres also beyond the edges, so that every pixel is equally likely to be inside the
+            box; by default centres are inside the image, and its middle is covered more often.
+        per_example: Draw a separate box for each example instead of one for the batch.
+        interpolate_loss: Mix the losses of the two targets instead of the targets; see `Mixture`. Not for maps.
 
     Returns:
         The images, and the targets: a `Mixture` whose second half of terms are the partners' targets, weighted by the
-        share of the image that was pasted. `mixture.soft(outputs)` gives soft targets. Maps come back as what they
-        were, a tensor or a `Mixture`, with the box of the partner's pasted.
+        share of the image that was pasted. `mixture.soft(outputs)` returns soft targets. Maps are returned as they
+        were given, a tensor or a `Mixture`, with the partner's box pasted in.
 
     Raises:
-        TypeError: Inputs that are not one tensor (N, C, H, W), targets that are not tensors, or no key where something
-            is to be drawn.
-        ValueError: A number out of range, both `length` and `bbox`, shapes that do not fit each other, or
-            `interpolate_loss` with maps.
+        TypeError: Inputs are not one tensor (N, C, H, W), targets are not tensors, or there is no key although
+            something must be drawn.
+        ValueError: A number is out of range, both `length` and `bbox` are given, shapes do not match, or
+            `interpolate_loss` is set with maps.
 
     Example:
         >>> from purecompose.random import key
@@ -93,7 +94,7 @@ def cutmix_batch(
     partners = indices.to(inputs.device)
     rows, columns = _between(boxes[..., 0::2], height), _between(boxes[..., 1::2], width)
     inside = (rows.unsqueeze(-1) & columns.unsqueeze(-2)).reshape(-1, height, width)
-    # The targets first: they refuse partners that do not fit, with a message about shapes.
+    # Build the mixture first: it rejects partners of the wrong shape with a message about shapes.
     mixture = mixture_for(inputs, targets, "cutmix_batch")
     if are_maps(mixture.targets[0], inputs):
         mixture = _pasted_maps(mixture, partners, inside, interpolate_loss)
@@ -121,15 +122,15 @@ def cutmix_box(
     Args:
         key: A random key.
         height, width: The image's size.
-        length, alpha, uniform_sampling: As `cutmix_batch`.
-        num: How many boxes to draw, one for each example; by default one for all.
+        length, alpha, uniform_sampling: As in `cutmix_batch`.
+        num: The number of boxes to draw, one for each example; by default one box for the batch.
 
     Returns:
         (4,) or (num, 4), int64: top, left, bottom, right, inside the image. An empty box has no height or no width.
 
     Raises:
-        TypeError: What came is not a key.
-        ValueError: A number out of range.
+        TypeError: `key` is not a random key.
+        ValueError: A number is out of range.
 
     Example:
         >>> from purecompose.random import key
@@ -147,12 +148,12 @@ def cutmix_box(
         ratio = check_number(length, "cutmix: length", 0, 1, hint=_LENGTH_HINT)
     starts, stops = [], []
     for name, size in (("row", height), ("column", width)):
-        # Of a length that was asked for, rounding takes no pixel away; of one that was drawn it does not matter.
+        # whole_part guards a requested length against rounding down by a pixel; for a drawn one this does not matter.
         is_drawn = length is None and isinstance(ratio, Tensor)
         side: Any = (size * ratio).to(torch.int64) if is_drawn else whole_part(ratio, size)
         low, high = (-((side + 1) // 2), size + side // 2) if uniform_sampling else (0, size)
         centre = random.randint(for_examples(rng.named(name), num), () if num is None else (num,), low, high)
-        # A drawn box reaches equally far to both sides; one of a given length is as long as was asked for.
+        # A drawn box extends equally far to both sides; one of a given length has exactly that length.
         upper = side // 2 if length is None else side - side // 2
         starts.append((centre - side // 2).clamp(0, size))
         stops.append((centre + upper).clamp(0, size))
@@ -172,39 +173,42 @@ def cutmix(
 ) -> Algorithm:
     """Train on images with a box of another image pasted in.
 
-        z ~ Beta(alpha, alpha),   c = int(D sqrt(z)) along each of the sides D,   a random centre u
+        z ~ Beta(alpha, alpha),   c = int(D sqrt(z)) along each side D,   a random centre u
         box = [u - c // 2, u + c // 2) along each side, clipped to the image
         X' = X[pi] inside the box, X outside
         y' = (1 - t) y + t y[pi],   t = area of the box / area of the image
 
-    with one random order pi a batch, and one box or, with `per_example`, one for each example; t is the share of the
-    *partner*, of the box as it was pasted. Targets stay what they are, in a `Mixture` of two terms, until the loss
-    stage resolves them: as soft targets or, with `interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Other methods
-    on targets (label smoothing, MixUp, CutMix again) act on the terms, so all of them compose, in any order.
+    with one random permutation pi per batch, and one box per batch or, with `per_example`, per example; t is the share
+    of the *partner*, measured on the clipped box. The targets themselves are kept in a `Mixture` of two terms until the
+    loss stage resolves them: as soft targets or, with `interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Other
+    methods on targets (label smoothing, MixUp, CutMix again) act on the terms, so all of them compose, in any order.
 
-    Targets that are maps of the images' size, as in segmentation, are pasted as the images are: every pixel keeps the
+    Targets that are maps of the images' size, as in segmentation, are pasted like the images: every pixel keeps the
     class of the image that it comes from, and nothing is mixed.
 
-    It acts on the whole batch before it is cut, so k microbatches mix as one.
+    Mixing happens before the batch is split, so the result does not depend on the number of microbatches.
 
     Events: AFTER_DATALOADER (and INIT, to check the loss). Reads and replaces: the batch's input and target.
 
     Args:
-        alpha: Both parameters of the Beta distribution that the box's share of the area comes from, at least 0. The
-            number 0 never matches. An `hparam` or a schedule may be given; no gradient flows to it.
-        interpolate_loss: Mix the losses of the two targets instead of the targets. For cross entropy the same; right
-            also for losses that are not linear in their targets, which must know the reduction "none".
-        uniform_sampling: Make every pixel as likely to be replaced as any other; by default those in the middle are
-            replaced more often, as in the paper.
-        per_example: Draw a box for each example, not one for the batch.
-        name: Names its draws.
-        input_field: Names the batch's images, (N, C, H, W); by default the state's own input.
-        target_field: Names the target; by default the state's own.
+        alpha: Both parameters of the Beta distribution from which the box's share of the area is drawn, at least 0.
+            With the number 0 the algorithm never matches. An `hparam` or a schedule may be given; no gradient flows to
+            it.
+        interpolate_loss: Mix the losses of the two targets instead of the targets. For cross entropy the result is
+            the same; it is correct also for losses that are not linear in their targets. The loss must support the
+            reduction "none".
+        uniform_sampling: Make every pixel equally likely to be replaced; by default pixels in the middle are replaced
+            more often, as in the paper.
+        per_example: Draw a separate box for each example instead of one for the batch.
+        name: Name of the algorithm and of its draws.
+        input_field: Field of the batch with the images, (N, C, H, W); defaults to the state's input field.
+        target_field: Field of the batch with the target; defaults to the state's target field.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. At INIT: such a
-            key of the state's, a loss that the model computes itself, or with `interpolate_loss` one without a
-            reduction. In the step: inputs that are not images, or with `interpolate_loss` targets that are maps.
+        TypeError, ValueError: A setting has the wrong type or is out of range, or a field is read-only. At INIT: a
+            field of the state is read-only, the model computes the loss itself, or `interpolate_loss` is set and the
+            loss has no reduction. In the step: the inputs are not images, or `interpolate_loss` is set and the targets
+            are maps.
 
     Example:
         >>> cutmix(1.0)
@@ -234,7 +238,7 @@ def _rng(key: Tensor | random.Rng | None) -> random.Rng:
 
 
 def _checked_boxes(bbox: Sequence[int] | Tensor, images: Tensor) -> Tensor:
-    """(4,) or (N, 4), int64, on the images' device."""
+    """Return the checked boxes, (4,) or (N, 4), int64, on the images' device."""
     num, _, height, width = images.shape
     if isinstance(bbox, Tensor):
         if bbox.shape not in ((4,), (num, 4)) or bbox.dtype.is_floating_point or bbox.dtype == torch.bool:
@@ -250,7 +254,7 @@ def _checked_boxes(bbox: Sequence[int] | Tensor, images: Tensor) -> Tensor:
 
 
 def _between(bounds: Tensor, size: int) -> Tensor:
-    """Bool, (..., size): the positions from bounds[..., 0] to before bounds[..., 1]."""
+    """Return which positions are in [bounds[..., 0], bounds[..., 1]), bool (..., size)."""
     place = torch.arange(size, device=bounds.device)
     return (place >= bounds[..., :1]) & (place < bounds[..., 1:])
 

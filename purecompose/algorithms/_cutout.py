@@ -37,26 +37,29 @@ def cutout_batch(
 ) -> Tensor:
     """Cover square patches of images.
 
-    The gradient with respect to the images is 1 where they show, 0 in the holes.
+    The gradient with respect to the images is 1 outside the holes and 0 inside.
 
     Args:
-        key: A random key; may be `None` where `centers` are given.
+        key: A random key; may be `None` if `centers` is given.
         images: (N, C, H, W), or one image (C, H, W), of any dtype (uint16 from torch 2.13 on).
-        num_holes: How many holes, which may overlap; 0 is the identity.
-        length: The side of a hole as a share of the shorter side, in (0, 1]. Of less than two pixels nothing is left.
-        uniform_sampling: Cover each pixel with the same chance, instead of those near the border less often.
-        per_example: Draw holes for each image, instead of one set for all.
-        fill: What holes are filled with, a number or one for each channel; 0 is the mean of normalised images.
-        centers: The middles (row, column), in place of draws: whole numbers, in the image or not, (num_holes, 2), or
-            (N, num_holes, 2) for holes of each image's own. `num_holes`, `uniform_sampling` and `per_example` then say
+        num_holes: The number of holes, which may overlap; 0 is the identity.
+        length: The side of a hole as a share of the image's shorter side, in (0, 1]. A side below two pixels covers
             nothing.
+        uniform_sampling: Cover each pixel with the same probability; by default pixels near the border are covered
+            less often.
+        per_example: Draw separate holes for each image instead of one set for the batch.
+        fill: The value of the holes, a number or one for each channel; 0 is the mean of normalised images.
+        centers: The centers (row, column), used instead of draws: integers, inside the image or not, (num_holes, 2),
+            or (N, num_holes, 2) for separate holes in each image. `num_holes`, `uniform_sampling` and `per_example`
+            are then ignored.
 
     Returns:
-        Shape and dtype of `images`.
+        The images with holes, of the shape and dtype of `images`.
 
     Raises:
-        TypeError: No tensor, no key where something is to be drawn, or a setting of the wrong kind.
-        ValueError: A setting out of range, a fill that the dtype does not have, or shapes that do not fit.
+        TypeError: `images` is not a tensor, there is no key although something must be drawn, or a setting has the
+            wrong type.
+        ValueError: A setting is out of range, the dtype cannot represent `fill`, or shapes do not match.
 
     Example:
         >>> image = torch.arange(1, 17).view(1, 4, 4)
@@ -98,30 +101,31 @@ def cutout(
 ) -> Algorithm:
     """Cover square patches of the images.
 
-    With H rows and W columns, a = floor(length min(H, W)) and h = a // 2, each of `num_holes` holes has a random middle
+    With H rows and W columns, a = floor(length min(H, W)) and h = a // 2, each of `num_holes` holes has a random center
     (y, x) and covers
 
         rows y - h, ..., y + h - 1   and   columns x - h, ..., x + h - 1,
 
-    as far as they are in the image, in all channels: a square of 2 h pixels each way. Middles lie anywhere in the
-    image, so that holes are cut off at its borders, and pixels there are covered less often. With `uniform_sampling`
-    they lie anywhere from where a hole still touches the image, and every pixel is covered equally often.
+    clipped to the image, in all channels: a square with sides of 2 h pixels. Centers are drawn uniformly inside the
+    image, so holes are cut off at its borders, and pixels there are covered less often. With `uniform_sampling` they
+    are drawn from all positions where the hole touches the image, and every pixel is covered equally often.
 
-    Events: AFTER_DATALOADER (and INIT, to check the key). Reads and replaces: the batch's images, a whole batch at
-    once.
+    Events: AFTER_DATALOADER (and INIT, to check the key). Reads and replaces: the batch's images, the whole
+    batch in one call.
 
     Args:
-        num_holes: How many holes; 0 never matches.
+        num_holes: The number of holes; with 0 the algorithm never matches.
         length: The side of a hole as a share of the images' shorter side, in (0, 1].
-        uniform_sampling: Cover each pixel with the same chance, instead of those near the border less often.
-        per_example: Draw holes for each image, instead of one set for the batch.
-        fill: What holes are filled with, a number or one for each channel; 0 is the mean of normalised images.
-        name: Names its draws.
-        input_field: Names the batch's images, (N, C, H, W); by default the state's own input.
+        uniform_sampling: Cover each pixel with the same probability; by default pixels near the border are covered
+            less often.
+        per_example: Draw separate holes for each image instead of one set for the batch.
+        fill: The value of the holes, a number or one for each channel; 0 is the mean of normalised images.
+        name: Name of the algorithm and of its draws.
+        input_field: Field of the batch with the images, (N, C, H, W); defaults to the state's input field.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. In the step:
-            inputs that are not images, or a fill that does not fit them.
+        TypeError, ValueError: A setting has the wrong type or is out of range, or a field is read-only. In the step:
+            the inputs are not images, or `fill` does not fit their dtype or channels.
 
     Example:
         >>> cutout(length=0.25)
@@ -152,13 +156,13 @@ def cutout_transform(
     fill: Fill = 0.0,
     input_field: batches.Field | None = None,
 ) -> SampleTransform:
-    """Cutout as a transform of a data set's samples, in the processes that read it.
+    """Return Cutout as a transform of a data set's samples, for use in the loader's processes.
 
     Args:
         num_holes, length, uniform_sampling: See `cutout`.
-        fill: As there; a PIL image has levels from 0 to 255.
-        input_field: Names the image in a sample: a PIL image, or a tensor (C, H, W). By default the sample itself, or
-            its first member.
+        fill: See `cutout`; a PIL image has levels from 0 to 255.
+        input_field: Field of the sample with the image: a PIL image, or a tensor (C, H, W). Defaults to the sample
+            itself, or its first member.
 
     Returns:
         A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
@@ -172,8 +176,8 @@ def cutout_transform(
 
 
 def _drawn(rng: random.Rng, shape: tuple[int, int], half: int, sides: tuple[int, int], is_uniform: bool) -> Tensor:
-    """Middles: int64 (*shape, 2)."""
-    # From the first place where a hole reaches into the image to the last: 2 * half of these cover each pixel.
+    """Return random centers, int64 (*shape, 2)."""
+    # Uniform draws range over all positions where a hole reaches into the image: 2 * half of them cover each pixel.
     beyond = half - 1 if is_uniform else 0
     return torch.stack(
         [
@@ -185,9 +189,7 @@ def _drawn(rng: random.Rng, shape: tuple[int, int], half: int, sides: tuple[int,
 
 
 def _holes(centers: Tensor, half: int, height: int, width: int) -> Tensor:
-    """Return whether a pixel is covered, bool (1 or N, 1, H, W); by comparing places, so nothing is read or written
-    there.
-    """
+    """Return whether each pixel is covered, bool (1 or N, 1, H, W), by comparing positions instead of indexing."""
     middles = centers if centers.ndim == 3 else centers.unsqueeze(0)
     rows, columns = middles.unbind(-1)
     in_rows, in_columns = _in_reach(rows, half, height), _in_reach(columns, half, width)

@@ -47,10 +47,10 @@ def decoupled_weight_decay(
             schedule of its own. What a decay is to `torch.optim.AdamW`, times the learning rate, is one here.
         min_dims: The fewest dimensions of what decays: 2 leaves out biases and the scales of norms.
         exclude: Patterns of names (`fnmatch`) of parameters that do not decay either: `("embedding.*",)`.
-        name: Names it.
+        name: Name of the algorithm.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: a pattern that matches nothing.
+        TypeError, ValueError: A setting of the wrong type or out of range. At INIT: a pattern that matches nothing.
 
     Warns:
         UserWarning: At INIT: the optimizer has a weight decay of its own; the decay is larger than the learning rate.

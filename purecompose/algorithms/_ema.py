@@ -90,10 +90,10 @@ def ema(
         every: How often weights are taken, counted from the beginning of the run, in any unit but seconds; by
             default after every batch. It should be much smaller than the half-life. In samples, tokens or iterations
             the step itself tells when, at the cost of an update in every batch.
-        name: Names the slot, and the weights for `to_module`.
+        name: Name of the algorithm, of its slot, and of the weights for `to_module`.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or both half-life and smoothing. In the
+        TypeError, ValueError: A setting of the wrong type or out of range, or both half-life and smoothing. In the
             step: an interval or a start that the run cannot tell.
 
     Example:

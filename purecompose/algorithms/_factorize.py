@@ -1,4 +1,4 @@
-"""Factorize: wide linear and convolution layers as products of two thinner ones, with nothing between them."""
+"""Factorize: replaces wide linear and convolution layers by two thinner ones with no activation between them."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ def factorize_rules(
 
     Args:
         factorize_convs, factorize_linears, min_channels, latent_channels, min_features, latent_features: See
-            `factorize`. Without convolutions and linear layers it does nothing.
+            `factorize`. If both flags are False, the rules replace nothing.
 
     Raises:
         TypeError, ValueError: As `factorize`.
@@ -102,31 +102,32 @@ def factorize(
         convolution, in -> out, kernel h x w   in -> k with h x w, its stride, padding and dilation; k -> out with 1 x 1
 
     The factors come from the truncated singular value decomposition of the layer's weight, so that the network
-    continues from the closest function of its rank; at full rank it is the same. The bias is kept.
+    continues from the closest function of this rank; at full rank it is the same function. The bias is kept.
 
-    k is a whole number, or below 1 a share of the smaller of the layer's channels or features in and out. A layer is
-    replaced if that smaller one reaches a minimum, if the two take fewer multiplications than the one, k < F out / (F +
-    out) with F the inputs of one output, if it has one group, if its weight is its own, and if nothing is called with
-    it: hooks, or a forward put on the instance. A layer of zeros gets a first factor that is not, so that it trains.
+    k is an integer, or, if below 1, a share of the smaller of the layer's numbers of inputs and outputs (channels or
+    features). A layer is replaced if this smaller number reaches a minimum; if the two factors need fewer
+    multiplications than the layer, k < F out / (F + out) with F the number of inputs of one output; and if it has one
+    group, a weight that is not shared, no hooks, and no forward set on the instance. The first factor of a layer of
+    zeros is not zero, so that the layer can train.
 
-    Events: INIT, after the methods that look for whole layers (`Trait.REPLACES_LAYERS`). Reads and replaces: the model,
-    its parameters and the optimizer's state.
+    Events: INIT, after the methods that look for complete layers (`Trait.REPLACES_LAYERS`). Reads and replaces: the
+    model, its parameters and the optimizer's state.
 
     Args:
-        factorize_convs: Whether convolutions are replaced.
-        factorize_linears: Whether linear layers are replaced.
-        min_channels: The fewest channels, in and out, of a convolution that is replaced.
-        latent_channels: The channels between its factors: a whole number of at least 1, or below 1 a share of the
-            smaller of its channels in and out, rounded down, at least 1.
-        min_features: The same of linear layers.
-        latent_features: The same of linear layers.
-        name: Names it.
+        factorize_convs: Replace convolutions.
+        factorize_linears: Replace linear layers.
+        min_channels: The least number of input channels and of output channels of a convolution that is replaced.
+        latent_channels: The number of channels between the factors of a convolution: an integer of at least 1, or, if
+            below 1, a share of the smaller of its numbers of input and output channels, rounded down, at least 1.
+        min_features: As `min_channels`, for the features of linear layers.
+        latent_features: As `latent_channels`, for the features of linear layers.
+        name: Name of the algorithm.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range.
+        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Warns:
-        UserWarning: At INIT: the network has no layers that this makes faster.
+        UserWarning: At INIT: the network has no layers that factorizing makes faster.
 
     Example:
         >>> factorize(factorize_linears=False, latent_channels=0.5).config["latent_channels"]
@@ -147,7 +148,7 @@ def factorize(
     is_neutral = not factorize_convs and not factorize_linears
     traits = frozenset({Trait.REQUIRED_ON_LOAD})
     method = surgery_method(name, factorize_rules(**settings), settings, is_neutral=is_neutral, traits=traits)
-    # Others look for whole layers, and would find their factors.
+    # Methods that look for complete layers would otherwise find the factors.
     return dataclasses.replace(method, runs_after=(Trait.REPLACES_LAYERS,))
 
 
@@ -156,5 +157,5 @@ def _is_itself(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def _is_worth_it(module: nn.Linear | nn.Conv2d, latent: int, site: surgery.Site) -> bool:
-    # The factors of a weight that stands elsewhere, too, would be more parameters, not fewer.
+    # Factors of a weight that is shared with another layer would add parameters instead of saving them.
     return factorizing_could_speedup(module, latent) and not is_tied(module, site.root)

@@ -9,19 +9,19 @@ __all__ = ["fused_layernorm"]
 
 @factory
 def fused_layernorm(*, name: str = "fused_layernorm") -> Algorithm:
-    """`low_precision_layernorm` under its older name.
+    """Return `low_precision_layernorm` under its older name.
 
-    It stood for a layer norm in one kernel. torch's own is one since long, and a compiled step fuses it with what is
-    around it, so what is left of the method is what made it fast under autocast: half precision, without a way to
-    float32 and back.
+    The name referred to a layer norm in one kernel. torch's layer norm is now a single kernel, and a compiled step
+    fuses it with neighbouring operations, so only the other advantage of the method under autocast remains: half
+    precision, without conversions to float32 and back.
 
-    Events: INIT, and last there. Reads and replaces: the model only.
+    Events: INIT, after all other methods. Reads and replaces: the model only.
 
     Args:
-        name: Names it.
+        name: Name of the algorithm.
 
     Warns:
-        UserWarning: At INIT: as `low_precision_layernorm`.
+        UserWarning: At INIT: see `low_precision_layernorm`.
 
     Example:
         >>> fused_layernorm()

@@ -1,4 +1,4 @@
-"""Gated linear units: the first half of each feed-forward block becomes a product of two layers."""
+"""Gated linear units: replaces the first half of each feed-forward block by a product of two layers."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
         "tanh": nn.Tanh,
     }
 )
-"""The activations that have a name."""
+"""Map from the names of activations to their modules."""
 
 _BERT, _GPT2, _ROBERTA = (f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "roberta"))
 
@@ -43,8 +43,8 @@ def gated_linear_units_rules(
     """Return the rules of the surgery; see `gated_linear_units` for the settings.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or an unknown name. When they are applied: a block without an
-            activation.
+        TypeError, ValueError: A setting of the wrong type or an unknown name. When the rules are applied: a block
+            without an activation.
 
     Example:
         >>> from purecompose import random
@@ -58,7 +58,7 @@ def gated_linear_units_rules(
     check_flag(gated_layer_bias, "gated_linear_units: gated_layer_bias")
     check_flag(non_gated_layer_bias, "gated_linear_units: non_gated_layer_bias")
 
-    # What blocks with one first layer have in common, by that layer.
+    # Maps a first layer to its replacement, which is shared by all blocks that share the layer.
     made: WeakKeyDictionary[nn.Module, GatedLinearUnit] = WeakKeyDictionary()
 
     def unit(layer: nn.Linear, own_act: Any, site: surgery.Site) -> nn.Module:
@@ -68,7 +68,7 @@ def gated_linear_units_rules(
             raise ValueError(
                 f"gated_linear_units: {site.name}: expected an activation, got {shown(act)}; name one by act_fn='gelu'"
             )
-        # The weight of transformers' Conv1D is the other way round.
+        # The weight of transformers' Conv1D is transposed.
         width, features = layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.mT.shape
         new = GatedLinearUnit(features, width, act, gate_bias=gated_layer_bias, linear_bias=non_gated_layer_bias)
         first = made.setdefault(layer, new)
@@ -114,33 +114,33 @@ def gated_linear_units(
     *,
     name: str = "gated_linear_units",
 ) -> Algorithm:
-    """Feed-forward blocks with a gate.
+    """Add a gate to feed-forward blocks.
 
         act(W x + b)   becomes   act(G x) * (N x)
 
-    What comes after it, dropout, the second linear layer, the residual and LayerNorm, stays as it is. G and N have the
-    shape of W, are new, and come without biases unless asked for; each block has one matrix more than before. For as
-    many parameters as before, build the network with 2/3 of the hidden width, a multiple of 8.
+    The rest of the block (dropout, the second linear layer, the residual and LayerNorm) is unchanged. G and N have the
+    shape of W, are newly initialised, and have no biases by default; each block has one matrix more than before. To
+    keep the number of parameters, build the network with 2/3 of the hidden width, rounded to a multiple of 8.
 
-    It knows `layers.FeedForward`, of which `models.gpt` and `models.vit` are made, and the blocks of GPT-2, BERT and
-    RoBERTa in Hugging Face's transformers. Blocks with a forward of their own stay, and those whose first layer has
-    one, hooks, parametrized tensors, or a weight that is another layer's as well. Blocks that have their first layer in
-    common have G and N in common, and those of a frozen layer are frozen.
+    It supports `layers.FeedForward`, used by `models.gpt` and `models.vit`, and the blocks of GPT-2, BERT and RoBERTa
+    in Hugging Face's transformers. Blocks are not replaced if they override forward, or if their first layer does so or
+    has hooks, parametrized tensors, or a weight that is shared with another layer. Blocks that share their first layer
+    share G and N, and G and N are frozen if it is.
 
     Events: INIT. Reads and replaces: the model, its parameters and the optimizer's state.
 
     Args:
-        act_fn: The gate's activation: one of `ACTIVATIONS`, or a module or function, of which each block gets a
-            copy. By default each block's own.
-        gated_layer_bias: Whether G has a bias.
-        non_gated_layer_bias: Whether N has a bias.
-        name: Names it and the draws of new weights.
+        act_fn: The gate's activation: one of `ACTIVATIONS`, or a module or function, which is copied for each block.
+            By default, each block keeps its activation.
+        gated_layer_bias: Give G a bias.
+        non_gated_layer_bias: Give N a bias.
+        name: Name of the algorithm and of the draws of new weights.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or an unknown name. At INIT: a block without an activation.
+        TypeError, ValueError: A setting of the wrong type or an unknown name. At INIT: a block without an activation.
 
     Warns:
-        UserWarning: At INIT: the network has no feed-forward blocks that it knows.
+        UserWarning: At INIT: the network has no supported feed-forward blocks.
 
     Example:
         >>> gated_linear_units("silu")
@@ -161,17 +161,17 @@ def gated_linear_units(
 
 
 def _class_of(module: nn.Module, *names: str) -> type[nn.Module]:
-    """Return the module's class, or one that it comes from, with one of the names; `nn.Module` where there is none."""
+    """Return the first class in the module's MRO with one of the names, or `nn.Module` if there is none."""
     return next((kind for kind in type(module).__mro__ if kind.__name__ in names), nn.Module)
 
 
 def _computes_as(block: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a block's forward is that of a class; hooks may be there, since they stay."""
+    """Return whether a block's forward is the class's own; hooks are allowed, since they are kept."""
     return type(block).forward is kind.forward and "forward" not in vars(block)
 
 
 def _is_free(layer: nn.Module, kind: type[nn.Module], site: surgery.Site) -> bool:
-    """Return whether nothing but what the layer computes is lost with it."""
+    """Return whether the layer can be replaced without losing hooks, an overridden forward or a shared weight."""
     return is_plain(layer, kind) and not is_tied(layer, site.root)
 
 

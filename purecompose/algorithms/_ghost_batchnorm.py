@@ -1,4 +1,4 @@
-"""Ghost batch normalisation: normalises parts of a batch by statistics of their own."""
+"""Ghost batch normalisation: normalises each part of a batch by its own statistics."""
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -32,7 +32,7 @@ def ghost_batchnorm_rules(ghost_batch_size: int = 32) -> surgery.Rules:
     def norm(module: _BatchNorm, site: surgery.Site) -> nn.Module | None:
         if not is_known(module):
             return None
-        # What the layer refuses, said with its place.
+        # GhostBatchNorm checks this too, but its message cannot name the layer.
         check_momentum(module, f"ghost_batchnorm: {site.name or 'the network'}")
         return GhostBatchNorm(module, ghost_batch_size)
 
@@ -44,29 +44,29 @@ apply_ghost_batchnorm = on_module("ghost_batchnorm", ghost_batchnorm_rules)
 
 @factory
 def ghost_batchnorm(ghost_batch_size: int = 32, *, name: str = "ghost_batchnorm") -> Algorithm:
-    """Normalise parts of batches.
+    """Normalise each part of a batch separately.
 
-    A batch of B examples is taken in n = ceil(B / g) parts of equal size, or with one example less, with g =
-    `ghost_batch_size`. In training each part is normalised by itself, and the running statistics r take a step for
-    each, in order, with its mean or variance s:
+    A batch of B examples is split into n = ceil(B / g) parts whose sizes differ by at most one, with g =
+    `ghost_batch_size`. In training each part is normalised separately, and the running statistics r are updated for
+    each part in order, with its mean or variance s:
 
         r <- (1 - m / n) r + m / n s        m: the momentum
 
-    In evaluation nothing changes; a layer without running statistics has parts there, too. With microbatches the batch
-    that is parted is the microbatch.
+    Evaluation is unchanged, except that a layer without running statistics also splits its batches there. With
+    microbatches, each microbatch is split.
 
-    timm's `BatchNormAct2d`, which has an activation in it, is replaced as well; its activation comes after the parts.
-    Other layers with a forward of their own, hooks or parametrized tensors stay, and so does `nn.SyncBatchNorm`.
+    timm's `BatchNormAct2d`, which contains an activation, is replaced as well; the activation is applied after the
+    parts are joined. Other layers that override forward, or have hooks or parametrized tensors, are not replaced, and
+    neither is `nn.SyncBatchNorm`.
 
     Events: INIT. Reads and replaces: the model and its parameters' names; there are no new parameters.
 
     Args:
         ghost_batch_size: The greatest number of examples that are normalised together, 16 to 64 in the papers.
-        name: Names it.
+        name: Name of the algorithm.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range. In the surgery: a layer with
-            `momentum=None`.
+        TypeError, ValueError: A setting of the wrong type or out of range. At INIT: a layer with `momentum=None`.
 
     Warns:
         UserWarning: At INIT: the network has no batch normalisation of one to three dimensions.

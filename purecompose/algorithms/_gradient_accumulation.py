@@ -1,4 +1,4 @@
-"""Gradient accumulation: one update for several batches, by the mean of their gradients."""
+"""Gradient accumulation: one update for several batches, with the mean of their gradients."""
 
 import math
 from collections.abc import Collection
@@ -22,22 +22,23 @@ __all__ = ["AccumulatedGradients", "gradient_accumulation"]
 
 
 class AccumulatedGradients(NamedTuple):
-    """What `gradient_accumulation` remembers."""
+    """Slot of `gradient_accumulation`."""
 
     sums: dict[str, Tensor]
-    """Gradients of the trainable parameters, each times its batch's terms; float32 for those in half precision."""
+    """Sums over batches of gradient times number of terms, by parameter name; float32 for half-precision parameters."""
     num_terms: Tensor
-    """Of how many terms, 0-d float64 (float32 where there is none wider): a loss may weigh them, by classes."""
+    """Number of terms in `sums`, 0-d float64 (float32 without float64 support); not an integer if the loss has class
+    weights."""
     current: Tensor
-    """The terms of the running step so far, likewise; 0 between steps."""
+    """Number of terms of the running step so far, of the same dtype; 0 between steps."""
     is_counted: Tensor
-    """Whether anybody has counted terms in the running step, 0-d bool."""
+    """True if terms have been counted in the running step, 0-d bool."""
     is_reached: Tensor
-    """For each parameter of `sums`, in their order: whether a batch's loss has reached it; bool."""
+    """True for each parameter of `sums`, in their order, that has received a gradient from a batch; bool."""
 
     @classmethod
     def empty(cls, params: dict[str, Tensor]) -> "AccumulatedGradients":
-        """Of no batch; for these parameters or, which is as good, for the sums of some."""
+        """Return the slot before any batch, for these parameters, or for sums of the same names and shapes."""
         device = next(iter(params.values())).device if params else None
         has_float64 = device is None or device.type != "mps"
         zero = torch.zeros((), dtype=torch.float64 if has_float64 else torch.float32, device=device)
@@ -46,20 +47,20 @@ class AccumulatedGradients(NamedTuple):
         return cls(sums, zero, zero.clone(), torch.zeros_like(zero, dtype=torch.bool), is_reached)
 
     def counted(self, num: int | Tensor) -> "AccumulatedGradients":
-        """With so many terms more in the running step."""
+        """Return the slot with `num` more terms in the running step."""
         return self._replace(current=self.current + num, is_counted=torch.ones_like(self.is_counted))
 
     def added(
         self, grads: dict[str, Tensor], num_examples: int, is_good: Tensor | None = None
     ) -> "AccumulatedGradients":
-        """With the gradients of the running step, which is over; as it was where a given 0-d bool says no."""
+        """Return the slot after the running step, with its gradients added unless the 0-d bool `is_good` is False."""
         num = torch.where(self.is_counted, self.current, num_examples)
         if is_good is not None:
             num = torch.where(is_good, num, 0)
 
         def with_one(total: Tensor, grad: Tensor) -> Tensor:
             share = num.to(total.dtype) * grad.to(total.dtype)
-            return total + torch.where(num > 0, share, 0)  # a mean of nothing may be NaN
+            return total + torch.where(num > 0, share, 0)  # the mean over no terms may be NaN
 
         sums = {name: with_one(total, grads[name]) if name in grads else total for name, total in self.sums.items()}
         reached = self._where(grads)
@@ -68,7 +69,7 @@ class AccumulatedGradients(NamedTuple):
         return AccumulatedGradients(sums, self.num_terms + num, *nothing, is_reached)
 
     def emptied(self, waiting: Collection[str] = ()) -> "AccumulatedGradients":
-        """Return what remains after an update: the sums of the parameters that wait for another one."""
+        """Return the slot after an update, in which only the sums of waiting parameters are kept."""
         empty = AccumulatedGradients.empty(self.sums)
         if not waiting:
             return empty
@@ -76,24 +77,24 @@ class AccumulatedGradients(NamedTuple):
         return empty._replace(sums=sums, is_reached=self.is_reached & self._where(waiting))
 
     def _where(self, names: Collection[str]) -> Tensor:
-        """For each parameter of `sums` whether it is among the names; nothing waits for a device."""
+        """Return which parameters of `sums` are among the names, without waiting for the device."""
         if len(names) == len(self.sums):
             return torch.ones_like(self.is_reached)
         return torch.tensor([name in names for name in self.sums]).to(self.is_reached.device, non_blocking=True)
 
     def mean(self, grads: dict[str, Tensor], of_nothing: float = 0.0) -> dict[str, Tensor]:
-        """Return the means, for the parameters and in the dtypes of these gradients."""
+        """Return the mean gradients, with the names and dtypes of `grads`; without terms they are `of_nothing`."""
         total = torch.where(self.num_terms > 0, self.num_terms, 1)
         means = {
             name: (self.sums[name] / total.to(self.sums[name].dtype)).to(grad.dtype) for name, grad in grads.items()
         }
-        if of_nothing == 0:  # as the sums are
+        if of_nothing == 0:  # the sums are 0 already
             return means
         return {name: torch.where(self.num_terms > 0, mean, of_nothing) for name, mean in means.items()}
 
 
 class _Last(NamedTuple):
-    """Within a step: the group ends with it."""
+    """Slot during the last step of a group."""
 
     own: AccumulatedGradients
 
@@ -102,35 +103,36 @@ class _Last(NamedTuple):
 def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation") -> Algorithm:
     """Update once for several batches.
 
-        steps 1 ... k-1:   sum <- sum + n g,   and no update
-        step k:            g <- (sum + n g) / (total of n),   the update, and the sum is 0 again
+        steps 1 ... k-1:   sum <- sum + n g,   without an update
+        step k:            g <- (sum + n g) / (total of n),   then the update, and the sum is reset to 0
 
-    with g a batch's gradient and n the terms that its loss is a mean of: examples or, in a loss over tokens, those that
-    are not ignored. So k batches of n examples train as one of k n does, BatchNorm and draws aside, in the memory of
-    one. `compose(..., microbatches=k)` does that to a batch that the loader gives at once; this is for batches that
-    come one by one.
+    with g a batch's gradient and n the number of terms that its loss averages: examples or, in a loss over tokens, the
+    tokens that are not ignored. So k batches of n examples train like one of k n examples, except for BatchNorm and
+    random draws, in the memory of one. `compose(..., microbatches=k)` does this within one batch of the loader;
+    `gradient_accumulation` does it over several batches.
 
-    In a step without an update there are no gradients after AFTER_TRAIN_BATCH: the optimizer neither moves nor
-    remembers. A parameter that some batch of the group reaches is updated, and one that none reaches is not. A compiled
-    or mapped step cannot ask: there the gradient of a parameter that the last batch does not reach waits for the next
-    group's update. Time counts batches, so schedules and intervals of other methods do, too. Batches after the last
-    whole group of a run are not applied; a run resumed from its end finishes the group.
+    In a step without an update there are no gradients after AFTER_TRAIN_BATCH: neither the weights nor the optimizer's
+    state change. A parameter is updated if any batch of the group has a gradient for it. A compiled or mapped step
+    cannot check this: there, a parameter without a gradient in the last batch waits for the next group's update. Time
+    counts batches, and so do schedules and intervals of other methods. Batches after the last complete group of a run
+    are not applied; a run resumed from its end finishes the group.
 
-    Events: INIT; BATCH_START of each k-th step, counted from 1, without which nothing is ever updated; AFTER_LOSS of
-    every slice, which counts its terms (in a program without it batches weigh their examples); AFTER_TRAIN_BATCH of
-    every step, once, after what computes gradients again and before what clips them. Reads and replaces: the gradients.
-    The slot holds the sum, as large as the parameters; float32 for those in half precision.
+    Events: INIT; BATCH_START of every k-th step, counted from 1, without which nothing is ever updated; AFTER_LOSS of
+    every slice, to count its terms (in a program without this event, batches are weighted by their examples);
+    AFTER_TRAIN_BATCH of every step, once, after methods that compute gradients again and before methods that clip them.
+    Reads and replaces: the gradients. The slot contains the sums, as large as the parameters; float32 for parameters in
+    half precision.
 
-    A batch whose gradients are not finite spoils its group, unless steps like that are skipped: with `loss_scaling` or
-    `skip_nonfinite` it is left out of the sum, and the group's mean is that of the others. Of a group without a good
-    batch the update is left out.
+    A batch whose gradients are not finite spoils its group, unless such steps are skipped: with `loss_scaling` or
+    `skip_nonfinite` it is left out of the sum, and the mean is over the other batches. If no batch of a group is
+    finite, the update is skipped.
 
     Args:
-        num_steps: k, for how many batches; 1 never matches.
-        name: Names its slot.
+        num_steps: k, the number of batches per update; with 1 the algorithm never matches.
+        name: Name of the algorithm and of its slot.
 
     Raises:
-        TypeError, ValueError: A number that is not an int, or below 1. RuntimeError, in the step: a parameter is
+        TypeError, ValueError: `num_steps` is not an int, or below 1. RuntimeError, in the step: a parameter is
             trained that was frozen at INIT.
 
     Example:
@@ -163,7 +165,7 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
         if state.grads is None:  # a program without a gradient so far
             return with_slot(state, own)
         _check_known(name, own, state.grads)
-        # Where bad steps are skipped, a bad batch is left out, and does not spoil the others of its group.
+        # If bad steps are skipped, leave out a bad batch, so that it does not spoil the other batches of its group.
         is_guarded = isinstance(state.optimizer, Guarded)
         own = own.added(state.grads, state.num_examples, all_finite(state.grads.values()) if is_guarded else None)
         if not is_last:
@@ -185,7 +187,7 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
 
 
 def _missing(own: AccumulatedGradients, state: State) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the parameters that only earlier batches of a group reach, and those that wait."""
+    """Return the parameters with gradients only from earlier batches of the group, and the names of those that wait."""
     grads, trainable = state.grads or {}, set(state.context.trainable)
     absent = [key for key in own.sums if key not in grads and key in trainable]
     if not absent or is_transforming() or is_fake(own.is_reached):

@@ -1,4 +1,4 @@
-"""Gradient clipping: bounds the gradients by their common norm, element by element, or against their weights."""
+"""Gradient clipping: bounds the gradients by their global norm, element by element, or relative to the weights."""
 
 import functools
 import math
@@ -27,11 +27,11 @@ _SLACK = 1e-6
 
 
 def clip_by_norm(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
-    """Return the gradients, all multiplied by one number, so that their common norm is at most the threshold.
+    """Return the gradients, all multiplied by one number, so that their global norm is at most the threshold.
 
     Args:
-        grads: By name, floating, of any shapes.
-        threshold: T, positive; a number or a 0-d tensor.
+        grads: Floating gradients of any shapes, by name.
+        threshold: The threshold T, positive; a number or a 0-d tensor.
 
     Returns:
         New tensors of the same shapes and dtypes.
@@ -45,9 +45,10 @@ def clip_by_norm(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
 
 
 def clip_by_value(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
-    """Return the gradients, each element moved into [-threshold, threshold]; arguments as for `clip_by_norm`.
+    """Return the gradients with each element clipped to [-threshold, threshold]; arguments as for `clip_by_norm`.
 
-    A threshold beyond what a gradient's dtype holds counts as the largest number that it holds; infinity clips nothing.
+    A threshold above the largest finite number of a gradient's dtype is replaced by this number; infinity clips
+    nothing.
 
     Example:
         >>> clip_by_value({"w": torch.tensor([-3.0, 0.5])}, 1.0)["w"]
@@ -68,13 +69,13 @@ def clip_by_value(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
 def clip_adaptively(
     grads: Grads, params: Mapping[str, Tensor], threshold: float | Tensor, *, floor: float = 1e-3
 ) -> dict[str, Tensor]:
-    """Return the gradients, those of each unit at most `threshold` times as long as the unit's weights.
+    """Return the gradients, scaled so that each unit's norm is at most `threshold` times the norm of its weights.
 
     Args:
-        grads: By name, floating.
+        grads: Floating gradients, by name.
         params: The weights, by the same names and of the same shapes.
-        threshold: T, positive; a number or a 0-d tensor.
-        floor: The least that weights count as, at least 0; with 0 a unit of zeros gets no gradient.
+        threshold: The threshold T, positive; a number or a 0-d tensor.
+        floor: Lower bound on the norm of weights, at least 0; with 0 a unit of zeros has no gradient.
 
     Returns:
         New tensors of the same shapes and dtypes.
@@ -114,29 +115,32 @@ def gradient_clipping(
         "value"      g <- min(max(g, -T), T), each element
         "adaptive"   g_u <- g_u min(1, T max(|W_u|, 1e-3) / |g_u|), for each unit u
 
-    A unit is what feeds one output: all dimensions but the first of a matrix or a kernel, and the whole of a bias, a
-    gain or a number. "norm" keeps the direction of the whole gradient, "adaptive" that of each unit, "value" neither.
+    A unit consists of the weights of one output: all dimensions but the first of a matrix or a kernel, and the whole of
+    a vector or a number (a bias or a gain). "norm" preserves the direction of the whole gradient, "adaptive" the
+    direction of each unit, "value" neither.
 
-    Events: AFTER_TRAIN_BATCH, after what computes gradients again, such as `sam`. Reads and replaces: the gradients;
-    "adaptive" reads the parameters. Remembers nothing. Gradients are those of the whole batch, without a loss's scale,
-    whatever the microbatches.
+    Events: AFTER_TRAIN_BATCH, after methods that compute gradients again, such as `sam`. Reads and replaces: the
+    gradients; "adaptive" reads the parameters. Remembers nothing. The gradients are those of the whole batch, without
+    the scale of loss scaling and independent of microbatches.
 
-    No NaN becomes a number: with "norm" one NaN makes all gradients NaN, with "adaptive" those of its unit, with
-    "value" it stays alone. "value" bounds infinite elements as it does others; with "norm" and "adaptive" they become
-    NaN, and the others of the whole or the unit 0. So do finite ones whose squares leave float32's range, from 1.8e19
-    on. A step with NaN is left out under loss scaling, or with the optimizer in an `optim.guarded.Guarded`.
+    NaN is never replaced by a number: with "norm" one NaN makes all gradients NaN, with "adaptive" all of its unit,
+    with "value" only itself. "value" clips infinite elements like others; with "norm" and "adaptive" they become NaN,
+    and the other elements (of all gradients or of the unit) become 0, as they do if the norm overflows float32 (from
+    elements of 1.8e19 on). A step with NaN is skipped under loss scaling, or with an optimizer in an
+    `optim.guarded.Guarded`.
 
     Args:
         clipping_type: "norm", "value" or "adaptive".
-        clipping_threshold: T, a number above 0; infinity never matches. An hparam or a schedule may be given: its
-            default is checked to be at least 0; what becomes of it later is not. Common are 0.1 to 2 for "norm", 15 for
-            "value" and 0.01 for "adaptive" with batches of 1024 to 4096, up to 0.16 with smaller ones.
-        exclude: Patterns of names (`fnmatch`) of parameters whose gradients are not clipped, nor count in the norm:
-            `("head.*",)`.
-        name: Names it.
+        clipping_threshold: T, a number above 0; with infinity the algorithm never matches. An hparam or a schedule may
+            be given: the default of an hparam is checked to be at least 0; later values are not. Common values are 0.1
+            to 2 for "norm", 15 for "value" and 0.01 for "adaptive" with batches of 1024 to 4096, up to 0.16 with
+            smaller ones.
+        exclude: Patterns (`fnmatch`) of the names of parameters whose gradients are not clipped and not included in the
+            norm, such as `("head.*",)`.
+        name: Name of the algorithm.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range. In the step: a pattern that fits no
+        TypeError, ValueError: A setting of the wrong type or out of range. In the step: a pattern that matches no
             parameter.
 
     Example:
@@ -188,14 +192,14 @@ def gradient_clipping(
 
 
 def _unit_norm(tensor: Tensor) -> Tensor:
-    """Return the length of each unit, with its dimensions kept as 1; float32 at least."""
+    """Return the norm of each unit, with reduced dimensions kept as 1; at least float32."""
     dims = tuple(range(1, tensor.ndim)) if tensor.ndim > 1 else None
     return torch.linalg.vector_norm(wide(tensor), dim=dims, keepdim=tensor.ndim > 1)
 
 
 @functools.lru_cache(maxsize=64)
 def _excluded(name: str, patterns: tuple[str, ...], names: tuple[str, ...]) -> frozenset[str]:
-    """Return the names of what is not clipped."""
+    """Return the names of the parameters that are not clipped."""
     for pattern in patterns:
         match_or_raise(pattern, names, f"{name}: exclude: {pattern!r}")
     return matched(patterns, names)

@@ -1,4 +1,4 @@
-"""Gradient noise scale: reports from which batch size on more examples would hardly make a better step."""
+"""Gradient noise scale: reports the batch size beyond which more examples hardly improve a step."""
 
 from typing import NamedTuple
 
@@ -19,37 +19,38 @@ from purecompose.time.predicates import on
 __all__ = ["NoiseScale", "critical_batch_size", "estimate_noise", "gradient_noise_scale"]
 
 _FEWEST = 4
-"""Examples in a batch that is halved: a part of one would be none to a batch normalisation."""
+"""Least number of examples in a batch that is halved, because batch normalisation needs two examples in each part."""
 
 
 class NoiseScale(NamedTuple):
-    """What `gradient_noise_scale` remembers: 0-d, float32, or float64 where a parameter is; see `averaged`."""
+    """Slot of `gradient_noise_scale`; all fields are 0-d, float64 if any parameter is, else float32; see `averaged`."""
 
     squared_norm: Tensor
-    """The sum of the estimates of |G|^2, older ones weighing less; changes at AFTER_TRAIN_BATCH, as do the others."""
+    """Sum of the estimates of |G|^2 with decaying weights; changes at AFTER_TRAIN_BATCH, as do the other fields."""
     trace: Tensor
-    """The same of tr(Sigma)."""
+    """Sum of the estimates of tr(Sigma) with the same weights."""
     weight: Tensor
-    """The sum of their weights: 1 in the long run, 0 before the first."""
+    """Sum of the weights: 0 before the first estimate, approaching 1."""
 
 
 class _Parts(NamedTuple):
-    """What is in the slot between BATCH_START and AFTER_TRAIN_BATCH: sums over the parts of t terms and b examples."""
+    """Content of the slot between BATCH_START and AFTER_TRAIN_BATCH: sums over parts with t terms and b examples."""
 
     own: NoiseScale
     num_parts: Tensor
-    """How many have terms."""
+    """Number of parts that have terms."""
     terms: Tensor
+    """Sum of t."""
     squared_norm: Tensor
-    """Of t |g|^2."""
+    """Sum of t |g|^2."""
     share: Tensor
-    """Of t / b."""
+    """Sum of t / b."""
     squared_share: Tensor
-    """Of t^2 / b."""
+    """Sum of t^2 / b."""
 
 
 class _Norms(NamedTuple):
-    """Squared norms at two batch sizes, and whether they are worth anything: all 0-d."""
+    """Squared norms at two batch sizes, and whether they can be used; all 0-d."""
 
     small: Tensor
     big: Tensor
@@ -61,16 +62,16 @@ class _Norms(NamedTuple):
 def estimate_noise(
     small: Tensor, big: Tensor, small_size: float | Tensor, big_size: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Estimates of |G|^2 and of tr(Sigma), whose means are right, from gradients at two batch sizes.
+    """Return unbiased estimates of |G|^2 and of tr(Sigma) from gradients at two batch sizes.
 
     Args:
-        small: The squared norm of the gradient of a small batch, or the mean of several.
-        big: That of a big batch, which may contain the small ones.
-        small_size: Examples in the small batch, above 0; of several the harmonic mean.
-        big_size: Examples in the big one, more than that.
+        small: The squared norm of the gradient of a small batch, or its mean over several small batches.
+        big: The squared norm of the gradient of a big batch, which may contain the small ones.
+        small_size: The number of examples in the small batch, above 0; for several batches, the harmonic mean.
+        big_size: The number of examples in the big batch, greater than `small_size`.
 
     Returns:
-        Both 0-d; each may be negative.
+        The two estimates, 0-d; each may be negative.
 
     Example:
         >>> squared_norm, trace = estimate_noise(torch.tensor(5.0), torch.tensor(2.0), 2, 8)
@@ -83,7 +84,7 @@ def estimate_noise(
 
 
 def critical_batch_size(squared_norm: Tensor, trace: Tensor) -> Tensor:
-    """B_simple, tr(Sigma) / |G|^2, of averaged estimates: infinite where |G|^2 is not above 0, and never below 0.
+    """Return B_simple = tr(Sigma) / |G|^2 of averaged estimates, at least 0, and infinite if |G|^2 is not above 0.
 
     Example:
         >>> critical_batch_size(torch.tensor([2.0, -1.0]), torch.tensor([8.0, 8.0]))
@@ -95,7 +96,7 @@ def critical_batch_size(squared_norm: Tensor, trace: Tensor) -> Tensor:
 
 
 def averaged(old: NoiseScale, squared_norm: Tensor, trace: Tensor, decay: float) -> NoiseScale:
-    """Return the moving sums with one more estimate; divided by their weight they are means without a bias to 0."""
+    """Return the moving sums with one more estimate; divided by their weight, they are means without a bias to 0."""
     return NoiseScale(
         decay * old.squared_norm + (1 - decay) * squared_norm,
         decay * old.trace + (1 - decay) * trace,
@@ -109,39 +110,40 @@ def gradient_noise_scale(decay: float = 0.95, *, name: str = "gradient_noise_sca
 
         B_simple = tr(Sigma) / |G|^2
 
-    with G the true gradient and Sigma the covariance of the gradients of single examples. A batch much smaller than
-    that is mostly noise, one much larger mostly repeats itself. Both are estimated from the norms of a step's gradients
-    at two sizes, that of the batch, B, and that of its parts, b:
+    with G the true gradient and Sigma the covariance of the gradients of single examples. The gradient of a much
+    smaller batch is mostly noise, and a much larger one is mostly redundant. Both quantities are estimated from the
+    norms of a step's gradients at two sizes, the size B of the batch and the size b of its parts:
 
         |G|^2     ~ (B |g_B|^2 - b |g_b|^2) / (B - b)
         tr(Sigma) ~ (|g_b|^2 - |g_B|^2) / (1 / b - 1 / B)
 
-    Each estimate has the right mean, whatever its noise, which is large; so both are averaged over steps, older ones
-    weighing less, before they are divided.
+    Both estimates are unbiased but very noisy, so they are averaged over steps, with decaying weights, before they are
+    divided.
 
-    The parts are the step's microbatches, whose gradients are there anyway: `compose(..., microbatches=2)`, or more.
-    Parts of unequal size count by the terms in their losses, as they do in the gradient: b is then 1 / mean(1 / b_i), a
-    mean with these weights. In a step that is not cut the gradient of the first half of the batch is taken once more,
-    at the cost of half a gradient: the other half's follows from it, so that this gives what two microbatches give.
-    Several processes have parts of their own anyway.
+    The parts are the step's microbatches, whose gradients are computed anyway: `compose(..., microbatches=2)`, or more.
+    Parts of unequal size are weighted by the terms in their losses, as in the gradient: b is then 1 / mean(1 / b_i), a
+    mean with these weights. In a step without microbatches, the gradient of the first half of the batch is computed in
+    addition, at the cost of half a gradient. The gradient of the other half follows from it, so the result is the same
+    as with two microbatches. With several processes, each process has a part anyway.
 
-    Events: INIT (the slot), BATCH_START, AFTER_BACKWARD (a part's norm), AFTER_TRAIN_BATCH (the batch's; before what
-    changes gradients, such as `sam` and clipping). Reads gradients, outputs and the batch. Changes nothing of training;
-    adds `metrics[f"{name}/critical_batch_size"]` (B_simple, in examples; infinite where the average of |G|^2 is not
-    above 0, 0 where that of tr(Sigma) is below), `f"{name}/squared_norm"` and `f"{name}/trace"`, which may be negative.
-    All three are NaN before there is an estimate. Remembers a `NoiseScale` in `slots[name]`.
+    Events: INIT (the slot), BATCH_START, AFTER_BACKWARD (the norm of a part), AFTER_TRAIN_BATCH (the norm of the batch;
+    before methods that change gradients, such as `sam` and clipping). Reads gradients, outputs and the batch. Does not
+    change training; adds `metrics[f"{name}/critical_batch_size"]` (B_simple, in examples; infinite if the average of
+    |G|^2 is not above 0, and 0 if the average of tr(Sigma) is negative), `f"{name}/squared_norm"` and
+    `f"{name}/trace"`, which may be negative. All three are NaN before the first estimate. Remembers a `NoiseScale` in
+    `slots[name]`.
 
-    There is no estimate, and the averages stay, in a step whose gradients are not finite, of a single part, or, where
-    the step is not cut, of fewer than four examples. Examples should be drawn independently: those that mixing methods
-    blend share partners, and what BatchNorm does to a part depends on the part.
+    A step does not change the averages if its gradients are not finite, if it has a single part, or if it has no
+    microbatches and fewer than four examples. Examples should be drawn independently: mixed examples share partners,
+    and the effect of BatchNorm on a part depends on the part.
 
     Args:
-        decay: What an estimate weighs beside the one after it, in [0, 1); 0.95 is a mean over about 20 steps, 0 the
-            last estimate.
-        name: Names its slot and its metrics.
+        decay: The factor by which the weight of an estimate falls with each later one, in [0, 1); 0.95 averages over
+            about 20 steps, 0 keeps only the last estimate.
+        name: Name of the algorithm, of its slot and of its metrics.
 
     Raises:
-        TypeError, ValueError: No number, or out of range.
+        TypeError, ValueError: `decay` is not a number, or out of range.
 
     Example:
         >>> gradient_noise_scale(0.99)
@@ -192,7 +194,7 @@ def _remembering(state: State, name: str, slot: NoiseScale | _Parts) -> State:
 
 
 def _with_part(slot: NoiseScale | _Parts, state: State) -> NoiseScale | _Parts:
-    """Return the sums with one more part; where the batch is not cut, none: that is seen at AFTER_TRAIN_BATCH."""
+    """Return the sums with one more part. If the batch is not split, drop them, so that AFTER_TRAIN_BATCH halves it."""
     if not isinstance(slot, _Parts) or not state.grads:
         return slot
     if state.first_example is None:
@@ -200,7 +202,7 @@ def _with_part(slot: NoiseScale | _Parts, state: State) -> NoiseScale | _Parts:
     like, size = slot.terms, state.num_examples
     terms = as_scalar(num_terms(state), like.dtype, like.device)
     squared_norm = norm_of(state.grads.values()).square().to(like)
-    # Chosen, not multiplied: the gradient of a part in which nothing counts may be NaN.
+    # where(), not a product with 0: the gradient of a part without terms may be NaN.
     return _Parts(
         slot.own,
         slot.num_parts + (terms > 0).to(like),
@@ -212,10 +214,11 @@ def _with_part(slot: NoiseScale | _Parts, state: State) -> NoiseScale | _Parts:
 
 
 def _of_parts(parts: _Parts, state: State) -> _Norms | None:
-    """By the model that part i has a gradient of mean G and covariance Sigma / b_i, with weights w_i = t_i / sum t.
+    """Return the norms from the parts; `None` without gradients.
 
-    The mean of the parts' squared norms is then |G|^2 + tr(Sigma) sum_i w_i / b_i in expectation, and the batch's
-    |G|^2 + tr(Sigma) sum_i w_i^2 / b_i, which is 1 / B where weights are those of the numbers of examples.
+    The gradient of part i is assumed to have mean G and covariance Sigma / b_i; its weight is w_i = t_i / sum t. The
+    expectation of the parts' mean squared norm is then |G|^2 + tr(Sigma) sum_i w_i / b_i, and that of the batch's
+    squared norm |G|^2 + tr(Sigma) sum_i w_i^2 / b_i. The last sum is 1 / B if parts are weighted by their examples.
     """
     if not state.grads:
         return None
@@ -226,10 +229,10 @@ def _of_parts(parts: _Parts, state: State) -> _Norms | None:
 
 
 def _of_half(state: State) -> _Norms | None:
-    """By the gradient g of the first half, of b examples.
+    """Return the norms from the gradient g of the first half, of b examples; `None` for too small a batch.
 
-    |g|^2 - |g_B|^2 = |g - g_B|^2 + 2 g_B (g - g_B), whose last term is noise without a mean: it is left out, as it
-    falls out of the mean over two halves.
+    |g|^2 - |g_B|^2 = |g - g_B|^2 + 2 g_B (g - g_B), where the last term is noise of mean 0. It is left out, as it
+    cancels in the mean over both halves.
     """
     num = state.num_examples
     if num < _FEWEST or not state.grads:
@@ -245,7 +248,7 @@ def _of_half(state: State) -> _Norms | None:
 
 
 def _with_estimate(own: NoiseScale, norms: _Norms, decay: float) -> NoiseScale:
-    """Return the averages with an estimate, if it is one."""
+    """Return the averages with an estimate, or unchanged if the estimate cannot be used or is not finite."""
     estimates = estimate_noise(norms.small, norms.big, norms.small_size, norms.big_size)
     squared_norm, trace = (estimate.to(own.weight) for estimate in estimates)
     is_good = norms.is_known.to(own.weight.device) & squared_norm.isfinite() & trace.isfinite()

@@ -1,4 +1,4 @@
-"""Gradient norm: reports how long the gradient is that the optimizer was given."""
+"""Gradient norm: reports the norm of the gradient that the optimizer received."""
 
 from collections.abc import Iterable
 
@@ -18,7 +18,7 @@ __all__ = ["gradient_norm", "norm_of"]
 
 
 def norm_of(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the Euclidean norm of all elements together: 0-d; float64 if any tensor is that wide, else float32.
+    """Return the Euclidean norm of all elements together: 0-d, float64 if any tensor is, else float32.
 
     Example:
         >>> norm_of([torch.tensor([3.0], dtype=torch.float16), torch.tensor([0.0, 4.0])])
@@ -33,16 +33,16 @@ def gradient_norm(*, total: bool = True, each: bool = False, name: str = "gradie
 
         |g| = sqrt(sum of g_i^2), over all parameters
 
-    Events: BATCH_END, where the gradients stand as the update has taken them: clipped, perturbed, averaged over the
-    microbatches, whatever the order of the algorithms. Reads `grads`; adds `metrics[name]`, and with `each=True`
+    Events: BATCH_END, where the gradients are those of the update (clipped, perturbed, averaged over microbatches),
+    whatever the order of the algorithms. Reads `grads`; adds `metrics[name]`, and with `each=True`
     `metrics[f"{name}/{parameter}"]`; changes nothing else, and remembers nothing.
 
     Args:
         total: Report the norm over all parameters.
-        each: Report that of every parameter as well.
-        name: Names the metrics.
+        each: Report the norm of each parameter.
+        name: Name of the algorithm and prefix of its metrics.
 
-    Without either it never matches.
+    If both flags are False, the algorithm never matches.
 
     Raises:
         TypeError: A setting that is not a bool.

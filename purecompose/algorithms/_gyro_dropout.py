@@ -1,4 +1,4 @@
-"""Gyro dropout: dropout that takes its masks from a bank, a few of them at a time."""
+"""Gyro dropout: dropout with masks from a fixed bank, of which a few are used at a time."""
 
 from typing import NamedTuple
 
@@ -37,13 +37,13 @@ _BUFFER = "gyro_dropout_place"
 
 
 class _Place(NamedTuple):
-    """What stands in the buffer, int64 (6,): where in the run, and in the batch, a forward pass is."""
+    """Content of the buffer, int64 (6,): the position of a forward pass in the run and in the batch."""
 
     key: Tensor  # two words
     period: int | Tensor = 0
-    first: int | Tensor = 0  # of a microbatch, the first row's number in the batch
-    size: int | Tensor = 0  # of a microbatch, its number of rows; 0 where the batch is whole
-    total: int | Tensor = 0  # the batch's number of rows; 0 where it is not known
+    first: int | Tensor = 0  # index in the batch of the microbatch's first row
+    size: int | Tensor = 0  # number of rows of the microbatch; 0 if the batch is not split
+    total: int | Tensor = 0  # number of rows of the batch; 0 if unknown
 
     @classmethod
     def read(cls, buffer: Tensor) -> "_Place":
@@ -55,17 +55,17 @@ class _Place(NamedTuple):
 
 
 class GyroDropout(nn.Module):
-    """The layer that stands in for `nn.Dropout`: `(N, ...) -> (N, ...)`, the identity in evaluation.
+    """Layer that replaces `nn.Dropout`: `(N, ...) -> (N, ...)`, the identity in evaluation.
 
-    It draws from nothing but its buffer, which `gyro_dropout` keeps up to date; a module that is called twice in a
-    forward pass gives both calls the same masks.
+    Its draws depend only on its buffer, which `gyro_dropout` updates; a module that is called twice in a forward pass
+    uses the same masks in both calls.
 
     Args:
-        p: See `gyro_dropout`, as the others.
+        p, sigma, tau, feature_dim: See `gyro_dropout`.
         draw: The salt of this layer's draws.
-        place: The buffer, shared by all layers: int64 of shape (6,), the key's two words; the period; and of a
-            microbatch the first row's number in the batch, the number of rows, 0 where the batch is whole, and that
-            of the batch.
+        place: The buffer, shared by all layers, int64 of shape (6,): the key's two words; the period; the index in the
+            batch of the microbatch's first row; the microbatch's number of rows, 0 if the batch is not split; and the
+            batch's number of rows.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class GyroDropout(nn.Module):
 
 
 class GyroDropoutState(NamedTuple):
-    """What `gyro_dropout` remembers."""
+    """Slot of `gyro_dropout`."""
 
     period_length: Tensor
-    """How many batches a choice stays, 0-d int64; made at INIT from the run's length, and constant."""
+    """Number of batches for which a choice of masks is used, 0-d int64; set at INIT from the run's length; constant."""
 
 
 @factory
@@ -110,39 +110,39 @@ def gyro_dropout(
 ) -> Algorithm:
     """Replace dropout by dropout with a bank of masks.
 
-    A bank of sigma masks stands for sigma subnetworks. For a stretch of batches tau of them, chosen without
-    replacement, share the batch: its rows are cut into tau groups of (nearly) equal size, one for each mask. In
-    training a layer gives
+    A bank of sigma masks corresponds to sigma subnetworks. For a period of several batches, tau of the masks, chosen
+    without replacement, are used: the rows of each batch are split into tau groups of (nearly) equal size, one for each
+    mask. In training a layer returns
 
-        y = x mask / (1 - p),   each element of a mask 1 with probability 1 - p
+        y = x mask / (1 - p),   each element of a mask is 1 with probability 1 - p
 
-    and in evaluation y = x. After T/sigma tau batches of a run of T, rounded, others are chosen; so in the course of
-    the run a mask is trained on for about as long as if it were chosen once.
+    and in evaluation y = x. In a run of T batches, other masks are chosen every int(T / sigma) * tau batches, so that
+    over the run each mask is trained for about as long as if it were chosen once.
 
-    Nothing of this is stored. Mask j of a layer is drawn from (the run's key, layer, j), the choice from (key, layer,
+    No masks are stored. Mask j of a layer is drawn from (the run's key, layer, j), and the choice from (key, layer,
     period), so a resumed run continues with the same subnetworks, and so do microbatches, ranks and members of a
-    population. What a layer has to know, the key, the period and which rows of the batch it sees, stands in one buffer
-    that all layers share.
+    population. The inputs of these draws (the key, the period and the rows of the batch) are kept in one buffer that
+    all layers share.
 
-    Events: INIT (replaces every nn.Dropout by a `GyroDropout`, and makes the slot: the period's length), BATCH_START
-    (writes the key and the period), BEFORE_FORWARD and AFTER_FORWARD (in microbatches: which rows these are, and that
-    they are over). Reads the key, the clock, the batch's size; replaces the model and the buffer. Calls of `F.dropout`,
-    the dropout inside of attention, `nn.Dropout2d` and their like stay as they are.
+    Events: INIT (replaces every nn.Dropout by a `GyroDropout`, and creates the slot with the length of a period),
+    BATCH_START (writes the key and the period), BEFORE_FORWARD and AFTER_FORWARD (with microbatches: writes the range
+    of rows and resets it). Reads the key, the clock and the batch's size; replaces the model and the buffer. Calls of
+    `F.dropout`, the dropout inside attention, `nn.Dropout2d` and similar layers are not replaced.
 
-    The run's length decides how long a choice stays; it is taken at INIT, and a run that is prolonged keeps it. The
-    authors take (sigma, tau) = (256, 16) for small networks, (1024, 8) for ResNet-18 and BERT.
+    The length of a period is computed at INIT from the run's length, and does not change if the run is extended. The
+    authors use (sigma, tau) = (256, 16) for small networks, (1024, 8) for ResNet-18 and BERT.
 
     Args:
-        p: The probability of dropping, in [0, 1), of every layer: what the replaced layers had does not count. 0
-            never matches, and leaves the network's dropout as it is.
-        sigma: The number of masks in each layer's bank, 1 or more.
-        tau: How many of them share a batch, in [1, sigma]; a batch with fewer rows takes as many.
+        p: The probability of dropping an element, in [0, 1), for every layer; the probabilities of the replaced layers
+            are ignored. With 0 the algorithm never matches and the network keeps its dropout.
+        sigma: The number of masks in each layer's bank, at least 1.
+        tau: The number of masks used for a batch, in [1, sigma]; a batch with fewer rows uses one mask per row.
         feature_dim: The only dimension along which masks vary; by default all but the first. See
             `gyro_dropout_mask`.
-        name: Names its slot and its draws.
+        name: Name of the algorithm, of its slot and of its draws.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: a run whose length in batches
+        TypeError, ValueError: A setting of the wrong type or out of range. At INIT: a run whose length in batches
             is not known.
 
     Warns:
@@ -209,12 +209,12 @@ def gyro_dropout(
 
 
 def _groups(place: _Place, num: int, tau: int) -> Tensor:
-    """Return the group of each of a tensor's rows, of which every example may have several."""
+    """Return the group of each row of a tensor, which may have several rows for each example."""
     rows = torch.arange(num, device=place.key.device)
     first, size, known = (torch.as_tensor(number) for number in (place.first, place.size, place.total))
     total, is_slice = known.clamp(min=1), size > 0
     examples = first + rows * torch.where(is_slice, size, total) // max(num, 1)
-    # A pass over other rows than the step's batch (another size, before the first step) groups what it is given.
+    # A forward pass on other rows than the step's batch (another size, or before the first step) groups these rows.
     is_known = is_slice | ((known > 0) & (num % total == 0))
     return torch.where(is_known, examples * tau // total, rows * tau // max(num, 1)).clamp(max=tau - 1)
 
@@ -228,7 +228,7 @@ def _placed(state: State, place: _Place) -> State:
 
 
 def _is_replaced(module: nn.Module) -> bool:
-    """Return whether it is a dropout layer; one of a user's with weights of its own does more than that."""
+    """Return whether a module is plain dropout; a user's subclass with parameters or buffers does more than that."""
     has_tensors = any(True for _ in module.parameters()) or any(True for _ in module.buffers())
     return isinstance(module, nn.Dropout) and not has_tensors
 

@@ -27,18 +27,18 @@ def smooth_labels(
     Args:
         logits: (N, C, ...), C at least 2; only shape, dtype and device are used.
         targets: Indices (N, ...), of an integer dtype, or dense (N, C, ...).
-        smoothing: The share spread, in [0, 1]; a tensor's value (0-d) is not checked, and gradients flow to
+        smoothing: The share to spread, in [0, 1]; the value of a (0-d) tensor is not checked, and gradients flow to
             it.
-        ignore_index: An index to ignore besides the negative ones.
+        ignore_index: An index to ignore, besides negative ones.
 
     Returns:
-        (N, C, ...), float32, or float64 where logits or dense targets are. Positions to ignore are rows of
-        zeros.
+        Dense targets (N, C, ...), float64 if logits or dense targets are, otherwise float32. Ignored positions are
+        rows of zeros.
 
     Raises:
-        TypeError: Not tensors.
-        ValueError: `smoothing` out of range, shapes that do not fit, index targets of no integer dtype, or
-            fewer than two classes. An index of C or more raises torch's own error.
+        TypeError: An argument is not a tensor.
+        ValueError: `smoothing` is out of range, shapes do not match, index targets do not have an integer dtype, or
+            there are fewer than two classes. An index of C or more raises an error of torch.
 
     Example:
         >>> smooth_labels(torch.zeros(2, 4), torch.tensor([1, -100]), 0.5).tolist()
@@ -47,7 +47,7 @@ def smooth_labels(
     if not isinstance(smoothing, Tensor):
         check_number(smoothing, "smooth_labels: smoothing", 0, 1, hint=_HINT)
     dense = _dense(logits, targets, ignore_index)
-    # A dense row of zeros is the form in which the loss recognises what to leave out.
+    # The loss ignores positions whose dense row is zero, so these rows must stay zero.
     is_counted = dense.any(dim=1, keepdim=True)
     return torch.where(is_counted, (1 - smoothing) * dense + smoothing / dense.shape[1], dense)
 
@@ -60,25 +60,27 @@ def label_smoothing(
 
         y' = (1 - a) y + a / C
 
-    for the loss only: before it the targets are replaced by dense ones, after it the originals are back.
+    Only the loss sees the smoothed targets: dense ones replace the targets before it, and the originals are restored
+    after it.
 
-    It is affine in y, so it acts on each term of a mixture and gives what smoothing the mixed target would give.
-    Positions to ignore (negative indices, the loss's `ignore_index`, dense rows of zeros) stay rows of zeros.
+    Smoothing is affine in y, so smoothing each term of a mixture is the same as smoothing the mixed target. Ignored
+    positions (negative indices, the loss's `ignore_index`, dense rows of zeros) become or stay rows of zeros.
 
     Events: BEFORE_LOSS, AFTER_LOSS (and INIT, to check the loss). Reads `outputs` (their shape); replaces the batch's
     target, and keeps the original target in `slots[name]` between the two events.
 
     Args:
-        smoothing: The share of each target that is spread over all classes, in [0, 1]. The number 0 never
-            matches. An `hparam` or a schedule may be given: gradients flow to an hparam, members of a population
-            may differ in it, and one of 0 acts, since it has a slope there. Its default is checked; what becomes
-            of it later is not.
-        name: Names its slot, which is there between BEFORE_LOSS and AFTER_LOSS only.
-        target_field: Names the batch's target; by default the state's own.
+        smoothing: The share of each target that is spread over all classes, in [0, 1]. With the number 0 the
+            algorithm never matches. An `hparam` or a schedule may be given: gradients flow to an hparam, members of
+            a population may have different values, and an hparam of 0 still matches, because its gradient is not 0.
+            The default of an hparam is checked; later values are not.
+        name: Name of the algorithm and of its slot, which exists only between BEFORE_LOSS and AFTER_LOSS.
+        target_field: Field of the batch with the target; defaults to the state's target field.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. At INIT:
-            a loss that the model computes itself, or such a field of the state's. In the step: as `smooth_labels`.
+        TypeError, ValueError: A setting has the wrong type or is out of range, or a field is read-only. At INIT: the
+            model computes the loss itself, or the state's target field is read-only. In the step: see
+            `smooth_labels`.
 
     Example:
         >>> label_smoothing(0.1)

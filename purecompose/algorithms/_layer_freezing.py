@@ -34,7 +34,7 @@ def frozen_share(
         A number in [0, freeze_level], which never falls as the run continues.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range.
+        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Example:
         >>> [frozen_share(elapsed) for elapsed in (0.5, 0.55, 0.6, 0.75, 1)]
@@ -151,11 +151,11 @@ def layer_freezing(
         num_stages: In how many equal stages the share grows, at least 2. The first one begins a stage's length after
             `freeze_start`, and the last one would begin at the end of the run. `None` follows every batch: as many
             depths as there are layers, each of which is compiled for itself in a compiled step.
-        name: Names its metrics.
+        name: Name of the algorithm and prefix of its metrics.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range. In the step: a run without a duration or
-            with one in seconds.
+        TypeError, ValueError: A setting of the wrong type or out of range. In the step: a run without a duration or
+            with a duration in seconds.
 
     Example:
         >>> layer_freezing(0.6, num_stages=4)

@@ -57,10 +57,10 @@ def lookahead(alpha: Scalar = 0.5, every: int = 5, *, name: str = "lookahead") -
         alpha: Which share of the way stays, in [0, 1]; 1 never matches. An `hparam` or a schedule may be given: its
             default is checked; what becomes of it later is not. 0.5 and 0.8 are common.
         every: k, the number of steps from one move back to the next; 5 and 10 are common.
-        name: Names its slot.
+        name: Name of the algorithm and of its slot.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range.
+        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Example:
         >>> lookahead(0.8, every=10)

@@ -1,4 +1,4 @@
-"""Loss scaling: keeps small gradients above zero in a backward pass of half precision."""
+"""Loss scaling: prevents small gradients from underflowing to zero in a half-precision backward pass."""
 
 from typing import NamedTuple
 
@@ -19,22 +19,22 @@ _LOWEST, _HIGHEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).
 
 
 class LossScale(NamedTuple):
-    """What loss scaling remembers."""
+    """Slot of `loss_scaling`."""
 
     scale: Tensor
-    """0-d, float32: what the loss is multiplied by; changes at BATCH_END."""
+    """Factor by which the loss is multiplied, 0-d float32; changes at BATCH_END."""
     good_steps: Tensor
-    """0-d, int32: how many steps in a row were finite since the scale last changed; changes at BATCH_END."""
+    """Number of consecutive finite steps since the scale last changed, 0-d int32; changes at BATCH_END."""
     is_finite: Tensor
-    """0-d, bool: whether all gradients of the running step have been finite so far; True between steps."""
+    """True if all gradients of the running step have been finite so far, 0-d bool; True between steps."""
 
 
 class _Scaled(NamedTuple):
-    """What is in the slot between BEFORE_BACKWARD and AFTER_BACKWARD."""
+    """Content of the slot between BEFORE_BACKWARD and AFTER_BACKWARD."""
 
     own: LossScale
     loss: Tensor
-    """The loss as it was: dividing the scaled one again could round it, or find inf."""
+    """The unscaled loss, kept because dividing the scaled loss could round it, or return inf after an overflow."""
 
 
 def next_scale(
@@ -49,16 +49,16 @@ def next_scale(
     """Return the scale for the next step, and the new count of good steps.
 
     Args:
-        scale: 0-d, floating.
-        good_steps: 0-d, of an integer dtype.
-        is_finite: 0-d, bool: whether the step's gradients were finite.
-        growth_factor: The scale is multiplied by it after `growth_interval` good steps in a row, unless that makes
-            it infinite.
-        backoff_factor: The scale is multiplied by it after a bad step.
-        growth_interval: How many steps in a row have to be good.
+        scale: The scale of the step, 0-d, floating.
+        good_steps: The number of good steps so far, 0-d, of an integer dtype.
+        is_finite: True if the step's gradients were finite, 0-d bool.
+        growth_factor: Factor of the scale after `growth_interval` consecutive good steps, unless the product is
+            infinite.
+        backoff_factor: Factor of the scale after a bad step.
+        growth_interval: The number of consecutive good steps before the scale grows.
 
     Returns:
-        Both 0-d, of the dtypes that came in.
+        The new scale and count, 0-d, of the same dtypes as the arguments.
 
     Example:
         >>> next_scale(torch.tensor(8.0), torch.tensor(5), torch.tensor(False))
@@ -81,40 +81,41 @@ def loss_scaling(
     growth_interval: int = 2000,
     name: str = "loss_scaling",
 ) -> Algorithm:
-    """Scale the loss for its gradient, and skips steps that overflow.
+    """Scale the loss for its gradient, and skip steps that overflow.
 
         g = d(s L)/dw / s
 
-    float16 has no number between 0 and 6e-8, and what flows back through a network under `precision="fp16"` is often
-    smaller. So the loss is multiplied by a scale s before the gradient, and the gradients are divided by it right
-    after, slice by slice. Where that gives inf or NaN, the step is skipped and s falls; after many good steps in a row
-    it rises. A scale that is a power of two rounds nothing.
+    float16 has no number between 0 and 6e-8, and gradients inside a network under `precision="fp16"` are often smaller.
+    So the loss is multiplied by a scale s before the gradient, and the gradients are divided by it right after, slice
+    by slice. If the result is inf or NaN, the step is skipped and s decreases; after many consecutive good steps it
+    increases. A scale that is a power of two does not cause rounding.
 
-    Events: INIT (the slot; the optimizer becomes one that skips), BEFORE_BACKWARD, AFTER_BACKWARD, BATCH_END. Replaces
-    `loss` between the two, and `grads`; adds `metrics[f"{name}/scale"]`, the scale that the step has used, and
-    `metrics[f"{name}/skipped"]`, 1 where its gradients were left out. Remembers a `LossScale` in `slots[name]`.
+    Events: INIT (creates the slot and wraps the optimizer in one that can skip steps), BEFORE_BACKWARD, AFTER_BACKWARD,
+    BATCH_END. Replaces `loss` from BEFORE_BACKWARD to AFTER_BACKWARD, and `grads`; adds `metrics[f"{name}/scale"]`, the
+    scale used in the step, and `metrics[f"{name}/skipped"]`, 1 if its gradients were skipped, else 0. Remembers a
+    `LossScale` in `slots[name]`.
 
-    Wherever it is listed, the default passes make it the last at BEFORE_BACKWARD, so that it scales all that others
-    have added to the loss, and the first at AFTER_BACKWARD, so that no other method sees scaled gradients
+    Regardless of its place in the list, the default passes run it last at BEFORE_BACKWARD, so that it scales all
+    changes of other methods to the loss, and first at AFTER_BACKWARD, so that no other method sees scaled gradients
     (`Trait.SCALES_LOSS`).
 
-    A skipped step leaves `params` and `opt_state` as they were; with `gradient_accumulation` its batch is left out of
-    the group, which may be updated by the others. Time moves on, and so does what the forward pass writes into buffers,
-    as with `torch.amp.GradScaler`, whose schedule of scales this is. One gradient that is not finite makes all of them
-    NaN at once, so that no clipping in between can make a bad step look good. The scale stays a normal float32, whose
-    inverse is finite; torch's can fall to 0.
+    A skipped step does not change `params` and `opt_state`; with `gradient_accumulation` its batch is left out of the
+    group, and the update uses the other batches. Time advances, and buffers keep what the forward pass wrote, as with
+    `torch.amp.GradScaler`, which uses the same schedule of scales. One gradient that is not finite makes all gradients
+    NaN immediately, so that clipping in between cannot make a bad step look good. The scale stays a normal float32,
+    whose inverse is finite; torch's can fall to 0.
 
     Args:
-        init_scale: The first scale, positive; powers of two round nothing.
-        growth_factor: By what the scale rises, at least 1; 1 for a scale that does not.
-        backoff_factor: By what it falls, in (0, 1]; 1 for a scale that does not.
-        growth_interval: After how many good steps in a row it rises.
-        name: Names its slot.
+        init_scale: The first scale, positive; powers of two do not cause rounding.
+        growth_factor: Factor by which the scale increases, at least 1; with 1 it never increases.
+        backoff_factor: Factor by which the scale decreases, in (0, 1]; with 1 it never decreases.
+        growth_interval: The number of consecutive good steps after which the scale increases.
+        name: Name of the algorithm and of its slot.
 
-    A scale of 1 that neither rises nor falls never matches: then no step is skipped either.
+    With a scale of 1 and both factors 1 the algorithm never matches, and does not skip steps either.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range. RuntimeError, in the step: the optimizer
+        TypeError, ValueError: A setting of the wrong type or out of range. RuntimeError, in the step: the optimizer
             has been replaced since INIT.
 
     Example:

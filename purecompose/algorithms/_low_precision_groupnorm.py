@@ -1,4 +1,4 @@
-"""Low-precision group norm: group normalisation in half precision where the forward pass is."""
+"""Low-precision group norm: computes group normalisation in half precision if the forward pass does."""
 
 from torch import nn
 
@@ -19,8 +19,9 @@ __all__ = [
 
 
 def low_precision_groupnorm_rules() -> surgery.Rules:
-    """Return the rules that replace group norms; for `purecompose.surgery`. The new layers follow autocast when it
-    runs.
+    """Return the rules that replace group norms; for `purecompose.surgery`.
+
+    The new layers use the dtype of autocast when it is active.
 
     Example:
         >>> type(low_precision_groupnorm_rules()[nn.GroupNorm](nn.GroupNorm(2, 4), None)).__name__
@@ -41,16 +42,16 @@ apply_low_precision_groupnorm = on_module("low_precision_groupnorm", low_precisi
 def low_precision_groupnorm(*, name: str = "low_precision_groupnorm") -> Algorithm:
     """Compute group norms in half precision.
 
-        y = (x - mean) / sqrt(var + eps) * w + b,   for each example over a group's channels and all places, with the
-                                                    biased variance; w and b for each channel
+        y = (x - mean) / sqrt(var + eps) * w + b,   for each example over a group's channels and all positions, with
+                                                    the biased variance; w and b for each channel
 
-    As low-precision layer norm does it: input, weight and bias in autocast's dtype, sums in float32.
+    As in low-precision layer norm, input, weight and bias have autocast's dtype, and sums are in float32.
 
-    Events: INIT, and last there, with low-precision layer norm. Reads and replaces: the model only. Under
-    `precision="fp32"` and `"tf32"` it changes nothing, and warns.
+    Events: INIT, after all other methods, together with low-precision layer norm. Reads and replaces: the model only.
+    Under `precision="fp32"` and `"tf32"` it changes nothing, and warns.
 
     Args:
-        name: Names it.
+        name: Name of the algorithm.
 
     Warns:
         UserWarning: At INIT: the network has no group norms, or the forward pass is in full precision.

@@ -1,4 +1,4 @@
-"""Low-precision layer norm: layer normalisation in half precision where the forward pass is."""
+"""Low-precision layer norm: computes layer normalisation in half precision if the forward pass does."""
 
 from torch import nn
 
@@ -19,8 +19,9 @@ __all__ = [
 
 
 def low_precision_layernorm_rules() -> surgery.Rules:
-    """Return the rules that replace layer norms; for `purecompose.surgery`. The new layers follow autocast when it
-    runs.
+    """Return the rules that replace layer norms; for `purecompose.surgery`.
+
+    The new layers use the dtype of autocast when it is active.
 
     Example:
         >>> type(low_precision_layernorm_rules()[nn.LayerNorm](nn.LayerNorm(4), None)).__name__
@@ -43,15 +44,15 @@ def low_precision_layernorm(*, name: str = "low_precision_layernorm") -> Algorit
 
         y = (x - mean) / sqrt(var + eps) * w + b,   over the normalised dimensions, with the biased variance
 
-    Under autocast torch widens the input of a layer norm to float32 and gives float32. Here input, weight and bias are
-    taken in autocast's dtype, and so is the result; mean and variance are still summed in float32. Names and values of
-    parameters stay as they are, so that weights fit both.
+    Under autocast, torch converts the input of a layer norm to float32 and returns float32. Here input, weight, bias
+    and result have autocast's dtype; mean and variance are still summed in float32. Names and values of parameters do
+    not change, so weights can be exchanged with plain layer norms.
 
-    Events: INIT, and last there. Reads and replaces: the model only. Under `precision="fp32"` and `"tf32"` it changes
-    nothing, and warns.
+    Events: INIT, after all other methods. Reads and replaces: the model only. Under `precision="fp32"` and `"tf32"` it
+    changes nothing, and warns.
 
     Args:
-        name: Names it.
+        name: Name of the algorithm.
 
     Warns:
         UserWarning: At INIT: the network has no layer norms, or the forward pass is in full precision.

@@ -33,25 +33,25 @@ def mixup_batch(
     """Mix each example of a batch with a partner.
 
     Args:
-        key: A random key; may be `None` where `mixing` and `indices` are both given.
+        key: A random key; may be `None` if `mixing` and `indices` are both given.
         inputs: (N, ...). Integers and bools are promoted to the default float dtype.
-        targets: (N, ...), indices or dense, or a `Mixture`, whose terms double.
-        alpha: Both parameters of the Beta distribution, at least 0; 0 does not mix. A tensor's value (0-d) is
+        targets: (N, ...), indices or dense, or a `Mixture`; the result has twice as many terms.
+        alpha: Both parameters of the Beta distribution, at least 0; 0 does not mix. The value of a (0-d) tensor is
             not checked; no gradient flows to it.
-        mixing: The share of the partner in [0, 1], in place of a draw; a number, or a tensor, 0-d or one for
-            each example, (N,), whose values are not checked.
-        indices: (N,), int64, example i's partner, in place of a random order.
-        per_example: Draw a share for each example, not one for all.
-        interpolate_loss: Mix the losses of the two targets, not the targets: see `Mixture`.
+        mixing: The share of the partner in [0, 1], used instead of a draw: a number, or a tensor, 0-d or with one
+            value for each example, (N,), which are not checked.
+        indices: (N,), int64, the partner of each example, used instead of a random order.
+        per_example: Draw a separate share for each example instead of one for the batch.
+        interpolate_loss: Mix the losses of the two targets instead of the targets; see `Mixture`.
 
     Returns:
-        The mixed inputs, of the inputs' shape and floating dtype, and the targets: a `Mixture` whose second
-        half of terms are the partners' targets, with weight `mixing`. `mixture.soft(outputs)` gives soft
+        The mixed inputs, with the inputs' shape and a floating dtype, and the targets: a `Mixture` whose second
+        half of terms are the partners' targets, with weight `mixing`. `mixture.soft(outputs)` returns soft
         targets.
 
     Raises:
-        TypeError: Inputs or targets that are not tensors, or no key where something is to be drawn.
-        ValueError: A number out of range, or shapes that do not fit each other.
+        TypeError: Inputs or targets are not tensors, or there is no key although something must be drawn.
+        ValueError: A number is out of range, or shapes do not match.
 
     Example:
         >>> from purecompose.random import key
@@ -74,7 +74,7 @@ def mixup_batch(
     if indices is None:
         indices = random.permutation(_rng(key).named("permutation"), inputs.shape[0])
     partners = indices.to(inputs.device)
-    # The mixture first: it refuses partners that do not fit, with a message about shapes.
+    # Build the mixture first: it rejects partners of the wrong shape with a message about shapes.
     mixture = mixture_for(inputs, targets, "mixup_batch").mixed_with(partners, mixing, interpolate_loss)
     return _mix(inputs, partners, mixing), mixture
 
@@ -94,32 +94,32 @@ def mixup(
         z ~ Beta(alpha, alpha),   t = min(z, 1 - z)
         X' = (1 - t) X + t X[pi],     y' = (1 - t) y + t y[pi]
 
-    with one random order pi a batch, and one t or, with `per_example`, one for each example; t in [0, 1/2] is the share
-    of the *partner*. Targets stay what they are, in a `Mixture` of two terms, until the loss stage resolves them: as
-    soft targets or, with `interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Other methods on targets (label
-    smoothing, CutMix, MixUp again) act on the terms, so all of them compose, in any order.
+    with one random permutation pi per batch, and one t per batch or, with `per_example`, per example; t in [0, 1/2] is
+    the share of the *partner*. The targets themselves are kept in a `Mixture` of two terms until the loss stage
+    resolves them: as soft targets or, with `interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Other methods on
+    targets (label smoothing, CutMix, MixUp again) act on the terms, so all of them compose, in any order.
 
-    It acts on the whole batch before it is cut, so k microbatches mix as one. One t a batch keeps the mean of the
-    batch; shares per example keep it only on average.
+    Mixing happens before the batch is split, so the result does not depend on the number of microbatches. One t per
+    batch preserves the mean of the batch; shares per example preserve it only on average.
 
     Events: AFTER_DATALOADER (and INIT, to check the loss). Reads and replaces: the batch's input and target.
 
     Args:
-        alpha: Both parameters of the Beta distribution that the partner's share comes from, at least 0. The
-            number 0 never matches. An `hparam` or a schedule may be given; no gradient flows to it.
-        interpolate_loss: Mix the losses of the two targets instead of the targets. For cross entropy the
-            same; right also for losses that are not linear in their targets, which must know the reduction
-            "none".
-        per_example: Draw a share for each example, not one for the batch.
-        name: Names its draws.
-        input_field: Names the batch's input, one tensor; by default the state's own.
-        target_field: Names the target; by default the state's own.
+        alpha: Both parameters of the Beta distribution from which the partner's share is drawn, at least 0. With the
+            number 0 the algorithm never matches. An `hparam` or a schedule may be given; no gradient flows to it.
+        interpolate_loss: Mix the losses of the two targets instead of the targets. For cross entropy the result is
+            the same; it is correct also for losses that are not linear in their targets. The loss must support the
+            reduction "none".
+        per_example: Draw a separate share for each example instead of one for the batch.
+        name: Name of the algorithm and of its draws.
+        input_field: Field of the batch with the input, one tensor; defaults to the state's input field.
+        target_field: Field of the batch with the target; defaults to the state's target field.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. At INIT:
-            such a key of the state's, a loss that the model computes itself, or with `interpolate_loss` one
-            without a reduction. In the step: inputs that are not one tensor, or of int32 or int64, as token ids
-            are: the model would be given numbers between two ids.
+        TypeError, ValueError: A setting has the wrong type or is out of range, or a field is read-only. At INIT: a
+            field of the state is read-only, the model computes the loss itself, or `interpolate_loss` is set and the
+            loss has no reduction. In the step: the inputs are not one tensor, or have dtype int32 or int64 like
+            token ids, because a mixture of two ids is not an id.
 
     Example:
         >>> mixup(0.2)
@@ -155,12 +155,12 @@ def _rng(key: Tensor | random.Rng | None) -> random.Rng:
 
 def _mix(inputs: Tensor, partners: Tensor, mixing: float | Tensor) -> Tensor:
     floating = inputs if inputs.is_floating_point() or inputs.is_complex() else inputs.to(torch.get_default_dtype())
-    # Half precision would round the share differently than the targets' weights have it.
+    # In half precision the share would be rounded differently from the targets' weights.
     wide = floating.float() if floating.element_size() < 4 else floating
     share: Any = mixing
     if isinstance(mixing, Tensor):
         share = per_row(mixing.to(wide), wide) if mixing.ndim else mixing.to(wide)
-    # lerp is exact for shares of 0 and 1 and for equal partners, which the sum of two products is not.
+    # lerp is exact for shares of 0 and 1 and for equal partners; the sum of two products is not.
     return torch.lerp(wide, wide.index_select(0, partners), share).to(floating.dtype)
 
 
@@ -174,7 +174,7 @@ def _check_inputs(inputs: Any) -> None:
 
 
 def _check_no_ids(name: str, inputs: Any) -> None:
-    """Refuse what token ids look like. Images come as bytes or floats; `mixup_batch` takes any integers."""
+    """Reject dtypes of token ids. Images are bytes or floats; `mixup_batch` accepts any integers."""
     if isinstance(inputs, Tensor) and inputs.dtype in (torch.int32, torch.int64):
         raise TypeError(
             f"{name}: the inputs are {tree.describe(inputs)}, as token ids are, and there is no id between two others: "

@@ -1,4 +1,4 @@
-"""No-op model: one number in the network's place, for timing all that is not the network."""
+"""No-op model: replaces the network by one number, for timing everything else."""
 
 from dataclasses import dataclass
 
@@ -23,12 +23,12 @@ __all__ = ["NoOpLoss", "NoOpModel", "no_op_model", "no_op_model_rules"]
 
 @dataclass(frozen=True)
 class NoOpLoss:
-    """(outputs - targets)^2, averaged over the elements that count.
+    """Squared error (outputs - targets)^2, averaged over the elements that are not ignored.
 
-    Outputs are of the targets' shape, or scores of classes (N, C, ...), of which the highest is taken.
+    Outputs have the targets' shape, or are class scores (N, C, ...), of which the argmax is used.
 
     Args:
-        ignore_index: What an integer target has where it does not count.
+        ignore_index: Value of integer targets that are ignored.
 
     Example:
         >>> NoOpLoss(-100)(torch.tensor([3.0, -150.0]), torch.tensor([2, -100])).item()
@@ -47,7 +47,7 @@ class NoOpLoss:
         return total / self.counted(outputs, targets).sum().clamp(min=1) if reduction == "mean" else total
 
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Bool, of the targets' shape."""
+        """Return which elements are not ignored, bool, of the targets' shape."""
         del outputs
         if self.ignore_index is None or targets.is_floating_point():
             return torch.ones_like(targets, dtype=torch.bool)
@@ -58,7 +58,7 @@ def no_op_model_rules(has_classes: bool = False) -> surgery.Rules:
     """Return the rule that replaces a whole network; for `purecompose.surgery`.
 
     Args:
-        has_classes: As `NoOpModel` has it.
+        has_classes: See `NoOpModel`.
 
     Example:
         >>> no_op_model_rules()[nn.Module](nn.Linear(2, 2), surgery.Site("", 0, None, nn.Linear(2, 2)))
@@ -77,20 +77,20 @@ def no_op_model(*, name: str = "no_op_model") -> Algorithm:
     """Replace the network by a number.
 
         training      outputs = w y,   loss = mean((w y - y)^2),   dloss/dw = 2 (w - 1) mean(y^2)       w = 1.5 at first
-        evaluation    outputs = y;   of class indices under a cross entropy scores (N, C, ...), highest at y
+        evaluation    outputs = y;   for class indices under a cross entropy, scores (N, C, ...) with the maximum at y
 
-    The network's input is the target y; the batch's inputs are read, moved and prepared, and not looked at. The loss
-    counts what the state's own counts: elements that have its `ignore_index` are left out. Of a model with a loss of
-    its own, the target is what `ModelLoss.labels` names; where it names none, the state's `target_field` must.
+    The network's input is the target y; the batch's inputs are read, moved and prepared, but not used. Elements with
+    the `ignore_index` of the state's loss are left out of the new loss. If the model computes its own loss, the target
+    is the field that `ModelLoss.labels` names, or else the state's `target_field`.
 
-    Events: INIT, first there. Replaces: the model, its parameters and buffers, the optimizer's state and its groups,
-    the loss, and what names the model's input and its target.
+    Events: INIT, before all other methods. Replaces: the model, its parameters and buffers, the optimizer's state and
+    its groups, the loss, and the fields of the model's input and of the target.
 
-    How many classes the scores have is read from the targets on the host, in evaluation only; such a forward pass is
-    not compiled in one graph.
+    The number of classes of the scores is read from the targets on the host, in evaluation only; such a forward pass
+    is not compiled in one graph.
 
     Args:
-        name: Names it.
+        name: Name of the algorithm.
 
     Example:
         >>> no_op_model()
@@ -110,5 +110,5 @@ def no_op_model(*, name: str = "no_op_model") -> Algorithm:
         context = changed.context.replace(loss=loss, input_field=key, target_field=key)
         return changed.replace(static=Static(context, changed.static.timestamp)).to(state.device)
 
-    # Memories and surgery of others would be of the network that goes.
+    # Runs first: slots and surgery of other methods would otherwise refer to the network that is replaced.
     return Algorithm(name, on(Event.INIT), apply, traits=frozenset({Trait.REQUIRED_ON_LOAD}), runs_before=tuple(Trait))

@@ -1,4 +1,4 @@
-"""Per-example clipping: bounds what a single example can do to a step, and drowns the rest in noise:"""
+"""Per-example clipping: bounds the influence of single examples on a step, and optionally hides it in noise."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -30,10 +30,10 @@ def norms_per_example(grads: Grads) -> Tensor:
     """Return the Euclidean norm of each example's gradient.
 
     Args:
-        grads: By name, (N, ...), floating.
+        grads: Floating gradients (N, ...), by name.
 
     Returns:
-        (N,), over all tensors together; float64 if any of them is that wide, else float32.
+        (N,), the norms over all tensors together; float64 if any tensor is, else float32.
 
     Example:
         >>> norms_per_example({"w": torch.tensor([[3.0], [0.0]]), "b": torch.tensor([4.0, 1.0])})
@@ -44,14 +44,14 @@ def norms_per_example(grads: Grads) -> Tensor:
 
 
 def clip_per_example(grads: Grads, max_norm: float | Tensor) -> dict[str, Tensor]:
-    """Return the mean of gradients of which none is longer than `max_norm`: longer ones are scaled down to that.
+    """Return the mean over examples of the gradients, after scaling gradients of norm above `max_norm` down to it.
 
     Args:
-        grads: By name, one row for each example, (N, ...), floating.
+        grads: Floating gradients (N, ...), one row for each example, by name.
         max_norm: The bound, above 0; a number or a 0-d tensor.
 
     Returns:
-        By name, (...), of the same dtypes.
+        The means (...), by name, of the same dtypes.
 
     Example:
         >>> clip_per_example({"w": torch.tensor([[3.0], [0.0]]), "b": torch.tensor([4.0, 0.5])}, 1.0)
@@ -69,50 +69,48 @@ def per_example_clipping(
     chunk_size: int | None = None,
     name: str = "per_example_clipping",
 ) -> Algorithm:
-    """Clip the gradient of each example, and add noise.
-
-    DP-SGD's step.
+    """Clip the gradient of each example, and add noise: the step of DP-SGD.
 
         g <- 1/N sum_i g_i min(1, C / |g_i|) + sigma C / N z,   z ~ N(0, I)
 
-    with g_i the gradient of the loss of example i alone, |g_i| its Euclidean norm over all trainable parameters, N the
-    number of examples in the batch, C the bound `max_norm` and sigma `noise_multiplier`. Without noise one wild example
-    cannot carry a step away. With it this is the gradient of differentially private training; what privacy a run has,
-    its epsilon and delta, is not computed here, and see below for what else that takes.
+    with g_i the gradient of the loss of example i, |g_i| its Euclidean norm over all trainable parameters, N the number
+    of examples in the batch, C the bound `max_norm` and sigma `noise_multiplier`. Without noise, this prevents a single
+    outlier from dominating a step. With noise, it is the gradient of differentially private training; the privacy of a
+    run (epsilon and delta) is not computed here, and the other requirements are listed below.
 
-    The gradients of single examples are those of the step itself: its loss with the algorithms that act on the way to
-    it, frozen parameters left out, an example's dropout and augmentation as they were drawn in the batch. They are
-    taken by `torch.func.vmap` after the step's own, so that microbatches make no difference, and a scale of the loss is
-    gone; where several processes share the batch, each takes those of its part. Each example counts the same; in a loss
-    per token the mean over its own tokens is the example's. Where the model computes its own loss, that of a batch of
-    one example is taken.
+    The gradients of single examples belong to the same computation as the step: its loss with the algorithms that act
+    before it, without frozen parameters, and with each example's dropout and augmentation as drawn in the batch. They
+    are computed by `torch.func.vmap` after the step's own gradient, so they do not depend on microbatches or on the
+    scale of loss scaling; if several processes share the batch, each computes those of its part. All examples have
+    equal weight; in a loss per token, an example's loss is the mean over its tokens. If the model computes its own
+    loss, it is called with a batch of one example.
 
-    Events: AFTER_TRAIN_BATCH, after other methods that compute gradients again, such as `sam`, whose work it undoes,
-    and before those that collect or clip them. Replaces the gradients, without a look at what they were; adds
+    Events: AFTER_TRAIN_BATCH, after other methods that compute gradients again, such as `sam`, whose gradients it
+    overwrites, and before methods that collect or clip gradients. Replaces the gradients without reading them; adds
     `metrics[f"{name}/clipped"]`, the share of examples that were scaled down, and `metrics[f"{name}/norm"]`, the mean
-    of |g_i|. Remembers nothing. An example whose gradient is not finite makes the batch's so.
+    of |g_i|. Remembers nothing. If the gradient of one example is not finite, neither is the batch's.
 
-    Layers must treat each example separately: batch normalisation in training, and layers that keep running statistics,
-    are refused. Your own layers that mix examples are not seen: they get a batch of one.
+    Layers must treat each example separately: batch normalisation in training, and layers that update running
+    statistics, are rejected. Your own layers that mix examples are not detected: they are called with a batch of one.
 
-    What a claim of privacy takes besides: an accountant; batches drawn at random as it assumes, each divided by the
-    size expected (here it is the batch's own); no report of what is not private, such as loss, metrics and batch
-    statistics; and noise from an unpredictable generator, which Philox is not. MixUp and CutMix make an
-    example of two records, so that one record is in two of them; `selective_backprop` looks at all records to choose.
+    A claim of privacy also requires: an accountant; batches drawn at random as it assumes, each divided by the expected
+    batch size (here, by the actual one); no publication of values that are not private, such as loss, metrics and batch
+    statistics; and noise from an unpredictable generator, which Philox is not. MixUp and CutMix make an example of two
+    records, so that each record is part of two examples; `selective_backprop` reads all records to choose.
 
     Args:
-        max_norm: C, above 0; infinity never matches. An hparam or a schedule may be given, and for the noise, too: its
-            default is checked; what becomes of it later is not. The median of the norms is a good beginning; the
-            metric f"{name}/norm" tells their mean.
-        noise_multiplier: Sigma, the deviation of the noise in the sum of the gradients, in units of `max_norm`; 0 for
-            none. Around 1 is common where privacy is wanted.
-        chunk_size: How many examples' gradients are in memory at a time, each as large as the parameters; by default
-            all that this process computes. With 1 they are taken one after the other, without `vmap`: slowly, but of
-            any network.
-        name: Names its draws and its metrics.
+        max_norm: C, above 0; with infinity the algorithm never matches. An hparam or a schedule may be given here and
+            for the noise: the default of an hparam is checked; later values are not. The median of the norms is a good
+            first value; the metric f"{name}/norm" reports their mean.
+        noise_multiplier: Sigma, the standard deviation of the noise in the sum of the gradients, in units of
+            `max_norm`; 0 for no noise. Values around 1 are common for private training.
+        chunk_size: The number of examples whose gradients, each as large as the parameters, are in memory at a time; by
+            default all examples of this process. With 1 the gradients are computed one after the other without `vmap`,
+            which is slow but works for any network.
+        name: Name of the algorithm, of its draws and of its metrics.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or noise without a bound. In the first
+        TypeError, ValueError: A setting of the wrong type or out of range, or noise without a bound. In the first
             step: layers that mix examples.
 
     Example:
@@ -155,7 +153,7 @@ def per_example_clipping(
 
 
 def _checked(max_norm: Scalar, noise_multiplier: Scalar) -> bool:
-    """Return whether the settings are neutral; raise where they are wrong."""
+    """Return whether the settings are neutral, and raise an error if they are wrong."""
     where, hint = "per_example_clipping: max_norm", "infinity clips nothing"
     check_scalar(noise_multiplier, "per_example_clipping: noise_multiplier", 0, hint="0 adds no noise")
     if isinstance(max_norm, float) and max_norm == math.inf:
@@ -174,12 +172,13 @@ def _checked(max_norm: Scalar, noise_multiplier: Scalar) -> bool:
 def _sums_over_examples(
     name: str, state: State, share: range, max_norm: float | Tensor, chunk_size: int | None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the sum over these examples of clipped gradients, and the norms that they had, (N,)."""
+    """Return the sum of the clipped gradients of these examples, and their norms before clipping, (N,)."""
     assert state.clock is not None
-    _ = state.clock.values  # made when first read: within a transform it would outlive that as a dead wrapper
+    # The values are cached on first access. Inside vmap, the cache would keep a tensor that is invalid afterwards.
+    _ = state.clock.values
     sums: dict[str, Tensor] = {}
     norms: list[Tensor] = []
-    share = share or range(1)  # for the form of what counts nothing
+    share = share or range(1)  # an empty share still needs gradients of the right shapes, which are not counted
     chunks = _one_by_one(state, share) if chunk_size == 1 else _mapped(name, state, share, chunk_size or len(share))
     for grads in chunks:
         new_sums, new_norms = _clipped_sums(grads, max_norm)
@@ -189,7 +188,7 @@ def _sums_over_examples(
 
 
 def _one_by_one(state: State, share: range) -> Iterator[dict[str, Tensor]]:
-    """Return the gradient of each example, (1, ...)."""
+    """Yield the gradients of each example, (1, ...)."""
     start = 0 if state.first_example is None else state.first_example
     examples = batches.split(state.batch, state.num_examples, state.context.input_field)
     for index in share:
@@ -197,7 +196,7 @@ def _one_by_one(state: State, share: range) -> Iterator[dict[str, Tensor]]:
 
 
 def _mapped(name: str, state: State, share: range, chunk_size: int) -> Iterator[dict[str, Tensor]]:
-    """Return the gradients of examples, (chunk, ...), chunk after chunk."""
+    """Yield the gradients of each chunk of examples, (chunk, ...)."""
     num, tensors = state.num_examples, batches.tensors(state.batch)
     is_row = [tensor.ndim > 0 and tensor.shape[0] == num for tensor in tensors]
     rows = [tensor for tensor, per_example in zip(tensors, is_row, strict=True) if per_example]
@@ -224,9 +223,9 @@ def _mapped(name: str, state: State, share: range, chunk_size: int) -> Iterator[
 
 
 def _clipped_sums(grads: Grads, max_norm: float | Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the sum of clipped gradients by name, and the norms that they had."""
+    """Return the sums of clipped gradients by name, and the norms before clipping."""
     norms = norms_per_example(grads)
-    # On both sides finite, so that a gradient of 0 has a derivative. NaN is no longer than the bound, and stays.
+    # Both branches are finite, so that the derivative exists at a gradient of 0. NaN compares as not long, and stays.
     is_long = norms > max_norm
     share = torch.where(is_long, max_norm / torch.where(is_long, norms, 1.0), 1.0)
     return {name: torch.tensordot(share.to(grad.dtype), grad, dims=1) for name, grad in grads.items()}, norms
@@ -238,7 +237,7 @@ def _noisy(grad: Tensor, rng: random.Rng, deviation: float | Tensor) -> Tensor:
 
 
 def _check_layers(name: str, network: nn.Module) -> None:
-    """Refuse layers in which an example has no gradient of its own."""
+    """Reject layers in which examples do not have separate gradients."""
     found: dict[str, Any] = {key: type(module).__name__ for key, module in network.named_modules() if _mixes(module)}
     if found:
         shown = [f"{key or 'the network'} ({kind})" for key, kind in found.items()]
@@ -251,7 +250,7 @@ def _check_layers(name: str, network: nn.Module) -> None:
 
 
 def _mixes(module: nn.Module) -> bool:
-    """Return whether it normalises by statistics of the batch, or writes them into buffers."""
+    """Return whether a layer normalises by statistics of the batch, or writes them into buffers."""
     if isinstance(module, _BatchNorm):
         return module.training or module.running_mean is None
     return isinstance(module, _InstanceNorm) and module.training and module.running_mean is not None

@@ -1,4 +1,4 @@
-"""Progressive resizing: trains on small images first, and on larger and larger ones up to their full size."""
+"""Progressive resizing: trains on small images first, and gradually on larger ones up to their full size."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ from purecompose.time.units import snapped
 __all__ = ["progressive_resizing", "progressive_scale", "resize_batch"]
 
 _MODES = ("resize", "crop")
-_LEAST_SCALE = 1e-9  # gives the smallest size, as 0 is to
+_LEAST_SCALE = 1e-9  # used for scale 0, which resize_batch rejects; gives the smallest size
 _INTERPOLATIONS = ("bilinear", "nearest")
 
 
@@ -40,15 +40,15 @@ def progressive_scale(
 
     Args:
         elapsed: The fraction of the run that is over, at least 0; above 1 where training continues.
-        initial_scale: At the start.
-        finetune_fraction: Of the run, at its end, at full scale.
-        delay_fraction: Of the run, at its start, at the initial scale.
+        initial_scale: The scale at the start.
+        finetune_fraction: The share of the run at its end with full scale.
+        delay_fraction: The share of the run at its start with the initial scale.
 
     Returns:
         A number in [initial_scale, 1].
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range.
+        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Example:
         >>> [round(progressive_scale(elapsed), 2) for elapsed in (0, 0.5, 0.6, 0.65, 0.8, 1)]
@@ -60,7 +60,7 @@ def progressive_scale(
         return 1.0
     if elapsed <= delay_fraction:
         return float(initial_scale)
-    # Here is a point between the two, so that they differ.
+    # delay_fraction < elapsed < 1 - finetune_fraction here, so the divisor is positive.
     gone = (elapsed - delay_fraction) / (1 - finetune_fraction - delay_fraction)
     return min(1.0, initial_scale + (1 - initial_scale) * gone)
 
@@ -81,23 +81,24 @@ def resize_batch(
     Args:
         key: A random key; may be `None` with mode "resize", which draws nothing.
         inputs: Images (N, C, H, W).
-        targets: Anything. Masks are tensors (N, H, W) or (N, C, H, W) of any dtype, or a `Mixture` of such.
-        scale_factor: The scale of both sides, above 0, a number. From 1 on nothing is done.
-        mode: "resize" for the whole image, made smaller; "crop" for a window, drawn uniformly among all that lie
-            within the image, the same one for the whole batch.
-        resize_targets: Whether targets are masks, resized by the same factors or cropped to the same window; "auto"
-            takes those for masks that have more than two dimensions and in the last two the images' size. With `True`
-            all are, also those with a height and width of their own.
-        interpolation: "bilinear", antialiased, or "nearest", for images; masks take the nearest pixel.
-        size_increment: A side becomes the multiple of it that is nearest to side * scale_factor, at least one and at
-            most the side; where not even one fits, and by default, side * scale_factor rounded down, at least 1.
+        targets: Any object. Masks are tensors (N, H, W) or (N, C, H, W) of any dtype, or a `Mixture` of such tensors.
+        scale_factor: The scale of both sides, a number above 0. Factors of at least 1 change nothing.
+        mode: "resize" shrinks the whole image; "crop" cuts out a window, drawn uniformly among all windows inside the
+            image, the same for the whole batch.
+        resize_targets: Treat targets as masks, which are resized by the same factors or cropped to the same window.
+            "auto" does so for targets with more than two dimensions, the last two of the images' size; `True` for all
+            targets, also those with another height and width.
+        interpolation: "bilinear" (antialiased) or "nearest", for images; masks always use the nearest pixel.
+        size_increment: Each side becomes the multiple of it that is nearest to side * scale_factor, at least one
+            increment and at most the side. By default, and if the side is shorter than one increment, it becomes
+            side * scale_factor rounded down, at least 1.
 
     Returns:
-        Inputs and targets, of the same dtypes; the very same objects where the size stays what it is.
+        Inputs and targets, of the same dtypes; the same objects if the size does not change.
 
     Raises:
         TypeError: Inputs that are not one real tensor (N, C, H, W), masks that are not tensors, no key for a crop, or a
-            setting of the wrong kind.
+            setting of the wrong type.
         ValueError: A setting out of range, or masks without height and width.
 
     Example:
@@ -154,40 +155,42 @@ def progressive_resizing(
 
         u = clip((t - d) / (1 - f - d), 0, 1),   s = s0 + (1 - s0) u
 
-    with t the fraction of the run that is over, d the delay, f the share of the run at full size and s0 the first
+    with t the fraction of the run that is over, d the delay, f the share of the run at full size and s0 the initial
     scale. Each side becomes the multiple of `size_increment` that is nearest to s times the side, so that few sizes
     occur.
 
-    Events: AFTER_DATALOADER, before the run's last part f begins (and INIT, to check the fields). Reads and replaces:
-    the batch's images, and with `resize_targets` its targets. Reports in `metrics` what the batch was given, and as
-    numbers: `f"{name}/height"` and `f"{name}/width"`, pixels, and `f"{name}/scale_factor"`, s before rounding to a
-    size. In the last part the method is absent, and so are its metrics.
+    Events: AFTER_DATALOADER, before the last part f of the run (and INIT, to check the fields). Reads and replaces:
+    the batch's images, and with `resize_targets` its targets. Reports in `metrics`, as numbers: `f"{name}/height"` and
+    `f"{name}/width"`, the new size in pixels, and `f"{name}/scale_factor"`, s before rounding to a size. In the last
+    part of the run the method does not act and reports nothing.
 
-    A host algorithm: sizes depend on time, and of a compiled step each size is a variant. Where the epoch's length is
-    known, t moves with every batch; else, in a run of so many epochs, at their ends only.
+    This is a host algorithm: sizes depend on time, and a compiled step is compiled separately for each size. If the
+    length of an epoch is known, t changes with every batch; otherwise, in a run measured in epochs, only between
+    epochs.
 
-    The network must take images of every size, as one that ends with a global pooling does.
+    The network must accept images of every size, like networks that end with a global pooling.
 
     Args:
-        mode: "resize" shrinks images, "crop" cuts a window out of them, at a random place, one for the batch.
-        initial_scale: The scale of both sides at first, in [0, 1]; 1 never matches. At 0 the smallest size is the
-            first.
-        finetune_fraction: The share of the run at its end with images of full size, in [0, 1]; 1 never matches.
-        delay_fraction: The share of the run at its start with the initial scale, in [0, 1]. The two together are at
-            most 1.
-        size_increment: Sides become multiples of it, pixels, where one fits. A greater one means fewer sizes, each
-            of which is compiled for itself in a compiled step.
-        resize_targets: Whether the target is a mask (N, H, W) or (N, C, H, W), which changes as its images do; "auto":
-            if it has more than two dimensions and the last two are the images'. With `False` it is not read.
-        interpolation: "bilinear", antialiased, or "nearest", of images; see `resize_batch`.
-        name: Names its draws and metrics.
-        input_field: Names the batch's images; by default the state's own input.
-        target_field: Names the targets; by default the state's own.
+        mode: "resize" shrinks images; "crop" cuts out a window at a random position, one for the batch.
+        initial_scale: The scale of both sides at first, in [0, 1]; with 1 the algorithm never matches. 0 starts with
+            the smallest size.
+        finetune_fraction: The share of the run at its end with images of full size, in [0, 1]; with 1 the algorithm
+            never matches.
+        delay_fraction: The share of the run at its start with the initial scale, in [0, 1]. The two fractions add up
+            to at most 1.
+        size_increment: Sides become multiples of this number of pixels, unless they are shorter than it. A greater
+            increment means fewer sizes, for each of which a compiled step is compiled separately.
+        resize_targets: Treat the target as a mask (N, H, W) or (N, C, H, W), which is changed like its image. "auto"
+            does so if it has more than two dimensions and the last two have the images' size. With `False` the target
+            is not read.
+        interpolation: "bilinear" (antialiased) or "nearest", for images; see `resize_batch`.
+        name: Name of the algorithm, of its draws and of its metrics.
+        input_field: Field of the batch with the images; defaults to the state's input field.
+        target_field: Field of the batch with the targets; defaults to the state's target field.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. In the
-            step: inputs that are not images, masks that are not tensors, and a run without a duration or with one in
-            seconds.
+        TypeError, ValueError: A setting of the wrong type or out of range, or a read-only field. In the step: inputs
+            that are not images, masks that are not tensors, or a run without a duration or with a duration in seconds.
 
     Example:
         >>> progressive_resizing("crop", size_increment=8).predicate
@@ -196,7 +199,7 @@ def progressive_resizing(
         never
 
     References:
-        Jeremy Howard and others: fast.ai's way of training on DAWNBench, 2018.
+        Jeremy Howard and others: fast.ai's training for DAWNBench, 2018.
         https://www.fast.ai/posts/2018-08-10-fastai-diu-imagenet.html
     """
     _check_choices("progressive_resizing", mode, resize_targets, interpolation)
@@ -265,7 +268,7 @@ def _new_side(side: int, scale: float, increment: int | None) -> int:
 
 
 def _same_share(masks: Tensor, old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the masks' new height and width: theirs, times what the images' became, rounded."""
+    """Return the new height and width of masks, scaled like the images' from old to new, rounded."""
     sides = zip(masks.shape[-2:], old, new, strict=True)
     return tuple(max(1, (2 * side * small + full) // (2 * full)) for side, full, small in sides)
 
@@ -295,18 +298,18 @@ def _drawn_corner(key: Tensor | random.Rng | None, old: tuple[int, ...], new: tu
 
 
 def _window(images: Tensor, old: tuple[int, ...], new: tuple[int, ...], corner: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the same window of anything that shows the images' scene, at its own resolution."""
+    """Return the part of images or masks, which may have another resolution, that corresponds to the window."""
     sizes = _same_share(images, old, new)
     for dim, full, size, start in zip((-2, -1), old, sizes, corner, strict=True):
         side = images.shape[dim]
         first = torch.div(start * side, full, rounding_mode="floor").clamp(max=side - size)
-        # By index and not by a slice, whose start would be read back from the device.
+        # Not a slice: its start would have to be copied from the device.
         images = images.index_select(dim, (first + torch.arange(size, device=first.device)).to(images.device))
     return images
 
 
 def _nearest(images: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Resize to the nearest pixel: each new pixel is the old one that contains its centre; of any dtype."""
+    """Resize images of any dtype by nearest pixels: each new pixel is the old one that contains its centre."""
     for dim, small in zip((-2, -1), size, strict=True):
         middles = torch.arange(small, device=images.device) * 2 + 1
         index = torch.div(middles * images.shape[dim], 2 * small, rounding_mode="floor")
@@ -316,9 +319,9 @@ def _nearest(images: Tensor, size: tuple[int, ...]) -> Tensor:
 
 def _bilinear(images: Tensor, size: tuple[int, ...]) -> Tensor:
     if size[1] == 1 < size[0]:
-        # On a CPU torch (2.13) makes every row of a result of width 1 the first one.
+        # On the CPU, torch 2.13 fills all rows of a result of width 1 with the first row.
         return _bilinear(images.mT, size[::-1]).mT
-    # torch has no antialiasing for half precision, and for bytes a way of its own to round on each device.
+    # torch has no antialiasing for half precision, and rounds bytes differently on each device.
     is_wide = images.dtype in (torch.float64, torch.int32, torch.int64)
     wide = images.double() if is_wide else images.float()
     smaller = F.interpolate(wide, size, mode="bilinear", align_corners=False, antialias=True)

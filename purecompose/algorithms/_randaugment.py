@@ -39,18 +39,19 @@ def randaugment_batch(
     Args:
         key: A random key.
         images: (N, C, H, W), or one image (C, H, W); uint8 or floating.
-        severity: How strong operations get, in [0, 10]; a tensor's value (0-d) is not checked. 0 is the identity.
-        depth: How many operations each image gets, one after the other; 0 is the identity.
+        severity: The greatest strength of the operations, in [0, 10]; the value of a (0-d) tensor is not checked. 0 is
+            the identity.
+        depth: The number of operations applied to each image, one after the other; 0 is the identity.
         augmentation_set: "all", "safe" or "original" (see `algorithms.images.SETS`), or names of operations.
-        value_range: The values of black and white of floats, numbers or one for each channel; by default the least and
-            greatest value of each channel in the batch. Bytes always go from 0 to 255.
+        value_range: The values of black and white in floating images, numbers or one for each channel; by default the
+            least and greatest value of each channel in the batch. The range of bytes is always 0 to 255.
 
     Returns:
-        Shape and dtype of `images`.
+        Images of the shape and dtype of `images`.
 
     Raises:
-        TypeError: Images that are not a tensor of uint8 or floats, no key, or a setting of the wrong kind.
-        ValueError: A setting out of range, an unknown operation, or another number of dimensions.
+        TypeError: Images that are not a tensor of uint8 or floats, no key, or a setting of the wrong type.
+        ValueError: A setting out of range, an unknown operation, or images with another number of dimensions.
 
     Example:
         >>> import torch
@@ -84,23 +85,23 @@ def randaugment(
 ) -> Algorithm:
     """Change every image by a few random operations.
 
-    `depth` times over, each image gets one operation of the set, each with the same chance, as strong as a uniform draw
-    up to `severity` says; see `purecompose.algorithms.images.primitives` for the operations and their strengths.
+    One operation, drawn uniformly from the set, is applied to each image, `depth` times in a row. Its strength is a
+    uniform draw up to `severity`; see `purecompose.algorithms.images.primitives` for the operations and strengths.
 
-    Events: AFTER_DATALOADER (and INIT, to check the key). Reads and replaces: the batch's images, a whole batch at
-    once, on the device where they are.
+    Events: AFTER_DATALOADER (and INIT, to check the key). Reads and replaces: the batch's images, the whole
+    batch in one call, on the device where they are.
 
     Args:
-        severity: How strong operations get, in [0, 10]. An `hparam` or a schedule may be given. The number 0 never
-            matches.
-        depth: How many operations each image gets; 0 never matches.
+        severity: The greatest strength of the operations, in [0, 10]. An `hparam` or a schedule may be given. With the
+            number 0 the algorithm never matches.
+        depth: The number of operations applied to each image; with 0 the algorithm never matches.
         augmentation_set: "all", "safe" or "original", or names of operations.
         value_range: The values of black and white; see `randaugment_batch`.
-        name: Names its draws.
-        input_field: Names the batch's images, (N, C, H, W); by default the state's own input.
+        name: Name of the algorithm and of its draws.
+        input_field: Field of the batch with the images, (N, C, H, W); defaults to the state's input field.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. In the step:
+        TypeError, ValueError: A setting of the wrong type or out of range, or a read-only field. In the step:
             inputs that are not images.
 
     Example:
@@ -141,20 +142,21 @@ def randaugment_transform(
     value_range: ValueRange = None,
     input_field: batches.Field | None = None,
 ) -> SampleTransform:
-    """RandAugment as a transform of a data set's samples, in the processes that read it.
+    """Return RandAugment as a transform of a data set's samples, for use in the loader's processes.
 
     Args:
         severity, depth, augmentation_set: See `randaugment`.
-        value_range: As there; by default (0, 1) for floats, since one image does not show the range of all. Floats
-            outside are refused, as those of normalised images: put it before the normalisation, or give their range.
-        input_field: Names the image in a sample: a PIL image, or a tensor (C, H, W). By default the sample itself, or
-            its first member.
+        value_range: See `randaugment`; defaults to (0, 1) for floats, since one image does not show the range of the
+            data set. Floats outside the range, such as those of normalised images, are rejected: apply the transform
+            before the normalisation, or pass their range.
+        input_field: Field of the sample with the image: a PIL image, or a tensor (C, H, W). Defaults to the sample
+            itself, or its first member.
 
     Returns:
         A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
 
     Raises:
-        TypeError, ValueError: As `randaugment`. Of a sample: floats outside of the range.
+        TypeError, ValueError: See `randaugment`. When applied to a sample: floats outside the range.
     """
     randaugment(severity, depth, augmentation_set, value_range=value_range)
     value_range = frozen(value_range) or (0.0, 1.0)

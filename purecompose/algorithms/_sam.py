@@ -1,4 +1,4 @@
-"""SAM, sharpness-aware minimisation: steps by the gradient at the worst point nearby."""
+"""SAM, sharpness-aware minimisation: updates with the gradient at the worst point nearby."""
 
 from collections.abc import Mapping
 
@@ -19,22 +19,22 @@ from purecompose.time.predicates import NEVER, on
 __all__ = ["perturb_params", "sam"]
 
 _LEAST_EPSILON = 1e-30
-"""In float32 it is not 0 and its inverse is finite, so that a gradient of 0 times rho / epsilon is 0."""
+"""Least epsilon: in float32 it is not 0 and has a finite inverse, so that 0 times rho / epsilon is 0."""
 
 
 def perturb_params(
     params: Mapping[str, Tensor], grads: Mapping[str, Tensor], rho: float | Tensor = 0.05, epsilon: float = 1e-12
 ) -> dict[str, Tensor]:
-    """Parameters moved by `rho` along their gradients.
+    """Return parameters moved by `rho` along their gradients.
 
     Args:
         params: All parameters by name, floating.
-        grads: Gradients of some of them, by name; the others stay where they are.
+        grads: Gradients of some of them, by name; the other parameters are not moved.
         rho: The length of the move; a number or a 0-d tensor.
         epsilon: Added to the norm, so that a gradient of zeros moves nothing.
 
     Returns:
-        Parameters by name, in their order and dtypes.
+        Parameters by name, in the same order and dtypes.
 
     Raises:
         KeyError: A gradient without a parameter.
@@ -53,36 +53,37 @@ def perturb_params(
 def sam(
     rho: Scalar = 0.05, *, epsilon: float = 1e-12, every: int = 1, per_rank: bool = False, name: str = "sam"
 ) -> Algorithm:
-    """Step by the gradient at the worst point nearby.
+    """Update with the gradient at the worst point nearby.
 
         e = rho g(w) / (|g(w)| + epsilon),   then the optimizer's step from w with g(w + e)
 
-    with g the gradient of the step's loss and |g| its norm over all trainable parameters. Both gradients are of the
-    same batch, with the same microbatches, algorithms and draws: the same mixture, the same dropout. Of the first one
-    stay the loss that is reported and what the pass did to buffers, so that BatchNorm counts the batch once; the second
-    one is what other algorithms and the optimizer see. The parameters are never moved to w + e and back, so nothing is
-    rounded, and the optimizer is not wrapped: its state is in the checkpoint as usual.
+    with g the gradient of the step's loss and |g| its norm over all trainable parameters. Both gradients use the same
+    batch, microbatches, algorithms and draws, such as the same mixture and dropout. The reported loss and the changes
+    to buffers are those of the first pass, so that BatchNorm counts the batch once; other algorithms and the optimizer
+    use the second gradient. The parameters are never moved to w + e and back, so there is no rounding, and the
+    optimizer is not wrapped: its state is in the checkpoint as usual.
 
-    Events: AFTER_TRAIN_BATCH of one step in `every`, counted from 1, before what clips gradients. Reads and
-    replaces: the gradients; reports in `metrics` the loss at w + e less the loss at w, as f"{name}/sharpness".
-    Remembers nothing. Under loss scaling both gradients are scaled, and a step of which either overflows is left out.
-    Of a program with several `Grad`s the last one before the event is taken again; its loss is at a point moved along
-    all gradients there.
+    Events: AFTER_TRAIN_BATCH of one step in `every`, counted from 1, before methods that clip gradients. Reads and
+    replaces: the gradients; reports in `metrics` the loss at w + e minus the loss at w, as f"{name}/sharpness".
+    Remembers nothing. Under loss scaling both gradients are scaled, and a step in which either overflows is skipped. In
+    a program with several `Grad`s, the last one before the event is computed again, at a point moved along all
+    gradients.
 
     Args:
-        rho: How far that point is, at least 0; 0 never matches. An `hparam` or a schedule may be given: its default is
-            checked; what becomes of it later is not.
+        rho: The distance from w to w + e, at least 0; with 0 the algorithm never matches. An `hparam` or a schedule may
+            be given: the default of an hparam is checked; later values are not.
         epsilon: Added to the norm of the gradient, at least 1e-30.
         every: The number of steps from one such step to the next. A rho of 0.05 in each step is common; with every=10
-            a rho of 0.5 costs a tenth, and gains most of it.
-        per_rank: In a step of several processes (`data_parallel`): each moves along the gradient of its own part of the
-            batch, and not along the whole batch's. The point is then another one for each part (m-sharpness in the
-            paper, which found small parts to generalise better). It takes one more gradient, alone as well, where the
-            point is the whole batch's; what others have edited in the first one is not seen.
-        name: Names its metric.
+            and a rho of 0.5, a tenth of the extra cost brings most of the gain.
+        per_rank: In a step of several processes (`data_parallel`), each process moves along the gradient of its own
+            part of the batch instead of the whole batch's, so that each part has its own point (m-sharpness in the
+            paper, which found that small parts generalise better). This needs one more gradient, also in a single
+            process, where the point is that of the whole batch; edits of other methods to the first gradient are not
+            used.
+        name: Name of the algorithm and of its metric.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range.
+        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Example:
         >>> sam(0.5, every=10)

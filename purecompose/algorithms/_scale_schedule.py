@@ -48,7 +48,7 @@ def scale_schedule(state: State, ratio: float, *, scale_warmup: bool = False) ->
     can be stretched where they are written, with `purecompose.schedule.scaled`.
 
     Raises:
-        TypeError: No state, or a setting of the wrong kind.
+        TypeError: No state, or a setting of the wrong type.
         ValueError: A ratio out of range; a length that would be less than 1; a run that has begun or is initialised;
             nothing to stretch; a schedule around a plain function.
 

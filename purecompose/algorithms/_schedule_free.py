@@ -103,10 +103,10 @@ def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorith
 
     Args:
         beta: How far towards the average gradients are taken, in [0, 1); 0 for plain averaging of the iterates.
-        name: Names its slot, and the weights for `to_module`.
+        name: Name of the algorithm, of its slot, and of the weights for `to_module`.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range.
+        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Warns:
         UserWarning: At INIT: the optimizer has momentum.

@@ -1,4 +1,4 @@
-"""Selective backprop: trains on part of each batch, hard examples more often than easy ones."""
+"""Selective backprop: trains on a part of each batch that contains more hard examples than easy ones."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -26,22 +26,22 @@ _MODES = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
 
 def choose_by_loss(key: Tensor | random.Rng, example_losses: Tensor, *, keep: float = 0.5) -> Tensor:
-    """Draw examples without replacement, those of greater loss more often.
+    """Draw examples without replacement, preferring those with greater loss.
 
-    Ranks are drawn, then looked up: what is drawn depends on the losses through their order only. Equal
-    losses rank in the batch's order. NaN ranks lowest, because such an example would turn every weight into
-    NaN; it can still be drawn. +inf ranks highest.
+    Ranks are drawn and then looked up, so the draw depends only on the order of the losses. Equal losses rank in
+    the batch's order. NaN ranks lowest, because training on such an example would turn every weight into NaN; it
+    can still be drawn. +inf ranks highest.
 
     Args:
         key: A random key.
         example_losses: (N,), N at least 1.
-        keep: The share to keep, in (0, 1]; 1 gives a random order of all.
+        keep: The share to keep, in (0, 1]; 1 returns all in random order.
 
     Returns:
-        (max(1, int(keep * N)),), int64: positions in the batch, in the order of drawing.
+        (max(1, int(keep * N)),), int64: positions in the batch, in the order in which they were drawn.
 
     Raises:
-        TypeError, ValueError: `keep` out of range, no key, or losses not of shape (N,).
+        TypeError, ValueError: `keep` out of range, no key, or losses of a shape other than (N,).
 
     Example:
         >>> from purecompose.random import key
@@ -57,7 +57,7 @@ def choose_by_loss(key: Tensor | random.Rng, example_losses: Tensor, *, keep: fl
     num = len(example_losses)
     order = torch.sort(torch.where(example_losses.isnan(), -torch.inf, example_losses), stable=True).indices
     ranks = torch.arange(num, dtype=torch.float64, device=order.device)
-    # Relative to the highest rank: for a small `keep` the power of (r + 1/2) / N is 0 in every rank.
+    # Relative to the highest rank: for a small `keep`, the power of (r + 1/2) / N would underflow to 0 for all ranks.
     weights = ((ranks + 0.5) / (num - 0.5)) ** (1 / keep - 1)
     drawn = random.choice(as_rng(key, "choose_by_loss").named("choice"), num, _num_kept(num, keep), weights)
     return order.index_select(0, drawn.to(order.device))
@@ -73,24 +73,24 @@ def select_using_loss(
     keep: float = 0.5,
     scale_factor: float = 1.0,
 ) -> tuple[Any, Any]:
-    """Return the hard part of a batch: `choose_by_loss` by the losses of `forward_fn`.
+    """Return the hard part of a batch: apply `choose_by_loss` to the losses of `forward_fn`.
 
     Args:
         key: A random key.
-        inputs: (N, ...), or any tree of tensors with N rows each that `forward_fn` takes.
-        targets: The same for `loss_fn`; a `Mixture` too.
-        forward_fn: Inputs to outputs; run once, without gradients.
-        loss_fn: `(outputs, targets, reduction="none")` to losses (N, ...).
+        inputs: (N, ...), or any tree of tensors with N rows each that `forward_fn` accepts.
+        targets: (N, ...), a tree of such tensors or a `Mixture`, which `loss_fn` accepts.
+        forward_fn: A function from inputs to outputs; called once, without gradients.
+        loss_fn: A function `(outputs, targets, reduction="none")` that returns losses (N, ...).
         keep: The share to keep, in (0, 1].
-        scale_factor: Shrinks images (N, C, ...) of 1 to 3 dimensions for this pass, in (0, 1]. What is
-            returned has full size.
+        scale_factor: Factor in (0, 1] by which images (N, C, ...) of 1 to 3 dimensions are shrunk for this forward
+            pass only. The returned images have full size.
 
     Returns:
-        The chosen rows of inputs and targets, in the order of drawing.
+        The chosen rows of inputs and targets, in the order in which they were drawn.
 
     Raises:
-        TypeError, ValueError: A setting out of range, a loss without a reduction, inputs that are not images
-            where `scale_factor` is below 1.
+        TypeError, ValueError: A setting out of range, a loss without a reduction, or inputs that are not images
+            although `scale_factor` is below 1.
 
     Example:
         >>> from purecompose.random import key
@@ -116,9 +116,9 @@ def should_selective_backprop(
     Args:
         current_duration: The fraction of the run that is over.
         batch_in_epoch: The number of batches that are over in this epoch.
-        start: See `selective_backprop`, as the others.
-        end: Excluded.
-        full_every: 0 for no exception.
+        start: See `selective_backprop`.
+        end: See `selective_backprop`; exclusive.
+        full_every: See `selective_backprop`; 0 for no exception.
 
     Example:
         >>> [should_selective_backprop(0.6, batch, full_every=3) for batch in range(4)]
@@ -143,46 +143,48 @@ def selective_backprop(
 ) -> Algorithm:
     """Train on the harder part of each batch.
 
-    A forward pass without gradients gives every example's loss. Of N examples
+    A forward pass without gradients computes the loss of every example. Out of N examples
 
         k = max(1, int(keep N))
 
-    are drawn without replacement, with probability of the example of rank r (0 for the least loss)
+    are drawn without replacement. The probability of the example of rank r (0 for the least loss) is
 
         p_r ~ ((r + 1/2) / N)^(1 / keep - 1)
 
-    It is active from `start` to `end` of the run (as fractions), except in one batch of `full_every`, which is trained
-    on whole.
+    The method is active from `start` to `end` (fractions of the run), except in every `full_every`-th batch of an
+    epoch, which is used completely.
 
-    The loss of an example is the mean over those of its positions that count: in a language model's batch not over
-    padding. Where the model computes its own loss (`losses.ModelLoss`), one number for the batch, the ranking takes the
-    cross entropy of the outputs' `logits` and the labels that `ModelLoss(labels=...)` names.
+    The loss of an example is the mean over its positions that count, for a language model without the padding. If the
+    model computes its own loss (`losses.ModelLoss`), one number for the batch, examples are ranked by the cross entropy
+    of the outputs' `logits` and the labels that `ModelLoss(labels=...)` names.
 
-    Events: AFTER_DATALOADER, where it comes first by the trait SELECTS_EXAMPLES (INIT, to check the loss, and
+    Events: AFTER_DATALOADER, where the trait SELECTS_EXAMPLES puts it first (also INIT, to check the loss, and
     BATCH_START and AFTER_FORWARD, to check the batch's members and a model's own outputs from the first batch on).
-    Reads params, buffers, the batch; replaces the batch by its chosen examples, in the order of drawing. Lists with an
-    entry for each example are chosen from on the host: a batch that has some waits for the device, and does not trace.
+    Reads params, buffers and the batch; replaces the batch by the chosen examples, in the order in which they were
+    drawn. Entries of lists with one entry per example are chosen on the host: a batch with such a list waits for the
+    device and cannot be traced.
 
-    It pays where less than about two thirds of the examples are kept, since the extra forward pass costs about a third
-    of a step.
+    It saves time if less than about two thirds of the examples are kept, since the extra forward pass costs about a
+    third of a step.
 
     Args:
-        start: Active from this fraction of the run on, in [0, 1].
-        end: And before this one, in [0, 1], greater than `start`.
-        keep: The share of examples to keep, in (0, 1]; 1 never matches.
-        scale_factor: Shrinks images for the extra pass, in (0, 1]; below 1 for inputs (N, C, ...) with 1 to 3
-            dimensions after the channels. The model must take inputs of that size.
-        full_every: One batch in so many of an epoch is trained on whole; with 0 none is, with 1 all are (it never
-            matches).
-        name: Names its draws.
-        input_field: Names the batch's input; by default the state's own.
-        target_field: Names the target; by default the state's own. A model's own loss names its labels itself.
+        start: The fraction of the run at which the method becomes active, in [0, 1].
+        end: The fraction of the run at which it ends, exclusive, in [0, 1], greater than `start`.
+        keep: The share of examples to keep, in (0, 1]; with 1 the algorithm never matches.
+        scale_factor: Factor in (0, 1] by which images are shrunk for the extra pass; below 1 only for inputs
+            (N, C, ...) with 1 to 3 dimensions after the channels. The model must accept inputs of that size.
+        full_every: The number of batches of which one is used completely, counted in each epoch; 0 for no such
+            batches. With 1 the algorithm never matches.
+        name: Name of the algorithm and of its draws.
+        input_field: Field of the batch with the input; defaults to the state's input field.
+        target_field: Field of the batch with the target; defaults to the state's target field. Ignored if
+            `ModelLoss(labels=...)` names the labels.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: a loss that has no
-            `reduction`, or ignores it on outputs (N, C); other losses that ignore it are found out where the
-            selection starts; a `ModelLoss` without `labels`. In the first step: with `scale_factor` below 1, inputs
-            that are not images; outputs without logits that fit the labels of a `ModelLoss`.
+        TypeError, ValueError: A setting of the wrong type or out of range. At INIT: a loss that has no
+            `reduction`, or ignores it on outputs (N, C) (other losses that ignore it raise when the selection
+            starts), or a `ModelLoss` without `labels`. In the first step: with `scale_factor` below 1, inputs that
+            are not images, or outputs whose logits are missing or do not fit the labels of a `ModelLoss`.
         KeyError: In the first step: the batch has no such input or target.
 
     Example:
@@ -237,12 +239,12 @@ def selective_backprop(
 
 
 def _own_loss(state: State) -> losses.ModelLoss | None:
-    """Return the loss, where the model computes it."""
+    """Return the loss if the model computes it, otherwise `None`."""
     return state.context.loss if isinstance(state.context.loss, losses.ModelLoss) else None
 
 
 def _members(state: State, fields: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the batch's input and target, by the fields that were given, or the state's own."""
+    """Return the batch's input and target, from the given fields or else the state's fields."""
     target_field = fields.get("target_field", state.context.target_field)
     own_loss = _own_loss(state)
     if own_loss is not None and own_loss.labels is not None:
@@ -252,10 +254,10 @@ def _members(state: State, fields: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _losses_in_state(name: str, state: State, inputs: Any, targets: Any, scale_factor: float) -> Tensor:
-    """Return the loss of each example with the state's model, or what ranks them where that model computes its own."""
+    """Return the loss of each example with the state's model, or a substitute if the model computes its own loss."""
 
     def forward_fn(scaled: Any) -> Any:
-        # New buffers are dropped, so that BatchNorm's statistics see each batch once.
+        # New buffers are dropped, so that BatchNorm's statistics include each batch only once.
         return state.run_model(scaled, train=True, rng_name=f"{name}.forward")[0]
 
     def example_losses(outputs: Any, targets: Any) -> Tensor:
@@ -271,7 +273,7 @@ def _match(start: float, end: float, full_every: int) -> Predicate:
     active = on(Event.AFTER_DATALOADER) & between(start, end)
     if full_every:
         active = active & ~every(full_every, in_epoch=True)
-    # In every batch: a check in the first one only would be one more schedule to compile.
+    # Check in every batch: checking only in the first one would add a schedule to compile.
     return on(Event.INIT, Event.BATCH_START, Event.AFTER_FORWARD) | active
 
 

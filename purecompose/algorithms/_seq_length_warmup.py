@@ -1,4 +1,4 @@
-"""Sequence length warm-up: trains a language model on short sequences first, and on longer and longer ones."""
+"""Sequence length warm-up: trains a language model on short sequences first, and gradually on longer ones."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -36,13 +36,13 @@ def warmup_length(
         duration: The warm-up's share of the run; 0 for none.
         min_seq_length: The length at the start, tokens.
         max_seq_length: The length at the end of the warm-up and after it.
-        step_size: By how much the length grows at a time.
+        step_size: The number of tokens by which the length grows at a time.
 
     Returns:
-        The length, which never falls as the run continues.
+        The length, which never decreases as the run continues.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range.
+        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Example:
         >>> [warmup_length(elapsed / 10, max_seq_length=32, step_size=8) for elapsed in range(5)]
@@ -51,7 +51,7 @@ def warmup_length(
     check_number(elapsed, "warmup_length: elapsed", 0, hint="it is the share of the run that is over")
     _check_ramp("warmup_length", duration, min_seq_length, max_seq_length, step_size)
     num_steps = -(-(max_seq_length - min_seq_length) // step_size)
-    # Snapped, so that the third of three steps is made at the warm-up's end, though 0.1 / 0.3 * 3 may be less than 1.
+    # Snapped, so that a step is made exactly on time although, for example, 0.1 / 0.3 * 3 may round to less than 1.
     done = num_steps if elapsed >= duration else math.floor(snapped(num_steps * (elapsed / duration)))
     return min(min_seq_length + step_size * done, max_seq_length)
 
@@ -61,28 +61,28 @@ def set_batch_sequence_length(
 ) -> Any:
     """Shorten the sequences of a batch.
 
-    A mapping's "input_ids" or "inputs_embeds", or else the first tensor with two dims or more, says how long the
-    sequences are now: token ids, integers (N, L), or embeddings, floats (N, L, D).
+    The current length L is read from the mapping's "input_ids" or "inputs_embeds", or else from the first tensor with
+    at least two dims: token ids, integers (N, L), or embeddings, floats (N, L, D).
 
     Args:
         batch: A mapping, a tuple, a tensor, or any other batch.
-        length: The new length, at least 1. Not less than the present one, nothing is done.
-        truncate: Keep the first `length` positions of whatever has the sequences' length: ids, masks and labels (N, L),
-            dense labels (N, C, L), and attention masks (L, L), (N, L, L) or (N, ..., L, L) in both dims, of which
-            floating (N, L, L) are taken for embeddings. All else stays. If False, all tokens are written one after the
-            other, example by example, and cut into rows of the new length: more examples than before, where a row may
-            begin in one example and end in the next. Fewer than `length` tokens at the end are dropped.
-        preserve_end_of_sequence: When truncating, what stood at a row's last valid position (the last one that
-            "attention_mask" has) comes to the last position that is kept, in every tensor with a row for each example.
-            Rows that are shorter stay as they are.
+        length: The new length, at least 1. If it is not less than L, nothing is done.
+        truncate: Keep the first `length` positions of every tensor with the sequences' length: ids, masks and labels
+            (N, L), dense labels (N, C, L), and attention masks (L, L), (N, L, L) or (N, ..., L, L) in both dims, except
+            that floating (N, L, L) are taken for embeddings. Other members are unchanged. If False, the tokens of all
+            examples are concatenated and cut into rows of the new length: there are more examples than before, and a
+            row may begin in one example and end in the next. Fewer than `length` tokens at the end are dropped.
+        preserve_end_of_sequence: When truncating, move the entry at each row's last valid position (the last one in
+            "attention_mask") to the last position that is kept, in every tensor with a row for each example. Rows that
+            are already short enough are unchanged.
 
     Returns:
-        A new batch of the same form; the very same object where the length is not below the present one.
+        A new batch of the same structure; the same object if `length` is not less than L.
 
     Raises:
-        TypeError: No sequences in the batch, or an argument of the wrong kind.
-        ValueError: A length below 1; to preserve, a batch without a mask (N, L); not to truncate, members of another
-            form than the sequences', which cannot follow them into new rows.
+        TypeError: No sequences in the batch, or an argument of the wrong type.
+        ValueError: A length below 1; `preserve_end_of_sequence=True` and a batch without a mask (N, L); or
+            `truncate=False` and members without a position for each token, which cannot be cut into the new rows.
 
     Example:
         >>> ids = torch.arange(12).reshape(2, 6)
@@ -116,44 +116,46 @@ def seq_length_warmup(
         n = ceil((max - min) / step),   L(t) = min(min + step floor(n t / d), max)
 
     with t the fraction of the run that is over and d the warm-up's share of it: L starts at `min_seq_length`, grows by
-    `step_size`, and is `max_seq_length` from the warm-up's end on, not before. The run's length may be in any unit but
-    seconds; in epochs of unknown length, t moves at their ends only.
+    `step_size`, and reaches `max_seq_length` exactly at the end of the warm-up. The run's length may be in any unit
+    except seconds; if it is in epochs of unknown length, t changes only between epochs.
 
-    Events: AFTER_DATALOADER, after what writes sequences into rows (`Trait.SHORTENS_SEQUENCES`), such as `alibi`. Reads
-    and replaces: the batch. Reports in `metrics` what the batch became, as numbers: `f"{name}/curr_seq_len"` and
-    `f"{name}/curr_bs"`, its length and its number of examples.
+    Events: AFTER_DATALOADER, after methods such as `alibi` that run before `Trait.SHORTENS_SEQUENCES`. Reads and
+    replaces: the batch. Reports in `metrics`, as numbers: `f"{name}/curr_seq_len"` and `f"{name}/curr_bs"`, the new
+    length and number of examples of the batch.
 
-    A host algorithm: lengths depend on time, and of a compiled step each length is a variant; see `step_size`.
+    This is a host algorithm: lengths depend on time, and a compiled step is compiled separately for each length; see
+    `step_size`.
 
-    Time counts what the loader gave: `timestamp.sample` and `timestamp.token` count the batch before it is shortened.
-    So a run over so many samples or tokens goes over the same data with and without the method. All else sees the batch
-    that is trained on: `state.num_examples`, microbatches (cut from the rows that are there now, so that
-    `microbatch_size` holds when `truncate=False` makes more of them), the loss, and draws for each example.
+    Time is measured in what the loader returned: `timestamp.sample` and `timestamp.token` count the batch before it is
+    shortened. So a run of a given number of samples or tokens uses the same data with and without the method.
+    Everything else sees the shortened batch: `state.num_examples`, microbatches (split after shortening, so that
+    `microbatch_size` is respected when `truncate=False` makes more rows), the loss, and draws for each example.
 
-    Labels stay beside their tokens, position by position. A model that shifts labels itself (labels equal to ids) has
-    no target for the last position, nor for the first token of a row; rows that were cut out of long ones have more
-    such ends. Labels shifted in advance (labels[t] = ids[t + 1]) lose nothing at a cut. `preserve_end_of_sequence`
-    moves the end token together with its own label, which is right where labels equal ids; with labels shifted in
-    advance the end token becomes an input, and no target.
+    Labels stay at the positions of their tokens. A model that shifts labels itself (labels equal to ids) has no target
+    for the last position and does not predict the first token of a row; cutting rows into shorter ones makes more such
+    ends. Labels shifted in advance (labels[t] = ids[t + 1]) lose nothing at a cut. `preserve_end_of_sequence` moves the
+    end token together with its own label, which is correct where labels equal ids; with labels shifted in advance the
+    end token becomes an input but not a target.
 
-    The state's input must be token ids (N, L) or embeddings (N, L, D); with the whole batch as input, as for
-    `losses.model_loss`, they are found as `set_batch_sequence_length` finds them.
+    The state's input must be token ids (N, L) or embeddings (N, L, D); if the input is the whole batch, as for
+    `losses.model_loss`, they are found as described in `set_batch_sequence_length`.
 
     Args:
-        duration: The warm-up's share of the run, in [0, 1]; 0 never matches: no warm-up, and no limit.
+        duration: The warm-up's share of the run, in [0, 1]. With 0 the algorithm never matches: there is no warm-up and
+            no limit.
         min_seq_length: The length at the start, tokens.
-        max_seq_length: The length from the end of the warm-up on. Longer batches stay cut to it; shorter ones are
-            whole as soon as the ramp has come to their length.
-        step_size: By how much the length grows at a time, tokens. Every length is compiled for itself in a compiled
-            step, of which `compile` allows 32 by default.
-        truncate: Cut sequences off, or else write them into more rows; see `set_batch_sequence_length`.
-        preserve_end_of_sequence: Keep the token at each row's end when cutting it off.
-        name: Names its metrics.
+        max_seq_length: The length from the end of the warm-up on, tokens. Longer batches are cut to it until the end of
+            the run; shorter batches are complete as soon as the ramp has reached their length.
+        step_size: The number of tokens by which the length grows at a time. A compiled step is compiled separately for
+            every length; `compile` allows 32 by default.
+        truncate: Cut sequences off if True, otherwise split them into more rows; see `set_batch_sequence_length`.
+        preserve_end_of_sequence: Keep the token at the end of each row when cutting it off.
+        name: Name of the algorithm and prefix of its metrics.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or `preserve_end_of_sequence` where nothing
-            is cut off. In the step: inputs that are not sequences, a run without a duration or with one in seconds, and
-            as `set_batch_sequence_length`.
+        TypeError, ValueError: A setting of the wrong type or out of range, or `preserve_end_of_sequence` with
+            `truncate=False`. In the step: inputs that are not sequences, a run without a duration or with a duration in
+            seconds, and the errors of `set_batch_sequence_length`.
 
     Example:
         >>> seq_length_warmup(0.5, 64, 512, 64)  # doctest: +ELLIPSIS
@@ -179,7 +181,7 @@ def seq_length_warmup(
     def apply(event: Event, state: State) -> State:
         del event
         sequences = sequences_of(state, name)
-        # Asked also for what it raises in a run of unknown length.
+        # Call reached() in any case: it raises if the run's length is unknown.
         length = max_seq_length if state.timestamp.reached(ends) else warmup_length(_elapsed(state), **ramp)
         batch = shortened(state.batch, sequences, length, truncate, preserve_end_of_sequence)
         num, current = sequences.shape[:2]
@@ -225,11 +227,11 @@ def _elapsed(state: State) -> float:
 
 
 def sequences_of(state: State, where: str) -> Tensor:
-    """Return the input of a state, (N, L) or (N, L, D), which says how long its batch's sequences are.
+    """Return the input of a state, (N, L) or (N, L, D), which determines the length of its batch's sequences.
 
     Args:
         state: A state with a batch.
-        where: Opens messages.
+        where: Prefix of error messages.
 
     Raises:
         TypeError: Inputs that are not sequences.
@@ -239,7 +241,7 @@ def sequences_of(state: State, where: str) -> Tensor:
 
 
 def _sequences(batch: Any, where: str) -> Tensor:
-    """Return the tensors that give the lengths of a batch's sequences."""
+    """Return the tensor that determines the length of a batch's sequences."""
     for name in ("input_ids", "inputs_embeds") if isinstance(batch, Mapping) else ():
         if isinstance(batch.get(name), Tensor):
             return _checked(batch[name], where)
@@ -259,7 +261,7 @@ def _checked(tensor: Any, where: str) -> Tensor:
 
 
 def shortened(batch: Any, sequences: Tensor, length: int, truncate: bool, preserve: bool) -> Any:
-    """`set_batch_sequence_length`, with what says how long the batch's sequences are."""
+    """Do what `set_batch_sequence_length` does, for a batch whose sequences have the length of a given tensor."""
     num, current = sequences.shape[:2]
     if length >= current:
         return batch
@@ -274,19 +276,17 @@ def shortened(batch: Any, sequences: Tensor, length: int, truncate: bool, preser
             shorter = shorter.narrow(dim, 0, length)
         if ends is not None and len(dims) == 1 and tensor.shape[0] == num:
             shorter = _with_ends(tensor, shorter, dims[0], ends)
-        # In memory of its own: what has one shape is one variant, whatever it was cut from.
+        # Contiguous, so that tensors of one shape share one compiled variant, regardless of their original length.
         return shorter.contiguous() if dims else tensor
 
     return batches.map_tensors(cut, batch)
 
 
 def _dims_of_length(tensor: Tensor, num: int, length: int) -> list[int]:
-    """Return the dims along which a tensor goes with the sequence; the first dim is the examples', but in a common (L,
-    L).
-    """
+    """Return the dims of a tensor that are sequence positions; the first dim is the batch's, except in one (L, L)."""
     is_common = tensor.shape == (length, length) and num != length
     dims = [dim for dim in range(0 if is_common else 1, tensor.ndim) if tensor.shape[dim] == length]
-    # Floats (N, L, L) are embeddings that are as wide as the sequence is long.
+    # Floats (N, L, L) are embeddings whose width happens to be L.
     return dims[:1] if tensor.is_floating_point() and tensor.ndim == 3 else dims
 
 
@@ -299,12 +299,12 @@ def _last_positions(batch: Any, num: int, length: int) -> Tensor:
             f"preserve_end_of_sequence=True: expected an attention_mask ({num}, {length}), which says where rows end, "
             f"got {came}; put one into the batch, a mapping, or leave preserve_end_of_sequence=False"
         )
-    # Not the mask's sum, which is the end only where padding stands on the right.
+    # The sum of the mask would be the end only for padding on the right.
     return (torch.arange(length, device=mask.device) * (mask != 0)).amax(1)
 
 
 def _with_ends(whole: Tensor, shorter: Tensor, dim: int, ends: Tensor) -> Tensor:
-    """Return a shortened tensor with what stood at each row's end at the last position of the row that is kept."""
+    """Return a shortened tensor in which the last kept position of each row has the entry of the row's end."""
     length = shorter.shape[dim]
     rows, tokens = whole.movedim(dim, 1), shorter.movedim(dim, 1)
     ends = ends.to(whole.device)
@@ -315,7 +315,7 @@ def _with_ends(whole: Tensor, shorter: Tensor, dim: int, ends: Tensor) -> Tensor
 
 
 def _in_rows(batch: Any, num: int, current: int, length: int) -> Any:
-    """Return the batch's tokens one after the other, in rows of the new length."""
+    """Return the batch with all tokens concatenated and cut into rows of the new length."""
     for rows in _rows_of_others(batch, num):
         raise ValueError(
             f"truncate=False: the batch holds a {type(rows).__name__} with a member for each of {num} examples, and "
@@ -339,7 +339,7 @@ def _in_rows(batch: Any, num: int, current: int, length: int) -> Any:
 
 
 def _rows_of_others(batch: Any, num: int) -> Iterable[Any]:
-    """List and arrays with a member for each example, such as names."""
+    """Yield lists and arrays, other than tensors, with a member for each example, such as names."""
     members = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
     for member in members:
         is_list = isinstance(member, (list, tuple)) and len(member) == num and not batches.tensors(member)

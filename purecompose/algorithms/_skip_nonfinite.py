@@ -1,4 +1,4 @@
-"""Skipping: a step whose loss or gradients are not finite changes nothing but the time."""
+"""Skipping: a step whose loss or gradients are not finite changes only the time."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -17,49 +17,52 @@ __all__ = ["SkipCount", "skip_nonfinite"]
 
 
 class SkipCount(NamedTuple):
-    """What `skip_nonfinite` remembers."""
+    """Slot of `skip_nonfinite`."""
 
     skipped: Tensor
-    """0-d, int32: how many batches of the run were left out; changes at BATCH_END."""
+    """Number of batches of the run that were skipped, 0-d int32; changes at BATCH_END."""
 
 
 class _Running(NamedTuple):
-    """What is in the slot between BATCH_START and BATCH_END."""
+    """Content of the slot between BATCH_START and BATCH_END."""
 
     own: SkipCount
     buffers: dict[str, Tensor]
-    """As they were when the step began."""
+    """Buffers at the start of the step."""
     is_good: Tensor
-    """Whether loss and gradients have been finite so far, 0-d bool."""
+    """True if loss and gradients have been finite so far, 0-d bool."""
 
 
 @factory
 def skip_nonfinite(*, name: str = "skip_nonfinite") -> Algorithm:
     """Skip steps whose loss or gradients are not finite.
 
-        w, opt_state, buffers <- what the step makes of them   where the loss and all gradients are finite
-                                 what they were                elsewhere
+        w, opt_state, buffers <- their new values   if the loss and all gradients are finite
+                                 their old values   otherwise
 
-    One element that is inf or NaN is enough. Both outcomes are computed and one is chosen on the device: nothing waits.
+    A step is bad if one element is inf or NaN. Both outcomes are computed and one is selected on the device, without
+    waiting for it.
 
-    Events: INIT (the slot; the optimizer becomes one that skips), BATCH_START (remembers the buffers),
-    AFTER_TRAIN_BATCH and BATCH_END. Reads the loss and the gradients; replaces buffers, and gradients of a bad step;
-    adds `metrics[f"{name}/skipped"]`, 1 where the batch was left out, else 0. Remembers a `SkipCount` in `slots[name]`.
+    Events: INIT (creates the slot and wraps the optimizer in one that can skip steps), BATCH_START (remembers the
+    buffers), AFTER_TRAIN_BATCH and BATCH_END. Reads the loss and the gradients; replaces buffers, and gradients of a
+    bad step; adds `metrics[f"{name}/skipped"]`, 1 if the batch was skipped, else 0. Remembers a `SkipCount` in
+    `slots[name]`.
 
-    At AFTER_TRAIN_BATCH it comes after what computes gradients again (`Trait.RENEWS_GRADIENTS`), such as `sam`, and
-    before what collects or clips them, so that a bad batch is not part of a group's sum: where it is the last of one,
-    the update is that of the others. A bad step's buffers, such as BatchNorm's statistics, are put back there, and one
-    element that is not finite, in the loss or a gradient, makes all gradients NaN, so that no clipping behind it can
-    make them look good. What reads weights at BATCH_END finds them as they were, wherever it is listed. Gradients that
-    go bad after that are found by the optimizer, and their buffers put back at BATCH_END, before averages are taken.
+    At AFTER_TRAIN_BATCH it runs after methods that compute gradients again (`Trait.RENEWS_GRADIENTS`), such as `sam`,
+    and before methods that collect or clip them, so that a bad batch is not part of a group's sum: if it is the last
+    one of a group, the update uses the other batches. There, a bad step's buffers, such as BatchNorm's statistics, are
+    restored, and one element that is not finite, in the loss or a gradient, makes all gradients NaN, so that later
+    clipping cannot make them look good. At BATCH_END other methods read the unchanged weights, whatever their place in
+    the list. Gradients that become bad after AFTER_TRAIN_BATCH are detected by the optimizer, and the buffers are
+    restored at BATCH_END, before weights are averaged.
 
-    What others remember is theirs: an average of the weights takes those that stayed once more, `lookahead` goes back
-    when it is due, a schedule moves on. The loss is reported as it was. A step in which no example counts (a batch of
-    padding, whose mean loss is NaN) is skipped, too. With `loss_scaling` both skip the same steps; this one puts back
-    the buffers.
+    Other methods still act in a skipped step: an average of the weights includes the unchanged ones once more,
+    `lookahead` moves back when it is due, and schedules advance. The loss is reported unchanged. A step without terms
+    in its loss (a batch of padding, whose mean loss is NaN) is also skipped. With `loss_scaling` both methods skip the
+    same steps, and this one restores the buffers.
 
     Args:
-        name: Names its slot and its metric.
+        name: Name of the algorithm, of its slot and of its metric.
 
     Raises:
         RuntimeError: In the step: the optimizer has been replaced since INIT.
@@ -111,6 +114,6 @@ def _initialised(state: State, name: str) -> State:
 
 
 def _restored(state: State, slot: Any, is_good: Tensor) -> State:
-    """Return the state; of a bad step, with the buffers that it began with."""
+    """Return the state, in a bad step with the buffers from its start."""
     before: Mapping[str, Tensor] = slot.buffers if isinstance(slot, _Running) else {}
     return state.replace(buffers=chosen(is_good, state.buffers, before)) if before else state

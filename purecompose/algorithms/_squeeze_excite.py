@@ -1,4 +1,4 @@
-"""Squeeze-and-excitation: weighs a convolution's channels by what all of them have on average."""
+"""Squeeze-and-excitation: scales a convolution's channels by weights computed from the averages of all channels."""
 
 from torch import nn
 
@@ -42,27 +42,27 @@ apply_squeeze_excite = on_drawn_module("squeeze_excite", squeeze_excite_rules)
 
 @factory
 def squeeze_excite(latent_channels: float = 64, min_channels: int = 128, *, name: str = "squeeze_excite") -> Algorithm:
-    """Add attention over channels behind wide convolutions.
+    """Add attention over channels after wide convolutions.
 
     With the convolution's output U (N, C, H, W) and a hidden width k:
 
         z = mean over H and W of U,   a = sigmoid(W2 relu(W1 z)),   U * a        W1: k x C, W2: C x k, no biases
 
-    Convolutions with at least `min_channels` channels in and out get one. Their own weights are kept.
+    This is added to convolutions with at least `min_channels` input and output channels. Their weights are kept.
 
     Events: INIT. Reads and replaces: the model, its parameters and the optimizer's state.
 
     Args:
-        latent_channels: The hidden width, a whole number of at least 1, or below 1 a share of the convolution's output
-            channels, rounded down. The authors' advice is 64 or more.
-        min_channels: The fewest channels, in and out, of a convolution that gets one.
-        name: Names it and the draws of its weights.
+        latent_channels: The hidden width: an integer of at least 1, or, if below 1, a share of the convolution's output
+            channels, rounded down. The authors recommend 64 or more.
+        min_channels: The least number of input channels and of output channels of a convolution that is replaced.
+        name: Name of the algorithm and of the draws of its weights.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range.
+        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Warns:
-        UserWarning: At INIT: the network has no such convolutions.
+        UserWarning: At INIT: the network has no convolutions to replace.
 
     Example:
         >>> squeeze_excite(0.125)

@@ -1,4 +1,4 @@
-"""Stochastic depth: leaves out the branches of residual blocks at random, and trains many networks of less depth."""
+"""Stochastic depth: skips branches of residual blocks at random, so that many shallower networks are trained."""
 
 import copy
 from typing import Any
@@ -31,12 +31,12 @@ def stochastic_depth_rates(num_blocks: int, drop_rate: Any = 0.2, drop_distribut
     """Return the drop rate of each block.
 
     Args:
-        num_blocks: L.
-        drop_rate: p, in [0, 1], a number or a 0-d tensor, whose value is not checked.
-        drop_distribution: "uniform", p for each, or "linear", p (i + 1) / L for block i from 0.
+        num_blocks: The number of blocks L.
+        drop_rate: The rate p in [0, 1], a number or a 0-d tensor, whose value is not checked.
+        drop_distribution: "uniform" for rate p in each block, or "linear" for p (i + 1) / L in block i = 0, ..., L - 1.
 
     Raises:
-        TypeError, ValueError: An argument of the wrong kind or out of range.
+        TypeError, ValueError: An argument of the wrong type or out of range.
 
     Example:
         >>> stochastic_depth_rates(4, 0.5)
@@ -55,14 +55,14 @@ def stochastic_depth_rates(num_blocks: int, drop_rate: Any = 0.2, drop_distribut
 def stochastic_depth_rules(
     module: nn.Module, stochastic_method: str = "block", drop_rate: float = 0.2, drop_distribution: str = "linear"
 ) -> surgery.Rules:
-    """Return the rules that put `purecompose.layers.StochasticDepth` in the place of each residual block of a network.
+    """Return the rules that replace each residual block of a network by `purecompose.layers.StochasticDepth`.
 
     Args:
-        module: The network, of which names and structure are read.
+        module: The network; only its names and structure are read.
         stochastic_method, drop_rate, drop_distribution: See `stochastic_depth`; the rate is a number.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range.
+        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Example:
         >>> from purecompose import models
@@ -88,10 +88,10 @@ def stochastic_depth_rules(
 def apply_stochastic_depth(
     net: nn.Module, stochastic_method: str = "block", drop_rate: float = 0.2, drop_distribution: str = "linear"
 ) -> nn.Module:
-    """Return a copy of a network whose residual blocks leave out their branches; the network itself is not touched.
+    """Return a copy of a network whose residual blocks skip their branches at random; the network is not modified.
 
-    The copy has weights of its own, and is in the mode (train or eval) that the network was in. What is left out is
-    drawn from torch's global generator. Make the optimizer afterwards.
+    The copy has separate weights, and is in the same mode (train or eval) as the network. Skipped branches are drawn
+    from torch's global generator. Create the optimizer from the copy.
 
     Args:
         net: The network.
@@ -101,7 +101,7 @@ def apply_stochastic_depth(
         TypeError, ValueError: As `stochastic_depth`.
 
     Warns:
-        UserWarning: The network has no residual block that is known.
+        UserWarning: The network has no supported residual block.
     """
     rules = stochastic_depth_rules(net, stochastic_method, drop_rate, drop_distribution)
     _check_blocks(net, "apply_stochastic_depth", stochastic_method)
@@ -117,45 +117,47 @@ def stochastic_depth(
     *,
     name: str = "stochastic_depth",
 ) -> Algorithm:
-    """Leave out branches of residual blocks.
+    """Skip branches of residual blocks at random.
 
-    With a block act(F(x) + S(x)), F its branch and S its shortcut, and the rate p at which the branch is left out:
+    With a block act(F(x) + S(x)), its branch F and shortcut S, and the rate p at which the branch is skipped:
 
         "block", in training     act(b F(x) + S(x)), one b for the whole batch, 1 with probability 1 - p
-                                 where b = 0 and S is the identity: x itself
+                                 if b = 0 and S is the identity: x itself
         "sample", in training    act(b_n F(x)_n + S(x)_n), one b_n for each example
         in evaluation            act((1 - p) F(x) + S(x))
 
-    A block of a transformer is two of these, one after the other: its attention and its feed-forward part are branches
-    which are left out by draws of their own, both with the block's p.
+    A transformer block consists of two of these in a row: its attention and its feed-forward part are branches with
+    separate draws, both with the block's p.
 
-    Block i of L, in the order in which they are defined, has p (uniform), or p (i + 1) / L (linear). With `drop_warmup`
-    w all rates are multiplied by min(t / w, 1).
+    Block i of L, in the order of definition, has the rate p (uniform) or p (i + 1) / L (linear). With `drop_warmup` w
+    all rates are multiplied by min(t / w, 1).
 
-    Blocks are known by the names of their children. Those of `purecompose.models` and of torchvision's residual
-    networks are replaced, see `purecompose.nn.layers.residuals`; not so blocks with parameters, buffers or hooks of
-    their own, or with a forward put on the instance. In the blocks of timm and Hugging Face that have a `drop_path`
-    (see `purecompose.nn.layers.drop_paths`), whatever its rate, `purecompose.layers.DropPath` takes its place: what the
-    branch does to its buffers then stays, and the activation follows a branch that is left out. The transformers of
-    `torch.nn`, and those of Hugging Face without `drop_path` (BERT, GPT-2), stay.
+    Blocks are recognised by the names of their children. Blocks of `purecompose.models` and of torchvision's residual
+    networks are replaced, see `purecompose.nn.layers.residuals`, unless they have own parameters, buffers or hooks, or
+    a forward set on the instance. In blocks of timm and Hugging Face with a `drop_path` (see
+    `purecompose.nn.layers.drop_paths`), of any rate, it is replaced by `purecompose.layers.DropPath`: there, a skipped
+    branch still updates its buffers, and the activation is still applied after it. The transformers of `torch.nn`, and
+    those of Hugging Face without `drop_path` (BERT, GPT-2), are not changed.
 
-    Events: INIT, and BATCH_START where rates move. Reads the clock; replaces the model, and writes the rates, a buffer
-    of each block.
+    Events: INIT, and BATCH_START if rates vary. Reads the clock; replaces the model, and writes the rates, a buffer of
+    each block.
 
     Args:
-        stochastic_method: "block" for one decision for the whole batch and branch, "sample" for one for each example.
-        drop_rate: How often a branch is left out, in [0, 1]; for "linear" that of the last block. The number 0 never
-            matches. An `hparam` or a schedule may be given: its default is checked; what becomes of it later is not.
-        drop_distribution: "linear" for rates that rise with the depth, "uniform" for one rate.
-        drop_warmup: How long rates rise from 0: a share of the run, or a time such as "0.1dur", "2ep", "500ba".
-        name: Names its metric.
+        stochastic_method: "block" for one draw for the whole batch and branch, "sample" for one for each example.
+        drop_rate: The probability that a branch is skipped, in [0, 1]; for "linear", in the last block. With the
+            number 0 the algorithm never matches. An `hparam` or a schedule may be given: the default of an hparam is
+            checked, later values are not.
+        drop_distribution: "linear" for rates that rise with the depth, "uniform" for equal rates.
+        drop_warmup: The time during which rates rise from 0: a share of the run, or a time such as "0.1dur", "2ep",
+            "500ba".
+        name: Name of the algorithm and of its metric.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: blocks of the other method, which
-            an earlier one has put into the network.
+        TypeError, ValueError: A setting of the wrong type or out of range. At INIT: the network already has blocks with
+            the other `stochastic_method`.
 
     Warns:
-        UserWarning: At INIT: the network has no residual block that is known.
+        UserWarning: At INIT: the network has no supported residual block.
 
     Example:
         >>> stochastic_depth("sample", 0.1)
@@ -179,7 +181,7 @@ def stochastic_depth(
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
             state = _with_blocks(state, name, stochastic_method)
-            # What follows a schedule has no value before the first batch.
+            # A schedule has no value before the first batch.
             return state if collect(rate, Schedule) else _with_rates(state, state.scalar(rate), drop_distribution)
         value = state.scalar(rate)
         metrics = {**state.metrics, f"{name}/drop_rate": as_scalar(value, torch.float32, state.device)}
@@ -187,7 +189,7 @@ def stochastic_depth(
 
     settings = {
         "stochastic_method": stochastic_method,
-        "drop_rate": rate,  # with its warm-up: schedules are evaluated where they stand in the config
+        "drop_rate": rate,  # includes the warm-up, because schedules are evaluated at their place in the config
         "drop_distribution": drop_distribution,
     }
     return Algorithm(
@@ -204,12 +206,12 @@ def _with_blocks(state: State, name: str, stochastic_method: str) -> State:
     _check_blocks(module, name, stochastic_method)
     if not _blocks(module):
         return state
-    # One place writes rates: what is here in the first batch comes afterwards.
+    # The rates here are placeholders: only _with_rates writes rates, at INIT or in the first batch.
     return surgery.operate(state, stochastic_depth_rules(module, stochastic_method, 0.0), name=name)[0]
 
 
 def _check_blocks(module: nn.Module, name: str, stochastic_method: str) -> None:
-    """Warn of a network without blocks, and refuses blocks that decide in the other way."""
+    """Warn of a network without blocks, and reject blocks with the other `stochastic_method`."""
     _check_no_others(module, name, stochastic_method)
     if _blocks(module) or any(isinstance(child, (StochasticDepth, DropPath)) for child in module.modules()):
         return
@@ -223,7 +225,7 @@ def _check_blocks(module: nn.Module, name: str, stochastic_method: str) -> None:
 
 
 def _check_no_others(module: nn.Module, name: str, stochastic_method: str) -> None:
-    """Raise a `ValueError` for blocks that decide in the other way: they would stay as they are, with other rates."""
+    """Raise a `ValueError` for blocks with the other method: they would be kept, but with new rates."""
     for place, child in module.named_modules():
         if isinstance(child, (StochasticDepth, DropPath)) and child.method != stochastic_method:
             raise ValueError(
@@ -236,7 +238,7 @@ def _check_no_others(module: nn.Module, name: str, stochastic_method: str) -> No
 def _with_rates(state: State, rate: float | Tensor, drop_distribution: str) -> State:
     """Return the state with the rates of all blocks in their buffers."""
     buffers = [(name, f"{name}.drop_rate".lstrip("."), child) for name, child in state.model.module.named_modules()]
-    # A block of several drop paths has one rate.
+    # All drop paths of a block have the same rate.
     blocks = {
         buffer: name if isinstance(child, StochasticDepth) else name.rpartition(".")[0]
         for name, buffer, child in buffers
@@ -251,9 +253,7 @@ def _with_rates(state: State, rate: float | Tensor, drop_distribution: str) -> S
 
 
 def _blocks(module: nn.Module) -> list[str]:
-    """Return the names of the residual blocks, outermost ones only, and none that has been replaced or is inside of
-    one.
-    """
+    """Return the names of outermost residual blocks, except blocks already replaced and blocks inside these."""
     found: list[str] = []
     done: list[str] = []
     for name, child in module.named_modules():

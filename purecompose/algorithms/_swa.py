@@ -114,10 +114,10 @@ def swa(
         swa_lr: The learning rate to go to, at least 0; by default it stays as it is.
         anneal_strategy: How it goes there, "linear" or "cosine".
         anneal_steps: Over how many intervals it does, at least 1.
-        name: Names the slot, and the weights for `to_module`.
+        name: Name of the algorithm, of its slot, and of the weights for `to_module`.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT, with `swa_lr`: an optimizer
+        TypeError, ValueError: A setting of the wrong type or out of range. At INIT, with `swa_lr`: an optimizer
             without a learning rate, or one with an `hparam` in it. In the step: an interval or a time that the run
             cannot tell.
 

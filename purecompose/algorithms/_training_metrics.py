@@ -1,4 +1,4 @@
-"""Training metrics: what evaluation measures, over the outputs that training computes anyway."""
+"""Training metrics: the metrics of evaluation, computed from the outputs of training steps."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -20,13 +20,13 @@ from purecompose.time.units import named_time
 __all__ = ["NAMED", "accumulate", "training_metrics"]
 
 NAMED: Mapping[str, Metric] = MappingProxyType({"accuracy": accuracy, "top_5": top_k(5)})
-"""The metrics that can be asked for by name only, as on a command line."""
+"""Map from names to the metrics that can be given by name, as on a command line."""
 
 _UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH)
 
 
 def accumulate(metric: Metric, acc: Any, state: State) -> Any:
-    """Return the accumulator with the state's batch, of which no gradient is taken."""
+    """Return the accumulator with the state's batch added, without gradients."""
     context = state.context
     own = of_model(metric, context.loss)
     update = counting(own, None if context.layout.is_rows else state.num_examples)
@@ -43,22 +43,23 @@ def training_metrics(
 ) -> Algorithm:
     """Measure the outputs of training steps.
 
-    Events: INIT (the slot), BATCH_START (begins again where a period begins), AFTER_BACKWARD (adds a slice's examples),
-    BATCH_END (reports). Reads `outputs` and the batch; adds `metrics[f"train/{metric}"]`, the value over all examples
-    since the period began. Remembers one accumulator for each metric in `slots[name]`. Nothing waits for the device.
+    Events: INIT (creates the slot), BATCH_START (resets at the beginning of a period), AFTER_BACKWARD (adds a slice's
+    examples), BATCH_END (reports). Reads `outputs` and the batch; adds `metrics[f"train/{metric}"]`, the value over all
+    examples since the beginning of the period. Remembers one accumulator for each metric in `slots[name]`. It never
+    waits for the device.
 
-    The outputs are those of training mode, before the update, on the examples that were trained on: with dropout, of
-    inputs that are mixed or augmented, with the mixed targets; examples that a method has left out do not count. So the
-    values are not those that an evaluation of the same examples would find.
+    The outputs are those of the training pass, before the update: with dropout, and with mixed or augmented inputs and
+    mixed targets; examples that a method has left out are not counted. So the values differ from an evaluation of the
+    same examples.
 
     Args:
-        metrics: By name: metrics, or functions `(outputs, targets)`, as for `evaluate`; or names among `NAMED`.
-            None at all never matches.
-        reset: How long a period is, in whole epochs or batches, such as `"1ep"` or `"100ba"`; `None` for the run.
-        name: Names its slot.
+        metrics: Mapping from names to metrics or functions `(outputs, targets)`, as for `evaluate`; or a list of names
+            in `NAMED`. If empty, the algorithm never matches.
+        reset: The length of a period, in whole epochs or batches, such as `"1ep"` or `"100ba"`; `None` for the run.
+        name: Name of the algorithm and of its slot.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind, an unknown name, or a period of another unit.
+        TypeError, ValueError: A setting of the wrong type, an unknown name, or a period of another unit.
 
     Example:
         >>> training_metrics(["accuracy", "top_5"])
@@ -127,7 +128,7 @@ def _period(reset: Any) -> Time | None:
 
 
 def _begins(state: State, period: Time) -> Tensor:
-    """Return whether a period begins with this batch: 0-d, bool."""
+    """Return whether a period begins with this batch, 0-d bool."""
     clock, length = state.clock, int(period.value)
     assert clock is not None
     if period.unit is TimeUnit.BATCH:

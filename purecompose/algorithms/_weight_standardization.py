@@ -1,4 +1,4 @@
-"""Weight standardization: convolutions with filters of mean 0 and variance 1."""
+"""Weight standardization: gives the filters of convolutions mean 0 and variance 1."""
 
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -37,12 +37,12 @@ def weight_standardization_rules(n_last_layers_ignore: int = 0) -> surgery.Rules
     check_whole(n_last_layers_ignore, "weight_standardization: n_last_layers_ignore", 0)
     kinds = tuple(STANDARDIZED)
 
-    # For each network, since rules may be applied to several.
+    # Kept for each network, since the rules may be applied to several.
     last: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
 
     def conv(module: nn.Module, site: surgery.Site) -> nn.Module | None:
         if site.root not in last:
-            # Those that are standardized already are among them: the last ones are the same a second time.
+            # Includes convolutions that are already standardized, so that a second application ignores the same ones.
             convs = [found for found in site.root.modules() if isinstance(found, kinds)]
             last[site.root] = WeakSet(convs[max(0, len(convs) - n_last_layers_ignore) :])
         return None if module in last[site.root] else standardized_conv(module)
@@ -54,12 +54,12 @@ def weight_standardization_undo_rules(*, is_baked: bool = False) -> surgery.Rule
     """Return the rules that restore plain convolutions; for `purecompose.surgery`.
 
     Args:
-        is_baked: Whether the filters become the standardized ones, in new parameters, tied where the old ones were, so
-            that the network computes what it did, without the method; otherwise the parameters stay as they are, and
-            the network is another function.
+        is_baked: Store the standardized filters in new parameters, tied like the old ones, so that the network still
+            computes the same function. If False, the raw parameters are kept, and the network is a different
+            function.
 
     Raises:
-        TypeError: No flag.
+        TypeError: `is_baked` is not a bool.
 
     Example:
         >>> weight_standardization_undo_rules()[STANDARDIZED[nn.Conv2d]](standardized_conv(nn.Conv2d(3, 8, 1)), None)
@@ -67,7 +67,7 @@ def weight_standardization_undo_rules(*, is_baked: bool = False) -> surgery.Rule
     """
     check_flag(is_baked, "weight_standardization_undo_rules: is_baked")
 
-    # For each network, since rules may be applied to several: what became of a parameter, by its id.
+    # Maps the id of an old parameter to the new one, for each network, since the rules may be applied to several.
     baked: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = WeakKeyDictionary()
 
     def conv(module: Any, site: surgery.Site) -> nn.Module | None:
@@ -88,25 +88,26 @@ def weight_standardization(n_last_layers_ignore: int = 0, *, name: str = "weight
 
         W' = (W - mean) / sqrt(var + 1e-10),   over all dims of W but the first, with the biased variance
 
-    W trains, W' computes: gradients flow through the standardization, and the optimizer moves the raw weights. Names
-    and values of parameters stay as they are; `surgery.operate` with `weight_standardization_undo_rules` gives plain
-    convolutions back, with the raw weights or with the standardized ones.
+    The convolution uses W', and W is trained: gradients flow through the standardization, and the optimizer updates the
+    raw weights. Names and values of parameters do not change; `surgery.operate` with
+    `weight_standardization_undo_rules` restores plain convolutions, with the raw or the standardized weights.
 
-    Transposed convolutions stay, and those with a forward of their own, hooks or parametrized tensors. Other subclasses
-    keep what they have: a `MyConv` becomes a `StandardizedMyConv`, which is a `MyConv`.
+    Transposed convolutions, and convolutions that override forward or have hooks or parametrized tensors, are not
+    changed. Other subclasses keep their attributes and methods: a `MyConv` becomes a `StandardizedMyConv`, which is a
+    subclass of `MyConv`.
 
     Events: INIT. Reads and replaces: the model only.
 
     Args:
-        n_last_layers_ignore: How many convolutions at the end, in order of definition, stay as they are: those that
-            give the answers.
-        name: Names it.
+        n_last_layers_ignore: The number of last convolutions, in order of definition, that are not changed, such as
+            those that compute the network's output.
+        name: Name of the algorithm.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range.
+        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Warns:
-        UserWarning: At INIT: the network has no convolutions but those that are left out.
+        UserWarning: At INIT: the network has no convolutions besides the ignored ones.
 
     Example:
         >>> weight_standardization(1)

@@ -1,10 +1,10 @@
 """The methods' cores as plain functions, for use in any training loop.
 
-Tensors and settings in, new tensors out; some give a number or a bool, as stands below. What comes in is never changed.
-Where a function draws, the key comes first, and the same key gives the same result: give every batch a key of its own,
-`random.fold_in(key, step)`. Cores do not switch themselves off. `severity=0` or `num_holes=0` leave images alone, but
-`mixup_batch(alpha=0)` still returns a `Mixture` of two terms, `smooth_labels(smoothing=0)` dense targets, and
-`choose_by_loss(keep=1)` a random order of the whole batch; leave the call out instead.
+They take tensors and settings and return new tensors, or a number or a bool where listed below. Arguments are never
+modified. Functions that draw random numbers take the key first, and the same key gives the same result: use a new key
+for every batch, `random.fold_in(key, step)`. Cores do not switch themselves off. `severity=0` or `num_holes=0` leave
+images unchanged, but `mixup_batch(alpha=0)` still returns a `Mixture` of two terms, `smooth_labels(smoothing=0)` dense
+targets, and `choose_by_loss(keep=1)` a random order of the whole batch; leave the call out instead.
 
     mixup_batch(key, inputs, targets) -> (inputs, targets)
     cutmix_batch(key, inputs, targets) -> (inputs, targets)
@@ -25,15 +25,15 @@ Where a function draws, the key comes first, and the same key gives the same res
     select_using_loss(key, inputs, targets, forward_fn, loss_fn) -> (inputs, targets)
     should_selective_backprop(current_duration, batch_in_epoch) -> bool
 
-For the samples of a data set, PIL images or tensors, each a function `(sample, rng=None) -> sample`:
+Transforms of single samples of a data set, PIL images or tensors; each is a function `(sample, rng=None) -> sample`:
 
     cutout_transform(num_holes, length) -> transform
     colout_transform(p_row, p_col) -> transform
     randaugment_transform(severity, depth) -> transform
     augmix_transform(severity, depth, width) -> transform
 
-Methods on the model, for a plain `nn.Module`: each returns a changed copy, with weights of its own and in the mode
-(train or eval) of the network, which is not touched. Make the optimizer from the copy:
+Methods on the model, for a plain `nn.Module`. Each returns a changed copy with separate weights, in the same mode
+(train or eval) as the network, which is not modified. Create the optimizer from the copy:
 
     apply_blurpool(net, replace_convs, replace_maxpools, blur_first) -> net
     apply_squeeze_excite(key, net, latent_channels, min_channels) -> net
@@ -47,9 +47,9 @@ Methods on the model, for a plain `nn.Module`: each returns a changed copy, with
     apply_low_precision_groupnorm(net) -> net
     apply_channels_last(net) -> net
 
-Gyro dropout has none: its masks follow the number of the batch, which a plain network does not know.
+Gyro dropout has no such function: its masks depend on the number of the batch, which a plain network does not know.
 
-Their rules for `purecompose.surgery`, which put other modules into a network:
+Rules of these methods for `purecompose.surgery`, which replace modules of a network:
 
     blurpool_rules(replace_convs, replace_maxpools, blur_first) -> rules
     squeeze_excite_rules(latent_channels, min_channels) -> rules
@@ -64,26 +64,26 @@ Their rules for `purecompose.surgery`, which put other modules into a network:
     low_precision_groupnorm_rules() -> rules
     no_op_model_rules() -> rules
 
-and what else methods on the model consist of:
+Other parts of the methods on the model:
 
     blur_2d(input) -> images
     blurmax_pool2d(input, kernel_size, stride) -> images
     standardized(weight) -> weight
-    stochastic_depth_rates(num_blocks) -> the rate of each block
-    alibi_bias(num_heads, length) -> what is added to the logits of attention
-    alibi_slopes(num_heads) -> the slope of each head
+    stochastic_depth_rates(num_blocks) -> rate of each block
+    alibi_bias(num_heads, length) -> bias that is added to the logits of attention
+    alibi_slopes(num_heads) -> slope of each head
     to_channels_last(tensors) -> tensors
-    factorize_matrix(inputs, outputs, first, second) -> a product of a lower rank, fitted to data
-    factorize_conv2d(inputs, first, second) -> the same for a convolution
+    factorize_matrix(inputs, outputs, first, second) -> product of lower rank, fitted to data
+    factorize_conv2d(inputs, first, second) -> product of lower rank for a convolution
     factorizing_could_speedup(module, latent) -> bool
 
-On gradients, weights and time, each by parameter names where it takes several tensors:
+Functions on gradients, weights and time; several tensors are given as a mapping from parameter names:
 
     clip_by_norm(grads, threshold) -> grads
     clip_by_value(grads, threshold) -> grads
     clip_adaptively(grads, params, threshold) -> grads
     clip_per_example(grads, max_norm) -> mean of clipped gradients
-    norms_per_example(grads) -> the norm of each example's gradient
+    norms_per_example(grads) -> norm of each example's gradient
     perturb_params(params, grads, rho) -> params
     pull_back(slow, fast, alpha) -> weights
     compute_ema(averages, weights, smoothing) -> averages
@@ -91,13 +91,13 @@ On gradients, weights and time, each by parameter names where it takes several t
     schedule_free_step(base, averages, moved, beta, share) -> (base, averages, weights)
     estimate_noise(small, big, small_size, big_size) -> (squared norm of the gradient, trace of its covariance)
     critical_batch_size(squared_norm, trace) -> examples
-    layers_of(module) -> the parameters of each layer
-    frozen_share(elapsed) -> the share of layers that is frozen
-    frozen_layers(module, elapsed) -> the names of frozen parameters
+    layers_of(module) -> parameters of each layer
+    frozen_share(elapsed) -> share of layers that is frozen
+    frozen_layers(module, elapsed) -> names of frozen parameters
     warmup_batch_size(elapsed, batch_size) -> examples
 
-The algorithms are made of these, the drawing ones with the key `state.rng(name)`. `select_using_loss` and
-`should_selective_backprop` say for your own loop what selective backprop's `apply` and `match` say inside a step.
+The algorithms call these functions, with the key `state.rng(name)` where they draw. `select_using_loss` and
+`should_selective_backprop` do in your own loop what selective backprop's `apply` and `match` do inside a step.
 """
 
 from purecompose.algorithms._alibi import alibi_bias, alibi_rules, alibi_slopes, apply_alibi

@@ -1,17 +1,17 @@
-"""The published recipes for image classification: methods that go together, by name.
+"""Published recipes for image classification: named lists of methods that work well together.
 
     mild      blurpool, channels last, EMA, progressive resizing, label smoothing
-    medium    those, MixUp, and SAM in every 10th step
+    medium    the methods of mild, MixUp, and SAM in every 10th step
     hot       label smoothing, MixUp, SAM in every 5th step, ColOut, RandAugment, stochastic depth of single examples,
               progressive resizing
 
-They are for ResNets on large images, and for short, middle and long runs: each costs more for a step than the one
-before, and gains more where there are many. Images should have some 224 pixels a side: of those of 8 x 8, progressive
-resizing leaves a handful. The methods' settings are the published ones, found with binary cross entropy summed over
-classes, `losses.BinaryCrossEntropy(mean_over="examples")`; loss, optimizer, schedule and the length of the run are for
-you to choose.
+They are meant for ResNets on large images, in short, medium and long runs respectively: each recipe costs more per step
+than the one before, and gains more over many steps. Images should have about 224 pixels a side: from 8 x 8 images,
+progressive resizing leaves only a few pixels. The settings are the published ones, found with binary cross entropy
+summed over classes, `losses.BinaryCrossEntropy(mean_over="examples")`. Loss, optimizer, schedule and the length of the
+run are for you to choose.
 
-The published hot recipe has BlurPool, channels last and EMA as well:
+The published hot recipe also has BlurPool, channels last and EMA:
 
     [*recipe("mild")[:3], *recipe("hot")]
 
@@ -69,7 +69,7 @@ def _hot() -> list[Algorithm]:
 
 
 RECIPES: dict[str, Callable[[], list[Algorithm]]] = {"mild": _mild, "medium": _medium, "hot": _hot}
-"""Makes the methods of each recipe, by its name."""
+"""Map from the name of each recipe to a function that returns its methods."""
 
 
 def recipe(name: str) -> list[Algorithm]:
@@ -79,7 +79,7 @@ def recipe(name: str) -> list[Algorithm]:
         name: "mild", "medium" or "hot".
 
     Raises:
-        ValueError: There is no such recipe.
+        ValueError: No recipe has this name.
 
     Example:
         >>> [method.name for method in recipe("mild")]

@@ -72,7 +72,7 @@ def gyro_dropout_mask(
         Bool, of the shape; with `feature_dim` (N, 1, ..., features, ..., 1), which broadcasts to it.
 
     Raises:
-        TypeError, ValueError: No key, or a setting of the wrong kind or out of range.
+        TypeError, ValueError: No key, or a setting of the wrong type or out of range.
 
     Example:
         >>> from purecompose.random import key
@@ -112,7 +112,7 @@ def gyro_drop(
         Shape and dtype of `inputs`.
 
     Raises:
-        TypeError: Inputs that are not a floating tensor, no key, or a setting of the wrong kind.
+        TypeError: Inputs that are not a floating tensor, no key, or a setting of the wrong type.
         ValueError: Inputs without rows, or a setting out of range.
 
     Example:

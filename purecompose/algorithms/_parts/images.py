@@ -89,7 +89,7 @@ def with_images(
     Args:
         event: INIT or the event at which images are replaced.
         state: The state.
-        name: The algorithm's.
+        name: Name of the algorithm.
         core: `(rng, images, targets) -> (images, targets)`; targets are `None` where they are not taken, and the same
             object where they stay.
         fields: Those that are given; see `given_fields`.
@@ -126,7 +126,7 @@ def image_method(
     """Return a method that replaces a batch's images by what a core makes of them.
 
     Args:
-        name: The algorithm's.
+        name: Name of the algorithm.
         core: `(rng, images, **settings) -> images`, or with `takes_targets` as in `with_images`, with settings.
         settings: All of them; printed, those that are `None` aside.
         scalars: Which of them the state resolves in each step.

@@ -79,7 +79,7 @@ def mixing_method(
     """Return a method that mixes each example of a batch with a partner.
 
     Args:
-        name: The algorithm's.
+        name: Name of the algorithm.
         core: `(rng, inputs, targets, *, alpha, **flags) -> (inputs, targets)`. Its name is the factory's with `_batch`.
         check_inputs: `(name, inputs)`, raises for inputs that cannot be mixed.
         alpha: The parameter of the Beta distribution; the number 0 never matches.

@@ -51,7 +51,7 @@ def on_module(name: str, rules_of: Callable[_P, surgery.Rules]) -> Callable[Conc
     """Return the method as a function of a plain network, `(net, *settings) -> net`, which shares its rules.
 
     Args:
-        name: The method's.
+        name: Name of the algorithm.
         rules_of: Gives its rules by its settings.
     """
 
@@ -96,7 +96,7 @@ def warn_of_nothing(name: str, wanted: str, module: nn.Module, advice: str) -> N
     """Warn that a method has found nothing of what it looks for in a network.
 
     Args:
-        name: The algorithm's.
+        name: Name of the algorithm.
         wanted: What it looks for.
         module: The network.
         advice: What to do.

@@ -105,7 +105,7 @@ def on_levels(
         like: What the argument is called there.
 
     Returns:
-        Shape and dtype of `images`.
+        Images of the shape and dtype of `images`.
 
     Raises:
         TypeError: No tensor, or of another dtype.
