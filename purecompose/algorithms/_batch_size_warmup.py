@@ -1,4 +1,4 @@
-"""Batch size warm-up: trains on small batches first, and on larger and larger ones."""
+"""Batch size warm-up: trains on small batches first, and gradually on larger ones."""
 
 import math
 
@@ -17,7 +17,7 @@ from purecompose.time.units import snapped
 __all__ = ["batch_size_warmup", "warmup_batch_size"]
 
 _QUANTA = 8
-"""Into how many sizes a batch is divided where no multiple is given."""
+"""Number of sizes into which a batch is divided if no multiple is given."""
 
 
 def warmup_batch_size(
@@ -28,17 +28,17 @@ def warmup_batch_size(
     initial_share: float = 0.125,
     multiple: int | None = None,
 ) -> int:
-    """Return how many examples of a batch to train on at a point of a run; see `batch_size_warmup` for the settings.
+    """Return the number of examples to train on at a point of a run; see `batch_size_warmup` for the settings.
 
     Args:
         elapsed: The fraction of the run that is over, at least 0; above 1 where training continues.
-        batch_size: How many examples the batch has.
+        batch_size: The number of examples in the batch.
         duration: The warm-up's share of the run; 0 for none.
         initial_share: The share of the batch at the start.
-        multiple: Sizes are multiples of it; by default of an eighth of the batch, rounded up.
+        multiple: Sizes are multiples of this number; defaults to an eighth of the batch, rounded up.
 
     Returns:
-        A number in [1, batch_size], which never falls as the run continues.
+        A number in [1, batch_size], which never decreases as the run continues.
 
     Raises:
         TypeError, ValueError: A setting of the wrong type or out of range.
@@ -54,7 +54,7 @@ def warmup_batch_size(
         return batch_size
     quantum = -(-batch_size // _QUANTA) if multiple is None else multiple
     share = initial_share + (1 - initial_share) * (elapsed / duration)
-    # Snapped, so that a size begins where it is due, though 0.29 * 100 is less than 29.
+    # Snapped, so that a size begins exactly on time although, for example, 0.29 * 100 is less than 29.
     return min(max(1, math.floor(snapped(share * batch_size / quantum))) * quantum, batch_size)
 
 
@@ -70,33 +70,34 @@ def batch_size_warmup(
 
         s(t) = s0 + (1 - s0) t / d,   n = m max(1, floor(s(t) N / m))
 
-    with t the fraction of the run that is over, d the warm-up's share of it, s0 the first share of a batch, and m the
-    multiple in which sizes grow: of N examples the first n are trained on, and from t = d on all of them. Early in a
-    run the gradient is large beside its noise, so that few examples tell it well enough.
+    with t the fraction of the run that is over, d the warm-up's share of it, s0 the initial share of a batch, and m the
+    multiple of which sizes are multiples: the first n of N examples are used, and from t = d on all of them. Early in a
+    run the gradient is large relative to its noise, so a few examples estimate it well enough.
 
-    Events: AFTER_DATALOADER, while t < d, before what picks or changes examples (`Trait.SELECTS_EXAMPLES`). Reads and
-    replaces: the batch. Reports in `metrics`, as a number, how many examples are left: `f"{name}/batch_size"`. After
-    the warm-up the method is absent, and so is its metric.
+    Events: AFTER_DATALOADER, while t < d, before methods that choose or change examples (`Trait.SELECTS_EXAMPLES`).
+    Reads and replaces: the batch. Reports in `metrics`, as a number: `f"{name}/batch_size"`, the number of examples
+    used. After the warm-up the method does not act and reports nothing.
 
-    **The other examples are left out**: they were loaded for nothing, and the run sees them only when another epoch's
-    order puts them in front. So the number of steps stays what it was, and with it schedules and the run's length: time
-    counts what the loader gave, and `timestamp.sample` counts the whole batch. Examples must stand in no particular
-    order, as a shuffling loader gives them; in a sorted batch the first ones are not sample.
+    **The other examples are dropped**: they were loaded for nothing, and the run uses them only if the order of another
+    epoch puts them first in a batch. So the number of steps, the schedules and the run's length do not change: time
+    counts what the loader returned, and `timestamp.sample` counts the whole batch. Examples must be in random order, as
+    from a shuffling loader; the first examples of a sorted batch are not a representative sample.
 
-    The learning rate is left alone. Where it is to grow with the batch (the linear rule), it is a schedule with the
-    same line: `0.1 * schedule.linear(s0, 1.0, t_max="0.3dur")`. Where batches grow in place of a learning rate that
-    decays, leave that decay out.
+    The learning rate is not changed. To scale it with the batch size (the linear rule), give it a schedule with the
+    same line: `0.1 * schedule.linear(s0, 1.0, t_max="0.3dur")`. If batches grow instead of a decay of the learning
+    rate, leave out that decay.
 
-    A host algorithm: sizes depend on time, and of a compiled step each size is a variant. All else sees the batch that
-    is trained on: `state.num_examples`, microbatches, the loss, draws for each example (which are those of the whole
-    batch).
+    This is a host algorithm: sizes depend on time, and a compiled step is compiled separately for each size. Everything
+    else sees the reduced batch: `state.num_examples`, microbatches, the loss, and draws for each example (which are the
+    same as in the whole batch).
 
     Args:
-        duration: The warm-up's share of the run, in [0, 1]; 0 never matches.
-        initial_share: The share of each batch at the start, in [0, 1]; 1 never matches. At 0 it is one `multiple`.
-        multiple: Sizes are multiples of it, examples; by default of an eighth of the batch, rounded up, so that there
-            are eight sizes at most. A batch of no more examples stays whole. Every size is compiled for itself in a
-            compiled step, of which `compile` allows 32 by default.
+        duration: The warm-up's share of the run, in [0, 1]; with 0 the algorithm never matches.
+        initial_share: The share of each batch at the start, in [0, 1]; with 1 the algorithm never matches. 0 starts
+            with one `multiple`.
+        multiple: Sizes are multiples of this number of examples; defaults to an eighth of the batch, rounded up, so
+            that there are at most eight sizes. A batch with no more examples than that is not reduced. A compiled step
+            is compiled separately for every size; `compile` allows 32 by default.
         name: Name of the algorithm and of its metric.
 
     Raises:
@@ -126,7 +127,7 @@ def batch_size_warmup(
         assert elapsed is not None, "the predicate has asked for a duration"
         kept = warmup_batch_size(elapsed, num, **ramp)
         if kept < num:
-            # In memory of its own: what has one shape is one variant, whatever it was cut from.
+            # take() copies, unlike a slice: tensors of one shape share one variant, whatever their original size.
             first = torch.arange(kept, device=state.device)
             state = state.replace(batch=batches.take(state.batch, first, num))
         return reported(state, name, {"batch_size": kept})

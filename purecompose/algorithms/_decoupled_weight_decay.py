@@ -1,4 +1,4 @@
-"""Decoupled weight decay: a part of each weight is taken off in every step, apart from the gradient and its rate."""
+"""Decoupled weight decay: shrinks the weights in every step, independently of gradient and learning rate."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,32 +28,33 @@ def decoupled_weight_decay(
     *,
     name: str = "decoupled_weight_decay",
 ) -> Algorithm:
-    """Take a part off each weight in every step.
+    """Shrink each weight by a share in every step.
 
         theta <- theta - s_t weight_decay theta,   s_t = lr_t / lr_0
 
-    s_t is what the schedules of the learning rate stand at, 1 where there are none; the rate itself has no part in it,
-    so that another rate does not ask for another decay. With `sgd` and `adam` this is `optim.decoupled_sgdw` and
-    `optim.decoupled_adamw`, element by element; here it goes with any optimizer, and can leave parameters out.
+    s_t is the current value of the learning rate's schedules, 1 if there are none. The rate itself is not a factor, so
+    the decay need not be tuned again for another rate. With `sgd` and `adam` the result is that of
+    `optim.decoupled_sgdw` and `optim.decoupled_adamw`, element by element; this method works with any optimizer, and
+    can exclude parameters.
 
-    It is done in the optimizer's update, before the weights move, in an `optim.decaying.Decaying` that is put around
-    the optimizer at INIT. So a step that is skipped, or whose gradients are kept for later, decays nothing, and neither
-    do parameters without a gradient. An optimizer's own weight decay acts besides: a warning says so.
+    The decay is part of the optimizer's update, before the weights move: at INIT the optimizer is wrapped in an
+    `optim.decaying.Decaying`. So weights do not decay in a step that is skipped or whose gradients are kept for later,
+    nor do parameters without a gradient. A weight decay of the optimizer itself acts in addition, with a warning.
 
     Events: INIT. Replaces: the optimizer. Remembers nothing.
 
     Args:
-        weight_decay: The share that goes in a step at the full learning rate, in [0, 1); may be an hparam or a
-            schedule of its own. What a decay is to `torch.optim.AdamW`, times the learning rate, is one here.
-        min_dims: The fewest dimensions of what decays: 2 leaves out biases and the scales of norms.
-        exclude: Patterns of names (`fnmatch`) of parameters that do not decay either: `("embedding.*",)`.
+        weight_decay: The share removed in a step at the full learning rate, in [0, 1); may be an hparam or a schedule.
+            It equals the weight decay of `torch.optim.AdamW` times the learning rate.
+        min_dims: The least number of dimensions of parameters that decay: 2 excludes biases and the scales of norms.
+        exclude: Patterns (`fnmatch`) of names of other parameters that do not decay, such as `("embedding.*",)`.
         name: Name of the algorithm.
 
     Raises:
         TypeError, ValueError: A setting of the wrong type or out of range. At INIT: a pattern that matches nothing.
 
     Warns:
-        UserWarning: At INIT: the optimizer has a weight decay of its own; the decay is larger than the learning rate.
+        UserWarning: At INIT: the optimizer itself has a weight decay, or the decay is larger than the learning rate.
 
     Example:
         >>> decoupled_weight_decay(5e-4, min_dims=2)
@@ -86,7 +87,7 @@ def decoupled_weight_decay(
         name,
         match,
         apply,
-        runs_after=(Trait.REQUIRED_ON_LOAD,),  # names are those of the network that trains
+        runs_after=(Trait.REQUIRED_ON_LOAD,),  # so that names are those of the final network
         config={**config, "exclude": rule.exclude} if rule.exclude else config,
     )
 

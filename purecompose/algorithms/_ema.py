@@ -1,4 +1,4 @@
-"""EMA: an exponential moving average of the weights, for evaluation and export; the live weights train on."""
+"""EMA: an exponential moving average of the weights, for evaluation and export; training is not affected."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -23,24 +23,24 @@ __all__ = ["EmaState", "compute_ema", "ema"]
 
 
 class EmaState(NamedTuple):
-    """What `ema` remembers."""
+    """Slot of `ema`."""
 
     averages: Averages
     at: Tensor
-    """When weights were last taken: batches, epochs, examples and tokens, float64 of shape (4,); 0 with `smoothing`."""
+    """Time of the last update: batches, epochs, examples and tokens, float64 of shape (4,); 0 with `smoothing`."""
     turn: Tensor
-    """When the last interval ended, as `at`; 0 with an interval in batches, epochs or a share of the run."""
+    """Time at which the last interval ended, like `at`; 0 with an interval in batches, epochs or a share of the run."""
 
 
 def compute_ema(
     averages: Mapping[str, Tensor], weights: Mapping[str, Tensor], smoothing: float | Tensor
 ) -> dict[str, Tensor]:
-    """Average that new weights have come to: `smoothing * average + (1 - smoothing) * weight`, element by element.
+    """Update averages with new weights: `smoothing * average + (1 - smoothing) * weight`, element by element.
 
     Args:
-        averages: By name, floating.
-        weights: At least the same names, of the same shapes.
-        smoothing: s, in [0, 1]; a number or a 0-d tensor. 1 gives the averages, 0 the weights, exactly.
+        averages: Floating tensors, by name.
+        weights: Tensors with at least the same names, of the same shapes.
+        smoothing: The factor s in [0, 1], a number or a 0-d tensor. 1 returns exactly the averages, 0 the weights.
 
     Returns:
         New tensors in the averages' dtypes.
@@ -52,7 +52,7 @@ def compute_ema(
         >>> compute_ema({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 2.0])}, 0.75)["w"]
         tensor([1.5000, 2.0000])
     """
-    # 1 - s before it is rounded to the averages' dtype: of s = 0.999999 float32 leaves one digit of the difference.
+    # Compute 1 - s before rounding to the averages' dtype: for s = 0.999999, float32 keeps one digit of the difference.
     share = 1 - (smoothing.double() if isinstance(smoothing, Tensor) else smoothing)
     return between(averages, weights, share)
 
@@ -70,31 +70,30 @@ def ema(
 
         E <- s E + (1 - s) W,   s = 2^(-u / h)
 
-    with W the weights after a step, u the time since they were last taken and h the half-life, in its unit; or s a
-    number of its own. At first W is taken as it is. Averaged are the trainable parameters and floating buffers
-    (statistics); frozen parameters and counters are those of the live network.
+    with W the weights after a step, u the time since the last update and h the half-life, in the same unit; or with a
+    given number s. The first update sets E = W. The trainable parameters and floating buffers (statistics) are
+    averaged; frozen parameters and counters are those of the live network.
 
-    The slot holds the averages, an `Averages`. Evaluation and prediction with `step=` look at them, as `fit` does;
-    `to_module(state, weights="ema")` and `with_weights(state, "ema")` give them to others. Until the first update they
-    are the live weights. Nothing writes into the live weights, so training is the same, bit for bit, with the method
-    and without it.
+    The slot contains the averages, an `Averages`. Evaluation and prediction with `step=` use them, as in `fit`;
+    `to_module(state, weights="ema")` and `with_weights(state, "ema")` return them. Until the first update they are the
+    live weights. The live weights are never changed, so training is the same with and without this method, bit for bit.
 
-    Events: INIT; BATCH_END at each averaging step from `start` on; EVAL_START and PREDICT_START, where the
-    state is one that is thrown away. Reads parameters and buffers.
+    Events: INIT; BATCH_END at each averaging step from `start` on; EVAL_START and PREDICT_START, where the averages
+    replace the weights in a temporary state. Reads parameters and buffers.
 
     Args:
-        half_life: After how long a weight counts for half, positive, in any unit but seconds: "2ep", "0.01dur",
-            "1e6sp"; by default "1000ba" unless `smoothing` is given.
-        smoothing: s, in [0, 1], for each update, in place of a half-life.
-        start: When averaging begins, a share of the run or a time.
-        every: How often weights are taken, counted from the beginning of the run, in any unit but seconds; by
-            default after every batch. It should be much smaller than the half-life. In samples, tokens or iterations
-            the step itself tells when, at the cost of an update in every batch.
+        half_life: The time after which the contribution of a weight is halved, positive, in any unit except seconds:
+            "2ep", "0.01dur", "1e6sp"; by default "1000ba" unless `smoothing` is given.
+        smoothing: The factor s in [0, 1] for each update, instead of a half-life.
+        start: The time at which averaging begins, a share of the run or a time.
+        every: The interval between updates, counted from the beginning of the run, in any unit except seconds; by
+            default every batch. It should be much smaller than the half-life. Intervals in samples, tokens or
+            iterations are evaluated inside the step, which costs an update in every batch.
         name: Name of the algorithm, of its slot, and of the weights for `to_module`.
 
     Raises:
         TypeError, ValueError: A setting of the wrong type or out of range, or both half-life and smoothing. In the
-            step: an interval or a start that the run cannot tell.
+            step: an interval or a start that cannot be determined in this run.
 
     Example:
         >>> ema("100ba")
@@ -128,7 +127,7 @@ def ema(
         averages, at, turn = old
         if isinstance(pace, Measure):
             now = counters(state)
-            # A counter that starts again, in another run from these weights, is not a time that has gone by.
+            # Counters start again at 0 in another run from these weights; the negative difference counts as 0.
             kept, at = torch.exp2(-pace.between(state, at, now).clamp(min=0)), now
         else:
             kept = as_scalar(pace, torch.float64, state.device)
@@ -150,5 +149,5 @@ def ema(
 
 
 def _with_infinities(averages: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Average of buffers; masks have infinities, whose mean with themselves would be NaN."""
+    """Return the averages with the buffers' infinities, as in masks; averaging inf with inf would be NaN."""
     return {name: torch.where(buffers[name].isinf(), buffers[name].to(a.dtype), a) for name, a in averages.items()}

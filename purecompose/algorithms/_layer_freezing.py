@@ -1,4 +1,4 @@
-"""Layer freezing: stops training layer after layer, from the network's input on, in the course of a run."""
+"""Layer freezing: stops training layer after layer, starting at the network's input, in the course of a run."""
 
 import functools
 import math
@@ -26,12 +26,12 @@ def frozen_share(
 
     Args:
         elapsed: The fraction of the run that is over, at least 0; above 1 where training continues.
-        freeze_start: Up to here nothing is frozen.
+        freeze_start: The fraction of the run up to which nothing is frozen.
         freeze_level: The share at the end of the run.
-        num_stages: In how many equal stages it grows; `None` for a straight line.
+        num_stages: The number of equal stages in which the share grows; `None` for a straight line.
 
     Returns:
-        A number in [0, freeze_level], which never falls as the run continues.
+        A number in [0, freeze_level], which never decreases as the run continues.
 
     Raises:
         TypeError, ValueError: A setting of the wrong type or out of range.
@@ -49,17 +49,17 @@ def frozen_share(
 
 
 def layers_of(module: nn.Module, frozen: Collection[str] | None = None) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the trainable parameters, layer by layer, in the order in which the network defines its
-    layers.
+    """Return the names of the trainable parameters, layer by layer, in the order of definition of the layers.
 
     Args:
         module: A network.
-        frozen: The names of what does not train; by default of what has `requires_grad=False`.
+        frozen: The names of frozen parameters; by default those with `requires_grad=False`.
 
     Returns:
-        For every layer, a module with trainable parameters of its own, their names. A parameter of several modules
-        has its first name and belongs to the last of them; what a parametrized tensor is computed from (as by
-        `torch.nn.utils.parametrizations.weight_norm`), to the module that has the tensor.
+        The names of the parameters of every layer, that is, of every module that directly has trainable parameters.
+        A parameter shared by several modules has its first name and belongs to the last of them. The tensors from which
+        a parametrized tensor is computed (as by `torch.nn.utils.parametrizations.weight_norm`) belong to the module
+        that has the parametrized tensor.
 
     Example:
         >>> layers_of(nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.BatchNorm1d(2)))
@@ -89,18 +89,18 @@ def frozen_layers(
     """Return the parameters to freeze at a point of a run; see `layer_freezing` for the settings.
 
     Args:
-        module: A network. Parameters without `requires_grad` are left out, so in your own loop either let the
-            optimizer leave these names alone, or ask before you freeze the first.
+        module: A network. Parameters with `requires_grad=False` do not count as layers. So in your own loop, either
+            exclude the returned names from the optimizer's update, or call `layers_of` before freezing anything.
         elapsed: The fraction of the run that is over, at least 0; above 1 where training continues.
-        freeze_start: Up to here nothing is frozen.
+        freeze_start: The fraction of the run up to which nothing is frozen.
         freeze_level: The share at the end of the run.
-        num_stages: In how many equal stages it grows; `None` for a straight line.
+        num_stages: The number of equal stages in which the share grows; `None` for a straight line.
 
     Returns:
-        Their names, layer by layer.
+        The names, layer by layer.
 
     Raises:
-        TypeError, ValueError: As `frozen_share`.
+        TypeError, ValueError: See `frozen_share`.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
@@ -119,38 +119,39 @@ def layer_freezing(
     num_stages: int | None = 8,
     name: str = "layer_freezing",
 ) -> Algorithm:
-    """Stop training layer after layer, from the input on.
+    """Stop training layer after layer, starting at the input.
 
         u = clip((t - a) / (1 - a), 0, 1),   f = L floor(S u) / S,   depth = floor(f n)
 
     with t the fraction of the run that is over, a the start, L the level, S the number of stages (or f = L u without
-    stages), and n the number of layers less one. The first `depth` layers have no gradient and no update: no momentum,
-    no weight decay. Where nothing before a layer trains, the backward pass ends there.
+    stages), and n the number of layers minus one. The first `depth` layers have no gradient and no update: no momentum,
+    no weight decay. The backward pass ends at the first layer that trains.
 
-    A layer is a module with trainable parameters of its own, whether or not it has children; layers are in the order in
-    which the network defines them, a module before its children. A parameter that is used in several places belongs to
-    the last of them, what a parametrized tensor is computed from (as by `weight_norm`) to the module that has the
-    tensor. The last layer never freezes.
+    A layer is a module that directly has trainable parameters, with or without children; layers are in the order of
+    definition, a module before its children. A parameter that is used in several modules belongs to the last of them;
+    the tensors from which a parametrized tensor is computed (as by `weight_norm`) belong to the module that has the
+    parametrized tensor. The last layer is never frozen.
 
-    Events: BATCH_START, from the start on. Reads the time and the network; sets `paused`, the parameters that the
-    running step leaves alone. Reports in `metrics`, as numbers: `f"{name}/layers_frozen"`, the depth, and
-    `f"{name}/percentage_frozen"`, f. What is frozen follows from the time only: between steps the state is as it was,
-    nothing is remembered, the optimizer's state stays whole, and a run continues from a checkpoint with the same bits.
+    Events: BATCH_START, from the start on. Reads the time and the network; sets `paused`, the parameters that are not
+    updated in the running step. Reports in `metrics`, as numbers: `f"{name}/layers_frozen"`, the depth, and
+    `f"{name}/percentage_frozen"`, f. The frozen layers depend only on the time: nothing is remembered between steps,
+    the optimizer's state stays complete, and a run resumed from a checkpoint continues bit for bit.
 
-    A host algorithm: of a compiled step each depth is a variant, of which there are at most S.
+    This is a host algorithm: a compiled step is compiled separately for each depth, of which there are at most S.
 
-    A network of one layer stays as it is, without a word. In a program of several players (`Grad(..., wrt=pattern)`) a
-    player whose layers are all frozen has nothing to differentiate in, and the step says so.
+    A network of one layer is silently not changed. In a program of several players (`Grad(..., wrt=pattern)`), the step
+    raises an error if all layers of a player are frozen, since nothing is left to differentiate.
 
-    BatchNorm's statistics of frozen layers keep moving. A layer that has only buffers does not count.
+    BatchNorm's statistics of frozen layers are still updated. A module that has only buffers does not count as a layer.
 
     Args:
-        freeze_start: When freezing begins, a share of the run in [0, 1]; 1 never matches.
-        freeze_level: The share of the layers, the last one aside, that is frozen at the end of the run, in [0, 1]; 0
-            never matches.
-        num_stages: In how many equal stages the share grows, at least 2. The first one begins a stage's length after
-            `freeze_start`, and the last one would begin at the end of the run. `None` follows every batch: as many
-            depths as there are layers, each of which is compiled for itself in a compiled step.
+        freeze_start: The time at which freezing begins, a share of the run in [0, 1]; with 1 the algorithm never
+            matches.
+        freeze_level: The share of the layers, excluding the last one, that is frozen at the end of the run, in [0, 1];
+            with 0 the algorithm never matches.
+        num_stages: The number of equal stages in which the share grows, at least 2. The first stage begins one stage
+            length after `freeze_start`, and the last one at the end of the run. With `None` the share follows every
+            batch: there are as many depths as layers, and a compiled step is compiled separately for each depth.
         name: Name of the algorithm and prefix of its metrics.
 
     Raises:
@@ -193,7 +194,7 @@ def layer_freezing(
 
 
 def _numbered(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Return all modules with names and places; those of a parametrized tensor are at its module's place."""
+    """Yield all modules with names and positions; parts of a parametrized tensor have its module's position."""
     places: dict[str, int] = {}
     parts: set[str] = set()
     for number, (prefix, child) in enumerate(module.named_modules(remove_duplicate=False)):
@@ -210,19 +211,17 @@ def _numbered(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 
 @functools.lru_cache(maxsize=8)
 def _layers_of(model: Model, frozen: frozenset[str]) -> tuple[tuple[str, ...], ...]:
-    """In every step, and a walk through a large network takes a while."""
+    """Return cached layers: this is called in every step, and walking through a large network takes time."""
     return layers_of(model.module, frozen)
 
 
 def _first(layers: tuple[tuple[str, ...], ...], share: float) -> tuple[tuple[str, ...], ...]:
-    """Return the layers that a share of them comes to, the last one aside."""
+    """Return the first layers, up to a share of all layers except the last one."""
     return layers[: _whole(share * max(0, len(layers) - 1))]
 
 
 def _whole(value: float) -> int:
-    """Return the whole part, also where rounding, as in (0.7 - 0.6) / 0.4 * 4, has left a little less than a whole
-    number.
-    """
+    """Return the integer part, rounding up values just below an integer, such as (0.7 - 0.6) / 0.4 * 4."""
     return math.floor(value + 1e-9)
 
 

@@ -1,4 +1,4 @@
-"""Lookahead: every k steps, back along the way to a point from which the next k steps begin."""
+"""Lookahead: every k steps, moves the weights part of the way back to where they were k steps before."""
 
 from collections.abc import Mapping
 
@@ -19,18 +19,18 @@ __all__ = ["lookahead", "pull_back"]
 
 
 def pull_back(slow: Mapping[str, Tensor], fast: Mapping[str, Tensor], alpha: float | Tensor) -> dict[str, Tensor]:
-    """Return the points between: `slow + alpha * (fast - slow)`, element by element.
+    """Return interpolated weights: `slow + alpha * (fast - slow)`, element by element.
 
     Args:
-        slow: By name, floating.
-        fast: At least the same names, of the same shapes and dtypes.
-        alpha: A number or a 0-d tensor; 0 gives the slow ones, 1 the fast ones, exactly.
+        slow: Floating slow weights, by name.
+        fast: Fast weights with at least the same names, of the same shapes and dtypes.
+        alpha: A number or a 0-d tensor; 0 returns exactly the slow weights, 1 the fast weights.
 
     Returns:
         New tensors.
 
     Raises:
-        KeyError: A slow one without a fast one.
+        KeyError: A slow weight without a fast one.
 
     Example:
         >>> import torch
@@ -46,16 +46,16 @@ def lookahead(alpha: Scalar = 0.5, every: int = 5, *, name: str = "lookahead") -
 
         once in `every` steps:   slow <- slow + alpha (fast - slow),   fast <- slow
 
-    with fast the weights that the optimizer moves, and slow those of `every` steps before. What the optimizer
-    remembers stays as it is.
+    with fast the weights that the optimizer updates, and slow the weights after the previous such step. The optimizer's
+    state is not changed.
 
     Events: INIT; BATCH_END of one step in `every`, counted from 1. Reads and replaces: the parameters that were
-    trainable at INIT and still are. The slot holds the slow ones, by name. They begin as the weights are at INIT, so
-    weights from elsewhere are put in before `step.init`.
+    trainable at INIT and still are. The slot contains the slow weights, by name. They are the weights at INIT at first,
+    so load other weights before `step.init`.
 
     Args:
-        alpha: Which share of the way stays, in [0, 1]; 1 never matches. An `hparam` or a schedule may be given: its
-            default is checked; what becomes of it later is not. 0.5 and 0.8 are common.
+        alpha: The share of the way that is kept, in [0, 1]; with 1 the algorithm never matches. An `hparam` or a
+            schedule may be given: the default of an hparam is checked; later values are not. 0.5 and 0.8 are common.
         every: k, the number of steps from one move back to the next; 5 and 10 are common.
         name: Name of the algorithm and of its slot.
 
@@ -82,7 +82,7 @@ def lookahead(alpha: Scalar = 0.5, every: int = 5, *, name: str = "lookahead") -
         own, trained = state.slots[name], set(state.context.trainable)
         slow = {key: value for key, value in own.items() if key in trained}
         params = {**state.params, **pull_back(slow, state.params, state.scalar(alpha))}
-        # What has been frozen since stays, and begins where it is if it is ever trained again.
+        # Parameters frozen since INIT are not moved; their slow weights follow them in case they are trained again.
         return state.replace(params=params, slots={**state.slots, name: {key: params[key] for key in own}})
 
     is_neutral = isinstance(alpha, (int, float)) and alpha == 1

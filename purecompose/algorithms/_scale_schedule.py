@@ -1,4 +1,4 @@
-"""Scale schedule: the same run in less time, or in more: its length and all of its schedules stretched together."""
+"""Scale schedule: shortens or prolongs a run, scaling its length and all of its schedules together."""
 
 from purecompose._support.checks import check_flag, check_number, shown
 from purecompose._support.warnings import warn
@@ -12,49 +12,48 @@ __all__ = ["scale_schedule"]
 
 
 def scale_schedule(state: State, ratio: float, *, scale_warmup: bool = False) -> State:
-    """Return a state whose run takes another time, with all schedules of its optimizer; see
-    `purecompose.schedule.scaled`.
+    """Return a state whose run length and optimizer schedules are scaled; see `purecompose.schedule.scaled`.
 
         D' = int(D r)        alpha'(t) = alpha(t / r)
 
-    A run of length D with the multipliers alpha becomes one of length D', whose multipliers take the same way from the
-    first value to the last one. Half the time costs less accuracy so than a run that is cut off halfway, with its
-    learning rate still high.
+    A run of length D with the multipliers alpha becomes one of length D', whose multipliers follow the same curve from
+    the first value to the last one. Halving the time in this way costs less accuracy than stopping the run halfway,
+    with its learning rate still high.
 
-    This is a function from a state to a state, and no algorithm with a `match` and an `apply`: the length of a run and
-    its schedules are given when the state is created, and so is this. At INIT it would come too late: others read the
-    run's length there, before it or after it by their order in the list; a length that `fit` is given may come before
-    INIT or after it; and what has been stretched once must not be stretched again where a run is taken up.
+    This is a function from a state to a state, not an algorithm with a `match` and an `apply`: the length of a run and
+    its schedules are set when the state is created, and are scaled at the same point. INIT would be too late: other
+    methods read the run's length there, before or after this one depending on their order; a length passed to `fit` may
+    be set before or after INIT; and a resumed run must not be scaled a second time.
 
-    Events: none. Replaces: the optimizer's schedules and the run's length. Remembers nothing: a checkpoint holds the
-    length that the run has, and a run continues from it with a state that was made in the same way.
+    Events: none. Replaces: the optimizer's schedules and the run's length. Remembers nothing: a checkpoint contains the
+    scaled length, and a run is resumed from it with a state that was created in the same way.
 
-    Absolute times are multiplied by the ratio and not rounded; the run's own length is, since a run ends with a whole
-    epoch (or batch, sample, token). Fractions of the run follow it. A schedule with a warm-up never sees one length
-    without the other.
+    Absolute times are multiplied by the ratio and not rounded; the run's length is rounded down, since a run ends with
+    a whole epoch (or batch, sample, token). Times in fractions of the run change with it. A schedule with a warm-up
+    always uses the scaled length for both.
 
     Args:
-        state: A state at its start, before `step.init` (and `fit`, which calls it): methods may read the run's length
-            there. A population's, too.
-        ratio: The factor, above 0: 0.5 for half the time. At 1 the state itself comes back.
-        scale_warmup: Whether warm-ups (`warmup="500ba"`) get longer or shorter, too; those in fractions of the run
-            always do.
+        state: A state at its start, before `step.init` (and `fit`, which calls it), where methods may read the run's
+            length. The state of a population is accepted.
+        ratio: The factor, above 0: 0.5 for half the time. With 1 the state itself is returned.
+        scale_warmup: Scale warm-ups with absolute times (`warmup="500ba"`), too; those in fractions of the run always
+            change.
 
     Returns:
-        The state, with the run's length int(D * ratio), in the unit that it has, and stretched schedules. Everything
-        else is shared. `fit(duration=...)` is the whole run's length, as it is given: it is not stretched.
+        The state, with the run length int(D * ratio), in the same unit, and scaled schedules. Everything else is
+        shared. A length passed to `fit(duration=...)` is used as the length of the whole run, without scaling.
 
-    Schedules and times among the settings of other methods stay: those in fractions of the run follow it, and others
-    can be stretched where they are written, with `purecompose.schedule.scaled`.
+    Schedules and times in the settings of other methods are not scaled: those in fractions of the run change with it,
+    and others can be scaled where they are defined, with `purecompose.schedule.scaled`.
 
     Raises:
-        TypeError: No state, or a setting of the wrong type.
+        TypeError: `state` is not a State, or a setting has the wrong type.
         ValueError: A ratio out of range; a length that would be less than 1; a run that has begun or is initialised;
-            nothing to stretch; a schedule around a plain function.
+            nothing to scale; or a schedule around a plain function.
 
     Warns:
-        UserWarning: The length had to be rounded, and the optimizer has schedules with absolute times: at the end of
-            the run they are not quite where they would be.
+        UserWarning: The length was rounded, and the optimizer has schedules with absolute times, which therefore do
+            not quite reach their end within the run.
 
     Example:
         >>> import torch, purecompose as pc
@@ -83,7 +82,7 @@ def scale_schedule(state: State, ratio: float, *, scale_warmup: bool = False) ->
         )
     duration = None if run.duration is None else _scaled_duration(run.duration, ratio, optimizer)
     length = RunLength(duration, run.batches_per_epoch, run.iteration_length)
-    # The old ones go: they are not evaluated any more, and in a run of another length they may have no value.
+    # Drop the old schedules: they are no longer used, and may have no value in a run of another length.
     schedules = collect(optimizer, Schedule)
     return state.replace(optimizer=optimizer, schedules=schedules, timestamp=state.timestamp.replace(run=length))
 

@@ -1,4 +1,4 @@
-"""Schedule-free training: an average in place of a schedule of the learning rate, at the same cost."""
+"""Schedule-free training: averaging instead of a schedule of the learning rate, at the same cost."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -23,18 +23,18 @@ __all__ = ["ScheduleFree", "schedule_free", "schedule_free_step"]
 
 
 class ScheduleFree(NamedTuple):
-    """What `schedule_free` remembers."""
+    """Slot of `schedule_free`; see there for x, z and w."""
 
     averages: Averages
-    """x."""
+    """Averages x."""
     base: dict[str, Tensor]
-    """z, by name; as the averages, float32 for parameters in half precision."""
+    """Iterates z, by name; like the averages, float32 for parameters in half precision."""
     rate: Tensor
-    """The learning rate of the step, 0-d float64; changes at AFTER_TRAIN_BATCH, as the others do at BATCH_END."""
+    """Learning rate of the step, 0-d float64; changes at AFTER_TRAIN_BATCH, whereas other fields do at BATCH_END."""
     greatest_rate: Tensor
-    """The greatest learning rate so far, 0-d float64."""
+    """Greatest learning rate so far, 0-d float64."""
     total: Tensor
-    """The sum of w, 0-d float64."""
+    """Sum of w, 0-d float64."""
 
 
 def schedule_free_step(
@@ -47,15 +47,15 @@ def schedule_free_step(
     """Return the new z and x after an optimizer has moved y, and the next y.
 
     Args:
-        base: z, by name, floating.
-        averages: x, with the same names, shapes and dtypes.
-        moved: `(1 - beta) z + beta x` after an optimizer's step, with the same names and shapes; in half precision it
-            may stand beside z and x in float32.
-        beta: How far y is towards x.
-        share: c, how much the new z counts in x, in [0, 1]; a number or a 0-d tensor. 1 in the first step.
+        base: The iterates z, floating, by name.
+        averages: The averages x, with the same names, shapes and dtypes.
+        moved: y = `(1 - beta) z + beta x` after an optimizer's step, with the same names and shapes; it may be in half
+            precision while z and x are in float32.
+        beta: The position of y between z (0) and x (1).
+        share: The weight c of the new z in x, in [0, 1]; a number or a 0-d tensor. 1 in the first step.
 
     Returns:
-        New z, new x, and y between them, in the dtypes of `moved`.
+        The new z, the new x, and the next y, which has the dtypes of `moved`.
 
     Raises:
         KeyError: A name is missing.
@@ -77,32 +77,33 @@ def schedule_free_step(
 
 @factory
 def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorithm:
-    """Average in place of a schedule.
+    """Average the weights instead of using a schedule of the learning rate.
 
-        y = (1 - beta) z + beta x            the weights whose gradient is taken: the state's parameters
-        z <- z + (what the optimizer adds to y)
+        y = (1 - beta) z + beta x            the weights at which gradients are taken: the state's parameters
+        z <- z + (the optimizer's update of y)
         x <- x + c (z - x),   c = w / (sum of w so far),   w = (greatest learning rate so far)^2
 
-    x is what has been learned: a running mean of z, and what evaluation sees. The optimizer is the step's own. It wants
-    no momentum, whose part beta plays: `sgd(lr)`, or `adamw(lr, betas=(0.0, 0.999))`; with momentum there is a warning,
-    and both act. Its weight decay is taken at y. Its rate may warm up, and should not fall. The learning rate of w is
-    the optimizer's own, not its groups'; where it has none, x is the plain mean.
+    x, a running mean of z, is the result of training and is used in evaluation. The optimizer is that of the step. It
+    should not have momentum, since beta replaces it: use `sgd(lr)`, or `adamw(lr, betas=(0.0, 0.999))`; with momentum
+    there is a warning, and both act. Its weight decay is applied at y. Its rate may warm up, but should not decrease.
+    w uses the learning rate of the optimizer, not of its groups; if it has none, x is the plain mean.
 
-    The slot holds z, and x as `Averages`. Evaluation and prediction with `step=` look at x, as `fit` does;
-    `to_module(state, weights="schedule_free")` and `with_weights` give it to others. Statistics of BatchNorm are those
-    of y, and wrong for x: `with_statistics(state, data, weights="schedule_free")` finds the right ones.
+    The slot contains z, and x as `Averages`. Evaluation and prediction with `step=` use x, as in `fit`;
+    `to_module(state, weights="schedule_free")` and `with_weights` return it. BatchNorm's statistics are those of y, and
+    wrong for x: `with_statistics(state, data, weights="schedule_free")` computes the right ones.
 
-    A step whose gradients another method has kept for later, and one that is skipped, changes nothing; a parameter
-    without a gradient, as of a frozen layer, stays, its average as well.
+    A step that is skipped, or whose gradients another method keeps for later, changes nothing; a parameter without a
+    gradient, such as in a frozen layer, is not changed, and neither is its average.
 
-    Events: INIT; AFTER_TRAIN_BATCH, which notes the learning rate; BATCH_END; EVAL_START and PREDICT_START, where the
-    state is one that is thrown away. Reads and replaces: the trainable parameters.
+    Events: INIT; AFTER_TRAIN_BATCH, to store the learning rate; BATCH_END; EVAL_START and PREDICT_START, where x
+    replaces the weights in a temporary state. Reads and replaces: the trainable parameters.
 
-    What differs from the authors' paper: Adam's correction of its start is a part of Adam's step and not of the
-    learning rate, so that w has no part in it, as in their later code.
+    Difference from the paper: Adam's bias correction is part of Adam's step and not of the learning rate, so it does
+    not affect w, as in the authors' later code.
 
     Args:
-        beta: How far towards the average gradients are taken, in [0, 1); 0 for plain averaging of the iterates.
+        beta: The position between the iterates (0) and the averages (1) at which gradients are taken, in [0, 1); 0 for
+            plain averaging of the iterates.
         name: Name of the algorithm, of its slot, and of the weights for `to_module`.
 
     Raises:
@@ -129,13 +130,13 @@ def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorith
             return with_weights(state, name)
         own = state.slots[name]
         if event is Event.AFTER_TRAIN_BATCH:
-            # Here, since at BATCH_END schedules tell the next step's.
+            # Read the rate here, since at BATCH_END schedules already have the value of the next step.
             rate = as_scalar(_rate(state), torch.float64, state.device)
             return state.replace(slots={**state.slots, name: own._replace(rate=rate)})
         if not state.grads:
             return state
         params, new = _moved(own, state, beta)
-        if isinstance(state.optimizer, Guarded):  # which has left the update out, perhaps
+        if isinstance(state.optimizer, Guarded):  # may have skipped the update
             params, new = chosen(all_finite(state.grads.values()), (params, new), (state.params, own))
         return state.replace(params=params, slots={**state.slots, name: new})
 
@@ -150,10 +151,10 @@ def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorith
 
 
 def _moved(own: ScheduleFree, state: State, beta: float) -> tuple[dict[str, Tensor], ScheduleFree]:
-    """Return parameters and memory after the optimizer has moved the parameters that have a gradient."""
+    """Return the parameters and the slot after the optimizer has updated the parameters that have a gradient."""
     greatest = torch.maximum(own.greatest_rate, own.rate)
     total = own.total + greatest**2
-    # Rates of 0 weigh nothing, all together too.
+    # While all rates have been 0, total is 0, and x becomes z.
     share = torch.where(total > 0, greatest**2 / torch.where(total > 0, total, 1.0), 1.0)
     z, x, moved = (
         {key: value for key, value in held.items() if key in own.base and key in (state.grads or {})}
@@ -167,20 +168,20 @@ def _moved(own: ScheduleFree, state: State, beta: float) -> tuple[dict[str, Tens
 
 
 def _fresh(state: State) -> ScheduleFree:
-    # Of each a tensor of its own: a compiled step writes its results over what it was given.
+    # Separate copies for x and z: a compiled step overwrites the tensors of its arguments.
     x, z = ({key: wide(state.params[key]).clone() for key in state.context.trainable} for _ in range(2))
     rate, greatest, total = (torch.zeros((), dtype=torch.float64, device=state.device) for _ in range(3))
     return ScheduleFree(Averages.empty(state)._replace(params=x), z, rate, greatest, total)
 
 
 def _rate(state: State) -> Any:
-    """Return the learning rate now; 1 where none is to be found."""
+    """Return the current learning rate, 1 if the optimizer has none."""
     rate = settings_of(leaves(state.optimizer)[0]).get("lr")
     return 1.0 if rate is None else state.scalar(rate)
 
 
 def _warn_of_momentum(name: str, optimizer: Any) -> None:
-    """Warn of an optimizer with momentum, be it in one of its groups."""
+    """Warn if the optimizer, or one of its groups, has momentum."""
     for leaf in leaves(optimizer):
         given = [settings_of(leaf), *[dict(options) for _, options in getattr(leaf, "groups", ())]]
         if any(settings.get("momentum") or (settings.get("betas") or (0,))[0] for settings in given):

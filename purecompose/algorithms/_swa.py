@@ -1,4 +1,4 @@
-"""SWA, stochastic weight averaging: the mean of the weights that the end of training passes through."""
+"""SWA, stochastic weight averaging: the mean of the weights over the end of training."""
 
 import dataclasses
 import math
@@ -30,23 +30,23 @@ __all__ = ["SwaState", "add_to_mean", "swa"]
 
 
 class SwaState(NamedTuple):
-    """What `swa` remembers."""
+    """Slot of `swa`."""
 
     averages: Averages
     num_batches: Tensor
-    """How many batches are in the statistics since `end`, 0-d int64."""
+    """Number of batches in the statistics since `end`, 0-d int64."""
     turn: Tensor
-    """When the last interval ended: batches, epochs, examples and tokens, float64 of shape (4,); 0 with an interval in
-    batches, epochs or a share of the run."""
+    """Time at which the last interval ended: batches, epochs, examples and tokens, float64 of shape (4,); 0 with an
+    interval in batches, epochs or a share of the run."""
 
 
 def add_to_mean(means: Mapping[str, Tensor], weights: Mapping[str, Tensor], num: int | Tensor) -> dict[str, Tensor]:
-    """Means with one more weight in them: `mean + (weight - mean) / (num + 1)`, element by element.
+    """Return the means including one more weight: `mean + (weight - mean) / (num + 1)`, element by element.
 
     Args:
-        means: By name, floating; those of `num` weights.
-        weights: At least the same names, of the same shapes.
-        num: At least 0; a number or a 0-d tensor. With 0 the means count for nothing.
+        means: Floating means of `num` weights each, by name.
+        weights: Tensors with at least the same names, of the same shapes.
+        num: The number of weights in the means, at least 0; a number or a 0-d tensor. With 0 the means are ignored.
 
     Returns:
         New tensors in the means' dtypes.
@@ -77,52 +77,52 @@ def swa(
 
         A_n = A_{n-1} + (W_n - A_{n-1}) / n
 
-    with W_n the weights at the n-th turn: the first comes with the first batch from `start` on (that ends an epoch,
-    for an interval in epochs), others follow every `every`, those at `end` included. Averaged are the
-    trainable parameters. With `swa_lr` the learning rate goes from the schedule's own to that one, over `anneal_steps`
-    intervals from `start` on, and stays there; for each group that has a rate of its own as well:
+    with W_n the weights at the n-th update: the first update is at the first batch from `start` on (for an interval in
+    epochs, the first that ends an epoch), and updates follow at intervals of `every`, up to and including `end`. The
+    trainable parameters are averaged. With `swa_lr` the learning rate changes from its schedule to this constant, over
+    `anneal_steps` intervals from `start` on; also for each group that has a separate rate:
 
         lr(t) <- (1 - w) lr(t) + w swa_lr,   w from 0 to 1, linearly or as half a cosine
 
-    It is the schedule of the rate that changes: its greatest value stays, so that a weight decay which follows the
-    schedule (`decoupled_sgdw`, `decoupled_weight_decay`) continues doing so, and training before `start` is that of
-    one schedule only, bit for bit. A rate of 0, which no schedule can change, becomes `swa_lr` with a schedule that
-    begins at 0, as a decay that follows it then does.
+    Only the schedule of the rate is changed and its base value is kept, so that a weight decay which follows the
+    schedule (`decoupled_sgdw`, `decoupled_weight_decay`) still follows it, and training before `start` is the same as
+    without `swa_lr`, bit for bit. A rate of 0, which a schedule cannot change, is replaced by `swa_lr` with a schedule
+    that begins at 0; a decay that follows the schedule then begins at 0, too.
 
-    BatchNorm's statistics are those of the live weights when weights were last taken, and wrong for the average. From
-    `end` on each batch therefore also goes through the averaged network, forward only, which brings them up to
-    date: they become means over these batches, with every module but BatchNorm in evaluation mode. A network without
-    BatchNorm is spared that. The whole batch goes through at once, without gradients, into whatever microbatches
-    training divides it. Of a batch with statistics that are not finite nothing is taken. A run that has no batches left
-    for it has `with_statistics(state, data, weights="swa")`.
+    BatchNorm's statistics are those of the live weights at the last update, and wrong for the average. From `end` on
+    each batch is therefore also passed through the averaged network, forward only, to update them: they become means
+    over these batches, with every module except BatchNorm in evaluation mode. For a network without BatchNorm this is
+    left out. The whole batch is processed in one pass, without gradients, whatever the microbatches of training. A
+    batch whose statistics are not finite is ignored. If no batches are left at the end of the run, use
+    `with_statistics(state, data, weights="swa")`.
 
-    The slot holds the averages, an `Averages`. Evaluation and prediction with `step=` look at them, as `fit` does;
-    `to_module(state, weights="swa")` and `with_weights(state, "swa")` give them to others. Until the first update they
-    are the live weights. The live weights train on and are never overwritten.
+    The slot contains the averages, an `Averages`. Evaluation and prediction with `step=` use them, as in `fit`;
+    `to_module(state, weights="swa")` and `with_weights(state, "swa")` return them. Until the first update they are the
+    live weights. The live weights are never overwritten.
 
-    Events: INIT; BATCH_END in every interval from `start` to `end`; AFTER_TRAIN_BATCH from `end` on;
-    EVAL_START and PREDICT_START, where the state is one that is thrown away. Reads parameters and buffers; with
+    Events: INIT; BATCH_END in every interval from `start` to `end`; AFTER_TRAIN_BATCH from `end` on; EVAL_START and
+    PREDICT_START, where the averages replace the weights in a temporary state. Reads parameters and buffers; with
     `swa_lr`, it replaces the optimizer's learning rate at INIT.
 
     Args:
-        start: When averaging begins, a share of the run or a time.
-        end: When the last weights are taken, later than the start; the batches that follow bring statistics up to
-            date. At a share of 1 none follow: for networks without batch statistics.
-        every: How often weights are taken, in any unit but seconds. First in the first batch from `start`
-            on, or, with an interval in epochs, in the first that ends one. In samples, tokens or iterations the step
-            itself tells when, at the cost of an update in every batch.
-        swa_lr: The learning rate to go to, at least 0; by default it stays as it is.
-        anneal_strategy: How it goes there, "linear" or "cosine".
-        anneal_steps: Over how many intervals it does, at least 1.
+        start: The time at which averaging begins, a share of the run or a time.
+        end: The time of the last update, later than `start`; the following batches update the statistics. With a share
+            of 1 no batches follow, which suits networks without batch statistics.
+        every: The interval between updates, in any unit except seconds. The first update is at the first batch from
+            `start` on, or, with an interval in epochs, at the first that ends an epoch. Intervals in samples, tokens or
+            iterations are evaluated inside the step, which costs an update in every batch.
+        swa_lr: The final learning rate, at least 0; by default the learning rate is not changed.
+        anneal_strategy: The shape of the change to `swa_lr`, "linear" or "cosine".
+        anneal_steps: The number of intervals over which the rate changes, at least 1.
         name: Name of the algorithm, of its slot, and of the weights for `to_module`.
 
     Raises:
         TypeError, ValueError: A setting of the wrong type or out of range. At INIT, with `swa_lr`: an optimizer
-            without a learning rate, or one with an `hparam` in it. In the step: an interval or a time that the run
-            cannot tell.
+            without a learning rate, or with an `hparam` in it. In the step: an interval or a time that cannot be
+            determined in this run.
 
     Warns:
-        UserWarning: At INIT: the run ends, or `end` comes, before any weights are taken.
+        UserWarning: At INIT: the run or the averaging ends before the first update.
 
     Example:
         >>> swa(0.75, every="2ep", swa_lr=0.01)
@@ -181,7 +181,7 @@ def swa(
 
 
 def _takes_none(run: RunLength, start: Time, end: Time, taking: Turns, *, is_whole: bool) -> str | None:
-    """In words, that a run takes no weights; `None` where it does, or cannot tell."""
+    """Return a message if the run averages no weights; `None` if it does, or if this is unknown."""
     interval = taking.interval if taking.measure is None else Time(1, TimeUnit.BATCH)
     first, last = first_turn(start, interval, run), run.in_batches(end)
     if first is None or (last is None and not is_whole):
@@ -199,7 +199,7 @@ def _takes_none(run: RunLength, start: Time, end: Time, taking: Turns, *, is_who
 
 
 def _with_statistics(state: State, name: str) -> State:
-    """Return the state whose averages have the batch in their statistics, where these are finite."""
+    """Return the state with the batch included in the statistics of the averages, if it is finite."""
     found = statistics_of(state.model)
     if not found.names:
         return state
@@ -219,7 +219,7 @@ def _with_statistics(state: State, name: str) -> State:
 
 
 def _with_rate(optimizer: Any, annealed: "_Annealed", name: str) -> Any:
-    """Return the optimizer whose learning rates, its groups' as well, go over to another."""
+    """Return the optimizer with annealed learning rates, including those of its groups."""
 
     def new_rate(rate: Scalar) -> Scalar:
         if collect(rate, Hparam):
@@ -227,7 +227,7 @@ def _with_rate(optimizer: Any, annealed: "_Annealed", name: str) -> Any:
                 f"{name}: swa_lr={annealed.last} takes the place of the learning rate, which is {rate!r}: leave the "
                 "hparam out of the rate, or leave swa_lr out"
             )
-        return rate if annealed.is_in(rate) else annealed.put_into(rate, name)  # it is, at INIT once more
+        return rate if annealed.is_in(rate) else annealed.put_into(rate, name)  # unchanged if INIT runs again
 
     def with_new_rate(leaf: Any) -> Any:
         if settings_of(leaf).get("lr") is None:
@@ -239,26 +239,26 @@ def _with_rate(optimizer: Any, annealed: "_Annealed", name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Annealed:
-    """What a learning rate's number is multiplied by, so that the rate goes over to another one."""
+    """Schedule that changes a learning rate to another constant; the rate's number is multiplied by its value."""
 
     own: Scalar
-    """What it was multiplied by before: 1, a schedule, or several."""
+    """Previous factor: 1, a schedule, or a product of several."""
     goal: float
-    """What it comes to: the last rate over the number."""
+    """Final factor: the last rate divided by the number."""
     last: float
     start: Time
     length: Time
     strategy: str
 
     def is_in(self, rate: Scalar) -> bool:
-        """Return whether a rate already follows this path, possibly from another start or towards a later end."""
+        """Return whether a rate already contains this change, possibly with another factor before or at the end."""
         ways = [one.fn for one in factors_of(rate) if isinstance(one, Schedule) and isinstance(one.fn, _Annealed)]
         return any(
             self == dataclasses.replace(way, own=self.own, goal=self.goal) or self.is_in(way.own) for way in ways
         )
 
     def put_into(self, rate: Scalar, name: str) -> Scalar:
-        """Return the rate that goes this way, from what it is now: its number, times one schedule."""
+        """Return the rate with this change: its number, times one schedule."""
         number = known_part(rate)
         schedules = tuple(one for one in factors_of(rate) if isinstance(one, Schedule))
         own = Product(schedules) if len(schedules) > 1 else schedules[0] if schedules else 1.0
@@ -275,11 +275,11 @@ class _Annealed:
         return (1 - share) * own + share * self.goal
 
     def scaled(self, ratio: float, *, scale_warmup: bool = False) -> "_Annealed":
-        """Over schedules that are stretched; the way to the last rate is in the method's own times, which stay."""
+        """Return the same change of scaled schedules; its times are settings of the method, and are not scaled."""
         return dataclasses.replace(self, own=scaled(self.own, ratio, scale_warmup=scale_warmup))
 
     def _first(self, timestamp: Timestamp) -> float:
-        """When it begins, in lengths from the start of the run."""
+        """Return the time at which the change begins, as a multiple of `length` from the start of the run."""
         start, length = (timestamp.run.in_batches(time) for time in (self.start, self.length))
         if start is not None and length is not None:
             return start / length

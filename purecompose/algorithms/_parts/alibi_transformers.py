@@ -1,7 +1,7 @@
-"""Linear biases in the GPT-2, BERT and RoBERTa of Hugging Face's transformers, version 5.
+"""Linear biases for GPT-2, BERT and RoBERTa of Hugging Face's transformers, version 5.
 
-Their attention adds a mask to the logits, whether it is computed by hand ("eager") or by torch ("sdpa"): the biases
-come in with it. Parameters keep their names.
+Their attention adds a mask to the logits, whether it is computed explicitly ("eager") or by torch ("sdpa"); the biases
+are added to this mask. Parameters keep their names.
 """
 
 import sys
@@ -25,12 +25,12 @@ _ADDITIVE = ("eager", "sdpa")
 
 
 class Alibi(Derived):
-    """An attention layer whose logits get linear biases."""
+    """Attention layer that adds linear biases to its logits."""
 
     layer_idx: int
 
     def forward(self, hidden_states: Tensor, *, attention_mask: Tensor | None = None, **others: Any) -> Any:
-        """As the layer's own; `attention_mask` is `None`, or (N, 1, Q, K), bool or added to logits."""
+        """Compute the original forward with biases; `attention_mask` is `None` or (N, 1, Q, K), bool or additive."""
         past = others.get("past_key_values")
         num_queries, start = hidden_states.shape[1], 0 if past is None else past.get_seq_length(self.layer_idx)
         is_causal = others.get("is_causal")
@@ -42,7 +42,7 @@ class Alibi(Derived):
         bias = alibi_bias(
             _num_heads(self),
             _num_keys(past, self.layer_idx, num_queries) if attention_mask is None else attention_mask.shape[-1],
-            # A mask says itself what is ahead, and in a cache of one size what is not there yet.
+            # A given mask already excludes future positions, and unused positions of a cache of fixed size.
             is_causal=attention_mask is None and bool(self.is_causal if is_causal is None else is_causal),
             first_query=start,
             num_queries=num_queries,
@@ -53,7 +53,7 @@ class Alibi(Derived):
 
 
 class NoPosition(Derived):
-    """Embeddings of tokens and their types at any number of positions, all of them the same."""
+    """Embeddings of tokens and token types without position embeddings, for any number of positions."""
 
     def forward(
         self,
@@ -63,8 +63,8 @@ class NoPosition(Derived):
         inputs_embeds: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """As the layer's own; what `position_ids` says does not count."""
-        del position_ids  # by default from a table that ends at the greatest length
+        """Compute the original forward, ignoring `position_ids`."""
+        del position_ids  # the default comes from a table that is limited to the maximal length
         given = input_ids if input_ids is not None else inputs_embeds
         assert given is not None, "the model has asked for one of the two"
         first = torch.zeros(1, given.shape[1], dtype=torch.int64, device=given.device)
@@ -78,16 +78,16 @@ class NoPosition(Derived):
 
 
 def _num_heads(module: nn.Module) -> int:
-    heads = getattr(module, "num_heads", None)  # of GPT-2
+    heads = getattr(module, "num_heads", None)  # GPT-2 only
     return heads if isinstance(heads, int) else module.num_attention_heads  # pyright: ignore[reportReturnType]
 
 
 def _num_keys(past: Any, layer: int, num_queries: int) -> int:
-    """Return how many keys attention is given, with those of a cache."""
+    """Return the number of keys of the attention, including those in a cache."""
     if past is None:
         return num_queries
     layers = getattr(past, "self_attention_cache", past).layers
-    # Not get_mask_sizes, which not every version calls alike.
+    # Not get_mask_sizes, whose arguments differ between versions.
     size = getattr(layers[layer], "max_cache_len", None) if layer < len(layers) else None
     return past.get_seq_length(layer) + num_queries if size is None else size
 
@@ -96,7 +96,7 @@ def _masked(bias: Tensor, mask: Tensor | None) -> Tensor:
     """Return the bias of the logits, (N or 1, H, Q, K)."""
     if mask is None:
         return bias
-    # Not -inf: of a query that may look nowhere, as in padding, nothing would be left but NaN.
+    # Not -inf: the attention of a query without any allowed key, as in padding, would be NaN.
     return torch.where(mask, bias, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
 
 
@@ -131,7 +131,7 @@ def _where(module: nn.Module, site: surgery.Site) -> str:
 
 
 def _check_forward(module: nn.Module, site: surgery.Site) -> None:
-    """Refuse a forward that would be called in place of the new one."""
+    """Reject a forward set on the instance, which would be called instead of the new one."""
     if "forward" in vars(module):
         raise ValueError(
             f"{_where(module, site)}: expected the forward of its class, got one put on the instance, which would be "
@@ -140,10 +140,10 @@ def _check_forward(module: nn.Module, site: surgery.Site) -> None:
 
 
 def check_attention(site: surgery.Site) -> None:
-    """Refuse to take positions out of a network whose attention gets no biases: it would know no order at all.
+    """Reject removing the positions of a network whose attention gets no biases: it could not see any order.
 
     Raises:
-        ValueError: There is no attention that is known.
+        ValueError: There is no supported attention.
     """
     if not any(isinstance(module, _ATTENTION) for module in site.root.modules()):
         there = ", ".join(sorted({type(module).__name__ for module in site.root.modules()}))
@@ -162,7 +162,7 @@ _ATTENTION = (SelfAttention, Alibi, _GPT2_ATTENTION, _BERT_ATTENTION, _ROBERTA_A
 
 def transformers_rules() -> surgery.Rules:
     """Return the rules for GPT-2, BERT and RoBERTa."""
-    # GPT-2's positions are a plain nn.Embedding: the model, which is visited before what it holds, tells which one.
+    # GPT-2's positions are a plain nn.Embedding. It is found through the model, which is visited before its children.
     found: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def model(module: Any, site: surgery.Site) -> None:

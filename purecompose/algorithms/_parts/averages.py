@@ -1,4 +1,4 @@
-"""What methods that average weights have in common: means, and times at which they are taken."""
+"""Shared parts of methods that average weights: means, and the times at which they are updated."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ __all__ = ["Measure", "Turns", "between", "counters", "gone", "measure", "turns"
 Slot = TypeVar("Slot", bound=Any)
 
 _COUNTED = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION)
-"""The units in which the host tells beforehand when weights are taken; by others the step itself does."""
+"""Units for which the host knows the averaging steps in advance; for other units the step decides."""
 
 
 def between(low: Mapping[str, Tensor], high: Mapping[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
-    """`low + share * (high - low)`, element by element, in the dtypes of `low`; with 0 and 1 exactly these two.
+    """Return `low + share * (high - low)` element by element, in the dtypes of `low`; exact for shares of 0 and 1.
 
-    The share, a number or a 0-d tensor, is rounded to each dtype as late as possible: give a small one in float64.
+    The share, a number or a 0-d tensor, is rounded to each dtype as late as possible: pass a small share in float64.
 
     Raises:
         KeyError: `high` lacks a name.
@@ -45,40 +45,41 @@ def between(low: Mapping[str, Tensor], high: Mapping[str, Tensor], share: float 
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """When weights are taken: every so often, from a start on."""
+    """Times at which weights are averaged: at regular intervals, from a start on."""
 
     interval: Time
     is_counted_anew: bool
-    """Whether the first batch there is a turn, and others are counted from it; else from the beginning of the run."""
+    """True to average in the first batch after the start and count intervals from it, else from the run's beginning."""
     measure: "Measure | None"
-    """By which the step counts examples, tokens and iterations; then `match` holds in every batch."""
+    """Measure by which the step counts examples, tokens or iterations; `match` is then true in every batch."""
     match: Predicate
 
     @property
     def setting(self) -> "str | Measure":
-        """The interval as an algorithm's `config` wants it."""
+        """The interval, as stored in an algorithm's `config`."""
         return str(self.interval) if self.measure is None else self.measure
 
     def taken(self, state: State, new: Slot, old: Slot) -> Slot:
-        """`new`, which has the batch's weights in it, where it is a turn; else `old`.
+        """Return `new`, which includes the batch's weights, if they are averaged in this batch; else `old`.
 
-        Both are slots with the fields `averages` and `turn`, the `counters` at the last turn.
+        Both are slots with the fields `averages` and `turn`, the `counters` at the end of the last interval.
         """
         if self.measure is None:
             return new
         now = counters(state)
         share = self.measure.between(state, old.turn, now)
-        # Fractions of iterations round. A counter that starts again is that of another run from these weights.
+        # The tolerance is for rounded fractions of iterations. A negative share means that the counters started again,
+        # in another run from these weights.
         whole, is_first = torch.floor(share + 1e-9), share < 0
         if self.is_counted_anew:
             is_first = is_first | (old.averages.num == 0)
-        # From the turn itself to the next, not from the batch that it came in, where more may have gone by.
+        # Count from the exact end of the interval, not from the batch in which it ended, which may be a little later.
         turn = torch.lerp(old.turn, now, torch.where(share > 0, whole / share, 0.0))
         return chosen(is_first | (whole >= 1), new._replace(turn=torch.where(is_first, now, turn)), old)
 
 
 def turns(interval: TimeLike, start: Time, where: str, *, is_counted_anew: bool) -> Turns:
-    """Turn from a point of the run on, counted there again or from the beginning of the run.
+    """Return the averaging times from a point of the run on, counted from this point or from the run's beginning.
 
     Raises:
         TypeError, ValueError: The interval is not a time, not positive, or in seconds.
@@ -86,7 +87,7 @@ def turns(interval: TimeLike, start: Time, where: str, *, is_counted_anew: bool)
     time = checked_interval(interval, where, TimeUnit.BATCH)
     is_told = time.unit in _COUNTED
     match = every(time, since=(start or "0ba") if is_counted_anew else None) if is_told else ALWAYS
-    # "From the beginning" needs no length of the run, of which a share would be taken.
+    # A start at the beginning is left out: as a share of the run it would require the run's length.
     match = match & after(start) if start else match
     return Turns(time, is_counted_anew, None if is_told else measure(time), match)
 
@@ -103,23 +104,23 @@ def counters(state: State) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A time by which traced code measures others: two numbers that the host tells in every step.
+    """A time as the unit of measurement in traced code, given by two numbers that the host passes in every step.
 
-    What a slot remembers are all `counters`, so that it stays true where another run continues with another length, or
-    knows the length of its epochs where the first did not.
+    Slots store all `counters`, so that they remain valid if a run is continued with another length, or with a known
+    length of epochs where it was unknown before.
     """
 
     time: Time
     counter: Schedule
-    """The number of the counter: that of batches where the time is a number of batches, else the time's own."""
+    """Index of the counter: batches if the time is a known number of batches, otherwise the time's unit."""
     length: Schedule
-    """How long the time is by it."""
+    """Length of the time in units of this counter."""
 
     def __repr__(self) -> str:
         return repr(str(self.time))
 
     def between(self, state: State, before: Tensor, now: Tensor) -> Tensor:
-        """Return how many intervals lie between two sets of counters: 0-d, float64."""
+        """Return the number of intervals between two sets of counters, 0-d float64."""
         counter, length = (
             as_scalar(state.scalar(it), torch.float64, state.device) for it in (self.counter, self.length)
         )
@@ -128,7 +129,7 @@ class Measure:
 
 
 def measure(time: Time) -> Measure:
-    """Make a measure of a time, positive and not in seconds.
+    """Return the measure of a time that is positive and not in seconds.
 
     Example:
         >>> two = measure(Time.of("2ep"))
@@ -140,7 +141,7 @@ def measure(time: Time) -> Measure:
 
 
 def gone(timestamp: Timestamp, time: Time) -> float:
-    """Return how many whole intervals lie before a point of a run; the interval is positive and not in seconds.
+    """Return the number of intervals, with fractions, before a point of a run; they are positive and not in seconds.
 
     Raises:
         ValueError: A share of a run without a duration, or with one in seconds.
@@ -150,7 +151,7 @@ def gone(timestamp: Timestamp, time: Time) -> float:
 
 
 def _counted(timestamp: Timestamp, time: Time) -> tuple[TimeUnit, float]:
-    """By what a time is counted, and how long it is so."""
+    """Return the unit in which a time is counted, and its length in this unit."""
     run = timestamp.run
     in_batches = run.in_batches(time)
     if in_batches is not None:

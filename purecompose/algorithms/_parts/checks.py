@@ -1,4 +1,4 @@
-"""What factories check when an algorithm is built, and at INIT: settings, fields of the batch, the loss."""
+"""Checks of factories, when an algorithm is built and at INIT: settings, fields of the batch, the loss."""
 
 import math
 import warnings
@@ -27,9 +27,9 @@ __all__ = [
 
 
 def check_scalar(value: Any, where: str, low: float, high: float = math.inf, *, hint: str) -> None:
-    """As `check_number` for what may also be an hparam or a product: its default is checked.
+    """Do what `check_number` does, also for an hparam or a product, of which the default is checked.
 
-    A schedule has a value only at a time, and passes.
+    Schedules are accepted without a check, since they have a value only at a given time.
     """
     if collect(value, Schedule):
         return
@@ -38,13 +38,13 @@ def check_scalar(value: Any, where: str, low: float, high: float = math.inf, *, 
 
 
 def check_one_of(value: Any, where: str, choices: Sequence[str]) -> None:
-    """Raise a `ValueError` for what is none of the choices."""
+    """Raise a `ValueError` unless the value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{where}: expected {' or '.join(map(repr, choices))}, got {value!r}")
 
 
 def checked_patterns(patterns: Any, where: str) -> tuple[str, ...]:
-    """Require patterns of parameters' names: a collection of strings, not a single string."""
+    """Require patterns of parameters' names, a sequence of strings and not a single string; return them as a tuple."""
     is_several = isinstance(patterns, Sequence) and not isinstance(patterns, str)
     if not is_several or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"{where}: expected patterns of names, such as ('head.*',), got {patterns!r}")
@@ -52,14 +52,14 @@ def checked_patterns(patterns: Any, where: str) -> tuple[str, ...]:
 
 
 def given_fields(*, writes: Sequence[str] = (), **fields: batches.Field | None) -> dict[str, batches.Field]:
-    """Return the batch fields that are given, by role; those left at `None` are the state's own.
+    """Return the batch fields that are not `None`, by role; for the other roles the state's fields are used.
 
     Args:
-        writes: The roles of those that are written.
+        writes: The roles whose fields are written.
         fields: The fields by role.
 
     Raises:
-        TypeError: What cannot be a field, or a getter without a setter among those that are written.
+        TypeError: An object that cannot be a field, or a getter without a setter in a role that is written.
     """
     given = {role: field for role, field in fields.items() if field is not None}
     for role, field in given.items():
@@ -82,11 +82,11 @@ def check_can_write(field: batches.Field, role: str) -> None:
 
 
 def check_per_example(loss_fn: Callable[..., Tensor]) -> None:
-    """Raise a `TypeError` for a loss that is seen to give no losses per example.
+    """Raise a `TypeError` for a loss that does not return losses per example, as far as this can be detected.
 
-    Beyond `losses.check_loss` it is tried on shapes (four examples, three classes, no values): what comes back as a
-    scalar for the reduction "none" has ignored it. A loss that does not take these shapes passes, and is found out
-    where it is first used.
+    In addition to `losses.check_loss`, the loss is called on meta tensors (four examples, three classes): if it returns
+    a scalar for the reduction "none", it ignores the reduction. A loss that does not accept these shapes passes, and
+    raises when it is first used.
     """
     losses.check_loss(loss_fn, per_example=True)
     outputs = torch.empty(4, 3, device="meta")
@@ -95,7 +95,7 @@ def check_per_example(loss_fn: Callable[..., Tensor]) -> None:
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 result = loss_fn(outputs, targets, reduction="none")
-        except Exception:  # noqa: S112 - it may want anything: other shapes, values, weights on another device
+        except Exception:  # noqa: S112 - it may need other shapes, actual values, or weights on another device
             continue
         if isinstance(result, Tensor) and result.ndim == 0:
             raise TypeError(
@@ -115,7 +115,7 @@ def check_reads_targets(name: str, loss_fn: Callable[..., Tensor]) -> None:
 
 
 def needed_rng(key: Tensor | random.Rng | None, core: str, when: str) -> random.Rng:
-    """Return the key as a place of draws, or raise a `TypeError` that says when one is needed."""
+    """Return the key as an `Rng`, or raise a `TypeError` that explains when a key is needed."""
     if key is None:
         raise TypeError(f"{core}: expected a key {when}, got None")
     return as_rng(key, core)

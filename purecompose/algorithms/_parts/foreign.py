@@ -1,4 +1,4 @@
-"""Layers of packages that need not be installed: stand-ins for their classes, and changed copies of their modules."""
+"""Layers of packages that may not be installed: stand-ins for their classes, and changed copies of their modules."""
 
 import copy
 import functools
@@ -12,7 +12,7 @@ __all__ = ["Derived", "changed", "one_of", "stand_in"]
 
 
 class _ByName(type):
-    """Classes of which those instances are whose class, or one that it comes from, has a certain name."""
+    """Metaclass for classes whose instances are the objects with a class of a certain name in their MRO."""
 
     def __instancecheck__(cls, thing: Any) -> bool:
         wanted = cls.__dict__["of"]
@@ -20,18 +20,18 @@ class _ByName(type):
 
 
 class _ByIdentity(type):
-    """Classes whose instances are the members of a container."""
+    """Metaclass for classes whose instances are the members of a container."""
 
     def __instancecheck__(cls, thing: Any) -> bool:
         return thing in cls.__dict__["members"]
 
 
 def one_of(members: Container[Any], shown: str) -> type[nn.Module]:
-    """Return a class for `isinstance` and the rules of a surgery, in place of certain modules.
+    """Return a class, for `isinstance` and the rules of a surgery, whose instances are certain modules.
 
     Args:
-        members: The modules, which may be found later.
-        shown: What messages call it.
+        members: The modules; the container may be filled later.
+        shown: Name of the class in messages.
 
     Example:
         >>> first = nn.Linear(2, 2)
@@ -42,13 +42,13 @@ def one_of(members: Container[Any], shown: str) -> type[nn.Module]:
 
 
 def stand_in(module: str, name: str) -> type[nn.Module]:
-    """Return a class for `isinstance` and the rules of a surgery, in place of one that is known by name only.
+    """Return a class, for `isinstance` and the rules of a surgery, that stands in for a class given by name.
 
     Nothing is imported, now or later.
 
     Args:
-        module: Where the class is defined.
-        name: Its name there.
+        module: Name of the module in which the class is defined.
+        name: Name of the class in this module.
 
     Example:
         >>> isinstance(nn.Linear(2, 2), stand_in("torch.nn.modules.linear", "Linear"))
@@ -58,33 +58,32 @@ def stand_in(module: str, name: str) -> type[nn.Module]:
 
 
 class Derived(nn.Module):
-    """What is mixed into a foreign class by `changed`; its methods come before that class's own."""
+    """Base of mixins that `changed` adds to a foreign class; their methods override those of the class."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The class is made on the spot, and cannot be found by its name.
+        # The class is created at run time, so pickle cannot find it by its name.
         mixin, kind = type(self).__bases__
         return _blank, (mixin, kind), self.__dict__
 
 
 def changed(module: nn.Module, mixin: type[Derived] | None = None, **children: nn.Module) -> nn.Module:
-    """Return a copy of a module with the same parameters, attributes and names, some of its own methods and children
-    aside.
+    """Return a copy of a module with some methods and children replaced, and the same parameters and attributes.
 
     Args:
-        module: The module; it stays as it was.
-        mixin: Whose methods come first.
-        children: Modules in place of what has these names, modules or others.
+        module: The module; it is not modified.
+        mixin: A class whose methods override the module's.
+        children: Modules that replace the children or attributes of these names.
     """
     twin = copy.copy(module)
     if mixin is not None:
         twin.__class__ = _derived(mixin, type(module))
     vars(twin)["_modules"] = {**module._modules, **children}
     for name in children:
-        vars(twin).pop(name, None)  # a plain attribute, such as a function, which would be found first
+        vars(twin).pop(name, None)  # a plain attribute, such as a function, would hide the child
     return twin
 
 
-@functools.cache  # one class for one pair: architectures are compared by their classes
+@functools.cache  # one class for each pair, because architectures are compared by their classes
 def _derived(mixin: type[Derived], kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {"__module__": __name__, "__doc__": mixin.__doc__})
 

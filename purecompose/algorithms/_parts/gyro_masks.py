@@ -1,6 +1,6 @@
-"""The masks of gyro dropout: a bank of them, and the choice of those that share a batch.
+"""The masks of gyro dropout: a bank of masks, and the choice of those that are used for a batch.
 
-Mask j depends on (key, j) only, a choice on (key, period); so neither is kept anywhere.
+Mask j depends only on (key, j), and a choice on (key, period), so neither has to be stored.
 """
 
 import torch
@@ -24,14 +24,14 @@ __all__ = [
 
 
 def gyro_dropout_period(total_batches: float, sigma: int = 256, tau: int = 16) -> int:
-    """Return for how many batches a choice of masks holds.
+    """Return the number of batches for which a choice of masks is used.
 
-    That is int(total / sigma) tau; in runs of fewer than sigma batches int(total tau / sigma), and at least 1.
+    This is int(total / sigma) * tau; in runs of fewer than sigma batches int(total * tau / sigma), and at least 1.
 
     Args:
         total_batches: The run's length in batches, above 0.
         sigma: The number of masks in the bank.
-        tau: The number of masks at a time.
+        tau: The number of masks used at a time.
 
     Example:
         >>> gyro_dropout_period(196 * 100), gyro_dropout_period(100), gyro_dropout_period(10)
@@ -53,23 +53,23 @@ def gyro_dropout_mask(
     groups: Tensor | None = None,
     feature_dim: int | None = None,
 ) -> Tensor:
-    """Return the masks of a batch's rows: which elements stay.
+    """Return the masks of a batch's rows, in which True elements are kept.
 
     Args:
-        key: The key of one layer; another layer's has to be another one.
-        shape: (N, ...), that of the layer's inputs.
-        p: The probability of dropping, in [0, 1).
-        sigma: The number of masks in the bank, 1 or more.
-        tau: The number of masks at a time, in [1, sigma].
-        period: Numbers the choice, from 0: an int, or int64 of shape ().
-        groups: (N,), int64, below tau: which of the chosen masks each row takes, in place of tau groups of
+        key: The key of the layer; use different keys for different layers.
+        shape: The shape (N, ...) of the layer's inputs.
+        p: The probability of dropping an element, in [0, 1).
+        sigma: The number of masks in the bank, at least 1.
+        tau: The number of masks used at a time, in [1, sigma].
+        period: The number of the choice, from 0: an int, or a 0-d int64 tensor.
+        groups: (N,), int64, below tau: the index of each row's mask among the chosen ones, instead of tau groups of
             consecutive rows. Values are not checked.
-        feature_dim: The only dimension, 1 or more or counted from the end, along which masks vary: whole channels of
-            (N, C, H, W) are dropped with 1, whole features of (N, length, features) with -1. By default each element
-            has a decision of its own, as in `nn.Dropout`.
+        feature_dim: The only dimension, at least 1 or counted from the end, along which masks vary: with 1, whole
+            channels of (N, C, H, W) are dropped, with -1 whole features of (N, length, features). By default each
+            element is dropped independently, as in `nn.Dropout`.
 
     Returns:
-        Bool, of the shape; with `feature_dim` (N, 1, ..., features, ..., 1), which broadcasts to it.
+        The masks, bool, of the given shape; with `feature_dim` (N, 1, ..., features, ..., 1), which broadcasts to it.
 
     Raises:
         TypeError, ValueError: No key, or a setting of the wrong type or out of range.
@@ -104,12 +104,12 @@ def gyro_drop(
     """Apply a mask in training: inputs * mask / (1 - p).
 
     Args:
-        key: See `gyro_dropout_mask`, as the others.
+        key: See `gyro_dropout_mask`, also for the other arguments.
         inputs: (N, ...), floating.
-        p: 0 gives the inputs.
+        p: The probability of dropping an element; with 0 the inputs are returned.
 
     Returns:
-        Shape and dtype of `inputs`.
+        A tensor of the shape and dtype of `inputs`.
 
     Raises:
         TypeError: Inputs that are not a floating tensor, no key, or a setting of the wrong type.
@@ -141,17 +141,17 @@ def chosen_masks(
     groups: Tensor,
     feature_dim: int | None,
 ) -> Tensor:
-    """As `gyro_dropout_mask`, of checked settings and with groups."""
+    """Do what `gyro_dropout_mask` does, for checked settings and given groups."""
     root = random.Rng(rng.key, draw=rng.draw)
     choosing = random.Rng(rng.key, draw=rng.draw, batch=period).named("choice")
     chosen = random.choice(choosing, sigma, tau)
-    # A mask's number in the bank stands where an example's number does: it is drawn alone, and the rest never.
+    # The mask's number in the bank replaces the example's number, so that only the chosen masks are drawn.
     masks = random.bernoulli(root.named("bank").per_example(chosen), 1 - p, (tau, *_own_shape(shape, feature_dim)))
     return masks.index_select(0, groups.to(masks.device))
 
 
 def _own_shape(shape: tuple[int, ...], feature_dim: int | None) -> tuple[int, ...]:
-    """Return the shape of one mask, which broadcasts to that of one row."""
+    """Return the shape of one mask, which broadcasts to the shape of one row."""
     if feature_dim is None:
         return shape[1:]
     dim = feature_dim if feature_dim >= 0 else len(shape) + feature_dim
@@ -164,7 +164,7 @@ def _own_shape(shape: tuple[int, ...], feature_dim: int | None) -> tuple[int, ..
 
 
 def dropped(inputs: Tensor, mask: Tensor, p: float) -> Tensor:
-    """inputs * mask / (1 - p)."""
+    """Return inputs * mask / (1 - p)."""
     return inputs * mask / (1 - p)
 
 
@@ -189,7 +189,7 @@ def check_bank(where: str, sigma: int, tau: int) -> None:
 
 
 def check_feature_dim(where: str, feature_dim: int | None) -> None:
-    """Raise a `TypeError` or `ValueError` for what names no dimension of features."""
+    """Raise a `TypeError` or `ValueError` unless it is `None` or a nonzero dimension."""
     if feature_dim is not None:
         check_whole(feature_dim, f"{where}: feature_dim", hint="it names a dimension of a layer's inputs")
         if feature_dim == 0:

@@ -1,4 +1,4 @@
-"""What methods on the batch's images share: checks, which targets go along, the skeleton, one random operation."""
+"""Shared parts of methods on images: checks, handling of targets, the algorithm's skeleton, one random operation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 TakesTargets: TypeAlias = bool | Literal["auto"]
-"""Whether targets go along with their images: all, none, or those that `are_maps`."""
+"""Choice of the targets that are changed with their images: all (True), none (False), or those that `are_maps`."""
 
 
 def check_severity(severity: Any, where: str) -> None:
@@ -59,12 +59,12 @@ def check_takes_targets(value: Any, where: str) -> None:
 
 
 def are_maps(targets: Tensor, images: Tensor) -> bool:
-    """Return whether targets are of their images' size, as in segmentation: (..., H, W) with a dim more, N or C."""
+    """Return whether targets have their images' size, as in segmentation: (..., H, W) with at least three dims."""
     return targets.ndim > 2 and targets.shape[-2:] == images.shape[-2:]
 
 
 def map_targets(fn: Callable[[Tensor], Tensor], targets: Any, images: Tensor, takes: TakesTargets) -> Any:
-    """Targets after `fn`, of a `Mixture` its terms; the very object where none goes along with the images."""
+    """Return targets (or the terms of a `Mixture`) after `fn`; the same object if none changes with the images."""
     terms = targets.targets if isinstance(targets, Mixture) else batches.tensors(targets)
     chosen = [takes is True or (takes == "auto" and are_maps(term, images)) for term in terms]
     if not any(chosen):
@@ -84,17 +84,17 @@ def with_images(
     fields: Mapping[str, batches.Field],
     takes_targets: TakesTargets = False,
 ) -> State:
-    """Return the state with other images in its batch; at INIT as it is, once its fields are seen to do.
+    """Return the state with new images in its batch; at INIT check the fields and return the state unchanged.
 
     Args:
         event: INIT or the event at which images are replaced.
         state: The state.
         name: Name of the algorithm.
-        core: `(rng, images, targets) -> (images, targets)`; targets are `None` where they are not taken, and the same
-            object where they stay.
-        fields: Those that are given; see `given_fields`.
-        takes_targets: Whether targets are read; with "auto" they may be such as can only be read, as long as they stay,
-            and a model that computes its own loss need not have any: they are read if their field is given.
+        core: A function `(rng, images, targets) -> (images, targets)`. Targets are `None` if they are not read, and are
+            returned as the same object if they do not change.
+        fields: The given fields; see `given_fields`.
+        takes_targets: Read the targets. With "auto" their field may be read-only as long as they do not change; with a
+            model that computes its own loss, they are read only if their field is given.
     """
     if takes_targets == "auto" and "target_field" not in fields and isinstance(state.context.loss, losses.ModelLoss):
         takes_targets = False
@@ -123,16 +123,17 @@ def image_method(
     takes_targets: TakesTargets | None = None,
     **given: batches.Field | None,
 ) -> Algorithm:
-    """Return a method that replaces a batch's images by what a core makes of them.
+    """Return a method that replaces a batch's images by the result of a core.
 
     Args:
         name: Name of the algorithm.
-        core: `(rng, images, **settings) -> images`, or with `takes_targets` as in `with_images`, with settings.
-        settings: All of them; printed, those that are `None` aside.
-        scalars: Which of them the state resolves in each step.
-        is_neutral: Whether the settings change nothing.
+        core: A function `(rng, images, **settings) -> images`, or with `takes_targets` as in `with_images`, with
+            settings.
+        settings: All settings; those that are not `None` are shown in the algorithm's repr.
+        scalars: Names of the settings that are resolved by the state in each step.
+        is_neutral: True if the settings change nothing.
         takes_targets: As in `with_images`; `None` for a core of images only.
-        **given: `input_field` and, where targets are taken, `target_field`, as in a factory.
+        **given: `input_field` and, if targets are read, `target_field`, as in a factory.
     """
     writes = ("input_field", "target_field") if takes_targets is True else ("input_field",)
     fields = given_fields(writes=writes, **given)
@@ -165,15 +166,15 @@ def one_operation_each(
     *,
     num_groups: int = 1,
 ) -> Tensor:
-    """Apply to each image one of the operations, drawn for it with its own strength.
+    """Apply to each image one operation, drawn for this image, with a separately drawn strength.
 
     Args:
-        rng: The place of the draws.
+        rng: The source of the draws.
         stored: Levels (N, C, H, W), N at least 1, in the form that the scale stores.
         scale: The images' scale.
-        primitives: What is drawn from, each with the same chance.
-        severity: In [0, 10].
-        num_groups: Groups of equal size, one after the other, whose operations are drawn apart.
+        primitives: The operations, drawn with equal probability.
+        severity: The greatest strength, in [0, 10].
+        num_groups: The number of consecutive groups of equal size whose operations are drawn independently.
     """
     num, _, height, width = stored.shape
     shares = random.uniform(rng.named("share"), num).to(stored.device)

@@ -1,4 +1,4 @@
-"""What the methods on normalisations have in common: they act in half precision, and last."""
+"""Shared part of the methods on normalisations, which act in half precision and after all other methods."""
 
 from purecompose import surgery
 from purecompose._support.device import AUTOCAST
@@ -13,10 +13,9 @@ __all__ = ["half_precision_method"]
 
 
 def half_precision_method(name: str, rules: surgery.Rules) -> Algorithm:
-    """Return a surgery at INIT for states whose forward pass is in half precision; others stay as they are, with a
-    warning.
+    """Return a surgery at INIT that changes states with a half-precision forward pass, and warns about other states.
 
-    It comes last, so that it finds what other methods put in.
+    It runs last, so that it finds layers that other methods have inserted.
     """
 
     def apply(event: Event, state: State) -> State:

@@ -1,4 +1,4 @@
-"""Losses per example of a model that computes its own loss, as language models with labels among their inputs do."""
+"""Losses per example of a model that computes its own loss, such as a language model with labels in its inputs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ __all__ = ["check_labelled", "check_outputs", "model_losses"]
 
 
 def check_labelled(name: str, loss_fn: ModelLoss) -> None:
-    """Raise a `TypeError` where nothing says which labels the model's loss is of."""
+    """Raise a `TypeError` if the labels of the model's loss are not named."""
     if loss_fn.labels is None:
         raise TypeError(
             f"{name}: expected a loss that gives losses per example, got {loss_fn!r}, one number for a whole batch; "
@@ -26,9 +26,9 @@ def check_labelled(name: str, loss_fn: ModelLoss) -> None:
 
 
 def check_outputs(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> None:
-    """Raise a `ValueError` unless the outputs carry losses per example, or logits (N, ..., C) beside labels (N, ...).
+    """Raise a `ValueError` unless outputs have losses per example, or logits (N, ..., C) that fit labels (N, ...).
 
-    It looks at shapes only.
+    Only shapes are checked.
     """
     own = _member(outputs, loss_fn.key)
     if isinstance(own, Tensor) and own.ndim:
@@ -46,10 +46,10 @@ def check_outputs(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> No
 
 
 def model_losses(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> Tensor:
-    """Return a loss for each example, (N,): the mean over its labels that count.
+    """Return a loss for each example, (N,): the mean over its labels that are not ignored.
 
-    Those that the model returns, if it returns more than a number; else the cross entropy of its logits and the
-    labels, `loss_fn.shift` of which at the start are left out. An example in which nothing counts has loss 0.
+    These are the losses that the model returns, if it returns more than one number; otherwise the cross entropy of its
+    logits and the labels without the first `loss_fn.shift` ones. An example without counted labels has loss 0.
 
     Raises:
         ValueError: See `check_outputs`.
@@ -64,7 +64,7 @@ def model_losses(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> Ten
     counted = labels != loss_fn.ignore_index
     if not is_whole:
         if own.shape == all_labels.shape != labels.shape:
-            own = own[..., : labels.shape[-1]]  # one for each input; those of the last ones have no label
+            own = own[..., : labels.shape[-1]]  # one loss for each input; the last inputs have no label
         if own.shape != labels.shape:
             return own.flatten(1).mean(1)
         return _row_means(own, counted)
@@ -79,7 +79,7 @@ def model_losses(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> Ten
 
 def _row_means(token_losses: Tensor, counted: Tensor) -> Tensor:
     num = len(token_losses)
-    # Chosen, not multiplied: what does not count may be infinite.
+    # where(), not a product with 0: losses that are not counted may be infinite.
     return torch.where(counted, token_losses, 0).reshape(num, -1).sum(1) / counted.reshape(num, -1).sum(1).clamp(min=1)
 
 

@@ -1,4 +1,4 @@
-"""What methods on the host report of themselves."""
+"""Metrics of methods that act on the host."""
 
 from collections.abc import Mapping
 
@@ -11,8 +11,8 @@ __all__ = ["reported"]
 
 
 def reported(state: State, name: str, numbers: Mapping[str, float]) -> State:
-    """Add host numbers to the state's metrics, as `f"{name}/{key}"`: 0-d, float32, on its device."""
-    # Filled, not copied from the host, which on a GPU would wait.
+    """Add host numbers to the state's metrics as `f"{name}/{key}"`, 0-d float32, on the state's device."""
+    # torch.full, because a copy from the host would wait for a GPU.
     made = {
         f"{name}/{key}": torch.full((), value, dtype=torch.float32, device=state.device)
         for key, value in numbers.items()

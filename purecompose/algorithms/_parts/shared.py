@@ -1,4 +1,4 @@
-"""Parts of the running step's batch: the gradient for one, and which falls to this process."""
+"""Parts of the running step's batch: the gradient of a part, and the part of this process."""
 
 from typing import Any, TypeVar
 
@@ -16,22 +16,22 @@ T = TypeVar("T")
 
 
 def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> dict[str, Tensor]:
-    """Return `state.gradient(state.params)` of some of the batch's examples.
+    """Return `state.gradient(state.params)` for some of the batch's examples.
 
-    Zeros for parameters that the batch reaches and these examples do not.
+    Parameters that have a gradient for the batch but not for these examples get zeros.
 
-    The step's own loss, with the algorithms that act on the way to it; an example draws what it drew in the batch.
-    Buffers, slots and metrics do not leak. Where several processes share the batch, this one computes the part only.
+    The loss is that of the step, including algorithms that act before it; examples have the same draws as in the batch.
+    Buffers, slots and metrics are not changed. If several processes share the batch, each computes its own part.
 
     Args:
-        state: At an event after the gradient.
+        state: A state at an event after the gradient.
         part: Consecutive examples, in the form of the batch.
-        first_example: The index in the batch of the first of them; 0-d int64 where it is a tensor.
+        first_example: The index in the batch of the first example; an int, or a 0-d int64 tensor.
 
     Raises:
-        RuntimeError: No gradient has been taken yet in this step.
+        RuntimeError: No gradient has been computed yet in this step.
     """
-    # Where the gradient begins again lies in `regrad`, a node of the tree whose one child is the state there.
+    # `regrad` is a tree node whose only child is the state from which the gradient is computed again.
     again = tree.map(
         lambda start: start.replace(batch=part, first_example=first_example),
         state.regrad,
@@ -43,13 +43,12 @@ def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> di
 
 
 def share_of_batch(state: State) -> range:
-    """Return the examples that fall to this process, by their places in the batch: all of them, unless several share
-    it.
+    """Return the positions in the batch of this process's examples: all of them, unless several processes share it.
 
-    There may be none.
+    The range may be empty.
 
     Args:
-        state: At an event after the gradient.
+        state: A state at an event after the gradient.
     """
     ranks = _ranks(state)
     if ranks is None:
@@ -59,13 +58,12 @@ def share_of_batch(state: State) -> range:
 
 
 def sum_over_shares(state: State, share: range, own: T) -> T:
-    """Return the sums of what each process has found for its share: the same on all; without other processes, what is
-    given.
+    """Return the sums over processes of a value, the same on all processes; with one process, the value itself.
 
     Args:
-        state: At an event after the gradient.
-        share: By `share_of_batch`. What a process with an empty one has is not looked at.
-        own: A pytree of tensors, of the same form on all.
+        state: A state at an event after the gradient.
+        share: The result of `share_of_batch`. The value of a process with an empty share is ignored.
+        own: The value of this process: a pytree of tensors, with the same structure and shapes on all processes.
     """
     ranks = _ranks(state)
     if ranks is None:

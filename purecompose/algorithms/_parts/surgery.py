@@ -1,4 +1,4 @@
-"""What methods on the model share: surgery at INIT, by rules for types of modules."""
+"""Shared part of methods on the model: surgery at INIT, by rules for types of modules."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -27,15 +27,15 @@ def surgery_method(
     is_neutral: bool = False,
     traits: frozenset[Trait] = frozenset({Trait.REQUIRED_ON_LOAD, Trait.REPLACES_LAYERS}),
 ) -> Algorithm:
-    """Return a method that puts other modules into the network at INIT, and does nothing afterwards.
+    """Return a method that replaces modules of the network at INIT, and does nothing afterwards.
 
     Args:
-        name: The algorithm's; it names its draws.
-        rules: See `surgery.replace`. What the method puts in stands among them with `None`: found in a network, it has
-            been applied.
-        settings: Printed, those that are `None` aside.
-        is_neutral: Whether the settings change nothing.
-        traits: What passes should know.
+        name: Name of the algorithm and of its draws.
+        rules: See `surgery.replace`. The types of the new modules have the rule `None`: a network that contains them
+            has been changed already.
+        settings: The settings; those that are not `None` are shown in the algorithm's repr.
+        is_neutral: True if the settings change nothing.
+        traits: The traits by which passes order the algorithm.
     """
 
     def apply(event: Event, state: State) -> State:
@@ -52,7 +52,7 @@ def on_module(name: str, rules_of: Callable[_P, surgery.Rules]) -> Callable[Conc
 
     Args:
         name: Name of the algorithm.
-        rules_of: Gives its rules by its settings.
+        rules_of: A function from the method's settings to its rules.
     """
 
     def apply(net: nn.Module, *args: _P.args, **kwargs: _P.kwargs) -> nn.Module:
@@ -64,7 +64,7 @@ def on_module(name: str, rules_of: Callable[_P, surgery.Rules]) -> Callable[Conc
 def on_drawn_module(
     name: str, rules_of: Callable[_P, surgery.Rules]
 ) -> Callable[Concatenate[int | Tensor, nn.Module, _P], nn.Module]:
-    """As `on_module`, for a method that makes parameters: `(key, net, *settings) -> net`."""
+    """Do what `on_module` does, for a method that creates parameters: `(key, net, *settings) -> net`."""
 
     def apply(key: int | Tensor, net: nn.Module, *args: _P.args, **kwargs: _P.kwargs) -> nn.Module:
         return surgery.operate(net, rules_of(*args, **kwargs), name=name, key=key)[0]
@@ -93,13 +93,13 @@ def _documented(apply: Any, name: str, rules_of: Callable[..., Any], leading: li
 
 
 def warn_of_nothing(name: str, wanted: str, module: nn.Module, advice: str) -> None:
-    """Warn that a method has found nothing of what it looks for in a network.
+    """Warn that a method has found nothing to change in a network.
 
     Args:
         name: Name of the algorithm.
-        wanted: What it looks for.
+        wanted: The objects that it looks for.
         module: The network.
-        advice: What to do.
+        advice: Advice to the user, appended to the warning.
     """
     there = ", ".join(sorted({type(child).__name__ for child in module.modules()}))
     warn(f"{name} has no effect: it looked for {wanted} and found none in a network of {there}. {advice}")

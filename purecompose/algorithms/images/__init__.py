@@ -1,7 +1,8 @@
-"""Image operations on batches of tensors, after Pillow's, and the primitives that augmentation methods draw from.
+"""Image operations on batches of tensors, modelled on Pillow's, and the primitives of augmentation methods.
 
 Each operation is `fn(images, amount) -> images` for uint8 or floating images (N, C, H, W) or (C, H, W), with one amount
-for all or one for each. Nothing is changed in place; shape and dtype stay. They trace, and map under `vmap`.
+for all images or one for each. Nothing is changed in place; shape and dtype are kept. Operations can be traced, and
+mapped by `vmap`.
 """
 
 from purecompose.algorithms.images.levels import Scale, ValueRange, check_value_range, on_levels

@@ -1,9 +1,10 @@
-"""Which image gets which of k treatments: at random, each with the same chance, and each about equally often.
+"""Random assignment of k treatments to images, with equal probabilities and nearly equal frequencies.
 
-Images are put in a random order, and treatments too; the image at place p gets the treatment at place p mod k. So every
-treatment has a share of 1 / k for every image, as if it were drawn independently, and a batch of n images has each of
-them at least floor(n / k) and at most ceil(n / k) times. That bound is what it is for: with ceil(n / k) places for each
-treatment all shapes are known before anything is drawn, and no image is treated k times to keep one result.
+Images and treatments are put in random orders, and the image at position p gets the treatment at position p mod k. So
+for each image every treatment has probability 1 / k, as in an independent draw, and in a batch of n images each
+treatment occurs at least floor(n / k) and at most ceil(n / k) times. This bound is the reason for the scheme: with
+ceil(n / k) positions for each treatment, all shapes are known before the draw, and images need not be treated k times
+to keep one result.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,18 +21,18 @@ __all__ = ["assigned", "can_read", "treated"]
 
 
 def assigned(rng: random.Rng, num: int, num_treatments: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Return the images of each treatment, and where they are found afterwards.
+    """Return the images of each treatment, and the positions of their results.
 
     Args:
-        rng: The place of the draws.
-        num: How many images, at least 1.
-        num_treatments: k.
-        device: Where the indices are wanted.
+        rng: The source of the draws.
+        num: The number of images, at least 1.
+        num_treatments: The number of treatments k.
+        device: The device of the returned indices.
 
     Returns:
-        For each treatment the indices of its images, int64; and for each image its place in the concatenation of
-        those, (num,). The lists are of one length: the last image of one may not be its own, and nothing reads what
-        becomes of that.
+        For each treatment the indices of its images, int64; and for each image its position in the concatenation of
+        these lists, (num,). All lists have the same length: the last image of a list may belong to another one, and its
+        result here is not used.
     """
     order = random.permutation(rng.named("order"), num)
     treatments = random.permutation(rng.named("treatments"), num_treatments)
@@ -47,14 +48,13 @@ def assigned(rng: random.Rng, num: int, num_treatments: int, device: torch.devic
 def treated(
     rng: random.Rng, images: Tensor, treatments: Sequence[Callable[[Tensor, Tensor], Tensor]], *, num_groups: int = 1
 ) -> Tensor:
-    """Apply to each image one of the treatments.
+    """Apply one of the treatments to each image.
 
     Args:
-        rng: The place of the draws.
+        rng: The source of the draws.
         images: (N, ...), N at least 1.
         treatments: Functions `(images (n, ...), their indices (n,)) -> images (n, ...)`.
-        num_groups: Groups of equal size, one after the other, which are assigned apart: what an image of one group gets
-            says nothing about another group.
+        num_groups: The number of consecutive groups of equal size, to which treatments are assigned independently.
     """
     num_lists, size = len(treatments) * num_groups, len(images) // num_groups
     lists: list[Any] = [None] * num_lists
@@ -76,30 +76,30 @@ def treated(
             continue
         changed = treatment(images.index_select(0, chosen), chosen)
         if together is None:
-            # A row more takes what is not read, where numbers cannot be read.
+            # If indices cannot be read, unused results are not filtered out, but written into one extra row.
             together = changed.new_empty((num + (not can_read(home)), *changed.shape[1:]))
-        # Into its rows at once, so that a compiled step makes it there.
+        # Write each result immediately, so that a compiled step computes it in place.
         together = _put(together, home, changed)
     assert together is not None
-    return together if len(together) == num else together[:num].clone()  # in memory of its own size
+    return together if len(together) == num else together[:num].clone()  # a copy, so that the extra row is freed
 
 
 def _put(together: Tensor, home: Tensor, changed: Tensor) -> Tensor:
-    # In place, since no one else has this tensor yet; traced and mapped without, which Inductor makes in place again.
+    # In place, since this tensor is not shared yet. Not when traced or mapped; Inductor makes it in place again.
     return together.index_put((home,), changed) if _is_traced(home) else together.index_put_((home,), changed)
 
 
 def _homes(places: Tensor, length: int) -> Tensor:
-    """For each place in the lists the image whose result is wanted from it, (length,); for none, the number of images.
+    """Return, for each position in the lists, the image whose result it provides, or the number of images for none.
 
-    Only one image has a place in the list of every treatment.
+    The result has shape (length,). Each image's result comes from one position, also if the image is in several lists.
     """
     num = len(places)
     return places.new_full((length,), num).scatter(0, places, torch.arange(num, device=places.device))
 
 
 def can_read(tensor: Tensor) -> bool:
-    """Return whether numbers are there to be read, and reading them waits for no device."""
+    """Return whether values can be read on the host without waiting for a device."""
     return not _is_traced(tensor) and tensor.device.type == "cpu" and type(tensor) is Tensor
 
 

@@ -1,8 +1,8 @@
-"""Operations on grey levels that move pixels. What comes from outside of the image is black.
+"""Operations on grey levels that move pixels. Positions outside the image are black.
 
-Each is `(levels (N, C, H, W), amount (N,)) -> levels` of the same size, and means what Pillow's does: pixels are
-squares, positions are measured from the image's corner to their middles, and between pixels levels are interpolated
-linearly.
+Each is a function `(levels (N, C, H, W), amount (N,)) -> levels` of the same size, with the conventions of Pillow:
+pixels are squares, the position of a pixel is that of its centre, measured from the image's corner, and levels are
+interpolated linearly between pixels.
 """
 
 import math
@@ -17,11 +17,11 @@ from purecompose.losses.targets import per_row
 
 __all__ = ["rotate", "shear_x", "shear_y", "translate_x", "translate_y"]
 
-_FAR = 3.0  # in a grid's units, in which an image reaches from -1 to 1: no pixel of it is near
+_FAR = 3.0  # a grid position far outside the image, which ranges from -1 to 1
 
 
 def rotate(levels: Tensor, degrees: Tensor) -> Tensor:
-    """Turn images about their middle, counter-clockwise."""
+    """Rotate images counter-clockwise about their centre."""
     x, y = _middles(levels)
     radians = per_row(degrees, levels[:, 0]) * (math.pi / 180)
     cos, sin = torch.cos(radians), torch.sin(radians)
@@ -32,44 +32,44 @@ def rotate(levels: Tensor, degrees: Tensor) -> Tensor:
 
 
 def shear_x(levels: Tensor, slope: Tensor) -> Tensor:
-    """Row y comes from `slope * y` pixels to the right."""
+    """Shear horizontally: row y is taken from `slope * y` pixels to the right."""
     x, y = _middles(levels)
     from_x = x + per_row(slope, levels[:, 0]) * y
     return _sampled(levels, from_x, y.expand_as(from_x), slope)
 
 
 def shear_y(levels: Tensor, slope: Tensor) -> Tensor:
-    """Column x comes from `slope * x` pixels below."""
+    """Shear vertically: column x is taken from `slope * x` pixels below."""
     x, y = _middles(levels)
     from_y = y + per_row(slope, levels[:, 0]) * x
     return _sampled(levels, x.expand_as(from_y), from_y, slope)
 
 
 def translate_x(levels: Tensor, pixels: Tensor) -> Tensor:
-    """Shift horizontally: each pixel comes from the given whole number of columns to its right."""
+    """Shift horizontally: each pixel is taken from the given integer number of columns to its right."""
     return _shifted(levels, pixels, 3)
 
 
 def translate_y(levels: Tensor, pixels: Tensor) -> Tensor:
-    """Shift vertically: each pixel comes from the given whole number of rows below it."""
+    """Shift vertically: each pixel is taken from the given integer number of rows below it."""
     return _shifted(levels, pixels, 2)
 
 
 def _middles(levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the pixels' middles: x (1, W) and y (H, 1)."""
+    """Return the positions of the pixels' centres, x (1, W) and y (H, 1)."""
     height, width = levels.shape[2:]
     options = {"dtype": levels.dtype, "device": levels.device}
     return torch.arange(width, **options).view(1, -1) + 0.5, torch.arange(height, **options).view(-1, 1) + 0.5
 
 
 def _sampled(levels: Tensor, from_x: Tensor, from_y: Tensor, amount: Tensor) -> Tensor:
-    """Return the levels at positions (N, H, W); an amount of 0 leaves an image as it is."""
+    """Return the levels at positions (N, H, W); an image with amount 0 is returned exactly."""
     height, width = levels.shape[2:]
     is_inside = (from_x >= 0) & (from_x < width) & (from_y >= 0) & (from_y < height)
-    # Up to half a pixel from the edge only the edge pixel counts; what is outside looks where there is nothing.
+    # Within half a pixel of the edge only the edge pixel is used; positions outside are moved far away, to black.
     x = torch.where(is_inside, from_x.clamp(0.5, width - 0.5) * (2 / width) - 1, _FAR)
     y = from_y.clamp(0.5, height - 0.5) * (2 / height) - 1
-    # Two planes, not pairs: loops over planes use vector instructions.
+    # Stack x and y as planes instead of pairs: loops over planes use vector instructions.
     moved = sampled(levels, torch.stack((x, y), 1).permute(0, 2, 3, 1))
     return torch.where(per_row(amount, levels) != 0, moved, levels)
 
@@ -80,7 +80,7 @@ def _shifted(levels: Tensor, pixels: Tensor, dim: int) -> Tensor:
     shape = [len(levels), 1, 1, 1]
     shape[dim] = length
     source = source.view(shape)
-    # What is outside comes from a row of zeros behind the others.
+    # Positions outside the image read a row or column of zeros that is appended.
     source = torch.where((source >= 0) & (source < length), source, length)
     padded = F.pad(levels, (0, 1) if dim == 3 else (0, 0, 0, 1))
     return padded.gather(dim, source.expand_as(levels))

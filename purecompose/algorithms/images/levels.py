@@ -16,20 +16,20 @@ from purecompose.algorithms.images.sizes import check_image_tensor
 __all__ = ["Scale", "ValueRange", "check_in_range", "check_value_range", "on_levels"]
 
 WHITE = 255.0
-_SLACK = 1e-3  # of the range: what rounding in half precision may add, far less than a level
+_SLACK = 1e-3  # tolerance for rounding in half precision, as a share of the range; far less than a level
 
 Bound: TypeAlias = "float | tuple[float, ...]"
 ValueRange: TypeAlias = "tuple[Bound, Bound] | None"
-"""The values of black and white, a number for all channels or one for each; `None` as `Scale.of` says."""
+"""Values of black and white, a number for all channels or one for each; for `None` see `Scale.of`."""
 
 
 class Scale(NamedTuple):
-    """How values become grey levels and come back.
+    """Conversion between the values of images and grey levels.
 
     Attributes:
         low: The value of black, a number or (C, 1, 1).
-        high: The value of white.
-        is_whole: Whether there is nothing between two levels: images of uint8.
+        high: The value of white, likewise.
+        is_whole: True if levels are integers, for images of uint8.
     """
 
     low: float | Tensor
@@ -42,8 +42,8 @@ class Scale(NamedTuple):
 
         Args:
             images: (..., C, H, W), uint8 or floating.
-            value_range: Of floats; bytes always go from 0 to 255. By default the least and the greatest value that
-                each channel has in the batch, so that normalised images need not say how they were normalised.
+            value_range: The range of floats; the range of bytes is always 0 to 255. By default the least and the
+                greatest value of each channel in the batch, so that the normalisation of images need not be known.
         """
         if images.dtype == torch.uint8:
             return cls(0.0, WHITE, True)
@@ -64,22 +64,22 @@ class Scale(NamedTuple):
         return cls(low, high, False)
 
     def stored(self, images: Tensor) -> Tensor:
-        """Return the levels in the form that is kept between operations: uint8 where they are whole, else floats."""
+        """Return the levels in the form that is stored between operations: uint8 if they are integers, else floats."""
         if self.is_whole:
             return images
         wide = _wide(images)
         return ((wide - self.low) * (WHITE / self._extent(wide))).clamp(0, WHITE)
 
     def opened(self, stored: Tensor) -> Tensor:
-        """Return the levels as floats, which operations take."""
+        """Return the levels as floats, as operations expect them."""
         return stored.float() if self.is_whole else stored
 
     def settled(self, levels: Tensor) -> Tensor:
-        """Back to the form that is kept, rounded where there is nothing between two levels."""
+        """Return levels in the form that is stored, rounded to uint8 if they are integers."""
         return levels.round().to(torch.uint8) if self.is_whole else levels
 
     def values(self, stored: Tensor, before: Tensor, images: Tensor) -> Tensor:
-        """Return the images of the levels; where a level is what it was `before`, the image's own bits."""
+        """Return the images with these levels; pixels whose level equals `before` keep their exact values."""
         if self.is_whole:
             return stored
         values = stored * (self._extent(stored) / WHITE) + self.low
@@ -88,7 +88,7 @@ class Scale(NamedTuple):
 
     def _extent(self, like: Tensor) -> float | Tensor:
         extent: Any = self.high - self.low  # pyright: ignore[reportOperatorIssue]
-        # A channel of one value has one level.
+        # A constant channel has extent 0; divide by 1 instead, so that its level is 0.
         return torch.where(extent > 0, extent, 1).to(like) if isinstance(extent, Tensor) else extent
 
 
@@ -99,17 +99,17 @@ def on_levels(
 
     Args:
         images: (N, C, H, W) or one image (C, H, W), uint8 or floating.
-        fn: `(levels (N, C, H, W), scale) -> levels`, both in the form that the scale stores.
+        fn: A function `(levels (N, C, H, W), scale) -> levels`, both in the form that the scale stores.
         value_range: See `Scale.of`.
-        where: Opens messages.
-        like: What the argument is called there.
+        where: Prefix of error messages.
+        like: Name of the argument in messages.
 
     Returns:
         Images of the shape and dtype of `images`.
 
     Raises:
-        TypeError: No tensor, or of another dtype.
-        ValueError: Another number of dimensions.
+        TypeError: `images` is not a tensor, or has another dtype.
+        ValueError: `images` has another number of dimensions.
     """
     check_image_tensor(images, f"{where}: {like}", has_levels=True)
     check_value_range(value_range, f"{where}: value_range", images.shape[-3])
@@ -143,9 +143,9 @@ def check_value_range(value_range: Any, where: str, channels: int | None = None)
 
 
 def check_in_range(images: Tensor, value_range: ValueRange, where: str) -> None:
-    """Raise a `ValueError` for floats (..., C, H, W) beyond black or white, whose values are read; NaN is nowhere.
+    """Raise a `ValueError` for floats (..., C, H, W) outside the range, apart from NaN; this reads the values.
 
-    What is beyond would be cut off, and of normalised images that is most.
+    Values outside would be clipped, and normalised images have many of them.
     """
     if value_range is None or not images.numel():
         return

@@ -1,9 +1,9 @@
-"""The operations on images: those on grey levels, for images of any scale and with numbers or tensors as amounts.
+"""Operations on images of any scale, with numbers or tensors as amounts; they apply the operations on grey levels.
 
-In all of them `images` are (N, C, H, W) or one image (C, H, W), uint8 or floating; an amount is a number, 0-d, or (N,),
-one for each image; and `value_range` says which values of floats are black and white, numbers or one for each channel,
-by default the least and greatest value that a channel has among the images given. Bytes always go from 0 to 255.
-Results have the shape and dtype of `images`. A tensor's values are not checked.
+In all of them `images` are (N, C, H, W) or one image (C, H, W), uint8 or floating; an amount is a number, a 0-d tensor,
+or a tensor (N,) with one value for each image; and `value_range` is the pair of values of black and white in floating
+images, numbers or one for each channel, by default the least and greatest value of each channel in the given images.
+The range of bytes is always 0 to 255. Results have the shape and dtype of `images`. Values of tensors are not checked.
 
 They raise `TypeError` for other dtypes and `ValueError` for other shapes and numbers out of range.
 """
@@ -49,7 +49,7 @@ def autocontrast(images: Tensor, *, value_range: ValueRange = None) -> Tensor:
 
 
 def equalize(images: Tensor, *, value_range: ValueRange = None) -> Tensor:
-    """Give each channel a histogram (of 256 bins) as flat as can be."""
+    """Make the histogram (of 256 bins) of each channel as flat as possible."""
     return _applied(tones.equalize, images, 1.0, value_range, "equalize")
 
 
@@ -65,7 +65,7 @@ def solarize(images: Tensor, threshold: Amount, *, value_range: ValueRange = Non
 
 
 def rotate(images: Tensor, degrees: Amount, *, value_range: ValueRange = None) -> Tensor:
-    """Turn images counter-clockwise about their middle. What comes into view is black."""
+    """Rotate images counter-clockwise about their centre. Pixels from outside the image are black."""
     return _applied(geometry.rotate, images, _checked(degrees, "rotate: degrees"), value_range, "rotate")
 
 
@@ -80,22 +80,22 @@ def shear_y(images: Tensor, slope: Amount, *, value_range: ValueRange = None) ->
 
 
 def translate_x(images: Tensor, pixels: Amount, *, value_range: ValueRange = None) -> Tensor:
-    """Shift images to the left by a whole number of pixels (a fraction is cut off)."""
+    """Shift images to the left by an integer number of pixels (fractions are truncated)."""
     return _applied(geometry.translate_x, images, _checked(pixels, "translate_x: pixels"), value_range, "translate_x")
 
 
 def translate_y(images: Tensor, pixels: Amount, *, value_range: ValueRange = None) -> Tensor:
-    """Shift images up by a whole number of pixels (a fraction is cut off)."""
+    """Shift images up by an integer number of pixels (fractions are truncated)."""
     return _applied(geometry.translate_y, images, _checked(pixels, "translate_y: pixels"), value_range, "translate_y")
 
 
 def saturation(images: Tensor, factor: Amount, *, value_range: ValueRange = None) -> Tensor:
-    """Blend with the grey image: 0 is grey, 1 the image, more is more colourful. Of one channel it is the identity."""
+    """Blend with the grey image: 0 is grey, 1 the image, above 1 more colourful. The identity for one channel."""
     return _enhanced(tones.saturation, images, factor, value_range, "saturation")
 
 
 def contrast(images: Tensor, factor: Amount, *, value_range: ValueRange = None) -> Tensor:
-    """Blend with the image's mean grey: 0 is that, 1 the image."""
+    """Blend with the image's mean grey: 0 is this grey, 1 the image."""
     return _enhanced(tones.contrast, images, factor, value_range, "contrast")
 
 
@@ -105,7 +105,7 @@ def brightness(images: Tensor, factor: Amount, *, value_range: ValueRange = None
 
 
 def sharpness(images: Tensor, factor: Amount, *, value_range: ValueRange = None) -> Tensor:
-    """Blend with the image smoothed by a filter of 3x3: 0 is that, 1 the image. The outermost pixels stay."""
+    """Blend with the image smoothed by a 3x3 filter: 0 is smoothed, 1 the image. Pixels at the border are unchanged."""
     return _enhanced(tones.sharpness, images, factor, value_range, "sharpness")
 
 
@@ -127,7 +127,7 @@ def _applied(
         if isinstance(amount, Tensor):
             amounts = amount.to(levels)
         else:
-            amounts = levels.new_full((), amount)  # filled, not copied from the host, which on a GPU would wait
+            amounts = levels.new_full((), amount)  # a copy from the host would wait for a GPU
         if amounts.ndim > 1 or (amounts.ndim == 1 and len(amounts) != len(levels)):
             raise ValueError(
                 f"{name}: expected one amount or one for each of {len(levels)} images, got shape {tuple(amounts.shape)}"

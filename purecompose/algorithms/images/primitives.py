@@ -1,19 +1,19 @@
-"""The augmentation primitives of RandAugment and AugMix: an operation, and how far it goes.
+"""The augmentation primitives of RandAugment and AugMix: an operation, and its amount.
 
-How far follows from the severity S in [0, 10], a uniform number u in [0, 1) and a fair coin, one of each for an image.
-With s = u S and I(x) = the whole part of s x / 10:
+The amount depends on the severity S in [0, 10], and on a uniform number u in [0, 1) and a fair coin, which are drawn
+for each image. With s = u S and I(x) = floor(s x / 10):
 
-    autocontrast, equalize      all of it
+    autocontrast, equalize      in full
     posterize                   8 - I(4) bits
     solarize                    from level 256 - I(256) on
-    rotate                      I(30) degrees, either way
-    shear_x, shear_y            slope 0.3 s / 10, either way
-    translate_x, translate_y    I(a third of the side) pixels, either way
+    rotate                      I(30) degrees, in either direction
+    shear_x, shear_y            slope 0.3 s / 10, in either direction
+    translate_x, translate_y    I(a third of the side) pixels, in either direction
     color, contrast, sharpness  factor 1 + u max(S - 1, 0) or 1 - 0.09 u S
     brightness                  factor 1 + 0.75 u max(S - 1, 0) or 1 - 0.09 u S
     *_original                  factor 0.1 + 1.8 s / 10
 
-A severity of 0 leaves every image as it is.
+A severity of 0 leaves every image unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,14 +31,14 @@ __all__ = ["PRIMITIVES", "SETS", "Primitive", "Strength", "chosen_primitives"]
 
 @dataclass(frozen=True)
 class Strength:
-    """What an operation's amount is made of, one row for each image.
+    """Values that determine an operation's amount for each image.
 
     Attributes:
-        severity: A number, or 0-d.
-        share: u, (N,).
-        is_up: The coin, bool (N,).
-        height: Of the images, in pixels.
-        width: The same.
+        severity: The severity S, a number or a 0-d tensor.
+        share: The uniform numbers u, (N,).
+        is_up: The coins, bool (N,).
+        height: The height of the images in pixels.
+        width: The width of the images in pixels.
     """
 
     severity: float | Tensor
@@ -49,21 +49,21 @@ class Strength:
 
     @property
     def fraction(self) -> Tensor:
-        """s / 10."""
+        """The fraction s / 10, (N,)."""
         return self.share * self.severity / 10
 
     def either_way(self, amount: Tensor) -> Tensor:
-        """Return the amount or its negative, as the coin says."""
+        """Return the amount, or its negative where the coin is False."""
         return torch.where(self.is_up, amount, -amount)
 
     def factor(self, above: float = 1.0) -> Tensor:
-        """Away from 1: up in half of the images, down in the others."""
+        """Return a factor above 1 where the coin is True, else below 1."""
         over = self.severity - 1
         over = over.clamp(min=0) if isinstance(over, Tensor) else max(over, 0.0)
         return torch.where(self.is_up, 1 + above * self.share * over, 1 - 0.09 * self.share * self.severity)
 
     def original_factor(self) -> Tensor:
-        """From 0.1 up; 1 where the severity is 0."""
+        """Return a factor from 0.1 up, or 1 where s is 0."""
         return torch.where(self.fraction > 0, 0.1 + 1.8 * self.fraction, 1)
 
 
@@ -72,9 +72,9 @@ class Primitive:
     """An operation and its amount.
 
     Attributes:
-        name: As the sets name it.
-        operation: `(levels, amount) -> levels`.
-        amount: `strength -> (N,)`.
+        name: The name in the sets.
+        operation: A function `(levels, amount) -> levels`.
+        amount: A function from a `Strength` to the amounts (N,).
     """
 
     name: str
@@ -110,18 +110,18 @@ _ORIGINAL = tuple(
 )
 
 PRIMITIVES = {primitive.name: primitive for primitive in (*_ALL, *_ORIGINAL)}
-"""All primitives by name."""
+"""Map from names to primitives."""
 
 SETS = {"all": _ALL, "safe": _ALL[:9], "original": (*_ALL[:9], *_ORIGINAL)}
-"""The sets by name: `safe` leaves out what the corruptions of ImageNet-C and CIFAR-10-C are made of."""
+"""Map from names to sets; `safe` excludes operations that the corruptions of ImageNet-C and CIFAR-10-C are made of."""
 
 
 def chosen_primitives(given: Any, where: str) -> tuple[Primitive, ...]:
     """Return the primitives of a set's name, or of a sequence of primitives and their names.
 
     Raises:
-        TypeError: Something else.
-        ValueError: An unknown name, or no primitive at all.
+        TypeError: Another type.
+        ValueError: An unknown name, or an empty sequence.
     """
     if isinstance(given, str):
         if given in PRIMITIVES:

@@ -18,8 +18,8 @@ from purecompose.algorithms.images.levels import ValueRange, check_in_range
 __all__ = ["SampleTransform", "as_tensor", "like_before"]
 
 _COLOURS = {"L": torch.uint8, "RGB": torch.uint8}
-# Pixels that name something, have parts that are not light, or are measured on an unknown scale: they can be
-# moved, not changed. No sums are made of the 16 bits, so their sign does not matter.
+# Also modes whose pixels can be moved but not changed: labels, parts that are not light (such as hue), or unknown
+# scales. There is no arithmetic on 16-bit pixels, so their sign does not matter.
 _MOVABLE = {
     **dict.fromkeys(("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "P"), torch.uint8),
     "I;16": torch.int16,
@@ -30,19 +30,20 @@ _MOVABLE = {
 
 @dataclass(frozen=True)
 class SampleTransform:
-    """A function of a sample, made of one of keyed batches of images.
+    """Function of a sample that applies a function of keyed images.
 
     Args:
-        core: `(key, image (C, H, W)) -> image`, of any size. A partial function of a module's own pickles, as workers
-            want it.
-        input_field: Names the image in a sample; by default the sample itself, or the first member of a tuple or list.
-        takes_target: Whether the core moves pixels without changing them, and takes a target along:
-            `(key, image, target) -> (image, target)`. PIL images in a target, a tree of anything, reach it as tensors
-            (C, H, W) and come back as images; such a core gets any mode of whole bytes, palettes and depths included.
-        target_field: Names that target; by default the second member of a tuple or list. Where there is none, the core
-            is given the image only.
+        core: A function `(key, image (C, H, W)) -> image`, of any size. It must be picklable for loader workers, such
+            as a `functools.partial` of a function in a module.
+        input_field: Field of the sample with the image; defaults to the sample itself, or the first member of a tuple
+            or list.
+        takes_target: True if the core only moves pixels, and changes the target as well:
+            `(key, image, target) -> (image, target)`. A target is any tree; PIL images in it are passed as tensors
+            (C, H, W) and converted back. Such a core accepts any mode of whole bytes, including palettes and depths.
+        target_field: Field of the sample with the target; defaults to the second member of a tuple or list. Without a
+            target, the core is called with the image only.
         value_range: The values of black and white of floats, numbers or one for each channel; values outside are
-            refused. By default any will do.
+            rejected. By default all values are accepted.
 
     Example:
         >>> from purecompose.algorithms.images import rotate
@@ -67,14 +68,14 @@ class SampleTransform:
         """Return the sample with its image changed, of the same kind.
 
         Args:
-            sample: As the data set has it.
-            rng: Where the randomness comes from: a key, as `data.loader(..., rng="key")` gives it, or a generator; with
+            sample: A sample of the data set.
+            rng: The source of randomness: a key, as passed by `data.loader(..., rng="key")`, or a generator; with
                 `None` torch's global one, which loaders seed for each sample. Different methods draw different numbers
-                from one `Rng`; one that is applied twice wants `rng.named(...)` for the second time.
+                from one `Rng`; to apply one method twice, use `rng.named(...)` for the second time.
 
         Raises:
-            TypeError: No image, or no source of randomness.
-            ValueError: Floats outside of the range; only where they are on a CPU, and nothing is traced.
+            TypeError: There is no image, or `rng` is not a source of randomness.
+            ValueError: Floats outside the range; checked only on a CPU, and not while tracing.
         """
         is_sequence = isinstance(sample, tuple | list)
         field, target_field = self.input_field, self.target_field
@@ -98,11 +99,11 @@ class SampleTransform:
         return batches.put(sample, target_field, tree.map(like_before, changed_target, target))
 
     def _key(self, rng: Any) -> Tensor:
-        """Return a key of this sample and this function: two transforms may be given one source."""
+        """Return a key for this sample and this function, since several transforms may share one source."""
         if isinstance(rng, Tensor):
             return rng
         if isinstance(rng, random.Rng):
-            # In draws about a whole batch, such as orders, an example's number has no part, so it goes into the key.
+            # Draws for a whole batch, such as permutations, ignore the example's number, so it is put into the key.
             return random.bits(rng.named(self._name()), (2,))
         if rng is None or isinstance(rng, torch.Generator):
             return torch.randint(0, 2**32, (2,), dtype=torch.int64, generator=rng, device="cpu")
@@ -118,10 +119,10 @@ def as_tensor(image: Any, *, is_moved: bool = False) -> Tensor:
 
     Args:
         image: The image.
-        is_moved: Whether pixels are moved only, so that palettes and modes of other dtypes will do.
+        is_moved: True if pixels are only moved, so that palettes and modes of other dtypes are accepted.
 
     Raises:
-        TypeError: Something else, or a PIL image of another mode.
+        TypeError: Neither a tensor nor a PIL image, or a PIL image of another mode.
     """
     if isinstance(image, Tensor):
         return image
@@ -131,7 +132,7 @@ def as_tensor(image: Any, *, is_moved: bool = False) -> Tensor:
         )
     modes = _MOVABLE if is_moved else _COLOURS
     if image.mode not in modes:
-        # Of one bit each, pixels are black and white or a mask's 0 and 1: colours would change what a mask says.
+        # One-bit pixels may be a mask's 0 and 1, so suggest "L"; colours would change the meaning of a mask.
         mode = "L" if image.mode == "1" else "RGB"
         raise TypeError(
             f"expected a PIL image of mode {', '.join(modes)}, got {image.mode!r}; use image.convert('{mode}')"
@@ -142,15 +143,15 @@ def as_tensor(image: Any, *, is_moved: bool = False) -> Tensor:
 
 
 def like_before(changed: Any, image: Any) -> Any:
-    """Return the changed tensor as what the image was: with its mode, palette and information; others as they are."""
+    """Return the changed tensor as a PIL image with the mode, palette and info of a PIL image; otherwise unchanged."""
     if not _is_pil(image):
         return changed
     _, height, width = changed.shape
     pixels = changed.permute(1, 2, 0).contiguous().flatten().view(torch.uint8)
-    # Bytes by way of a buffer: a tensor gives them out in no other way that is fast and needs no numpy.
+    # Copy through a buffer: the only fast way to get bytes out of a tensor without numpy.
     buffer = bytearray(len(pixels))
     torch.frombuffer(buffer, dtype=torch.uint8).copy_(pixels)
-    result = image.crop((0, 0, width, height))  # a new image like the old one, whatever its size
+    result = image.crop((0, 0, width, height))  # a new image with the old one's attributes, of any size
     result.frombytes(bytes(buffer))
     return result
 

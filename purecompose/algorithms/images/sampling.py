@@ -1,8 +1,8 @@
-"""Bilinear sampling by torch's own kernel, in steps compiled for a CPU too.
+"""Bilinear sampling by torch's kernel, also in steps compiled for a CPU.
 
-Inductor takes `grid_sample` apart into loops of its own. On a GPU they fuse with what is around them; on a CPU they
-take about five times as long as the kernel, which gathers with vector instructions. There it is called as it is, as
-an operator of this library.
+Inductor decomposes `grid_sample` into loops. On a GPU they fuse with neighbouring operations; on a CPU they take about
+five times as long as the kernel, which gathers with vector instructions. On a CPU the kernel is therefore called as a
+custom operator of this library.
 """
 
 from typing import Any
@@ -18,17 +18,17 @@ __all__ = ["sampled"]
 
 
 def sampled(levels: Tensor, grid: Tensor) -> Tensor:
-    """Levels at positions between pixels, where it is black around the image.
+    """Return levels at positions between pixels; positions outside the image are black.
 
     Args:
         levels: (N, C, H, W), floating.
-        grid: x and y, (N, K, L, 2), where -1 and 1 are the outer borders of the image.
+        grid: The positions x and y, (N, K, L, 2), where -1 and 1 are the outer borders of the image.
 
     Returns:
-        (N, C, K, L).
+        The levels, (N, C, K, L).
     """
     is_traced = torch.compiler.is_compiling() or is_fake(levels) or is_fake(grid)
-    # For values only: gradients of all kinds are torch's own.
+    # The operator is used for values only; gradients of all kinds use torch's function.
     needs_grad = torch.is_grad_enabled() and (levels.requires_grad or grid.requires_grad)
     is_forward = not needs_grad and only_maps()
     return (_operator if is_traced and is_forward and levels.device.type == "cpu" else _kernel)(levels, grid)

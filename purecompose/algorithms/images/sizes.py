@@ -1,4 +1,4 @@
-"""The form of images whatever their dtype, and parts of their sides."""
+"""Checks of the shapes of images, and shares of their sides in pixels."""
 
 import math
 import sys
@@ -12,8 +12,8 @@ from purecompose._support.checks import shown
 
 __all__ = ["check_image_tensor", "whole_part"]
 
-# Three roundings, of a decimal share, of 1 - share and of the product, add up to less than this many times the distance
-# between numbers.
+# The roundings of a decimal share, of 1 - share and of the product add up to less than this many times the machine
+# epsilon.
 _ROUNDINGS = 2
 
 
@@ -22,11 +22,11 @@ def whole_part(share: float, size: int) -> int: ...
 @overload
 def whole_part(share: Tensor, size: int) -> Tensor: ...
 def whole_part(share: float | Tensor, size: int) -> int | Tensor:
-    """Return the whole part of `share * size`, without losing a pixel to rounding.
+    """Return the integer part of `share * size`, without losing a pixel to rounding.
 
     Args:
         share: A number, or a floating tensor, which has been rounded to its dtype.
-        size: How many pixels there are.
+        size: The number of pixels.
 
     Returns:
         An int, or a tensor of the same shape, int64.
@@ -42,12 +42,12 @@ def whole_part(share: float | Tensor, size: int) -> int | Tensor:
 
 
 def check_image_tensor(images: Any, where: str, *, has_levels: bool = False) -> None:
-    """Raise a `TypeError` for what is not a tensor, a `ValueError` unless it is (N, C, H, W) or (C, H, W).
+    """Raise a `TypeError` unless images are a tensor, and a `ValueError` unless it is (N, C, H, W) or (C, H, W).
 
     Args:
-        images: What came.
-        where: Opens messages.
-        has_levels: Whether its values have to be levels, of uint8 or a floating dtype; else a `TypeError`, too.
+        images: The object to check.
+        where: Prefix of error messages.
+        has_levels: Require also uint8 or a floating dtype, and raise a `TypeError` for others.
     """
     if not isinstance(images, Tensor):
         raise TypeError(f"{where}: expected a tensor of images, got {shown(images)}")

@@ -1,7 +1,7 @@
-"""Operations on grey levels that leave every pixel in its place.
+"""Operations on grey levels that do not move pixels.
 
-Each is `(levels (N, C, H, W), amount (N,)) -> levels`, within [0, 255], and means what Pillow's does for uint8: equal
-to within one level.
+Each is a function `(levels (N, C, H, W), amount (N,)) -> levels`, within [0, 255], and agrees with Pillow's operation
+for uint8 to within one level.
 """
 
 import torch
@@ -12,23 +12,23 @@ from purecompose.losses.targets import per_row
 
 __all__ = ["autocontrast", "brightness", "contrast", "equalize", "posterize", "saturation", "sharpness", "solarize"]
 
-_LUMA = (19595.0, 38470.0, 7471.0)  # of 65536: BT.601, as Pillow has it
+_LUMA = (19595.0, 38470.0, 7471.0)  # weights of BT.601 times 65536, as in Pillow
 
 
 def autocontrast(levels: Tensor, amount: Tensor) -> Tensor:
-    """Stretch each channel to the whole scale; an amount of 0 leaves it, any other does all of it."""
+    """Stretch each channel to the whole scale if the amount is not 0."""
     low, high = levels.amin((2, 3), keepdim=True), levels.amax((2, 3), keepdim=True)
     is_changed = (high > low) & (per_row(amount, levels) != 0)
-    extent = torch.where(is_changed, high - low, 255)  # nowhere 0, whose gradient would be NaN
+    extent = torch.where(is_changed, high - low, 255)  # never 0, which would make the gradient NaN
     return (levels - torch.where(is_changed, low, 0)) * (255 / extent)
 
 
 def equalize(levels: Tensor, amount: Tensor) -> Tensor:
-    """Give each channel a histogram as flat as can be; an amount of 0 leaves it, any other does all of it."""
-    # NaN is not an index; as a whole number it is one out of range. Loops on a CPU gather fastest by 32 bits.
+    """Make the histogram of each channel as flat as possible if the amount is not 0."""
+    # Clamp as integers, because NaN converts to an integer out of range. CPU loops gather fastest with 32-bit indices.
     index = levels.round().to(torch.int32).clamp(0, 255).flatten(2)
     counts = levels.new_zeros((*levels.shape[:2], 256)).scatter_add(2, index, levels.new_ones(()).expand(index.shape))
-    # In whole numbers, as Pillow does: the brightest level in use has no part in the width of a step.
+    # Integer arithmetic, as in Pillow; pixels of the brightest level are not counted in the width of a step.
     total = index.shape[2] - counts.gather(2, index.amax(2, keepdim=True))
     step = (total / 255).floor()
     table = (((step / 2).floor() + counts.cumsum(2) - counts) / step.clamp(min=1)).floor().clamp(max=255)
@@ -37,7 +37,7 @@ def equalize(levels: Tensor, amount: Tensor) -> Tensor:
 
 
 def posterize(levels: Tensor, bits: Tensor) -> Tensor:
-    """Keep the first bits of each level, 0 to 8."""
+    """Keep the first `bits` of each level, 0 to 8."""
     bits = per_row(bits, levels)
     width = torch.exp2(8 - bits)
     return torch.where(bits < 8, (levels / width).floor() * width, levels)
@@ -49,23 +49,23 @@ def solarize(levels: Tensor, threshold: Tensor) -> Tensor:
 
 
 def brightness(levels: Tensor, factor: Tensor) -> Tensor:
-    """Away from black by a factor: 0 gives black, 1 the image."""
+    """Blend with black: factor 0 gives black, 1 the image."""
     return _blended(torch.zeros_like(levels), levels, factor)
 
 
 def contrast(levels: Tensor, factor: Tensor) -> Tensor:
-    """Away from the image's mean grey by a factor: 0 gives that grey, 1 the image."""
+    """Blend with the image's mean grey: factor 0 gives this grey, 1 the image."""
     mean = _grey(levels).mean((1, 2, 3), keepdim=True, dtype=torch.float64)
     return _blended((mean + 0.5).floor().to(levels.dtype).expand_as(levels), levels, factor)
 
 
 def saturation(levels: Tensor, factor: Tensor) -> Tensor:
-    """Away from the pixel's own grey by a factor: 0 gives a grey image, 1 the image. Pillow calls it Color."""
+    """Blend with the grey image: factor 0 gives the grey image, 1 the image. Pillow calls it Color."""
     return _blended(_grey(levels).expand_as(levels), levels, factor) if levels.shape[1] > 1 else levels
 
 
 def sharpness(levels: Tensor, factor: Tensor) -> Tensor:
-    """Away from a smoothed image by a factor: 0 gives that one, 1 the image. The outermost pixels stay."""
+    """Blend with a smoothed image: factor 0 gives the smoothed, 1 the image. Pixels at the border are unchanged."""
     if min(levels.shape[2:]) < 3:
         return levels
     rows = levels[..., :-2] + levels[..., 1:-1] + levels[..., 2:]
@@ -82,7 +82,7 @@ def _blended(origin: Tensor, levels: Tensor, factor: Tensor) -> Tensor:
 
 
 def _grey(levels: Tensor) -> Tensor:
-    """Whole levels (N, 1, H, W): of three channels by their weights for the eye, else the mean."""
+    """Return integer grey levels (N, 1, H, W): luma for three channels, otherwise the mean."""
     if levels.shape[1] == 3:
         red, green, blue = levels.split(1, 1)
         return ((red * _LUMA[0] + green * _LUMA[1] + blue * _LUMA[2] + 32768) / 65536).floor()
