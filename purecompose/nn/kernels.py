@@ -21,8 +21,8 @@ _AS_IT_IS = nullcontext()
 def kernels(
     params: Mapping[str, Tensor], narrow: torch.dtype | None, device: str, *, has_group_norms: bool
 ) -> AbstractContextManager[Any]:
-    """Return a scope in which what torch's kernels cannot do, under transforms, traced and plain, is done in another
-    way.
+    """Return a scope that replaces those of torch's kernels that do not work as the network now runs: under function
+    transforms, traced, or plainly.
     """
     if is_transforming():
         return _transformed(narrow, device)
@@ -33,7 +33,7 @@ def kernels(
 
 @contextmanager
 def _transformed(narrow: torch.dtype | None, device: str) -> Iterator[None]:
-    """Return a scope in which attention is plain operations, with the weights, (N, H, L, S), in memory, and norms are
+    """Return a scope in which attention uses plain operations, with the weights, (N, H, L, S), in memory, and norms are
     split.
 
     torch's fused attention has no second derivative, and on the CPU `vmap` runs it in a loop, with a warning.
@@ -43,10 +43,10 @@ def _transformed(narrow: torch.dtype | None, device: str) -> Iterator[None]:
 
 
 class _SplitNorms(TorchFunctionMode):
-    """Norms in two parts, the normalisation and what is learned.
+    """Mode that splits norms in two parts, the normalisation and the learned affine map.
 
-    Second derivatives of layer norm and batch norm with learned weights are wrong where one of the two gradients is
-    taken around a `vmap` (torch 2.13); without weights they are right.
+    Second derivatives of layer norm and batch norm with learned weights are wrong if one of the two gradients is
+    taken around a `vmap` (torch 2.13); without weights they are correct.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,7 +74,7 @@ _LEARNED: Mapping[Any, tuple[int, int]] = {
     torch.batch_norm: (1, 2),
     torch.instance_norm: (1, 2),
 }
-"""Where the weight and the bias stand among the arguments."""
+"""Positions of the weight and the bias among the arguments."""
 
 
 def _affine(normed: Tensor, weight: Tensor | None, bias: Tensor | None, *, is_by_channel: bool) -> Tensor:
@@ -87,10 +87,11 @@ def _affine(normed: Tensor, weight: Tensor | None, bias: Tensor | None, *, is_by
 
 
 class _GroupNormOfData(TorchFunctionMode):
-    """Group normalisation of what has no gradient, an image or what frozen layers give, in the usual memory format.
+    """Mode that computes group normalisation of inputs without gradient (images, or outputs of frozen layers) in the
+    contiguous memory format.
 
-    With channels last torch's backward pass still writes such a gradient, to where there is no memory, and the
-    process ends (torch 2.13, CPU).
+    In channels last, torch's backward pass writes the gradient of such an input to unallocated memory, and the
+    process crashes (torch 2.13, CPU).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,11 +101,11 @@ class _GroupNormOfData(TorchFunctionMode):
 
 
 class _Traced(TorchFunctionMode):
-    """Kernels whose form without numbers differs from the real one.
+    """Mode that replaces kernels whose results while tracing differ from the real ones.
 
-    Group normalisation of a single example in channels last has other strides, so that views behind it are traced that
-    the real one does not allow: it is computed in the usual memory format. The backward pass of oneDNN's LSTM lacks a
-    workspace: plain operations take its place.
+    Group normalisation of a single example in channels last has other strides when traced, so that the graph would
+    contain views that the real result does not allow: it is computed in the contiguous memory format. The backward
+    pass of oneDNN's LSTM lacks a workspace: it is replaced by plain operations.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,7 +117,7 @@ class _Traced(TorchFunctionMode):
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """As `torch.backends.mkldnn.flags(enabled=False)`, which warns about settings that it does not change."""
+    """Disable oneDNN; `torch.backends.mkldnn.flags(enabled=False)` warns about settings that it does not change."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -129,10 +130,12 @@ _NORMS = (torch.nn.functional.batch_norm, torch.nn.functional.instance_norm, tor
 
 
 class _Narrowed(TorchFunctionMode):
-    """Attention of what autocast would make of its arguments, without autocast in it, and norms of `_NORMS` in float32.
+    """Mode that casts attention's arguments as autocast would, runs attention without autocast, and computes the norms
+    of `_NORMS` in float32.
 
-    There torch.func.grad records plain attention's operations with the dtypes that they had before autocast, and vmap
-    knows none of those norms of half-precision inputs beside statistics in float32, in which torch's kernels sum too.
+    Under autocast, torch.func.grad records the operations of plain attention with the dtypes from before the cast, and
+    vmap does not support these norms for half-precision inputs with float32 statistics. torch's own kernels sum in
+    float32, too.
     """
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
@@ -142,7 +145,7 @@ class _Narrowed(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.multi_head_attention_forward:
-            with self:  # which a mode's handler is not under
+            with self:  # a mode is off inside its own handler
                 return past_dispatch(func)(*args, **kwargs)
         if func in _NORMS:
             return _widened(func, self._dtype, *args, **kwargs)
@@ -158,7 +161,7 @@ class _Narrowed(TorchFunctionMode):
 
 
 def _widened(func: Any, narrow: torch.dtype, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Call a function with a narrow input widened, where it stands beside wide tensors."""
+    """Call a function, with its narrow input widened if other arguments are wide tensors."""
     others = (other for other in (*args, *kwargs.values()) if isinstance(other, Tensor))
     if input.dtype is narrow and any(other.dtype is not narrow for other in others):
         return func(input.float(), *args, **kwargs).to(narrow)

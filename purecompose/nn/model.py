@@ -1,8 +1,8 @@
 """A network as a skeleton and its tensors.
 
-`Model` is a deep copy of an `nn.Module` in which every tensor is a `meta` twin: it has the architecture and
-no weights. The weights live in plain dictionaries by qualified name. To run the network they are put into the
-skeleton for as long as a `with` block lasts, so a user's module is never touched, and states share skeletons.
+`Model` is a deep copy of an `nn.Module` in which every tensor is replaced by a twin on `meta`: it has the architecture
+and no weights. The weights are in plain dictionaries by qualified name. To run the network they are put into the
+skeleton for the duration of a `with` block, so a user's module is never touched, and states share skeletons.
 """
 
 import copy
@@ -24,27 +24,27 @@ __all__ = ["Model", "Parts", "from_module", "to_module"]
 
 
 class Parts(NamedTuple):
-    """What a module consists of."""
+    """Architecture and tensors of a module."""
 
     model: "Model"
     params: dict[str, Tensor]
     """Copies of the parameters by qualified name; a tied one appears once, under its first name."""
     buffers: dict[str, Tensor]
-    """Copies of the buffers, and of tensor attributes that were neither parameter nor buffer."""
+    """Copies of the buffers, and of tensor attributes that were neither parameters nor buffers."""
     frozen: frozenset[str]
-    """The parameters that came with `requires_grad=False`."""
+    """Names of the parameters that had `requires_grad=False`."""
 
 
 class Model:
-    """An architecture without weights; equal to another of the same structure and configuration."""
+    """An architecture without weights; equal to any other with the same structure and configuration."""
 
     def __init__(self, module: nn.Module, names: Mapping[int, str], param_names: tuple[str, ...]) -> None:
         """Take ownership of a module whose tensors are all on `meta`.
 
         Args:
-            module: The module, in the mode (train or eval flags) that training is to use.
+            module: The module, in the mode (train or eval flags) to be used in training.
             names: The qualified name of each tensor, by its `id`.
-            param_names: Which of them are parameters; the others are buffers.
+            param_names: The names of parameters; all others are buffers.
 
         Raises:
             ValueError: A tensor of the module has no name: computing with an uncovered `meta` tensor would
@@ -53,15 +53,15 @@ class Model:
         self.param_names = param_names
         known = set(param_names)
         self.buffer_names = tuple(name for name in names.values() if name not in known)
-        # The memo keeps the meta tensors themselves, so that one table of names serves both skeletons.
+        # The memo makes the copy share the meta tensors, so that one table of names serves both skeletons.
         evaluation = copy.deepcopy(module, {id(place.tensor): place.tensor for place in places(module)}).eval()
         warned: set[str] = set()
         self._skeletons = {
             True: Skeleton(module, names, known, warned),
             False: Skeleton(evaluation, names, known, warned),
         }
-        # Taken now, while the twins are in their places: what a step puts there has other flags. The names of
-        # the slots tell a tied network from an untied one.
+        # Computed while the twins are in place, because the tensors that a step puts there have other flags. The names
+        # of the slots distinguish a tied network from an untied one.
         self._fingerprint = fingerprint(module), self._skeletons[True].slot_names()
 
     def skeleton(self, train: bool) -> "Skeleton":
@@ -70,19 +70,19 @@ class Model:
 
     @property
     def module(self) -> nn.Module:
-        """The training skeleton's module: for reading its structure, never for computing or editing."""
+        """The training skeleton's module, only for reading its structure, never for computing or editing."""
         return self._skeletons[True].module
 
     def with_modules(self, modules: Mapping[str, nn.Module]) -> "Model":
-        """Return the architecture with other modules in some places; weights play no part in it.
+        """Return the architecture with some modules replaced; weights are not involved.
 
         Args:
-            modules: By the qualified names of those that they replace, wherever else these stand as well. They take
-                over the mode (train or eval), and have their tensors on `meta`; parameters and buffers that come or
-                go with them are the caller's to add and drop.
+            modules: New modules by the qualified names of those they replace; each is replaced at all its places. They
+                are put in the old ones' mode (train or eval), and have their tensors on `meta`. The caller has to add
+                and drop the parameters and buffers that come or go with them.
 
         Raises:
-            AttributeError: There is no module of that name.
+            AttributeError: There is no module with that name.
             ValueError: A tensor of a new module is not on `meta`.
 
         Example:
@@ -109,13 +109,13 @@ class Model:
         return isinstance(other, Model) and self._fingerprint == other._fingerprint
 
     def __hash__(self) -> int:
-        return hash(self.param_names)  # equal ones share them; a fingerprint's hash walks through the whole network
+        return hash(self.param_names)  # equal models share them; the fingerprint's hash traverses the whole network
 
     def __deepcopy__(self, memo: Any) -> "Model":
         return self  # immutable
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the training skeleton: modules whose tensors have shapes and no values.
+        """Pickle the training skeleton, modules whose tensors have shapes and no values.
 
         Raises:
             pickle.PicklingError: The network has parametrized modules, whose classes are made at run time.
@@ -146,26 +146,26 @@ def _of_skeleton(root: nn.Module) -> Model:
 
 
 def from_module(module: nn.Module, *, is_shared: bool = False) -> Parts:
-    """Take a module apart into architecture and tensors; the module itself stays as it was.
+    """Split a module into architecture and tensors; the module itself is not modified.
 
-    The skeleton trains in the mode the module is in: single modules put to `eval()` stay so. A module that is
-    in evaluation mode as a whole, with all its parts (as pretrained ones come), is taken to train in training
-    mode. The tensors are copies, or with `is_shared` others on the same memory.
+    The skeleton trains in the mode that the module is in: single modules put into `eval()` remain so. If all modules
+    are in evaluation mode, as in pretrained networks, all are put into training mode. The tensors are copies, or with
+    `is_shared` new tensors on the same memory.
 
     Parameters that are one object, or have the same memory, shape, strides and `requires_grad`, are tied, and so are
-    buffers. With `is_shared` only those that are one object are.
+    buffers. With `is_shared`, only parameters and buffers that are one object are tied.
 
     Raises:
-        TypeError: `module` is not a plain `nn.Module`, or cannot be copied; it holds a scripted or compiled module, one
-            that is wrapped for several devices, or a tensor of a subclass with operations of its own.
-        ValueError: It has uninitialised (lazy or meta) tensors, a tensor computed from others, as the old
-            `torch.nn.utils.weight_norm` leaves, tensors with hooks, or tensors hidden in tuples or objects; a parameter
-            that shares memory with another tensor and is not tied to it; a module in a list that is not registered,
-            with tensors of one that is; or a function or weak reference that keeps one of its modules or tensors, which
-            a copy would share with it.
+        TypeError: `module` is not a plain `nn.Module`, or cannot be copied; or it contains a scripted or compiled
+            module, one that is wrapped for several devices, or a tensor of a subclass with its own operations.
+        ValueError: It has uninitialised (lazy or meta) tensors, a tensor computed from others, as in the old
+            `torch.nn.utils.weight_norm`, tensors with hooks, or tensors hidden in tuples or objects; a parameter
+            that shares memory with another tensor and is not tied to it; an unregistered module in a list, with tensors
+            of a registered one; or a function or weak reference that keeps one of its modules or tensors, which a copy
+            would share with it.
 
     Warns:
-        UserWarning: A tensor becomes a buffer, or buffers share memory in part.
+        UserWarning: A tensor becomes a buffer, or buffers share part of their memory.
 
     Example:
         >>> parts = from_module(nn.Linear(2, 1))
@@ -215,7 +215,7 @@ def from_module(module: nn.Module, *, is_shared: bool = False) -> Parts:
 
 
 def to_module(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
-    """Return a plain `nn.Module` in training mode with copies of these tensors; ties stay ties.
+    """Return a plain `nn.Module` in training mode with copies of these tensors; tied tensors remain tied.
 
     Raises:
         KeyError: A tensor of the architecture is missing.

@@ -1,4 +1,4 @@
-"""One forward pass of a skeleton: bind tensors, draw by key, return new buffers."""
+"""One forward pass of a skeleton: bind the tensors, draw random numbers by key, return new buffers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -29,9 +29,9 @@ _CPU = torch.device("cpu")
 def looking_for_draws() -> Iterator[None]:
     """Return a scope in which every forward pass is watched for random functions and for writes into parameters.
 
-    Watching costs more than a small network's forward, so a step does it once per schedule. In between, modules
-    of torch do again what they did then; where a user's own may decide again, the generators and the parameters'
-    versions are compared.
+    Watching costs more than a small network's forward, so a step does it once per schedule. In between, torch's own
+    modules are assumed to behave the same; for a user's own modules, which may behave differently, the generators and
+    the parameters' versions are compared.
     """
     token = _LOOKING.set(True)
     try:
@@ -52,33 +52,33 @@ def call_model(
     first_example: int | Tensor = 0,
     precision: str = "fp32",
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Run the network; nothing that is handed in changes.
+    """Run the network; no argument is modified.
 
     Args:
         model: The architecture.
         params: All parameters by name.
         buffers: All buffers by name.
         inputs: One argument, a list of arguments, or a mapping of keyword arguments.
-        train: Whether modules are in training mode.
-        rng: Gives the place of the network's draws; called only if it draws.
+        train: True to run modules in training mode, False for evaluation mode.
+        rng: Function that returns the `Rng` of the network's draws; called only if it draws.
         num_examples: The batch's size, for draws per example.
-        first_example: The index of its first example in the whole batch.
+        first_example: The index, in the whole batch, of this batch's first example.
         precision: "fp32", "tf32", "bf16" or "fp16", as in `State.create`.
 
     Returns:
-        The outputs, in float32 where autocast made them bfloat16 or float16, and the buffers as the pass left them.
+        The outputs, in float32 where autocast made them bfloat16 or float16, and the buffers after the pass.
 
     Raises:
         KeyError: A tensor of the architecture is missing.
         UnkeyedRandomError: The network uses a random function that no key can cover.
-        RuntimeError: It wrote into a parameter. The first pass through a model is stopped before it does; a
-            later one, that decides by its inputs or buffers to write, is found out afterwards.
+        RuntimeError: The network wrote into a parameter. The first pass through a model is stopped before the write; in
+            a later pass, which may write depending on its inputs or buffers, the write is detected afterwards.
     """
     skeleton = model.skeleton(train)
     device = _device(params)
     narrow = AUTOCAST.get(precision)
     if is_transforming():
-        # torch's group_norm is not written for other memory formats under vmap.
+        # torch's group_norm does not support other memory formats under vmap.
         params = {name: _contiguous(param) for name, param in params.items()}
         inputs = batches.map_tensors(_contiguous, inputs)
     scope = kernels(params, narrow, device.type, has_group_norms=skeleton.has_group_norms)
@@ -91,8 +91,8 @@ def call_model(
             forward = _Pass(skeleton, params, buffers, inputs, rng, num_examples, first_example, is_watched)
             outputs, new_buffers = forward.first() if is_watched else forward.later()
     if narrow is not None:
-        # The loss and whatever edits outputs work outside of autocast: in bfloat16 a loss has three digits, and in
-        # float16 a sum soon exceeds 65504.
+        # The loss, and algorithms that edit outputs, run outside of autocast: in bfloat16 a loss has three digits, and
+        # in float16 a sum soon exceeds 65504.
         outputs = batches.map_tensors(lambda tensor: tensor.float() if tensor.dtype is narrow else tensor, outputs)
     return outputs, new_buffers
 
@@ -109,8 +109,8 @@ def _run(
     *,
     is_watched: bool = False,
 ) -> _Result:
-    """Return a pass within a context, on its own copies of the buffers."""
-    # A forward pass writes into the buffers it is handed (batch norm's running statistics).
+    """Return the result of a pass within a context, on its own copies of the buffers."""
+    # A forward pass writes into the buffers it is given (batch norm's running statistics).
     own = {name: buffer.clone() for name, buffer in buffers.items()} if buffers else {}
     with skeleton.bound(params, own, is_watched=is_watched) as module, context:
         outputs = _call(module, inputs)
@@ -132,7 +132,9 @@ class _Pass(NamedTuple):
     is_watched: bool
 
     def first(self) -> _Result:
-        """Return the watched pass: stopped before it draws without a key or writes into a parameter."""
+        """Return the result of a watched pass, which is stopped before it draws without a key or writes into a
+        parameter.
+        """
         with WriteGuard(self.params, _stopped):
             if is_transforming():
                 with modules.detect():
@@ -147,14 +149,15 @@ class _Pass(NamedTuple):
                 return self._drawn()[0]
 
     def later(self) -> _Result:
-        """Return the pass of a network that has been watched before."""
-        if is_transforming():  # where vmap has an error of its own for draws without a key
+        """Return the result of a pass of a network that has been watched before."""
+        if is_transforming():  # vmap itself raises an error for draws without a key
             return self._drawn()[0]
         if self.skeleton.draws:
             result, draws = self._drawn()
             if draws or self.skeleton.is_fixed:
                 return result
-            # Under keys torch computes some functions to other bits; what ran before must have no say in it.
+            # With keys, some functions return other bits than without. The result must not depend on earlier passes,
+            # so a pass that draws nothing is computed without keys.
         result = self._detected() if _is_hidden() else self._compared(self._plain)
         self.skeleton.draws = result is None
         return self._drawn()[0] if result is None else result
@@ -170,7 +173,7 @@ class _Pass(NamedTuple):
         return result
 
     def _guards(self) -> AbstractContextManager[Any]:
-        """Return a scope that stops or finds assignments to `.data`; under transforms torch itself refuses them."""
+        """Return a scope that stops or detects assignments to `.data`; under transforms torch itself rejects them."""
         is_traced = bool(self.params) and is_fake(next(iter(self.params.values())))
         if is_transforming() or not (is_traced or self.is_watched):
             return _AS_IT_IS
@@ -186,7 +189,7 @@ class _Pass(NamedTuple):
         return self._plain(scope), scope.draws
 
     def _detected(self) -> _Result | None:
-        """Return the plain pass, or None where it would have drawn."""
+        """Return the result of a plain pass, or None if it would have drawn."""
         with modules.detect() as detector:
             try:
                 result = self._plain()
@@ -197,7 +200,7 @@ class _Pass(NamedTuple):
         return None if detector.found else result
 
     def _compared(self, run: Callable[[], _Result | None]) -> _Result | None:
-        """Return the result of `run`, or None if it moved a global generator, which is restored."""
+        """Return the result of `run`, or None if it advanced a global generator, which is then restored."""
         device = _device(self.params)
         cpu, cuda = _generators(device)
         before = cpu.get_state(), 0 if cuda is None else cuda.get_offset()
@@ -226,12 +229,12 @@ def _write_error(names: str, how: str) -> RuntimeError:
 def _versions(params: Mapping[str, Tensor]) -> list[int]:
     try:
         return [param._version for param in params.values()]
-    except RuntimeError:  # tensors of inference mode have none
+    except RuntimeError:  # tensors created in inference mode have no version
         return []
 
 
 def _without_aliases(buffers: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the buffers; those that forward bound again are copied, since they may be views of the batch."""
+    """Return the buffers; those that forward rebound are copied, since they may be views of the batch."""
     return {
         name: buffer if buffer is own[name] or not isinstance(buffer, Tensor) else buffer.clone()
         for name, buffer in buffers.items()
@@ -239,7 +242,7 @@ def _without_aliases(buffers: dict[str, Tensor], own: Mapping[str, Tensor]) -> d
 
 
 def _is_hidden() -> bool:
-    """Return whether the generators say nothing, because tensors are being traced or a CUDA graph is being captured."""
+    """Return whether generator states reveal nothing, because tensors are traced or a CUDA graph is being captured."""
     if torch._C._len_torch_dispatch_stack():
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,1 +1,1 @@
-"""Keyed modules: torch's random functions and layers draw by a key within a scope."""
+"""Keyed modules: within a scope, torch's random functions and layers draw from a key."""

@@ -1,7 +1,7 @@
 """Keyed forms of torch's random functions: the `torch.rand` family, the in-place fills, the samplers.
 
-Each handler takes the scope, torch's function and the call's own arguments (less `generator=`), and answers
-in its place. What has no keyed form is in the table as well, with a handler that refuses it by name.
+Each handler takes the scope, torch's function and the call's own arguments (without `generator=`), and returns the
+result in its place. Functions without a keyed form are in the table as well, with a handler that raises an error.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ __all__ = ["FUNCTIONS"]
 
 
 def _coins(scope: Scope, func: Any, p: float | Tensor, shape: Shape, device: torch.device) -> Tensor:
-    """True with probability `p`, a number or a tensor that broadcasts with `shape`."""
+    """Return bools, true with probability `p`, a number or a tensor that broadcasts with `shape`."""
     if not isinstance(p, Tensor):
         return scope.draw(func, lambda rng, shape: bernoulli(rng, p, shape), shape, device)
-    # Compared outside of the draw: there the leading dimension may be split by examples, and p's is not.
+    # Compared outside of the draw, because inside it the leading dimension may be split by examples, and p's is not.
     dtype = wide_dtype(p.dtype)
     return scope.draw(func, lambda rng, shape: uniform(rng, shape, dtype=dtype), shape, device) < p
 
 
 def _write(func: Any, target: Tensor, value: Tensor) -> Tensor:
-    """Fill `target`. Under vmap that can be impossible, and to answer with another tensor would be worse."""
+    """Fill `target`. Raises where vmap makes that impossible; returning another tensor would be a silent error."""
     try:
         return target.copy_(value)
     except RuntimeError as error:
@@ -61,7 +61,7 @@ def _fill(distribution: Fill) -> Handler:
     def handler(scope: Scope, func: Any, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if func == Tensor.random_ and len(args) == 1 and not kwargs:
             args = (0, *args)  # random_(to)
-        # `from` is not a name in Python.
+        # `from` is a keyword in Python.
         named = {{"from": "low", "to": "high"}.get(name, name): value for name, value in kwargs.items()}
 
         def sampler(rng: Rng, shape: Shape) -> Tensor:
@@ -92,7 +92,7 @@ def _make(
     requires_grad: bool = False,
     **others: Any,
 ) -> Tensor:
-    """Return a new tensor of `fill(rng, shape, dtype)`, with the options that torch's factories take."""
+    """Return a new tensor from `fill(rng, shape, dtype)`, with the options of torch's factory functions."""
     if others.get("names") is not None or layout not in (None, torch.strided):
         advice = "Make a dense one and convert it."
         raise unkeyed(func, "has no keyed form for named or sparse tensors", advice)
@@ -145,7 +145,7 @@ def _between(low: Any, high: Any) -> Fill:
 def _randint(
     scope: Scope, func: Any, *args: Any, low: Any = None, high: Any = None, size: Any = None, **options: Any
 ) -> Tensor:
-    """`randint(high, size)` and `randint(low, high, size)`, each argument by position or by name."""
+    """Handle `randint(high, size)` and `randint(low, high, size)`, each argument by position or by name."""
     rest = list(args)
     size = rest.pop() if size is None else size
     high = rest.pop() if high is None else high
@@ -172,7 +172,7 @@ def _randperm(scope: Scope, func: Any, n: int, **options: Any) -> Tensor:
 
 
 def _bernoulli(scope: Scope, func: Any, input: Tensor, p: float | None = None, *, out: Tensor | None = None) -> Tensor:
-    """0 or 1 in the input's dtype: with the input's own probabilities, or all with `p`."""
+    """Return 0 or 1 in the input's dtype, with the input as the probabilities, or with `p` for all elements."""
     value = _coins(scope, func, input if p is None else p, input.shape, input.device).to(input.dtype)
     return value if out is None else _write(func, out, value)
 
@@ -180,7 +180,7 @@ def _bernoulli(scope: Scope, func: Any, input: Tensor, p: float | None = None, *
 def _normal_of(
     scope: Scope, func: Any, mean: Any, std: Any = 1.0, size: Any = None, *, out: Any = None, **options: Any
 ) -> Tensor:
-    """`torch.normal` of tensors, of numbers, and of one of each. As in torch, no gradient flows to them."""
+    """Handle `torch.normal` of tensors, of numbers, and of one of each. As in torch, no gradient flows to them."""
     tensors = [value.detach() for value in (mean, std) if isinstance(value, Tensor)]
     if not tensors:
 
@@ -197,7 +197,7 @@ def _normal_of(
 
 
 def _clocks(scope: Scope, func: Any, like: Tensor) -> Tensor:
-    """Exponential numbers, none of them 0, in the shape and wide dtype of a tensor."""
+    """Return exponential numbers, none of them 0, in the shape and wide dtype of a tensor."""
     dtype = wide_dtype(like.dtype)
     return scope.draw(func, lambda rng, s: fill_exponential(rng, s, dtype), like.shape, like.device)
 
@@ -211,17 +211,17 @@ def _multinomial(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Indices drawn by the weights in each row.
+    """Return indices drawn by the weights in each row.
 
-    With replacement: where a uniform number falls among the cumulated weights. Without: the first arrivals of
-    exponential clocks that run at the speed of the weights.
+    With replacement: the positions of uniform numbers among the cumulative weights. Without: the first arrivals of
+    exponential clocks whose rates are the weights.
     """
     weights = input.detach().to(wide_dtype(input.dtype))
     if replacement:
         shape = (*input.shape[:-1], num_samples)
         total = weights.cumsum(-1)
         draws = scope.draw(func, lambda rng, s: uniform(rng, s, dtype=torch.float64), shape, input.device)
-        # right=True: a weight of 0 is an empty interval, and never holds the number.
+        # right=True: a weight of 0 is an empty interval, which never contains the number.
         index = torch.searchsorted(total / total[..., -1:], draws.to(total.dtype), right=True)
         index = index.clamp_max(input.shape[-1] - 1)
     else:
@@ -241,9 +241,9 @@ def _gumbel_softmax(
     eps: float = 1e-10,
     dim: int = -1,
 ) -> Tensor:
-    """softmax((logits + g) / tau), g = -log(Exp(1)); `hard`: its one-hot, with the soft one's gradient.
+    """Return softmax((logits + g) / tau), g = -log(Exp(1)); if `hard`, its one-hot form with the soft form's gradient.
 
-    Not run through torch's own: that one fills a tensor in place, which a population cannot.
+    torch's own function is not used, because it fills a tensor in place, which a population cannot do.
     """
     gumbels = -_clocks(scope, func, logits).log().to(logits.dtype)
     soft = ((logits + gumbels) / tau).softmax(dim)

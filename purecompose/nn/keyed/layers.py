@@ -1,8 +1,8 @@
 """Keyed forms of the random layers: the dropouts, attention, recurrent networks, RReLU, fractional pooling.
 
-Each handler takes the scope, torch's function and the call's own arguments, and answers in its place. Where a
-call draws nothing (not training, p = 0) torch's function runs untouched. Wrong arguments go to it too, for
-its own error.
+Each handler takes the scope, torch's function and the call's own arguments, and returns the result in its place. If a
+call draws nothing (not training, p = 0), torch's function runs unchanged. Wrong arguments are also passed to it, so
+that it raises its own error.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _safe_softmax = torch.ops.aten._safe_softmax
 
 
 def _keep(scope: Scope, func: Any, p: float, shape: Sequence[int], device: torch.device) -> Tensor:
-    """True where an element stays, with probability 1 - p."""
+    """Return bools, true where an element is kept, with probability 1 - p."""
     return scope.draw(func, lambda rng, shape: bernoulli(rng, 1.0 - p, shape), shape, device)
 
 
 def _times(input: Tensor, factor: Tensor | float, inplace: bool) -> Tensor:
-    """`input * factor`, written into `input` if asked.
+    """Return `input * factor`, written into `input` if `inplace`.
 
-    Under vmap an input that all members share cannot hold what differs between them: then the result is new.
+    Under vmap an input that all members share cannot hold different values for them: then the result is a new tensor.
     """
     if inplace:
         try:
@@ -51,16 +51,16 @@ def _times(input: Tensor, factor: Tensor | float, inplace: bool) -> Tensor:
 
 
 def _drop(scope: Scope, func: Any, input: Tensor, p: float, shape: Sequence[int], inplace: bool) -> Tensor:
-    """x * keep / (1 - p), one decision for each element of `shape` (broadcast over the input)."""
+    """Return x * keep / (1 - p), with one decision for each element of `shape` (broadcast over the input)."""
     if p == 1:
         return _times(input, 0.0, inplace)
-    # The input comes first: its memory format is the result's. Backward keeps the mask, one byte an element.
+    # The input comes first, so that the result has its memory format. Backward keeps the mask, one byte per element.
     kept = _times(input, _keep(scope, func, p, shape, input.device), inplace)
     return _times(kept, 1.0 / (1.0 - p), inplace)
 
 
 def _alpha_drop(scope: Scope, func: Any, input: Tensor, p: float, shape: Sequence[int], inplace: bool) -> Tensor:
-    """Dropped elements take SELU's saturation value; then an affine map restores mean 0 and variance 1."""
+    """Set dropped elements to SELU's saturation value; then restore mean 0 and variance 1 by an affine map."""
     if p == 1:
         return _times(input, 0.0, inplace)
     keep = _keep(scope, func, p, shape, input.device)
@@ -71,7 +71,7 @@ def _alpha_drop(scope: Scope, func: Any, input: Tensor, p: float, shape: Sequenc
 
 
 def _feature_shape(input: Tensor) -> tuple[int, ...]:
-    """Return a decision for each channel of each example: (N, C, 1, ...)."""
+    """Return the shape of one decision for each channel of each example: (N, C, 1, ...)."""
     return (*input.shape[:2], *(1 for _ in input.shape[2:]))
 
 
@@ -114,10 +114,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """softmax(q k^T * scale + mask) with dropout, then times v, in plain operations.
+    """Return softmax(q k^T * scale + mask), with dropout, times v, in plain operations.
 
-    The fused kernels draw inside, from a generator; without dropout they run as usual. The memory is that of
-    the weights, (N, ..., H, L, S).
+    The fused kernels draw internally from a generator; without dropout they run as usual. The weights,
+    (N, ..., H, L, S), are kept in memory.
     """
     if not 0 < dropout_p <= 1:
         return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -131,7 +131,7 @@ def _attention(
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = _masked((query * factor) @ key.transpose(-2, -1), attn_mask, is_causal)
-    # Half precision takes the softmax in float32, as the kernels do; rows that may attend to nothing give
+    # In half precision the softmax is computed in float32, as in the kernels; rows that may attend to nothing become
     # zeros.
     is_half = scores.dtype in (torch.float16, torch.bfloat16)
     weights = _safe_softmax(scores, -1, torch.float32 if is_half else None).to(scores.dtype)
@@ -149,7 +149,7 @@ def _masked(scores: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor
 
 
 def _recurrent(scope: Scope, func: Any, *args: Any) -> tuple[Tensor, ...]:
-    """LSTM, GRU and RNN with dropout between layers: the kernel runs layer by layer, the dropout is ours.
+    """Run an LSTM, GRU or RNN with dropout between layers: the kernel layer by layer, with keyed dropout between.
 
     Torch passes (input, hx, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first), or
     for packed sequences (data, batch_sizes, hx, weights, has_biases, num_layers, dropout, train,
@@ -164,7 +164,7 @@ def _recurrent(scope: Scope, func: Any, *args: Any) -> tuple[Tensor, ...]:
         raise unkeyed(func, "has no keyed dropout for packed sequences", advice)
     output, hx, weights, has_biases, _, _, _, bidirectional, batch_first = args
     num_directions = 2 if bidirectional else 1
-    # Hidden and cell state for the LSTM, the hidden state only for the others.
+    # Hidden and cell state for the LSTM, only the hidden state for the others.
     states = hx if isinstance(hx, (tuple, list)) else (hx,)
     per_layer = len(weights) // num_layers
     finals = []
@@ -181,7 +181,7 @@ def _recurrent(scope: Scope, func: Any, *args: Any) -> tuple[Tensor, ...]:
 
 
 def _drop_sequence(scope: Scope, func: Any, input: Tensor, p: float, batch_dim: int) -> Tensor:
-    """Dropout whose draw is per example in either layout: here the batch's dimension is known."""
+    """Apply dropout with a draw per example in either layout, since the batch's dimension is known here."""
     if p == 1:
         return input * 0.0
     batch_first = input.movedim(batch_dim, 0)
@@ -192,7 +192,7 @@ def _drop_sequence(scope: Scope, func: Any, input: Tensor, p: float, batch_dim: 
 def _rrelu(
     scope: Scope, func: Any, input: Tensor, lower=1.0 / 8, upper=1.0 / 3, training=False, inplace=False
 ) -> Tensor:
-    """x where it is positive, x * slope with slope ~ U(lower, upper) elsewhere."""
+    """Return x where it is positive, and x * slope with slope ~ U(lower, upper) elsewhere."""
     if not training or not lower <= upper:
         return func(input, lower, upper, training, **({"inplace": inplace} if func is F.rrelu else {}))
 
@@ -210,7 +210,7 @@ def _rrelu_(scope: Scope, func: Any, input: Tensor, lower=1.0 / 8, upper=1.0 / 3
 
 
 def _fractional_pool(composite: Callable[..., Any]) -> Handler:
-    """Return the public function is a switch on `return_indices` over the composite that draws."""
+    """Return the handler of a public function, which only adds `return_indices` to the composite that draws."""
 
     def handler(
         scope: Scope,
@@ -230,18 +230,18 @@ def _fractional_pool(composite: Callable[..., Any]) -> Handler:
 
 
 def _enter(scope: Scope, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a Python composite with the scope switched on, so that the random calls inside are seen."""
+    """Run a Python composite with the scope switched on, so that it handles the random calls inside."""
     with scope:
         return past_dispatch(func)(*args, **kwargs)
 
 
 @functools.cache
 def past_dispatch(func: types.FunctionType) -> types.FunctionType:
-    """`func` without its first step, the question whether a mode wants the call.
+    """Return a copy of `func` that does not check whether a mode overrides it.
 
-    With the mode on, the question would be answered yes for ever. The copy shares the code and sees the
-    module's names as they stood when first used, but for the question itself, which it answers no; what it
-    calls still asks.
+    With the mode on, the check would succeed again and again, without end. The copy shares the code and a snapshot of
+    the module's names, taken at first use, in which the check always returns False; the functions that it calls still
+    perform their own checks.
     """
     questions = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     names = {**func.__globals__, **{question: lambda *args: False for question in questions}}

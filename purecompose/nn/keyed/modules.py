@@ -2,16 +2,15 @@
 
 Inside `with keyed(rng):` dropout in all its forms, attention with dropout, the `torch.rand` family, the
 in-place fills and the samplers draw from the run's key: call number i of the scope from `rng.named(i)`. The
-global generators are neither read nor moved. A random function without a keyed form is named in an
-`UnkeyedRandomError`; `detect` names what never reached the scope (C++ extensions, scripted code, `torch.ops`
-calls).
+global generators are neither read nor advanced. A random function without a keyed form raises an
+`UnkeyedRandomError` with its name; `detect` does so for calls that bypass the scope (C++ extensions, scripted code,
+`torch.ops`).
 
-**Examples.** With `num_examples=n`, a tensor whose leading dimension is n * m holds m rows of each example,
-in order, and is drawn per example: a microbatch draws the rows that the whole batch would have drawn. That
-fits batch-first layouts, and attention weights of (batch * heads, ...). A sequence-first activation is drawn
-as one for the whole batch, which is sound but not equal between microbatch sizes; recurrent layers know their
-layout, and are right in both. A tensor that leads with a multiple of n by chance is drawn per example as
-well.
+**Examples.** With `num_examples=n`, a tensor whose leading dimension is n * m is taken to contain m rows of each
+example, in order, and is drawn per example: a microbatch draws the rows that the whole batch would have drawn. This
+fits batch-first layouts, and attention weights of (batch * heads, ...). A sequence-first activation gets one draw for
+the whole batch, which is sound but differs between microbatch sizes; recurrent layers know their layout, and are
+correct in both. A tensor whose leading dimension is a multiple of n by chance is drawn per example as well.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ HANDLERS: dict[Any, Handler] = {**LAYERS, **FUNCTIONS}
 
 
 class Keyed(Scope):
-    """The mode that `keyed` switches on. Attribute `draws`: the number of random calls handled so far."""
+    """Mode that `keyed` switches on. Its attribute `draws` is the number of random calls handled so far."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = HANDLERS.get(func)
@@ -59,13 +58,13 @@ def keyed(rng: Rng, *, num_examples: int | None = None, first_example: int | Ten
     """Return a scope in which the random functions of a forward pass draw from `rng`.
 
     Args:
-        rng: The key and the place of the scope. Two scopes of one `rng` draw the same numbers.
-        num_examples: How many examples the forward pass sees, for draws per example (see the module's text);
-            None makes every draw one for the whole batch.
-        first_example: Global index, in the batch, of the first of them: an int, or int64 of shape ().
+        rng: The scope's key and path. Two scopes with the same `rng` draw the same numbers.
+        num_examples: Number of examples in the forward pass, for draws per example (see the module's docstring);
+            None for draws for the whole batch.
+        first_example: Index of the first of them in the whole batch: an int, or an int64 tensor of shape ().
 
     Returns:
-        A context manager, for one use; `with ... as record` gives `record.draws`, the number of random calls
+        A context manager, for one use; after `with ... as record`, `record.draws` is the number of random calls
         handled.
 
     Raises:
@@ -100,10 +99,10 @@ def keyed(rng: Rng, *, num_examples: int | None = None, first_example: int | Ten
 
 
 class Detector(TorchDispatchMode):
-    """The mode that `detect` switches on.
+    """Mode that `detect` switches on.
 
     Attributes:
-        found: The names of the random operations that were seen, in order.
+        found: The names of the random operations that were detected, in order.
     """
 
     def __init__(self) -> None:
@@ -123,23 +122,23 @@ class Detector(TorchDispatchMode):
 
 
 def _is_idle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the arguments switch the randomness off: a dropout of p = 0, or not training."""
+    """Return whether the arguments switch the randomness off: dropout with p = 0, or not training."""
     schema = func._schema.arguments
     given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     given |= dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
     if given.get("train") is False or given.get("training") is False:
         return True
-    # `p` is a rate in the dropouts only: bernoulli_ and geometric_ draw whatever it is.
+    # `p` is a dropout rate only in the dropouts: bernoulli_ and geometric_ draw for any value.
     rates = ["dropout_p", "dropout", *(["p"] if "dropout" in func._schema.name else [])]
     return any(name in given and given[name] == 0 for name in rates)
 
 
 @contextmanager
 def detect() -> Iterator[Detector]:
-    """Return a scope in which an operation that would draw from a generator raises, by name, before it draws.
+    """Return a scope in which an operation that would draw from a generator raises an error with its name instead.
 
-    It looks below Python, at the operations torch tags as seeded, so it sees what `keyed` cannot. It costs
-    far more than `keyed`: use it while tracing, and in the first step.
+    It intercepts the operations that torch tags as seeded, below the level of Python, so it detects what `keyed`
+    cannot. It costs far more than `keyed`: use it while tracing, and in the first step.
 
     Raises:
         UnkeyedRandomError: Inside the scope, at the first such operation.
@@ -157,20 +156,19 @@ def detect() -> Iterator[Detector]:
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `fn(*args, **kwargs)` without keeping its activations, which backward computes again.
 
-    Inside `keyed`, the second computation starts from the draw at which the first did, so that it draws the
-    same numbers, also where backward runs outside of the scope. Elsewhere this is torch's non-reentrant
-    checkpoint, which restores the global generator. In the forward pass of a state's network, the second
-    computation sees the parameters and the buffers that the first saw, and its writes into buffers (batch
-    norm's statistics) are dropped. Under `torch.func` transforms, where torch has no
-    checkpointing, `fn` runs plainly.
+    Inside `keyed`, the second computation starts from the same draw as the first, so that it draws the same
+    numbers, even if backward runs outside of the scope. Elsewhere this is torch's non-reentrant checkpoint, which
+    restores the global generator. In the forward pass of a state's network, the second computation uses the same
+    parameters and buffers as the first, and its writes into buffers (batch norm's statistics) are dropped. Under
+    `torch.func` transforms, where torch has no checkpointing, `fn` runs plainly.
 
     Args:
-        fn: What to compute; a module or a function of tensors.
-        *args: Its arguments.
-        **kwargs: Its keyword arguments.
+        fn: A module or a function of tensors.
+        *args: The arguments of `fn`.
+        **kwargs: The keyword arguments of `fn`.
 
     Returns:
-        What `fn` returns.
+        The result of `fn`.
 
     Example:
         >>> from purecompose.random import key
@@ -182,7 +180,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     if is_transforming():
         return fn(*args, **kwargs)
-    # Bound here, so that no keyword of `fn` is taken for one of torch's.
+    # Bound here, so that no keyword argument of `fn` is taken as one of torch's.
     bound = functools.partial(fn, **kwargs)
     scope = _innermost()
     keeps_generator = scope is None
@@ -196,9 +194,9 @@ def _innermost() -> Keyed | None:
 
 
 def _replayable(fn: Callable[..., Any], scope: Keyed | None) -> Callable[..., Any]:
-    """`fn` that draws in `scope` when first called, and the same numbers in a fresh scope each time after."""
+    """Return `fn` such that its first call draws in `scope`, and later calls draw the same numbers in new scopes."""
     start = 0 if scope is None else scope.draws
-    # Without gradients nothing will be computed again.
+    # Without gradients nothing is recomputed.
     bound_again = replay() if torch.is_grad_enabled() else nullcontext
     is_first = True
 

@@ -1,7 +1,7 @@
-"""The scope of keyed draws: which key, which place in the batch, which device.
+"""The scope of keyed draws: their key, place in the batch, and device.
 
-One `Scope` lives for one forward pass. It counts the random calls, gives each its own draw of the run's key,
-and lays a draw out per example where the tensor leads with the batch.
+One `Scope` is used for one forward pass. It counts the random calls, gives each its own draw from the run's key,
+and makes the draw per example if the tensor's leading dimension is the batch.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from purecompose.random.keys import Rng
 __all__ = ["Handler", "Sampler", "Scope", "UnkeyedRandomError", "top_hooks", "unkeyed"]
 
 Sampler = Callable[[Rng, tuple[int, ...]], Tensor]
-"""What makes the numbers: a generator and a shape in, a tensor of that shape out."""
+"""`(rng, shape) -> Tensor`: a function that draws a tensor of the given shape."""
 
 Handler = Callable[..., Any]
-"""`(scope, func, *args, **kwargs) -> result`: what a random call gives in its place."""
+"""`(scope, func, *args, **kwargs) -> result`: a function that replaces a random call."""
 
 
 class UnkeyedRandomError(RuntimeError):
-    """A random function would have used hidden state: it has no key, or its key cannot be replayed."""
+    """Error for a random function that would use hidden state: it has no key, or its key cannot be replayed."""
 
 
 def unkeyed(func: Any, why: str, advice: str) -> UnkeyedRandomError:
-    """Return the error that names `func`, the module it was called from, the reason and the way out."""
+    """Return an error that names `func`, the module it was called from, the reason and the remedy."""
     name = func if isinstance(func, str) else function_name(func)
     return UnkeyedRandomError(f"`{name}`{_called_from()} {why}. {advice}")
 
 
 def function_name(func: Any) -> str:
-    """Return the name a user would type: `torch.nn.functional.dropout`, `torch.Tensor.uniform_`."""
+    """Return the name a user would type, such as `torch.nn.functional.dropout` or `torch.Tensor.uniform_`."""
     return resolve_name(func) or getattr(func, "__qualname__", None) or repr(func)
 
 
 def _called_from() -> str:
-    """` in Net.forward (net.py:12)`, for the innermost module on the call stack; empty outside of modules."""
+    """Return ` in Net.forward (net.py:12)` for the innermost module on the call stack, or "" outside of modules."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -61,10 +61,10 @@ class Scope(TorchFunctionMode):
     """The keyed draws of one forward pass.
 
     A torch-function mode, so that a handler can switch it on again (`with scope:`) while it runs a Python
-    composite; what is done with a call is the subclass's matter.
+    composite; the subclass decides how to handle a call.
 
     Attributes:
-        draws: How many random calls have been given a key so far. Call i draws from `rng.named(i)`.
+        draws: Number of random calls that have been given a key so far. Call i draws from `rng.named(i)`.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Scope(TorchFunctionMode):
         self.rng = rng
         self.num_examples = num_examples
         self.first_example = first_example
-        # The regions whose recomputation repeats these draws: the one that the scope was opened in (it is
-        # opened again), and those that `checkpoint` adds.
+        # The regions whose recomputation repeats these draws: the one in which the scope was opened (a recomputation
+        # opens it again), and those that `checkpoint` adds.
         self.replayable_hooks = [top_hooks()]
         self._indices: Tensor | None = None
         if num_examples is not None:
@@ -96,22 +96,22 @@ class Scope(TorchFunctionMode):
         *,
         per_example: bool = True,
     ) -> Tensor:
-        """Return the next keyed draw: `sampler` called with its key and place.
+        """Return the next keyed draw: `sampler` called with the draw's key.
 
         Args:
-            func: The random function that asked; named in errors.
-            sampler: Makes the tensor.
-            shape: What the caller wants. Where `shape[0]` is `num_examples * m` and m >= 1, leading index j
-                holds element `j % m` of example `first_example + j // m`; otherwise the draw is one for the
+            func: The random function that was called; named in errors.
+            sampler: Function that draws the tensor.
+            shape: Shape of the result. If `shape[0]` is `num_examples * m` with m >= 1, leading index j
+                holds element `j % m` of example `first_example + j // m`; otherwise there is one draw for the
                 whole batch.
-            device: Where the result lives. The draw is made there, from a moved key.
+            device: Device of the result. The draw is made there, from a copy of the key.
             per_example: False for draws that concern the whole batch whatever their shape.
 
         Returns:
             A tensor of `shape`.
 
         Raises:
-            UnkeyedRandomError: The call is made under a checkpoint that cannot replay it.
+            UnkeyedRandomError: The call is inside a checkpoint that cannot replay it.
         """
         self._check_replayable(func)
         shape = tuple(shape)
@@ -131,10 +131,10 @@ class Scope(TorchFunctionMode):
         return tree_map_only(Tensor, lambda leaf: leaf.to(device), rng)
 
     def _check_replayable(self, func: Any) -> None:
-        """Return a recomputed forward must draw the same numbers, and only `checkpoint` knows where to start again.
+        """Raise inside of torch's own checkpoint, which cannot repeat the draws of a recomputed forward.
 
-        Under torch's own function the recomputation would read the global generator, or count on from the end
-        of the forward: the gradient of another function, without a word.
+        Its recomputation would read the global generator, or continue counting from the end of the forward, which
+        would silently give the gradient of another function. Only `checkpoint` knows the draw to restart from.
         """
         if self._is_under_foreign_checkpoint():
             why = "was called under `torch.utils.checkpoint`, which cannot replay its key"
@@ -144,12 +144,12 @@ class Scope(TorchFunctionMode):
         hooks = top_hooks()
         if hooks is None:
             return not torch.is_grad_enabled() and _is_on_stack(_REENTRANT_FORWARD)
-        # Known by name: torch has no public mark for a checkpointed region.
+        # Recognized by name, because torch has no public mark for a checkpointed region.
         is_checkpoint = getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.")
         return is_checkpoint and all(known is None or hooks[0] is not known[0] for known in self.replayable_hooks)
 
 
-# What torch.utils.checkpoint(..., use_reentrant=True) runs in the forward pass, without gradients.
+# The code that torch.utils.checkpoint(..., use_reentrant=True) runs in the forward pass, without gradients.
 _REENTRANT_FORWARD = CheckpointFunction.forward.__code__
 
 
@@ -163,5 +163,5 @@ def _is_on_stack(code: CodeType) -> bool:
 
 
 def top_hooks() -> tuple[Any, Any] | None:
-    """Return the innermost saved-tensor hooks (pack, unpack): activation checkpointing works by them."""
+    """Return the innermost saved-tensor hooks (pack, unpack), by which activation checkpointing works."""
     return _autograd._top_saved_tensors_default_hooks(True)

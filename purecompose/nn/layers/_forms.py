@@ -1,4 +1,4 @@
-"""Shared parts of layers that replace others: which modules compute as their class does, and what they expose."""
+"""Shared parts of layers that replace others: tests for modules that compute as their class does, and wrapping."""
 
 from typing import Any, ClassVar, TypeVar
 
@@ -14,9 +14,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a module computes what `kind` does with its settings, and nothing else happens meanwhile.
+    """Return whether a module computes just what `kind` does with its settings, without side effects.
 
-    Not so with a forward of its own, of its class or of itself, with hooks, and with parametrized tensors.
+    This excludes modules whose class or instance has its own forward, and those with hooks or parametrized tensors.
     """
     is_inherited = isinstance(module, kind) and type(module).forward is kind.forward
     return is_inherited and not has_hooks(module) and not parametrize.is_parametrized(module)
@@ -28,14 +28,14 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def is_tied(module: nn.Module, root: nn.Module) -> bool:
-    """Return whether the module's weight is a parameter of another one in the network, too."""
+    """Return whether the module's weight is also a parameter of another module in the network."""
     weight = module._parameters["weight"]
     others = (other for other in root.modules() if other is not module)
     return any(param is weight for other in others for param in other._parameters.values())
 
 
 def recast(module: nn.Module, kind: type[M]) -> M:
-    """Return the same attributes, parameters and submodules in a module of a class; the tables of them are its own."""
+    """Return a module of class `kind` with the same attributes, parameters and submodules, in copied dictionaries."""
     new = kind.__new__(kind)
     new.__dict__.update(
         {name: value.copy() if isinstance(value, dict) else value for name, value in vars(module).items()}
@@ -44,16 +44,16 @@ def recast(module: nn.Module, kind: type[M]) -> M:
 
 
 class Wrapping(nn.Module):
-    """A module around another one, whose public attributes can be read here: a weight, a number of channels."""
+    """A module around another one, whose public attributes can be read here, such as its weight."""
 
     _held: ClassVar[str]
-    """The name of the other one."""
+    """Name of the attribute that holds the other module."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module, or of the one that it holds."""
+        """Return an attribute of the module or of the wrapped one."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("_"):  # how it is copied, or printed, is a matter of its own
+            if name.startswith("_"):  # special methods, as for copying or printing, must not be forwarded
                 raise
             return getattr(super().__getattr__(self._held), name)

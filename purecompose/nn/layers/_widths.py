@@ -1,4 +1,4 @@
-"""The width of a layer between two others, from a method's settings."""
+"""The width of a hidden layer, from a method's settings."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ __all__ = ["check_latent", "latent_size"]
 
 
 def check_latent(latent: Any, where: str) -> float:
-    """Return a width as a setting says it: a whole number of at least 1, or below 1 a share.
+    """Return a width as given in a setting: an integer of at least 1, or below 1 a fraction.
 
     Args:
         latent: The setting.
-        where: The function and the argument, which opens the message.
+        where: The function and the argument, which begin the message.
 
     Raises:
-        TypeError: No number.
-        ValueError: Not above 0, not finite, or between two whole numbers above 1.
+        TypeError: The setting is not a number.
+        ValueError: The number is not above 0, not finite, or above 1 and not an integer.
 
     Example:
         >>> check_latent(0.25, "mine: width"), check_latent(64.0, "mine: width")
@@ -30,11 +30,11 @@ def check_latent(latent: Any, where: str) -> float:
 
 
 def latent_size(latent: float, full: int) -> int:
-    """Return a width given as a number, or below 1 as a share of the full one, rounded down; at least 1.
+    """Return a width given as a number, or below 1 as a fraction of the full one, rounded down; at least 1.
 
     Example:
         >>> latent_size(8, 100), latent_size(0.29, 100), latent_size(0.1, 4)
         (8, 29, 1)
     """
-    # 0.29 of 100 is 28.999999999999996.
+    # The small number corrects rounding: 0.29 * 100 is 28.999999999999996.
     return max(1, int(latent if latent >= 1 else latent * full + 1e-9))

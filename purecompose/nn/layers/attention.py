@@ -19,23 +19,23 @@ __all__ = ["FeedForward", "PositionEmbedding", "SelfAttention"]
 
 
 class SelfAttention(nn.Module):
-    """(N, L, d) to (N, L, d): each place takes a mean over all places, or over those up to itself.
+    """Layer from (N, L, d) to (N, L, d): each position attends to all positions, or to those up to itself.
 
     Args:
         width: d.
         num_heads: H, a divisor of the width.
-        is_causal: Whether a place sees only itself and those before it.
-        dropout: Probability of dropping a weight of the mean in training, [0, 1).
+        is_causal: True if a position attends only to itself and earlier ones.
+        dropout: Probability of dropping an attention weight in training, [0, 1).
 
     Attributes:
-        qkv: (d, 3 d): queries, keys and values, each the heads one after the other.
+        qkv: (d, 3 d): queries, keys and values, each with the heads one after the other.
         out: (d, d).
         num_heads, is_causal, dropout: As given.
 
     Raises:
-        ValueError: A width or a number of heads below 1, a width that is not a multiple of the heads, or a dropout
-            outside of [0, 1).
-        TypeError: A setting of another type.
+        ValueError: The width or the number of heads is below 1, the width is not a multiple of the number of heads, or
+            the dropout is outside of [0, 1).
+        TypeError: A setting has another type.
 
     Example:
         >>> SelfAttention(8, 2)(torch.zeros(3, 5, 8)).shape
@@ -54,7 +54,7 @@ class SelfAttention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, L, d) to (N, L, d)."""
+        """Map (N, L, d) to (N, L, d)."""
         heads = self.qkv(input).unflatten(-1, (3, self.num_heads, -1))  # (N, L, 3, H, d / H)
         query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
         bias, dropped = self.bias(query), self.dropout if self.training else 0.0
@@ -65,10 +65,11 @@ class SelfAttention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def bias(self, query: Tensor) -> Tensor | None:
-        """Return the bias of the logits, which broadcasts to (N, H, L, L), the causal mask included.
+        """Return the bias of the logits, which broadcasts to (N, H, L, L) and includes the causal mask; `None` if there
+        is none.
 
         Args:
-            query: (N, H, L, d / H), for its form.
+            query: (N, H, L, d / H), for its shape, dtype and device.
         """
         del query
         return None
@@ -79,13 +80,13 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """(..., d) to (..., d), each place for itself: `down(dropout(act(up(x))))`.
+    """Layer from (..., d) to (..., d), applied to each position separately: `down(dropout(act(up(x))))`.
 
     Args:
         width: d.
-        hidden: Numbers between the two linear layers.
+        hidden: Width between the two linear layers.
         act: The activation, a module or a function; by default GELU.
-        dropout: Probability of dropping one of those numbers in training, [0, 1).
+        dropout: Probability of dropping a hidden value in training, [0, 1).
 
     Attributes:
         up: (d, hidden).
@@ -94,8 +95,8 @@ class FeedForward(nn.Module):
         down: (hidden, d).
 
     Raises:
-        ValueError: A size below 1 or a dropout outside of [0, 1).
-        TypeError: A setting of another type.
+        ValueError: A size is below 1, or the dropout is outside of [0, 1).
+        TypeError: A setting has another type.
 
     Example:
         >>> FeedForward(8, 32)(torch.zeros(3, 5, 8)).shape
@@ -115,23 +116,23 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(hidden, width)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., d) to (..., d)."""
+        """Map (..., d) to (..., d)."""
         return self.down(self.dropout(self.act(self.up(input))))
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector for each place, to be added to what stands there.
+    """A learned vector for each position, to be added to the embedding there.
 
     Args:
-        max_length: Number of places.
+        max_length: Number of positions.
         width: d.
 
     Attributes:
-        weight: (max_length, d), at first normal with deviation 0.02.
+        weight: (max_length, d), initially normal with standard deviation 0.02.
 
     Raises:
-        ValueError: A size below 1; in `forward` more places than there are vectors.
-        TypeError: A size that is not an int.
+        ValueError: A size is below 1; or, in `forward`, there are more positions than vectors.
+        TypeError: A size is not an int.
 
     Example:
         >>> PositionEmbedding(16, 8)(torch.zeros(3, 5, 8)).shape
@@ -146,10 +147,10 @@ class PositionEmbedding(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, input: Tensor | int) -> Tensor:
-        """Return the vectors of the first L places.
+        """Return the vectors of the first L positions.
 
         Args:
-            input: (N, L, ...), of which only the length counts, or L.
+            input: (N, L, ...), of which only the length is used, or L.
 
         Returns:
             (L, d).

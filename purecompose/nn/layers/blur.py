@@ -21,21 +21,21 @@ Pair = int | Sequence[int]
 
 
 def blur_2d(input: Tensor, *, stride: Pair = 1, kernel: Tensor | None = None) -> Tensor:
-    """Smooth each channel for itself, with zeros around the image.
+    """Smooth each channel separately, with zeros around the image.
 
     Args:
         input: (N, C, H, W) or (C, H, W), floating.
-        stride: How many places a step goes, one number or two.
-        kernel: (h, w), or (C, h, w) with one for each channel, of odd sides; by default the outer product of (1, 2, 1)
-            with itself, over 16.
+        stride: Step in pixels, one number or two.
+        kernel: (h, w), or (C, h, w) for one kernel per channel, with odd sides; by default the outer product of
+            (1, 2, 1) with itself, divided by 16.
 
     Returns:
         (N, C, ceil(H / stride), ceil(W / stride)), in the dtype of the input.
 
     Raises:
-        TypeError: An input of integers.
-        ValueError: An input of another number of dimensions, or a kernel with an even side, with another number of
-            dimensions or of channels.
+        TypeError: The input is not floating.
+        ValueError: The input has another number of dimensions, or the kernel has an even side, or another number of
+            dimensions or channels.
 
     Example:
         >>> blur_2d(torch.ones(1, 1, 3, 3)).squeeze().tolist()
@@ -47,7 +47,7 @@ def blur_2d(input: Tensor, *, stride: Pair = 1, kernel: Tensor | None = None) ->
         raise TypeError(f"blur_2d: expected a floating input, got {input.dtype}; convert it first")
     channels, (down, right) = input.shape[-3], _pair(stride)
     if kernel is None:
-        # Made where the input is: numbers from the host would make a GPU wait.
+        # Created on the input's device, because copying numbers from the host would make a GPU wait.
         row = (2 - (torch.arange(3, dtype=input.dtype, device=input.device) - 1).abs()) / 4
         kernel = row.unsqueeze(1) * row
     sides, own = kernel.shape[-2:], kernel.shape[:-2]
@@ -71,19 +71,19 @@ def blurmax_pool2d(
     ceil_mode: bool = False,
     kernel: Tensor | None = None,
 ) -> Tensor:
-    """Return the greatest value of each window at every place, smoothed, and then every `stride`-th of them.
+    """Compute the maximum of the window at every position, smooth the result, and subsample it by `stride`.
 
     Args:
         input: (N, C, H, W) or (C, H, W), floating.
-        kernel_size, stride, padding, dilation, ceil_mode: As of `torch.nn.functional.max_pool2d`; the stride is by
-            default the window's size.
+        kernel_size, stride, padding, dilation, ceil_mode: As in `torch.nn.functional.max_pool2d`; by default the stride
+            is the window's size.
         kernel: See `blur_2d`.
 
     Returns:
-        The shape that `max_pool2d` gives.
+        A tensor of the shape of `max_pool2d`'s output.
 
     Raises:
-        TypeError, ValueError: As `blur_2d`.
+        TypeError, ValueError: As for `blur_2d`.
 
     Example:
         >>> blurmax_pool2d(torch.eye(4)[None]).shape
@@ -92,7 +92,7 @@ def blurmax_pool2d(
     window, steps = _pair(kernel_size), _pair(kernel_size if stride is None else stride)
     around, holes = _pair(padding), _pair(dilation)
     if ceil_mode:
-        # Below and to the right of the image, for windows that begin in it and end beyond.
+        # Pads below and to the right of the image, for windows that begin inside and end outside.
         below, beside = (_missing(*sizes) for sizes in zip(input.shape[-2:], window, steps, around, holes, strict=True))
         if below or beside:
             input = F.pad(input, (0, beside, 0, below), value=-math.inf)
@@ -100,18 +100,18 @@ def blurmax_pool2d(
 
 
 class BlurConv2d(Wrapping):
-    """A strided convolution whose input, or whose output before places are skipped, is smoothed.
+    """A strided convolution whose input, or whose output before subsampling, is smoothed.
 
-    What the convolution tells of itself can be read here, too: `weight`, `in_channels`.
+    The convolution's public attributes, such as `weight` and `in_channels`, can be read here, too.
 
     Attributes:
-        conv: The convolution, with the weights of the one that was given.
-        blur_first: Whether the input is smoothed, which costs little, and not the output at all places, as in the
-            paper, which costs as much as the convolution without its stride.
+        conv: A convolution with the weights of the given one.
+        blur_first: True if the input is smoothed, which costs little; False if the output is smoothed before
+            subsampling, as in the paper, which costs as much as the convolution without its stride.
 
     Raises:
-        TypeError: No `nn.Conv2d`; with `blur_first=False` also one with a forward of its own, hooks or parametrized
-            tensors: its stride cannot be taken out.
+        TypeError: `conv` is not an `nn.Conv2d`; with `blur_first=False`, also if it has its own forward, hooks or
+            parametrized tensors, since its stride cannot be removed then.
     """
 
     _held = "conv"
@@ -128,12 +128,12 @@ class BlurConv2d(Wrapping):
         self.blur_first, self.stride = blur_first, _pair(conv.stride)
         self.conv = conv
         if not blur_first:
-            # The same tensors in a convolution that skips nothing.
+            # The same tensors in a convolution without stride.
             self.conv = recast(conv, type(conv))
             self.conv.stride = (1, 1)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C, H, W) or (C, H, W) to the shape that the convolution gave."""
+        """Map (N, C, H, W) or (C, H, W) to the shape of the given convolution's output."""
         if self.blur_first:
             return self.conv(blur_2d(input))
         return blur_2d(self.conv(input), stride=self.stride)
@@ -144,11 +144,11 @@ class BlurConv2d(Wrapping):
 
 
 class BlurMaxPool2d(nn.Module):
-    """`blurmax_pool2d` as a layer; the arguments are those of `nn.MaxPool2d`."""
+    """`blurmax_pool2d` as a layer, with the arguments of `nn.MaxPool2d`."""
 
     @classmethod
     def of(cls, pool: nn.MaxPool2d) -> "BlurMaxPool2d":
-        """Return the layer with the settings of another one, attributes of its subclass included."""
+        """Return a layer with the settings of `pool`, including the attributes of a subclass."""
         return recast(pool, cls)
 
     def __init__(
@@ -166,7 +166,7 @@ class BlurMaxPool2d(nn.Module):
         self.ceil_mode = ceil_mode
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C, H, W) or (C, H, W) to the shape that `max_pool2d` gives."""
+        """Map (N, C, H, W) or (C, H, W) to the shape of `max_pool2d`'s output."""
         return blurmax_pool2d(
             input, self.kernel_size, self.stride, self.padding, self.dilation, ceil_mode=self.ceil_mode
         )
@@ -187,7 +187,7 @@ class BlurPool2d(nn.Module):
         self.stride = stride
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C, H, W) to (N, C, ceil(H / stride), ceil(W / stride))."""
+        """Map (N, C, H, W) to (N, C, ceil(H / stride), ceil(W / stride))."""
         return blur_2d(input, stride=self.stride)
 
     def extra_repr(self) -> str:
@@ -201,9 +201,9 @@ def _pair(value: Pair) -> tuple[int, int]:
 
 
 def _missing(size: int, window: int, step: int, around: int, hole: int) -> int:
-    """Return the padding that a side needs at its end so that all windows of `ceil_mode` fit."""
+    """Return the padding needed at the end of a side so that all windows of `ceil_mode` fit."""
     free = size + 2 * around - hole * (window - 1) - 1
     steps = -(-free // step)
-    # A last window that would begin behind the image does not count.
+    # A last window that would begin beyond the image does not count.
     steps -= steps * step >= size + around
     return max(0, steps * step - free)

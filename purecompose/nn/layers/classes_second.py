@@ -7,13 +7,13 @@ __all__ = ["ClassesSecond"]
 
 
 class ClassesSecond(nn.Module):
-    """Moves the classes of a network's outputs from the last dim to the second: (N, L, C) to (N, C, L).
+    """Wrapper that moves the classes of a network's outputs from the last dim to the second: (N, L, C) to (N, C, L).
 
-    So outputs have the form that `losses.cross_entropy`, `metrics.accuracy` and methods on targets want. The result
-    is a view.
+    The outputs then have the form that `losses.cross_entropy`, `metrics.accuracy` and methods on targets expect. The
+    result is a view.
 
     Args:
-        net: A network with logits `(N, ..., C)`; it is kept as the module `net`.
+        net: A network with logits `(N, ..., C)`; it becomes the submodule `net`.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Linear and convolution layers as a product of two thinner ones, without anything between them.
+"""Linear and convolution layers as a product of two thinner ones, with nothing between them.
 
 References:
     Xiangyu Zhang, Jianhua Zou, Kaiming He, Jian Sun: Accelerating Very Deep Convolutional Networks for Classification
@@ -19,20 +19,20 @@ __all__ = ["FactorizedConv2d", "FactorizedLinear"]
 
 
 class FactorizedLinear(nn.Module):
-    """(..., in) to (..., k) to (..., out): the closest of its rank to the layer that was given.
+    """Layer from (..., in) to (..., k) to (..., out): the closest approximation of the given layer with rank k.
 
-    `weight` and `bias` are there for those who read a linear layer's: the product, computed when asked for.
+    `weight` and `bias` are available as in a linear layer; the weight is the factors' product, computed on access.
 
     Args:
-        linear: The layer. Its bias is taken over, its weight read.
-        latent_features: k, from 1 to the smaller of its sides, at which the function is the layer's.
+        linear: The layer. Its bias is reused, its weight is read.
+        latent_features: k, from 1 to the smaller side of the weight; with the latter the approximation is exact.
 
     Attributes:
         first: (in, k), without bias.
         second: (k, out), with the layer's bias.
 
     Raises:
-        ValueError: k out of range.
+        ValueError: k is out of range.
     """
 
     def __init__(self, linear: nn.Linear, latent_features: int) -> None:
@@ -53,7 +53,7 @@ class FactorizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """(out, in), the product."""
+        """The product of the factors, (out, in)."""
         return self.second.weight @ self.first.weight
 
     @property
@@ -62,23 +62,23 @@ class FactorizedLinear(nn.Module):
         return self.second.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in) to (..., out)."""
+        """Map (..., in) to (..., out)."""
         return self.second(self.first(input))
 
     def with_rank(self, input: Tensor, rank: float, *, n_iters: int = 3) -> nn.Module:
-        """Return the layer with a smaller k that does to an input most nearly what this one does; this one stays as it
-        is.
+        """Return a layer with a smaller k whose outputs on an input are closest to this layer's; this layer is not
+        modified.
 
         Args:
             input: (..., in).
-            rank: A number of at least 1, or below 1 a share of the input's width.
+            rank: A number of at least 1, or below 1 a fraction of the input's width.
             n_iters: As in `factorize_matrix`.
 
         Returns:
-            A `FactorizedLinear`; itself where k is the same.
+            A `FactorizedLinear`; the layer itself if k does not change.
 
         Raises:
-            ValueError: A rank that is not above 0, or a k above the layer's.
+            ValueError: The rank is not above 0, or k is above the layer's.
         """
         k = _new_rank("FactorizedLinear", rank, self.in_features, self.latent_features)
         if k == self.latent_features:
@@ -91,7 +91,7 @@ class FactorizedLinear(nn.Module):
         return self.with_solution(solution)
 
     def with_solution(self, solution: LowRankSolution) -> nn.Module:
-        """Return the layer with other factors; a plain `nn.Linear` where there is only one."""
+        """Return the layer with other factors, or a plain `nn.Linear` if there is only one."""
         k = solution.first.shape[1]
         first, second = _empty_linear(self.in_features, k), _empty_linear(k, self.out_features)
         second_weight = None if solution.second is None else solution.second.T
@@ -99,22 +99,23 @@ class FactorizedLinear(nn.Module):
 
 
 class FactorizedConv2d(nn.Module):
-    """A convolution to k channels, and one of a single place to the channels there were: the closest of its rank.
+    """A convolution to k channels and a 1x1 convolution to the original channels: the closest one with rank k.
 
-    It tells of itself what the convolution would, `weight` and `bias` as well: the product, computed when asked for.
+    It has the public attributes of the given convolution, including `weight`, the factors' product, which is computed
+    on access, and `bias`.
 
     Args:
-        conv: The convolution, of one group. Its bias is taken over, its weight read.
-        latent_channels: k, from 1 to the smaller of its output channels and its patches' size, at which the function
-            is the convolution's.
+        conv: The convolution, with one group. Its bias is reused, its weight is read.
+        latent_channels: k, from 1 to the smaller of the number of output channels and the size of a patch; with the
+            latter the approximation is exact.
 
     Attributes:
-        first: (in, k, h, w), without bias, with the stride, padding and dilation of the convolution that was given.
-        second: (k, out, 1, 1), with its bias.
+        first: (in, k, h, w), without bias, with the given convolution's stride, padding and dilation.
+        second: (k, out, 1, 1), with the given convolution's bias.
 
     Raises:
-        NotImplementedError: A convolution of several groups.
-        ValueError: k out of range.
+        NotImplementedError: The convolution has several groups.
+        ValueError: k is out of range.
     """
 
     def __init__(self, conv: nn.Conv2d, latent_channels: int) -> None:
@@ -140,7 +141,7 @@ class FactorizedConv2d(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """(out, in, h, w), the product."""
+        """The product of the factors, (out, in, h, w)."""
         return (self.second.weight.flatten(1) @ self.first.weight.flatten(1)).view(-1, *self.first.weight.shape[1:])
 
     @property
@@ -149,23 +150,23 @@ class FactorizedConv2d(nn.Module):
         return self.second.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, in, H, W), or (in, H, W), to what the convolution gives."""
+        """Map (N, in, H, W) or (in, H, W) to the shape of the given convolution's output."""
         return self.second(self.first(input))
 
     def with_rank(self, input: Tensor, rank: float, *, n_iters: int = 3) -> nn.Module:
-        """Return the layer with a smaller k that does to an input most nearly what this one does; this one stays as it
-        is.
+        """Return a layer with a smaller k whose outputs on an input are closest to this layer's; this layer is not
+        modified.
 
         Args:
-            input: (N, in, H, W), or (in, H, W) of one example.
-            rank: A number of at least 1, or below 1 a share of the patches' size.
+            input: (N, in, H, W), or (in, H, W) for one example.
+            rank: A number of at least 1, or below 1 a fraction of the size of a patch.
             n_iters: As in `factorize_conv2d`.
 
         Returns:
-            A `FactorizedConv2d`; itself where k is the same.
+            A `FactorizedConv2d`; the layer itself if k does not change.
 
         Raises:
-            ValueError: A rank that is not above 0, or a k above the layer's.
+            ValueError: The rank is not above 0, or k is above the layer's.
         """
         k = _new_rank("FactorizedConv2d", rank, self.first.weight[0].numel(), self.latent_channels)
         if k == self.latent_channels:
@@ -187,7 +188,7 @@ class FactorizedConv2d(nn.Module):
         return self.with_solution(solution)
 
     def with_solution(self, solution: LowRankSolution) -> nn.Module:
-        """Return the layer with other factors; a plain `nn.Conv2d` where there is only one."""
+        """Return the layer with other factors, or a plain `nn.Conv2d` if there is only one."""
         k = solution.first.shape[0]
         first, second = _empty_conv(self.first, k), _empty_point(k, self.out_channels)
         return _with_factors(self, first, second, solution)
@@ -199,9 +200,7 @@ def _with_factors(
     second: nn.Linear | nn.Conv2d,
     weights: LowRankSolution,
 ) -> nn.Module:
-    """Return the layer with two new ones as its factors, which get the weights; the first only where one weight is
-    all.
-    """
+    """Return the layer with two new factors, which get the weights; only the first factor if there is one weight."""
     is_trained, bias = layer.first.weight.requires_grad, _like(layer.bias, weights.bias)
     first.weight = nn.Parameter(weights.first.contiguous(), is_trained)
     if weights.second is None:
@@ -215,7 +214,7 @@ def _with_factors(
 
 
 def _empty_linear(in_features: int, out_features: int) -> nn.Linear:
-    """Without values, which are put in: nothing is drawn."""
+    """Return a linear layer on meta, so that no values are drawn; the weights are set afterwards."""
     return nn.Linear(in_features, out_features, bias=False, device="meta")
 
 
@@ -238,7 +237,7 @@ def _empty_point(in_channels: int, out_channels: int) -> nn.Conv2d:
 
 
 def _like(old: Tensor | None, new: Tensor | None) -> nn.Parameter | None:
-    """Return a new value for a bias; one where there was none trains."""
+    """Return a parameter with the new value of a bias; a bias that did not exist before is trained."""
     return None if new is None else nn.Parameter(new.clone(), old is None or old.requires_grad)
 
 
@@ -249,7 +248,7 @@ def _check_latent(where: str, latent: int, weight: Tensor) -> None:
 
 
 def _new_rank(where: str, rank: float, in_width: int, width: int) -> int:
-    # Written so that NaN and infinity are refused before they are rounded.
+    # Written so that NaN and infinity are rejected before they are rounded.
     if not 0 < rank < width + 1:
         raise ValueError(f"{where}.with_rank: expected a rank above 0, at most the layer's {width}, got {rank!r}")
     return int(rank) if rank >= 1 else min(max(1, int(rank * in_width)), width)

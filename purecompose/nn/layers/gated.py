@@ -19,15 +19,15 @@ __all__ = ["GatedLinearUnit"]
 
 
 class GatedLinearUnit(nn.Module):
-    """(..., d) to (..., d_ff), the product of an activated and a plain linear layer.
+    """Layer from (..., d) to (..., d_ff), the product of an activated and a plain linear layer.
 
     Args:
         features: d.
         width: d_ff.
-        act: The gate's activation, a module or a function. The sigmoid makes it the GLU of the first paper, GELU GEGLU,
-            SiLU SwiGLU, and `nn.Identity()` the bilinear layer.
-        gate_bias: Whether the gate has a bias.
-        linear_bias: Whether the linear layer has a bias.
+        act: The gate's activation, a module or a function: the sigmoid for GLU, GELU for GEGLU, SiLU for SwiGLU, and
+            `nn.Identity()` for the bilinear layer.
+        gate_bias: True to give the gate a bias.
+        linear_bias: True to give the linear layer a bias.
 
     Attributes:
         gate: G, (d, d_ff).
@@ -35,7 +35,7 @@ class GatedLinearUnit(nn.Module):
         act: The gate's activation.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or a size below 1.
+        TypeError, ValueError: A setting is of the wrong kind, or a size is below 1.
 
     Example:
         >>> import torch
@@ -66,5 +66,5 @@ class GatedLinearUnit(nn.Module):
         self.act = act
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., d) to (..., d_ff)."""
+        """Map (..., d) to (..., d_ff)."""
         return self.act(self.gate(input)) * self.linear(input)

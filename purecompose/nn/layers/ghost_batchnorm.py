@@ -1,4 +1,4 @@
-"""Batch normalisation by the statistics of parts of the batch.
+"""Batch normalisation with the statistics of parts of the batch.
 
 References:
     Elad Hoffer, Itay Hubara, Daniel Soudry: Train longer, generalize better. NeurIPS 2017.
@@ -23,14 +23,14 @@ _KINDS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 
 
 def check_momentum(batchnorm: _BatchNorm, where: str) -> None:
-    """Refuse running statistics that are means over all batches, not steps.
+    """Reject running statistics that are means over all batches instead of exponential averages.
 
     Args:
         batchnorm: The layer.
-        where: Who refuses it.
+        where: Name of the caller, which begins the message.
 
     Raises:
-        ValueError: It has running statistics and `momentum=None`.
+        ValueError: The layer has running statistics and `momentum=None`.
     """
     if batchnorm.momentum is None and batchnorm.track_running_stats:
         raise ValueError(
@@ -52,21 +52,21 @@ def _has_act(module: nn.Module) -> bool:
 
 
 class GhostBatchNorm(Wrapping):
-    """A batch normalisation that takes a batch in ceil(B / g) parts of equal size, or with one example less.
+    """A batch normalisation that splits a batch into ceil(B / g) parts, whose sizes differ by at most one example.
 
-    Where the batch's own statistics count, each part has its own, and the running ones take a step with
-    momentum / parts for each, in order. By running statistics it is the batch normalisation that it holds.
-    What that tells of itself can be read here, too: `weight`, `num_features`.
+    When the batch's own statistics are used, each part is normalised by its own, and the running ones are updated with
+    momentum / parts for each part, in order. When running statistics are used, it is the wrapped batch normalisation.
+    The public attributes of the latter, such as `weight` and `num_features`, can be read here, too.
 
     Attributes:
-        batchnorm: The layer that was given.
+        batchnorm: The given layer.
         ghost_batch_size: g, the greatest number of examples that are normalised together.
 
     Raises:
-        TypeError: Not an `nn.BatchNorm1d`, `2d` or `3d`, nor timm's `BatchNormAct2d`; or one with a forward of its
-            own, hooks or parametrized tensors.
-        ValueError: A size below 1; a layer with `momentum=None` and running statistics: these are means over all
-            batches, not steps.
+        TypeError: The layer is neither an `nn.BatchNorm1d`, `2d` or `3d` nor timm's `BatchNormAct2d`; or it has its own
+            forward, hooks or parametrized tensors.
+        ValueError: The size is below 1; or the layer has `momentum=None` and running statistics, which are then means
+            over all batches.
     """
 
     _held = "batchnorm"
@@ -84,7 +84,7 @@ class GhostBatchNorm(Wrapping):
         self._has_act = _has_act(batchnorm)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the shape of the input."""
+        """Return the normalised input, in the same shape."""
         norm: Any = self.batchnorm
         num_parts = -(-input.shape[0] // self.ghost_batch_size)
         has_own = norm.training or norm.running_mean is None
@@ -93,7 +93,7 @@ class GhostBatchNorm(Wrapping):
         norm._check_input_dim(input)
         mean, variance, step = None, None, 0.0
         if norm.training and norm.track_running_stats:
-            assert norm.momentum is not None  # __init__ has refused it
+            assert norm.momentum is not None  # __init__ has checked it
             mean, variance, step = norm.running_mean, norm.running_var, norm.momentum / num_parts
             if norm.num_batches_tracked is not None:
                 norm.num_batches_tracked.add_(num_parts)

@@ -1,8 +1,8 @@
 """Normalisations that compute in half precision where the network does.
 
-Under autocast torch runs layer and group normalisation in float32, and what follows reads and writes twice the memory.
-These take what autocast would have taken for a product, and give the same; their sums are still in float32, inside of
-torch's kernels. Names, shapes and numbers of weights are those of the layers in whose place they stand.
+Under autocast torch runs layer and group normalisation in float32, so the next operations read and write twice the
+memory. These layers compute in the dtype that autocast uses for matrix products; their sums are still in float32,
+inside torch's kernels. Their weights have the names and shapes of those of the layers that they replace.
 """
 
 import torch
@@ -16,17 +16,15 @@ __all__ = ["LowPrecisionGroupNorm", "LowPrecisionLayerNorm"]
 
 
 class LowPrecisionLayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` in autocast's dtype where autocast is on; where it is not, `nn.LayerNorm` itself."""
+    """`nn.LayerNorm` that computes in autocast's dtype if autocast is on; otherwise plain `nn.LayerNorm`."""
 
     @classmethod
     def of(cls, norm: nn.LayerNorm) -> "LowPrecisionLayerNorm":
-        """Return the layer with the attributes and weights of another one, its subclass's included: the same
-        `Parameter`s.
-        """
+        """Return a layer with the attributes of `norm`, including those of a subclass, and the same `Parameter`s."""
         return recast(norm, cls)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., normalized_shape) to the same shape."""
+        """Map (..., normalized_shape) to the same shape."""
         dtype = _low(input)
         if dtype is None:
             return super().forward(input)
@@ -36,17 +34,15 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
 
 
 class LowPrecisionGroupNorm(nn.GroupNorm):
-    """`nn.GroupNorm` in autocast's dtype where autocast is on; where it is not, `nn.GroupNorm` itself."""
+    """`nn.GroupNorm` that computes in autocast's dtype if autocast is on; otherwise plain `nn.GroupNorm`."""
 
     @classmethod
     def of(cls, norm: nn.GroupNorm) -> "LowPrecisionGroupNorm":
-        """Return the layer with the attributes and weights of another one, its subclass's included: the same
-        `Parameter`s.
-        """
+        """Return a layer with the attributes of `norm`, including those of a subclass, and the same `Parameter`s."""
         return recast(norm, cls)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C, ...) to the same shape."""
+        """Map (N, C, ...) to the same shape."""
         dtype = _low(input)
         if dtype is None:
             return super().forward(input)
@@ -56,7 +52,7 @@ class LowPrecisionGroupNorm(nn.GroupNorm):
 
 
 def _low(input: Tensor) -> torch.dtype | None:
-    """Return the dtype in which autocast would have multiplied the input: float64 it leaves alone."""
+    """Return the dtype that autocast would use to multiply the input; `None` if it is off, and for float64."""
     kind = input.device.type
     if input.dtype is torch.float64 or not torch.amp.is_autocast_available(kind):
         return None

@@ -1,12 +1,13 @@
-"""Matrices and convolutions as products of two thinner ones: the closest by the weights, and by what they do to data.
+"""Matrices and convolutions as products of two thinner ones: the closest in their weights, or in their outputs on data.
 
-By the weights: the truncated singular value decomposition. By data, inputs X (n, in) and wanted outputs Y (n, out):
+Closest in the weights: the truncated singular value decomposition. Closest on data, with inputs X (n, in) and wanted
+outputs Y (n, out):
 
     minimise  || Y - (X A B + b) ||      over A (in, k), B (k, out) and b (out,)
 
-by turns: B is the least-squares solution of X A against Y, and A = S B^+, with S that of X against Y. Each turn is the
-best one for what the other left, so that the error never grows. Data are centred first where there is a bias, which
-makes it the best one for each A B.
+in turns: B is the least-squares solution of X A B = Y, and A = S B^+, where S is the least-squares solution of X S = Y.
+Each turn is optimal given the other factor, so that the error never grows. If there is a bias, data are centred first,
+which makes the bias optimal for each A B.
 
 References:
     Xiangyu Zhang, Jianhua Zou, Kaiming He, Jian Sun: Accelerating Very Deep Convolutional Networks for Classification
@@ -34,18 +35,18 @@ Pair = int | tuple[int, int]
 
 
 class LowRankSolution(NamedTuple):
-    """Two factors in a layer's place, or one."""
+    """Two factors that replace a layer, or one."""
 
     first: Tensor
-    """(in, k), or (k, in, h, w) of a convolution; with no second factor its own k is the number of outputs."""
+    """First factor, (in, k), or (k, in, h, w) for a convolution; without a second, k is the number of outputs."""
     second: Tensor | None
-    """(k, out), or (out, k, 1, 1); `None` where one factor takes no more multiplications than two."""
+    """Second factor, (k, out), or (out, k, 1, 1); `None` if one factor takes no more multiplications than two."""
     bias: Tensor | None
-    """(out,); `None` where there was none."""
+    """Bias, (out,); `None` if there was none."""
     rank: int
-    """k, or -1 where nothing was factorized: one factor, or those that were given."""
+    """k, or -1 if nothing was factorized: `first` is the only factor, or the given factors were kept."""
     nmse: float
-    """What is left of the outputs' squared deviation from their mean, or without bias from 0: 0 is a perfect fit."""
+    """Squared error divided by the outputs' squared deviation from their mean, or without bias from 0."""
 
 
 def max_latent(module: nn.Linear | nn.Conv2d) -> int:
@@ -70,16 +71,16 @@ def factorizing_could_speedup(module: nn.Linear | nn.Conv2d, latent: int) -> boo
 
 
 def split_weight(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the two factors whose product is the closest to a matrix of all of a rank, by its singular values.
+    """Return two factors whose product is the closest to a matrix among all of a given rank, by its singular values.
 
     Args:
         weight: (out, in), floating.
         rank: k, from 1 to min(out, in).
 
     Returns:
-        (k, in) and (out, k), contiguous, each with the square roots of the singular values. Where a value is next to
-        nothing, the first has a row like the others, and what is small is in the second: two rows of zeros would have
-        no gradient, and never train.
+        (k, in) and (out, k), contiguous, each scaled by the square roots of the singular values. If a singular value is
+        almost zero, the first factor has a row of the usual norm and only the second is small: if both were zero, they
+        would have no gradient and would never train.
 
     Example:
         >>> first, second = split_weight(torch.eye(3), 3)
@@ -103,27 +104,27 @@ def factorize_matrix(
     rank: float = 0.25,
     n_iters: int = 3,
 ) -> LowRankSolution:
-    """Return the product of a rank that comes closest to some outputs on some inputs, starting from a product that is
-    there.
+    """Return the product of a given rank that is closest to some outputs on some inputs, starting from the given
+    factors.
 
     Args:
         inputs: X, (n, in), floating.
-        outputs: Y, (n, out), with all that a bias adds.
-        first: (in, out), or (in, j) of a product.
-        second: (j, out).
-        bias: (out,); its values do not matter. Where it is given, one is fitted, else there is none.
-        rank: k, a number of at least 1, or below 1 a share of the input's width, at most j.
-        n_iters: How many turns each factor has. 0 keeps the singular value decomposition of what is there, and fits the
-            bias only.
+        outputs: Y, (n, out), including the bias.
+        first: The matrix, (in, out), or the first factor of a product, (in, j).
+        second: The second factor, (j, out).
+        bias: (out,); its values do not matter. If it is given, a bias is fitted, else there is none.
+        rank: k, a number of at least 1, or below 1 a fraction of the input's width, at most j.
+        n_iters: Number of turns for each factor. 0 keeps the singular value decomposition of the given product, and
+            only fits the bias.
 
     Returns:
-        The factors and the bias, of the dtype and on the device of `first`. One factor, the least-squares solution,
-        where k is at least the width of inputs or outputs; what was given where k is at least j. Computed in
-        float64.
+        The factors and the bias, in the dtype and on the device of `first`. If k is at least the width of inputs or
+        outputs, there is one factor, the least-squares solution; if k is at least j, the given factors are returned.
+        Computed in float64.
 
     Raises:
-        RuntimeError: Inputs, outputs or a factor are not matrices, or do not fit each other.
-        ValueError: A rank that is not above 0, or fewer than 0 turns.
+        RuntimeError: Inputs, outputs or a factor are not matrices, or their shapes do not match.
+        ValueError: The rank is not above 0, or the number of turns is negative.
 
     Example:
         >>> inputs, weight = torch.eye(4), torch.diag(torch.tensor([3.0, 2.0, 0.0, 0.0]))
@@ -152,7 +153,7 @@ def factorize_matrix(
     for _ in range(n_iters):
         b = _least_squares(x_c @ a, y_c)
         a = _least_squares(b.T, best.T).T
-    found = split_weight((a @ b).T, k)  # the same product, in factors that train
+    found = split_weight((a @ b).T, k)  # the same product, in factors that can be trained
     a, b = found[0].T, found[1].T
     return _solved(a, b, k, x, y, has_bias, first)
 
@@ -171,26 +172,26 @@ def factorize_conv2d(
     dilation: Pair = 1,
     groups: int = 1,
 ) -> LowRankSolution:
-    """Return the same for a convolution: a product of a rank that does to the patches of some inputs what it does.
+    """Return the product of a given rank that is closest to a convolution on the patches of some inputs.
 
     Args:
         inputs: (N, C, H, W), floating.
-        first: (out, C, h, w), or (j, C, h, w) of a product.
-        second: (out, j, 1, 1).
-        rank: As in `factorize_matrix`, a share of C h w.
-        first_bias: (out,), or (j,) of a product.
-        second_bias: (out,), of a product.
+        first: The weight, (out, C, h, w), or the first weight of a product, (j, C, h, w).
+        second: The second weight of a product, (out, j, 1, 1).
+        rank: As in `factorize_matrix`; below 1 a fraction of C h w.
+        first_bias: (out,), or (j,) for a product.
+        second_bias: (out,), only for a product.
         n_iters: As in `factorize_matrix`.
-        stride, padding, dilation: Of the (first) convolution, with zeros around the inputs.
-        groups: 1.
+        stride, padding, dilation: Settings of the (first) convolution, with zeros around the inputs.
+        groups: Has to be 1.
 
     Returns:
-        Factors (k, C, h, w) and (out, k, 1, 1), and one bias behind both, if there was any.
+        Factors (k, C, h, w) and (out, k, 1, 1), and one bias after both, if there was any.
 
     Raises:
-        NotImplementedError: A convolution of several groups.
-        RuntimeError: A second bias without a second factor, or shapes that do not fit.
-        ValueError: As `factorize_matrix`.
+        NotImplementedError: The convolution has several groups.
+        RuntimeError: There is a second bias without a second factor, or shapes do not match.
+        ValueError: As for `factorize_matrix`.
     """
     if groups != 1:
         raise NotImplementedError(f"factorize_conv2d: expected groups=1, got {groups}; take the groups one by one")
@@ -226,7 +227,7 @@ def _exact(tensor: Tensor) -> Tensor:
 def _scales(values: Tensor) -> Tensor:
     """Return the norms of the first factor's rows, from singular values in descending order."""
     is_there = values > 1e-6 * values[0]
-    # Of a matrix of zeros as long as those of a new layer are.
+    # For a matrix of zeros, the scale is that of a new layer's initial weights.
     usual = values[is_there].sqrt().mean() if is_there.any() else values.new_tensor(3**-0.5)
     return torch.where(is_there, values.sqrt(), usual)
 
@@ -242,7 +243,7 @@ def _centred(x: Tensor, y: Tensor, has_bias: bool) -> tuple[Tensor, Tensor]:
 
 
 def _least_squares(x: Tensor, y: Tensor) -> Tensor:
-    """Return the smallest of the closest: patches overlap, and dead units give columns of zeros."""
+    """Return the least-squares solution of smallest norm; x may be singular, since patches overlap and units die."""
     if x.device.type == "cpu":
         return torch.linalg.lstsq(x, y, driver="gelsd").solution
     return torch.linalg.pinv(x) @ y
@@ -262,7 +263,7 @@ def _solved(
 def _nmse(x: Tensor, y: Tensor, product: Tensor, bias: Tensor | None) -> float:
     left = y - x @ product - (0 if bias is None else bias)
     total = (y if bias is None else y - y.mean(0)).square().sum().item()
-    # Outputs that do not vary leave nothing to divide by.
+    # If the outputs do not vary, the total is 0, and the error is not divided.
     return left.square().sum().item() / (total or 1.0)
 
 

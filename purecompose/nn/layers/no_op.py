@@ -10,18 +10,18 @@ __all__ = ["NoOpModel"]
 
 _INDICES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FEWEST = 10
-"""Scores of so many classes at least, as metrics of the best few want."""
+"""Smallest number of classes in scores; top-k metrics need several."""
 
 
 class NoOpModel(nn.Module):
-    """Multiplies targets by a weight, which begins at 1.5; in evaluation it gives them back.
+    """Network that multiplies targets by a weight, initially 1.5, in training, and returns them in evaluation.
 
     Args:
-        has_classes: Whether integer targets come back as scores of classes, 1 for the target's and 0 for others, which
-            is what metrics of classification take.
+        has_classes: True to return integer targets, in evaluation, as scores of classes, 1 for the target's class and 0
+            for others, which metrics of classification take.
 
     Attributes:
-        weight: (), the only parameter.
+        weight: The only parameter, shape ().
 
     Example:
         >>> NoOpModel(has_classes=True).eval()(torch.tensor([3, 1])).argmax(dim=1)
@@ -37,7 +37,7 @@ class NoOpModel(nn.Module):
         """Map any shape and dtype to the same shape, floating in training; scores are (N, C, ...), floating.
 
         Raises:
-            TypeError: Targets that are not a tensor.
+            TypeError: The targets are not a tensor.
         """
         if not isinstance(targets, Tensor):
             raise TypeError(
@@ -50,6 +50,6 @@ class NoOpModel(nn.Module):
         return self._scores(targets) if is_index else targets
 
     def _scores(self, targets: Tensor) -> Tensor:
-        indices = targets.long().clamp(min=0)  # what is ignored is below
+        indices = targets.long().clamp(min=0)  # ignored targets are negative
         num = max(_FEWEST, int(indices.max()) + 1 if indices.numel() else 0)
         return F.one_hot(indices, num).movedim(-1, 1).to(self.weight)

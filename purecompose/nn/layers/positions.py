@@ -1,4 +1,4 @@
-"""Attention with linear biases in place of position embeddings.
+"""Attention with linear biases instead of position embeddings.
 
     attention logits of head h:   q_i k_j / sqrt(d) - m_h |i - j|
 
@@ -24,12 +24,12 @@ def alibi_slopes(
 ) -> Tensor:
     """Return the slope of each head, m_h = 2^(-8 h / H), h = 1 ... H.
 
-    Where H is not a power of two: those of the next smaller power, then every second one of the next greater.
+    If H is not a power of two: the slopes for the next smaller power, then every second one for the next greater.
 
     Args:
         num_heads: H.
-        dtype: Of the result, a floating one.
-        device: Of the result.
+        dtype: Floating dtype of the result.
+        device: Device of the result.
 
     Returns:
         (H,), each between 0 and 1.
@@ -42,7 +42,7 @@ def alibi_slopes(
         [0.25, 0.0625, 0.015625, 0.00390625]
     """
     power = 2 ** (check_whole(num_heads, "alibi_slopes: num_heads", 1).bit_length() - 1)
-    # Computed where they are needed: a tensor made of Python's numbers would be copied to the device in every step.
+    # Computed on the device, because a tensor of Python's numbers would be copied to the device in every step.
     wide = torch.promote_types(dtype, torch.float32)
     first = torch.arange(1, power + 1, dtype=wide, device=device) * (-8 / power)
     between = (2 * torch.arange(num_heads - power, dtype=wide, device=device) + 1) * (-4 / power)
@@ -61,16 +61,16 @@ def alibi_bias(
 ) -> Tensor:
     """Return the bias of attention's logits, -m_h |i - j|.
 
-    Computed from the lengths, it has no size of its own: that of a shorter sequence is a corner of that of a longer.
+    It is computed for any lengths: the bias for a shorter sequence is a corner of the bias for a longer one.
 
     Args:
         num_heads: H.
         length: L, the number of keys.
-        is_causal: Whether keys after the query get -inf, so that no other mask is needed.
-        first_query: The place of the first query among the keys, an int or a tensor ().
+        is_causal: True to give keys after the query -inf, so that no other mask is needed.
+        first_query: Position of the first query among the keys, an int or a tensor ().
         num_queries: Q, by default L.
-        dtype: Of the result, which is computed in float32 at least.
-        device: Of the result.
+        dtype: Dtype of the result, which is computed in float32 or wider.
+        device: Device of the result.
 
     Returns:
         (H, Q, L): head, query, key.
@@ -84,7 +84,7 @@ def alibi_bias(
     """
     num_queries = length if num_queries is None else num_queries
     for role, value in (("length", length), ("first_query", first_query), ("num_queries", num_queries)):
-        if not isinstance(value, torch.SymInt | Tensor):  # whose value is not to be asked for
+        if not isinstance(value, torch.SymInt | Tensor):  # their values must not be read
             check_whole(value, f"alibi_bias: {role}", 0)
     queries = (torch.arange(num_queries, device=device) + first_query).unsqueeze(1)
     ahead = torch.arange(length, device=device) - queries
@@ -94,7 +94,7 @@ def alibi_bias(
 
 
 class AlibiAttention(SelfAttention):
-    """`SelfAttention` with linear biases, of its parameters and settings.
+    """`SelfAttention` with linear biases, and with the given layer's parameters and settings.
 
     Args:
         attention: The layer; its `qkv` and `out` are shared.
@@ -110,13 +110,13 @@ class AlibiAttention(SelfAttention):
         self.qkv, self.out = attention.qkv, attention.out
 
     def bias(self, query: Tensor) -> Tensor:
-        """(H, L, L)."""
+        """Return the bias, (H, L, L)."""
         length = query.shape[-2]
         return alibi_bias(self.num_heads, length, is_causal=self.is_causal, dtype=query.dtype, device=query.device)
 
 
 class NoPositions(nn.Module):
-    """In place of an embedding of positions: zero, for sequences of any length.
+    """Replacement for a position embedding that returns zero, for sequences of any length.
 
     Example:
         >>> torch.ones(2, 3) + NoPositions()(torch.arange(3))

@@ -18,18 +18,18 @@ __all__ = ["SqueezeExcite2d", "SqueezeExciteConv2d"]
 
 
 class SqueezeExcite2d(nn.Module):
-    """Weighs the channels of (N, C, H, W) or (C, H, W).
+    """Layer that weights the channels of (N, C, H, W) or (C, H, W).
 
     Args:
         num_features: C.
-        latent_channels: How wide the layer between is: a number of at least 1, or a share of C.
+        latent_channels: Width of the hidden layer: a number of at least 1, or below 1 a fraction of C.
 
     Attributes:
         squeeze: W1, (width, C).
         excite: W2, (C, width).
 
     Raises:
-        TypeError, ValueError: Numbers of the wrong kind or out of range, such as a width of 64.5.
+        TypeError, ValueError: A number is of the wrong kind or out of range, such as a width of 64.5.
     """
 
     def __init__(self, num_features: int, latent_channels: float = 0.125) -> None:
@@ -40,22 +40,22 @@ class SqueezeExcite2d(nn.Module):
         self.excite = nn.Linear(width, num_features, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the shape of the input."""
+        """Return the weighted input, in the same shape."""
         attention = self.excite(self.squeeze(input.mean((-2, -1))).relu()).sigmoid()
         return input * attention[..., None, None]
 
 
 class SqueezeExciteConv2d(Wrapping):
-    """A convolution, and a `SqueezeExcite2d` behind it.
+    """A convolution followed by a `SqueezeExcite2d`.
 
-    What the convolution tells of itself can be read here, too: `weight`, `in_channels`.
+    The convolution's public attributes, such as `weight` and `in_channels`, can be read here, too.
 
     Attributes:
-        conv: The convolution that was given.
+        conv: The given convolution.
         se: The attention.
 
     Raises:
-        TypeError, ValueError: No `nn.Conv2d`, or as `SqueezeExcite2d`.
+        TypeError, ValueError: `conv` is not an `nn.Conv2d`; or as for `SqueezeExcite2d`.
     """
 
     _held = "conv"

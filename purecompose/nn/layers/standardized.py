@@ -37,10 +37,10 @@ def standardized(weight: Tensor) -> Tensor:
         weight: (out, ...), floating.
 
     Returns:
-        Shape and dtype of the weight; zeros for a filter of one number, or of equal ones.
+        A tensor of the weight's shape and dtype; zeros for a filter of a single number or of equal numbers.
 
     Raises:
-        ValueError: A weight of fewer than two dimensions.
+        ValueError: The weight has fewer than two dimensions.
 
     Example:
         >>> standardized(torch.tensor([[1.0, 3.0]]))
@@ -49,24 +49,24 @@ def standardized(weight: Tensor) -> Tensor:
     if weight.ndim < 2:
         raise ValueError(f"standardized: expected a weight (out, ...), got shape {tuple(weight.shape)}")
     wide = weight if weight.dtype == torch.float64 else weight.float()
-    dims = tuple(range(1, wide.ndim))  # not flattened: strides, channels last among them, stay
+    dims = tuple(range(1, wide.ndim))  # not flattened, which keeps strides such as channels last
     centred = wide - wide.mean(dims, keepdim=True)
     scale = (centred.square().mean(dims, keepdim=True) + _EPS).rsqrt()
     return (centred * scale).to(weight.dtype)
 
 
 class _Standardized:
-    """What the three have in common: the stored weight trains, the standardized one computes."""
+    """Common part of the three classes: the stored weight is trained, the standardized one is used."""
 
     _plain: ClassVar[type[nn.Module]]
-    """What it was made of."""
+    """Class of the convolution that was standardized."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         forward: Any = super()
         return forward._conv_forward(input, standardized(weight), bias)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """By the class that it was made of, since those for subclasses have no name that can be imported."""
+        """Pickle by the class that was standardized, because the classes made for subclasses cannot be imported."""
         _, _, *rest = super().__reduce_ex__(protocol)  # pyright: ignore[reportGeneralTypeIssues]
         return _empty, (self._plain,), *rest
 
@@ -99,9 +99,9 @@ def standardized_conv(conv: nn.Module) -> nn.Module | None:
     """Return a convolution with the same parameters and settings, and standardized filters.
 
     Returns:
-        One of the three; of a subclass, one that is of this subclass as well. `None` for what is not an `nn.Conv1d`,
-        `2d` or `3d`, for one that is standardized, one with a forward of its own, hooks or parametrized tensors, and
-        for weights that are not floating.
+        One of the three classes; for a subclass, an instance of both it and the subclass. `None` if this is not an
+        `nn.Conv1d`, `2d` or `3d`, if it is already standardized, has its own forward, hooks or parametrized tensors, or
+        if its weight is not floating.
     """
     kind = next((kind for kind in STANDARDIZED if isinstance(conv, kind)), None)
     if kind is None or isinstance(conv, _Standardized):
@@ -114,15 +114,15 @@ def standardized_conv(conv: nn.Module) -> nn.Module | None:
 
 
 def plain_conv(conv: nn.Module, *, is_baked: bool = False) -> nn.Module | None:
-    """Return a convolution of the class that a standardized one was made of.
+    """Return a convolution of the original class from a standardized one.
 
     Args:
         conv: The convolution.
-        is_baked: Whether the filters become the standardized ones, in a parameter of their own, so that the same is
-            computed; otherwise the parameters stay, and compute with the filters as they are stored.
+        is_baked: True to store the standardized filters in a new parameter, so that the same function is computed;
+            False to keep the parameters, so that the filters are used as they are stored.
 
     Returns:
-        `None` for what is not a standardized convolution.
+        The convolution, or `None` if `conv` is not a standardized convolution.
     """
     if not isinstance(conv, _Standardized):
         return None
@@ -135,7 +135,7 @@ def plain_conv(conv: nn.Module, *, is_baked: bool = False) -> nn.Module | None:
 
 @functools.cache
 def _standardized_class(plain: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of standardized convolutions for a class of convolutions: of a subclass, one that is both."""
+    """Return the standardized form of a class of convolutions; for a subclass, a class that inherits from both."""
     kind = next(kind for base, kind in STANDARDIZED.items() if issubclass(plain, base))
     if plain in STANDARDIZED:
         return kind

@@ -1,13 +1,13 @@
 """Stochastic depth: residual blocks whose branch is dropped at random in training.
 
-With a block act(F(x) + S(x)), F its branch and S its shortcut, and the rate p at which the branch is left out:
+With a block act(F(x) + S(x)), F its branch and S its shortcut, and the rate p at which the branch is dropped:
 
-    "block", in training     act(b F(x) + S(x)), one b for the whole batch, 1 with probability 1 - p
-                             where b = 0 and S is the identity: x itself
+    "block", in training     act(b F(x) + S(x)), one b for the whole batch, 1 with probability 1 - p;
+                             if b = 0 and S is the identity: x itself
     "sample", in training    act(b_n F(x)_n + S(x)_n), one b_n for each example
     in evaluation            act((1 - p) F(x) + S(x))
 
-A block of a transformer has two such steps, one after the other: each is left out by a draw of its own, both with p.
+A transformer's block has two such steps, one after the other: each is dropped by a separate draw, both with rate p.
 
 References:
     Gao Huang, Yu Sun, Zhuang Liu, Daniel Sedra, Kilian Weinberger: Deep Networks with Stochastic Depth. ECCV 2016.
@@ -28,7 +28,7 @@ from purecompose.nn.layers._forms import has_hooks
 
 __all__ = ["DropPath", "Residual", "StochasticDepth", "drop_paths", "residuals"]
 
-# The branches of torchvision's residual networks, and of those that took them for a model.
+# The branches of torchvision's residual networks, and of others with the same names.
 _CONVOLUTIONS = (
     ("conv1", "bn1", "relu", "conv2", "bn2", "relu", "conv3", "bn3"),
     ("conv1", "bn1", "relu", "conv2", "bn2"),
@@ -39,32 +39,32 @@ _BRANCHES = (("norm1", "attention"), ("norm2", "feed_forward"))
 
 
 class Residual(NamedTuple):
-    """What one step act(F(x) + S(x)) of a block consists of."""
+    """Modules of one step act(F(x) + S(x)) of a block."""
 
     branch: tuple[nn.Module, ...]
-    """F, one after the other."""
+    """Modules of F, applied one after the other."""
     shortcut: nn.Module | None
-    """S; `None` for the identity."""
+    """Module of S; `None` for the identity."""
     act: nn.Module | None
-    """`None` for the identity."""
+    """Activation; `None` for the identity."""
 
 
 def residuals(block: nn.Module) -> tuple[Residual, ...]:
-    """Return the steps of a residual block, one after the other, known by the names of its children; `()` for other
-    modules.
+    """Return the steps of a residual block in order, recognized by the names of its children; `()` for other modules.
 
-    Blocks of one step have either a `branch` and a `shortcut`, and perhaps a `relu`, or the children of torchvision's
-    `BasicBlock` (conv1, bn1, conv2, bn2, relu, downsample) or `Bottleneck` (and conv3, bn3), and no others. The steps
-    of the latter two are defined in this order: where normalisation comes first, so it does in the forward, presumably.
+    Blocks of one step have either a `branch` and a `shortcut`, and optionally a `relu`, or the children of
+    torchvision's `BasicBlock` (conv1, bn1, conv2, bn2, relu, downsample) or `Bottleneck` (also conv3, bn3), and no
+    others. In the last two, convolutions and norms have to be defined in this order: if norms are defined first, the
+    forward presumably applies them first.
 
     Blocks of two steps are x + dropout(attention(norm1(x))), then the same with norm2 and feed_forward, as in
-    `purecompose.models`: they have children of these names, perhaps without dropout, and no others. Each norm is
-    defined before what follows it: where it comes after, so it does in the forward, presumably. The forwards of the
-    block, the attention and the feed-forward part take one argument each: others, such as a mask, would be lost. The
-    blocks of `torch.nn` and of Hugging Face's networks are not known: they have other names, masks and caches.
+    `purecompose.models`: they have children of these names, dropout being optional, and no others. Each norm has to be
+    defined before the layer that follows it: otherwise the forward presumably applies it afterwards. The forwards of
+    the block, the attention and the feed-forward part take one argument each: others, such as a mask, would be lost.
+    The blocks of `torch.nn` and of Hugging Face's networks are not recognized: they have other names, masks and caches.
 
-    Blocks with parameters, buffers or hooks of their own, or with a forward put on the instance, are not known: what
-    these do would be lost.
+    Blocks with their own parameters, buffers or hooks, or with a forward set on the instance, are not recognized,
+    because their effects would be lost.
 
     Example:
         >>> block = nn.Module()
@@ -81,11 +81,11 @@ def residuals(block: nn.Module) -> tuple[Residual, ...]:
 
 
 def drop_paths(block: nn.Module) -> tuple[str, ...]:
-    """Return the names of the attributes by which a block of timm or Hugging Face leaves out its branches.
+    """Return the names of the attributes by which a block of timm or Hugging Face drops its branches.
 
     Such a block passes each branch through `self.drop_path`, or `drop_path1`, `drop_path2` and so on: a module of a
-    class called `DropPath` (or `...DropPath`), or where nothing is left out an `nn.Identity` or `None`. Those that are
-    `DropPath` of this module already do not count.
+    class called `DropPath` (or `...DropPath`), or, where nothing is dropped, an `nn.Identity` or `None`. Attributes
+    that are already a `DropPath` of this module do not count.
 
     Example:
         >>> block = nn.Module()
@@ -104,13 +104,13 @@ def _is_drop_path(value: Any) -> bool:
 
 
 class DropPath(nn.Module):
-    """A branch that is left out at random; takes the place of a `drop_path` of timm or Hugging Face.
+    """Layer that drops a branch at random; it replaces a `drop_path` of timm or Hugging Face.
 
         in training      b x, with b = 1 with probability 1 - p, else 0
         in evaluation    (1 - p) x
 
     Args:
-        method: "block" for one decision for the batch, "sample" for one for each example.
+        method: "block" for one decision per batch, "sample" for one per example.
         drop_rate: p, in [0, 1].
 
     Attributes:
@@ -126,7 +126,7 @@ class DropPath(nn.Module):
         self.register_buffer("drop_rate", torch.tensor(float(drop_rate)))
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, ...) to the same."""
+        """Map (N, ...) to the same shape."""
         if not self.training:
             return (1 - self.drop_rate).to(input.dtype) * input
         if self.method == "block":
@@ -146,26 +146,26 @@ def _check_settings(where: str, method: str, drop_rate: float) -> None:
 
 
 class StochasticDepth(nn.Module):
-    """A residual block whose branches are left out at random; its children have the names they had.
+    """A residual block whose branches are dropped at random; its children keep their names.
 
     Args:
-        block: A block whose steps `residuals` knows.
-        method: "block" for one decision for the batch, "sample" for one for each example; each branch has its own.
+        block: A block whose steps `residuals` recognizes.
+        method: "block" for one decision per batch, "sample" for one per example; decisions differ between branches.
         drop_rate: p, in [0, 1].
 
     Attributes:
-        drop_rate: p, a buffer, 0-d float32. A surgery gives what it makes the dtype of the block's parameters, this
-            as well: in a network of bfloat16 parameters 0.1 becomes 0.10009765625.
+        drop_rate: p, a buffer, 0-d float32. A surgery converts the modules that it creates to the dtype of the block's
+            parameters, including this buffer: in a network with bfloat16 parameters 0.1 becomes 0.10009765625.
 
     Raises:
-        TypeError: Not such a block, or a rate that is not a number.
-        ValueError: Another method, or a rate out of range.
+        TypeError: `block` is not such a block, or the rate is not a number.
+        ValueError: The method is unknown, or the rate is out of range.
 
     Note:
-        In training the branch is always computed, and before the shortcut, which so gets what a branch that works in
-        place has made of the input. Where "block" leaves it out, what it has done to its buffers (batch statistics)
-        is taken back. Gradients through a branch that is left out are zeros as long as what it computes is finite: zero
-        times infinity is NaN, so a branch that overflows is seen in the gradients, though not in the outputs.
+        In training the branch is always computed, and before the shortcut, so that the shortcut gets the input as
+        modified by a branch that works in place. If "block" drops it, changes to its buffers (batch statistics) are
+        undone. Gradients through a dropped branch are zeros if its values are finite: zero times infinity is NaN, so a
+        branch that overflows shows in the gradients, though not in the outputs.
     """
 
     drop_rate: Tensor
@@ -183,7 +183,7 @@ class StochasticDepth(nn.Module):
         self.register_buffer("drop_rate", torch.tensor(float(drop_rate)))
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, ...) to what the block gives."""
+        """Map (N, ...) to the shape of the block's output."""
         steps = _steps(self._modules)
         assert steps
         for step in steps:
@@ -220,10 +220,10 @@ def _run(modules: Iterable[nn.Module], value: Tensor) -> Tensor:
 
 
 def _run_if(is_kept: Tensor, modules: Iterable[nn.Module], value: Tensor) -> Tensor:
-    """As `_run`; the modules' buffers change only where the result is kept."""
+    """Run modules in order like `_run`, but change their buffers only if the result is kept."""
     for module in modules:
         buffers = dict(module.named_buffers())
-        # The pass writes into copies: what autograd has saved of them must not change afterwards.
+        # The pass writes into copies, because tensors that autograd has saved must not change afterwards.
         own = {name: buffer.clone() for name, buffer in buffers.items()}
         value = torch.func.functional_call(module, own, (value,)) if own else module(value)
         for name, buffer in buffers.items():
@@ -232,7 +232,7 @@ def _run_if(is_kept: Tensor, modules: Iterable[nn.Module], value: Tensor) -> Ten
 
 
 def _steps(parts: Mapping[str, nn.Module | None]) -> tuple[Residual, ...]:
-    """Return the steps by the names of the children."""
+    """Return the steps, recognized by the names of the children."""
     branch, shortcut = parts.get("branch"), parts.get("shortcut")
     if branch is not None and shortcut is not None and parts.keys() <= {"branch", "shortcut", "relu"}:
         return (Residual((branch,), _unless_identity(shortcut), parts.get("relu")),)
@@ -256,7 +256,7 @@ def _transformer_steps(parts: Mapping[str, nn.Module | None]) -> tuple[Residual,
 
 
 def _takes_one(module: nn.Module) -> bool:
-    """Return whether its forward takes one argument and no more."""
+    """Return whether a module's forward takes exactly one argument."""
     kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
     return len(kinds) == 1 and kinds[0] in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

@@ -16,14 +16,14 @@ def mlp(in_features: int, hidden: int | Sequence[int], num_classes: int, *, drop
     """Return a multi-layer perceptron: flatten, then linear layers with ReLU and dropout between them.
 
     Args:
-        in_features: Numbers per example; the inputs are flattened to this length.
+        in_features: Number of values per example; the inputs are flattened to this length.
         hidden: Width of each hidden layer, one number for one layer; empty for a linear classifier.
         num_classes: Length of the logits.
         dropout: Probability of dropping a hidden value, [0, 1); at 0 there are no dropout layers.
 
     Raises:
-        ValueError: A width below 1 or a dropout outside [0, 1).
-        TypeError: A width that is not an int.
+        ValueError: A width is below 1, or the dropout is outside [0, 1).
+        TypeError: A width is not an int.
 
     Example:
         >>> import torch
@@ -46,7 +46,7 @@ def cnn(
 ) -> nn.Sequential:
     """Return a small convolutional network: four 3x3 convolutions, two max poolings, one linear layer.
 
-    Made for 28x28 digits on a CPU (99 % of MNIST in two epochs), and good from 4x4 pixels up. A pooling
+    Designed for 28x28 digits on a CPU (99 % on MNIST in two epochs), and usable from 4x4 pixels up. A pooling
     follows each of the first two convolutions, and the last convolution has a stride of two.
 
     Args:
@@ -54,10 +54,10 @@ def cnn(
         num_classes: Length of the logits.
         width: Channels of the first convolution; the others have two, four and four times as many.
         dropout: Probability of dropping a feature before the classifier, [0, 1).
-        batch_norm: Whether each convolution is followed by BatchNorm. Without it the network has no buffers.
+        batch_norm: True to follow each convolution by BatchNorm. Without it the network has no buffers.
 
     Raises:
-        ValueError: A size below 1 or a dropout outside [0, 1).
+        ValueError: A size is below 1, or the dropout is outside [0, 1).
 
     Example:
         >>> import torch
@@ -71,7 +71,7 @@ def cnn(
     def stage(channels_in: int, channels_out: int, *, stride: int = 1) -> list[nn.Module]:
         norm = [nn.BatchNorm2d(channels_out)] if batch_norm else []
         conv = nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=not batch_norm)
-        # torch's default start lets the signal fade from layer to layer when no norm restores it.
+        # With torch's default initialization the signal fades from layer to layer if no norm restores it.
         nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
         return [conv, *norm, nn.ReLU()]
 
@@ -81,7 +81,7 @@ def cnn(
         *stage(width, 2 * width),
         nn.MaxPool2d(2),
         *stage(2 * width, 4 * width),
-        # Without this one the network sees too little of the digit: 97 to 98.5 % after two epochs, not 99 %.
+        # Without this stage the receptive field is too small for a digit: 97 to 98.5 % after two epochs, not 99 %.
         *stage(4 * width, 4 * width, stride=2),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),

@@ -19,25 +19,25 @@ from purecompose.nn.models.transformer import gpt, vit
 
 __all__ = ["MODELS", "build", "check_options", "describe"]
 
-# The networks for images halve them at least twice: below four pixels nothing would be left.
+# The networks for images halve the size at least twice, so that below four pixels nothing would be left.
 _MIN_IMAGE_SIZE = 4
 
 
 def build(name: str, *, in_shape: Sequence[int], num_classes: int, seed: int, **options: Any) -> nn.Module:
-    """Build a network of `MODELS` on the CPU, its weights drawn from `seed` only.
+    """Build a network of `MODELS` on the CPU, with weights drawn only from `seed`.
 
-    torch's global generators are left as they were.
+    torch's global generators are left unchanged.
 
     Args:
         name: A name in `MODELS`.
-        in_shape: Shape of one example, such as `(1, 8, 8)`; of the gpt `(max_length,)`.
-        num_classes: Length of the logits; of the gpt its vocabulary.
-        seed: Of the first weights: the same seed gives the same weights, bit for bit.
-        options: Handed to the network, as `describe` shows them.
+        in_shape: Shape of one example, such as `(1, 8, 8)`; for the gpt `(max_length,)`.
+        num_classes: Length of the logits; for the gpt the size of the vocabulary.
+        seed: Seed of the initial weights: the same seed gives the same weights, bit for bit.
+        options: Options passed to the network, as `describe` shows them.
 
     Raises:
-        ValueError: An unknown name, a shape that the network cannot take, or a refused option.
-        TypeError: An option that the network does not have.
+        ValueError: The name is unknown, or the network does not accept the shape or the value of an option.
+        TypeError: The network does not have an option.
 
     Example:
         >>> net = build("mlp", in_shape=(1, 8, 8), num_classes=10, seed=0, hidden=32)
@@ -53,7 +53,7 @@ def build(name: str, *, in_shape: Sequence[int], num_classes: int, seed: int, **
 
 
 def describe(name: str) -> str:
-    """Return a network of `MODELS` as one types it, with its options and what they are where none is given.
+    """Return a network of `MODELS` as it is typed, with its options and their defaults.
 
     Example:
         >>> describe("mlp")
@@ -69,7 +69,7 @@ def _options(name: str) -> Mapping[str, Any]:
 
 
 def check_options(name: str, given: Iterable[str]) -> None:
-    """Raise `TypeError` where a network of `MODELS` does not have one of the options given; the message shows its own.
+    """Raise `TypeError` if a network of `MODELS` lacks one of the given options; the message lists those it has.
 
     Example:
         >>> check_options("resnet8", ["widht"])

@@ -1,4 +1,4 @@
-"""Residual networks, small ones for images of 32x32 and those for large images.
+"""Residual networks, small ones for images of 32x32 and larger ones for large images.
 
 References:
     Kaiming He, Xiangyu Zhang, Shaoqing Ren, Jian Sun: Deep Residual Learning for Image Recognition. CVPR 2016.
@@ -17,9 +17,9 @@ __all__ = ["Bottleneck", "ResidualBlock", "resnet", "resnet8", "resnet18", "resn
 
 
 class ResidualBlock(nn.Module):
-    """`relu(branch(x) + shortcut(x))`: two 3x3 convolutions with BatchNorm beside a shortcut.
+    """`relu(branch(x) + shortcut(x))`, where the branch is two 3x3 convolutions with BatchNorm.
 
-    The shortcut is the identity, or a 1x1 convolution with BatchNorm where the shape changes.
+    The shortcut is the identity, or a 1x1 convolution with BatchNorm if the shape changes.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
@@ -39,10 +39,9 @@ class ResidualBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """`relu(branch(x) + shortcut(x))`, the branch 1x1, 3x3 and 1x1 convolutions, each with BatchNorm.
+    """`relu(branch(x) + shortcut(x))`, where the branch is 1x1, 3x3 and 1x1 convolutions, each with BatchNorm.
 
-    The 3x3 convolution has a quarter of the channels that come out, and the stride. The shortcut is as in
-    `ResidualBlock`.
+    The 3x3 convolution has a quarter of the output channels, and the stride. The shortcut is as in `ResidualBlock`.
     """
 
     def __init__(self, in_channels: int, channels: int, *, stride: int = 1) -> None:
@@ -66,18 +65,18 @@ class Bottleneck(nn.Module):
 
 
 def resnet(depth: int, in_channels: int, num_classes: int, *, width: int = 16) -> nn.Sequential:
-    """Return a residual network in the form made for CIFAR: three stages of `(depth - 2) / 6` blocks each.
+    """Return a residual network in the form for CIFAR: three stages of `(depth - 2) / 6` blocks each.
 
     The first convolution keeps the image size; the second and third stage halve it and double the channels.
 
     Args:
-        depth: Layers with weights along the main path: 8, 14, 20, 26, ...
+        depth: Number of layers with weights along the main path: 8, 14, 20, 26, ...
         in_channels: Channels of the images.
         num_classes: Length of the logits.
         width: Channels of the first stage; 16 in the paper.
 
     Raises:
-        ValueError: A depth that is not 6 n + 2 with n >= 1, or a size below 1.
+        ValueError: The depth is not 6 n + 2 with n >= 1, or a size is below 1.
 
     Example:
         >>> import torch
@@ -98,31 +97,31 @@ def resnet(depth: int, in_channels: int, num_classes: int, *, width: int = 16) -
 
 
 def resnet8(in_channels: int, num_classes: int, *, width: int = 16) -> nn.Sequential:
-    """`resnet` with one block per stage: 8 layers, about 78 000 weights at 3 channels and 10 classes."""
+    """Return a `resnet` with one block per stage: 8 layers, about 78 000 weights with 3 channels and 10 classes."""
     return resnet(8, in_channels, num_classes, width=width)
 
 
 def resnet20(in_channels: int, num_classes: int, *, width: int = 16) -> nn.Sequential:
-    """`resnet` with three blocks per stage: 20 layers, about 272 000 weights at 3 channels and 10 classes."""
+    """Return a `resnet` with three blocks per stage: 20 layers, about 272 000 weights with 3 channels, 10 classes."""
     return resnet(20, in_channels, num_classes, width=width)
 
 
 def resnet18(in_channels: int, num_classes: int, *, width: int = 64, small_images: bool = False) -> nn.Sequential:
-    """Return a ResNet with two residual blocks in each of four stages: 11 689 512 weights at 3 channels, 1000 classes.
+    """Return a ResNet with four stages of two residual blocks: 11 689 512 weights with 3 channels and 1000 classes.
 
-    Made for large images: a convolution of 7x7 and a max pooling, each with a stride of two, come first, and the second
-    to fourth stage halve the image and double the channels.
+    Designed for large images: it begins with a 7x7 convolution and a max pooling, each with a stride of two, and the
+    second to fourth stage halve the image and double the channels.
 
     Args:
         in_channels: Channels of the images.
         num_classes: Length of the logits.
         width: Channels of the first stage.
-        small_images: Whether a convolution of 3x3 that keeps their size comes first instead, for images such as
-            CIFAR-10's, of 32x32.
+        small_images: True to begin with a 3x3 convolution that keeps the size, for small images such as CIFAR-10's
+            (32x32).
 
     Raises:
-        ValueError: A size below 1.
-        TypeError: A size that is not an int.
+        ValueError: A size is below 1.
+        TypeError: A size is not an int.
 
     Example:
         >>> import torch
@@ -133,18 +132,20 @@ def resnet18(in_channels: int, num_classes: int, *, width: int = 64, small_image
 
 
 def resnet50(in_channels: int, num_classes: int, *, width: int = 64, small_images: bool = False) -> nn.Sequential:
-    """`resnet18` with 3, 4, 6 and 3 bottlenecks: 25 557 032 weights at 3 channels and 1000 classes.
+    """Return a ResNet with stages of 3, 4, 6 and 3 bottlenecks: 25 557 032 weights with 3 channels and 1000 classes.
+
+    The rest is as in `resnet18`.
 
     Args:
         in_channels: Channels of the images.
         num_classes: Length of the logits.
-        width: Channels of the 3x3 convolutions of the first stage; four times as many leave it.
-        small_images: Whether a convolution of 3x3 that keeps their size comes first instead, for images such as
-            CIFAR-10's, of 32x32.
+        width: Channels of the 3x3 convolutions in the first stage, whose output has four times as many.
+        small_images: True to begin with a 3x3 convolution that keeps the size, for small images such as CIFAR-10's
+            (32x32).
 
     Raises:
-        ValueError: A size below 1.
-        TypeError: A size that is not an int.
+        ValueError: A size is below 1.
+        TypeError: A size is not an int.
 
     Example:
         >>> import torch
@@ -164,9 +165,7 @@ def _for_images(
     width: int,
     small_images: bool,
 ) -> nn.Sequential:
-    """Return a stem, stages of so many blocks, each with `expansion` times its own channels at its end, and a
-    classifier.
-    """
+    """Return a stem, stages of `depths` blocks, and a classifier; a block's output has `expansion` times its width."""
     check_sizes(name, in_channels=in_channels, num_classes=num_classes, width=width)
     check_flag(small_images, f"{name}: small_images")
     layers, channels = _stem(in_channels, width, small_images), width

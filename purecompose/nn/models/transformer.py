@@ -1,4 +1,4 @@
-"""Transformers: one that reads images, and one that continues sequences of tokens.
+"""Transformers: one for images, and one that continues sequences of tokens.
 
 References:
     Alexey Dosovitskiy et al.: An Image Is Worth 16x16 Words: Transformers for Image Recognition at Scale. ICLR 2021.
@@ -29,9 +29,9 @@ class TransformerBlock(nn.Module):
 
     Args:
         width: d.
-        num_heads: Of the attention, a divisor of the width.
-        is_causal: Whether a place sees only itself and those before it.
-        dropout: Probability of dropping a weight of the attention, or a value that is added to x, [0, 1).
+        num_heads: Number of attention heads, a divisor of the width.
+        is_causal: True if a position attends only to itself and earlier ones.
+        dropout: Probability of dropping an attention weight, or a value that is added to x, [0, 1).
     """
 
     def __init__(self, width: int, num_heads: int, *, is_causal: bool = False, dropout: float = 0.0) -> None:
@@ -42,20 +42,20 @@ class TransformerBlock(nn.Module):
         self.dropout: nn.Module = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(N, L, d) to (N, L, d)."""
+        """Map (N, L, d) to (N, L, d)."""
         attended = inputs + self.dropout(self.attention(self.norm1(inputs)))
         return attended + self.dropout(self.feed_forward(self.norm2(attended)))
 
 
 class VisionTransformer(nn.Module):
-    """Images (N, channels, H, W) to logits (N, num_classes); see `vit`.
+    """Network from images (N, channels, H, W) to logits (N, num_classes); see `vit`.
 
     Attributes:
-        patches: A convolution whose kernel and stride are a patch.
-        token: (1, 1, d), which goes before the patches; None where their mean is taken.
-        positions: Learned vectors for the places; None where the network does not know them.
+        patches: A convolution whose kernel and stride have the size of a patch.
+        token: Class token, (1, 1, d), placed before the patches; None if their mean is used.
+        positions: Learned vectors for the positions; None if the network does not use positions.
         blocks: `nn.Sequential` of `TransformerBlock`.
-        norm, head: What follows them.
+        norm, head: Norm and linear layer after the blocks.
         image_size: (H, W).
     """
 
@@ -93,7 +93,7 @@ class VisionTransformer(nn.Module):
             nn.init.zeros_(self.patches.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(N, channels, H, W) to (N, num_classes)."""
+        """Map (N, channels, H, W) to (N, num_classes)."""
         self._check_size(tuple(images.shape[-2:]))
         places = self.patches(images).flatten(2).transpose(1, 2)  # (N, L, d)
         if self.token is not None:
@@ -105,7 +105,7 @@ class VisionTransformer(nn.Module):
 
     def _check_size(self, size: tuple[int, ...]) -> None:
         side = self.patch_size
-        if not isinstance(self.positions, PositionEmbedding):  # nor after a surgery, which put in what has no length
+        if not isinstance(self.positions, PositionEmbedding):  # a surgery may have put in a layer without a length
             if any(number % side for number in size):
                 raise ValueError(f"vit: patches of {side}x{side} do not fit images of {_by(size)}; resize them")
         elif size != self.image_size:
@@ -116,13 +116,13 @@ class VisionTransformer(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (N, L) to the logits (N, L, vocabulary) of those that follow; see `gpt`.
+    """Network from tokens (N, L) to the logits (N, L, vocabulary) of the next tokens; see `gpt`.
 
     Attributes:
         tokens: The embedding of tokens.
-        positions: Learned vectors for the places.
+        positions: Learned vectors for the positions.
         blocks: `nn.Sequential` of causal `TransformerBlock`s.
-        norm, head: What follows them; the head has no bias.
+        norm, head: Norm and linear layer after the blocks; the head has no bias.
     """
 
     def __init__(
@@ -149,14 +149,14 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         for block in blocks:
-            # A sum of 2 depth parts, which would otherwise grow with the depth.
+            # The residual stream is a sum of 2 * depth branches, which would otherwise grow with the depth.
             for last in (block.attention.out, block.feed_forward.down):
                 nn.init.normal_(last.weight, std=_STD / math.sqrt(2 * depth))
         if is_tied:
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(N, L), int64, to (N, L, vocabulary)."""
+        """Map (N, L), of an integer dtype, to (N, L, vocabulary)."""
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ValueError(f"gpt: expected tokens (N, L) of an integer dtype, got {shown(tokens)}")
         embedded = self.tokens(tokens)
@@ -177,23 +177,23 @@ def vit(
 ) -> VisionTransformer:
     """Return a small vision transformer: patches as tokens, learned positions, pre-norm blocks, one linear layer.
 
-    Weights start with a truncated normal of deviation 0.02, biases and the class token at 0.
+    Initial weights are truncated normal with standard deviation 0.02; biases and the class token are 0.
 
     Args:
         in_shape: (channels, height, width) of an image.
         num_classes: Length of the logits.
         patch_size: Side of a patch, a divisor of the image's sides.
-        width: Length of the vector at each place.
+        width: Length of the vector at each position.
         depth: Number of blocks.
-        num_heads: Of each attention, a divisor of the width.
-        dropout: Probability of dropping a weight of an attention, or a value that is added to a vector, [0, 1).
-        pool: What is classified: "token", one that goes before the patches, or "mean", their mean.
-        has_positions: Whether the network knows where a patch was. With them it takes images of this size only.
+        num_heads: Number of heads in each attention, a divisor of the width.
+        dropout: Probability of dropping an attention weight, or a value that is added to a vector, [0, 1).
+        pool: Vector that is classified: "token" for a class token before the patches, "mean" for the patches' mean.
+        has_positions: True to add learned positions, with which the network takes only images of this size.
 
     Raises:
-        ValueError: A size below 1, patches or heads that do not fit, another pool, a dropout outside [0, 1); in
-            `forward` images of another size.
-        TypeError: A setting of another type.
+        ValueError: A size is below 1, patches or heads do not fit, the pool is unknown, or the dropout is outside
+            [0, 1); in `forward`, images have another size.
+        TypeError: A setting has another type.
 
     Example:
         >>> vit((3, 32, 32), 10, width=16, depth=1)(torch.zeros(2, 3, 32, 32)).shape
@@ -233,21 +233,22 @@ def gpt(
 ) -> GPT:
     """Return a small decoder for language: tokens, learned positions, pre-norm causal blocks, one linear layer.
 
-    Weights start as GPT-2's: normal with deviation 0.02, the last of each branch divided by sqrt(2 depth), biases at 0.
+    Initial weights are as in GPT-2: normal with standard deviation 0.02, divided by sqrt(2 depth) in the last layer of
+    each branch; biases are 0.
 
     Args:
         vocabulary: Number of tokens.
-        max_length: Of a sequence; shorter ones are taken as they are.
-        width: Length of the vector at each place.
+        max_length: Greatest length of a sequence; shorter ones are accepted as they are.
+        width: Length of the vector at each position.
         depth: Number of blocks.
-        num_heads: Of each attention, a divisor of the width.
-        dropout: Probability of dropping a weight of an attention, or a value that is added to a vector, [0, 1).
-        is_tied: Whether the last layer has the weights of the first.
+        num_heads: Number of heads in each attention, a divisor of the width.
+        dropout: Probability of dropping an attention weight, or a value that is added to a vector, [0, 1).
+        is_tied: True if the last layer shares the weights of the first.
 
     Raises:
-        ValueError: A size below 1, heads that do not share the width, a dropout outside [0, 1); in `forward` tokens
-            that are not (N, L) and integers, or longer than `max_length`.
-        TypeError: A setting of another type.
+        ValueError: A size is below 1, the width is not a multiple of the number of heads, or the dropout is outside
+            [0, 1); in `forward`, tokens are not integers (N, L), or are longer than `max_length`.
+        TypeError: A setting has another type.
 
     Example:
         >>> gpt(65, 16, width=16, depth=1)(torch.zeros(2, 12, dtype=torch.int64)).shape

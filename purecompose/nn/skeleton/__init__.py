@@ -1,8 +1,8 @@
 """Skeletons: architectures without weights, and the places of their tensors.
 
-The places are the containers that hold a tensor: a module's parameters and buffers, lists and dictionaries among
-its attributes. Tensors are put there for as long as a `with` block lasts; what a forward pass leaves in other
-places is put back.
+A place is an entry of a container that holds a tensor: a module's parameters and buffers, and lists and dictionaries
+among its attributes. Tensors are put there for the duration of a `with` block; changes that a forward pass makes in
+other places are undone.
 """
 
 from purecompose.nn.skeleton import checks

@@ -17,10 +17,10 @@ __all__ = ["Skeleton", "replay"]
 
 
 class Skeleton:
-    """One copy of the architecture, and the places where its tensors go."""
+    """One copy of the architecture, and the places of its tensors."""
 
     def __init__(self, module: nn.Module, names: Mapping[int, str], param_names: set[str], warned: set[str]) -> None:
-        """Find the places; `warned` holds the attributes already named in a warning."""
+        """Find the places; `warned` is the set of attributes already named in a warning."""
         self.module = module
         self._param_slots: list[_Slot] = []
         self._buffer_slots: list[_Slot] = []
@@ -37,15 +37,15 @@ class Skeleton:
         self._guards = Guards(module, warned)
         self._is_watched = False
         self.is_fixed = all(map(is_plain, module.modules()))
-        """Whether all modules are torch's own: what they draw and write to depends on their settings only."""
+        """True if all modules are torch's own, so that their draws and writes depend only on their settings."""
         self.has_group_norms = any(isinstance(child, nn.GroupNorm) for child in module.modules())
         self.draws: bool | None = None
-        """Whether a forward pass draws random numbers; None until one has been watched."""
+        """True if a forward pass draws random numbers; None until one has been watched."""
 
     def bound(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, is_watched: bool = False
     ) -> "_Bound":
-        """Return a context in which the module holds these tensors; afterwards it holds what it held before.
+        """Return a context in which the module has these tensors; afterwards the previous ones are restored.
 
         Args:
             params: All parameters by name.
@@ -58,11 +58,11 @@ class Skeleton:
         return _Bound(self, params, buffers, is_watched=is_watched)
 
     def rebound(self, params: Mapping[str, Tensor]) -> list[str]:
-        """Return the parameters, among those bound now, in whose place forward has put something else."""
+        """Return the names of the currently bound parameters that forward has replaced by something else."""
         return [name for name, container, key in self._param_slots if _content(container, key) is not params[name]]
 
     def slot_names(self) -> tuple[str, ...]:
-        """Return which tensor goes to each place: a tied one comes several times."""
+        """Return the name of each place's tensor; the name of a tied tensor occurs several times."""
         return tuple(slot.name for slot in self._slots)
 
     def current_buffers(self) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ class Skeleton:
     def filled_copy(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, is_shared: bool = False
     ) -> nn.Module:
-        """Return a module of its own with copies of these tensors, or with `is_shared` on their memory.
+        """Return a new module with copies of these tensors, or with `is_shared` with tensors on their memory.
 
         Raises:
             KeyError: A tensor of the architecture is missing.
@@ -105,7 +105,9 @@ class Skeleton:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Return a scope to whose end all bindings made in it last: activation checkpointing recomputes in it."""
+        """Return a scope that keeps all bindings made in it until its end, since activation checkpointing recomputes
+        forward passes in it.
+        """
         with self._lock:
             if self._held is not None:
                 yield
@@ -116,8 +118,8 @@ class Skeleton:
             finally:
                 scope, self._held = self._held, None
                 bindings = scope.copy()
-                scope.clear()  # a binding refers to its scope: the cycle would keep its tensors for a while
-                if len(bindings) == 1:  # the stack costs as much as the release
+                scope.clear()  # breaks the cycle with the bindings, which would keep their tensors alive for a while
+                if len(bindings) == 1:  # avoids the stack, which costs as much as the release
                     bindings[0].release()
                 else:
                     with ExitStack() as stack:
@@ -129,7 +131,7 @@ class Skeleton:
 
 
 class _Slot(NamedTuple):
-    """A place without its tensor: the tensor called `name` goes to `container[key]`."""
+    """A place without its tensor: the tensor called `name` belongs in `container[key]`."""
 
     name: str
     container: Any
@@ -140,11 +142,12 @@ _CURRENT: ContextVar["_Bound | None"] = ContextVar("binding", default=None)
 
 
 def replay() -> Callable[[], AbstractContextManager[Any]]:
-    """Return a function that restores, for a recomputation, the tensors that the innermost bound module holds now.
+    """Return a function that restores, for a recomputation, the current tensors of the innermost bound module.
 
     Returns:
-        Gives a context in which the module holds the parameters of now and copies of the buffers of now;
-        a context that does nothing if no module is bound. It may be used in another thread, and more than once.
+        A function that returns a context in which the module has the current parameters and copies of the current
+        buffers, or a context that does nothing if no module is bound. The function may be called in another thread,
+        and more than once.
     """
     binding = _CURRENT.get()
     if binding is None:
@@ -158,7 +161,7 @@ def replay() -> Callable[[], AbstractContextManager[Any]]:
 
 
 class _Bound:
-    """Swaps tensors in and out; a class, since a generator costs twice as much and this is on every step."""
+    """Context that swaps tensors in and out; a class, since a generator costs twice as much and every step uses it."""
 
     __slots__ = (
         "buffers",
@@ -183,7 +186,7 @@ class _Bound:
         *,
         is_watched: bool = False,
     ) -> None:
-        """`first` is the binding that this one repeats, for a recomputation."""
+        """Prepare the swap; `first` is the binding that this one repeats, for a recomputation."""
         self.is_watched = is_watched
         self.skeleton, self.params, self.buffers, self.first = skeleton, params, buffers, first
         self.saved: list[tuple[Any, Any, Any]] = []
@@ -201,7 +204,7 @@ class _Bound:
             raise KeyError(
                 f"the model's tensor {error.args[0]!r} is missing from the given params and buffers"
             ) from None
-        # In a held scope the recomputation may run in a thread of autograd's, while the one with the lock waits.
+        # In a held scope the recomputation may run in one of autograd's threads, while the thread with the lock waits.
         self.scope = None if self.first is None else self.first.scope
         self.locks = self.scope is None or self.scope is not skeleton._held
         if self.locks:
@@ -224,7 +227,7 @@ class _Bound:
         elif kind is None:
             self.notes = self._buffers_now() if self.buffers else self.notes
             self.scope.append(self)
-        else:  # nothing of a failed forward will be computed again
+        else:  # a failed forward is not recomputed
             while len(self.scope) > self.start:
                 self.scope.pop().release()
             self.release()
@@ -233,7 +236,7 @@ class _Bound:
         skeleton = self.skeleton
         try:
             for container, key, tensor in self.saved:
-                # A forward pass may have shortened a list: then its guard puts the tensor back.
+                # If a forward pass has shortened a list, the list's guard puts the tensor back.
                 if not isinstance(container, list) or key < len(container):
                     container[key] = tensor
             skeleton._depth -= 1
@@ -245,7 +248,7 @@ class _Bound:
                 skeleton._lock.release()
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Copy of the buffers as they are now; what has not changed since the last time is not copied again."""
+        """Return copies of the current buffers; those unchanged since the last call are not copied again."""
         copies: dict[str, Tensor] = {}
         for name, tensor in self.skeleton.current_buffers().items():
             known, version, copied = self.notes.get(name, (None, None, None))
@@ -256,10 +259,10 @@ class _Bound:
         return copies
 
     def check_untouched(self) -> None:
-        """After a held scope: a recomputation that did not go through `replay` writes into the pass's result.
+        """Check, after a held scope, that no recomputation wrote into the buffers that the pass returned.
 
         Raises:
-            RuntimeError: It did.
+            RuntimeError: A recomputation that did not use `replay` wrote into them.
         """
         for name, (tensor, version, _) in self.notes.items():
             if version != _version(tensor):
@@ -283,10 +286,10 @@ def _content(container: Any, key: Any) -> Any:
 
 
 def _mark_parameters(tensors: list[Tensor]) -> None:
-    """Let isinstance(tensor, nn.Parameter) hold for what is differentiated in.
+    """Mark tensors that require a gradient, so that isinstance(tensor, nn.Parameter) is true for them.
 
-    What asks for it would make a parameter of its own from any other tensor, cut off from the graph: a slice of a
-    ParameterList, an item put into one. Tensors of a state at rest, which need no gradient, stay unmarked.
+    A ParameterList, when it is sliced or an item is put into it, would otherwise wrap the tensor in a new parameter,
+    detached from the graph. Tensors of a state at rest, which need no gradient, are not marked.
     """
     for tensor in tensors:
         if tensor.requires_grad:
@@ -298,5 +301,5 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    # Autograd saves other tensors where a gradient is wanted, so that is kept.
+    # `requires_grad` is kept, because autograd saves other tensors if a gradient is required.
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""Checks for networks that cannot be taken apart, made when a state is created."""
+"""Checks for networks that cannot be split into architecture and tensors, made when a state is created."""
 
 import dis
 import functools
@@ -19,7 +19,7 @@ __all__ = ["check_functions", "check_hidden", "check_modules", "check_registered
 
 
 def check_modules(module: nn.Module) -> None:
-    """Refuse modules whose weights cannot be exchanged, or whose gradients no optimizer takes.
+    """Reject modules whose weights cannot be exchanged, or whose gradients no optimizer supports.
 
     Raises:
         TypeError: A module is scripted, traced, compiled, or a wrapper for several devices.
@@ -53,16 +53,16 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that a module owns, and its copy owns too."""
+    """Return the attributes that a module owns, and that its copy owns as well."""
     return {key: value for key, value in vars(module).items() if key not in _NOT_COPIED}
 
 
 _NOT_COPIED = (OWN - set(HOOKS)) | {"_compiled_call_impl"}
-"""What torch keeps for itself, and what it does not copy."""
+"""Names of torch's own attributes, and of the one that it does not copy."""
 
 
 def check_tensor(tensor: Tensor, name: str, others: Container[str]) -> None:
-    """Raise where a state could not hold a tensor, or would lose what is attached to it.
+    """Raise if a state could not hold a tensor, or would lose something attached to it.
 
     Args:
         tensor: A parameter, buffer or attribute.
@@ -70,8 +70,8 @@ def check_tensor(tensor: Tensor, name: str, others: Container[str]) -> None:
         others: The names of the tensors before it; parameters come before attributes.
 
     Raises:
-        ValueError: It has no values yet, is computed from other tensors, or has hooks.
-        TypeError: Its class is a subclass of Tensor that overrides operations.
+        ValueError: The tensor has no values yet, is computed from other tensors, or has hooks.
+        TypeError: The tensor's class is a subclass of Tensor that overrides operations.
     """
     if is_lazy(tensor):
         raise ValueError(f"{name} has no shape yet (a lazy module): run the module once on a batch first")
@@ -83,7 +83,7 @@ def check_tensor(tensor: Tensor, name: str, others: Container[str]) -> None:
             "pruning permanent first, prune.remove(module, name), and keep the zeros by a parametrization that "
             "multiplies by the mask (torch.nn.utils.parametrize)"
         )
-    # The older spectral_norm leaves a plain copy, which only the first forward pass computes.
+    # The older spectral_norm keeps a plain copy, which is not computed before the first forward pass.
     is_copy = not isinstance(tensor, nn.Parameter) and f"{name}_orig" in others and f"{name}_u" in others
     if tensor.grad_fn is not None or is_copy:
         raise ValueError(
@@ -110,14 +110,14 @@ def check_tensor(tensor: Tensor, name: str, others: Container[str]) -> None:
 
 
 def _has_own_operations(kind: type) -> bool:
-    """Return whether a class outside of torch says what operations on its tensors do."""
+    """Return whether a class outside of torch overrides operations on its tensors."""
     names = ("__torch_function__", "__torch_dispatch__")
     owners = [cls for name in names for cls in kind.__mro__ if name in vars(cls)]
     return any(cls.__module__.partition(".")[0] != "torch" for cls in owners)
 
 
 def check_hidden(module: nn.Module, memo: Mapping[int, Any], twins: Mapping[int, Tensor]) -> None:
-    """Raise a `ValueError` for tensors that were copied for want of a twin: weights outside of the state."""
+    """Raise a `ValueError` for tensors that were copied because they have no twin: weights outside of the state."""
     hidden = [value for key, value in memo.items() if isinstance(value, Tensor) and key not in twins]
     if hidden:
         found = ", ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in hidden[:3])
@@ -128,7 +128,7 @@ def check_hidden(module: nn.Module, memo: Mapping[int, Any], twins: Mapping[int,
 
 
 def check_registered(skeleton: nn.Module, memo: Mapping[int, Any], names: Mapping[int, str]) -> None:
-    """Raise a `ValueError` for modules outside of the network that hold its tensors: a state could put none there."""
+    """Raise a `ValueError` for unregistered modules with the network's tensors, which a state could not replace."""
     registered = set(skeleton.modules())
     for value in memo.values():
         if isinstance(value, nn.Module) and value not in registered:
@@ -144,7 +144,7 @@ def check_registered(skeleton: nn.Module, memo: Mapping[int, Any], names: Mappin
 def check_functions(module: nn.Module, names: Mapping[int, str]) -> None:
     """Raise a `ValueError` for functions and weak references that a copy of the network would share with it.
 
-    They would continue computing with the original's weights.
+    They would continue to use the original's weights.
     """
     parts = {id(child): f"the module {name or 'itself'!r}" for name, child in module.named_modules()}
     parts |= {key: f"the tensor {name!r}" for key, name in names.items()}
@@ -166,7 +166,7 @@ _REMEDIES = {
 
 
 def _kept(value: Any, seen: set[int], how: str = "") -> Iterator[tuple[Any, str]]:
-    """Return the modules and tensors that functions and weak references in a value keep, and which of the two does.
+    """Yield the modules and tensors that functions and weak references in a value keep, with the kind of the keeper.
 
     Functions keep them in closures, defaults and global names.
     """
@@ -182,7 +182,7 @@ def _kept(value: Any, seen: set[int], how: str = "") -> Iterator[tuple[Any, str]
         how, inside = "function", [value.__defaults__, value.__kwdefaults__]
         inside += [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
         loads = (i.argval for i in dis.get_instructions(value) if i.opname == "LOAD_GLOBAL")
-        # Of globals only what stands there itself: the functions among them lead through whole libraries.
+        # Functions among the globals are not followed, since they would lead through whole libraries.
         found = [value.__globals__.get(name) for name in set(loads)]
         inside += [thing for thing in found if isinstance(thing, (nn.Module, Tensor, list, tuple, dict))]
     elif isinstance(value, weakref.ReferenceType):

@@ -1,4 +1,4 @@
-"""Guards: find what a forward pass writes into its modules beside parameters and buffers, and restore it."""
+"""Guards: detect and undo changes that a forward pass makes in its modules, apart from parameters and buffers."""
 
 import copy
 import operator
@@ -17,10 +17,10 @@ __all__ = ["CACHES", "Guards", "is_plain", "is_users_object"]
 
 
 class Guards:
-    """All containers in a module that a forward pass might write to, and what they hold between passes."""
+    """All containers in a module that a forward pass might write to, and their contents between passes."""
 
     def __init__(self, module: nn.Module, warned: set[str]) -> None:
-        """`warned` holds the attributes already named in a warning."""
+        """Record the containers; `warned` is the set of attributes already named in a warning."""
         found = [guard for name, m in module.named_modules() for guard in _guards(name, m)]
         self._warned = warned
         self._rare = [guard for guard in found if guard.is_rare]
@@ -34,15 +34,16 @@ class Guards:
         self._expected = [(guard.container, _items(guard.before)) for guard in full]
 
     def restore(self, *, with_layers: bool = False) -> None:
-        """Undo what a forward pass wrote into the modules' dictionaries, and name it once in a warning.
+        """Undo what a forward pass wrote into the modules' containers, and name it once in a warning.
 
         Args:
-            with_layers: Compare those of torch's own layers too. Where one has changed, every later call does.
+            with_layers: Also compare the containers of torch's own layers; one that has changed is compared in every
+                later call, too.
         """
         if with_layers and (changed := [guard for guard in self._rare if _is_changed(guard)]):
             self._rare = [guard for guard in self._rare if guard not in changed]
             self._watch([*self._guards, *changed])
-        # By identity: `==` would compare arrays, and be traced where these are tensors.
+        # Compared by identity: `==` would compare the elements of arrays, and would be traced for tensors.
         if not any(self._empty) and not any(_differs(container, items) for container, items in self._expected):
             return
         changed = [name for guard in self._guards if _is_changed(guard) for name in _restored(guard)]
@@ -60,7 +61,7 @@ class Guards:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Return whether nothing of the user's runs in the module: its class is torch's, without hooks and functions."""
+    """Return whether no user code runs in the module: its class is torch's, and it has no hooks or other functions."""
     if not type(module).__module__.startswith("torch.nn.modules."):
         return False
     if any(vars(module).get(hooks) for hooks in HOOKS):
@@ -70,22 +71,22 @@ def is_plain(module: nn.Module) -> bool:
 
 
 class _Guard(NamedTuple):
-    """A container in a module that a forward pass might write to, and what was in it."""
+    """A container in a module that a forward pass might write to, and its contents before."""
 
     name: str
     container: Any
     before: Any
     is_attributes: bool
-    """Whether its keys are attributes; otherwise it is one attribute's value."""
+    """True if its keys are names of attributes; otherwise it is the value of one attribute."""
     is_silent: bool
-    """Whether a change needs no warning."""
+    """True if a change needs no warning."""
     is_rare: bool
-    """Whether it is compared after watched passes only."""
+    """True if it is compared only after watched passes."""
 
 
 def _guards(name: str, module: nn.Module) -> Iterator[_Guard]:
-    # Torch's layers write only into buffers, but a user's forward may write into them. Looking at all of them costs
-    # 3 us a step in a small network. The recurrent ones rebuild their caches at every call: nothing is lost.
+    # torch's layers write only into buffers, but a user's forward may write into the layers. Comparing them all costs
+    # 3 us a step in a small network. Recurrent layers are always compared; they rebuild their caches in each call.
     is_rare = is_plain(module) and not isinstance(module, nn.RNNBase)
     is_silent = type(module).__module__.startswith("torch.nn.utils.")
     attributes = vars(module)
@@ -101,11 +102,11 @@ def _guards(name: str, module: nn.Module) -> Iterator[_Guard]:
 
 
 CACHES = ("_flat_weights", "_flat_weight_refs")
-"""What torch's recurrent layers compute again at every call."""
+"""Attributes that torch's recurrent layers compute again at every call."""
 
 
 def _guards_inside(name: str, value: Any, is_silent: bool, seen: set[int]) -> Iterator[_Guard]:
-    """Guards of a value that is or holds something to write to; `seen` has the `id`s of those that have one."""
+    """Yield guards for the containers in a value; `seen` has the `id`s of those that already have one."""
     if id(value) in seen or isinstance(value, (Tensor, nn.Module)):
         return
     if isinstance(value, (list, dict, set, deque)):
@@ -125,7 +126,7 @@ def _guards_inside(name: str, value: Any, is_silent: bool, seen: set[int]) -> It
 
 
 def is_users_object(value: Any) -> bool:
-    """Return whether this is an object of a class of the user's, of which a skeleton has its own copy."""
+    """Return whether this is an instance of a user's class, of which a skeleton has its own copy."""
     kind = type(value)
     root = (kind.__module__ or "").partition(".")[0]
     is_others = root in sys.stdlib_module_names and root != "types"
@@ -144,7 +145,7 @@ def _is_changed(guard: _Guard) -> bool:
 
 
 def _restored(guard: _Guard) -> list[str]:
-    """Put back what the container held, and return what had changed."""
+    """Restore the container's contents, and return the names of what had changed."""
     container, before, absent = guard.container, guard.before, object()
     names = [guard.name]
     if guard.is_attributes:

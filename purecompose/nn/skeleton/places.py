@@ -1,4 +1,4 @@
-"""The places of a module's tensors: containers that hold one, and the key under which they do."""
+"""Places of a module's tensors: the containers that hold them, and their keys there."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 __all__ = ["HOOKS", "OWN", "Place", "places"]
 
 OWN = frozenset(vars(nn.Module()))
-"""What torch keeps for itself in every module's `__dict__`."""
+"""Names of torch's own entries in every module's `__dict__`."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Place(NamedTuple):
-    """`container[key]` is `tensor`; `kind` is the attribute of the module that leads there."""
+    """Place of a tensor: `container[key]` is `tensor`; `kind` is the attribute of the module that leads there."""
 
     tensor: Tensor
     container: Any
@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
 
 def places(module: nn.Module) -> Iterator[Place]:
-    """Return every place of a tensor, registered ones first; a tied tensor has several."""
+    """Yield every place of a tensor, registered ones first; a tied tensor has several."""
     modules = list(module.named_modules())
     for kind in ("_parameters", "_buffers", "__dict__"):
         for prefix, child in modules:

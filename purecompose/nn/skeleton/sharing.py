@@ -1,4 +1,4 @@
-"""Shared memory between tensors: ties, which are one parameter or buffer, and partial overlaps."""
+"""Shared memory between tensors: tied tensors, which are one parameter or buffer, and partial overlaps."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -22,10 +22,10 @@ class Member(NamedTuple):
 
 
 class Sharing:
-    """Tells which tensors of a network are one, though they are different objects.
+    """Registry that finds tied tensors of a network among different objects.
 
-    Two parameters, or two buffers, with the same memory, shape, strides, dtype and `requires_grad` are one:
-    `a.weight.data = b.weight.data` ties as `a.weight = b.weight` does.
+    Two parameters, or two buffers, with the same memory, shape, strides, dtype and `requires_grad` are tied:
+    `a.weight.data = b.weight.data` ties them just as `a.weight = b.weight` does.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Sharing:
         self._by_memory: dict[tuple[object, ...], Member] = {}
 
     def add(self, member: Member) -> Member:
-        """Take in a tensor; return the member that it is tied to, or itself."""
+        """Register a tensor; return the member that it is tied to, or itself."""
         tensor = member.tensor
         if tensor.layout is not torch.strided or not tensor.numel():
             return member
@@ -43,10 +43,10 @@ class Sharing:
         return tie
 
     def check(self) -> None:
-        """Look for tensors that share memory without being one; a state holds each of them separately.
+        """Look for tensors that share memory without being tied; a state holds each of them separately.
 
         Raises:
-            ValueError: One of them is a parameter: an update of one would no longer show in the other.
+            ValueError: One of them is a parameter: an update of one would no longer change the other.
 
         Warns:
             UserWarning: They are buffers; if forward writes into one, the other does not change.
@@ -76,7 +76,7 @@ class Sharing:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the one after its last."""
+    """Return the offsets of a tensor's first byte in its storage and of the byte after its last."""
     start = int(tensor.storage_offset()) * tensor.element_size()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (int(last) + 1) * tensor.element_size()
@@ -94,7 +94,7 @@ def _have_common_bytes(first: Tensor, second: Tensor) -> bool:
 
 
 def _bytes_of(tensor: Tensor, memory: Tensor, base: int) -> Tensor:
-    """Return the part of `memory`, which has an entry for each byte from `base` on, that belongs to a tensor."""
+    """Return a tensor's part of `memory`, which has one entry for each byte from `base` on."""
     size = tensor.element_size()
     strides = [stride * size for stride in tensor.stride()]
     shape = [1 if stride == 0 else length for length, stride in zip(tensor.shape, strides, strict=True)]
