@@ -1,8 +1,8 @@
 """Draws from further distributions: exponential, truncated normal, gamma and beta.
 
-All are computed in float64 and rounded at the end. The rejection of the gamma draws is a discrete choice: in
-float64 a last place that differs between devices practically never turns it. No gradient flows to the
-settings of gamma and beta.
+All are computed in float64 and rounded at the end. The rejection in the gamma draws is a discrete choice: in
+float64, rounding differences between devices practically never change it. No gradient flows to the parameters of
+gamma and beta.
 
 References:
     George Marsaglia, Wai Wan Tsang: A Simple Method for Generating Gamma Variables. ACM TOMS 26(3), 2000.
@@ -20,9 +20,9 @@ from purecompose.random.keys import Rng
 
 __all__ = ["beta", "exponential", "gamma", "truncated_normal"]
 
-# Words of one gamma draw: 4 Philox blocks, each with one pair for Box and Muller (two normals) and two
-# uniforms. Eight uniforms are seven tests of acceptance and one boost. A round accepts with probability 0.95
-# at least, so all seven fail once in 10**9 draws; such a draw takes the mode of the proposal.
+# Words of one gamma draw: 4 Philox blocks, each with one pair for the Box-Muller transform (two normals) and two
+# uniforms. Of the eight uniforms, seven are tests of acceptance and one is the boost. A round accepts with probability
+# 0.95 or more, so all seven fail once in 10**9 draws; such a draw returns the mode of the proposal.
 _GAMMA_WORDS = 16
 _ROUNDS = 7
 
@@ -30,7 +30,7 @@ _ROUNDS = 7
 def exponential(
     key: Tensor | Rng, shape: Shape, *, rate: float | Tensor = 1.0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Exponential numbers: `-log(u) / rate`, at most 22.9 / rate (float64: 37.5 / rate).
+    """Draw exponential numbers: `-log(u) / rate`, at most 22.9 / rate (float64: 37.5 / rate).
 
     Args:
         key: A key or an `Rng`.
@@ -40,8 +40,8 @@ def exponential(
         dtype: float16, bfloat16, float32 or float64.
 
     Raises:
-        TypeError: As `uniform`.
-        ValueError: As `bits`, or `rate` is a number that is not positive.
+        TypeError: As for `uniform`.
+        ValueError: As for `bits`, or `rate` is a number that is not positive.
 
     Example:
         >>> from purecompose.random import key
@@ -64,7 +64,7 @@ def truncated_normal(
     std: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Normal numbers given that they lie in [low, high], by the inverse of the distribution function.
+    """Draw normal numbers conditioned on [low, high], by the inverse of the distribution function.
 
     The bounds are values, as in `torch.nn.init.trunc_normal_`, not multiples of `std`; they are rounded to
     `dtype`.
@@ -74,14 +74,14 @@ def truncated_normal(
         shape: Sizes of the result; for an `Rng` of n examples, (n, ...).
         low: Least value, a host number; may be -inf.
         high: Greatest value, a host number; may be inf.
-        mean: Mean of the normal that is cut, a host number.
-        std: Its standard deviation, a positive host number.
+        mean: Mean of the normal distribution before truncation, a host number.
+        std: Standard deviation before truncation, a positive host number.
         dtype: float16, bfloat16, float32 or float64.
 
     Raises:
-        TypeError: As `uniform`.
-        ValueError: As `bits`; low >= high; `std` is not positive; or float64 sees no mass between the bounds,
-            which happens some 38 standard deviations away from the mean.
+        TypeError: As for `uniform`.
+        ValueError: As for `bits`; low >= high; `std` is not positive; or the mass between the bounds is 0 in float64,
+            which happens about 38 standard deviations away from the mean.
 
     Example:
         >>> from purecompose.random import key
@@ -95,7 +95,7 @@ def truncated_normal(
         raise ValueError(f"truncated_normal: expected low < high, got low={low}, high={high}")
     lower, upper, sign = (low - mean) / std, (high - mean) / std, 1.0
     if lower > 0:
-        # Far above the mean the distribution function is 1 to the last place; its mirror image is not.
+        # Far above the mean the distribution function rounds to 1, so the mirror image below the mean is used.
         lower, upper, sign = -upper, -lower, -1.0
     start, end = _normal_cdf(lower), _normal_cdf(upper)
     if not start < end:
@@ -112,21 +112,21 @@ def gamma(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Gamma numbers of scale 1, by Marsaglia and Tsang's method with a fixed number of rounds.
+    """Draw gamma numbers of scale 1, by Marsaglia and Tsang's method with a fixed number of rounds.
 
-    Below concentration 1 the draw of `concentration + 1` is multiplied by `u ** (1 / concentration)`, in
-    logarithms. What is below the least normal number of `dtype` is returned as that number, never as 0.
+    For a concentration below 1, a draw for `concentration + 1` is multiplied by `u ** (1 / concentration)`, in
+    logarithms. Results below the least normal number of `dtype` are returned as that number, never as 0.
 
     Args:
         key: A key or an `Rng`.
         concentration: The shape parameter, positive; a number or a tensor that broadcasts with `shape`, whose
             values are not checked.
-        shape: Sizes of the result; for an `Rng` of n examples, (n, ...). None for those of `concentration`.
+        shape: Sizes of the result; for an `Rng` of n examples, (n, ...). None for the shape of `concentration`.
         dtype: float16, bfloat16, float32 or float64.
 
     Raises:
-        TypeError: As `uniform`.
-        ValueError: As `bits`, or the concentration is a number that is not positive.
+        TypeError: As for `uniform`.
+        ValueError: As for `bits`, or the concentration is a number that is not positive.
 
     Example:
         >>> from purecompose.random import key
@@ -136,7 +136,7 @@ def gamma(
     check_float(dtype, "gamma")
     alpha = _parameter(key, concentration, "gamma: concentration")
     words = element_words(key, alpha.shape if shape is None else shape, _GAMMA_WORDS, "gamma")
-    # Clamped after rounding: what float64 holds may still be 0 in a narrower dtype.
+    # Clamped after rounding, because a positive float64 number may be 0 in a narrower dtype.
     return torch.exp(_log_gamma(words, alpha)).to(dtype).clamp(min=torch.finfo(dtype).smallest_normal)
 
 
@@ -148,26 +148,25 @@ def beta(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Beta numbers: `x / (x + y)` of two gamma draws.
+    """Draw beta numbers: `x / (x + y)` of two gamma draws.
 
-    Taken as the logistic function of the difference of their logarithms: never NaN, however small `a` and
-    `b` are. 0 and 1 occur where the value rounds to them.
+    They are computed as the logistic function of the difference of the logarithms, which is never NaN, however small
+    `a` and `b` are. 0 and 1 occur where the value rounds to them.
 
     Args:
         key: A key or an `Rng`.
         a: Weight of 1, positive; a number or a tensor that broadcasts with `shape`, whose values are not
             checked.
         b: Weight of 0, as `a`.
-        shape: Sizes of the result; for an `Rng` of n examples, (n, ...). None for those of `a` and `b`
-            broadcast.
+        shape: Sizes of the result; for an `Rng` of n examples, (n, ...). None for the broadcast shape of `a` and `b`.
         dtype: float16, bfloat16, float32 or float64.
 
     Returns:
-        `dtype` of the given shape, in [0, 1].
+        A tensor of `dtype` and the given shape, in [0, 1].
 
     Raises:
-        TypeError: As `uniform`.
-        ValueError: As `bits`, or `a` or `b` is a number that is not positive.
+        TypeError: As for `uniform`.
+        ValueError: As for `bits`, or `a` or `b` is a number that is not positive.
 
     Example:
         >>> from purecompose.random import key
@@ -184,7 +183,7 @@ def beta(
 
 
 def _log_gamma(words: Tensor, alpha: Tensor) -> Tensor:
-    """Logarithms of gamma numbers: float64 (...) from words (..., 16) and concentrations that broadcast."""
+    """Return logarithms of gamma numbers, float64 (...), from words (..., 16) and concentrations that broadcast."""
     units = ((words.to(torch.float64) + 0.5) * 2.0**-32).unflatten(-1, (4, 4))
     normals = torch.cat(box_muller(units[..., 0], units[..., 1]), dim=-1)
     log_uniforms = torch.log(torch.cat((units[..., 2], units[..., 3]), dim=-1))
@@ -199,25 +198,25 @@ def _log_gamma(words: Tensor, alpha: Tensor) -> Tensor:
     chosen = torch.zeros_like(log_cubes[..., 0])
     for index in reversed(range(_ROUNDS)):  # the last write, of the earliest round, wins
         chosen = torch.where(is_accepted[..., index], log_cubes[..., index], chosen)
-    # The bound keeps the quotient finite for the smallest numbers there are, whose difference would be NaN.
+    # The bound keeps the quotient finite for the smallest floats; the difference of two infinities would be NaN.
     boost = torch.where(is_small, log_uniforms[..., _ROUNDS] / alpha.clamp(min=1e-300), 0.0)
     return torch.log(scale) + chosen + boost
 
 
 def _open_unit(key: Tensor | Rng, shape: Shape, dtype: torch.dtype, what: str) -> Tensor:
-    """Float64 uniforms in (0, 1], from 53 bits for float64 and from 32 for the narrower dtypes."""
+    """Return float64 uniforms in (0, 1], from 53 bits for float64 and from 32 for the narrower dtypes."""
     if dtype == torch.float64:
         return (join53(element_words(key, shape, 2, what)).to(dtype) + 0.5) * 2.0**-53
     return (element_words(key, shape, 1, what).squeeze(-1).to(torch.float64) + 0.5) * 2.0**-32
 
 
 def _parameter(key: Tensor | Rng, value: float | Tensor, what: str) -> Tensor:
-    """Return a setting as a float64 tensor on the key's device, checked where the host knows it."""
+    """Return a parameter as a float64 tensor on the key's device; host numbers are checked."""
     if isinstance(value, Tensor):
         return value.detach().to(torch.float64)
     check_number(value, what, 0, above=True)
     root = key.key if isinstance(key, Rng) else key
-    device = root.device if isinstance(root, Tensor) else None  # what is not a key is refused by the draw
+    device = root.device if isinstance(root, Tensor) else None  # the draw rejects anything that is not a key
     return torch.full((), value, dtype=torch.float64, device=device)
 
 

@@ -1,14 +1,13 @@
 """Draws: pure functions from a key and a shape to random numbers, each one call of Philox.
 
-Element e of a draw depends on (key, draw, e, example, batch) and on nothing else: not on the number of
-elements (a longer draw starts with the shorter one), and not on the number of examples. In a draw per
-example, of shape (n, *rest), e counts within `rest`. Integers, `uniform` on [0, 1) and `bernoulli` have equal
-bits on every device, in eager, compiled and under vmap; draws that take logarithms and cosines agree within a
-few last places.
+Element e of a draw depends only on (key, draw, e, example, batch): not on the number of elements (a longer draw
+starts with the shorter one), and not on the number of examples. In a draw per example, of shape (n, *rest), e counts
+within `rest`. Integers, `uniform` on [0, 1) and `bernoulli` have equal bits on every device, in eager, compiled and
+under vmap; draws that compute logarithms and cosines agree up to the last few bits.
 
-Every draw takes a key (int64 of shape (2,)) or an `Rng` first, makes its result on the key's device, and
-leaves torch's global generators alone. Two draws from one key read the same words: split it, or name the
-draws.
+Every draw takes a key (int64 of shape (2,)) or an `Rng` as its first argument, creates its result on the key's
+device, and does not use torch's global generators. Two draws from one key read the same words: split the key, or
+name the draws.
 """
 
 import math
@@ -42,19 +41,19 @@ __all__ = [
 
 Shape = int | Sequence[int]
 
-# Significant bits of a float, the hidden one included: with so many random bits uniform numbers are exact.
+# Significant bits of a float, including the hidden one: with this many random bits, uniform numbers are exact.
 _PRECISION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 def bits(key: Tensor | Rng, shape: Shape) -> Tensor:
-    """Random words: int64 of the given shape, uniform on [0, 2**32).
+    """Draw random words: int64 of the given shape, uniform on [0, 2**32).
 
     Args:
         key: A key or an `Rng`.
         shape: Sizes of the result; for an `Rng` of n examples, (n, ...).
 
     Raises:
-        TypeError: What came is not a key or not a shape.
+        TypeError: `key` is not a key, or `shape` is not a shape.
         ValueError: A size is negative, or the first is not the number of examples.
 
     Example:
@@ -72,7 +71,7 @@ def uniform(
     high: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Uniform numbers in [low, high): 53 random bits for float64, 24 for float32, 11 and 8 for the halves.
+    """Draw uniform numbers in [low, high): 53 random bits for float64, 24 for float32, 11 for float16, 8 for bfloat16.
 
     Args:
         key: A key or an `Rng`.
@@ -82,8 +81,8 @@ def uniform(
         dtype: float16, bfloat16, float32 or float64.
 
     Raises:
-        TypeError: As `bits`, or `dtype` is not one of the four.
-        ValueError: As `bits`, or no number of `dtype` lies in [low, high), or the bounds do not fit in it.
+        TypeError: As for `bits`, or `dtype` is not one of the four.
+        ValueError: As for `bits`, or `dtype` has no number in [low, high), or cannot represent the bounds.
 
     Example:
         >>> uniform(key(0), 2)
@@ -101,7 +100,7 @@ def uniform(
         unit = (words >> (32 - precision)).to(torch.float32) * 2.0**-precision
     if is_unit:
         return unit.to(dtype)
-    # Rounding may reach `high`: the open bound is worth a clamp.
+    # Clamped, because rounding may reach `high`, which must not be returned.
     return (low + (high - low) * unit).to(dtype).clamp(max=_greatest_below(high, dtype))
 
 
@@ -113,20 +112,20 @@ def normal(
     std: float | Tensor = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Normal numbers by Box and Muller's transform.
+    """Draw normal numbers by the Box-Muller transform.
 
-    They lie within 6.8 standard deviations of the mean, in float64 within 8.7.
+    They are within 6.8 standard deviations of the mean, in float64 within 8.7.
 
     Args:
         key: A key or an `Rng`.
         shape: Sizes of the result; for an `Rng` of n examples, (n, ...).
         mean: A number or a tensor that broadcasts with the result; gradients flow to it.
         std: As `mean`; not negative.
-        dtype: float16, bfloat16, float32 or float64; the halves are computed in float32.
+        dtype: float16, bfloat16, float32 or float64; the first two are computed in float32.
 
     Raises:
-        TypeError: As `bits`, or `dtype` is not one of the four.
-        ValueError: As `bits`, or `std` is a negative number.
+        TypeError: As for `bits`, or `dtype` is not one of the four.
+        ValueError: As for `bits`, or `std` is a negative number.
 
     Example:
         >>> normal(key(0), (2, 3)).shape
@@ -153,26 +152,26 @@ def normal(
 
 
 def bernoulli(key: Tensor | Rng, p: float | Tensor, shape: Shape | None = None) -> Tensor:
-    """Coin flips: True with probability `p`, in steps of 2**-32; 0 is never and 1 is always.
+    """Draw bools, True with probability `p`, in steps of 2**-32; 0 means never and 1 always.
 
     Args:
         key: A key or an `Rng`.
         p: A probability, or a tensor of them that broadcasts with `shape`. A tensor's values are not checked.
-        shape: Sizes of the result; None for those of `p`.
+        shape: Sizes of the result; None for the shape of `p`.
 
     Returns:
         bool of the given shape.
 
     Raises:
-        TypeError: As `bits`, or `p` is a shape.
-        ValueError: As `bits`, or `p` is a number outside [0, 1].
+        TypeError: As for `bits`, or `p` is a shape.
+        ValueError: As for `bits`, or `p` is a number outside [0, 1].
 
     Example:
         >>> bernoulli(key(0), 0.5, 4).tolist()
         [True, False, False, False]
     """
     if isinstance(p, Tensor):
-        # A power of two scales without rounding; the comparison of integers has the same bits everywhere.
+        # A power of two scales without rounding, and integers compare equally on every device.
         threshold = (p.to(torch.promote_types(p.dtype, torch.float32)) * 2.0**32).to(torch.int64)
         sizes = p.shape if shape is None else shape
     else:
@@ -186,9 +185,9 @@ def bernoulli(key: Tensor | Rng, p: float | Tensor, shape: Shape | None = None) 
 
 
 def randint(key: Tensor | Rng, shape: Shape, low: int | Tensor, high: int | Tensor) -> Tensor:
-    """Return integers in [low, high), by multiplying 64 random bits with the range and keeping what passes 2**64.
+    """Draw integers in [low, high), the high 64 bits of the product of 64 random bits and the range.
 
-    No two values' probabilities differ by more than 2**-64.
+    The probabilities of any two values differ by at most 2**-64.
 
     Args:
         key: A key or an `Rng`.
@@ -201,8 +200,8 @@ def randint(key: Tensor | Rng, shape: Shape, low: int | Tensor, high: int | Tens
         int64 of the given shape.
 
     Raises:
-        TypeError: As `bits`.
-        ValueError: As `bits`, or low >= high, or high - low >= 2**63.
+        TypeError: As for `bits`.
+        ValueError: As for `bits`, or low >= high, or high - low >= 2**63.
 
     Example:
         >>> randint(key(0), 4, 0, 10).tolist()
@@ -221,15 +220,15 @@ def element_words(key: Tensor | Rng, shape: Shape, num: int, what: str) -> Tenso
     Args:
         key: A key or an `Rng`.
         shape: Sizes of the draw; for an `Rng` of n examples, (n, ...).
-        num: Words for each element.
+        num: Number of words per element.
         what: The draw's name, for errors.
 
     Returns:
         int64 words of shape (*shape, num).
 
     Raises:
-        TypeError: As `bits`.
-        ValueError: As `bits`.
+        TypeError: As for `bits`.
+        ValueError: As for `bits`.
     """
     rng = as_rng(key, what)
     sizes, lead, count = _layout(rng, shape, what)
@@ -244,13 +243,13 @@ def element_words(key: Tensor | Rng, shape: Shape, num: int, what: str) -> Tenso
 
 
 def join53(words: Tensor) -> Tensor:
-    """53 random bits from each pair of words: int64 of shape (...) from (..., 2)."""
+    """Return 53 random bits from each pair of words: int64 of shape (...) from (..., 2)."""
     lower, upper = words.unbind(-1)
     return (upper << 21) | (lower >> 11)
 
 
 def box_muller(radius: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two independent standard normals from two uniforms; `radius` in (0, 1], so no logarithm of 0."""
+    """Return two independent standard normals from two uniforms; `radius` in (0, 1] avoids the logarithm of 0."""
     length = torch.sqrt(-2.0 * torch.log(radius))
     turn = 2.0 * math.pi * angle
     return length * torch.cos(turn), length * torch.sin(turn)
@@ -264,7 +263,7 @@ def check_float(dtype: torch.dtype, what: str) -> None:
 
 
 def _layout(rng: Rng, shape: Shape, what: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the sizes of a draw, those of its examples' dimension (or none), and the elements of one example."""
+    """Return the sizes of a draw, its examples' dimension as a tuple of 0 or 1 sizes, and the elements per example."""
     if not isinstance(shape, int | torch.SymInt | Sequence) or isinstance(shape, str):
         raise TypeError(f"{what}: expected a shape, an int or a sequence of ints, got {shown(shape)}")
     sizes = (shape,) if isinstance(shape, int | torch.SymInt) else tuple(shape)
@@ -293,10 +292,10 @@ def _check_bounds(low: float, high: float, dtype: torch.dtype) -> None:
 
 
 def _greatest_below(bound: float, dtype: torch.dtype) -> float:
-    """Return the greatest number of `dtype` below `bound`, by host arithmetic on the spacing of floats there."""
+    """Return the greatest number of `dtype` below `bound`, computed on the host from the spacing of floats there."""
     info = torch.finfo(dtype)
     mantissa, exponent = math.frexp(bound)
-    if mantissa == 0.5:  # below a power of two the numbers lie twice as dense
+    if mantissa == 0.5:  # below a power of two the floats are twice as dense
         exponent -= 1
     least = info.smallest_normal * info.eps
     spacing = least if bound == 0 else max(math.ldexp(1.0, exponent - _PRECISION[dtype]), least)
@@ -305,7 +304,7 @@ def _greatest_below(bound: float, dtype: torch.dtype) -> float:
 
 def _multiply_high(lower: Tensor, upper: Tensor, span: int | Tensor) -> Tensor:
     """Return the high 64 bits of the 128-bit product of the words (upper, lower) with `span`, unsigned."""
-    if isinstance(span, int) and span <= 2**31:  # no sum reaches 2**63: four operations in place of fourteen
+    if isinstance(span, int) and span <= 2**31:  # no sum reaches 2**63: four operations instead of fourteen
         return (upper * span + (lower * span >> 32)) >> 32
     span_low, span_high = span & WORD, span >> 32
     cross = upper * span_low + (lower * span_low >> 32 & WORD)

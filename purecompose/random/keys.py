@@ -1,11 +1,11 @@
 """Keys: make, split and fold them, and name the place of a draw.
 
-A key is an int64 tensor of shape (2,), two words. A draw reads the Philox block at
+A key is an int64 tensor of shape (2,), two words. A draw reads only the Philox blocks at
 
     counter = (element, draw, example, batch)
 
-and nothing else, so a draw can be repeated by a rank, a microbatch or a resumed run, and no draw moves
-another. `Rng` holds a key and the last three numbers of that counter.
+so a draw can be repeated by a rank, a microbatch or a resumed run, and no draw affects another. `Rng` holds a key and
+the last three numbers of that counter.
 """
 
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
 
     Args:
         seed: An integer in [0, 2**64). Seeds 0, 1, 2, ... give unrelated draws.
-        device: Where the key lives, and with it every draw from it.
+        device: Device of the key, and of every draw from it.
 
     Returns:
         int64 of shape (2,): the low and the high word of the seed.
@@ -48,19 +48,19 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
     return torch.tensor([number & WORD, number >> 32], dtype=torch.int64, device=device)
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # tensors have no truth value to compare by
+@dataclass(frozen=True, slots=True, eq=False)  # comparison of tensors has no single truth value
 class Rng:
-    """A key and a place: all that a draw depends on, besides its own elements.
+    """A key and a place, which together determine a draw.
 
     Two draws from one `Rng` read the same words: give each its own name. Tensor fields are pytree leaves,
     host numbers are part of the structure.
 
     Args:
         key: int64 of shape (2,).
-        draw: Which draw this is, a 32-bit salt; a host number, or a 0-d int64 tensor.
+        draw: A 32-bit salt that identifies the draw; a host number, or a 0-d int64 tensor.
         example: 0 for draws about the whole batch; else the global indices of the examples in the batch,
             int64 of shape (n,), or one such index, 0-d. Below 2**32.
-        batch: Which batch of the run, a host number or a 0-d int64 tensor, below 2**32.
+        batch: Number of the batch in the run, a host number or a 0-d int64 tensor, below 2**32.
 
     Example:
         >>> from purecompose.random import uniform
@@ -81,14 +81,14 @@ class Rng:
         object.__setattr__(self, "_leaf_names", names)
 
     def named(self, name: str | int) -> "Rng":
-        """Another draw at the same place; a stable hash of this draw's salt and the name.
+        """Return another draw at the same place, whose salt is a stable hash of this draw's salt and the name.
 
-        Siblings named by numbers in [0, 2**32) never share a salt; two other names do with chance 2**-32.
+        Siblings named by numbers in [0, 2**32) never share a salt; other names do with probability 2**-32.
         """
         return replace(self, draw=_mix(self.draw, _name_word(name)))
 
     def per_example(self, indices: Tensor | None) -> "Rng":
-        """Draw of shape (n, ...), row i for example `indices[i]`; with None, draws about the whole batch."""
+        """Return an `Rng` for draws of shape (n, ...), row i for example `indices[i]`; None for the whole batch."""
         if indices is None:
             return replace(self, example=0)
         if not isinstance(indices, Tensor) or indices.dtype != torch.int64 or indices.dim() > 1:
@@ -104,19 +104,19 @@ def split(key: Tensor, num: int = 2) -> Tensor: ...
 @overload
 def split(key: Rng, num: int = 2) -> list[Rng]: ...
 def split(key: Tensor | Rng, num: int = 2) -> Tensor | list[Rng]:
-    """Make `num` keys that are unrelated to each other and to the one they come from.
+    """Make `num` keys that are unrelated to each other and to the original key.
 
-    Splitting in more begins with the same keys: `split(key, 3)[:2]` equals `split(key, 2)`.
+    A split into more keys begins with the same ones: `split(key, 3)[:2]` equals `split(key, 2)`.
 
     Args:
         key: int64 of shape (2,), or an `Rng`.
-        num: How many.
+        num: Number of keys.
 
     Returns:
         int64 of shape (num, 2); for an `Rng`, a list of `num` of them.
 
     Raises:
-        TypeError: What came is not a key, or `num` is not an integer.
+        TypeError: `key` is not a key, or `num` is not an integer.
         ValueError: `num` is negative.
 
     Example:
@@ -137,7 +137,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor: ...
 @overload
 def fold_in(key: Rng, data: int | str) -> Rng: ...
 def fold_in(key: Tensor | Rng, data: int | str | Tensor) -> Tensor | Rng:
-    """Make the key that belongs to `data`: `fold_in(key, epoch)`.
+    """Make the key that belongs to `data`, as in `fold_in(key, epoch)`.
 
     Args:
         key: int64 of shape (2,), or an `Rng`, for which this is `named`.
@@ -147,7 +147,7 @@ def fold_in(key: Tensor | Rng, data: int | str | Tensor) -> Tensor | Rng:
         int64 of shape (2,); for an `Rng`, an `Rng`.
 
     Raises:
-        TypeError: What came is not a key, or `data` is not an integer.
+        TypeError: `key` is not a key, or `data` is not an integer.
         ValueError: `data` does not fit in 64 bits.
 
     Example:
@@ -180,14 +180,14 @@ def salt(*names: str | int) -> int:
 
 
 def as_rng(key: Tensor | Rng, what: str) -> Rng:
-    """Check a key and give it a place: a bare key is a draw about a whole batch, numbered 0 throughout.
+    """Check a key and give it a place: a bare key becomes a draw about a whole batch, with all numbers 0.
 
     Args:
         key: int64 of shape (2,), or an `Rng` of such a key.
         what: The caller's name, for the error.
 
     Raises:
-        TypeError: What came is not a key.
+        TypeError: `key` is not a key.
     """
     rng = key if isinstance(key, Rng) else Rng(key)
     root = rng.key
@@ -207,7 +207,7 @@ def _mix(state: Any, word: int) -> Any:
     return hashed ^ (hashed >> 16)
 
 
-@lru_cache(maxsize=4096, typed=True)  # typed: True is not a name, and equals 1
+@lru_cache(maxsize=4096, typed=True)  # typed, because True is not a valid name but equals 1
 def _hashed(name: str | int) -> int:
     if isinstance(name, str):
         return int.from_bytes(blake2s(name.encode(), digest_size=4).digest(), "little")
@@ -218,12 +218,12 @@ def _hashed(name: str | int) -> int:
 
 
 def _name_word(name: str | int) -> int:
-    """Return a name as a word; small numbers are spread one-to-one so that siblings stay apart."""
+    """Return a name as a word; small numbers are mapped one-to-one, so that siblings differ."""
     return _hashed(name)
 
 
-# For torch.compile around a function that draws: it cannot trace a hash, and need not, as names are constants. What is
-# public, `torch.compiler.assume_constant_result`, sets this mark too, but imports the compiler for it.
+# For torch.compile around a function that draws: it cannot trace a hash, and need not, because names are constants. The
+# public function `torch.compiler.assume_constant_result` sets this mark too, but imports the compiler.
 _name_word._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -244,7 +244,7 @@ def _flatten_with_keys(rng: Rng) -> tuple[list[Any], Any]:
 def _unflatten(leaves: Any, context: Any) -> Rng:
     leaf_names, hosts = context
     rng = Rng(**(dict(zip(_FIELDS, hosts, strict=True)) | dict(zip(leaf_names, leaves, strict=True))))
-    # A leaf stays one whatever it holds: vmap fills trees with plain zeros to spread its `in_dims`.
+    # A leaf remains a leaf whatever its value, because vmap fills trees with plain zeros to spread its `in_dims`.
     object.__setattr__(rng, "_leaf_names", leaf_names)
     return rng
 

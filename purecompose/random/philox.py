@@ -1,11 +1,11 @@
 """Philox4x32-10: four random words from a counter and a key, in int64 tensor operations.
 
-A word is a uint32 value held in an int64. A product of two words is at most `(2**32 - 1)**2`, which int64
-holds modulo 2**64, so both halves are exact: the low one by a mask, the high one by a shift and a mask.
+A word is a uint32 value stored in an int64. A product of two words is at most `(2**32 - 1)**2`, which int64
+represents modulo 2**64, so both halves are exact: the low one by a mask, the high one by a shift and a mask.
 
-The four lanes are kept apart and the constants are Python numbers. Lanes stacked in one tensor need fewer
-operations (0.10 ms against 0.14 for a small draw in eager), but the swap of lanes between rounds stops the
-compiler from fusing: compiled, apart is three times as fast as stacked, and large draws gain in eager too.
+The four lanes are separate tensors and the constants are Python numbers. Lanes stacked in one tensor need fewer
+operations (0.10 ms instead of 0.14 for a small draw in eager), but the swap of lanes between rounds prevents the
+compiler from fusing: compiled, separate lanes are three times as fast, and in eager they are faster for large draws.
 
 References:
     John K. Salmon, Mark A. Moraes, Ron O. Dror, David E. Shaw: Parallel Random Numbers: As Easy as 1, 2, 3.
@@ -55,14 +55,14 @@ def philox4x32(counter: Tensor | Sequence[Tensor | int], key: Tensor) -> Tensor:
 
 
 def philox_lanes(c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int, key: Tensor) -> Tensor:
-    """`philox4x32` of four lanes that are words already: the draws' way in, which skips the checks.
+    """Return `philox4x32` of four lanes that are already words, without checks; the draws use this function.
 
     A lane that is an int costs no tensor operation in the first round, and lanes of different shapes
-    broadcast as late as they can: ten thousand examples of three elements multiply 10 000 + 3 numbers first.
+    broadcast as late as possible: for ten thousand examples of three elements, 10 000 + 3 numbers are multiplied first.
 
     Args:
-        c0: Lane 0, a word or a tensor of words; lanes 1 to 3 alike.
-        c1: Lane 1; of this one and of lane 3 only the low 32 bits are read.
+        c0: Lane 0, a word or a tensor of words, as are lanes 1 to 3.
+        c1: Lane 1; only the low 32 bits of this lane and of lane 3 are read.
         c2: Lane 2.
         c3: Lane 3.
         key: int64 of shape (..., 2).
@@ -80,15 +80,15 @@ def philox_lanes(c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tenso
 
 
 def _round_keys(key: Tensor, lane: int) -> tuple[Tensor, ...]:
-    """Return the key lane's word for each round; the carry above 32 bits falls to the mask of the round."""
+    """Return the key lane's word for each round; the mask of the round removes the carry above 32 bits."""
     step = _KEY_STEPS[lane]
     steps = torch.arange(0, _ROUNDS * step, step, dtype=torch.int64, device=key.device)
     return (key[..., lane].unsqueeze(-1) + steps).unbind(-1)
 
 
 def _multiply(word: Tensor | int, multiplier: int) -> tuple[Tensor | int, Tensor | int]:
-    """High and low half of a product, right in their low 32 bits only: the round masks once, at its end."""
+    """Return the high and low half of a product, correct only in their low 32 bits; a round masks them at its end."""
     product = word * multiplier
-    if isinstance(product, int):  # may pass 2**63, which no tensor operation takes
+    if isinstance(product, int):  # may exceed 2**63, which tensor operations do not accept
         return product >> 32, product & WORD
     return product >> 32, product

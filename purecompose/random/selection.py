@@ -1,7 +1,6 @@
 """Draws of positions: permutations and choices.
 
-They are about a whole batch: the examples of an `Rng` are ignored, so that each microbatch sees the same
-order.
+They concern a whole batch: the examples of an `Rng` are ignored, so that each microbatch gets the same order.
 """
 
 import math
@@ -24,13 +23,13 @@ def permutation(key: Tensor | Rng, n: int | Tensor) -> Tensor:
 
     Args:
         key: A key or an `Rng`; its examples are ignored.
-        n: How many positions to order, or a tensor whose rows (dimension 0) are put in a random order.
+        n: Number of positions to order, or a tensor whose rows (dimension 0) are put in a random order.
 
     Returns:
         int64 of shape (n,), a permutation of 0 to n - 1; or the tensor's rows in such an order.
 
     Raises:
-        TypeError: What came is not a key, or `n` is not an int or a tensor.
+        TypeError: `key` is not a key, or `n` is not an int or a tensor.
         ValueError: `n` is negative, or a tensor without dimensions.
 
     Example:
@@ -45,7 +44,7 @@ def permutation(key: Tensor | Rng, n: int | Tensor) -> Tensor:
     _check_size(n, "permutation: n")
     rng = as_rng(key, "permutation").per_example(None)
     lower, upper = element_words(rng, n, 2, "permutation").unbind(-1)
-    # The upper word fills the sign bit too: the sort only needs all orders to be equally likely.
+    # The upper word also fills the sign bit, since the sort only needs all orders to be equally likely.
     return torch.sort((upper << 32) | lower, stable=True).indices
 
 
@@ -60,24 +59,24 @@ def choice(
     """Choose `k` of `n` positions, in the order of drawing.
 
     Without replacement, position i arrives after an exponential time of rate `p[i]` and the first k are
-    taken: the same law as drawing one by one with weights renormalised. A position of weight 0 comes last,
-    and is taken only if fewer than `k` others are there (with replacement: never).
+    taken, which has the same distribution as drawing one by one with renormalised weights. A position of weight 0
+    comes last, and is taken only if there are fewer than `k` others (with replacement: never).
 
     Args:
         key: A key or an `Rng`; its examples are ignored.
         n: Number of positions.
-        k: How many to choose.
-        p: Weights of the positions, of length n, not negative, of any sum; None for equal ones. A tensor's
-            values are not checked. With weights the draw takes logarithms, and may differ between devices in
-            close calls.
-        replace: Whether a position may be drawn again.
+        k: Number of positions to choose.
+        p: Weights of the positions, of length n, not negative, with any sum; None for equal weights. A tensor's
+            values are not checked. With weights the draw computes logarithms, and in rare cases may differ between
+            devices.
+        replace: True if a position may be drawn again.
 
     Returns:
         int64 of shape (k,), positions in [0, n).
 
     Raises:
-        TypeError: Not a key, or `n` or `k` is not an int.
-        ValueError: `n` or `k` is negative, more positions are asked than are there, or the weights do not fit.
+        TypeError: `key` is not a key, or `n` or `k` is not an int.
+        ValueError: `n` or `k` is negative, there are too few positions, or the weights do not fit.
 
     Example:
         >>> from purecompose.random import key
