@@ -1,4 +1,4 @@
-"""How often an observer acts: every given number of batches, epochs, samples, tokens, or fraction of the run."""
+"""Intervals at which an observer acts: a number of batches, epochs, samples or tokens, or a fraction of the run."""
 
 from purecompose.time import TimeLike, Timestamp, TimeUnit
 from purecompose.time.intervals import checked_interval, has_passed
@@ -8,17 +8,17 @@ __all__ = ["Due", "batch_before"]
 
 
 class Due:
-    """Tells the batches in which a multiple of an interval is passed.
+    """A predicate for the batches in which a multiple of an interval is passed.
 
-    Epochs count at their last batch. Where their length is not known, that is noticed in the next batch.
+    Epochs count at their last batch, or at the next batch if their length is not known.
 
     Args:
         every: The interval; a bare number means batches.
-        where: Opens the messages, such as "Records: every".
+        where: Beginning of the messages, such as "Records: every".
 
     Raises:
-        TypeError: No time.
-        ValueError: An interval that is not positive, or in seconds.
+        TypeError: The interval is not a time.
+        ValueError: The interval is not positive, or in seconds.
 
     Example:
         >>> due = Due("2ba", "every")
@@ -36,10 +36,10 @@ class Due:
         self._before = timestamp
 
     def __call__(self, timestamp: Timestamp) -> bool:
-        """Return whether a multiple was passed since the last call, for the time after a batch.
+        """Return whether a multiple was passed since the last call, given the time after a batch.
 
         Raises:
-            ValueError: A fraction of a run that has no duration.
+            ValueError: The interval is a fraction of the run, which has no duration.
         """
         before, self._before = self._before or batch_before(timestamp), timestamp
         return has_passed(self._interval, before, timestamp)

@@ -19,29 +19,29 @@ _NOT_FINITE = "not_finite"
 
 
 class Format(Protocol):
-    """How records lie in a file. Neither method remembers anything; what there is to know is in the file."""
+    """A file format for records. Both methods are stateless; all information is in the file."""
 
     @staticmethod
     def scan(file: BinaryIO, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Return the records of a file with the offset at which each one's line ends, up to a line that has no end.
+        """Yield the records of a file, each after the offset of its line's end, up to a line without an end.
 
-        Before them comes one that is empty, with the offset at which records begin.
+        The first item is an empty record with the offset at which the records begin.
 
         Raises:
-            ValueError: A line that holds no record.
+            ValueError: A line is not a record.
         """
         ...
 
     @staticmethod
     def add(path: Path, records: list[dict[str, Any]]) -> None:
-        """Add records, all of them or, where that raises OSError, none."""
+        """Add records: all of them, or none if it raises an OSError."""
         ...
 
 
 class JsonLines:
-    """One JSON object a line.
+    """One JSON object per line.
 
-    JSON has no numbers that are not finite. They are null, and the object says under `not_finite` what they are:
+    JSON has only finite numbers. Others are written as null, and named under `not_finite`:
     `{"batch": 7, "loss": null, "not_finite": {"loss": "nan"}}`, with a list for the members of a population.
     """
 
@@ -62,10 +62,10 @@ class JsonLines:
 
 
 class Csv:
-    """A table with the names in its first line, and an empty cell where a record has no value.
+    """A table with the names in its first line, and an empty cell if a record has no value.
 
-    Numbers that are not finite are `nan`, `inf` and `-inf`. Those of a population's members share a cell, as a JSON
-    list. A new column, on the right, means a new file in the old one's place.
+    Numbers that are not finite are `nan`, `inf` and `-inf`. The numbers of a population's members share a cell, as a
+    JSON list. New columns are added on the right, which replaces the whole file.
     """
 
     @staticmethod
@@ -103,15 +103,15 @@ class Csv:
 
 
 FORMATS: dict[str, type[Format]] = {".jsonl": JsonLines, ".csv": Csv}
-"""By the suffix of a file's name."""
+"""The formats by the suffix of a file's name."""
 
 
 def _whole_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """Return the number, the offset of the end, and the bytes of each line that has its end."""
+    """Yield the number, the offset of the end, and the bytes of each complete line."""
     offset = 0
     for number, line in enumerate(file, start=1):
         if not line.endswith(b"\n"):
-            return  # where a process was killed while it wrote
+            return  # a process was killed while it wrote this line
         offset += len(line)
         yield number, offset, line
 
@@ -141,13 +141,13 @@ def _append(path: Path, text: str) -> None:
 
 def _write(file: Any, data: bytes) -> None:
     rest = memoryview(data)
-    while rest:  # an unbuffered write may take a part, such as up to where the disk is full
+    while rest:  # an unbuffered write may write only a part, such as on a disk that becomes full
         rest = rest[file.write(rest) :]
 
 
 def _widen(path: Path, header: str, num_new: int, rows: str) -> None:
-    """Put a file in the old one's place that has the new columns and rows."""
-    path = path.resolve()  # of a link, the file that it leads to
+    """Replace a file by one with the new columns and rows."""
+    path = path.resolve()  # the target of a link is replaced, not the link
     new_path = path.with_name(path.name + ".new")
     try:
         with path.open("rb") as old, new_path.open("wb") as new:
@@ -166,7 +166,7 @@ def _widen(path: Path, header: str, num_new: int, rows: str) -> None:
 
 
 def _checked(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record, or raise where it is not one that `Records` writes."""
+    """Return a record, or raise if it is not one that `Records` writes."""
     for name in ("batch", "epoch"):
         if type(record.get(name)) is not int or record[name] < 0:
             raise ValueError(f"{name}: expected a whole number, got {shown(record.get(name))}")
@@ -196,7 +196,7 @@ def _from_json(record: Any) -> dict[str, Any]:
 
 
 def _word(value: Any) -> Any:
-    """Return the name of a number that is not finite, such as "nan", else None; for lists a list or None."""
+    """Return the name of a number that is not finite, such as "nan", else None; for a list, a list or None."""
     if isinstance(value, list):
         words = [_word(one) for one in value]
         return words if any(words) else None

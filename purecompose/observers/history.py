@@ -9,17 +9,17 @@ from purecompose.time.event import Event
 
 __all__ = ["History"]
 
-# Unread tensors are kept on the device up to this number of records: one wait for the device in so many
-# batches, and no unbounded pile of small allocations.
+# Number of records whose tensors stay on the device before they are read: few waits for the device, but no unbounded
+# number of small allocations.
 _MOST_UNREAD = 1000
 
 
 class History:
-    """Collects one record for each batch and one for each evaluation.
+    """An observer that collects one record for each batch and one for each evaluation.
 
-    A record is a dict of plain numbers. All have `batch` and `epoch`, how many of them have gone by. A
-    batch's record adds `loss` and whatever 0-d metrics the algorithms reported; an evaluation's adds its
-    metrics under the evaluator's label, such as `eval/accuracy`. Those of a population are lists, with a number
+    A record is a dict of plain numbers. Every record has `batch` and `epoch`, the numbers of completed batches and
+    epochs. A batch's record adds `loss` and the 0-d metrics that the algorithms reported; an evaluation's record adds
+    its metrics under the evaluator's label, such as `eval/accuracy`. For a population, these are lists with a number
     for each member.
 
     Metrics that are not single numbers are left out, with one warning each.
@@ -41,13 +41,13 @@ class History:
     """
 
     def __init__(self) -> None:
-        """Return an empty history."""
+        """Create an empty history."""
         self._records: list[dict[str, Any]] = []
         self._unread = 0
         self._left_out: set[str] = set()
 
     def __call__(self, event: Event, state: State) -> None:
-        """Record what BATCH_END and EVAL_END have to say."""
+        """Add a record at BATCH_END and EVAL_END."""
         record = record_of(event, state, self._left_out)
         if record is None:
             return
@@ -58,7 +58,7 @@ class History:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """All records so far, in the order in which they came; reading them waits for the device."""
+        """All records so far, in order of time; reading them waits for the device."""
         self._read()
         return [dict(record) for record in self._records]
 
@@ -66,7 +66,7 @@ class History:
         """Return a quantity over the run: the batches at which it was recorded, and its values.
 
         Raises:
-            KeyError: No record has that name; the message lists the names there are.
+            KeyError: No record has that name; the message lists the existing names.
         """
         found = [record for record in self.records if name in record]
         if not found:

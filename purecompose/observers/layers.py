@@ -17,13 +17,12 @@ __all__ = ["activations", "updates"]
 
 
 def updates() -> Monitor:
-    """Return a monitor of how far each parameter has moved since the last record: `update/0.weight`,
-    `update_ratio/0.weight`.
+    """Return a monitor of the change of each parameter since the last record: `update/NAME`, `update_ratio/NAME`.
 
-    The first is the norm of the difference, the second its share of the norm that the parameter had, 0 where that was
-    all zeros. In a recorder with `every="1ba"` this is the update of the batch. The first record has no values, nor has
-    a parameter whose shape changed. A population has a value for each member. The monitor keeps the parameters of the
-    last record, as much memory as they take.
+    `update/0.weight` is the norm of the difference, `update_ratio/0.weight` that norm divided by the earlier norm of
+    the parameter, or 0 if the parameter was all zeros. In a recorder with `every="1ba"` this is the update of the
+    batch. There are no values in the first record, nor for a parameter whose shape changed. A population has a value
+    for each member. The monitor keeps the parameters of the last record, which costs as much memory as they take.
 
     Example:
         >>> from purecompose import losses, optim
@@ -60,14 +59,14 @@ def _norm(value: Tensor, num_dims: int) -> Tensor:
 def activations(inputs: Any, layers: str = "*") -> Monitor:
     """Return a monitor of the outputs of the network's layers for given inputs, in evaluation mode.
 
-    For each layer (a module without modules inside) `activation_mean/NAME`, `activation_std/NAME`,
-    `activation_max/NAME` (of absolute values) and `activation_zeros/NAME`, the share of exact zeros: dead units of a
-    ReLU. Of one that is called several times, the last call counts; one that does not give a floating tensor is left
-    out. Each record costs a forward pass with copies of the weights.
+    It reports, for each layer (a module without submodules), `activation_mean/NAME`, `activation_std/NAME`,
+    `activation_max/NAME` (of absolute values) and `activation_zeros/NAME`, the fraction of exact zeros, which shows
+    dead ReLU units. For a layer that is called several times, the last call counts; a layer that does not return a
+    floating tensor is left out. Each record costs a forward pass with copies of the weights.
 
     Args:
-        inputs: What the network is called with: one argument, a list of arguments, or a mapping of keyword arguments.
-        layers: A pattern (`fnmatch`) of the names of modules to look at.
+        inputs: Inputs of the network: one argument, a list of arguments, or a mapping of keyword arguments.
+        layers: Pattern (`fnmatch`) of the names of the layers.
 
     Raises:
         ValueError: At the first record: the state is a population's, or no layer has such a name.

@@ -1,4 +1,4 @@
-"""Monitors: functions `(state) -> dict` of further numbers for the records."""
+"""Monitors: functions `(state) -> dict` that add numbers to the records."""
 
 import contextlib
 import dataclasses
@@ -32,17 +32,17 @@ __all__ = ["learning_rate", "memory", "moments", "speed", "system"]
 
 
 def learning_rate(*names: str) -> Monitor:
-    """Return settings of the optimizer as the batch used them, by default `lr`.
+    """Return a monitor of the optimizer's settings, as the batch used them; by default `lr`.
 
-    A setting appears under its name, and that of a parameter group under `name/pattern`, such as `lr/*.bias`.
-    Numbers, hparams, schedules and products of them are reported as numbers. A schedule's value is the one in which the
-    batch was trained: that of the time before it. What an optimizer does not have is left out.
+    A setting appears under its name, or under `name/pattern`, such as `lr/*.bias`, for a parameter group. Numbers,
+    hparams, schedules and products of them are reported as numbers. A schedule is evaluated at the time before the
+    batch, which is the value that the batch was trained with. Settings that the optimizer does not have are left out.
 
     Args:
-        names: Which settings, such as `"lr", "momentum"`.
+        names: Names of settings, such as `"lr", "momentum"`.
 
     Raises:
-        TypeError: A name that is not a string.
+        TypeError: A name is not a string.
 
     Example:
         >>> from purecompose import losses, optim, schedule
@@ -58,11 +58,11 @@ def learning_rate(*names: str) -> Monitor:
 
 
 def memory() -> Monitor:
-    """Memory in bytes: that of the state's GPU, or else that of the process.
+    """Return a monitor of memory in bytes, of the state's GPU or otherwise of the process.
 
-    On a GPU `memory/allocated`, `memory/reserved` and `memory/peak` (the most that was allocated), by the counts of
-    torch's allocator, for which nothing waits. Elsewhere `memory/resident` and `memory/peak`, as far as the system
-    tells.
+    On a GPU it reports `memory/allocated`, `memory/reserved` and `memory/peak` (the most that was allocated), as
+    counted by torch's allocator, without waiting for the device. Elsewhere it reports `memory/resident` and
+    `memory/peak`, if the system provides them.
 
     Example:
         >>> from purecompose import losses, optim
@@ -75,10 +75,10 @@ def memory() -> Monitor:
 
 
 def moments() -> Monitor:
-    """Return the norms of what the optimizer remembers, for each parameter: `moments/exp_avg/0.weight` and so on.
+    """Return a monitor of the norms of the optimizer's state, for each parameter: `moments/exp_avg/0.weight` etc.
 
-    Only floating tensors are reported; a population has a value for each member. Records should not be frequent: every
-    tensor of the optimizer's state is read.
+    Only floating tensors are reported; a population has a value for each member. Use it with infrequent records,
+    because it reads every tensor of the optimizer's state.
 
     Example:
         >>> from purecompose import losses, optim
@@ -101,12 +101,12 @@ def _moments(state: State) -> dict[str, Tensor]:
 
 
 def system() -> Monitor:
-    """Report the machine's load: `system/cpu`, `system/load`, `system/memory` and on a GPU `system/gpu`.
+    """Return a monitor of the machine's load: `system/cpu`, `system/load`, `system/memory` and on a GPU `system/gpu`.
 
-    * `system/cpu`: How many cores this process has used on average since the last record; not in the first one.
-    * `system/load`: Processes that run or wait for a core, on average over the last minute, where available.
-    * `system/memory`: The share of the machine's memory in use, 0 to 1, on Linux.
-    * `system/gpu`: The share of time, 0 to 1, in which the state's GPU was busy, where `pynvml` is installed.
+    * `system/cpu`: Average number of cores that this process has used since the last record; not in the first one.
+    * `system/load`: Number of processes that run or wait for a core, averaged over the last minute, where available.
+    * `system/memory`: Fraction of the machine's memory in use, 0 to 1, on Linux.
+    * `system/gpu`: Fraction of time, 0 to 1, in which the state's GPU was busy, if `pynvml` is installed.
 
     Example:
         >>> from purecompose import losses, optim
@@ -119,28 +119,28 @@ def system() -> Monitor:
 
 
 def speed(window: int = 100) -> Monitor:
-    """Rates over the last batches, and how long the run still takes.
+    """Return a monitor of the rates over the last batches and of the run's remaining time.
 
-    `speed/batches`, and where the run counts them `speed/samples` and `speed/tokens`, per second of training; the time
-    for evaluation is left out. Those of a population count what each member trains on, so that n networks at once are
-    comparable to n runs. `time/left` is in seconds, evaluations included at the share of the time that they
-    took so far; it is left out in a run without a duration. There is nothing to tell before the second batch, as the
-    first one of a compiled step brings the compilation.
+    It reports `speed/batches` and, if the run counts them, `speed/samples` and `speed/tokens`, per second of training
+    without evaluations. For a population, samples and tokens count once for each member, so that n networks trained
+    together are comparable to n runs. `time/left` is in seconds and includes evaluations, at the share of the time that
+    they took so far; it is left out in a run without a duration. There are no values before the second batch, because
+    the first one of a compiled step includes the compilation.
 
-    Times are those at which the host comes by. A GPU may lag behind, by as many batches as it lets wait, so rates are
-    right over windows much longer than that.
+    Times are measured on the host. A GPU may lag behind by the batches in its queue, so rates are accurate only over
+    windows that are much longer than the queue.
 
     Args:
-        window: Over how many batches the rates are taken.
+        window: Number of batches over which the rates are measured.
 
     Raises:
-        TypeError, ValueError: A window that is not an int, or below 1.
+        TypeError, ValueError: The window is not an int, or below 1.
     """
     return _Speed(check_whole(window, "speed: window", 1))
 
 
 class _Settings:
-    """The monitor of `learning_rate`. It watches the time go by, to know the one before a batch."""
+    """The monitor of `learning_rate`, which observes the run to know the time before each batch."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
@@ -165,7 +165,7 @@ class _Settings:
 
 
 def _settings(optimizer: Any, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Return the named scalars of an optimizer and of its groups."""
+    """Yield the named scalars of an optimizer and of its groups."""
     fields = {field.name for field in dataclasses.fields(optimizer)} if dataclasses.is_dataclass(optimizer) else ()
     for name in names:
         if name in fields and _is_scalar(value := getattr(optimizer, name)):
@@ -181,7 +181,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _value(setting: Any, state: State, timestamp: Timestamp) -> float | Tensor:
-    # Hparams of a compiled step's state are copied where they are read: not without need.
+    # Reading the hparams of a compiled step's state copies them, so they are read only if needed.
     hparams = state.hparams if collect(setting, Hparam) else {}
     return resolve(setting, hparams=hparams, scheduled=lambda schedule: schedule(timestamp))
 
@@ -202,13 +202,13 @@ def _memory(state: State) -> dict[str, float]:
         pass  # not Linux
     if resource is not None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        # The system counts the two apart, and the peak now and then a little behind.
+        # The system counts the two separately, so its peak may be a little below the current value.
         found["memory/peak"] = max(peak, found.get("memory/resident", 0))
     return found
 
 
 class _System:
-    """The monitor of `system`, which remembers when it was asked."""
+    """The monitor of `system`, which remembers the times of its last call."""
 
     def __init__(self) -> None:
         self._before: tuple[float, float] | None = None
@@ -245,7 +245,7 @@ class _Speed:
         if event is Event.FIT_START:
             self._pace.clear()
             self._batch = -1
-        # Two recorders may share a monitor, and tell it everything twice.
+        # Two recorders that share a monitor call it twice for each event.
         if event is Event.BATCH_END and state.timestamp.batch != self._batch:
             self._batch = state.timestamp.batch
             self._pace.read(state.timestamp)

@@ -16,7 +16,7 @@ from purecompose.time.event import Event
 
 __all__ = ["NaNs"]
 
-# The check is late by these at most: it is made when so many batches wait for it, or the first has waited so long.
+# The check is made when this many batches wait for it, or when the first of them has waited this many seconds.
 _GROUP = 100
 _SECONDS = 2.0
 
@@ -25,22 +25,22 @@ _SHOWN = 5
 
 
 class NaNs:
-    """Raises `FloatingPointError`, or warns once, when the loss is NaN or infinite.
+    """An observer that raises `FloatingPointError`, or warns once, when the loss is NaN or infinite.
 
-    Losses are read in groups, so that no batch waits for the device. The message is therefore late: by 100 batches
-    that are due, or by the first batch after two seconds, whichever comes first; the batch it names is the first bad
-    one. At evaluations, at EPOCH_CHECKPOINT and ITERATION_CHECKPOINT, and at FIT_END nothing is left unread, so no
+    Losses are read in groups, so that no batch waits for the device. The message is therefore late, at most by 100
+    checked batches or until the first batch after two seconds, whichever comes first; it names the first bad batch. At
+    evaluations, at EPOCH_CHECKPOINT and ITERATION_CHECKPOINT, and at FIT_END all waiting losses are checked, so no
     checkpoint of an epoch is written after a bad loss if this observer comes before the one that writes.
 
     Args:
-        every: Which batches are looked at: "1ba", "10ba", "1ep", ...
-        action: `"raise"`, or `"warn"`, which says it once a run.
-        check: `"loss"`; or `"params"`, which looks at each parameter as well and names the bad ones. That costs a
-            pass over the parameters (for a donating compiled step, a copy of them too) in each batch that is due.
+        every: Interval between checked batches: "1ba", "10ba", "1ep", ...
+        action: `"raise"`, or `"warn"` for one warning per run.
+        check: `"loss"`; or `"params"`, which also checks each parameter and names the bad ones. That costs a pass over
+            the parameters (for a donating compiled step, also a copy of them) in each checked batch.
 
     Raises:
-        TypeError, ValueError: An argument of the wrong kind.
-        FloatingPointError: (when called) a number that is not finite.
+        TypeError, ValueError: An argument has the wrong kind.
+        FloatingPointError: When called: a number is not finite.
 
     Example:
         >>> from purecompose import losses, optim
@@ -64,7 +64,7 @@ class NaNs:
         self._has_warned = False
 
     def __call__(self, event: Event, state: State) -> None:
-        """Look at the loss of BATCH_END, sooner or later."""
+        """Queue the loss at BATCH_END, and check the queue when it is time."""
         if event is Event.FIT_START:
             self._pile.take()
             self._has_warned = False
@@ -76,10 +76,10 @@ class NaNs:
             self.flush()
 
     def flush(self) -> None:
-        """Look at what is waiting; this waits for the device.
+        """Check all waiting batches; this waits for the device.
 
         Raises:
-            FloatingPointError: A number that is not finite.
+            FloatingPointError: A number is not finite.
         """
         seen = self._pile.take()
         for batch, losses, params in _read(seen):
@@ -89,7 +89,7 @@ class NaNs:
                 return
 
     def _seen(self, state: State) -> "_Seen":
-        # Copies: a step that donates its state writes over it.
+        # A copy, because a step that donates its state overwrites it.
         loss = None if state.loss is None else state.loss.detach().clone()
         params = {}
         if self._checks_params:
@@ -106,7 +106,7 @@ class NaNs:
 
 
 class _Seen(NamedTuple):
-    """What waits of a batch: the loss, and by parameter whether it is finite, each with a value for each member."""
+    """The waiting values of a batch: the loss, and a finite flag for each parameter, with a value for each member."""
 
     batch: int
     loss: Tensor | None
@@ -119,7 +119,7 @@ def _all_finite(param: Tensor, num_dims: int) -> Tensor:
 
 
 def _read(seen: list[_Seen]) -> list[tuple[int, list[float], dict[str, list[bool]]]]:
-    """Return the same as plain lists over members, with a transfer for the losses and one for the parameters."""
+    """Return the values as lists over members, with one transfer for the losses and one for the parameters."""
     losses = [one.loss.reshape(-1) for one in seen if one.loss is not None]
     flags = [flag.reshape(-1) for one in seen for flag in one.params.values()]
     loss_rows = iter(torch.stack(losses).tolist() if losses else ())

@@ -19,15 +19,15 @@ class _Reading(NamedTuple):
 
 
 class Pace:
-    """Rates between the oldest and the newest of some readings, so that they follow when a method sets in.
+    """Rates over the most recent readings, so that they adapt when the speed of the run changes.
 
     Args:
-        stopwatch: Whose training seconds are read; evaluation is left out of them.
-        num_readings: How many readings there are at most.
+        stopwatch: The stopwatch that measures the training seconds, without evaluations.
+        num_readings: Maximal number of readings that are kept.
     """
 
     def __init__(self, stopwatch: Stopwatch, num_readings: int) -> None:
-        """No readings yet."""
+        """Create a pace without readings."""
         self._stopwatch = stopwatch
         self._readings: deque[_Reading] = deque(maxlen=num_readings)
 
@@ -43,7 +43,7 @@ class Pace:
         self._readings.clear()
 
     def per_second(self, name: str) -> float | None:
-        """Return the rate of `batch`, `sample` or `token`; None before anything has moved."""
+        """Return the rate of `batch`, `sample` or `token` per second; None before the first progress."""
         if len(self._readings) < 2:
             return None
         first, last = self._readings[0], self._readings[-1]
@@ -51,9 +51,9 @@ class Pace:
         return moved / seconds if seconds > 0 and moved > 0 else None
 
     def seconds_left(self) -> float | None:
-        """Return the time to the run's end at this rate, with evaluations taking the share of it that they took so far.
+        """Return the remaining seconds at this rate, if evaluations take the same share of the time as so far.
 
-        None in a run without a duration, and before anything has moved.
+        None in a run without a duration, and before the first progress.
         """
         if len(self._readings) < 2:
             return None

@@ -1,4 +1,4 @@
-"""Profiles of a few batches in the middle of a run, by torch's profiler."""
+"""Profiles of a few batches of a run, with torch's profiler."""
 
 import os
 import warnings
@@ -19,28 +19,28 @@ __all__ = ["Profile"]
 
 
 class Profile:
-    """Profiles some batches and writes Chrome traces, for chrome://tracing or ui.perfetto.dev.
+    """An observer that profiles some batches and writes Chrome traces, for chrome://tracing or ui.perfetto.dev.
 
-    Counted in batches from where training starts or continues: `skip_first` once, then `repeat` times `wait`, `warmup`
-    (the profiler runs, its findings are dropped) and `active` batches, each time with a file
-    `batches_<first>_to_<last>.json` of the active ones. The profiler is off outside of warm-up and active batches. A
-    run that ends in an active window writes what there is.
+    Starting when training starts or continues, it skips `skip_first` batches once, and then repeats a cycle of `wait`,
+    `warmup` (the profiler runs, its findings are dropped) and `active` batches `repeat` times. Each cycle writes the
+    active batches to a file `batches_<first>_to_<last>.json`. The profiler is off outside of warm-up and active
+    batches. A run that ends in an active window writes the batches so far.
 
-    What happens between two batches, such as evaluation and loading, counts to the later one.
+    Work between two batches, such as evaluation and loading, belongs to the later batch.
 
     Args:
-        folder: Where the traces go; made if need be.
-        wait: Batches before each warm-up.
-        warmup: Batches of warm-up; 0 skews the first active ones by the profiler's own start.
-        active: Batches in a trace, at least 1.
+        folder: Folder of the traces; it is created if necessary.
+        wait: Number of batches before each warm-up.
+        warmup: Number of batches of warm-up; with 0, the start of the profiler distorts the first active batches.
+        active: Number of batches in a trace, at least 1.
         repeat: Number of traces, at least 1.
-        skip_first: Batches at the start of the run, such as those that compile.
-        **options: More for `torch.profiler.profile`, such as `record_shapes=True`, `with_stack=True`.
+        skip_first: Number of batches to skip at the start of the run, such as those that compile.
+        **options: Further options of `torch.profiler.profile`, such as `record_shapes=True`, `with_stack=True`.
 
-    A disk that is full brings a warning; training continues.
+    A full disk causes a warning; training continues.
 
     Raises:
-        TypeError, ValueError: A number that is not an int or out of range.
+        TypeError, ValueError: A number is not an int, or out of range.
 
     Example:
         >>> import tempfile
@@ -65,7 +65,7 @@ class Profile:
         skip_first: int = 0,
         **options: Any,
     ) -> None:
-        self.folder = Path(folder).absolute()  # wherever the process goes
+        self.folder = Path(folder).absolute()  # valid after a change of the working directory
         self._skip_first = check_whole(skip_first, "Profile: skip_first", 0)
         self._wait = check_whole(wait, "Profile: wait", 0)
         self._warmup = check_whole(warmup, "Profile: warmup", 0)
@@ -77,13 +77,13 @@ class Profile:
         self._finalizer: weakref.finalize | None = None
 
     def __call__(self, event: Event, state: State) -> None:
-        """Open and closes the window as batches go by."""
+        """Open or close the profiler's window, depending on the number of batches."""
         if event is Event.FIT_START:
             self.close()
             self._num_batches = 0
             self._enter(state)
         elif event is Event.BATCH_END:
-            # In your own loop, what comes before the first batch's end cannot be profiled any more.
+            # In a manual loop, the first event is the end of the first batch, which can no longer be profiled.
             self._num_batches = 1 if self._num_batches is None else self._num_batches + 1
             if self._window is not None and self._window.is_over(state.timestamp.batch):
                 self.close()
@@ -93,7 +93,7 @@ class Profile:
             self._num_batches = None
 
     def close(self) -> None:
-        """End a window that is open and writes what it has seen of its active batches."""
+        """Close the window, if one is open, and write the active batches so far."""
         if self._finalizer is not None:
             self._finalizer()
         self._window = self._finalizer = None
@@ -119,14 +119,14 @@ class _Window:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if state.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        # A schedule without warm-up makes torch warn; without a schedule all batches are active, and it is silent.
+        # Torch warns of a schedule without warm-up. Without a schedule all batches are active, without a warning.
         schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1) if warmup else None
         self._profiler = torch.profiler.profile(**{"activities": activities, "schedule": schedule, **options})
         with _quietly():
             self._profiler.start()
 
     def is_over(self, batch: int) -> bool:
-        """Tell the profiler that a batch is over, but for the last, at which the window closes."""
+        """Return whether the window's last batch is over; otherwise advance the profiler by one batch."""
         self._batch = batch
         if batch >= self._last:
             return True
@@ -147,7 +147,7 @@ class _Window:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without torch's advice on windows that follow one another: each is written to a file of its own."""
+    """Suppress torch's warning that a new window clears the last one; each is written to its own file."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning: Profiler clears events")
         yield

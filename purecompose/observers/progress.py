@@ -1,4 +1,4 @@
-"""A live display of a run in the terminal, or periodic lines where there is no terminal."""
+"""A live display of a run in the terminal, or periodic lines if there is no terminal."""
 
 import math
 import sys
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress"]
 
-# The loss of single batches is noise to the eye, the more so with mixed targets.
+# Weight of the newest loss in the running mean: losses of single batches are noisy, even more with mixed targets.
 _SHARE_OF_NEWEST_LOSS = 0.05
 _SECONDS_BETWEEN_LINES = 30.0
-# The rate is that of the last readings, so that it follows when a method sets in.
+# The rate is measured over the last readings, so that it adapts when the speed of the run changes.
 _READINGS_IN_RATE = 30
 
 
 class Progress:
-    """Shows how far the run is, the loss, the last evaluation's metrics, batches a second and the time.
+    """An observer that shows the progress, the loss, the last evaluation's metrics, batches per second and the time.
 
-    In a terminal a bar over the whole run, in the run's own unit; elsewhere (a file, a pipe) a plain line after each
-    epoch and each evaluation, and every 30 seconds, with the time left at the recent rate. It shows every evaluator's
-    latest metrics, of those that are not scalars the shape. The loss is a running mean of
-    about twenty batches, kept on the device and read a few times a second: no batch waits for it. A population's
-    numbers are shown as a range over its members, `loss 0.210..0.350`.
+    In a terminal it draws a bar over the whole run, in the run's own unit. Elsewhere (a file, a pipe) it prints a plain
+    line after each epoch and each evaluation, and every 30 seconds, with the remaining time at the recent rate. It
+    shows every evaluator's latest metrics, or their shapes if they are not scalars. The loss is a running mean of about
+    twenty batches, kept on the device and read a few times per second, so no batch waits for it. A population's numbers
+    are shown as a range over its members, `loss 0.210..0.350`.
 
     The display closes at FIT_END. As a context manager it closes in any case::
 
@@ -44,9 +44,9 @@ class Progress:
             state = fit(step, state, data, observers=[progress])
 
     Args:
-        live: Whether to draw the bar; by default where the output is a terminal.
-        file: Where to write; by default standard output.
-        reads_per_second: How often the loss is read at most.
+        live: True to draw the bar; by default, if the output is a terminal.
+        file: The file to write to; by default standard output.
+        reads_per_second: Maximal number of times per second that the loss is read.
 
     Raises:
         ImportError: Rich is not installed.
@@ -86,7 +86,7 @@ class Progress:
                 self._metrics[name] = _read(value) if _is_single(value, state) else tuple(value.shape)
             self._show(state)
         elif event is Event.EVAL_AFTER_ALL:
-            self._after_epoch(state, is_new=True)  # also one at the very end, after FIT_END
+            self._after_epoch(state, is_new=True)  # including the last evaluation, after FIT_END
         elif event is Event.EPOCH_CHECKPOINT:
             self._after_epoch(state)
         elif event is Event.FIT_END:
@@ -99,7 +99,7 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """End the live display and gives the terminal back; does nothing where it has been closed."""
+        """End the live display and restore the terminal; a second call does nothing."""
         self._is_running = False
         if self._finalizer is not None:
             self._finalizer()
@@ -120,7 +120,7 @@ class Progress:
         if self._live:
             self._display = display = _make_display(self._console)
             self._show(state)
-            # Also where a run ends with an exception outside a with block, at the latest when Python exits.
+            # Also stops the display if a run ends with an exception outside a with block, at the latest at exit.
             self._finalizer = weakref.finalize(self, display.live.stop)
             display.live.start()
 
@@ -155,7 +155,7 @@ class Progress:
         self._pace.read(state.timestamp)
 
     def _rate(self) -> float:
-        """Return batches a second lately."""
+        """Return the recent number of batches per second."""
         return self._pace.per_second("batch") or self._stopwatch.batches_per_second
 
     def _numbers(self) -> list[str]:
@@ -178,9 +178,9 @@ class Progress:
         )
 
     def _print_line(self, state: State, *, is_new: bool = False) -> None:
-        """Print a line where there is no terminal, one for each batch at most unless there is something new."""
+        """Print a line if there is no terminal; at most one for each batch, unless there is something new."""
         batch = state.timestamp.batch
-        # A run that was at its end already has nothing to show.
+        # A run that was already at its end has nothing to show.
         if self._live or not self._stopwatch.batches or (batch == self._printed_batch and not is_new):
             return
         self._printed_batch, self._printed_at = batch, time.monotonic()
@@ -192,7 +192,7 @@ class Progress:
 
 
 class _Display(NamedTuple):
-    """What the terminal shows: the bar, and below it the numbers, since 80 columns do not hold both."""
+    """The display in the terminal: the bar, and the numbers below it, since both do not fit into 80 columns."""
 
     live: "Live"
     bar: "Bar"
@@ -228,7 +228,7 @@ _Number: TypeAlias = float | list[float]
 
 
 def _is_single(value: Tensor, state: State) -> bool:
-    """Return whether it is a single number, of which a population has one for each member."""
+    """Return whether a value is a single number, or for a population one for each member."""
     return value.ndim == state.key.ndim - 1
 
 
@@ -237,7 +237,7 @@ def _read(value: Tensor) -> _Number:
 
 
 def _range(value: _Number | tuple[int, ...], form: str) -> str:
-    """Return a number, or the lowest and the highest of several, NaN last; of what is more than a number the shape."""
+    """Return a number, the lowest and the highest of several (NaN is the highest), or a shape, as text."""
     if isinstance(value, tuple):
         return f"of shape {value}"
     if not isinstance(value, list):

@@ -22,14 +22,13 @@ from purecompose.time.event import Event
 __all__ = ["Image", "Monitor", "Recorder", "Sink"]
 
 Monitor: TypeAlias = Callable[[State], Mapping[str, Any]]
-"""What a record of a batch is to hold besides the loss and the metrics, by name: numbers and 0-d tensors, texts (`str`)
-and `Image`s.
+"""A function that returns values to add to a batch's record, by name: numbers, 0-d tensors, texts (`str`) and `Image`s.
 
-It is called at BATCH_END, when a record is due. A method `observe(event, state)`, if it has one, is called at every
-event that the recorder sees, before that call: this is how `speed` knows when evaluation began.
+It is called at BATCH_END, when a record is due. If it has a method `observe(event, state)`, that is called at every
+event that the recorder sees, before the monitor itself: this is how `speed` knows when evaluation began.
 """
 
-# Records that could not be written wait, for a disk that has room again; this many of them at most.
+# Maximal number of records that wait to be written again after an error, such as a full disk.
 _MOST_UNWRITTEN = 10_000
 
 
@@ -38,10 +37,10 @@ class Image:
     """An image in a record.
 
     Args:
-        pixels: (height, width, 3), uint8, red, green and blue; kept on the CPU.
+        pixels: Red, green and blue values, (height, width, 3), uint8; kept on the CPU.
 
     Raises:
-        TypeError, ValueError: Another dtype, or another shape.
+        TypeError, ValueError: The dtype or the shape is wrong.
     """
 
     pixels: Tensor = field(repr=False)
@@ -55,45 +54,45 @@ class Image:
 
 
 class Sink(Protocol):
-    """Where records go. Only `write` is needed.
+    """A destination of records. Only `write` is required.
 
-    Two more methods are called where a sink has them: `begin(batch)` when a run starts or continues, with the number of
-    batches trained on so far (records of later batches will come, whether they have been written before or not),
-    and `close()` when the recorder is closed.
+    Two optional methods are called as well: `begin(batch)` when a run starts or continues, with the number of batches
+    trained on so far (records of all later batches will follow, even if they have been written before), and `close()`
+    when the recorder is closed.
     """
 
     def write(self, records: list[dict[str, Any]], /) -> None:
-        """Take some records, in order. An `OSError` means: warn once, and pass them again later.
+        """Write some records, in order. After an `OSError` the recorder warns once, and passes them again later.
 
-        Values are numbers (for a population, lists of them), and what monitors give besides: `str` and `Image`.
+        Values are numbers (for a population, lists of them), and the texts and `Image`s of monitors.
         """
         ...
 
 
 class Recorder:
-    """Collects one record for each batch that is due and one for each evaluation, and hands them to a sink.
+    """An observer that passes one record for each batch that is due and one for each evaluation to a sink.
 
-    Records have the form of `History`'s: `batch` and `epoch`, then `time/sample` and `time/token` (where there are
-    tokens), then the loss and the metrics of a batch with what the monitors say, or the metrics of an evaluation.
+    Records have the form of `History`'s: `batch` and `epoch`, then `time/sample` and `time/token` (if there are
+    tokens), then the loss and the metrics of a batch with the values of the monitors, or the metrics of an evaluation.
 
-    Values stay on the device until a group is handed over, so no batch waits for one: when `group` records wait, or
-    after `seconds`; at the end of evaluations, at EPOCH_CHECKPOINT, ITERATION_CHECKPOINT and FIT_END; and when
-    `flush` is called. What is waiting when a process is killed is lost, and a group at most. An exception loses
-    nothing: the rest is handed over when the recorder is closed or dropped, at the latest when Python exits.
+    Values stay on the device until a group is passed on, so no batch waits for one. That happens when `group` records
+    wait, or after `seconds`; at the end of evaluations, at EPOCH_CHECKPOINT, ITERATION_CHECKPOINT and FIT_END; and when
+    `flush` is called. If the process is killed, the waiting records are lost, at most one group. An exception loses
+    nothing: the rest is passed on when the recorder is closed or deleted, at the latest when Python exits.
 
-    A sink that raises `OSError` (a full disk, no network) gets one warning, and training continues. The records wait
-    and are handed over again with the next group.
+    If a sink raises `OSError` (a full disk, no network), there is one warning, and training continues. The records wait
+    and are passed again with the next group.
 
     Args:
         sink: An object with `write(records)`; see `Sink`.
-        every: How often a batch has a record: "10ba", "1ep", "4096sp", ...; a bare number means batches. Evaluations
-            always have one.
-        monitors: Functions `(state) -> dict`, or one, whose numbers go into the batches' records; see `Monitor`.
-        group: How many records are handed over together at most.
-        seconds: How long a record waits before its group is handed over with the next one that comes.
+        every: Interval between the batches with a record: "10ba", "1ep", "4096sp", ...; a bare number means batches.
+            Evaluations always have a record.
+        monitors: One or several functions `(state) -> dict` that add values to the batches' records; see `Monitor`.
+        group: Number of waiting records at which they are passed on.
+        seconds: Seconds after which a waiting record is passed on, together with the next one.
 
     Raises:
-        TypeError, ValueError: An argument of the wrong kind; the message names it.
+        TypeError, ValueError: An argument has the wrong kind; the message names it.
 
     Example:
         >>> import torch
@@ -132,11 +131,11 @@ class Recorder:
         self._left_out: set[str] = set()
         self._began_at: int | None = None
         self._has_batches = False
-        # The box holds no reference to the recorder, which would keep it from being dropped.
+        # The outbox must not refer to the recorder, because the finalizer would then keep it alive.
         self._finalizer = weakref.finalize(self, _last_words, self._outbox)
 
     def __call__(self, event: Event, state: State) -> None:
-        """Record what BATCH_END and EVAL_END have to say."""
+        """Add a record at BATCH_END, if one is due, and at EVAL_END."""
         if event is Event.FIT_START or self._began_at is None:
             self._begin(event, state)
         for observe in self._watching:
@@ -150,15 +149,15 @@ class Recorder:
 
     @property
     def num_unwritten(self) -> int:
-        """The number of records that the sink has refused so far and that wait to be given to it again."""
+        """Number of records that the sink could not write, and that will be passed to it again."""
         return self._outbox.num_unwritten
 
     def flush(self) -> None:
-        """Hand over what is waiting; this waits for the device. Call it before a checkpoint is written."""
+        """Pass all waiting records to the sink; this waits for the device. Call it before a checkpoint is written."""
         self._outbox.flush()
 
     def close(self) -> None:
-        """Hand over what is waiting and closes the sink; another run opens it again."""
+        """Pass all waiting records to the sink and close it; another run opens it again."""
         self._began_at = None
         self._outbox.close()
 
@@ -169,7 +168,7 @@ class Recorder:
         self.close()
 
     def _begin(self, event: Event, state: State) -> None:
-        # In your own loop the first event may be the first batch's end.
+        # In a manual loop the first event may be the end of the first batch.
         now = batch_before(state.timestamp) if event is Event.BATCH_END else state.timestamp
         self._due.start(now)
         # An evaluation before FIT_START belongs to the run that starts.
@@ -190,7 +189,7 @@ class Recorder:
 
 
 class _Outbox:
-    """What waits on its way to a sink."""
+    """The records that wait for a sink."""
 
     def __init__(self, sink: Sink, owner: str, group: int, seconds: float) -> None:
         self._sink, self._owner = sink, owner
@@ -222,7 +221,7 @@ class _Outbox:
         self._call("close")
 
     def _call(self, name: str, *arguments: Any) -> bool:
-        """Call a method of the sink, if it has it; whether that went well."""
+        """Call a method of the sink, if it exists; return whether that succeeded."""
         try:
             getattr(self._sink, name, _nothing)(*arguments)
         except OSError as error:
@@ -243,7 +242,7 @@ def _nothing(*_: Any) -> None:
 
 
 def _last_words(outbox: _Outbox) -> None:
-    # After a device's failure no tensor can be read, and the exception that tells is on its way already.
+    # After a failure of the device no tensor can be read; its exception is being raised already.
     with contextlib.suppress(RuntimeError):
         outbox.close()
 
@@ -260,11 +259,11 @@ def _check_monitor(monitor: Any, where: str) -> None:
             f"mean {name}()?"
         ) from None
     except ValueError:
-        pass  # of a function in C nothing is known
+        pass  # the signatures of functions in C are not known
 
 
 def _checked(values: Mapping[str, Any], monitor: Monitor, state: State) -> dict[str, Any]:
-    """Return a monitor's numbers; tensors are copied, since a later step may write over them."""
+    """Return a monitor's values; tensors are copied, since a later step may overwrite them."""
     who = getattr(monitor, "__name__", type(monitor).__name__)
     if not isinstance(values, Mapping):
         hint = f"; did you mean {who}(...)?" if callable(values) else ""
@@ -285,6 +284,5 @@ def _checked(values: Mapping[str, Any], monitor: Monitor, state: State) -> dict[
     return checked
 
 
-# Not BATCH_CHECKPOINT, which comes after every batch. What an evaluation at the very end has to say comes after
-# FIT_END.
+# Not BATCH_CHECKPOINT, which fires after every batch. EVAL_AFTER_ALL of the last evaluation comes after FIT_END.
 _FLUSHES = frozenset({Event.EVAL_AFTER_ALL, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT, Event.FIT_END})

@@ -1,4 +1,4 @@
-"""Record files, which a resumed run continues."""
+"""Files of records, which a resumed run continues."""
 
 import errno
 import itertools
@@ -18,33 +18,33 @@ __all__ = ["Records", "read_records"]
 
 
 class Records(Recorder):
-    """Writes the records of a run to a file, JSON Lines or CSV by its suffix.
+    """A recorder that writes the records of a run to a file, JSON Lines or CSV depending on its suffix.
 
-    One record for each batch that is due and one for each evaluation, in groups; see `Recorder` for what they hold
-    and when they are written. Columns of a CSV file are not known beforehand: when a new one comes, the file is
-    replaced by one with that column, in one move.
+    There is one record for each batch that is due and one for each evaluation, written in groups; see `Recorder` for
+    their content and the times of writing. The columns of a CSV file are not known in advance: for a new column, the
+    file is replaced by one with that column, in one move.
 
-    A run that **continues** from batch b keeps the records up to b and cuts away those of later batches, which come
-    again, and a last line that was only half-written. A run that starts again leaves an old file as it is, under
-    another name: `run.jsonl` becomes `run.1.jsonl`, or the next number that is free.
+    A run that **continues** from batch b keeps the records up to b, and removes the records of later batches, which
+    will be written again, and a half-written last line. A run that starts from the beginning renames an old file:
+    `run.jsonl` becomes `run.1.jsonl`, or the next free number.
 
-    **Samples** (see `image_samples` and `text_samples`) are files beside it: `run.samples/ba00000100/NAME.png`, and
-    `.txt`. They are renamed with the records; those of later batches are replaced when they come again.
+    **Samples** (see `image_samples` and `text_samples`) are separate files: `run.samples/ba00000100/NAME.png`, and
+    `.txt`. They are renamed with the records; samples of later batches are replaced when they are written again.
 
-    Full or read-only disks, or a folder that cannot be made, bring one warning; training continues.
+    A full or read-only disk, or a folder that cannot be created, causes one warning; training continues.
 
     Args:
-        path: The file, `*.jsonl` or `*.csv`; its folder is made if need be. A relative one is taken from where the
-            process is now.
-        every: How often a batch has a record: "10ba", "1ep", "4096sp", ...
-        monitors: Functions `(state) -> dict`, or one; see `learning_rate`, `memory` and `speed`.
-        group: How many records are written together at most.
-        seconds: How long a record waits before it is written with the next one that comes.
+        path: The file, `*.jsonl` or `*.csv`; its folder is created if necessary. A relative path is resolved against
+            the current working directory immediately.
+        every: Interval between the batches with a record: "10ba", "1ep", "4096sp", ...
+        monitors: One or several functions `(state) -> dict`; see `learning_rate`, `memory` and `speed`.
+        group: Number of waiting records at which they are written.
+        seconds: Seconds after which a waiting record is written, together with the next one.
 
     Raises:
-        ValueError: Another suffix; or, when a run continues, a file that holds no records.
+        ValueError: The suffix is unknown; or, when a run continues, the file does not contain records.
         ImportError: When an image is written: Pillow is not installed.
-        TypeError, ValueError: Another argument of the wrong kind.
+        TypeError, ValueError: Another argument has the wrong kind.
 
     Example:
         >>> import tempfile, torch
@@ -68,19 +68,19 @@ class Records(Recorder):
         group: int = 100,
         seconds: float = 10.0,
     ) -> None:
-        self.path = Path(path).absolute()  # wherever the process goes
+        self.path = Path(path).absolute()  # valid after a change of the working directory
         sink = _File(self.path, _format_of(self.path, "Records"))
         super().__init__(sink, every=every, monitors=monitors, group=group, seconds=seconds)
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the records in a file that `Records` wrote: dicts of numbers, lists of them for a population.
+    """Return the records in a file of `Records`: dicts of numbers, or of lists of numbers for a population.
 
-    A half-written last line is left out. In CSV files, empty cells are left out.
+    A half-written last line and the empty cells of CSV files are left out.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: Another suffix, or a line that holds no record.
+        ValueError: The suffix is unknown, or a line is not a record.
     """
     path = Path(path)
     form = _format_of(path, "read_records")
@@ -96,7 +96,7 @@ def _format_of(path: Path, where: str) -> type[Format]:
 
 
 class _File:
-    """The file as a sink. A process may be killed at any point; all it leaves broken is a last line."""
+    """The file as a sink. If the process is killed, at any point, only the last line may be damaged."""
 
     def __init__(self, path: Path, form: type[Format]) -> None:
         self._path, self._form = path, form
@@ -106,16 +106,16 @@ class _File:
         self._kept: set[frozenset[str]] = set()
 
     def begin(self, batch: int) -> None:
-        """Make the file hold what there is to say up to this batch."""
+        """Prepare the file for records after this batch."""
         self._start, self._is_ready = batch, False
         self._prepare()
 
     def write(self, records: list[dict[str, Any]]) -> None:
         if not self._is_ready:
-            self._prepare()  # which the disk did not allow before
-        # Samples come first: writing them again replaces them, where writing a record again adds one.
+            self._prepare()  # it failed before
+        # Samples come first: if a write fails and is repeated, samples are replaced but records would be added twice.
         records = [self._without_samples(record) for record in records]
-        # An evaluation at the very point from which the run continues may be there already.
+        # The file may already contain an evaluation at the batch from which the run continues.
         new = [record for record in records if record["batch"] > self._start or frozenset(record) not in self._kept]
         if new:
             self._form.add(self._path, new)
@@ -147,9 +147,9 @@ class _File:
         self._is_ready = True
 
     def _cut(self) -> None:
-        """Keep the lines up to the first one of a later batch, or to one that is only half there.
+        """Cut the file before the first line that is incomplete or of a later batch.
 
-        Batches never go down within a file, and cutting off its end needs no room on the disk.
+        Batches never decrease within a file, and cutting off its end needs no space on the disk.
         """
         with self._path.open("r+b") as file:
             end = 0
@@ -167,7 +167,7 @@ def _samples_of(path: Path) -> Path:
 
 
 def _put_aside(path: Path) -> None:
-    """Give a file of an earlier run, and the folder of its samples, another name, if there is anything in it."""
+    """Rename a file of an earlier run, and the folder of its samples, unless the file is empty."""
     if path.stat().st_size:
         names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
         name = next(name for name in names if not name.exists() and not _samples_of(name).exists())

@@ -10,10 +10,10 @@ __all__ = ["Stopwatch"]
 
 
 class Stopwatch:
-    """Measures wall-clock time and batches from FIT_START on; a new FIT_START starts it again.
+    """An observer that measures wall-clock time and batches from FIT_START on; a new FIT_START starts it again.
 
-    It waits for the device where an evaluation begins and ends and at FIT_END, so that each second is booked
-    where it was spent; never at a batch.
+    It waits for the device at the beginning and end of evaluations and at FIT_END, so that training and evaluation are
+    separated correctly, but never at a batch.
 
     Example:
         >>> watch = Stopwatch()
@@ -22,7 +22,7 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        """Return a watch at zero."""
+        """Create a stopwatch at zero."""
         self._started: float | None = None
         self._now = 0.0
         self._evaluation_began: float | None = None
@@ -36,18 +36,18 @@ class Stopwatch:
 
     @property
     def training_seconds(self) -> float:
-        """The same without evaluations."""
+        """Seconds from the start to the last event, without evaluations."""
         current = 0.0 if self._evaluation_began is None else self._now - self._evaluation_began
         return self.seconds - self._evaluating - current
 
     @property
     def batches(self) -> int:
-        """Batches trained on since the start."""
+        """Number of batches trained on since the start."""
         return self._batch - self._first_batch
 
     @property
     def batches_per_second(self) -> float:
-        """The mean rate of training without evaluations; 0 before any time has gone by."""
+        """Mean rate of training, without evaluations; 0 before any time has passed."""
         seconds = self.training_seconds
         return self.batches / seconds if seconds > 0 else 0.0
 

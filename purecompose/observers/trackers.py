@@ -1,7 +1,7 @@
 """Recorders for tracking services: TensorBoard, Weights & Biases, MLflow, Comet and Neptune.
 
 Each logs the numbers, texts and images of its records with the number of batches as the step. Members of a population
-are logged apart: `loss/0`, `loss/1`, ... For another service, pass a sink to `Recorder`; see `Sink`.
+are logged separately: `loss/0`, `loss/1`, ... For another service, pass a sink to `Recorder`; see `Sink`.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ __all__ = ["Comet", "MLflow", "Neptune", "TensorBoard", "WandB"]
 
 
 class TensorBoard(Recorder):
-    """Write the records of a run to TensorBoard.
+    """A recorder that writes the records of a run to TensorBoard.
 
-    A run that is resumed at batch b hides the later batches that the folder holds already.
+    A run that is resumed at batch b hides later batches that are already in the folder.
 
     Args:
-        folder: Where the event files go; leave it out if a writer is given.
-        every: How often a batch has a record: "10ba", "1ep", ...
-        monitors: Functions `(state) -> dict`, or one.
+        folder: Folder of the event files; leave it out if a writer is given.
+        every: Interval between the batches with a record: "10ba", "1ep", ...
+        monitors: One or several functions `(state) -> dict`.
         writer: A `SummaryWriter`, or any object with `add_scalar(name, value, step)`, and `add_text` and `add_image`
-            where monitors give texts and images; it stays open.
+            if monitors return texts and images; it stays open.
         **options: `group` and `seconds`; see `Recorder`.
 
     Raises:
         ImportError: Neither tensorboard nor tensorboardX is installed.
-        TypeError: Neither or both of a folder and a writer.
+        TypeError: Neither or both of a folder and a writer are given.
     """
 
     def __init__(
@@ -54,20 +54,20 @@ class TensorBoard(Recorder):
 
 
 class MLflow(Recorder):
-    """Log the records of a run to MLflow: numbers as metrics, texts and images as artifacts.
+    """A recorder that logs the records of a run to MLflow: numbers as metrics, texts and images as artifacts.
 
     Characters that MLflow rejects in names become `_`.
 
     Args:
-        run_id: The MLflow run; without one, the active run, or a new one when training starts.
-        every: How often a batch has a record: "10ba", "1ep", ...
-        monitors: Functions `(state) -> dict`, or one.
+        run_id: The MLflow run; by default the active run, or a new one when training starts.
+        every: Interval between the batches with a record: "10ba", "1ep", ...
+        monitors: One or several functions `(state) -> dict`.
         client: An `MlflowClient`; by default one for the configured tracking server. Needs a `run_id`.
         **options: `group` and `seconds`; see `Recorder`.
 
     Raises:
-        ImportError: Mlflow is not installed.
-        TypeError: A client without a `run_id`.
+        ImportError: MLflow is not installed.
+        TypeError: A client is given without a `run_id`.
     """
 
     def __init__(
@@ -87,20 +87,20 @@ class MLflow(Recorder):
 
 
 class _Service(NamedTuple):
-    """How a service's Python library makes a run, logs to it and finishes it."""
+    """The functions that create, log to and finish a run with a service's Python library."""
 
     library: str
-    """The module; the extra of the same name installs it."""
+    """Name of the module, and of the extra that installs it."""
     run_method: str
-    """A method of the library's runs, by which they are recognised."""
+    """Name of a method by which the library's runs are recognised."""
     start: Callable[[Any, Mapping[str, Any]], Any]
-    """`(library, settings) -> run`."""
+    """Function `(library, settings) -> run`."""
     log: Callable[[Any, "_Values"], None]
     finish: Callable[[Any], None]
 
 
 class _ServiceRecorder(Recorder):
-    """What the recorders of `_Service`s share."""
+    """Base of the recorders of `_Service`s."""
 
     _service: ClassVar[_Service]
 
@@ -123,15 +123,15 @@ class _ServiceRecorder(Recorder):
 
 
 class WandB(_ServiceRecorder):
-    """Log the records of a run to Weights & Biases.
+    """A recorder that logs the records of a run to Weights & Biases.
 
     The steps of W&B only increase: after resuming from an earlier batch, repeated steps are dropped.
 
     Args:
-        run: A run of `wandb`; it stays open. Without one, a run is made when training starts, and finished when the
+        run: A run of `wandb`; it stays open. Without one, a run is created when training starts, and finished when the
             recorder is closed.
-        every: How often a batch has a record: "10ba", "1ep", ...
-        monitors: Functions `(state) -> dict`, or one.
+        every: Interval between the batches with a record: "10ba", "1ep", ...
+        monitors: One or several functions `(state) -> dict`.
         settings: Arguments of `wandb.init` for a new run, such as
             `{"project": "digits", "id": "run1", "resume": "allow"}`.
         **options: `group` and `seconds`; see `Recorder`.
@@ -151,13 +151,13 @@ class WandB(_ServiceRecorder):
 
 
 class Comet(_ServiceRecorder):
-    """Log the records of a run to Comet.
+    """A recorder that logs the records of a run to Comet.
 
     Args:
-        run: A `comet_ml` experiment; it stays open. Without one, an experiment is made when training starts, and ended
-            when the recorder is closed.
-        every: How often a batch has a record: "10ba", "1ep", ...
-        monitors: Functions `(state) -> dict`, or one.
+        run: A `comet_ml` experiment; it stays open. Without one, an experiment is created when training starts, and
+            ended when the recorder is closed.
+        every: Interval between the batches with a record: "10ba", "1ep", ...
+        monitors: One or several functions `(state) -> dict`.
         settings: Arguments of `comet_ml.start` for a new experiment, such as
             `{"project_name": "digits", "experiment_key": "..."}`.
         **options: `group` and `seconds`; see `Recorder`.
@@ -177,13 +177,13 @@ class Comet(_ServiceRecorder):
 
 
 class Neptune(_ServiceRecorder):
-    """Log the records of a run to Neptune, each name as a series.
+    """A recorder that logs the records of a run to Neptune, each name as a series.
 
     Args:
-        run: A run of `neptune`; it stays open. Without one, a run is made when training starts, and stopped when the
+        run: A run of `neptune`; it stays open. Without one, a run is created when training starts, and stopped when the
             recorder is closed.
-        every: How often a batch has a record: "10ba", "1ep", ...
-        monitors: Functions `(state) -> dict`, or one.
+        every: Interval between the batches with a record: "10ba", "1ep", ...
+        monitors: One or several functions `(state) -> dict`.
         settings: Arguments of `neptune.init_run` for a new run, such as
             `{"project": "me/digits", "with_id": "DIG-1"}`.
         **options: `group` and `seconds`; see `Recorder`.
@@ -203,7 +203,7 @@ class Neptune(_ServiceRecorder):
 
 
 class _Values(NamedTuple):
-    """A record by the kind of its values."""
+    """The values of a record, grouped by kind."""
 
     step: int
     numbers: dict[str, float]
@@ -247,7 +247,7 @@ def _log_to_neptune(run: Any, values: _Values) -> None:
 
 
 class _ServiceRun:
-    """The sink of a service, with a run or with what makes one."""
+    """The sink of a service, with a run, or with a library and settings to create one."""
 
     def __init__(self, service: _Service, run: Any, library: Any, settings: Mapping[str, Any]) -> None:
         self._service, self._run, self._library, self._settings = service, run, library, settings
@@ -269,7 +269,7 @@ class _ServiceRun:
 
 
 class _EventFiles:
-    """The sink of TensorBoard, with a writer or with what makes one."""
+    """The sink of TensorBoard, with a writer, or with a folder and a class to create one."""
 
     def __init__(self, writer: Any, folder: str = "", make: Any = None) -> None:
         self._writer, self._folder, self._make = writer, folder, make
@@ -299,15 +299,15 @@ class _EventFiles:
 
     def _ready(self) -> Any:
         if self._writer is None:
-            # TensorBoard hides what the folder already holds from this step on. A new run hides nothing.
+            # TensorBoard hides everything in the folder from this step on. A new run hides nothing.
             self._writer = self._make(self._folder, purge_step=self._batch + 1 if self._batch else None)
         return self._writer
 
 
 class _MlflowRun:
-    """The sink of MLflow. Its errors become OSErrors, so that records are sent again when the server answers."""
+    """The sink of MLflow. Its errors become OSErrors, so that records are sent again when the server is available."""
 
-    # The most metrics that the server accepts in one request.
+    # Maximal number of metrics that the server accepts in one request.
     most = 1000
 
     def __init__(self, mlflow: Any, run_id: str | None, client: Any) -> None:
@@ -327,7 +327,7 @@ class _MlflowRun:
         self.begin(0)  # no-op if the run has already started
         now, client = int(1000 * time.time()), self._client
         with self._errors_as_os_errors():
-            # Artifacts come first: logging one again replaces it, where logging a metric again adds a value.
+            # Artifacts come first: if a write fails and is repeated, they are replaced, but metrics are added again.
             for values in map(_values_of, records):
                 for name, text in values.texts.items():
                     client.log_text(self._run_id, text, f"{_mlflow_name(name)}/ba{values.step:08d}.txt")

@@ -1,4 +1,4 @@
-"""Numbers still on the device: collected one by one, read in groups."""
+"""Numbers that stay on the device until they are read in groups."""
 
 import math
 import time
@@ -19,21 +19,21 @@ T = TypeVar("T")
 
 
 class Pile(Generic[T]):
-    """Things that wait to be dealt with together: until there are enough, or the first has waited long enough.
+    """A queue whose items are processed together, once there are enough or the first has waited long enough.
 
     Args:
-        most: How many may wait.
-        seconds: How long the first one may wait; looked at when another comes.
+        most: Number of items at which the queue is due.
+        seconds: Time after which the first item is due, in seconds; checked when another one is added.
     """
 
     def __init__(self, most: int, seconds: float = math.inf) -> None:
-        """Return an empty pile."""
+        """Create an empty queue."""
         self._most, self._seconds = most, seconds
         self._waiting: list[T] = []
         self._since = 0.0
 
     def add(self, thing: T) -> bool:
-        """Add a thing; whether it is time to take them all."""
+        """Add an item, and return whether it is time to take all of them."""
         now = time.monotonic()
         if not self._waiting:
             self._since = now
@@ -41,7 +41,7 @@ class Pile(Generic[T]):
         return len(self._waiting) >= self._most or now - self._since >= self._seconds
 
     def take(self) -> list[T]:
-        """Return the waiting records in their order, and empty the queue."""
+        """Return the waiting items in order, and empty the queue."""
         waiting, self._waiting = self._waiting, []
         return waiting
 
@@ -52,10 +52,10 @@ def record_of(event: Event, state: State, left_out: set[str]) -> dict[str, Any] 
     Args:
         event: The event.
         state: The state.
-        left_out: The metrics that are known not to be single numbers; others are added, with a warning.
+        left_out: Names of the metrics that are known not to be single numbers; new ones are added, with a warning.
 
     Returns:
-        `batch` and `epoch`, how many have gone by; the loss of a batch; and the metrics.
+        `batch` and `epoch`, the numbers of completed batches and epochs; the loss of a batch; and the metrics.
 
     Warns:
         UserWarning: A metric is not a single number, and not in `left_out`.
@@ -67,13 +67,12 @@ def record_of(event: Event, state: State, left_out: set[str]) -> dict[str, Any] 
     else:
         return None
     counters = {"batch": state.timestamp.batch, "epoch": state.timestamp.epoch}
-    return {**counters, **_single_numbers(values, state, left_out), **counters}  # which no metric takes the place of
+    return {**counters, **_single_numbers(values, state, left_out), **counters}  # again, so that no metric replaces one
 
 
 def _single_numbers(values: dict[str, Tensor], state: State, left_out: set[str]) -> dict[str, Tensor]:
-    """Copy of the tensors that hold a single number, of which a population has one for each member."""
-    # The keys of a population tell that it is one. Copies, because a step that donates its state writes the next
-    # loss over this one.
+    """Return copies of the tensors with a single number (for a population, one for each member)."""
+    # The state of a population has several keys. Copies, because a step that donates its state overwrites the loss.
     num_dims = state.key.ndim - 1
     for name, value in values.items():
         if value.ndim != num_dims and name not in left_out:
@@ -86,7 +85,7 @@ def _single_numbers(values: dict[str, Tensor], state: State, left_out: set[str])
 
 
 def read(records: Iterable[dict[str, Any]]) -> None:
-    """Turn tensors in records into numbers and lists of them, with one transfer for each dtype, device and shape."""
+    """Replace tensors in records by numbers or lists, with one transfer for each dtype, device and shape."""
     groups: dict[Any, list[tuple[dict[str, Any], str, Tensor]]] = {}
     for record in records:
         for name, value in record.items():
