@@ -1,7 +1,7 @@
 """The command line: `python -m purecompose train`, `evaluate`, `predict`, `plot`, `plan`, `check` and `algorithms`.
 
-A usage error prints one line to standard error and gives the exit status 2; a missing package gives 1, and so do an
-error in a step of `train` and a law that `check` finds broken.
+After a usage error, which prints one line to standard error, the exit status is 2. It is 1 if a package is missing, a
+step of `train` raises an error, or `check` finds a law broken.
 """
 
 import argparse
@@ -56,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments; by default those of the process.
 
     Returns:
-        The exit status: 0, 1 where a package is missing, a step fails, a checkpoint cannot be used, the last one or
-        the report cannot be written, or `check` finds a law broken, 2 after a usage error, 130 after an
-        interrupt, 143 after SIGTERM.
+        The exit status: 0 after success; 1 if a package is missing, a step fails, a checkpoint cannot be used, the last
+        checkpoint or the report cannot be written, or `check` finds a law broken; 2 after a usage error; 130 after an
+        interrupt; 143 after SIGTERM.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     parser, commands = _make_parser()
@@ -89,35 +89,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{prog}: terminated{_ending(*getattr(error, '__notes__', ()))}", file=sys.stderr)
         return 143
     except BrokenPipeError:
-        # The reader has gone (`... | head`). Python would complain once more when it flushes at exit.
+        # The reader has closed the pipe (`... | head`). Python would raise again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status or 0
 
 
 def _ending(*said: str) -> str:
-    """Return as text what was done before the end."""
+    """Return the end of a message: the actions before the process ended."""
     text = " ".join(said).replace("resume='auto'", "the same command with --resume")
     return f": {text}" if text else ""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a usage error in one line, where argparse prints the whole usage first."""
+    """A parser that reports a usage error in one line, without the whole usage that argparse prints first."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (--help shows the options)")
 
 
 def _refuse(unknown: Sequence[str], command: argparse.ArgumentParser) -> NoReturn:
-    """Say which option may have been meant."""
-    # Without the dashes, in which all options are alike.
+    """Raise a `UsageError` that suggests a similar option."""
+    # Compared without the dashes, which all options share.
     known = {option.lstrip("-"): option for option in command._option_string_actions}
     hint = specs.did_you_mean(unknown[0].partition("=")[0].lstrip("-"), known, shown=known)
     command.error(f"unrecognized arguments: {' '.join(unknown)}{';' if hint else ''}{hint}")
 
 
 def _make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the parser, and those of its commands."""
+    """Return the parser, and the parsers of its commands by name."""
     parser = _Parser(
         prog="python -m purecompose",
         description="Trains small networks with speed-up methods that are pure functions.",
@@ -297,7 +297,7 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _of_results(name: str) -> Callable[[argparse.Namespace], None]:
-    """Return a command about runs that are there; its file is imported when it runs."""
+    """Return a command about existing runs; its module is imported when it runs."""
     return lambda options: getattr(importlib.import_module("purecompose.cli.results"), name)(options)
 
 
@@ -313,7 +313,7 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _with_hypothesis(command: str, place: str) -> Callable[[argparse.Namespace], int]:
-    """Return a command from a file of its own, which imports what the other commands run without.
+    """Return a command that needs Hypothesis, from a module that the other commands do not import.
 
     Raises:
         ImportError: Hypothesis is missing.

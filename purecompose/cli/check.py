@@ -1,4 +1,4 @@
-"""`check`: the laws, tried on algorithms from the shell; imported when it runs, as it needs Hypothesis."""
+"""`check`: try the laws on algorithms from the shell. Imported only when it runs, because it needs Hypothesis."""
 
 import argparse
 import json
@@ -20,17 +20,17 @@ __all__ = ["check"]
 
 
 def check(options: argparse.Namespace) -> int:
-    """Try the laws and prints a report for each algorithm.
+    """Try the laws and print a report for each algorithm.
 
     Returns:
-        The exit status: 0 where all laws are kept, else 1.
+        The exit status: 0 if all laws are kept, otherwise 1.
 
     Raises:
-        UsageError: No such module, algorithm, task or law, or an option that cannot be.
+        UsageError: There is no such module, algorithm, task or law, or an option is invalid.
     """
     if options.json not in (None, "-"):
         check_target("--json", options.json)
-    # What an algorithm's module prints must not get between the lines of JSON.
+    # The output of an algorithm's module must not mix with the JSON on standard output.
     with notes_elsewhere(), redirect_stdout(sys.stderr) if options.json == "-" else nullcontext():
         prepared = [_prepared(text, neutral, options) for text, neutral in _expanded(options)]
         reports = [_reported(one, options) for one in prepared]
@@ -48,7 +48,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _expanded(options: argparse.Namespace) -> list[tuple[str, str | None]]:
-    """Return the algorithms' texts, each with the text of its neutral settings."""
+    """Return the algorithms as texts, each with the text of its neutral settings, if any."""
     shipped = [example for row in SHIPPED.values() for example in row.examples]
     texts = [text for given in options.algorithms for text in (shipped if given == "all" else [given])]
     texts = list(dict.fromkeys(texts))
@@ -59,7 +59,7 @@ def _expanded(options: argparse.Namespace) -> list[tuple[str, str | None]]:
 
 
 def _prepared(text: str, neutral: str | None, options: argparse.Namespace) -> Trials:
-    """Return what is to be checked; every error in the options is raised here."""
+    """Return the trials of one algorithm; every error in the options is raised here."""
     algorithm, idle = subject(text), None if neutral is None else subject(neutral)
     try:
         return trials(
@@ -93,7 +93,7 @@ def _print_line(report: Report) -> None:
 
 
 def _print(report: Report) -> None:
-    """In colours where they can be seen, else as plain text."""
+    """Print a report, in colours on a terminal, otherwise as plain text."""
     if sys.stdout.isatty():
         try:
             from rich.console import Console
@@ -107,7 +107,7 @@ def _print(report: Report) -> None:
 
 @contextmanager
 def _each_warning_once() -> Iterator[None]:
-    """Return a scope that shows a text once: a method is tried on a network many times, and warns each time."""
+    """Show each warning only once, because a method is tried many times and would repeat it."""
     seen: set[str] = set()
 
     def show(message: Warning | str, category: type[Warning], *_: object) -> None:
@@ -122,7 +122,7 @@ def _each_warning_once() -> Iterator[None]:
 
 
 class _Progress:
-    """One line on standard error that says which law is tried, if a person may be looking."""
+    """A line on standard error with the current law, if standard error is a terminal."""
 
     def __init__(self, name: str) -> None:
         self._name, self._is_shown = name, sys.stderr.isatty()

@@ -1,6 +1,6 @@
-"""`completion`: what a shell needs to complete the commands and the values of their options, made by shtab.
+"""`completion`: a script, written by shtab, with which a shell completes the commands and the values of their options.
 
-bash is given the most: lists of algorithms are completed after each comma, checkpoints by what lies in the run's
+bash has the most features: lists of algorithms are completed after each comma, checkpoints by the names in the run's
 folder, and values after `--model=` as after a space.
 """
 
@@ -22,10 +22,10 @@ _PROG = "purecompose"
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the completion script that the shell reads.
+    """Return the completion script of a shell.
 
     Args:
-        parser: That of all commands; its arguments are marked with how shells complete them.
+        parser: The parser of all commands; each of its arguments gets an attribute that defines its completion.
         shell: One of `SHELLS`.
 
     Raises:
@@ -48,8 +48,8 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Return all arguments of a command and of the commands in it."""
-    for action in parser._actions:  # argparse has no public way to them, and shtab takes this one as well
+    """Yield all arguments of a command and of its subcommands."""
+    for action in parser._actions:  # argparse has no public access to them; shtab uses this attribute as well
         yield action
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
@@ -57,13 +57,13 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _how(argument: argparse.Action) -> Mapping[str, str] | None:
-    """Return how an argument is completed, in the form that shtab reads."""
+    """Return the completion of an argument for each shell, as shtab expects it; None for no completion."""
     name = argument.option_strings[-1] if argument.option_strings else argument.metavar
     return _BY_NAME.get(str(name)) or _BY_METAVAR.get(str(argument.metavar))
 
 
 def _one_of(words: Iterable[str], bash: str) -> dict[str, str]:
-    """Return one of these words."""
+    """Return a completion by one of these words; `bash` is the name of a function."""
     together = " ".join(words)
     return {"bash": bash, "zsh": f"({together})", "fish": together, "tcsh": f"({together})"}
 
@@ -85,7 +85,7 @@ _CHOICES: dict[str, Iterable[str]] = {
 }
 _BY_NAME = {
     **{name: _one_of(words, f"_{_PROG}_{name.strip('-')}") for name, words in _CHOICES.items()},
-    # In zsh, an action that starts with a space is taken as it stands.
+    # In zsh, an action that starts with a space is taken literally.
     "--algorithms": {
         "bash": f"_{_PROG}_algorithms",
         "zsh": f" _values -s , algorithm {_NAMES}",
@@ -93,7 +93,7 @@ _BY_NAME = {
         "tcsh": f"({_NAMES})",
     },
     "--data": {
-        "bash": f"_{_PROG}_file_or_digits",  # by `_file` shtab sees that these are names of files, to be quoted
+        "bash": f"_{_PROG}_file_or_digits",  # because of `_file` in the name, shtab quotes the results as file names
         "zsh": "{compadd digits; _files}",
         "fish": "digits (__fish_complete_path)",
         "tcsh": "f",
@@ -102,7 +102,7 @@ _BY_NAME = {
 }
 _BY_METAVAR = {"FILE": _FILES, "PATH": _FILES, "FOLDER": _FOLDERS, "RUN": _FOLDERS}
 
-# Each is called with what has been typed of the word, and prints what it may become.
+# Each function is called with the typed part of the word, and prints the possible completions.
 _BASH_FUNCTIONS = (
     f"""\
 # A quote that is still open is not part of the value.
@@ -147,7 +147,7 @@ _{_PROG}_file_or_digits() {{
     + "\n"
 )
 
-# Without -o default there would be no names of files where nothing else is known.
+# Without -o default, arguments that have no completion of their own would not be completed as file names.
 _BASH_END = f"""
 _{_PROG}() {{
   local -a words=()

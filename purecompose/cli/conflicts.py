@@ -1,4 +1,4 @@
-"""`plan --conflicts`: which algorithms do not commute; imported when it runs, as it needs Hypothesis."""
+"""`plan --conflicts`: find algorithms that do not commute. Imported only when it runs, because it needs Hypothesis."""
 
 import argparse
 from pathlib import Path
@@ -14,10 +14,10 @@ __all__ = ["show_conflicts"]
 
 
 def show_conflicts(options: argparse.Namespace) -> None:
-    """Print which pairs of the listed algorithms do not commute, and what decides their order.
+    """Print the pairs of listed algorithms that do not commute, and the rule that decides their order.
 
     Raises:
-        UsageError: An algorithm that cannot be, or one listed twice.
+        UsageError: An algorithm is invalid, or listed twice.
     """
     found = chosen(options, {} if options.run is None else settings_of(Path(options.run)))
     text = (

@@ -1,4 +1,4 @@
-"""The kinds of data that the command line trains on, images and text, and in what they differ."""
+"""The kinds of data that the command line trains on, images and text, and their differences."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,24 +21,24 @@ Data: TypeAlias = ImageData | TextData
 
 _LENGTH = 128
 _KNOWN_TEXTS = ("tinyshakespeare",)
-"""Names of texts that are looked for as files; any other name that has a file NAME.txt is one as well."""
+"""Names of texts that must exist as a file NAME.txt; any other name with such a file is a text as well."""
 _FOLDERS = (Path(), Path("data"))
 _EVAL_IMAGES, _EVAL_TOKENS = 1000, 2**14
 
 
 class Kind(NamedTuple):
-    """What the command line has to know of a kind of data."""
+    """The properties of a kind of data that the command line uses."""
 
     noun: str
-    """What examples are called."""
+    """Plural noun for the examples."""
     models: tuple[str, ...] | None
-    """Networks of `MODELS` for it; `None` for all that no other kind claims."""
+    """Names of the networks of `MODELS` for this kind; `None` for all that are not of another kind."""
     names: tuple[str, str] | None
-    """The names of inputs and targets in a batch; `None` for pairs."""
+    """Names of inputs and targets in a batch; `None` for pairs."""
     metrics: Mapping[str, Any]
-    """What is evaluated beside the loss."""
+    """Metrics that are evaluated in addition to the loss."""
     decides: str
-    """The metric by which a checkpoint is the best."""
+    """Name of the metric that selects the best checkpoint."""
 
     def batches(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Arrays:
         """Return batches for training; a smaller last one is left out."""
@@ -51,11 +51,11 @@ class Kind(NamedTuple):
 
     @property
     def state_options(self) -> dict[str, Any]:
-        """Arguments of `State.create` by which a state finds inputs and targets."""
+        """Arguments of `State.create` that name the fields of inputs and targets."""
         return {} if self.names is None else {"input_field": self.names[0], "target_field": self.names[1]}
 
     def rating(self, value: float) -> float:
-        """Return a value of the metric that decides as a number that is greater for better ones."""
+        """Return a value of the metric `decides` as a number that is greater for better values."""
         return -value if metrics.is_lower_better(self.decides) else value
 
 
@@ -75,14 +75,14 @@ def kind_of(data: Data) -> Kind:
 
 
 def load(settings: Mapping[str, Any]) -> tuple[Data, dict[str, Any]]:
-    """Return the data that settings name, and the settings that follow from them.
+    """Return the data that the settings name, and the settings that follow from the data.
 
     Raises:
         OSError, ValueError: There are no such data.
-        UsageError: A setting for text, where there are images.
+        UsageError: A setting for text is given, but the data are images.
         ImportError: A package that the data need is missing.
     """
-    # As a whole path, since the run's folder may be asked about its data from elsewhere.
+    # The settings get an absolute path, because the run's folder may later be used from another working directory.
     if is_own(settings["data"]):
         return data_of(settings["data"]), {}
     path = _text_file(settings["data"])
@@ -104,12 +104,12 @@ def load(settings: Mapping[str, Any]) -> tuple[Data, dict[str, Any]]:
 
 
 def fitting(name: str, net: nn.Module, data: Data) -> nn.Module:
-    """Return a network of `MODELS` with outputs that have the classes in dim 1."""
+    """Return a network of `MODELS` whose outputs have the classes in dim 1."""
     return layers.ClassesSecond(net) if name in (kind_of(data).models or ()) else net
 
 
 def check_model(name: str, data: Data) -> None:
-    """Raise a `ValueError` where a network of `MODELS` is for other data."""
+    """Raise a `ValueError` if a network of `MODELS` is for another kind of data."""
     wanted = kind_of(data).models
     if name in (TEXT.models or ()) and wanted is None:
         raise ValueError(f"{name} is a network for text, and the data are images")
@@ -118,7 +118,7 @@ def check_model(name: str, data: Data) -> None:
 
 
 def follows(data: Data) -> bool:
-    """Return whether a text's vocabulary is that of its file, so that a command need not name it."""
+    """Return whether a text's vocabulary follows from its file, so that a command need not contain it."""
     if not isinstance(data, TextData):
         return True
     found = torch.zeros(data.num_classes, dtype=torch.int64)
@@ -143,7 +143,7 @@ def _vocabulary(settings: Mapping[str, Any]) -> CharacterVocabulary | None:
 
 
 def _text_file(name: str) -> Path | None:
-    """Return the text file that a name stands for, which need not be there where the name says that it is one."""
+    """Return the text file that a name refers to, or None; a name that ends in .txt need not exist."""
     if name.lower().endswith(".txt"):
         return Path(name).expanduser()
     if name == SETTINGS["data"].default or Path(name).exists() or "/" in name:

@@ -1,4 +1,4 @@
-"""A run that has a folder, at one of its checkpoints."""
+"""Loading of a run from its folder, at one of its checkpoints."""
 
 import math
 import warnings
@@ -21,18 +21,18 @@ __all__ = ["LoadedRun", "Trained", "index_of", "load_run", "settings_for", "trai
 
 
 class LoadedRun(NamedTuple):
-    """What `load_run` finds."""
+    """The result of `load_run`."""
 
     state: State
-    """At the checkpoint; `to_module(state)` is its network."""
+    """The state at the checkpoint; `to_module(state)` returns its network."""
     step: Step
-    """The step that trains it, with the run's algorithms; not compiled."""
+    """The training step, with the run's algorithms; not compiled."""
     train_data: Arrays
-    """The run's batches for training, an iterable for `fit`."""
+    """The run's batches for training, to pass to `fit`."""
     test_data: Arrays
-    """Those for evaluation."""
+    """The run's batches for evaluation."""
     checkpoint: Path
-    """Its folder."""
+    """The checkpoint's folder."""
 
 
 class Trained(NamedTuple):
@@ -50,20 +50,20 @@ def load_run(
     data: str | Path | None = None,
     allow_imports: bool = False,
 ) -> LoadedRun:
-    """Load what `python -m purecompose train --out FOLDER` has trained.
+    """Load a run that was trained by `python -m purecompose train --out FOLDER`.
 
-    The command line fixes threads and kernels for a run; here they are the process's own, so training that continues
-    here, and not by `--resume`, may do so to other bits.
+    The command line fixes threads and kernels for a run. This function does not, so training that continues from its
+    result, instead of by `--resume`, may produce other bits.
 
     Args:
-        run: The run's folder, or that of one of its checkpoints.
-        checkpoint: "newest", "best", or a checkpoint's name; with the folder of a checkpoint nothing but that one.
-        data: In place of the data that the run was trained on, as for `--data`.
-        allow_imports: Whether code that the run's settings name, `my_module:name`, may be imported, and so run.
+        run: The run's folder, or the folder of one of its checkpoints.
+        checkpoint: "newest", "best", or a checkpoint's name; not needed if `run` is the folder of a checkpoint.
+        data: Data to use instead of those that the run was trained on, as for `--data`.
+        allow_imports: True to allow importing, and so running, code that the run's settings name, `my_module:name`.
 
     Raises:
-        UsageError: There is no such run or checkpoint, its data are gone, or its settings name code that may not be
-            imported; the best one of a population, or of checkpoints that have no number to tell it by.
+        UsageError: There is no such run or checkpoint, its data are missing, or its settings name code that may not be
+            imported; or "best" is given for a population, or for checkpoints without the metric that decides.
         CheckpointError: The checkpoint cannot be used.
         ImportError: A package that the data need is missing.
 
@@ -82,13 +82,13 @@ def load_run(
 
 
 def settings_for(run: str | Path, data: str | None) -> dict[str, Any]:
-    """Return the settings of a run, with the data that it is asked about."""
+    """Return the settings of a run, with other `data` if given."""
     folder, _ = _places(run)
     return {**settings_of(folder), **({} if data is None else {"data": data})}
 
 
 def trained(run: str | Path, checkpoint: str, settings: Mapping[str, Any], data: Data) -> Trained:
-    """Return a run as its complete settings say, at one of its checkpoints."""
+    """Return the run that complete settings define, at one of its checkpoints."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run has shown the warnings of initialisation
         setup = prepare(settings, data)
@@ -111,15 +111,15 @@ def _checkpoint(run: str | Path, checkpoint: str, kind: Kind) -> Path:
 
 
 def _places(run: str | Path) -> tuple[Path, Path]:
-    """Return the run's folder, and that of its checkpoints or of the one that was named."""
+    """Return the run's folder, and the folder of its checkpoints, or of one checkpoint if `run` is one."""
     path = Path(run)
     if (path / "index.json").exists():
-        return path.resolve().parent.parent, path  # "." tells nothing of its parents
+        return path.resolve().parent.parent, path  # resolved, because the path may be "."
     return path, path / CHECKPOINTS
 
 
 def _chosen(folder: Path, which: str, kind: Kind) -> Path:
-    """Return a run's newest checkpoint, its best, or the one of that name."""
+    """Return a run's newest checkpoint, its best one, or the one with the given name."""
     if which not in ("newest", "best"):
         if not (folder / which / "index.json").exists():
             known = sorted(path.name for path in folder.glob("*") if not _is_hidden(path))
@@ -132,7 +132,7 @@ def _chosen(folder: Path, which: str, kind: Kind) -> Path:
 
 
 def _best(folder: Path, kind: Kind) -> Path:
-    """Return the best checkpoint; of equal ones the earliest, which `Checkpoints` keeps. NaN is never the best."""
+    """Return the best checkpoint; among equal ones, the earliest, which `Checkpoints` keeps. NaN is never the best."""
     names = (f"val/{kind.decides}", f"eval/{kind.decides}")
     reported = {
         one.path: next((one.index.metrics[name] for name in names if name in one.index.metrics), None)

@@ -1,6 +1,6 @@
-"""Code of the user's own on the command line: `my_module:name` for algorithms, networks and data.
+"""The user's own code on the command line: `my_module:name` for algorithms, networks and data.
 
-To import is to run code. A name that stands in a file, such as a run's `config.toml`, is imported only where the
+Importing a module runs its code. A name in a file, such as a run's `config.toml`, is therefore imported only if the
 command line names it too, or has `--allow-imports`.
 """
 
@@ -29,18 +29,18 @@ _SETTINGS = ("algorithms", "model", "data")
 
 
 def is_own(name: str) -> bool:
-    """Return whether a name is that of the user's own code, `my_module:name`."""
+    """Return whether a name refers to the user's own code, `my_module:name`."""
     return specs.OWN_NAME.fullmatch(name) is not None
 
 
 def imported(name: str) -> Any:
-    """Import `my_module:name`; modules of the current folder are found.
+    """Import `my_module:name`, also from the current folder.
 
     Raises:
-        SpecError: There is no such module, or nothing of that name in it.
+        SpecError: There is no such module, it cannot be imported, or it does not contain the name.
     """
     module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path and "" not in sys.path:  # the console script does not see the current folder
+    if os.getcwd() not in sys.path and "" not in sys.path:  # the console script does not search the current folder
         sys.path.insert(0, os.getcwd())
     try:
         found = importlib.import_module(module)
@@ -55,7 +55,7 @@ def imported(name: str) -> Any:
 
 
 class OwnToo(dict[str, Callable[..., Any]]):
-    """Factories by name, those of the user's own among them: they are imported when they are asked for."""
+    """Factories by name, including the user's own ones, which are imported on access."""
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or (isinstance(name, str) and is_own(name))
@@ -66,7 +66,7 @@ class OwnToo(dict[str, Callable[..., Any]]):
 
 
 def allowed_by(options: argparse.Namespace) -> Collection[str] | None:
-    """Return the names that a command line allows to be imported: those that it gives itself; `None` for all."""
+    """Return the names that may be imported: those on the command line itself; `None` for all."""
     if getattr(options, "allow_imports", False):
         return None
     given = {name: getattr(options, name, None) for name in _SETTINGS}
@@ -75,7 +75,7 @@ def allowed_by(options: argparse.Namespace) -> Collection[str] | None:
 
 
 def check_imports(settings: Mapping[str, Any], allowed: Collection[str] | None) -> None:
-    """Raise a `UsageError` where settings name code that has not been allowed to run."""
+    """Raise a `UsageError` if settings name code that has not been allowed to run."""
     foreign = [] if allowed is None else sorted(_names(settings) - set(allowed))
     if foreign:
         raise UsageError(
@@ -94,19 +94,19 @@ def _names(settings: Mapping[str, Any]) -> set[str]:
         try:
             found |= {call.name for call in specs.parse(text) if is_own(call.name)}
         except specs.SpecError:
-            pass  # what cannot be read is refused where it is used
+            pass  # raises again, with a message, when the setting is used
     return found
 
 
 def network_of(call: specs.Call, data: ImageData | TextData, seed: int) -> nn.Module:
-    """Return the network that a call of the user's own makes, with weights drawn from a seed.
+    """Return the network that a call of the user's own code creates, with weights drawn from a seed.
 
-    `timm:NAME` is a network of timm, `transformers:CLASS` one of transformers, of a configuration with these options.
-    Other functions and classes are given `in_shape` and `num_classes` where they have such parameters.
+    `timm:NAME` is a network of timm, `transformers:CLASS` one of transformers whose configuration has these options.
+    Other functions and classes are called with `in_shape` and `num_classes` if they have such parameters.
 
     Raises:
-        SpecError: It takes other arguments.
-        ValueError: It makes no network.
+        SpecError: The arguments do not fit.
+        ValueError: The result is not a network.
     """
     with building(seed):
         made = _made(call, {"in_shape": data.in_shape, "num_classes": data.num_classes})
@@ -137,7 +137,7 @@ def _made(call: specs.Call, shape: Mapping[str, Any]) -> Any:
 
 
 class _Logits(nn.Module):
-    """A model of transformers for classes, called with its inputs only."""
+    """A classification model of transformers, called with its inputs only, which returns its logits."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -148,13 +148,13 @@ class _Logits(nn.Module):
 
 
 def data_of(name: str) -> ImageData | TextData:
-    """Return the data that a function of the user's own gives.
+    """Return the data from a function of the user's own code.
 
     It returns `data.ImageData`, `data.TextData`, or four tensors: inputs and classes for training, then for testing.
 
     Raises:
         SpecError: There is no such function.
-        ValueError: It gives something else.
+        ValueError: It returns something else.
     """
     found = imported(name)
     given = found() if callable(found) else found

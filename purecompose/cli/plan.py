@@ -1,4 +1,4 @@
-"""`plan`: which algorithms act at which events, at a point of a run."""
+"""`plan`: show the algorithms that act at each event, at a point of a run."""
 
 import argparse
 from pathlib import Path
@@ -16,10 +16,10 @@ __all__ = ["show_plan"]
 
 
 def show_plan(options: argparse.Namespace) -> None:
-    """Print which algorithms act at which events at a point of the run, one that has a folder or one to come.
+    """Print the algorithms that act at each event at a point of a run, either one with a folder or a new one.
 
     Raises:
-        UsageError: An option that cannot be, or a folder that is not a run's.
+        UsageError: An option is invalid, or the folder is not a run's.
         ImportError: A package that the data need is missing.
     """
     earlier = {} if options.run is None else settings_of(Path(options.run))
@@ -32,7 +32,7 @@ def show_plan(options: argparse.Namespace) -> None:
 
 
 def _moved(setup: Setup, at: str) -> State:
-    """Return the state as if it stood at a point of its run; only the counters move."""
+    """Return the state with the counters of a point of its run; nothing else changes."""
     state = setup.state
     batches, length = _in_batches(setup, Time.of(at)), _in_batches(setup, state.timestamp.run.duration)
     if batches is None or batches < 0:
@@ -44,7 +44,7 @@ def _moved(setup: Setup, at: str) -> State:
 
 
 def _in_batches(setup: Setup, time: Time | None) -> float | None:
-    """Return a time as a number of batches, each as large as the loader's."""
+    """Return a time as a number of batches of the loader's size; None if that is not known."""
     run, samples = setup.state.timestamp.run, setup.train_data.batch_size
     if time is None or (time.unit is TimeUnit.TOKEN and not _tokens(setup)):
         return None
@@ -56,5 +56,5 @@ def _in_batches(setup: Setup, time: Time | None) -> float | None:
 
 
 def _tokens(setup: Setup) -> int:
-    """Return how many tokens an example has; images have none."""
+    """Return the number of tokens per example, 0 for images."""
     return setup.data.in_shape[0] if setup.kind is TEXT else 0

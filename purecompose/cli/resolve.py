@@ -1,4 +1,4 @@
-"""What the commands that try laws share; imported when one of them runs, as it needs Hypothesis."""
+"""Helpers of the commands that try laws. Imported only when one of them runs, because it needs Hypothesis."""
 
 import difflib
 import importlib
@@ -26,7 +26,7 @@ def subject(text: str) -> Subject:
     """Return the algorithm that a text names: `my_module:my_algorithm`, or a shipped one as a call.
 
     Raises:
-        UsageError: There is none, or its module cannot be imported, whatever its code raises.
+        UsageError: There is no such algorithm, or its code raises any exception.
     """
     _see_folder()
     module = text.partition(":")[0] if ":" in text.partition("(")[0] else None
@@ -41,7 +41,7 @@ def subject(text: str) -> Subject:
 
 
 def listed(text: str | None) -> list[str] | None:
-    """Return the entries of a list, at commas outside of parentheses; `None` where there is none.
+    """Return the entries of a list, separated by commas outside of parentheses; `None` for `None`.
 
     Example:
         >>> listed("mixup(0.2, name='a'), my_module:mine")
@@ -60,7 +60,7 @@ def listed(text: str | None) -> list[str] | None:
 
 @contextmanager
 def notes_elsewhere() -> Iterator[None]:
-    """Hypothesis keeps notes on the modules that it has seen: not in the user's folder, unless a folder is set."""
+    """Let Hypothesis store its notes on modules in a temporary folder instead of the user's, unless one is set."""
     if "HYPOTHESIS_STORAGE_DIRECTORY" in os.environ:
         yield
         return
@@ -78,13 +78,13 @@ def one_line(error: BaseException) -> str:
 
 
 def _see_folder() -> None:
-    """Return the modules of the current folder, which `python -m` finds and the console script does not."""
+    """Make modules of the current folder importable, as with `python -m`; the console script does not search it."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
 def _explained(text: str, module: str | None, error: Exception) -> str:
-    """Return why a text names no algorithm."""
+    """Return the reason why a text does not name an algorithm."""
     said = one_line(error)
     if module is None:
         hint = "" if text.partition("(")[0] in FACTORIES else "; one of your own is written my_module:my_algorithm"
@@ -117,7 +117,7 @@ def _did_you_mean(name: str, names: list[str]) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Return where in the user's code an error was raised; empty where it was not raised there."""
+    """Return the place in the user's code where an error was raised; empty if it was not raised there."""
     ours = (str(pathlib.Path(__file__).parents[1]), "<frozen", importlib.__file__ or "<frozen")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

@@ -1,4 +1,4 @@
-"""`evaluate`, `predict` and `plot`: what the command line does with runs that are there."""
+"""`evaluate`, `predict` and `plot`: commands for existing runs."""
 
 import argparse
 import csv
@@ -32,7 +32,7 @@ def show_evaluation(options: argparse.Namespace) -> None:
 
     Raises:
         UsageError: There is no such run or checkpoint.
-        CheckpointError: It cannot be used.
+        CheckpointError: The checkpoint cannot be used.
     """
     settings, data = completed(settings_for(options.run, options.data), allowed=allowed_by(options))
     with fixed_arithmetic(settings["threads"]), plain_warnings():
@@ -53,12 +53,12 @@ def show_evaluation(options: argparse.Namespace) -> None:
 
 
 def show_predictions(options: argparse.Namespace) -> None:
-    """Write the predicted class of each test image, with its probability, as CSV; of a text, each next character.
+    """Write the predicted class of each test image, or each next character of a text, with its probability, as CSV.
 
-    With a prompt it writes the text that a language model continues with.
+    With a prompt, write the prompt and its continuation by a language model instead.
 
     Raises:
-        UsageError: There is no such run or checkpoint, or the output cannot be written; a prompt for images.
+        UsageError: There is no such run or checkpoint, the output cannot be written, or a prompt is given for images.
         CheckpointError: The checkpoint cannot be used.
     """
     if options.out is not None:
@@ -83,8 +83,8 @@ def show_predictions(options: argparse.Namespace) -> None:
 
 
 def _write_text(options: argparse.Namespace, settings: Mapping[str, Any], prompt: Prompt) -> None:
-    """Write what a language model continues with, as it comes."""
-    # Of the run's text the network needs the form only, and the schedules how many batches there were.
+    """Write the continuation of a prompt by a language model, character by character."""
+    # The run's text itself is not needed: the network depends on its shape, the schedules on the number of batches.
     num = index_of(options.run, options.checkpoint, TEXT).time["batches_per_epoch"] * settings["batch_size"]
     blank = torch.zeros(1, prompt.window, dtype=torch.int64).expand(num, -1)
     data = TextData(blank, blank, blank, blank, prompt.vocabulary, num_dropped=0)
@@ -98,7 +98,7 @@ def _write_text(options: argparse.Namespace, settings: Mapping[str, Any], prompt
 
 
 def _tested(options: argparse.Namespace, settings: Mapping[str, Any], setup: Setup) -> Arrays:
-    """Return the test data, of a text in windows of the length that is asked for."""
+    """Return the test data; a text is divided into windows of the length in the options, if given."""
     if options.length is None:
         return setup.test_data
     if setup.kind is not TEXT:
@@ -109,10 +109,10 @@ def _tested(options: argparse.Namespace, settings: Mapping[str, Any], setup: Set
 
 
 def _predicted(run: Trained) -> Iterator[tuple[Any, float, Any]]:
-    """For each example, of a text for each position: class, probability and target; a text's are characters."""
+    """Yield class, probability and target of each example, or of each position of a text, as characters."""
     data = run.setup.data
     named = data.vocabulary.characters if isinstance(data, TextData) else range(data.num_classes)
-    # Batch by batch: a text's probabilities take the vocabulary's size for each of its characters.
+    # Batch by batch, because each character of a text has as many probabilities as the vocabulary has characters.
     for batch in run.setup.test_data:
         (outputs,) = predict(run.state, [batch], step=run.setup.plain_step)
         shares, classes = (found.flatten().tolist() for found in outputs.softmax(1).max(1))
@@ -122,7 +122,7 @@ def _predicted(run: Trained) -> Iterator[tuple[Any, float, Any]]:
 
 @contextmanager
 def _opened(path: str | None) -> Iterator[TextIO]:
-    """Return a file to write to, or standard output."""
+    """Open a file to write to, or return standard output."""
     if path is None:
         yield sys.stdout
         return
@@ -138,7 +138,7 @@ def show_plot(options: argparse.Namespace) -> None:
     """Draw the curves of runs into one picture.
 
     Raises:
-        UsageError: A folder that is not a run, or a picture that cannot be written.
+        UsageError: A folder is not a run's, or the picture cannot be written.
     """
     check_target("--out", options.out)
     try:

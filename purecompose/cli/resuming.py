@@ -1,4 +1,4 @@
-"""Going on with a run: the settings that it began with, and those that cannot change."""
+"""Resuming of a run: the settings that it began with, and those that cannot change."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -18,16 +18,16 @@ _CAUSES = {
     "duration": ("duration", "scale_schedule"),
     "batches_per_epoch": ("data", "length", "batch_size", "limit_batches", "validation"),
 }
-"""The settings that a difference may come from; another one comes from those of the network and its training."""
+"""Settings that can cause a difference of a checkpoint, by the name of the difference; `_OF_STATE` for all others."""
 _OF_STATE = ("data", "length", "vocabulary", "algorithms", "optimizer", "precision")
 _MOST_LINES = 12
 
 
 def earlier_settings(out: Path | None, *, is_asked: bool) -> dict[str, Any]:
-    """Return the settings of the resumed run, if there is one.
+    """Return the settings of the resumed run; empty if there is none.
 
     Raises:
-        UsageError: No folder says which run, or its settings cannot be read.
+        UsageError: No folder is given, or its settings cannot be read.
     """
     if not is_asked:
         return {}
@@ -38,7 +38,7 @@ def earlier_settings(out: Path | None, *, is_asked: bool) -> dict[str, Any]:
 
 
 def check_seed(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
-    """Raise a `UsageError` where a run is to continue with another key of all its draws, which cannot change."""
+    """Raise a `UsageError` if a run is resumed with other seeds, because the keys of its draws cannot change."""
     for name in ("seed", "seeds"):
         if name in earlier and earlier[name] != settings[name]:
             raise UsageError(
@@ -47,7 +47,7 @@ def check_seed(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
 
 
 def check_model(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
-    """Raise a `UsageError` where a run is resumed with another network, even one that its tensors fit."""
+    """Raise a `UsageError` if a run is resumed with another network, even one that its tensors fit."""
     if "model" in earlier and _options(earlier["model"]) != _options(settings["model"]):
         raise UsageError(
             f"--model: {earlier['model']} in the run, {settings['model']} here; another network needs another --out"
@@ -55,14 +55,14 @@ def check_model(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None
 
 
 def _options(model: str) -> tuple[str, dict[str, Any]]:
-    """Return a network's name and all its options, defaults included."""
+    """Return a network's name and all its options, including defaults."""
     call = specs.parse_one(model)
     parameters = inspect.signature(MODELS[call.name]).parameters.values() if call.name in MODELS else ()
     return call.name, {**{one.name: one.default for one in parameters}, **call.kwargs}
 
 
 def changes(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> list[str]:
-    """Return a line with the settings that differ from those of the resumed run."""
+    """Return a line with the settings that differ from the resumed run's, in a list that is empty if none do."""
     changed = [name for name in SETTINGS if earlier and earlier.get(name) != settings[name]]
     reported = [f"{SETTINGS[name].option} {settings[name]} ({earlier.get(name, 'not set')} before)" for name in changed]
     return [f"  continues with {', '.join(reported)}"] if reported else []
@@ -70,7 +70,7 @@ def changes(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> list[str
 
 @contextmanager
 def reported_as_settings(settings: Mapping[str, Any], earlier: Mapping[str, Any], out: Path | None) -> Iterator[None]:
-    """Say which settings make a checkpoint unfit, before what that does to its tensors."""
+    """Name the settings that make a checkpoint unfit in the error, before the resulting differences of tensors."""
     try:
         yield
     except MismatchError as error:

@@ -1,4 +1,4 @@
-"""`predict --prompt`: the text with which a language model continues."""
+"""`predict --prompt`: the continuation of a text by a language model."""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -25,28 +25,28 @@ _LENGTH = 200
 
 
 class Prompt(NamedTuple):
-    """What to continue with, and how."""
+    """A text to continue, with the settings of its continuation."""
 
     tokens: Tensor
-    """int64, `(num,)`."""
+    """The prompt, int64, `(num,)`."""
     length: int
-    """How many characters to draw."""
+    """Number of characters to draw."""
     key: Tensor
     vocabulary: CharacterVocabulary
     window: int
-    """How many characters the network sees."""
+    """Number of previous characters that the network sees."""
 
 
 def prompt_of(options: argparse.Namespace, settings: Mapping[str, Any]) -> Prompt | None:
-    """Return the prompt that `predict` was given; `None` if it is to write predictions.
+    """Return the prompt in the options of `predict`; `None` if it should write predictions.
 
     Args:
-        options: The command line's.
-        settings: Those of the run, with a text's vocabulary and window: the text itself is not needed.
+        options: The options of the command line.
+        settings: The run's settings, with a text's vocabulary and window; the text itself is not needed.
 
     Raises:
-        UsageError: A prompt for a network of images, an empty one, characters that the network does not know, data
-            beside it, a seed that is none, or what belongs to a prompt without one.
+        UsageError: The run's network is for images; the prompt is empty or has unknown characters; data are given as
+            well; the seed is invalid; or options of a prompt are given without a prompt.
     """
     if options.prompt is None:
         for name in ("length", "seed"):
@@ -68,14 +68,14 @@ def prompt_of(options: argparse.Namespace, settings: Mapping[str, Any]) -> Promp
 
 
 def continued(state: State, prompt: Prompt, step: Step) -> Iterator[str]:
-    """Return the prompt, and then what follows, character by character drawn with the network's probabilities.
+    """Yield the prompt, and then each following character, drawn with the network's probabilities.
 
-    The network sees as many characters before one as its windows have, and has the weights that the step's methods
-    predict with, averages among them. The same seed gives the same text, and a longer text begins as a shorter one
-    does.
+    The network sees as many previous characters as the run's windows have, and uses the weights that the step's methods
+    predict with, such as averages. The same seed produces the same text, and a longer text begins with the shorter one.
     """
     yield prompt.vocabulary.decode(prompt.tokens)
-    # Once, and as a plain module: a step looks at each new form of a batch, and here each is longer than the last.
+    # The event fires once and the network is called as a plain module, because a step analyses each new batch shape,
+    # and here each input is longer than the last.
     state = step.replace(program=predict_events).fire(Event.PREDICT_START, state)
     net, precision = to_module(state).eval(), state.context.precision
     narrow = AUTOCAST.get(precision)

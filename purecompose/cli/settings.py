@@ -1,4 +1,4 @@
-"""What defines a run: its settings, from the command line, a file and the defaults."""
+"""The settings that define a run, from the command line, a file and the defaults."""
 
 import argparse
 import dataclasses
@@ -35,11 +35,11 @@ __all__ = [
 
 
 class UsageError(Exception):
-    """An option that cannot be; the message is one line."""
+    """An invalid option; the message is one line."""
 
 
 class Setting(NamedTuple):
-    """One thing that defines a run, and so the bits of its result."""
+    """A setting of a run. Together they define the bits of its result."""
 
     name: str
     kind: type
@@ -47,11 +47,11 @@ class Setting(NamedTuple):
     metavar: str | None
     help: str
     default: Any = None
-    """`None` where it follows from the data."""
+    """The default; `None` if it depends on the data, or if the setting is off."""
 
     @property
     def option(self) -> str:
-        """As the command line has it."""
+        """The option on the command line, such as "--batch-size"."""
         return f"--{self.name.replace('_', '-')}"
 
 
@@ -121,7 +121,7 @@ SETTINGS = {
 
 
 def add_allow_imports(command: argparse.ArgumentParser) -> None:
-    """Return the option by which code that a file names may be imported."""
+    """Add the option that allows importing code that a file names."""
     command.add_argument(
         "--allow-imports",
         action="store_true",
@@ -130,7 +130,7 @@ def add_allow_imports(command: argparse.ArgumentParser) -> None:
 
 
 def add_settings(command: argparse.ArgumentParser) -> None:
-    """Options for all settings, and for where else they may come from."""
+    """Add options for all settings, and for other sources of settings."""
     add_allow_imports(command)
     group = command.add_argument_group("settings of the run")
     for setting in SETTINGS.values():
@@ -155,26 +155,26 @@ def add_settings(command: argparse.ArgumentParser) -> None:
 
 
 def named(text: str) -> str:
-    """Return a file's or folder's name that an option was given: not the empty text that an unset variable leaves."""
+    """Return the name of a file or folder in an option; raise if it is empty, as from an unset shell variable."""
     if not text:
         raise argparse.ArgumentTypeError("expected a name, got an empty text")
     return text
 
 
 def whole(text: str) -> int:
-    """Return a whole number that an option was given; it is refused in words for users."""
+    """Return a whole number in an option, or raise with a message for users."""
     return _read(int, text)
 
 
 def chosen(options: argparse.Namespace, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the settings that were chosen somewhere: by `--set`, by an option, by a file. Defaults are left out.
+    """Return the settings that were chosen by `--set`, by an option or by a file. Defaults are left out.
 
     Args:
-        options: The command line's.
-        config: The settings of a resumed run, below all others.
+        options: The options of the command line.
+        config: The settings of a resumed run, which all others override.
 
     Raises:
-        UsageError: A file that cannot be read, a setting that does not exist, or a value of the wrong kind.
+        UsageError: A file cannot be read, a setting does not exist, or a value has the wrong kind.
     """
     found = dict(config or {})
     if options.config is not None:
@@ -188,7 +188,7 @@ def chosen(options: argparse.Namespace, config: Mapping[str, Any] | None = None)
             )
         found["algorithms"] = ", ".join(map(repr, recipe(options.recipe)))
         if options.loss is None:
-            found["loss"] = "binary_cross_entropy"  # with which the recipes' settings were found
+            found["loss"] = "binary_cross_entropy"  # the recipes' settings were tuned with this loss
     within: dict[str, dict[str, Any]] = {}
     for text in options.set:
         key, equals, value = text.partition("=")
@@ -205,15 +205,15 @@ def chosen(options: argparse.Namespace, config: Mapping[str, Any] | None = None)
 def with_arguments(
     settings: dict[str, Any], factories: Mapping[str, Mapping[str, Callable[..., Any]]]
 ) -> dict[str, Any]:
-    """Complete settings, with what `--set NAME.ARGUMENT=VALUE` says put into the calls.
+    """Return the settings with the arguments of `--set NAME.ARGUMENT=VALUE` put into the calls.
 
     Args:
-        settings: The settings; "within" holds what is to change.
-        factories: By the setting ("algorithms", "optimizer", "schedule"), functions by name: they tell what arguments
-            without a name are called.
+        settings: Complete settings, with the arguments to change under "within".
+        factories: For the settings "algorithms", "optimizer" and "schedule", functions by name, whose signatures name
+            positional arguments.
 
     Raises:
-        UsageError: No call has that name.
+        UsageError: No call has that name, or it does not accept the argument.
     """
     settings = dict(settings)
     for name, arguments in settings.pop("within", {}).items():
@@ -234,10 +234,10 @@ def with_arguments(
 
 
 def settings_of(run: Path) -> dict[str, Any]:
-    """Return the settings of a run that has a folder.
+    """Return the settings in the folder of a run.
 
     Raises:
-        UsageError: It is not a run's folder, or its settings cannot be read.
+        UsageError: The folder is not a run's, or its settings cannot be read.
     """
     config = run / "config.toml"
     if not config.exists():
@@ -247,10 +247,10 @@ def settings_of(run: Path) -> dict[str, Any]:
 
 
 def check_target(option: str, path: str) -> None:
-    """Find out before the work whether its result can be kept.
+    """Check, before the work begins, that its result can be written to a path.
 
     Raises:
-        UsageError: The path is a folder, or in none that is there.
+        UsageError: The path is a folder, or its parent folder does not exist.
     """
     target = Path(path)
     if target.is_dir():
@@ -260,15 +260,15 @@ def check_target(option: str, path: str) -> None:
 
 
 def read_config(path: Path, *, option: str = "--config: ") -> dict[str, Any]:
-    """Return the settings in a TOML file: at its top, or in a table [train].
+    """Return the settings in a TOML file, at the top level or in a table [train].
 
     Args:
         path: The file.
-        option: What opens a message about it. An empty one stands for the file of a run's folder, which another person
-            may have prepared: only a regular file of a bounded size is read.
+        option: Beginning of the messages. If it is empty, the file is from a run's folder, which another person may
+            have prepared: only a regular file of limited size is read.
 
     Raises:
-        UsageError: It cannot be read, or says what no setting is.
+        UsageError: The file cannot be read, or contains an unknown setting or a value of the wrong kind.
     """
     try:
         content = tomllib.loads(path.read_text("utf-8") if option else read_whole(path, 2**20).decode("utf-8"))
@@ -293,7 +293,7 @@ def command_of(settings: Mapping[str, Any], out: Path | None) -> str:
 
 
 def _checked(name: str, value: Any, where: str) -> Any:
-    """Return a setting's value in its kind."""
+    """Return a setting's value converted to its kind."""
     if name not in SETTINGS:
         close = difflib.get_close_matches(name, SETTINGS, 1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(SETTINGS)}"
@@ -322,7 +322,7 @@ def _read(kind: type[Any], text: str) -> Any:
 
 
 def _value(text: str) -> Any:
-    """As TOML has it, or the text itself."""
+    """Return the TOML value of a text, or the text itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -335,7 +335,7 @@ def _set(
     """Return a call with arguments of `--set`.
 
     Raises:
-        UsageError: They are what is wrong with it; earlier faults are reported with their option.
+        UsageError: The arguments are wrong; faults of the call itself are reported later, with its option.
     """
     named = specs.by_name(call, factories)
     changed = dataclasses.replace(named, kwargs={**named.kwargs, **arguments})
@@ -345,7 +345,7 @@ def _set(
         elif call.name in factories:
             specs.build(changed, factories, name)
     except (specs.SpecError, TypeError) as error:
-        if name == "model" or _can_be_built(call, factories):  # else its own option tells
+        if name == "model" or _can_be_built(call, factories):  # otherwise the call's own option reports the error
             where = ", ".join(f"{name}.{argument}" for argument in arguments)
             raise UsageError(f"--set: {where}: {error}") from error
     return changed

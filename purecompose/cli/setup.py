@@ -1,4 +1,4 @@
-"""From settings to a run that is ready to start; all that settings can get wrong is found here."""
+"""Preparation of a run from its settings; all errors in the settings are found here."""
 
 import dataclasses
 import os
@@ -65,7 +65,7 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 
 
 class _Defaults(NamedTuple):
-    """What a run takes where the settings are silent, by the data's kind and size."""
+    """Defaults of settings that depend on the kind and size of the data."""
 
     duration: str
     batch_size: int
@@ -76,14 +76,15 @@ class _Defaults(NamedTuple):
     algorithms: str = "mixup,label_smoothing,selective_backprop"
 
 
-# With all three algorithms on two cores: about 99 % of the digits in 5 s, and of MNIST in half a minute. A
-# second thread gains nothing on the digits, and on a busy machine, where two threads wait for each other at
-# every operation, it made them 100 times slower.
+# With all three algorithms on two cores, accuracy reaches about 99 % on the digits in 5 s, and on MNIST in half a
+# minute. A second thread gains nothing on the digits; on a busy machine, where two threads wait for each other at
+# every operation, it made training 100 times slower.
 _FOR_SMALL_SETS = _Defaults("40ep", 64, "adam(lr=5e-3)", threads=1)
 _FOR_LARGE_SETS = _Defaults("2ep", 128, "adam(lr=4e-3)", threads=2)
 _LARGE = 10_000
 # 818 000 weights for 65 characters: an epoch of tiny Shakespeare, 980 batches, takes two minutes on two cores. Larger
-# batches have learned less after as many characters: 2.13 in an epoch of 8, 2.33 of 16, 2.50 of 32.
+# batches learn less from the same number of characters: after an epoch the loss was 2.13 with a batch size of 8, 2.33
+# with 16, and 2.50 with 32.
 _FOR_TEXT = _Defaults(
     "3ep",
     8,
@@ -104,12 +105,12 @@ class Setup(NamedTuple):
     test_data: datasets.Arrays
     evaluators: tuple[Evaluator, ...]
     watched: str
-    """The label of the data that decide: "val" where some are set aside, else "eval"."""
+    """Label of the evaluator whose metrics decide: "val" if validation data are set aside, otherwise "eval"."""
     data: Data
     kind: Kind
     stop: tuple[Stopper, ...]
     microbatches: str | None
-    """"auto", or nothing."""
+    """"auto" or None."""
 
     @property
     def plain_step(self) -> Step:
@@ -124,11 +125,12 @@ def completed(
 
     Args:
         found: The settings that were chosen.
-        data: In place of those that the settings name.
+        data: Data to use instead of those that the settings name.
         allowed: Names of the user's own code that may be imported; `None` for all.
 
     Raises:
-        UsageError: Code that may not be imported; there are no such data, or `--set` names an argument of nothing.
+        UsageError: The settings name code that may not be imported, there are no such data, or `--set` names an
+            argument of an unknown call.
         ImportError: A package that the data need is missing.
     """
     settings = {name: setting.default for name, setting in SETTINGS.items()} | dict(found)
@@ -148,13 +150,13 @@ def prepare(settings: Mapping[str, Any], data: Data) -> Setup:
     """Return the run that complete settings define.
 
     Raises:
-        UsageError: A setting that cannot be.
+        UsageError: A setting is invalid.
     """
     kind = kind_of(data)
     inputs, targets, *aside = _divided(settings, data)
     with reported_as("--batch-size"):
         batch_size = min(settings["batch_size"], len(targets))
-        # A smaller last batch is left out of an epoch: it might not have an example for each microbatch.
+        # A smaller last batch is left out of an epoch, because it might have fewer examples than microbatches.
         train_data = kind.batches(inputs, targets, batch_size)
     with reported_as("--duration"):
         duration = _duration(settings["duration"], kind)
@@ -167,7 +169,7 @@ def prepare(settings: Mapping[str, Any], data: Data) -> Setup:
     watched = "val" if aside else "eval"
     with reported_as("--eval-every"):
         wanted = {**kind.metrics, "loss": states[0].context.loss}
-        # Where data are set aside to decide by, the test data are looked at once.
+        # With validation data, which make all decisions, the test data are evaluated only once.
         num_batches = _limited(settings["limit_batches"], len(test_data))
         interval = "1dur" if aside else settings["eval_every"]
         evaluators = (Evaluator(test_data, wanted, every=interval, num_batches=num_batches),)
@@ -188,19 +190,19 @@ def prepare(settings: Mapping[str, Any], data: Data) -> Setup:
 
 
 def _divided(settings: Mapping[str, Any], data: Data) -> tuple[torch.Tensor, ...]:
-    """Inputs and targets for training; then, where a share is set aside, those that are."""
+    """Return inputs and targets for training, followed by those for validation if a share is set aside."""
     share = settings["validation"]
     with reported_as("--validation"):
         if not 0 <= share < 1:
             raise ValueError(f"{share}: expected a share of the training data, at least 0 and below 1")
         if share == 0:
             return data.train_inputs, data.train_targets
-        # The same examples whatever the run's seed, so that runs compare.
+        # The same examples for every seed of the run, so that runs are comparable.
         return tuple(datasets.split(data.train_inputs, data.train_targets, share, seed=0))
 
 
 def _limited(limit: str | None, length: int) -> int:
-    """Return how many batches are used; `limit` is a number of them or a share."""
+    """Return the number of batches to use; `limit` is a number or a share of them."""
     if limit is None:
         return length
     with reported_as("--limit-batches"):
@@ -213,7 +215,7 @@ def _limited(limit: str | None, length: int) -> int:
 
 
 def _states(settings: Mapping[str, Any], data: Data, duration: Time, length: int) -> list[State]:
-    """Return the states at the start, one for each seed."""
+    """Return the initial states, one for each seed."""
     with reported_as("--seeds"):
         if settings["seeds"] < 1:
             raise ValueError(f"{settings['seeds']}: expected at least 1")
@@ -242,13 +244,13 @@ def _states(settings: Mapping[str, Any], data: Data, duration: Time, length: int
             states.append(scale_schedule(state, settings["scale_schedule"]))
     with reported_as("--schedule"):
         for curve in states[0].context.schedules:
-            curve(states[0].timestamp)  # a warm-up longer than the run shows here, not at the first batch
+            curve(states[0].timestamp)  # a warm-up longer than the run raises here, not at the first batch
     return states
 
 
 @contextmanager
 def reported_as(option: str) -> Iterator[None]:
-    """Turn what an option's value is refused with into one line that names the option."""
+    """Turn an error about an option's value into a `UsageError` of one line that names the option."""
     try:
         yield
     except (TypeError, ValueError, OSError) as error:
@@ -257,7 +259,7 @@ def reported_as(option: str) -> Iterator[None]:
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Show warnings as lines, without the place in the code."""
+    """Show warnings as single lines, without their place in the code."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
         yield
@@ -265,10 +267,10 @@ def plain_warnings() -> Iterator[None]:
 
 @contextmanager
 def fixed_arithmetic(num_threads: int) -> Iterator[None]:
-    """Fix what the bits of a result depend on, threads and kernels, and restore it afterwards.
+    """Fix threads and kernels, on which the bits of a result depend, and restore them afterwards.
 
     Raises:
-        UsageError: Fewer than one thread.
+        UsageError: The number of threads is below 1.
     """
     if num_threads < 1:
         raise UsageError(f"--threads: expected a positive number, got {num_threads}")
@@ -277,14 +279,15 @@ def fixed_arithmetic(num_threads: int) -> Iterator[None]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.backends.cudnn.benchmark,
     )
-    # cuBLAS reads this when it starts; without it torch warns of matrix products in deterministic mode.
+    # cuBLAS reads this when it starts. Without it, torch warns of matrix products in deterministic mode.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, threads)
         stack.callback(setattr, torch.backends.cudnn, "benchmark", benchmarked)
         torch.set_num_threads(num_threads)
         torch.backends.cudnn.benchmark = False
-        # Its first call imports for a second. After a Ctrl-C in there it has set nothing, and another call would fail.
+        # The first call spends a second on imports. If Ctrl-C interrupts them, nothing is set, and the callback that
+        # restores the mode would fail; it is therefore registered afterwards.
         torch.use_deterministic_algorithms(True, warn_only=True)
         stack.callback(torch.use_deterministic_algorithms, were_deterministic, warn_only=only_warned)
         yield
@@ -313,7 +316,7 @@ def _network(settings: Mapping[str, Any], data: Data, seed: int) -> torch.nn.Mod
         specs.check_name(call.name, models.MODELS, "model")
         if call.args:
             raise ValueError(f"{call}: expected options by name; it is {models.describe(call.name)}")
-        models.check_options(call.name, call.kwargs)  # before Python mixes them up with the other arguments of build
+        models.check_options(call.name, call.kwargs)  # otherwise they could collide with other arguments of build
         check_model(call.name, data)
         shape = {"in_shape": data.in_shape, "num_classes": data.num_classes}
         return fitting(call.name, models.build(call.name, **shape, seed=seed, **call.kwargs), data)

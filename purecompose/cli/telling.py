@@ -1,4 +1,4 @@
-"""What `train` tells: what it trains at the start, how good and fast that was at the end."""
+"""The output of `train`: the settings at the start, the results and the speed at the end."""
 
 import hashlib
 import math
@@ -24,7 +24,7 @@ __all__ = ["checksum", "describe", "print_results"]
 
 
 def describe(setup: Setup, settings: Mapping[str, Any]) -> list[str]:
-    """Return the lines before the first batch: how many examples and weights, where, how long, and the algorithms."""
+    """Return the lines before the first batch: the numbers of examples and weights, device, duration and algorithms."""
     state, train_data = setup.state, setup.train_data
     members = settings["seeds"]
     size = sum(tensor.numel() for tensor in state.params.values()) // members
@@ -105,7 +105,7 @@ def print_results(
 
 
 def _best_kept(out: Path, setup: Setup) -> tuple[float, int] | None:
-    """Return the metric and the batch of the best checkpoint in a run's folder; of equal ones the earliest."""
+    """Return the metric and the batch of the best checkpoint in a run's folder; among equal ones, the earliest."""
     name = f"{setup.watched}/{setup.kind.decides}"
     kept = [(one.index.metrics.get(name), one.index.batch) for one in reversed(all_in(out / CHECKPOINTS)[0])]
     rated = [(value, batch) for value, batch in kept if isinstance(value, (int, float)) and not math.isnan(value)]
@@ -113,7 +113,7 @@ def _best_kept(out: Path, setup: Setup) -> tuple[float, int] | None:
 
 
 def checksum(params: Mapping[str, Tensor]) -> str:
-    """Return a short hash over the names, dtypes, shapes and bits of tensors: equal where all bits are equal.
+    """Return a short hash of the names, dtypes, shapes and bits of tensors.
 
     Example:
         >>> zero, negative_zero = torch.tensor([0.0]), torch.tensor([-0.0])
@@ -128,7 +128,7 @@ def checksum(params: Mapping[str, Tensor]) -> str:
 
 
 def _shown(name: str, value: Any) -> str:
-    """Return a metric of one network, or what a population's have in common."""
+    """Return a metric of one network as text, or mean, standard deviation and range of a population's."""
     form = ".2%" if name == "accuracy" else ".4g"
     if not isinstance(value, list):
         return f"{value:{form}}"

@@ -1,4 +1,4 @@
-"""`train`: a run from its settings to the table at its end."""
+"""`train`: a run from its settings to the final table."""
 
 import argparse
 import os
@@ -30,17 +30,17 @@ __all__ = ["RunError", "train"]
 
 
 class RunError(Exception):
-    """What has stopped a run, or what is missing from its folder, in one line."""
+    """An error that has stopped a run, or files that are missing from its folder, in one line."""
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train as the options say, show the progress, and end with a table.
+    """Train with the given options, show the progress, and print a table at the end.
 
     Raises:
-        UsageError: An option that cannot be; or one of several processes of a launcher such as torchrun.
+        UsageError: An option is invalid; or this is one of several processes of a launcher such as torchrun.
         ImportError: A package that the data or the display needs is missing.
-        RunError: A step has failed; with `--traceback` what it raised itself. After the table: the last checkpoint or a
-            file of the run's folder could not be written.
+        RunError: A step has failed (with `--traceback` its own exception is raised instead). After the table: the last
+            checkpoint or a file of the run's folder could not be written.
     """
     _check_alone()
     if options.fast_dev_run and (options.out is not None or options.resume):
@@ -67,7 +67,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def _check_alone() -> None:
-    """Raise a `UsageError` in one of several processes, each of which would train the whole run."""
+    """Raise a `UsageError` if there are several processes, because each would train the whole run."""
     size = os.environ.get("WORLD_SIZE", "1")
     if size not in ("", "1"):
         raise UsageError(
@@ -84,7 +84,7 @@ def _run(
     earlier: Mapping[str, Any],
 ) -> None:
     history, stopwatch = History(), Stopwatch()
-    # A population continues with those of its networks that are well.
+    # A population continues after a NaN, because its other networks are not affected.
     observers: list[Any] = [history, stopwatch, NaNs(action="raise" if settings["seeds"] == 1 else "warn")]
     kept: dict[str, Any] = {} if out is None else {"checkpoints": _checkpoints(out, settings, setup)}
     with ExitStack() as stack:
@@ -119,7 +119,7 @@ def _run(
 
 
 def _missing(folder: RunFolder, state: State) -> tuple[str, ...]:
-    """Return what could not be written of a finished run: the last checkpoint, and files."""
+    """Return the files of a finished run that could not be written, including the last checkpoint."""
     last = f"{CHECKPOINTS}/{name_at(state.timestamp)}"
     return folder.unwritten if (folder.path / last).is_dir() else (last, *folder.unwritten)
 
@@ -146,7 +146,7 @@ def _folder(out: Path, settings: Mapping[str, Any], setup: Setup, *, is_resumed:
 
 @contextmanager
 def _reported_in_one_line(setup: Setup) -> Iterator[None]:
-    """Say what was raised and in which algorithm or stage; what the command line reports by itself passes."""
+    """Turn an error of a step into a `RunError` of one line; errors that the command line reports itself pass."""
     try:
         yield
     except (UsageError, ImportError, OSError, CheckpointError, FloatingPointError, RunError):
@@ -156,7 +156,7 @@ def _reported_in_one_line(setup: Setup) -> Iterator[None]:
 
 
 def _in_one_line(error: Exception, setup: Setup) -> str:
-    """Return as text what a step raised, where, and whether a method had changed its inputs."""
+    """Return an error of a step as text, with its algorithm or stage, and whether a method had changed the inputs."""
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
     if _changed_inputs(error, setup) is not None:
         kind = "int64" if setup.kind is TEXT else ""
@@ -167,7 +167,7 @@ def _in_one_line(error: Exception, setup: Setup) -> str:
 
 
 def _changed_inputs(error: Exception, setup: Setup) -> list[str] | None:
-    """Return the sizes of an example that the forward pass failed on, where it is not as the data are.
+    """Return the sizes of an example that the forward pass failed on, if they or the dtype differ from the data's.
 
     They are read from the note about the stage, "... (int64[32, 128], ...)".
     """
@@ -181,10 +181,10 @@ def _changed_inputs(error: Exception, setup: Setup) -> list[str] | None:
 
 
 def _check_recipe(name: str, settings: Mapping[str, Any], setup: Setup) -> None:
-    """Take a step with a recipe and throws its state away: the first images are the smallest.
+    """Try one step with a recipe and discard its state; the images are smallest in the first step.
 
     Raises:
-        UsageError: The methods do not fit the data, or leave less of an image than the network takes.
+        UsageError: The methods do not fit the data, or make images smaller than the network accepts.
     """
     try:
         setup.plain_step(setup.state, next(iter(setup.train_data)))
