@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 __all__ = ["fingerprint"]
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+_CONTAINERS = (Mapping, list, tuple, set, frozenset)
 _BY_IDENTITY = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
@@ -46,12 +47,10 @@ def _describe(thing: Any, above: tuple[int, ...]) -> Hashable:
     if id(thing) in above:
         return ("seen", len(above) - above.index(id(thing)))
     inside = (*above, id(thing))
-    if isinstance(thing, Mapping):
-        return ("map", tuple((_describe(key, inside), _describe(value, inside)) for key, value in thing.items()))
-    if isinstance(thing, (list, tuple)):
-        return (type(thing).__qualname__, tuple(_describe(member, inside) for member in thing))
-    if isinstance(thing, (set, frozenset)):
-        return ("set", frozenset(_describe(member, inside) for member in thing))
+    if isinstance(thing, _CONTAINERS):
+        attributes = vars(thing) if hasattr(thing, "__dict__") else {}
+        content = _members(thing, inside)
+        return (type(thing), content, _describe(attributes, inside)) if attributes else content
     if isinstance(thing, functools.partial):
         return ("partial", _describe((thing.func, thing.args, thing.keywords), inside))
     if isinstance(thing, types.MethodType):
@@ -69,6 +68,15 @@ def _describe(thing: Any, above: tuple[int, ...]) -> Hashable:
     if hasattr(thing, "__dict__"):
         return (type(thing), _describe({**vars(thing), **slots}, inside), _content(thing))
     return thing if isinstance(thing, Hashable) else (type(thing), repr(thing))
+
+
+def _members(thing: Any, inside: tuple[int, ...]) -> Hashable:
+    """Return a description of the members of a mapping, sequence or set."""
+    if isinstance(thing, Mapping):
+        return ("map", tuple((_describe(key, inside), _describe(value, inside)) for key, value in thing.items()))
+    if isinstance(thing, (list, tuple)):
+        return (type(thing).__qualname__, tuple(_describe(member, inside) for member in thing))
+    return ("set", frozenset(_describe(member, inside) for member in thing))
 
 
 def _slots(thing: Any) -> dict[str, Any]:

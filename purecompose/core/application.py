@@ -40,8 +40,9 @@ def applied(algorithm: Algorithm, event: Event, state: State) -> tuple[State, in
     try:
         if algorithm.host and is_fake(state.key):
             raise RuntimeError(
-                f"{algorithm.name}, a host algorithm, was to be traced with fake tensors: it acts inside Microbatches, "
-                "and another algorithm takes the gradient again with state.gradient; let it act outside of them"
+                f"{algorithm.name}, a host algorithm, was traced with fake tensors: it acts in a part of the step that "
+                "is compiled. Let it act outside of Microbatches, if another algorithm computes the gradient again "
+                "with state.gradient; your own scope must set is_host in the operation that it lowers to"
             )
         return _checked_result(algorithm.apply(event, state), algorithm, event)
     except Exception as error:

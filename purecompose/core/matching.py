@@ -217,13 +217,14 @@ class _Stretch:
     """A stretch of batches, with the answers fixed in it and the open questions; see `Predicate.during`."""
 
     __slots__ = (
-        "run", "epoch", "iteration", "start", "end", "later_epoch", "later_iteration", "later_start",
+        "run", "epoch", "epoch_start", "iteration", "start", "end", "later_epoch", "later_iteration", "later_start",
         "later_end", "bits", "timed", "custom",
     )  # fmt: skip
 
     def __init__(self, now: Timestamp, later: Timestamp) -> None:
         self.run: RunLength = now.run
         self.epoch, self.iteration, self.start = now.epoch, now.iteration, now.batch
+        self.epoch_start = now.batch - now.batch_in_epoch  # differs where epochs of unknown length do
         self.later_epoch, self.later_iteration, self.later_start = later.epoch, later.iteration, later.batch
         self.end: float = math.inf
         self.later_end: float = math.inf
@@ -236,6 +237,7 @@ class _Stretch:
             self.start <= now.batch < self.end
             and self.later_start <= later.batch < self.later_end
             and self.epoch == now.epoch
+            and self.epoch_start == now.batch - now.batch_in_epoch
             and self.later_epoch == later.epoch
             and self.iteration == now.iteration
             and self.later_iteration == later.iteration

@@ -293,10 +293,17 @@ class _Again:
         self.run_once, self.used, self.ranks, self.state = run_once, used, ranks, state
 
     def __call__(self, params: dict[str, Tensor], sharing: Sharing = "all") -> tuple[dict[str, Tensor], Tensor]:
-        carry = Carry(self.state.replace(params=params), self.used)
+        carry = Carry(self.state.replace(params=params, grads=None), self.used)
         again = self.run_once(carry, Purpose(sharing, is_again=True)).state
         if again.grads is None or again.loss is None:
             raise RuntimeError("state.gradient(params): the program has no Grad with a loss")
+        earlier = {*(self.state.grads or ())} - self.used - again.grads.keys()
+        if earlier:
+            raise RuntimeError(
+                f"state.gradient(params): the gradients of {', '.join(sorted(earlier))} come from an earlier part of "
+                "the program, which is not run again; apply them by an update before the last Grad, or differentiate "
+                "with respect to all parameters in one Grad"
+            )
         return again.grads, again.loss
 
 

@@ -36,7 +36,7 @@ class Adaptive:
         Raises:
             RuntimeError: The memory does not suffice for a single example either.
         """
-        num_examples = state.context.layout.num_examples(batch)
+        num_examples = self.step.num_examples(state, batch)
         while True:
             try:
                 new = self.step(self._safe(state, num_examples), batch)

@@ -58,7 +58,7 @@ class Shared(Scope):
     is_checked: bool
 
     def __init__(self, *body: Any, ranks: Ranks | None, is_checked: bool = False) -> None:
-        # The epoch in which states were last compared; nothing in it changes a result.
+        # What the last comparison was of; nothing in it changes a result.
         super().__init__(*body, ranks=ranks, is_checked=is_checked or ranks is None, _compared={})
 
     def lower(self, place: Place) -> Sequence[Lowered]:
@@ -94,11 +94,12 @@ class Shared(Scope):
 
     @contextmanager
     def _guarded(self, ranks: Ranks, step: Step, state: State, batch: Any, is_first: bool) -> Iterator[None]:
-        epoch, compared = state.timestamp.epoch, vars(self)["_compared"]
-        with naming_late_ranks(ranks, state.timestamp.batch):
-            if not self.is_checked and compared.get("epoch") != epoch:
+        now, compared = state.timestamp, vars(self)["_compared"]
+        with naming_late_ranks(ranks, now.batch):
+            is_known = compared.get("epoch") == now.epoch and compared["model"] is state.model
+            if not self.is_checked and not (is_known and compared["batch"] <= now.batch):
                 _check_alike(ranks, step, state, batch)
-                compared["epoch"] = epoch
+            compared |= {"epoch": now.epoch, "model": state.model, "batch": now.batch}
             token = WATCHES.set(is_first and not self.is_checked)
             try:
                 yield

@@ -395,6 +395,14 @@ def test_the_gradient_elsewhere_forgets_what_the_step_has_used():
         assert_same(grads, expected)
 
 
+def test_the_gradient_elsewhere_refuses_to_repeat_a_part_of_the_step():
+    """SAM at other parameters would move half of the network by the gradient at the old ones."""
+    parts = [Grad(pc.loop.forward, pc.loop.loss, wrt=part) for part in ("0.*", "3.*")]
+    step = compose([*parts, Event.AFTER_TRAIN_BATCH, update, advance], [pc.algorithms.sam(0.5)])
+    with pytest.raises(RuntimeError, match=r"gradients of 0.bias, 0.weight come from an earlier part"):
+        step(make_state(), make_batch())
+
+
 # Microbatches
 
 

@@ -106,6 +106,25 @@ def test_the_schedule_depends_on_its_arguments_alone(data: st.DataObject) -> Non
         assert used.schedule(None, None, now, later) == fresh.schedule(None, None, now, later)  # pyright: ignore
 
 
+def test_an_interval_within_epochs_of_unknown_length_is_asked_again_after_another_epoch() -> None:
+    """A step may be used again from an earlier state, whose first epoch was shorter."""
+    algorithms, run = [make(every(70, in_epoch=True))], RunLength("900ba")
+
+    def at(first: int, batches: int) -> tuple[Timestamp, Timestamp]:
+        now = Timestamp(run=run)
+        for _ in range(first):
+            now = now.advance()
+        now = now.to_next_epoch()
+        for _ in range(batches):
+            now = now.advance()
+        return now, now.advance()
+
+    fresh, used = Matcher(algorithms, EVENTS), Matcher(algorithms, EVENTS)
+    used.schedule(None, None, *at(12, 5))  # pyright: ignore
+    expected = fresh.schedule(None, None, *at(10, 69))  # pyright: ignore
+    assert expected and used.schedule(None, None, *at(10, 69)) == expected  # pyright: ignore
+
+
 ROLLING = RunLength("9ep", batches_per_epoch=9, iteration_length="7tok")
 
 

@@ -660,6 +660,14 @@ def test_fingerprints_of_things_that_are_no_modules():
     assert len({fingerprint(value) for value in (1, 1.0, True, "1", (1,), [1])}) == 6
 
 
+class _Named(dict[str, Any]):
+    """A configuration that keeps a setting in an attribute."""
+
+    def __init__(self, items: dict[str, Any], name: object) -> None:
+        super().__init__(items)
+        self.name = name
+
+
 @pytest.mark.parametrize(
     "first, second",
     [
@@ -672,6 +680,7 @@ def test_fingerprints_of_things_that_are_no_modules():
         (np.array(["a", None], dtype=object), np.array(["b", None], dtype=object)),
         ({1: 0}, {"1": 0}),
         ({1: 0}, {True: 0}),
+        (_Named({}, 1), _Named({}, 2)),
         (
             functools.partial(F.cross_entropy, weight=torch.tensor([1.0, 2])),
             functools.partial(F.cross_entropy, weight=torch.tensor([1.0, 3])),

@@ -394,7 +394,7 @@ def test_torchs_own_checkpoint_may_not_write_a_second_time():
     def around(fn: Any, *args: Any) -> Any:
         return torch_checkpoint(fn, *args, use_reentrant=False)
 
-    with pytest.raises(RuntimeError, match=r"into the buffer '.*' a second time.*purecompose.checkpoint"):
+    with pytest.raises(RuntimeError, match=r"into the buffer '.*' a second time.*purecompose.layers.checkpoint"):
         compose(loop_events)(make_state(Normed(around)), make_batch())
 
 

@@ -105,6 +105,15 @@ def test_fit_finds_the_number_and_remembers_it_in_checkpoints(tmp_path: pathlib.
         assert end.timestamp.epoch == epochs
 
 
+def test_a_population_counts_the_examples_of_each_member() -> None:
+    step = pc.population(compose(loop_events, [greedy(1)]), 2, batches="each")
+    batch = tuple(torch.stack([member, member]) for member in BATCHES[0])
+    adaptive = Adaptive(step)
+    with pytest.warns(UserWarning, match="microbatches"):
+        adaptive(pc.stack_states([make_state(), make_state()]), batch)
+    assert adaptive.found == len(BATCHES[0][0])
+
+
 def test_anything_but_auto_is_refused() -> None:
     with pytest.raises(ValueError, match="a number is given to compose"):
         fit(compose(loop_events), make_state(), BATCHES, microbatches="4")

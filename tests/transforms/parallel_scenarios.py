@@ -121,6 +121,8 @@ def refusals() -> dict[str, str]:
         return state.replace(metrics={**state.metrics, **own})
 
     reporting = compose(loop_events, [changing("reporting", Event.AFTER_LOSS, report)])
+    reused = pc.data_parallel(step)
+    reused(reused(make_state(), (inputs, targets)), (inputs, targets))
     attempts: dict[str, Callable[[], Any]] = {
         "batch": lambda: pc.data_parallel(step)(make_state(), (inputs + rank, targets)),
         "order": lambda: pc.data_parallel(step)(make_state(), (inputs.roll(rank, 0), targets.roll(rank, 0))),
@@ -128,6 +130,7 @@ def refusals() -> dict[str, str]:
         "frozen": lambda: pc.data_parallel(step)(make_state().replace(frozen=("3.bias",)[:rank]), (inputs, targets)),
         "metrics": lambda: pc.data_parallel(reporting)(make_state(), (inputs, targets)),
         "params": lambda: pc.data_parallel(step)(make_state(make_mlp(rank)), (inputs, targets)),
+        "second run": lambda: reused(make_state(make_mlp(rank)), (inputs, targets)),
         "key": lambda: pc.data_parallel(step)(make_state(key=rank), (inputs, targets)),
         "auto": lambda: pc.fit(pc.data_parallel(step), make_state(), [(inputs, targets)], microbatches="auto"),
         "seconds": lambda: pc.fit(pc.data_parallel(step), make_state(), [(inputs, targets)], duration="9s"),

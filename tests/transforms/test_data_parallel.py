@@ -108,6 +108,7 @@ def test_what_does_not_fit_together_is_refused_on_all_ranks(ranks: list[dict[str
         refusals = found[".refusals"]
         assert "differ in their batch: give each the whole batch, in one order" in refusals["batch"]
         assert "differ in their params: all must begin with the same state" in refusals["params"]
+        assert "differ in their params: all must begin with the same state" in refusals["second run"]
         assert "differ in their key" in refusals["key"]
         assert "differ in their batch" in refusals["order"]
         assert "differ in their settings" in refusals["rate"] and "differ in their settings" in refusals["frozen"]

@@ -138,7 +138,7 @@ class Scope(TorchFunctionMode):
         """
         if self._is_under_foreign_checkpoint():
             why = "was called under `torch.utils.checkpoint`, which cannot replay its key"
-            raise unkeyed(func, why, "Use `purecompose.checkpoint(fn, *args)` in its place.")
+            raise unkeyed(func, why, "Use `purecompose.layers.checkpoint(fn, *args)` in its place.")
 
     def _is_under_foreign_checkpoint(self) -> bool:
         hooks = top_hooks()

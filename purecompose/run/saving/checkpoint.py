@@ -187,7 +187,8 @@ def assembled(index: Index, tensors: Mapping[str, Tensor], like: State) -> State
     if tensors.keys() != specs.keys():
         raise DamagedError("the tensors in the file are not those of the index")
     # What a method froze on the way is a part of what the run has become.
-    frozen, context = frozenset(index.description["frozen"]) & like.params.keys(), like.context
+    context = like.context
+    frozen = frozenset(index.description["frozen"]) & like.params.keys() | _unknown_params(like, specs) & context.frozen
     context = context if frozen == context.frozen else context.replace(frozen=frozen)
     static = Static(context, time_from_plain(index.time))
     return filled(like, static, tensors, specs, index.values)
@@ -202,6 +203,12 @@ def check_fits(
     if is_adaptive:
         reported = [line for line in reported if not line.startswith("microbatches:")]
     specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
+    thawed = sorted(like.context.frozen - _unknown_params(like, specs) - {*index.description["frozen"]})
+    if thawed:
+        reported.append(
+            f"frozen: {', '.join(thawed)} here, not in the checkpoint, whose setting is kept: load it, and "
+            "replace(frozen=...)"
+        )
     misfits = other_modules(index.description["model"], now["model"], "the checkpoint")
     misfits += mismatches(like, specs, index.values)
     required = missing_required(index.description, now)
@@ -219,6 +226,11 @@ def check_fits(
 
 
 _HINT = "give the state the same model, optimizer and algorithms, initialised (step.init), or load with strict=False"
+
+
+def _unknown_params(like: State, specs: Mapping[str, Spec]) -> frozenset[str]:
+    """Return the parameters that a checkpoint lacks."""
+    return frozenset(name for name in like.params if f"params[{name!r}]" not in specs)
 
 
 def _differs(now: Mapping[str, Any], name: str, old: Any) -> bool:

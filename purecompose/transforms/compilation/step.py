@@ -13,6 +13,7 @@ from purecompose._support.functorch import is_transforming
 from purecompose.core.compose import Prepared, Step
 from purecompose.core.context import Context
 from purecompose.core.state import NO_TEMPORARY, State
+from purecompose.time import TimeUnit
 from purecompose.transforms.compilation.backends import BACKENDS, MODES
 from purecompose.transforms.compilation.boundary import Boundary
 from purecompose.transforms.compilation.execution import Launch, execute
@@ -207,7 +208,7 @@ class CompiledStep(Step):
             if fields.get(name) is not None:
                 return True
         floor = self.options.eager_below
-        return bool(floor) and state.context.layout.num_examples(batch) < floor
+        return bool(floor) and self.num_examples(state, batch) < floor
 
     def _is_watched_first(self, prepared: Prepared) -> bool:
         """Return whether this is the first step of a schedule with host algorithms, which cannot run on fake tensors.
@@ -314,10 +315,11 @@ def _new_buffers(
 def _moments(step: Step, state: State, batch: Any) -> Iterator[Prepared]:
     """Yield the prepared step of each schedule in the rest of the run, with batches like this one."""
     run, seen = state.timestamp.run, set()
-    if run.duration is None and run.batches_per_epoch is None:
+    unit = TimeUnit.EPOCH if run.duration is None else run.duration.unit
+    if unit in (TimeUnit.EPOCH, TimeUnit.ITERATION) and run.batches_per_epoch is None:
         raise ValueError(
-            "warmup: the run's length is not known: give State.create a duration or batches_per_epoch; or call the "
-            "step once for what you want compiled"
+            "warmup: the run's length in batches is not known: give State.create batches_per_epoch (fit learns it from "
+            "the data only later), or a duration in batches; or call the step once for what you want compiled"
         )
     end = None if run.duration is not None else state.timestamp.epoch + 1
     while not state.timestamp.is_finished() and state.timestamp.epoch != end:
@@ -327,6 +329,8 @@ def _moments(step: Step, state: State, batch: Any) -> Iterator[Prepared]:
             yield prepared
         if prepared.later == state.timestamp:
             return
+        if unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN) and prepared.later.get(unit) == state.timestamp.get(unit):
+            raise ValueError(f"warmup: the batch has no {unit.name.lower()}s, so a run of {run.duration} never ends")
         state = state.replace(timestamp=prepared.later)
 
 

@@ -199,6 +199,25 @@ def test_what_changed_the_model_must_be_there(tmp_path: pathlib.Path) -> None:
         pc.load(tmp_path / "one", make_state(), step=compose(loop_events), strict=False)
 
 
+def test_frozen_parameters_that_the_checkpoint_trains_are_reported(tmp_path: pathlib.Path) -> None:
+    pc.save(make_state(), tmp_path / "one")
+    with pytest.warns(pc.errors.CheckpointWarning, match=r"frozen: 0.bias, 0.weight here, not in the checkpoint"):
+        loaded = pc.load(tmp_path / "one", make_state().replace(frozen=["0.*"]))
+    assert not loaded.context.frozen
+
+
+def test_parameters_that_the_checkpoint_lacks_stay_frozen(tmp_path: pathlib.Path) -> None:
+    class Counting(nn.Sequential):
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__(*layers)
+            self.order = nn.Parameter(torch.arange(3), requires_grad=False)
+
+    pc.save(make_state(nn.Sequential(nn.Linear(4, 3))), tmp_path / "one")
+    with pytest.warns(pc.errors.CheckpointWarning, match="order"):
+        loaded = pc.load(tmp_path / "one", make_state(Counting(nn.Linear(4, 3))), strict=False)
+    assert loaded.context.frozen == {"order"}
+
+
 def test_another_number_of_threads_is_told(tmp_path: pathlib.Path) -> None:
     pc.save(make_state(), tmp_path / "one")
     torch.set_num_threads(2)

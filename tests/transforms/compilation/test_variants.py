@@ -79,10 +79,8 @@ def test_warmup_does_not_move_generators() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_warmup_without_a_length_is_told() -> None:
+def test_warmup_without_a_duration_is_of_one_epoch() -> None:
     _, fast = made()
-    with pytest.raises(ValueError, match="duration or batches_per_epoch"):
-        fast.warmup(make_state(duration=None), make_batch())
     assert len(fast.warmup(make_state(duration=None, batches_per_epoch=3), make_batch())) == 1
 
 
@@ -99,6 +97,24 @@ def test_short_batches_run_as_composed(donate: bool) -> None:
     assert_runs_agree(step, fast, make_state(), [make_batch(i, size) for i, size in enumerate(sizes)])
     assert [variant.batch for variant in fast.variants()] == ["8x4 8", "9x4 9"]
     assert [variant.hits for variant in fast.variants()] == [4, 1]
+
+
+def test_short_batches_of_a_population_are_counted_by_examples() -> None:
+    population = pc.population(made()[0], 2, batches="each")
+    fast = pc.compile(population, backend="eager", quiet=True, eager_below=4)
+    states = pc.stack_states([make_state(), make_state()])
+    for size, num in ((3, 0), (4, 1)):
+        fast(states, tuple(torch.stack([member, member]) for member in make_batch(size=size)))
+        assert len(fast.variants()) == num
+
+
+def test_a_run_whose_length_is_not_known_is_not_built_ahead() -> None:
+    _, fast = made()
+    for duration in ("3ep", None):
+        with pytest.raises(ValueError, match="length in batches is not known: give State.create batches_per_epoch"):
+            fast.warmup(make_state(duration=duration), make_batch())
+    with pytest.raises(ValueError, match="the batch has no tokens, so a run of 8tok never ends"):
+        fast.warmup(make_state(duration="8tok"), make_batch())
 
 
 def test_short_batches_are_not_built_ahead() -> None:
