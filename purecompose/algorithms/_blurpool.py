@@ -33,7 +33,7 @@ def blurpool_rules(
         replace_convs, replace_maxpools, blur_first, min_channels: See `blurpool`.
 
     Raises:
-        TypeError, ValueError: As `blurpool`.
+        TypeError, ValueError: See `blurpool`.
 
     Example:
         >>> [kind.__name__ for kind, rule in blurpool_rules(replace_maxpools=False).items() if rule is not None]

@@ -173,7 +173,7 @@ def colout_transform(
         A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
 
     Raises:
-        TypeError, ValueError: As `colout`.
+        TypeError, ValueError: See `colout`.
     """
     _check_settings(p_row, p_col, False, resize_target, "colout_transform")
     core = partial(colout_batch, p_row=p_row, p_col=p_col, resize_target=resize_target)

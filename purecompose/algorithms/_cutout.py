@@ -168,7 +168,7 @@ def cutout_transform(
         A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
 
     Raises:
-        TypeError, ValueError: As `cutout`.
+        TypeError, ValueError: See `cutout`.
     """
     _check_settings(num_holes, length, uniform_sampling, False, fill, "cutout_transform")
     settings = {"num_holes": num_holes, "length": length, "uniform_sampling": uniform_sampling, "fill": frozen(fill)}

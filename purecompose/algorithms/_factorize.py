@@ -47,7 +47,7 @@ def factorize_rules(
             `factorize`. If both flags are False, the rules replace nothing.
 
     Raises:
-        TypeError, ValueError: As `factorize`.
+        TypeError, ValueError: See `factorize`.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(8, 16))

@@ -20,7 +20,7 @@ def ghost_batchnorm_rules(ghost_batch_size: int = 32) -> surgery.Rules:
         ghost_batch_size: See `ghost_batchnorm`.
 
     Raises:
-        TypeError, ValueError: As `ghost_batchnorm`.
+        TypeError, ValueError: See `ghost_batchnorm`.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm2d(8))

@@ -20,7 +20,7 @@ def squeeze_excite_rules(latent_channels: float = 64, min_channels: int = 128) -
         latent_channels, min_channels: See `squeeze_excite`.
 
     Raises:
-        TypeError, ValueError: As `squeeze_excite`.
+        TypeError, ValueError: See `squeeze_excite`.
 
     Example:
         >>> squeeze_excite_rules(0.125)[nn.Conv2d](nn.Conv2d(128, 128, 3), None).se.squeeze

@@ -98,7 +98,7 @@ def apply_stochastic_depth(
         stochastic_method, drop_rate, drop_distribution: See `stochastic_depth`; the rate is a number.
 
     Raises:
-        TypeError, ValueError: As `stochastic_depth`.
+        TypeError, ValueError: See `stochastic_depth`.
 
     Warns:
         UserWarning: The network has no supported residual block.
@@ -133,8 +133,8 @@ def stochastic_depth(
     all rates are multiplied by min(t / w, 1).
 
     Blocks are recognised by the names of their children. Blocks of `purecompose.models` and of torchvision's residual
-    networks are replaced, see `purecompose.nn.layers.residuals`, unless they have own parameters, buffers or hooks, or
-    a forward set on the instance. In blocks of timm and Hugging Face with a `drop_path` (see
+    networks are replaced, see `purecompose.nn.layers.residuals`, unless they directly have parameters, buffers or
+    hooks, or a forward set on the instance. In blocks of timm and Hugging Face with a `drop_path` (see
     `purecompose.nn.layers.drop_paths`), of any rate, it is replaced by `purecompose.layers.DropPath`: there, a skipped
     branch still updates its buffers, and the activation is still applied after it. The transformers of `torch.nn`, and
     those of Hugging Face without `drop_path` (BERT, GPT-2), are not changed.

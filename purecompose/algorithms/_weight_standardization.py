@@ -28,7 +28,7 @@ def weight_standardization_rules(n_last_layers_ignore: int = 0) -> surgery.Rules
         n_last_layers_ignore: See `weight_standardization`.
 
     Raises:
-        TypeError, ValueError: As `weight_standardization`.
+        TypeError, ValueError: See `weight_standardization`.
 
     Example:
         >>> [kind.__name__ for kind, rule in weight_standardization_rules().items() if rule is not None]

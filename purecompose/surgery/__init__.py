@@ -1,18 +1,18 @@
-"""Surgery: replace modules in a network and keep weights and fitting optimizer state.
+"""Surgery: replace modules in a network and keep its weights and the matching optimizer state.
 
-`replace` goes through a network and hands each module to the rule for its type; what a rule returns takes its place. A
-rule is written as for any `nn.Module`:
+`replace` walks through a network and passes each module to the rule for its type; the result of the rule replaces the
+module. A rule is a function of a plain `nn.Module`:
 
     def smooth(conv, site):
         return nn.Sequential(nn.AvgPool2d(3, 1, 1), conv) if max(conv.stride) > 1 else None
 
     state, report = surgery.operate(state, {nn.Conv2d: smooth}, name="smooth")
 
-A parameter that is found again is kept, under its new name: the very tensor, and what the optimizer remembers of it.
-One that is not is dropped, one that was not there is made. Modules that a rule builds draw their first weights from a
-seed that the run's key and their place decide, whatever was drawn elsewhere. Nothing is changed in place: the old
-model, its tensors and its state are what they were. What a rule is given is a copy on the same tensors, whose settings
-it may change, and whose tensors it may not write into.
+A parameter that is also in the new network is kept under its new name: the same tensor, with its part of the
+optimizer's state. Other old parameters are dropped, and other new ones are made. The initial weights of modules that a
+rule builds are drawn from a seed that depends only on the run's key and the place in the network. Nothing is changed in
+place: the old model, its tensors and its state are not modified. A rule is given a copy of the module that shares its
+tensors; it may change the copy's settings, but must not write into the tensors.
 """
 
 from purecompose.surgery.operation import Report, Surgery, operate, replace

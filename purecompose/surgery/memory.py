@@ -17,18 +17,18 @@ __all__ = ["carried", "fitted", "without_groups"]
 
 
 def carried(optimizer: Any, opt_state: Any, params: Mapping[str, Tensor], kept: Mapping[str, str]) -> Any:
-    """Return an optimizer's state for other parameters: what it remembers of those that were kept, the rest fresh.
+    """Return an optimizer's state for new parameters: the old state for parameters that were kept, fresh for others.
 
     Args:
-        optimizer: The one that the state is of.
-        opt_state: Its state for the parameters as they were.
+        optimizer: The optimizer.
+        opt_state: Its state for the old parameters.
         params: The parameters by their new names.
-        kept: New names of those that were kept, with their old ones.
+        kept: Map from the new names of parameters that were kept to their old names.
     """
     names, lost = set(params), set[str]()
 
     def fresh() -> Any:
-        # Of kept parameters only names and shapes: what is made for them is put aside, and need not be allocated.
+        # Kept parameters are on the meta device: their fresh state is discarded, and need not be allocated.
         return optimizer.init(
             {
                 name: param.detach().to("meta") if name in kept and name not in lost else param
@@ -37,7 +37,7 @@ def carried(optimizer: Any, opt_state: Any, params: Mapping[str, Tensor], kept: 
         )
 
     def is_by_name(memory: Any) -> bool:
-        # The innermost such mapping: a slot may be called as a parameter is.
+        # Only the innermost such mapping: the name of a slot may also be the name of a parameter.
         is_named = isinstance(memory, Mapping) and bool(memory) and memory.keys() <= names
         return is_named and not any(map(is_by_name, memory.values()))
 
@@ -46,7 +46,7 @@ def carried(optimizer: Any, opt_state: Any, params: Mapping[str, Tensor], kept: 
             lost.update(name for name in new if name in kept and kept[name] not in old)
             return {name: old[kept[name]] if name in kept and kept[name] in old else new[name] for name in new}
         if isinstance(new, Mapping):
-            if not new.keys() <= old.keys():  # it remembers what it did not of any parameter
+            if not new.keys() <= old.keys():  # state of a kind that no parameter had before
                 lost.update(names)
             return {key: joined(value, old[key]) if key in old else value for key, value in new.items()}
         if isinstance(new, tuple | list):
@@ -55,7 +55,7 @@ def carried(optimizer: Any, opt_state: Any, params: Mapping[str, Tensor], kept: 
         return old
 
     result = joined(fresh(), opt_state)
-    # In another group the optimizer may remember what it did not before.
+    # In another group, a kept parameter may need state that it did not have; run again with it allocated.
     return joined(fresh(), opt_state) if lost else result
 
 
@@ -65,14 +65,14 @@ def fitted(
     """Return the optimizer without the groups, and the patterns of `by_pattern`, that have lost all their parameters.
 
     Args:
-        name: What warnings call the surgery.
-        optimizer: An optimizer, or one around others.
-        before: The parameters by their names as they were.
-        after: By their names now.
-        kept: New names of those that were kept, with their old ones.
+        name: Name of the surgery in warnings.
+        optimizer: An optimizer, possibly around others.
+        before: The parameters by their old names.
+        after: The parameters by their new names.
+        kept: Map from the new names of parameters that were kept to their old names.
 
     Warns:
-        UserWarning: A group is taken out; parameters are in another one under their new names.
+        UserWarning: A group is removed, or parameters are in another group under their new names.
     """
 
     def changed(part: Any) -> Any:
@@ -120,11 +120,11 @@ def _fitted_parts(
 
 
 def without_groups(optimizer: Any) -> Any:
-    """Return the optimizer, or the one inside of it, without settings for parameters by name.
+    """Return the optimizer, or its inner optimizer, without settings for parameters by name.
 
     Args:
-        optimizer: An optimizer, or one around it that is a dataclass and has it as `inner`; of `by_pattern`, what has
-            the rest.
+        optimizer: An optimizer, or a dataclass around it with the field `inner`. For `by_pattern`, the optimizer of the
+            remaining parameters is used.
 
     Example:
         >>> from purecompose import optim
@@ -144,7 +144,7 @@ def without_groups(optimizer: Any) -> Any:
 
 
 def _warn_of_loss(name: str, pattern: str, names: Iterable[str], kept: Mapping[str, str]) -> None:
-    """Warn of a group that has lost these parameters, which were all of its."""
+    """Warn of a group that has lost all of its parameters, which are given by name."""
     now = {old: new for new, old in kept.items()}
     went = [f"{one!r} is now {now[one]!r}" if one in now else f"{one!r} is gone" for one in names]
     warn(

@@ -1,4 +1,4 @@
-"""A whole surgery: on architecture and tensors, and on a state."""
+"""Complete surgery, on a model with its tensors, on a state, or on a module."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ __all__ = ["Report", "Surgery", "operate", "replace"]
 
 @dataclass(frozen=True)
 class Report:
-    """What a surgery did, by qualified names."""
+    """Changes made by a surgery, by qualified names."""
 
     replaced: tuple[str, ...]
-    """Modules that have another one in their place."""
+    """Names of the modules that were replaced."""
     kept: Mapping[str, str]
-    """New names of the parameters and buffers that stayed, with their old names."""
+    """Map from the new names of kept parameters and buffers to their old names."""
     dropped: tuple[str, ...]
-    """Old names of those that are gone."""
+    """Old names of parameters and buffers that were dropped."""
     made: tuple[str, ...]
-    """New names of those that were not there."""
+    """New names of parameters and buffers that were made."""
 
     def __str__(self) -> str:
-        """Return a line for each kind; parameters that only stayed where they were are not named."""
+        """Return a line for each kind of change; parameters that keep their names are not listed."""
         moved = [f"{old} -> {new}" for new, old in self.kept.items() if new != old]
         lines = {
             "replaced": [name or "the whole network" for name in self.replaced],
@@ -47,18 +47,19 @@ class Report:
 
 
 class Surgery(NamedTuple):
-    """A network after a surgery."""
+    """Result of a surgery on a network."""
 
     model: Model
     params: dict[str, Tensor]
-    """The parameters by their new names; those that were kept are the same tensors."""
+    """Parameters by their new names; kept parameters are the same tensors."""
     buffers: dict[str, Tensor]
+    """Buffers by their new names; kept buffers are the same tensors."""
     frozen: frozenset[str]
-    """The parameters that do not train: those of before, and made ones with `requires_grad=False`."""
+    """Names of frozen parameters: those frozen before, and made ones with `requires_grad=False`."""
     optimizer: Any
-    """The optimizer, without groups that have lost all their parameters."""
+    """Optimizer, without groups that have lost all their parameters."""
     opt_state: Any
-    """Its state: as it was for parameters that were kept, and fresh for those that were made."""
+    """State of the optimizer: unchanged for kept parameters, and fresh for made ones."""
     report: Report
 
 
@@ -74,38 +75,40 @@ def replace(
     opt_state: Any = None,
     name: str = "surgery.replace",
 ) -> Surgery:
-    """Put other modules into a network.
+    """Replace modules in a network.
 
-    Modules are visited once each, parents before children, in the order in which they are defined. What a rule
-    returned is not searched, nor is what it took out. A module that stands in several places is replaced in all of
-    them, but for those to which another rule has brought it, in a module of that rule's own; tied parameters stay tied.
-    New modules get the training flag of the one that they replace. Parameters that are made are moved to the device of
-    the network, floating ones to the floating dtype of the module that they replace.
+    Each module is visited once, parents before children, in the order of definition. Neither the replaced module nor
+    the result of a rule is searched. A module that is used in several places is replaced in all of them, except inside
+    new modules into which another rule has put it; tied parameters stay tied. New modules get the training flag of the
+    module that they replace. New parameters are moved to the device of the network, floating ones to the floating dtype
+    of the module that they replace.
 
-    A rule is given a copy on the same tensors. It may change settings, and take parameters and modules out: with the
-    module itself returned, the changed one counts as replaced. Changes to what is not replaced are an error.
+    A rule is given a copy of the module that shares its tensors. It may change settings, and remove parameters and
+    modules: if it returns the changed module itself, this counts as a replacement. Changes to modules that are not
+    replaced are an error.
 
     Args:
-        model: The architecture, as of `from_module(net).model` or `state.model`.
-        rules: By the type of module, subclasses included. Each gets the module with its values, which it may take over
-            and must not write into, and its `Site`. `None` leaves the module, and so does the module as it was.
+        model: The architecture, such as `from_module(net).model` or `state.model`.
+        rules: The rules by type of module, including subclasses. Each rule is called with the module, whose tensors it
+            may reuse but must not write into, and its `Site`. The module is not replaced if the rule returns `None`, or
+            the module unchanged.
         params: The parameters by name.
         buffers: The buffers by name.
-        key: What new parameters are drawn with.
-        frozen: Names of the parameters that do not train; by default those that did not when the model was made.
-        optimizer: The optimizer whose state is given.
-        opt_state: Its state; `None` where there is none yet.
-        name: What warnings and errors call it.
+        key: The key with which new parameters are drawn.
+        frozen: Names of frozen parameters; by default those that were frozen when the model was created.
+        optimizer: The optimizer to which `opt_state` belongs.
+        opt_state: The state of the optimizer, or `None`.
+        name: Name of the surgery in warnings and errors.
 
     Raises:
-        TypeError: A rule returned something other than a module or `None`; no optimizer for a state.
-        ValueError: Two rules replace one module.
-        RuntimeError: A rule wrote into a tensor of the network, which was stopped, or changed settings of a module
-            that was not replaced.
+        TypeError: A rule returned something other than a module or `None`, or `opt_state` is given without `optimizer`.
+        ValueError: Two rules replace the same module.
+        RuntimeError: A rule tried to write into a tensor of the network, or changed settings of a module that was not
+            replaced.
 
     Warns:
-        UserWarning: No module was replaced, and there is none of the types to be left alone. Parameters are in
-            another group of the optimizer by their new names. A group of the optimizer has no parameter any more.
+        UserWarning: No module was replaced, and the network has no module with the rule `None`; parameters are in
+            another group of the optimizer by their new names; or a group of the optimizer has lost all its parameters.
     """
     if opt_state is not None and optimizer is None:
         raise TypeError("surgery.replace: expected the optimizer of opt_state, got None; give both or neither")
@@ -124,7 +127,7 @@ def replace(
     device = next((tensor.device for tensor in given.values()), torch.device("cpu"))
 
     def settled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # The very tensors that were kept, not others on the same memory.
+        # Return the caller's tensors for kept ones, not other tensors on the same memory.
         return {name: given[kept[name]] if name in kept else made.to(device) for name, made in tensors.items()}
 
     before, params, buffers = params, settled(parts.params), settled(parts.buffers)
@@ -151,26 +154,26 @@ def operate(target: nn.Module, rules: Rules, *, name: str, key: int | Tensor = 0
 def operate(
     target: State | nn.Module, rules: Rules, *, name: str, key: int | Tensor | None = None
 ) -> tuple[State | nn.Module, Report]:
-    """`replace` on a state's network, with its optimizer and its state, or on a plain `nn.Module`.
+    """Apply `replace` to a state, including its optimizer and optimizer state, or to a plain `nn.Module`.
 
-    Slots of a state stay as they are: what a method remembers of each parameter has the names of before. Between two
-    steps, put it under the new ones, by `report.kept`, or let such a method begin afterwards.
+    Slots of a state are not changed: entries of a slot for single parameters keep the old names. Between two steps,
+    rename them yourself by `report.kept`, or start such a method afterwards.
 
-    A module is copied, and the copy is returned: with weights of its own, in the mode (train or eval) that it was in.
-    Make its optimizer afterwards.
+    A module is copied, and the copy is returned, with separate weights and in the same mode (train or eval). Create its
+    optimizer from the copy.
 
     Args:
-        target: A state, of a run that has begun or not; or a network.
-        rules: As in `replace`.
-        name: Names the draws, and it in warnings.
-        key: For a module: the seed, or the key, that new parameters are drawn with, 0 by default. Those of a state are
-            drawn with the run's.
+        target: A state, before or during a run, or a network.
+        rules: See `replace`.
+        name: Name of the surgery in warnings, and of its draws.
+        key: For a module, the seed or key with which new parameters are drawn, 0 by default. For a state, the run's key
+            is used.
 
     Raises:
-        TypeError, ValueError, RuntimeError: As `replace`, and as `State.create` for a module.
+        TypeError, ValueError, RuntimeError: See `replace`, and `State.create` for a module.
 
     Warns:
-        UserWarning: As `replace`.
+        UserWarning: See `replace`.
     """
     if isinstance(target, nn.Module):
         return _on_module(target, rules, name, 0 if key is None else key)
@@ -197,7 +200,7 @@ def _on_module(net: nn.Module, rules: Rules, name: str, key: int | Tensor) -> tu
     rng = as_rng(key if isinstance(key, Tensor) else random.key(key), name).named(name)
     after = replace(parts.model, rules, parts.params, parts.buffers, key=rng, name=name)
     new = after.model.skeleton(train=True).filled_copy(after.params, after.buffers, is_shared=True)
-    # A model is in training mode where its module as a whole was in evaluation mode.
+    # from_module sets training mode if all of the module was in evaluation mode; restore this here.
     return (new if any(module.training for module in net.modules()) else new.eval()), after.report
 
 

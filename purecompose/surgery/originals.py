@@ -1,7 +1,7 @@
-"""The network before a surgery: what had which name, and whether it is unchanged.
+"""The network before a surgery: the names of its modules and tensors, and checks that they are unchanged.
 
-All of it is held for as long as this is looked at. Python gives the `id` of what is freed to what is made next, so that
-a tensor that a rule takes out of its module could otherwise be taken for one that it has just made.
+References to all of them are kept during the surgery. Python may reuse the `id` of a freed object, so a tensor that a
+rule removes from its module could otherwise be confused with a new one.
 """
 
 import functools
@@ -18,7 +18,7 @@ __all__ = ["Originals", "Snapshot"]
 
 
 class Snapshot:
-    """The attributes of a module and of all that it holds, and what stands in the tables and lists among them."""
+    """Attributes of a module and its submodules, including the contents of dicts, lists, tuples and sets."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = {
@@ -30,7 +30,7 @@ class Snapshot:
         return module in self._modules
 
     def changes(self) -> list[tuple[str, str]]:
-        """Return the name of each module that has changed since, and of its attributes one that has."""
+        """Return the name of each module that has changed since the snapshot, with one changed attribute."""
         found = []
         for module, (name, before) in self._modules.items():
             now = vars(module)
@@ -44,12 +44,12 @@ class Snapshot:
 
 
 class Originals:
-    """The modules and tensors of a network that rules are about to be given.
+    """Modules and tensors of a network before rules are applied.
 
     Args:
-        root: The network, a copy of our own on the caller's tensors.
+        root: The network, a private copy that shares the caller's tensors.
         given: The caller's tensors by name.
-        name: What errors call the surgery.
+        name: Name of the surgery in errors.
     """
 
     def __init__(self, root: nn.Module, given: Mapping[str, Tensor], name: str) -> None:
@@ -64,10 +64,10 @@ class Originals:
         return id(tensor) in self._tensors
 
     def found_in(self, root: nn.Module) -> dict[str, str]:
-        """Return the first name of each of the tensors that is in another network, with its name in this one.
+        """Map the first names of tensors in another network to their names here, for tensors that are in both.
 
         Raises:
-            RuntimeError: A rule has put one on other memory, so that its values are not the caller's.
+            RuntimeError: A rule has moved a tensor to other memory, so that its values are not the caller's.
         """
         found: dict[int, str] = {}
         for place in places(root):
@@ -80,10 +80,10 @@ class Originals:
         return {new: self._tensors[key][0] for key, new in found.items()}
 
     def check_settings(self, replaced: Iterable[str]) -> None:
-        """Refuse changes in place to modules that were not replaced: whether they last would be a matter of chance.
+        """Reject in-place changes to modules that were not replaced, because they might or might not be kept.
 
         Args:
-            replaced: Names of the modules that were.
+            replaced: Names of the replaced modules.
 
         Raises:
             RuntimeError: There is such a change.
@@ -111,5 +111,5 @@ def _is_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def _is_cached(module: nn.Module, key: str) -> bool:
-    """Return whether an attribute exists because it was read."""
+    """Return whether an attribute is a cached property, which exists because it was read."""
     return isinstance(getattr(type(module), key, None), functools.cached_property)

@@ -16,28 +16,29 @@ __all__ = ["Layer", "Summary", "summary"]
 
 
 class Layer(NamedTuple):
-    """A module with parameters of its own, or without modules inside."""
+    """Module that directly has parameters, or has no children."""
 
     name: str
+    """Qualified name of the module."""
     kind: str
-    """Its class."""
+    """Name of the module's class."""
     output: str
     """Dtype and shape of the output, such as "float32[64, 10]"; comma-separated for several tensors, empty if the layer
     is not called."""
     num_params: int
-    """Elements of its own parameters; tied ones count at the first layer that has them."""
+    """Number of elements of the module's direct parameters; tied ones count at the first layer that has them."""
     num_trainable: int
-    """Those that are not frozen."""
+    """Number of these elements that are not frozen."""
 
 
 class Summary(NamedTuple):
-    """A network's layers in the order of the module tree; prints as a table."""
+    """Layers of a network in the order of the module tree; prints as a table."""
 
     layers: tuple[Layer, ...]
     num_params: int
     num_trainable: int
     num_bytes: int
-    """The memory of parameters and buffers."""
+    """Memory of parameters and buffers in bytes."""
 
     def __str__(self) -> str:
         rows = [
@@ -49,17 +50,17 @@ class Summary(NamedTuple):
 
 
 def summary(state: State, batch: Any) -> Summary:
-    """Return the layers of a state's network, with the shapes that a batch takes on in it.
+    """Return the layers of a state's network, with the shapes of their outputs for a batch.
 
-    It runs the network once, in evaluation mode and without autocast, on copies of the weights. Surgery shows after
-    `step.init`.
+    The network is run once, in evaluation mode and without autocast, on copies of the weights. Surgery of methods is
+    included after `step.init`.
 
     Args:
         state: A single state.
-        batch: A batch of the form that training uses; its targets are not read.
+        batch: A batch in the form used in training; its targets are not read.
 
     Raises:
-        TypeError: It is not a state.
+        TypeError: `state` is not a State.
         ValueError: The state is a population's.
         KeyError: The batch has no input at the state's `input_field`.
 
@@ -96,7 +97,7 @@ def summary(state: State, batch: Any) -> Summary:
     layers = []
     for name, module in chosen.items():
         own = [f"{name}.{key}".lstrip(".") for key in module._parameters]
-        sizes = {key: state.params[key].numel() for key in own if key in state.params}  # of ties the first name
+        sizes = {key: state.params[key].numel() for key in own if key in state.params}  # ties: first name only
         num_trainable = sum(size for key, size in sizes.items() if key in trainable)
         layers.append(Layer(name, type(module).__name__, outputs.get(name, ""), sum(sizes.values()), num_trainable))
     held = [*state.params.values(), *state.buffers.values()]

@@ -21,24 +21,24 @@ __all__ = ["Found", "Rule", "Rules", "Site", "left_alone", "replacements", "warn
 
 @dataclass(frozen=True)
 class Site:
-    """Where a module stands."""
+    """Place of a module in a network."""
 
     name: str
-    """Its qualified name, the first of several; "" for the whole network."""
+    """Qualified name of the module, the first of several; "" for the whole network."""
     index: int
-    """How many modules of the rule's type came before it, in the order in which they are defined."""
+    """Number of modules of the rule's type before it, in the order of definition."""
     parent: nn.Module | None
-    """The module that holds it, `None` for the whole network."""
+    """Module that contains it, `None` for the whole network."""
     root: nn.Module
-    """The whole network, as it was."""
+    """Whole network, before the surgery."""
 
 
 Rule: TypeAlias = Callable[[Any, Site], nn.Module | None]
-"""`(module, site) -> the module in its place`, or `None` to leave it."""
+"""Function `(module, site) -> module` that returns the replacement, or `None` to keep the module."""
 
 Rules: TypeAlias = Mapping[type[nn.Module], Rule | None]
-"""A rule by the type of module, subclasses included. `None` for types whose modules are left alone, with all that they
-hold, as results of an earlier surgery of the same kind."""
+"""Map from types of modules, including subclasses, to rules. Modules of types with `None` are kept with all their
+children, because they are results of an earlier surgery of the same kind."""
 
 
 class Found(NamedTuple):
@@ -50,7 +50,7 @@ class Found(NamedTuple):
 
 
 def left_alone(rules: Rules) -> tuple[type[nn.Module], ...]:
-    """Return the types whose modules stay, with all that they hold."""
+    """Return the types whose modules are kept with all their children."""
     return tuple(kind for kind, rule in rules.items() if rule is None)
 
 
@@ -59,9 +59,9 @@ def replacements(root: nn.Module, rules: Rules, rng: random.Rng, originals: Orig
 
     Args:
         root: The network.
-        rules: By the type of module.
-        rng: What seeds are drawn with, each by the module's name.
-        originals: What the network was.
+        rules: The rules by type of module.
+        rng: The source of the seeds, one for each module's name.
+        originals: The modules and tensors of the network before the surgery.
 
     Raises:
         TypeError: A rule returned something other than a module or `None`.
@@ -97,7 +97,7 @@ def replacements(root: nn.Module, rules: Rules, rng: random.Rng, originals: Orig
 
 
 def _answer(rule: Rule, module: nn.Module, site: Site, originals: Originals) -> nn.Module | None:
-    """Apply a rule to a module; the new module gets its mode and dtype."""
+    """Apply a rule to a module, and give the new module its mode and dtype."""
     before = Snapshot(module)
     with originals.guard:
         new = rule(module, site)
@@ -108,11 +108,11 @@ def _answer(rule: Rule, module: nn.Module, site: Site, originals: Originals) -> 
             f"surgery.replace: the rule for {site.name or 'the network'!r} returned {shown(new)}, not a module"
         )
     for child in new.modules():
-        if child not in originals.modules:  # others keep their flags: a batch norm in evaluation mode stays so
+        if child not in originals.modules:  # old modules keep their flags, such as a batch norm in evaluation mode
             child.training = module.training
     floats = [tensor.dtype for tensor in module.parameters() if tensor.is_floating_point()]
     if floats:
-        # Not module.to(): it would move what was taken over, and tie parameters of it no longer.
+        # Not module.to(), which would also convert the tensors that were kept, and break ties of parameters.
         for tensor in (*new.parameters(), *new.buffers()):
             if tensor not in originals and tensor.is_floating_point() and tensor.dtype != floats[0]:
                 tensor.data = tensor.data.to(floats[0])
@@ -120,12 +120,12 @@ def _answer(rule: Rule, module: nn.Module, site: Site, originals: Originals) -> 
 
 
 def with_replacements(root: nn.Module, found: Iterable[Found], originals: Originals) -> nn.Module:
-    """Return the network with modules in new places; it is a copy of our own, and changed."""
+    """Return the network with the modules replaced; it is a private copy, and is changed in place."""
     news = {old: new for _, old, new in found}
     seen: set[int] = set()
 
     def put(value: Any) -> Any:
-        """Return the value with new modules, also inside lists and other containers that a forward may use."""
+        """Return the value with new modules, also inside lists, dicts and tuples that a forward may use."""
         if isinstance(value, nn.Module):
             return news.get(value, value)
         if id(value) in seen:

@@ -31,18 +31,18 @@ __all__ = [
 
 
 class Averages(NamedTuple):
-    """Averaged weights in a slot, beside the live ones."""
+    """Averaged weights in a slot."""
 
     params: dict[str, Tensor]
-    """The averages of trainable parameters, by name; float32 for those in half precision."""
+    """Averages of trainable parameters, by name; float32 for parameters in half precision."""
     buffers: dict[str, Tensor]
-    """Those of floating buffers; others are the live ones."""
+    """Averages of floating buffers, by name; other buffers are not averaged."""
     num: Tensor
-    """How many weights are in them, 0-d int64; of none, they count for nothing."""
+    """Number of weights in the averages, 0-d int64; if 0, the averages are ignored."""
 
     @classmethod
     def empty(cls, state: State) -> "Averages":
-        """Average of nothing, with the form of a state's weights."""
+        """Return averages of no weights, with the names and shapes of a state's weights."""
         trained = {name: torch.zeros_like(wide(state.params[name])) for name in state.context.trainable}
         floating = {
             name: torch.zeros_like(wide(buffer)) for name, buffer in state.buffers.items() if buffer.is_floating_point()
@@ -51,15 +51,15 @@ class Averages(NamedTuple):
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Return the tensor in float32 where it is in half precision: small changes would be lost there."""
+    """Return the tensor in float32 if it is in half precision, in which small changes would be lost."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def averages_in(state: State, name: str) -> Averages:
-    """Return the averages that an algorithm of this name keeps.
+    """Return the averages in the slot of the algorithm of this name.
 
     Raises:
-        ValueError: It keeps none.
+        ValueError: There are no averages of this name.
     """
     found = _all_averages(state)
     if name not in found:
@@ -69,17 +69,16 @@ def averages_in(state: State, name: str) -> Averages:
 
 
 def with_weights(state: State, name: str) -> State:
-    """Return the state with averaged weights in the place of the live ones; the live ones as long as nothing is
-    averaged.
+    """Return the state with averaged weights instead of the live ones, if any weights have been averaged yet.
 
-    Everything else stays, so this is for looking and exporting; training from it begins at the averages.
+    Everything else is unchanged, so this is meant for evaluation and export; training from it begins at the averages.
 
     Args:
-        state: A state, or a population's.
-        name: That of the algorithm which averages, such as "ema".
+        state: A state, or the state of a population.
+        name: Name of the averaging algorithm, such as "ema".
 
     Raises:
-        ValueError: It keeps no averages.
+        ValueError: There are no averages of this name.
     """
     averages = averages_in(state, name)
 
@@ -91,18 +90,18 @@ def with_weights(state: State, name: str) -> State:
 
 
 def with_statistics(state: State, data: Iterable[Any], *, weights: str) -> State:
-    """Return the state with BatchNorm's statistics of the averaged network beside the averages: means over all batches.
+    """Return the state with BatchNorm's statistics of the averages computed from data, as means over all batches.
 
-    Activations of averaged weights have other means and variances than those of the weights that the average is made
-    of. Here the averaged network sees the data once, every module but BatchNorm in evaluation mode, and each batch
-    counts the same. The live weights and their statistics stay as they were. A method that continues averaging
-    replaces what was found when it next takes weights. A network without BatchNorm comes back as it is.
+    Activations of averaged weights have other means and variances than those of the individual weights. Here the
+    averaged network processes the data once, with every module except BatchNorm in evaluation mode, and all batches
+    have equal weight. The live weights and their statistics are unchanged. A method that continues averaging overwrites
+    the statistics at its next update. For a network without BatchNorm the state is returned unchanged.
 
     Args:
         state: A single state, between steps.
-        data: Batches of the form that training uses; some dozens are enough. A `DataLoader` without a generator draws
-            by the run's key, so that the same call gives the same.
-        weights: The name of the algorithm that averages, such as "swa".
+        data: Batches in the form used in training; a few dozen are enough. A `DataLoader` without a generator uses the
+            run's key, so that the same call gives the same result.
+        weights: Name of the averaging algorithm, such as "swa".
 
     Raises:
         ValueError: The state is a population's, there are no such averages, nothing is averaged yet, or there is no
@@ -132,7 +131,7 @@ def to_module(state: State, *, weights: str | None = None) -> nn.Module:
 
     Args:
         state: A single state.
-        weights: The name of an algorithm whose averages are wanted, such as "ema"; by default the live weights.
+        weights: Name of the algorithm whose averages are returned, such as "ema"; by default the live weights.
 
     Raises:
         ValueError: The state is a population's, or there are no such averages.
@@ -143,12 +142,12 @@ def to_module(state: State, *, weights: str | None = None) -> nn.Module:
 
 
 class Statistics(NamedTuple):
-    """How to find the statistics of single batches that BatchNorm takes."""
+    """Model that computes BatchNorm's statistics of single batches."""
 
     model: models.Model
-    """Only the network's BatchNorm in training mode, where its buffers become the statistics of the batch."""
+    """Network with only BatchNorm in training mode, where its buffers become the statistics of the batch."""
     names: frozenset[str]
-    """The buffers that hold statistics."""
+    """Names of the buffers that contain statistics."""
 
     def of(self, state: State, inputs: Any) -> dict[str, Tensor]:
         """Return the statistics of the state's network for these inputs, by the buffers' names."""
@@ -158,11 +157,10 @@ class Statistics(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def statistics_of(model: models.Model) -> Statistics:
-    """Return how to find a network's statistics; those of modules that do not train, or keep none, are not part of
-    them.
+    """Return the model that computes a network's statistics, except in modules in evaluation mode or without any.
 
-    Ghost batch normalisation takes those of whole batches, which are the same in expectation. Those of a layer that a
-    pass calls more than once are means over its calls.
+    Ghost batch normalisation uses the statistics of whole batches, which are the same in expectation. The statistics of
+    a layer that is called several times in a pass are means over its calls.
     """
     root = model.skeleton(train=True).blank_copy()
     norms = [module for module in root.modules() if isinstance(module, _BatchNorm) and module.training]
@@ -172,7 +170,7 @@ def statistics_of(model: models.Model) -> Statistics:
     root.register_forward_pre_hook(measuring.begin)
     for norm in norms:
         norm.train()
-        norm.track_running_stats = False  # the kernel's own step would go into what the hook has put there
+        norm.track_running_stats = False  # the kernel would update the tensors that the hook has set
         norm.register_forward_hook(measuring.measure, with_kwargs=True)
     for module in root.modules():
         if isinstance(module, GhostBatchNorm):
@@ -185,23 +183,23 @@ def statistics_of(model: models.Model) -> Statistics:
 
 
 class _Measuring:
-    """Puts the statistics of layers' inputs into the layers' buffers.
+    """Hooks that write the statistics of layers' inputs into the layers' buffers.
 
-    Not by their own momentum: the kernel does not say that it writes, and of a pass whose outputs are not read a
-    compiler takes it out. One pass counts at a time: no other code runs a network while it has tensors in it.
+    The kernel's momentum update cannot be used: it does not declare that it writes, so a compiler removes it from a
+    pass whose outputs are not read. Only one pass may run at a time.
     """
 
     def __init__(self) -> None:
         self._calls: dict[int, int] = {}
-        """How often each layer has been called in this pass, by its `id`."""
+        """Number of calls of each layer in this pass, by the layer's `id`."""
 
     def begin(self, root: nn.Module, args: tuple[Any, ...]) -> None:
-        """Before a pass."""
+        """Reset the counts before a pass."""
         del root, args
         self._calls.clear()
 
     def measure(self, norm: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Tensor) -> None:
-        """After a layer's call."""
+        """Set a layer's statistics after its call."""
         del output
         inputs = (*args, *kwargs.values())[0]
         inputs = inputs if inputs.dtype is torch.float64 else inputs.float()
@@ -214,9 +212,9 @@ class _Measuring:
 
 
 def with_batch(buffers: Mapping[str, Tensor], found: Mapping[str, Tensor], num: int | Tensor) -> dict[str, Tensor]:
-    """Buffers whose statistics are means over `num` batches, with one batch more in them.
+    """Return buffers whose statistics are means over `num` batches, updated with one more batch.
 
-    Of no batches they count for nothing, whatever they are.
+    With `num` 0 the old values are ignored, even NaN.
 
     Example:
         >>> with_batch({"mean": torch.tensor([torch.nan])}, {"mean": torch.tensor([2.0])}, 0)
@@ -235,7 +233,7 @@ def with_batch(buffers: Mapping[str, Tensor], found: Mapping[str, Tensor], num: 
 
 
 def _of(num: Tensor, averaged: Tensor, live: Tensor) -> Tensor:
-    # In a population there is a number for each member.
+    # In a population, `num` has one value for each member.
     is_there = (num > 0).view((*num.shape, *[1] * (live.ndim - num.ndim)))
     return torch.where(is_there, averaged.to(live.dtype), live)
 

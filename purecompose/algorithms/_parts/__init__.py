@@ -1,1 +1,1 @@
-"""What several methods share."""
+"""Parts shared by several methods."""

@@ -1,4 +1,4 @@
-"""What methods that mix pairs of examples share: how much of the partner, and where they stand in the step."""
+"""Shared parts of methods that mix pairs of examples: the draw of the partner's share, and the algorithm's skeleton."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,14 +25,14 @@ def draw_share(rng: random.Rng, alpha: float | Tensor, num: int | None, where: s
     """Return a draw from Beta(alpha, alpha), or 0 for an alpha of 0.
 
     Args:
-        rng: The place of the draw, read as a draw about the whole batch or, with `num`, about examples.
-        alpha: At least 0; a tensor's value (0-d) is not checked.
-        num: How many examples get a draw of their own; `None` for one draw.
-        where: Names the alpha in errors.
-        hint: Ends them.
+        rng: The source of the draw, which is for the whole batch or, with `num`, for each example.
+        alpha: The parameter, at least 0; the value of a (0-d) tensor is not checked.
+        num: The number of examples with separate draws; `None` for one draw.
+        where: Prefix of error messages, which names the parameter.
+        hint: End of error messages.
 
     Returns:
-        0-d or (num,), float32; the number 0.0 where alpha is the number 0.
+        The draw, 0-d or (num,), float32; the number 0.0 if alpha is the number 0.
     """
     if not isinstance(alpha, Tensor):
         check_number(alpha, where, 0, hint=hint)
@@ -45,7 +45,7 @@ def draw_share(rng: random.Rng, alpha: float | Tensor, num: int | None, where: s
 
 
 def for_examples(rng: random.Rng, num: int | None) -> random.Rng:
-    """Return the place of draws about `num` examples; with `None`, about the whole batch."""
+    """Return the source of draws for each of `num` examples; with `None`, for the whole batch."""
     return rng if num is None else rng.per_example(torch.arange(num, device=rng.key.device))
 
 
@@ -53,8 +53,8 @@ def mixture_for(inputs: Tensor, targets: Tensor | Mixture, where: str) -> Mixtur
     """Return the targets of these inputs as a mixture.
 
     Raises:
-        TypeError: They are not a tensor with a batch dim.
-        ValueError: There are more or fewer of them than inputs.
+        TypeError: The targets are not a tensor with a batch dim.
+        ValueError: The numbers of targets and inputs differ.
     """
     mixture = Mixture.of(targets)
     if len(mixture.weights[0]) != len(inputs):
@@ -80,11 +80,11 @@ def mixing_method(
 
     Args:
         name: Name of the algorithm.
-        core: `(rng, inputs, targets, *, alpha, **flags) -> (inputs, targets)`. Its name is the factory's with `_batch`.
-        check_inputs: `(name, inputs)`, raises for inputs that cannot be mixed.
-        alpha: The parameter of the Beta distribution; the number 0 never matches.
-        alpha_hint: What it means, for errors.
-        flags: The other settings, `interpolate_loss` among them; printed, `interpolate_loss` aside, where they are set.
+        core: A function `(rng, inputs, targets, *, alpha, **flags) -> (inputs, targets)`, called `<factory>_batch`.
+        check_inputs: A function `(name, inputs)` that raises for inputs that cannot be mixed.
+        alpha: The parameter of the Beta distribution; with the number 0 the algorithm never matches.
+        alpha_hint: The meaning of alpha, for error messages.
+        flags: The other settings, including `interpolate_loss`, which the repr always shows; others only if True.
         input_field, target_field: As in a factory.
     """
     factory = core.__name__.removesuffix("_batch")

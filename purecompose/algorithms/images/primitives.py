@@ -57,7 +57,7 @@ class Strength:
         return torch.where(self.is_up, amount, -amount)
 
     def factor(self, above: float = 1.0) -> Tensor:
-        """Return a factor above 1 where the coin is True, else below 1."""
+        """Return a factor of at least 1 where the coin is True, else at most 1."""
         over = self.severity - 1
         over = over.clamp(min=0) if isinstance(over, Tensor) else max(over, 0.0)
         return torch.where(self.is_up, 1 + above * self.share * over, 1 - 0.09 * self.share * self.severity)
