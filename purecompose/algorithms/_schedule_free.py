@@ -23,7 +23,7 @@ __all__ = ["ScheduleFree", "schedule_free", "schedule_free_step"]
 
 
 class ScheduleFree(NamedTuple):
-    """Slot of `schedule_free`; see there for x, z and w."""
+    """Slot of `schedule_free`, whose docstring defines x, z and w."""
 
     averages: Averages
     """Averages x."""

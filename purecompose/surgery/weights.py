@@ -157,7 +157,7 @@ class Statistics(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def statistics_of(model: models.Model) -> Statistics:
-    """Return the model that computes a network's statistics, except in modules in evaluation mode or without any.
+    """Return the model that computes a network's statistics, for BatchNorm in training mode that keeps statistics.
 
     Ghost batch normalisation uses the statistics of whole batches, which are the same in expectation. The statistics of
     a layer that is called several times in a pass are means over its calls.
