@@ -1,15 +1,15 @@
-"""Scalars that move: schedules, named hyper-parameters, and their products.
+"""Scalars that change during a run: schedules, named hyper-parameters, and their products.
 
-Wherever an optimizer or a method takes a `Scalar`, it takes a number, an `hparam`, a schedule, or a product
+Wherever an optimizer or a method takes a `Scalar`, it accepts a number, an `hparam`, a schedule, or a product
 of them::
 
     optim.sgd(0.1 * cosine(warmup="500ba"))
     optim.sgd(hparam("lr", 0.1) * linear())
     optim.sgd(0.1 * sequence([linear(0.0, 1.0), multi_step(["30ep", "60ep"])], ["5ep"]))
 
-Schedules combine as products (`*`) and in turn (`sequence`), and stretch in time (`scaled`). A schedule is
-evaluated on the host, once a step, from the timestamp in plain Python; traced code sees its value as a 0-d tensor, so
-a moving learning rate never compiles twice. Batch t (counted from 0) uses the value at t: no lag.
+Schedules can be multiplied (`*`), run one after the other (`sequence`), and be stretched in time (`scaled`). A schedule
+is evaluated on the host, once per step, from the timestamp in plain Python; traced code receives its value as a 0-d
+tensor, so a changing learning rate never compiles twice. Batch t (counted from 0) uses the value at t, without lag.
 """
 
 from purecompose.schedule.curves import constant, cosine, linear, one_cycle, polynomial

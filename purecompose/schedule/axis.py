@@ -1,7 +1,7 @@
 """The time axis of a schedule, and lengths of time as numbers in one unit.
 
-A schedule may stand in a part of a run (`sequence`), and it may be stretched (`Schedule.scaled`). How many batches that
-comes to is known only in a run, which tells how long its epochs and its duration are. Until then a length is a sum of
+A schedule may apply to a part of a run (`sequence`), and it may be stretched (`Schedule.scaled`). The resulting number
+of batches is known only in a run, with the length of its epochs and its duration. Until then a length is a sum of
 times with factors, and nothing is rounded.
 """
 
@@ -18,7 +18,7 @@ from purecompose.time.units import snapped
 __all__ = ["Length", "Moment", "checked_time"]
 
 Length: TypeAlias = tuple[tuple[float, Time], ...]
-"""A sum of times, each with a factor; of nothing, the length 0, which has no unit."""
+"""A sum of times, each with a factor; the empty sum is the length 0, which has no unit."""
 
 _RUN: Length = ((1.0, Time(1.0, TimeUnit.DURATION)),)
 
@@ -28,28 +28,29 @@ class Moment(NamedTuple):
 
     timestamp: Timestamp
     start: Length = ()
-    """Where the schedule's time begins, from the start of the run."""
+    """Start of the schedule's time, from the start of the run."""
     whole: Length = _RUN
-    """What "1dur" stands for: the run, or the part of it that is the schedule's."""
+    """Length of "1dur": the run, or the part of it that belongs to the schedule."""
     ratio: float = 1.0
-    """By what absolute times are stretched; fractions of the run (`dur`) never are."""
+    """Factor by which absolute times are stretched; fractions of the run (`dur`) never are."""
     warmup_ratio: float = 1.0
-    """The same, for the times that warm-ups take."""
+    """Factor by which the times of warm-ups are stretched."""
 
     def length(self, time: Time) -> Length:
         """Return a time as a length."""
         return self._length(time, self.ratio)
 
     def numbers(self, warmup: Time, role: str = "", time: Time | None = None) -> tuple[float, float, float]:
-        """Now, a warm-up and a time as numbers: in batches where the run can tell, else in the unit that they share.
+        """Return the current time, a warm-up and a time, in batches if the run can convert them, else in a common unit.
 
-        Now counts from the schedule's start. The role names the time in messages; no time is infinitely long.
+        The current time counts from the schedule's start. `role` names the time in messages; without a time, infinity
+        is returned for it.
 
         Raises:
-            UnitError: They have no unit in common.
-            ValueError: A fraction of a run without a duration, or with one in seconds; or of nothing.
+            UnitError: The times have no unit in common.
+            ValueError: A time is a fraction of a run that has no duration, or one in seconds; or a length is negative.
         """
-        if self[1:] == _PLAIN:  # nearly always, and twice in every step: the same in a third of the time
+        if self[1:] == _PLAIN:  # the usual case, needed twice in every step: the same result in a third of the time
             run = self.timestamp.run
             ramp = run.in_batches(warmup) if warmup else 0.0
             end = math.inf if time is None else run.in_batches(time)
@@ -63,20 +64,20 @@ class Moment(NamedTuple):
         return now, ramp, end
 
     def has_reached(self, time: Time) -> bool:
-        """Return whether now is at this point, counted from the start, or later; see `numbers`."""
+        """Return whether the current time has reached a point, counted from the start; see `numbers`."""
         if self[1:] == _PLAIN and (point := self.timestamp.run.in_batches(time)) is not None:
             return self.timestamp.batch >= point
-        # Computed as a part that begins there computes its time, so that no rounding makes that negative.
+        # Computed in the same way as the time in a part that begins there, so that rounding cannot make it negative.
         begun = Moment(self.timestamp, (*self.start, *self.length(time)))
         return begun._on_one_axis({})[0] >= 0
 
     def part(self, first: Length, last: Length) -> Moment:
-        """Return the same moment for a schedule that has the time from `first` to `last` for itself."""
+        """Return the same moment for a schedule that occupies the time from `first` to `last`."""
         whole = (*last, *((-factor, time) for factor, time in first))
         return Moment(self.timestamp, (*self.start, *first), whole, self.ratio, self.warmup_ratio)
 
     def _on_one_axis(self, lengths: dict[str, Length]) -> list[float]:
-        """Now, from the start, and these lengths; see `numbers`."""
+        """Return the current time, counted from the start, and these lengths as numbers; see `numbers`."""
         run, now = self.timestamp.run, self.timestamp.batch
         given = (self.start, *lengths.values())
         found = [batches for length in given if (batches := _in_batches(length, run)) is not None]
@@ -92,7 +93,7 @@ class Moment(NamedTuple):
         return found
 
     def _length(self, time: Time, ratio: float) -> Length:
-        if not time:  # zero is zero in every unit, so it takes no part in the choice of one
+        if not time:  # zero is the same in every unit, so it does not affect the choice of one
             return ()
         if time.unit is TimeUnit.DURATION:
             return tuple((time.value * factor, part) for factor, part in self.whole)
@@ -106,7 +107,7 @@ def checked_time(time: TimeLike, where: str, *, is_positive: bool = False) -> Ti
     """Return a time that a schedule can follow.
 
     Raises:
-        TypeError, ValueError: No time, a negative one, 0 where that is none, or one in seconds.
+        TypeError, ValueError: This is not a time, or it is negative, in seconds, or 0 with `is_positive`.
     """
     try:
         checked = Time.of(time)
@@ -135,7 +136,7 @@ def _in_batches(length: Length, run: RunLength) -> float | None:
 
 
 def _in_own_unit(lengths: dict[str, Length], run: RunLength) -> tuple[TimeUnit, list[float]]:
-    """Return the only unit that all times have, a fraction of the run being one in the unit of its duration."""
+    """Return the unit shared by all times, and their values in it; fractions of the run have its duration's unit."""
     units: set[TimeUnit] = set()
     values = []
     for length in lengths.values():
@@ -151,7 +152,7 @@ def _in_own_unit(lengths: dict[str, Length], run: RunLength) -> tuple[TimeUnit, 
 
 
 def _without_dur(time: Time, run: RunLength) -> tuple[float, TimeUnit]:
-    """Return a time as value and unit, a fraction of the run in the unit of the run's duration."""
+    """Return a time as value and unit; a fraction of the run is converted to the unit of the run's duration."""
     if time.unit is not TimeUnit.DURATION:
         return time.value, time.unit
     if run.duration is None:

@@ -21,11 +21,11 @@ def constant(alpha: float = 1.0, warmup: TimeLike = "0ba", *, t_max: TimeLike | 
 
     Args:
         alpha: The multiplier.
-        warmup: How long the ramp from 0 to `alpha` takes, in any unit but `sec`.
-        t_max: Where given, the multiplier is 1 from this point on; by default `alpha` holds for good.
+        warmup: Duration of the ramp from 0 to `alpha`, in any unit except `sec`.
+        t_max: If given, the multiplier is 1 from this point on; by default it remains `alpha`.
 
     Raises:
-        TypeError, ValueError: A setting that is neither a number nor a time; see also `linear`.
+        TypeError, ValueError: A setting is neither a number nor a time; see also `linear`.
 
     Example:
         >>> from purecompose.time import Timestamp
@@ -51,14 +51,14 @@ def linear(
     Args:
         alpha_i: The multiplier at the end of the warm-up.
         alpha_f: The multiplier from `t_max` on.
-        t_max: When `alpha_f` is reached, counted from the start of the run, warm-up included.
-        warmup: How long the ramp from 0 takes. Like `t_max` in any unit but `sec`; both count in batches
-            where the run can tell, otherwise both must have one unit (and in epochs of unknown length, the
-            multiplier moves at their ends only).
+        t_max: Time at which `alpha_f` is reached, counted from the start of the run, including the warm-up.
+        warmup: Duration of the ramp from 0. Like `t_max` in any unit except `sec`; both are counted in batches if the
+            run can convert them, otherwise both must have the same unit (in epochs of unknown length, the multiplier
+            changes only at their ends).
 
     Raises:
-        TypeError: An alpha that is not a number.
-        ValueError: A time that cannot be read, is negative or in seconds, or a warm-up longer than `t_max`.
+        TypeError: An alpha is not a number.
+        ValueError: A time cannot be parsed, is negative or in seconds, or the warm-up is longer than `t_max`.
 
     Example:
         >>> from purecompose.time import RunLength, Timestamp
@@ -77,8 +77,8 @@ def cosine(alpha_f: float = 0.0, t_max: TimeLike = "1dur", warmup: TimeLike = "0
 
     Args:
         alpha_f: The multiplier from `t_max` on.
-        t_max: When `alpha_f` is reached, counted from the start of the run, warm-up included.
-        warmup: How long the ramp from 0 to 1 takes.
+        t_max: Time at which `alpha_f` is reached, counted from the start of the run, including the warm-up.
+        warmup: Duration of the ramp from 0 to 1.
 
     Raises:
         TypeError, ValueError: As for `linear`.
@@ -96,18 +96,18 @@ def cosine(alpha_f: float = 0.0, t_max: TimeLike = "1dur", warmup: TimeLike = "0
 
 
 def polynomial(power: float, t_max: TimeLike = "1dur", alpha_f: float = 0.0, warmup: TimeLike = "0ba") -> Schedule:
-    """Return a power of the time that is left, from 1 to `alpha_f`, after a linear warm-up from 0 to 1.
+    """Return a power of the remaining time, from 1 to `alpha_f`, after a linear warm-up from 0 to 1.
 
     With tau as in `linear`, the multiplier is alpha_f + (1 - alpha_f) (1 - tau)^power.
 
     Args:
         power: The exponent, above 0; 1 gives a straight line.
-        t_max: When `alpha_f` is reached, counted from the start of the run, warm-up included.
+        t_max: Time at which `alpha_f` is reached, counted from the start of the run, including the warm-up.
         alpha_f: The multiplier from `t_max` on.
-        warmup: How long the ramp from 0 to 1 takes.
+        warmup: Duration of the ramp from 0 to 1.
 
     Raises:
-        TypeError, ValueError: As for `linear`; a power that is not above 0.
+        TypeError, ValueError: As for `linear`; or the power is not above 0.
 
     Example:
         >>> from purecompose.time import Timestamp
@@ -128,14 +128,15 @@ def one_cycle(
 
     Before the peak the multiplier is alpha_i + (1 - alpha_i) (1 - cos(pi t / peak)) / 2, after it the `cosine` from 1
     to `alpha_f`. The defaults are those of `torch.optim.lr_scheduler.OneCycleLR` (div_factor 25, final_div_factor
-    10^4), relative to its `max_lr`. For the momentum, which it moves the other way, multiply by another one whose ends
-    are above 1: `momentum=0.85 * one_cycle(0.95 / 0.85, 0.95 / 0.85)`.
+    10^4), relative to its `max_lr`. For the momentum, which that scheduler moves in the opposite direction, use a
+    `one_cycle` whose ends are above 1: `momentum=0.85 * one_cycle(0.95 / 0.85, 0.95 / 0.85)`.
 
     Args:
         alpha_i: The multiplier at the start.
         alpha_f: The multiplier from `t_max` on.
-        peak: When the multiplier is 1, counted from the start of the run. Like `t_max` in any unit but `sec`.
-        t_max: When `alpha_f` is reached.
+        peak: Time at which the multiplier is 1, counted from the start of the run. Like `t_max` in any unit except
+            `sec`.
+        t_max: Time at which `alpha_f` is reached.
 
     Raises:
         TypeError, ValueError: As for `linear`.
@@ -179,7 +180,7 @@ class _Linear:
     alpha_f: float
 
     def __call__(self, tau: float) -> float:
-        # Weighted, not alpha_i + tau * difference, so that tau = 1 gives alpha_f to the last bit.
+        # A weighted sum, not alpha_i + tau * difference, so that tau = 1 returns exactly alpha_f.
         return (1.0 - tau) * self.alpha_i + tau * self.alpha_f
 
 
@@ -202,7 +203,7 @@ class _Polynomial:
 
 @dataclasses.dataclass(frozen=True)
 class _Annealed(Shape):
-    """Warm-up from 0 to curve(0), then the curve over the rest up to `t_max` (None: tau stays 0 for ever)."""
+    """Warm-up from 0 to curve(0), then the curve over the rest up to `t_max` (if None, tau remains 0)."""
 
     curve: Callable[[float], float]
     t_max: Time | None
@@ -231,7 +232,7 @@ class _Annealed(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class _OneCycle(Shape):
-    """A curve backwards up to the peak, then another one."""
+    """A reversed curve up to the peak, then another one."""
 
     first: Callable[[float], float]
     last: Callable[[float], float]
@@ -239,7 +240,7 @@ class _OneCycle(Shape):
     t_max: Time
 
     def at(self, moment: Moment) -> float:
-        # Both phases stretch with the run; a warm-up would keep its length.
+        # Both phases are stretched; the peak is not treated as a warm-up, which would keep its length.
         t, peak, end = moment._replace(warmup_ratio=moment.ratio).numbers(self.peak, "t_max", self.t_max)
         if t < peak:
             return self.first(1.0 - t / peak)
@@ -251,7 +252,7 @@ class _OneCycle(Shape):
 
 
 def _tau(t: float, length: float) -> float:
-    """Return the fraction of `length` gone by, at most 1. Of a length of 0, all is gone as soon as t > 0."""
+    """Return the elapsed fraction of `length`, at most 1. A length of 0 has fully elapsed as soon as t > 0."""
     if t >= length:
         return 1.0 if t > 0 else 0.0
     return t / length

@@ -20,21 +20,21 @@ _UNITS = (TimeUnit.BATCH, TimeUnit.EPOCH)
 
 
 def from_torch(make: Callable[..., Any], *, every: TimeLike = "1ep", **settings: Any) -> Schedule:
-    """Return the multiplier that a scheduler of torch gives an optimizer whose learning rate is 1.
+    """Return the multiplier that a scheduler of torch sets on an optimizer whose learning rate is 1.
 
-    The scheduler runs ahead, on an optimizer of its own, and its values are kept: the schedule is a function of the
-    time, so runs continue exactly from any batch. Settings that torch takes as learning rates (`eta_min`, `max_lr`,
-    `base_lr`) are multipliers here. Momentum that a scheduler moves stays as it is.
+    The scheduler is run ahead, on a separate optimizer, and its values are stored: the schedule is a function of
+    time, so runs resume exactly from any batch. Settings that torch takes as learning rates (`eta_min`, `max_lr`,
+    `base_lr`) are multipliers here. A scheduler's changes of momentum are ignored.
 
     Args:
         make: A class of `torch.optim.lr_scheduler`, or a function `(optimizer, **settings) -> scheduler`.
-        every: How often the scheduler steps, in epochs or batches: "1ep", "1ba".
-        **settings: The scheduler's.
+        every: Interval between the scheduler's steps, in epochs or batches: "1ep", "1ba".
+        **settings: Settings of the scheduler.
 
     Raises:
-        TypeError: A scheduler that steps by a metric; `purecompose.ReduceOnPlateau` does what that does.
-        ValueError: An interval that is not positive, or in another unit. At a time past the end of a scheduler that
-            has a fixed number of steps: as torch's.
+        TypeError: The scheduler steps by a metric; use `purecompose.ReduceOnPlateau` instead.
+        ValueError: The interval is not positive, or in another unit. Also raised by torch at a time past the end of a
+            scheduler that has a fixed number of steps.
 
     Example:
         >>> halving = from_torch(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
@@ -52,7 +52,7 @@ def from_torch(make: Callable[..., Any], *, every: TimeLike = "1ep", **settings:
     if not callable(make):
         raise TypeError(f"schedule.from_torch: expected a class of torch.optim.lr_scheduler, got {shown(make)}")
     values = _Values(make, tuple(sorted(settings.items())), every)
-    values.at(0)  # a wrong setting is an error now
+    values.at(0)  # raises here if a setting is wrong
     given = "".join(f", {name}={value!r}" for name, value in settings.items())
     return Schedule(values, f"from_torch({getattr(make, '__name__', make)}, every={str(every)!r}{given})")
 
@@ -68,7 +68,7 @@ class _Values:
         return self.at(int(timestamp.get(self.every.unit) // self.every.value))
 
     def at(self, num_steps: int) -> float:
-        """Return the value after so many steps. The scheduler runs from its start, twice as far as is asked for."""
+        """Return the value after `num_steps` steps. The scheduler runs from its start, twice as far as needed."""
         if num_steps >= len(self._known):
             self._known[:] = self._run(num_steps, 2 * num_steps + 1)
         return self._known[num_steps]
@@ -81,7 +81,7 @@ class _Values:
             optimizer.step()
             try:
                 scheduler.step()
-            except ValueError:  # a scheduler of a fixed number of steps, such as OneCycleLR, is at its end
+            except ValueError:  # a scheduler with a fixed number of steps, such as OneCycleLR, has ended
                 if len(values) <= needed:
                     raise
                 break

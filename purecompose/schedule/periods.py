@@ -19,19 +19,19 @@ __all__ = ["checked_times", "cosine_warm_restarts", "exponential", "multi_step",
 
 
 def step(step_size: TimeLike, gamma: float = 0.1, warmup: TimeLike = "0ba") -> Schedule:
-    """Fall by the factor `gamma` after every `step_size`, after a linear warm-up from 0 to 1.
+    """Return a multiplier that falls by the factor `gamma` after every `step_size`, after a linear warm-up from 0 to 1.
 
     The multiplier is gamma^floor((t - warmup) / step_size); during the warm-up it is t / warmup.
 
     Args:
-        step_size: How long the multiplier stays, counted from the end of the warm-up.
+        step_size: Time between falls, counted from the end of the warm-up.
         gamma: The factor, at least 0.
-        warmup: How long the ramp from 0 to 1 takes. Like `step_size` in any unit but `sec`; both count in batches
-            where the run can tell, otherwise both must have one unit.
+        warmup: Duration of the ramp from 0 to 1. Like `step_size` in any unit except `sec`; both are counted in batches
+            if the run can convert them, otherwise both must have the same unit.
 
     Raises:
-        TypeError: A gamma that is not a number.
-        ValueError: A time that cannot be read or is out of range.
+        TypeError: `gamma` is not a number.
+        ValueError: A time cannot be parsed or is out of range.
 
     Example:
         >>> from purecompose.time import Timestamp
@@ -44,15 +44,15 @@ def step(step_size: TimeLike, gamma: float = 0.1, warmup: TimeLike = "0ba") -> S
 
 
 def exponential(gamma: float, decay_period: TimeLike = "1ep", warmup: TimeLike = "0ba") -> Schedule:
-    """Fall evenly, by the factor `gamma` in every `decay_period`, after a linear warm-up from 0 to 1.
+    """Return a multiplier that falls by the factor `gamma` in every `decay_period`, after a linear warm-up from 0 to 1.
 
-    The multiplier is gamma^((t - warmup) / decay_period), with fractions in the exponent; during the warm-up it is
+    The multiplier is gamma^((t - warmup) / decay_period), with fractional exponents; during the warm-up it is
     t / warmup.
 
     Args:
         gamma: The factor, above 0.
-        decay_period: The time in which the multiplier falls by it, counted from the end of the warm-up.
-        warmup: How long the ramp from 0 to 1 takes; as for `step`.
+        decay_period: The time in which the multiplier falls by `gamma`, counted from the end of the warm-up.
+        warmup: Duration of the ramp from 0 to 1; as for `step`.
 
     Raises:
         TypeError, ValueError: As for `step`.
@@ -71,19 +71,20 @@ def exponential(gamma: float, decay_period: TimeLike = "1ep", warmup: TimeLike =
 def cosine_warm_restarts(
     t_0: TimeLike, t_mult: float = 1.0, alpha_f: float = 0.0, warmup: TimeLike = "0ba"
 ) -> Schedule:
-    """Return half a cosine from 1 towards `alpha_f`, again and again, after a linear warm-up from 0 to 1.
+    """Return repeated half cosines from 1 towards `alpha_f`, after a linear warm-up from 0 to 1.
 
-    The first one takes `t_0`, each later one `t_mult` times as long as the one before. With tau in [0, 1) the
-    fraction of the current one gone by, the multiplier is alpha_f + (1 - alpha_f) (1 + cos(pi tau)) / 2.
+    The first one takes `t_0`, each later one `t_mult` times as long as the previous one. With tau in [0, 1) the
+    elapsed fraction of the current one, the multiplier is alpha_f + (1 - alpha_f) (1 + cos(pi tau)) / 2.
 
     Args:
-        t_0: How long the first half-cosine takes, counted from the end of the warm-up.
-        t_mult: The factor from one length to the next, at least 1. Lengths are not rounded.
-        alpha_f: What each of them falls to.
-        warmup: How long the ramp from 0 to 1 takes; as for `step`.
+        t_0: Duration of the first half cosine, counted from the end of the warm-up.
+        t_mult: The factor from one duration to the next, at least 1. Durations are not rounded.
+        alpha_f: The value towards which each of them falls.
+        warmup: Duration of the ramp from 0 to 1; as for `step`.
 
     Raises:
-        TypeError, ValueError: As for `step`; a `t_mult` below 1, with which the restarts would come to no end.
+        TypeError, ValueError: As for `step`; or `t_mult` is below 1, with which infinitely many restarts would follow
+            within a finite time.
 
     Example:
         >>> from purecompose.time import Timestamp
@@ -101,18 +102,18 @@ def cosine_warm_restarts(
 
 
 def multi_step(milestones: Iterable[TimeLike], gamma: float = 0.1, warmup: TimeLike = "0ba") -> Schedule:
-    """Fall by the factor `gamma` at every milestone, after a linear warm-up from 0 to 1.
+    """Return a multiplier that falls by the factor `gamma` at every milestone, after a linear warm-up from 0 to 1.
 
     The multiplier is gamma^n, with n the number of milestones that t has reached; during the warm-up it is t / warmup,
-    so that a milestone in there counts when it is over.
+    so that a milestone within the warm-up takes effect at its end.
 
     Args:
-        milestones: Points of the run, counted from its start, warm-up included; each in any unit but `sec`.
+        milestones: Points of the run, counted from its start, including the warm-up; each in any unit except `sec`.
         gamma: The factor, at least 0.
-        warmup: How long the ramp from 0 to 1 takes, in any unit but `sec`.
+        warmup: Duration of the ramp from 0 to 1, in any unit except `sec`.
 
     Raises:
-        TypeError, ValueError: As for `step`; no milestones.
+        TypeError, ValueError: As for `step`; or there are no milestones.
 
     Example:
         >>> from purecompose.time import Timestamp
@@ -127,17 +128,17 @@ def multi_step(milestones: Iterable[TimeLike], gamma: float = 0.1, warmup: TimeL
 
 
 def checked_times(times: Iterable[TimeLike], where: str) -> tuple[Time, ...]:
-    """Several times that a schedule can follow.
+    """Return several times that a schedule can follow.
 
     Raises:
-        TypeError, ValueError: Not several, or one that is none.
+        TypeError, ValueError: This is not a collection of times, or one of them is not valid; see `checked_time`.
     """
     if isinstance(times, str | Time) or not isinstance(times, Iterable):
         raise TypeError(f"{where}: expected several times, such as ['30ep', '60ep'], got {shown(times)}")
     return tuple(checked_time(time, f"{where}[{index}]") for index, time in enumerate(times))
 
 
-# Curves: periods gone by since the warm-up -> multiplier.
+# Curves: number of periods since the warm-up -> multiplier.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +168,7 @@ class _Restarts:
         return self.alpha_f + (1.0 - self.alpha_f) * (1.0 + math.cos(math.pi * tau)) / 2.0
 
     def _number(self, periods: float) -> int:
-        """Return the number of restarts so far: the largest n whose start has come."""
+        """Return the number of restarts so far: the largest n whose start has been reached."""
         growth = self.t_mult - 1.0
         if growth == 0:
             return math.floor(periods)
@@ -180,7 +181,7 @@ class _Restarts:
         return number
 
     def _start(self, number: int) -> float:
-        """1 + t_mult + ... + t_mult^(number - 1); infinity where that is beyond a float's range."""
+        """Return 1 + t_mult + ... + t_mult^(number - 1), or infinity if that is beyond a float's range."""
         growth = self.t_mult - 1.0
         try:
             return number if growth == 0 else (self.t_mult**number - 1.0) / growth
@@ -200,7 +201,7 @@ class _Periodic(Shape):
         t, warmup, period = moment.numbers(self.warmup, "period", self.period)
         if t < warmup:
             return t / warmup
-        # A fraction of a part of the run that has no length: the run is over as soon as the part begins.
+        # The period is 0 if it is a fraction of an empty part of the run, which ends as soon as the part begins.
         return self.curve(snapped((t - warmup) / period) if period else 0.0)
 
     def times(self, *, with_warmup: bool) -> tuple[Time, ...]:

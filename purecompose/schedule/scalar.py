@@ -18,7 +18,7 @@ __all__ = ["Hparam", "Product", "Scalar", "Schedule", "factors_of", "hparam", "m
 
 
 class _Factor:
-    """Gives `*` to the scalars that are not plain numbers: the result is one flat Product."""
+    """Base class that adds `*` to the scalars that are not plain numbers; the result is one flat Product."""
 
     def __mul__(self, other: Scalar) -> Product:
         return Product((*factors_of(self), *factors_of(other))) if _is_scalar(other) else NotImplemented
@@ -29,10 +29,10 @@ class _Factor:
 
 @dataclasses.dataclass(frozen=True)
 class Hparam(_Factor):
-    """A scalar that lives, under its name, as a 0-d tensor in `state.hparams`.
+    """A scalar that is stored under its name, as a 0-d tensor, in `state.hparams`.
 
-    Members of a population may differ in it and gradients flow to it. `default` is the value that the state
-    starts with. Made by `hparam`.
+    Members of a population may have different values, and gradients flow to it. `default` is the initial value in
+    the state. Created by `hparam`.
     """
 
     name: str
@@ -49,15 +49,15 @@ class Hparam(_Factor):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule(_Factor):
-    """A multiplier that moves with time: `schedule(timestamp) -> float`.
+    """A multiplier that changes with time: `schedule(timestamp) -> float`.
 
-    Made by `constant`, `cosine`, `step` and the like, or from a plain function by `scheduled`. Schedules of equal
-    settings are equal; those around a plain function are equal when the function is the same object.
+    Created by `constant`, `cosine`, `step` and similar functions, or from a plain function by `scheduled`. Schedules
+    with equal settings are equal; those around a plain function are equal if the function is the same object.
     """
 
     fn: Callable[[Timestamp], float]
     call: str = dataclasses.field(default="", compare=False)
-    """What made it, in words; by default `scheduled` and the function."""
+    """The call that created it, as text; by default `scheduled` and the function."""
 
     def __repr__(self) -> str:
         return self.call or f"scheduled({getattr(self.fn, '__qualname__', None) or repr(self.fn)})"
@@ -70,9 +70,9 @@ class Schedule(_Factor):
         """Return the multiplier at a point of the run.
 
         Raises:
-            TypeError, ValueError: The function returned something else than a finite number.
-            UnitError: The schedule's times cannot be brought to one unit in this run.
-            Exception: What the function raised, with a note that names the schedule and the batch.
+            TypeError, ValueError: The function returned something other than a finite number.
+            UnitError: The schedule's times cannot be converted to one unit in this run.
+            Exception: The function raised it; a note names the schedule and the batch.
         """
         try:
             value = self.fn(timestamp)
@@ -88,19 +88,21 @@ class Schedule(_Factor):
         return check_number(value, f"{self!r}: value at batch {timestamp.batch}")
 
     def scaled(self, ratio: float, *, scale_warmup: bool = False) -> Schedule:
-        """Return the same curve over a time that is longer by a factor: its value at t is this one's at t / ratio.
+        """Return the same curve over a time stretched by a factor: its value at t is this one's value at t / ratio.
 
         Absolute times (`ep`, `ba`, `sp`, `tok`, `iter`) are multiplied by the ratio, and not rounded. Fractions of
-        the run (`dur`) stay what they are: they follow the run's own length. So does a schedule that has no others.
+        the run (`dur`) do not change, because they follow the run's length; a schedule with only such times is returned
+        unchanged.
 
         Args:
-            ratio: The factor, above 0; at 1 the schedule stays.
-            scale_warmup: Whether warm-ups (`warmup=`) get longer, too. By default they keep their time, and the rest
-                of the curve lies between their end and the stretched `t_max`.
+            ratio: The factor, above 0; at 1 the schedule is returned unchanged.
+            scale_warmup: True to stretch warm-ups (`warmup=`), too. By default they keep their duration, and the rest
+                of the curve is between their end and the stretched `t_max`.
 
         Raises:
-            TypeError, ValueError: A setting of the wrong kind or out of range; a schedule around a plain function,
-                whose times are not known, unless it has a method `scaled` with these arguments that returns another.
+            TypeError, ValueError: A setting is of the wrong kind or out of range; or the schedule is around a plain
+                function, whose times are not known, unless it has a method `scaled` with these arguments that returns
+                a stretched one.
 
         Example:
             >>> from purecompose.schedule import linear
@@ -126,7 +128,7 @@ class Schedule(_Factor):
 
 @dataclasses.dataclass(frozen=True)
 class Product(_Factor):
-    """The product of scalars, never nested: what `*` between numbers, hparams and schedules makes."""
+    """The product of scalars, never nested; the result of `*` between numbers, hparams and schedules."""
 
     factors: tuple[Scalar, ...]
 
@@ -148,20 +150,20 @@ def hparam(name: str, default: float) -> Hparam:
     """Return a named scalar to use in place of a constant, read from `state.hparams[name]` in every step.
 
     Args:
-        name: Its key in `state.hparams`.
-        default: The finite number that the state starts with.
+        name: The scalar's key in `state.hparams`.
+        default: The initial value in the state, a finite number.
 
     Raises:
-        TypeError, ValueError: No name, or no finite number.
+        TypeError, ValueError: The name is not a non-empty string, or the default is not a finite number.
     """
     return Hparam(name, default)
 
 
 def scheduled(fn: Callable[[Timestamp], float]) -> Schedule:
-    """Make a schedule of a plain function of the timestamp.
+    """Make a schedule from a plain function of the timestamp.
 
     The function runs on the host, outside traced code, and must return a finite number, not a tensor. Keep it
-    at module level: two lambdas are two schedules, even of the same text.
+    at module level: two lambdas are different schedules, even with the same code.
 
     Example:
         >>> halving = scheduled(lambda timestamp: 0.5**timestamp.epoch)
@@ -172,7 +174,7 @@ def scheduled(fn: Callable[[Timestamp], float]) -> Schedule:
 
 
 def made(name: str, shape: Shape, **settings: object) -> Schedule:
-    """Return the schedule of a shape, that prints as the call of the function of this name which makes it."""
+    """Return the schedule of a shape, printed as a call of the function `name`, which creates it."""
     return Schedule(shape, f"{name}({', '.join(f'{key}={_written(value)!r}' for key, value in settings.items())})")
 
 
@@ -192,14 +194,14 @@ def resolve(
     Args:
         scalar: A number, an hparam, a schedule or a product.
         hparams: 0-d tensors by name, `state.hparams`.
-        scheduled: The value of a schedule at the step's time.
+        scheduled: Function that returns the value of a schedule at the step's time.
 
     Returns:
-        A float for plain numbers, otherwise what the parts multiply to (0-d tensors in a step).
+        A float for plain numbers, otherwise the product of the parts (a 0-d tensor in a step).
 
     Raises:
-        KeyError: An hparam that `hparams` lacks.
-        TypeError: No scalar.
+        KeyError: `hparams` lacks an hparam.
+        TypeError: The value is not a scalar.
 
     Example:
         >>> import torch
@@ -207,7 +209,7 @@ def resolve(
         >>> resolve(lr, hparams={"lr": torch.tensor(3.0)}, scheduled=lambda schedule: 1.0)
         tensor(1.5000)
     """
-    if type(scalar) is float:  # by far the most frequent case, several times a step
+    if type(scalar) is float:  # by far the most frequent case, several times per step
         return scalar
     if isinstance(scalar, Schedule):
         return scheduled(scalar)
@@ -224,10 +226,10 @@ def resolve(
 
 
 def number(scalar: Scalar) -> float:
-    """Return the value of a scalar outside any state: numbers as they are, hparams by their default.
+    """Return the value of a scalar without a state: numbers as they are, hparams by their default.
 
     Raises:
-        TypeError: A schedule (it has a value only at a time), or no scalar.
+        TypeError: The value is a schedule, which has a value only at a time, or not a scalar.
 
     Example:
         >>> number(2 * hparam("lr", 0.25))
@@ -248,7 +250,7 @@ def number(scalar: Scalar) -> float:
 
 
 def _written(setting: object) -> object:
-    """Return a setting as one types it: times as strings, several things as a list."""
+    """Return a setting as it is typed: times as strings, tuples as lists."""
     if isinstance(setting, tuple):
         return [_written(one) for one in setting]
     return str(setting) if isinstance(setting, Time) else setting

@@ -19,25 +19,27 @@ __all__ = ["sequence"]
 
 
 def sequence(schedules: Iterable[Scalar], milestones: Iterable[TimeLike]) -> Schedule:
-    """Schedules in turn: the first up to the first milestone, the second from there to the next, and so on.
+    """Return schedules in sequence: the first up to the first milestone, the second from there to the next, and so on.
 
-    Each sees its part of the run as a run of its own: its time counts from where its part begins, and "1dur" is the
-    part's length (of the last one, what is left of the run). So `linear(0.0, 1.0)` fills its part, and a `cosine()`
-    after it comes down over all the rest; `linear(0.0, 1.0, t_max="100ba")` is done 100 batches after its part begins,
-    and keeps its last value up to the next milestone. The value at a milestone is the next schedule's first.
+    Each schedule treats its part as a separate run: its time counts from the beginning of its part, and "1dur" is the
+    part's length (for the last one, the rest of the run). So `linear(0.0, 1.0)` fills its part, and a `cosine()`
+    after it decreases over all the rest; `linear(0.0, 1.0, t_max="100ba")` ends 100 batches after its part begins,
+    and keeps its last value up to the next milestone. The value at a milestone is the first of the next schedule.
 
     Args:
         schedules: Numbers, schedules, or products of them, such as `[linear(0.0, 1.0), 0.5 * cosine()]`. A sequence
-            may be one of them; a plain function of the timestamp cannot, since it does not start again.
-        milestones: Where the parts begin, from the second on, counted from the start of the run: one less than there
-            are schedules, in rising order, in any unit but `sec`. A "dur" is a fraction of the run. A milestone that
-            is reached before the one in front of it waits for that one.
+            may be one of them; a plain function of the timestamp cannot, since it does not restart.
+        milestones: Beginnings of the parts, from the second on, counted from the start of the run: one fewer than
+            schedules, in increasing order, in any unit except `sec`. A "dur" is a fraction of the run. A milestone that
+            is reached before its predecessor takes effect only together with it.
 
-    Milestones and the times in a part count in batches where the run can tell, otherwise both must have one unit.
+    Milestones and the times in a part are counted in batches if the run can convert them, otherwise both must have the
+    same unit.
 
     Raises:
-        TypeError: Something that is none of these, or an hparam, whose value a schedule does not know.
-        ValueError: A time that cannot be read or is out of range, milestones that do not rise, or of another number.
+        TypeError: An item is none of these, or an hparam, whose value a schedule does not know.
+        ValueError: A time cannot be parsed or is out of range, or the milestones do not increase or do not match the
+            number of schedules.
 
     Example:
         >>> from purecompose.time import RunLength, Timestamp

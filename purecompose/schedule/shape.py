@@ -1,4 +1,4 @@
-"""Shapes: the curves behind the schedules, which can start at any point of a run and be stretched."""
+"""Shapes: the curves behind schedules, which can start at any point of a run and be stretched."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["Shape", "Stretched", "stretched"]
 
 
 class Shape:
-    """A multiplier at a moment; a plain function of the timestamp, in its place, knows only the whole run.
+    """A multiplier at a moment; unlike a plain function of the timestamp, it may apply to a part of a run.
 
-    The shapes are frozen dataclasses of numbers and times, so that schedules of equal settings are equal.
+    The shapes are frozen dataclasses of numbers and times, so that schedules with equal settings are equal.
     """
 
     def __call__(self, timestamp: Timestamp) -> float:
-        """Return the multiplier at a point of a run that is the schedule's as a whole."""
+        """Return the multiplier at a point of a run, where the schedule applies to the whole run."""
         return self.at(Moment(timestamp))
 
     def at(self, moment: Moment) -> float:
@@ -26,13 +26,13 @@ class Shape:
         raise NotImplementedError
 
     def times(self, *, with_warmup: bool) -> tuple[Time, ...]:
-        """Return all times that it depends on, with or without those of warm-ups."""
+        """Return all times that the shape depends on, with or without those of warm-ups."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Stretched(Shape):
-    """A shape whose absolute times are longer by these factors."""
+    """A shape whose absolute times are multiplied by these factors."""
 
     shape: Shape
     ratio: float
@@ -47,7 +47,7 @@ class Stretched(Shape):
 
 
 def stretched(shape: Shape, ratio: float, *, scale_warmup: bool) -> Shape:
-    """Return the shape with absolute times longer by a factor; itself where it has none that change."""
+    """Return the shape with its absolute times multiplied by a factor, or the shape itself if none would change."""
     if not any(time and time.unit is not TimeUnit.DURATION for time in shape.times(with_warmup=scale_warmup)):
         return shape
     inner, own = (shape.shape, shape) if isinstance(shape, Stretched) else (shape, Stretched(shape, 1.0, 1.0))

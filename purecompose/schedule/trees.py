@@ -1,4 +1,4 @@
-"""Scalars inside a tree, such as an optimizer: found, and stretched together."""
+"""Scalars inside a tree, such as an optimizer: find them, and stretch them together."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ T = TypeVar("T")
 def collect(obj: object, kind: type[T]) -> tuple[T, ...]:
     """Return the distinct instances of `kind` inside a tree of dataclasses, tuples, lists and dicts.
 
-    Equal instances count once; the order is that of appearance. What else the tree holds is passed over, and
-    an instance that is found is not searched in turn.
+    Equal instances count once, in order of appearance. Other leaves are ignored, and instances of `kind` are not
+    searched themselves.
 
     Example:
         >>> from purecompose.schedule import Hparam, hparam
@@ -32,11 +32,10 @@ def collect(obj: object, kind: type[T]) -> tuple[T, ...]:
 
 
 def hidden(obj: object, kind: type[T]) -> Iterator[tuple[object, T]]:
-    """Return what `collect` does not find: instances of `kind` among the attributes of objects that are not part of a
-    tree.
+    """Yield instances of `kind` that `collect` does not find: in attributes of objects that are not nodes of a tree.
 
     Returns:
-        Pairs: the object, and what it holds.
+        Pairs of the object and the instance in it.
 
     Example:
         >>> from purecompose.schedule import Hparam, hparam
@@ -61,12 +60,12 @@ def scaled(tree: T, ratio: float, *, scale_warmup: bool = False) -> T:
     """Return the same tree with every schedule in it stretched in time; see `Schedule.scaled`.
 
     Args:
-        tree: A scalar, an optimizer, or whatever else of dataclasses, tuples, lists and dicts, as for `collect`.
+        tree: A scalar, an optimizer, or another tree of dataclasses, tuples, lists and dicts, as for `collect`.
         ratio: The factor, above 0.
-        scale_warmup: Whether warm-ups get longer, too.
+        scale_warmup: True to stretch warm-ups, too.
 
     Returns:
-        A new tree; the old one itself where nothing in it changes.
+        A new tree, or the given one if nothing in it changes.
 
     Raises:
         TypeError, ValueError: As for `Schedule.scaled`.
@@ -92,7 +91,7 @@ def _collect(obj: object, kind: type[T], found: dict[T, None]) -> None:
 
 
 def _children(obj: object) -> Iterable[Any] | None:
-    """Return the children of a tree's node; `None` for what is not a node."""
+    """Return the children of a tree's node; `None` for a leaf."""
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         return [getattr(obj, field.name) for field in dataclasses.fields(obj)]
     if isinstance(obj, Mapping):
