@@ -1,4 +1,4 @@
-"""Data sets in memory and on disk in keyed order, and the image sets and texts of the examples."""
+"""Data sets in memory and on disk in keyed order, and image sets and texts for the examples."""
 
 from purecompose.data.arrays import Arrays, Split, arrays, split
 from purecompose.data.images import ImageData, load

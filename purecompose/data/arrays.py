@@ -3,8 +3,8 @@
     order(key, epoch) = permutation of 0 .. n-1 drawn at (key, "data order", epoch)
     batch i of the epoch = the examples order[i * batch_size : (i + 1) * batch_size]
 
-So there is no loader state: key, epoch and batch suffice to continue from there, and two runs
-with one key see the same batches on every device.
+So there is no loader state: the key, the epoch and the number of the batch suffice to resume, and two runs with the
+same key see the same batches on every device.
 """
 
 from collections.abc import Iterator
@@ -27,18 +27,18 @@ _SPLIT = salt("data split")
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
-    """Inputs and targets in memory, with the way they are cut into batches. Made by `arrays`.
+    """Inputs and targets in memory, and how they are split into batches. Created by `arrays`.
 
-    Iterating it gives `(inputs, targets)` batches in the stored order, the form that evaluation takes;
-    `epoch` gives the keyed order for training. `len` counts batches per epoch. With `names` batches are dicts.
+    Iterating over it yields `(inputs, targets)` batches in the stored order, as evaluation expects;
+    `epoch` yields them in keyed order for training. `len` counts batches per epoch. With `names` batches are dicts.
 
     Attributes:
         inputs: Shape `(num_examples, *rest)`, any dtype.
         targets: Shape `(num_examples, *rest)`, any dtype, on the same device.
         batch_size: Examples per batch; the last batch of an epoch may be smaller.
-        shuffle: Whether `epoch` permutes; otherwise every epoch has the stored order.
-        drop_last: Whether a smaller last batch is left out, in `epoch` and in plain iteration.
-        names: The names of inputs and targets in a batch, a dict then; `None` for pairs.
+        shuffle: True if `epoch` permutes; otherwise every epoch has the stored order.
+        drop_last: True if a smaller last batch is left out, in `epoch` and in plain iteration.
+        names: The names of inputs and targets in batches that are dicts; `None` for pairs.
     """
 
     inputs: Tensor
@@ -65,12 +65,12 @@ class Arrays:
 
     @property
     def num_examples(self) -> int:
-        """Examples in the set, those included that `drop_last` leaves out of an epoch."""
+        """Number of examples in the set, including those that `drop_last` leaves out of an epoch."""
         return self.inputs.shape[0]
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors, and so the batches, live."""
+        """Device of the tensors, and so of the batches."""
         return self.inputs.device
 
     def __len__(self) -> int:
@@ -86,8 +86,8 @@ class Arrays:
 
         Args:
             key: The run's key, int64 of shape (2,), such as `state.key`. Not read when `shuffle` is off.
-            epoch: Which epoch of the run, from 0.
-            start: The first batch to give, 0 to `len(self)`; those before it cost nothing.
+            epoch: Number of the epoch in the run, from 0.
+            start: Number of the first batch to return, 0 to `len(self)`; earlier batches cost nothing.
 
         Returns:
             An iterator over `(inputs, targets)`, or dicts of the two. Shuffled batches are copies.
@@ -104,7 +104,7 @@ class Arrays:
             >>> len(whole), torch.equal(whole[1], resumed[0]), sorted(torch.cat(whole).tolist())
             (2, True, [0, 1, 2, 3, 4, 5])
         """
-        # Checked here and not in the generator, whose body would wait for the first batch.
+        # Checked here, because the body of a generator does not run before the first batch is requested.
         check_whole(epoch, "Arrays.epoch: epoch", 0)
         check_whole(start, "Arrays.epoch: start", 0, len(self))
         if not self.shuffle:
@@ -132,7 +132,7 @@ class Arrays:
 
 
 class Split(NamedTuple):
-    """Two parts of one data set, without an example in common."""
+    """Two disjoint parts of one data set."""
 
     train_inputs: Tensor
     """Shape `(num_examples - count, *rest)`."""
@@ -151,7 +151,7 @@ def arrays(
     drop_last: bool = False,
     names: tuple[str, str] | None = None,
 ) -> Arrays:
-    """Make an in-memory data set that gives batches of `batch_size` examples.
+    """Make an in-memory data set that yields batches of `batch_size` examples.
 
     Args:
         inputs: Shape `(num_examples, *rest)`.
@@ -159,11 +159,11 @@ def arrays(
         batch_size: Examples per batch, at least 1.
         shuffle: Permute the order of each epoch by key; plain iteration never shuffles.
         drop_last: Leave out a last batch that is smaller than the others.
-        names: Two names, for batches that are dicts: `("input_ids", "labels")`, so that the tokens of a language
-            model's batch are counted. The state needs the same as its `input_field` and `target_field`.
+        names: Two names, for batches that are dicts, such as `("input_ids", "labels")`, with which the tokens of a
+            language model's batch are counted. The state needs the same names as its `input_field` and `target_field`.
 
     Raises:
-        TypeError: Something other than tensors, a batch size that is not an int, or names that are not two texts.
+        TypeError: Something other than tensors, a batch size that is not an int, or names that are not two strings.
         ValueError: No examples, different numbers of inputs and targets, different devices, a batch size
             below 1, or `drop_last` with fewer examples than one batch.
 
@@ -176,13 +176,13 @@ def arrays(
 
 
 def split(inputs: Tensor, targets: Tensor, size: int | float, *, seed: int) -> Split:
-    """Set part of a data set aside, the same part for the same seed on every device.
+    """Split a test part off a data set, the same part for the same seed on every device.
 
     Args:
         inputs: Shape `(num_examples, *rest)`.
         targets: Shape `(num_examples, *rest)`.
-        size: Of the part set aside: a count (int), or a fraction of the examples (float in (0, 1), rounded).
-        seed: Of the permutation that chooses.
+        size: Size of the test part: a count (int), or a fraction of the examples (float in (0, 1), rounded).
+        seed: Seed of the permutation that selects it.
 
     Returns:
         A `Split`; both parts are in permuted order.

@@ -1,4 +1,4 @@
-"""Reject data that are not batches, and say how to wrap them."""
+"""Reject data that are not batches, with a message on how to wrap them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,12 +13,12 @@ __all__ = ["check_batches"]
 
 
 def check_batches(data: Any, where: str) -> None:
-    """Raise where data give no batches: a data set of single examples, a pair of tensors, or nothing iterable.
+    """Raise if data do not yield batches: a data set of single examples, a pair of tensors, or not iterable.
 
-    Streams (`IterableDataset`) may give whole batches, and pass.
+    Streams (`IterableDataset`) may yield whole batches, and are accepted.
 
     Raises:
-        TypeError: The message opens with `where`, and gives the remedy.
+        TypeError: The data do not yield batches. The message begins with `where`, and names the remedy.
     """
     if callable(getattr(data, "epoch", None)):
         return
@@ -50,12 +50,12 @@ def check_batches(data: Any, where: str) -> None:
 
 
 def _is_pair(data: Any) -> bool:
-    """Return whether data are inputs and targets, and not two batches of one form."""
+    """Return whether data are inputs and targets rather than two batches of the same form."""
     if type(data) not in (tuple, list) or len(data) != 2:
         return False
     if not all(isinstance(part, Tensor) and part.ndim for part in data) or len(data[0]) != len(data[1]):
         return False
     first, second = data
-    # A list of batches that are tensors may have sequences of several lengths.
+    # The tensors in a list of batches may have sequences of different lengths.
     have_one_form = first.shape == second.shape if type(data) is tuple else first.ndim == second.ndim
     return first.dtype != second.dtype or not have_one_form

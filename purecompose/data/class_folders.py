@@ -1,4 +1,4 @@
-"""Images in folders by class: `train/cat/1.png`, `train/dog/7.jpg`, ..., and the same in `test` or `val`."""
+"""Images in folders by class: `train/cat/1.png`, `train/dog/7.jpg`, ..., and likewise in `test` or `val`."""
 
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,20 @@ _TESTS = ("test", "val", "valid", "validation")
 
 
 def are_in(folder: Path) -> bool:
-    """Return whether a folder has images by class: a folder `train` with folders in it."""
+    """Return whether a folder has images by class, that is, a folder `train` that contains folders."""
     return (folder / "train").is_dir() and bool(_classes(folder / "train"))
 
 
 def read(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return images (num, channels, height, width), uint8, and labels (num,), int64, for training and for testing.
 
-    Classes are numbered by the names of their folders in `train`, sorted. Images have three channels, or one where none
-    has colours.
+    Classes are numbered in the sorted order of their folders' names in `train`. Images have three channels, or one if
+    none has colours.
 
     Raises:
         FileNotFoundError: There is no folder for testing.
-        ValueError: A class of the test images that `train` lacks, a class without images, files that cannot be read, or
-            images of different sizes.
+        ValueError: `train` lacks a class of the test images, a class has no images, a file cannot be read, or images
+            have different sizes.
         ImportError: Pillow is not installed.
     """
     test = next((folder / name for name in _TESTS if (folder / name).is_dir()), None)

@@ -1,4 +1,4 @@
-"""The identity of data: a description and a checksum, by which a resumed run notices other data."""
+"""The identity of data: a description and a checksum, by which a resumed run detects that its data differ."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -14,19 +14,19 @@ from purecompose._support.fingerprint import fingerprint
 __all__ = ["describe_data", "differences"]
 
 _NUM_READ = 64
-"""How many examples of a tensor the checksum reads: enough to tell data sets apart, few enough to cost nothing."""
+"""Number of a tensor's examples that the checksum reads: enough to tell data sets apart, at negligible cost."""
 
 
 def describe_data(data: Any) -> dict[str, str]:
-    """Return what is known of data without reading a batch of them. Unknown facts are left out; nothing is
+    """Return the facts about data that are known without reading a batch. Unknown facts are left out; nothing is
     raised.
 
     Args:
-        data: Whatever `fit` takes.
+        data: Any data that `fit` accepts.
 
     Returns:
-        Names to values; for tensors in memory a checksum over examples spread evenly is among them. Empty for
-        iterators, which are other ones each time.
+        Names to values; for tensors in memory this includes a checksum over evenly spaced examples. Empty for
+        iterators, which differ each time.
     """
     if isinstance(data, Iterator):
         return {}
@@ -49,7 +49,7 @@ def describe_data(data: Any) -> dict[str, str]:
 
 
 def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return a line for each difference; facts that only one of the two has are left out."""
+    """Return a line for each difference, including facts that only one side has; none if either side is empty."""
     if not saved or not now:
         return []
     return [
@@ -59,7 +59,7 @@ def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     ]
 
 
-# Data are anybody's objects. Whatever goes wrong with describing them, training may go well without.
+# Data may be objects of any class. Errors in describing them are ignored, because training may work nevertheless.
 
 
 def _attribute(data: Any, name: str) -> Any:
@@ -70,14 +70,14 @@ def _attribute(data: Any, name: str) -> Any:
 
 
 def _in_words(value: Any) -> str | None:
-    """Dtype, shape and checksum of examples in memory; `None` of anything else by that name."""
+    """Return dtype, shape and checksum of examples in memory; `None` for anything else."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or not value.ndim:
         return None
     try:
         count = len(value)
         chosen = torch.arange(0, count, max(1, count // _NUM_READ), device=value.device)
         content = repr(fingerprint(value.detach()[chosen])).encode()
-    except Exception:  # a tensor of a kind that cannot be read like this
+    except Exception:  # a kind of tensor that cannot be read in this way
         return None
     digest = hashlib.blake2b(content, digest_size=6).hexdigest()
     return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} {digest}"

@@ -1,8 +1,8 @@
-"""Small image sets, read from what is on this machine: nothing is downloaded.
+"""Small image sets, read from local files: nothing is downloaded.
 
-`load` knows the digits that scikit-learn carries, `.npz` archives, and folders in the IDX format of MNIST.
-Whatever the source, the result has one form: inputs normalised per channel with the mean and the standard
-deviation of the training images, targets as class indices.
+`load` reads the digits in scikit-learn, `.npz` archives, folders in the IDX format of MNIST, and folders of images.
+The result always has the same form: inputs normalised per channel with the mean and the standard deviation of the
+training images, targets as class indices.
 """
 
 import gzip
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 __all__ = ["ImageData", "load"]
 
 _DIGITS_TEST_SIZE = 360
-# Part of what "digits" means: another seed would be another benchmark.
+# Part of the definition of "digits": another seed would be another benchmark.
 _DIGITS_SEED = 0
 
-# The spellings in use for the four arrays of an archive.
+# The common names of the four arrays in an archive.
 _NPZ_KEYS = (
     ("x_train", "y_train", "x_test", "y_test"),
     ("train_images", "train_labels", "test_images", "test_labels"),
@@ -46,11 +46,11 @@ class ImageData(NamedTuple):
     """An image set with its fixed split."""
 
     train_inputs: Tensor
-    """float32, shape `(num_train, channels, height, width)`; mean 0, deviation 1 in each channel."""
+    """float32, shape `(num_train, channels, height, width)`; mean 0, standard deviation 1 in each channel."""
     train_targets: Tensor
     """int64, shape `(num_train,)`, in `[0, num_classes)`."""
     test_inputs: Tensor
-    """float32, shape `(num_test, channels, height, width)`, normalised with the training set's numbers."""
+    """float32, shape `(num_test, channels, height, width)`, normalised with the training set's moments."""
     test_targets: Tensor
     """int64, shape `(num_test,)`."""
     num_classes: int
@@ -68,20 +68,20 @@ def load(name_or_path: str | Path) -> ImageData:
     Args:
         name_or_path: One of
 
-            * "digits": 1797 images of 8x8 that come with scikit-learn, split 1437/360, always the same way;
+            * "digits": 1797 images of 8x8 from scikit-learn, split 1437/360, always in the same way;
             * a file ending in `.npz` with the arrays x_train, y_train, x_test, y_test (or train_images,
               train_labels, test_images, test_labels), images `(num, height, width)` or
               `(num, height, width, channels)`;
             * a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
               t10k-labels-idx1-ubyte, plain or with `.gz`;
             * a folder with images of one size by class, `train/CLASS/*.png` and `test/CLASS/*.png` (or `val`), which
-              takes pillow.
+              requires pillow.
 
     Raises:
-        ValueError: An unknown name, or a file whose content is not what its format says; the message names
+        ValueError: The name is unknown, or the content of a file does not match its format; the message names
             the file.
-        FileNotFoundError: A folder that lacks one of the four files, or images for testing.
-        ImportError: Scikit-learn, numpy or pillow is needed and missing.
+        FileNotFoundError: A folder lacks one of the four files, or images for testing.
+        ImportError: Scikit-learn, numpy or pillow is required and not installed.
 
     Example:
         >>> data = load("digits")
@@ -128,8 +128,8 @@ def _load_npz(path: Path) -> ImageData:
         raise _missing("numpy", f"the archive {path}") from error
     try:
         names = _npz_keys(path)
-        # Without pickle: an archive is data, and reading it must not run code. Opened here, because numpy
-        # does not close a file that it cannot read.
+        # Without pickle, because reading data must not run code. The file is opened here, because numpy does not close
+        # a file that it cannot read.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             stored = {name: archive[name] for name in names}
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
@@ -160,7 +160,7 @@ def _from_numpy(where: str, array: "np.ndarray") -> Tensor:
     if array.dtype.kind not in "uif":
         raise ValueError(f"data.load: {where} holds {array.dtype}, expected integers or floating-point numbers")
     if array.dtype != "uint8":
-        # torch takes neither foreign byte orders nor, in most operations, the wider unsigned types.
+        # torch does not support foreign byte orders or, in most operations, the wider unsigned types.
         array = array.astype("float32" if array.dtype.kind == "f" else "int64")
     return torch.from_numpy(array)
 
@@ -197,7 +197,7 @@ def _read_idx(path: Path, num_axes: int) -> Tensor:
     try:
         with cast(IO[bytes], gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
             shape = _read_idx_header(path, file, num_axes)
-            # One byte more than the header promises: a small file may unpack to any size.
+            # Reads at most one byte more than the header declares, since a small file may unpack to any size.
             values = _read_at_most(file, math.prod(shape) + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"data.load: {path} cannot be unpacked: {error}") from error
@@ -228,8 +228,8 @@ def _read_idx_header(path: Path, file: IO[bytes], num_axes: int) -> list[int]:
 
 
 def _read_at_most(file: IO[bytes], num_bytes: int) -> bytearray:
-    """Read so many bytes or all there are, piece by piece: a damaged header may promise more than any memory has."""
-    found = bytearray()  # which torch, unlike bytes, takes without a warning
+    """Read at most `num_bytes`, in pieces, because a damaged header may declare more than fits into memory."""
+    found = bytearray()  # torch accepts it without a warning, unlike bytes
     while len(found) < num_bytes and (piece := file.read(min(_PIECE, num_bytes - len(found)))):
         found += piece
     return found
@@ -238,7 +238,7 @@ def _read_at_most(file: IO[bytes], num_bytes: int) -> bytearray:
 def _image_data(
     where: str, train_images: Tensor, train_labels: Tensor, test_images: Tensor, test_labels: Tensor
 ) -> ImageData:
-    """Check the four arrays against each other and brings them into their final form."""
+    """Check the four arrays against each other and bring them into their final form."""
     for part, images, labels in (("train", train_images, train_labels), ("test", test_images, test_labels)):
         _check_part(f"data.load: {where}: the {part} set", images, labels)
     if train_images.shape[1:] != test_images.shape[1:]:
@@ -270,9 +270,9 @@ def _check_part(where: str, images: Tensor, labels: Tensor) -> None:
 
 
 def _channel_moments(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel, float32 of shape (channels, 1, 1)."""
+    """Return mean and standard deviation of each channel, float32 of shape (channels, 1, 1)."""
     variance, mean = torch.var_mean(images.to(torch.float32), dim=(0, 2, 3), correction=0, keepdim=True)
-    # A channel without any variation carries nothing: it becomes zeros, not NaN.
+    # A constant channel becomes zeros, not NaN.
     scale = torch.where(variance > 0, variance.sqrt(), torch.ones_like(variance))
     return mean[0], scale[0]
 

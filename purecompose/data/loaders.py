@@ -1,11 +1,11 @@
-"""The batches of an epoch from a given one on, for any kind of data.
+"""The batches of an epoch, from a given batch on, for any kind of data.
 
-A `DataLoader` without a generator of its own draws by the run's key. Over a map-style data set its samplers draw in a
-stream that follows from (key, epoch), and each batch is read with the global generators seeded from (key, epoch,
-number of the batch). So order and augmentation repeat with any number of workers, and a run continues in the middle of
-an epoch for the price of the sampler. What cannot be taken apart like this is read from its start, and what has been
-trained on dropped, with a warning. Over a stream, an epoch begins with new workers, and with the global generators
-seeded from (key, epoch): what an epoch gives must not depend on those before it.
+A `DataLoader` without its own generator draws by the run's key. Over a map-style data set its samplers draw from a
+stream determined by (key, epoch), and each batch is read with the global generators seeded from (key, epoch, number
+of the batch). So order and augmentation are the same with any number of workers, and a run can resume in the middle of
+an epoch at the cost of the sampler only. Other data are read from the start of the epoch, and batches that have been
+trained on are dropped, with a warning. Over a stream, an epoch begins with new workers, and with the global generators
+seeded from (key, epoch), because its batches must not depend on earlier epochs.
 """
 
 import warnings
@@ -33,24 +33,24 @@ _EVAL = salt("evaluation")
 
 
 class SkippingWarning(UserWarning):
-    """A run continues in the middle of an epoch by reading the epoch from its start."""
+    """Warning that a run resumes in the middle of an epoch by reading the epoch from its start."""
 
 
 def epoch_batches(data: Any, key: Tensor, epoch: int, start: int = 0) -> Iterator[Any]:
     """Return the batches of an epoch from `start` on.
 
-    Data with `epoch(key, epoch, start)` are asked. A `set_epoch` of the data, or of a loader's data set and samplers,
-    is called with the epoch's number first. Lists, tuples and most `DataLoader`s of map-style data sets begin at
-    `start`; all else is read from its start, and the first batches dropped.
+    If the data have a method `epoch(key, epoch, start)`, it is used. Otherwise, a `set_epoch` of the data, or of a
+    loader's data set and samplers, is called with the epoch's number first. Lists, tuples and most `DataLoader`s of
+    map-style data sets begin at `start`; all other data are read from their start, and the first batches are dropped.
 
     Args:
-        data: Whatever `fit` takes.
+        data: Any data that `fit` accepts.
         key: The run's key, int64 of shape (2,).
-        epoch: The number of epochs finished.
-        start: How many batches of this epoch have been trained on.
+        epoch: Number of finished epochs.
+        start: Number of batches of this epoch that have been trained on.
 
     Warns:
-        SkippingWarning: Batches are read to be dropped.
+        SkippingWarning: Batches are read and dropped.
     """
     if callable(getattr(data, "epoch", None)):
         return iter(data.epoch(key, epoch, start))
@@ -63,16 +63,16 @@ def epoch_batches(data: Any, key: Tensor, epoch: int, start: int = 0) -> Iterato
 
 
 def draws_globally(data: object) -> bool:
-    """Return whether iterating over this reads torch's global generator: a `DataLoader` without one of its own."""
+    """Return whether iterating over data reads torch's global generator, as a `DataLoader` without a generator does."""
     return isinstance(data, DataLoader) and data.generator is None
 
 
 def fixed_batches(data: Iterable[Any], key: Tensor) -> Iterable[Any]:
-    """Return batches to look at, not to train on: a `DataLoader` without a generator gives the same ones at each call.
+    """Return batches for evaluation, not training: a `DataLoader` without a generator yields the same in each call.
 
     Args:
         data: Batches.
-        key: The run's key, int64 of shape (2,); of a population's, (n, 2), the first one counts.
+        key: The run's key, int64 of shape (2,); of a population's keys, (n, 2), the first one is used.
     """
     if not draws_globally(data):
         return data
@@ -92,17 +92,16 @@ def own_order(data: object) -> str | None:
 
 
 def keyed_batches(data: "DataLoader[Any]", key: Tensor, epoch: int, start: int = 0) -> Iterator[Any]:
-    """Return the loader's batches in an order that follows from the run's key and the epoch.
+    """Return the loader's batches in an order determined by the run's key and the epoch.
 
     Args:
         data: A loader without a generator.
         key: The run's key, int64 of shape (2,).
-        epoch: The number of epochs finished.
-        start: The first batch to give.
+        epoch: Number of finished epochs.
+        start: Number of the first batch to return.
 
     Warns:
-        SkippingWarning: `start` is above 0, and the loader is one of a stream, or of a class that iterates in its
-            own way.
+        SkippingWarning: `start` is above 0, and the loader is over a stream, or its class overrides `__iter__`.
     """
     key = key.cpu()
     seed = epoch_seed(key, epoch)
@@ -121,7 +120,7 @@ class _Request(NamedTuple):
     epoch: int
     batch: int
     index: Any
-    """What the sampler gave: the indices of a batch, or one where the loader makes no batches."""
+    """The sampler's item: the indices of a batch, or a single index if the loader makes no batches."""
 
 
 def _requests(data: "DataLoader[Any]", key: tuple[int, int], epoch: int, start: int, seed: int) -> Iterator[_Request]:
@@ -146,12 +145,12 @@ def _index_sampler(data: "DataLoader[Any]") -> Iterable[Any]:
 
 
 def _is_torchs(sampler: Any) -> bool:
-    """Return whether a sampler is known to draw from torch's generator only."""
+    """Return whether a sampler is known to draw only from torch's generator."""
     return sampler is None or type(sampler).__module__ == "torch.utils.data.sampler"
 
 
 class _Batches:
-    """Makes a batch as a map-style `DataLoader` does, with the global generators seeded for it."""
+    """Source that makes batches as a map-style `DataLoader` does, with the global generators seeded for each."""
 
     def __init__(self, data: "DataLoader[Any]") -> None:
         self.dataset, self.collate_fn = data.dataset, data.collate_fn
@@ -160,7 +159,7 @@ class _Batches:
         self._epoch: int | None = None
 
     def __getitem__(self, request: _Request) -> Any:
-        if request.epoch != self._epoch:  # a worker that stays has a data set of its own
+        if request.epoch != self._epoch:  # a persistent worker has its own copy of the data set
             _tell_epoch(self.dataset, request.epoch)
             self._epoch = request.epoch
         with kept_globals() if get_worker_info() is None else nullcontext():
@@ -177,7 +176,7 @@ class _Batches:
         return self.collate_fn([self.dataset[number] for number in index])
 
 
-# Readers of loaders with persistent workers, which stay as long as the loader.
+# Readers of loaders with persistent workers, which live as long as the loader.
 _KEPT: "WeakKeyDictionary[DataLoader[Any], Reader]" = WeakKeyDictionary()
 
 
@@ -185,7 +184,7 @@ def _reader(data: "DataLoader[Any]") -> Reader:
     if data in _KEPT:
         return _KEPT[data]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the user's own loader has said the same
+        warnings.simplefilter("ignore")  # the user's own loader has already given the same warnings
         reader = Reader(
             _Batches(data),
             persistent_workers=data.persistent_workers,
@@ -205,7 +204,7 @@ def _streamed(data: "DataLoader[Any]", words: Sequence[int], seed: int) -> Itera
     """Yield the loader's batches, with the global generators seeded for the epoch while it loads."""
     stream = Stream(words, seed, torch_only=False)
     with stream.drawing():
-        # The workers' seed would come from the global generator.
+        # Without a generator, the workers' seed would be drawn from the global one.
         data.generator = torch.Generator().manual_seed(seed ^ _WORKERS)
         _let_go(data)
         try:
@@ -221,7 +220,7 @@ def _streamed(data: "DataLoader[Any]", words: Sequence[int], seed: int) -> Itera
                 return
             yield batch
     finally:
-        # The loader may keep them alive; see `reader` for why this is not left to the garbage collector.
+        # The loader may keep the workers alive; see `reader` for why this is not left to the garbage collector.
         getattr(batches, "_shutdown_workers", lambda: None)()
         _let_go(data)
 
@@ -229,15 +228,13 @@ def _streamed(data: "DataLoader[Any]", words: Sequence[int], seed: int) -> Itera
 def _let_go(data: "DataLoader[Any]") -> None:
     """Make a loader forget the workers that it would keep for the next epoch.
 
-    Those have generators that have been drawn from, and a data set that no `set_epoch` reaches.
+    Their generators have been drawn from, and `set_epoch` does not reach their copies of the data set.
     """
     data._iterator = None
 
 
 def _after(start: int, batches: Iterator[Any], data: Any, epoch: int) -> Iterator[Any]:
-    """Return the batches after the first `start`, which are read and dropped when the first of the rest is
-    wanted.
-    """
+    """Return the batches after the first `start`, which are read and dropped when the next one is requested."""
     if start == 0:
         return batches
     named = type(data).__name__
@@ -255,7 +252,7 @@ def _after(start: int, batches: Iterator[Any], data: Any, epoch: int) -> Iterato
 
 
 def _tell_epoch(data: Any, epoch: int) -> None:
-    """Call `set_epoch` where there is one: Hugging Face's streams and distributed samplers shuffle by it."""
+    """Call `set_epoch` if there is one, by which Hugging Face's streams and distributed samplers shuffle."""
     tellable = [data]
     if isinstance(data, DataLoader):
         tellable += [data.dataset, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None)]

@@ -1,11 +1,11 @@
-"""Batches of map-style data sets, with randomness that belongs to the sample and not to the process that reads it.
+"""Batches of map-style data sets, with randomness that depends on the sample and not on the process that reads it.
 
     order(key, epoch)  = permutation of 0 .. n-1 drawn at (key, "data order", epoch), as for `arrays`
     sample i of epoch  = transform(dataset[i], draws at (key, epoch, i))
 
-So the number of workers, the batch size and the place in the epoch change no bit of a sample (but for long sums, which
-round otherwise in several threads, and workers have one), and a run continues at any batch without reading those before
-it.
+So a sample has the same bits for any number of workers, batch size and place in the epoch (except for long sums, which
+round differently in several threads, and workers have only one), and a run can resume at any batch without reading the
+earlier ones.
 """
 
 import inspect
@@ -30,17 +30,17 @@ _STORED_KEY = (0, 0)
 
 
 class Loader:
-    """A data set of single samples, and how it is read. Made by `loader`.
+    """A data set of single samples, and how it is read. Created by `loader`.
 
-    Iterating it gives the batches in the stored order, the form that evaluation takes; whatever is random about the
-    samples is then drawn as in epoch 0 of a run with `key(0)`, the same each time. `epoch` gives the keyed order for
+    Iterating over it yields the batches in the stored order, as evaluation expects; random numbers for the samples are
+    then drawn as in epoch 0 of a run with `key(0)`, the same each time. `epoch` yields the batches in keyed order for
     training. `len` counts batches per epoch.
 
     Attributes:
         dataset: The data set.
         batch_size: Samples per batch; the last batch of an epoch may be smaller.
-        shuffle: Whether `epoch` permutes; otherwise every epoch has the stored order.
-        drop_last: Whether a smaller last batch is left out, in `epoch` and in plain iteration.
+        shuffle: True if `epoch` permutes; otherwise every epoch has the stored order.
+        drop_last: True if a smaller last batch is left out, in `epoch` and in plain iteration.
     """
 
     def __init__(self, samples: Samples, reader: Reader, batch_size: int, shuffle: bool, drop_last: bool) -> None:
@@ -50,7 +50,7 @@ class Loader:
 
     @property
     def num_examples(self) -> int:
-        """Samples in the data set, those included that `drop_last` leaves out of an epoch."""
+        """Number of samples in the data set, including those that `drop_last` leaves out of an epoch."""
         return len(self.dataset)
 
     def __len__(self) -> int:
@@ -66,11 +66,11 @@ class Loader:
 
         Args:
             key: The run's key, int64 of shape (2,), such as `state.key`.
-            epoch: Which epoch of the run, from 0.
-            start: The first batch to give, 0 to `len(self)`; those before it are not read.
+            epoch: Number of the epoch in the run, from 0.
+            start: Number of the first batch to return, 0 to `len(self)`; earlier batches are not read.
 
         Returns:
-            An iterator over batches. Closing or dropping it before its end is fine.
+            An iterator over batches. It may be closed or dropped before its end.
 
         Raises:
             TypeError: `epoch` or `start` is not an int.
@@ -84,11 +84,11 @@ class Loader:
         return self._read((low, high), epoch, order, start)
 
     def order(self, key: Tensor, epoch: int) -> Tensor:
-        """Return the keyed order of one epoch: int64 of shape `(num_examples,)`, on the CPU; `arrays` has the same."""
+        """Return the keyed order of one epoch, int64 of shape `(num_examples,)`, on the CPU; as in `arrays`."""
         return epoch_order(key.cpu(), epoch, self.num_examples)
 
     def close(self) -> None:
-        """End workers that wait for the next epoch; one that comes all the same starts new ones."""
+        """End workers that wait for the next epoch; a later epoch starts new ones."""
         self._reader.close()
 
     def _read(self, key: tuple[int, int], epoch: int, order: Tensor, start: int) -> Generator[Any, None, None]:
@@ -116,32 +116,33 @@ def loader(
     """Make batches of a map-style data set: a torch `Dataset`, a list, a Hugging Face `datasets.Dataset`.
 
     Args:
-        dataset: Has `__len__` and `__getitem__`, at least one sample. One with a `__getitems__` of its own is asked
-            for all samples of a batch at once.
+        dataset: A data set with `__len__` and `__getitem__`, and at least one sample. If it has a method
+            `__getitems__`, all samples of a batch are read in one call.
         batch_size: Samples per batch, at least 1.
         shuffle: Permute the order of each epoch by key; plain iteration never shuffles.
         drop_last: Leave out a last batch that is smaller than the others.
-        workers: Processes that read; 0 for none, where the caller's own does.
+        workers: Number of processes that read; with 0, the caller's process reads.
         transform: `transform(sample, rng) -> sample`, with all its randomness from `rng`.
-        rng: What the transform is given: "torch", a `torch.Generator`; "numpy", a `numpy.random.Generator`; "key", a
-            `purecompose.random.Rng`, whose draws have the same bits in every version and take some 0.1 ms each; or
-            None for a `transform(sample)` that draws from global generators, as torchvision's do.
-        collate: Makes a batch of a list of samples; None for `torch.utils.data.default_collate`.
-        seed_globals: Seed the global generators of torch, Python and numpy for each sample, around reading and
-            transforming it, and put them back. About 10 microseconds a sample; without it, what draws from them is
-            not repeatable.
-        pin_memory: Copy batches into pinned memory in a thread; `fit` does so by itself where there is a GPU.
-        prefetch_factor: Batches that each worker reads ahead; None for 2.
-        persistent_workers: Keep workers between epochs; None for yes, where there are any.
-        multiprocessing_context: How workers are started, such as "spawn"; None for the system's way.
-        timeout: Seconds that a batch of the workers is waited for before a `TimeoutError` names the worker that did not
+        rng: Random argument of the transform: "torch" for a `torch.Generator`; "numpy" for a `numpy.random.Generator`;
+            "key" for a `purecompose.random.Rng`, whose draws have the same bits in every version and take about 0.1 ms
+            each; or None for a `transform(sample)` that draws from global generators, as torchvision's do.
+        collate: Function from a list of samples to a batch; None for `torch.utils.data.default_collate`.
+        seed_globals: Seed the global generators of torch, Python and numpy for each sample, while it is read and
+            transformed, and restore them. This takes about 10 microseconds per sample; without it, draws from them are
+            not reproducible.
+        pin_memory: Copy batches into pinned memory in a thread; `fit` does so itself if there is a GPU.
+        prefetch_factor: Number of batches that each worker reads ahead; None for 2.
+        persistent_workers: Keep workers between epochs; None to keep them if there are any.
+        multiprocessing_context: Start method of workers, such as "spawn"; None for the system's default.
+        timeout: Seconds to wait for a batch from the workers before a `TimeoutError` names the worker that did not
             answer; 0 for no limit.
 
     Raises:
-        TypeError: A data set of another kind, a transform or collate that cannot be called in this way, an argument
-            of a wrong type.
-        ValueError: No samples, no batch, a number out of range, options of workers without workers.
-        ImportError: `rng="numpy"` without numpy.
+        TypeError: The data set is of another kind, the transform or collate function cannot be called in this way, or
+            an argument has a wrong type.
+        ValueError: There are no samples or no batches, a number is out of range, or there are options for workers but
+            no workers.
+        ImportError: `rng="numpy"` is given and numpy is not installed.
 
     Example:
         >>> from purecompose.random import key
@@ -207,7 +208,7 @@ def _check_transform(transform: Any, rng: Any) -> None:
             raise ImportError("loader: rng='numpy' needs numpy; pip install numpy, or take rng='torch'") from error
     try:
         signature = inspect.signature(transform)
-    except (TypeError, ValueError):  # built-in functions without one
+    except (TypeError, ValueError):  # built-in functions without a signature
         return
     try:
         signature.bind(*(["sample"] if rng is None else ["sample", "rng"]))

@@ -1,4 +1,4 @@
-"""The order of an epoch, a pure function of (key, epoch, number of examples), and the seeds that go with it."""
+"""The order of an epoch, a pure function of (key, epoch, number of examples), and the epoch's seeds."""
 
 from hashlib import blake2s
 from struct import Struct
@@ -14,12 +14,12 @@ _ORDER = salt("data order")
 
 
 def epoch_order(key: Tensor, epoch: int, num_examples: int) -> Tensor:
-    """Return the permutation of 0 .. num_examples-1 that belongs to an epoch; every data set of that size has the same.
+    """Return the permutation of 0 .. num_examples-1 that belongs to an epoch, the same for all data sets of that size.
 
     Args:
         key: The run's key, int64 of shape (2,).
-        epoch: Which epoch of the run, from 0.
-        num_examples: How many examples to order.
+        epoch: Number of the epoch in the run, from 0.
+        num_examples: Number of examples to order.
 
     Returns:
         int64 of shape `(num_examples,)`, on the key's device.
@@ -28,21 +28,21 @@ def epoch_order(key: Tensor, epoch: int, num_examples: int) -> Tensor:
 
 
 def epoch_seed(key: Tensor, epoch: int) -> int:
-    """Return a 64-bit seed for what draws an epoch's order in its own way, such as a sampler."""
+    """Return a 64-bit seed for code that draws an epoch's order in its own way, such as a sampler."""
     low, high = fold_in(fold_in(key, _ORDER), epoch).tolist()
     return (high << 32) | low
 
 
 def seed_words(key: tuple[int, int], draw: int, number: int, epoch: int) -> tuple[int, ...]:
-    """Eight 32-bit words that belong to a numbered thing of an epoch, for seeding generators that know no keys.
+    """Return eight 32-bit words for a numbered item of an epoch, to seed generators that do not use keys.
 
-    By a hash on the host: 2 microseconds, where a draw on tensors takes a hundred.
+    They are computed by a hash on the host, which takes 2 microseconds; a draw on tensors takes a hundred.
 
     Args:
         key: The two words of the run's key.
-        draw: A salt that says what the words are for.
-        number: The thing's number, such as the index of an example, in [0, 2**64).
-        epoch: Which epoch of the run, from 0.
+        draw: A salt that identifies the purpose of the words.
+        number: The item's number, such as the index of an example, in [0, 2**64).
+        epoch: Number of the epoch in the run, from 0.
     """
     return _WORDS.unpack(blake2s(_PLACE.pack(*key, draw, number, epoch), digest_size=_WORDS.size).digest())
 

@@ -1,11 +1,11 @@
 """Prefetching: batches are sent to a GPU while it works on earlier ones.
 
-A copy from ordinary memory makes the host wait for the GPU. Here each batch goes into pinned memory and from there
-on a stream of its own, a few batches ahead of the one that is asked for.
+A copy from pageable memory makes the host wait for the GPU. Here each batch is copied into pinned memory and from there
+to the GPU on a separate stream, a few batches ahead of the requested one.
 
-Batches are read where they are asked for, in no thread of their own: a `DataLoader` reads ahead by its workers
-already, while a thread would draw from torch's global generator and run the loader's code beside the step's. On
-devices without streams nothing is read ahead.
+Batches are read in the calling thread: a `DataLoader` already reads ahead in its workers, and a separate thread would
+draw from torch's global generator and run the loader's code concurrently with the step's. On devices without streams
+nothing is read ahead.
 """
 
 from collections import deque
@@ -25,17 +25,17 @@ __all__ = ["prefetch"]
 def prefetch(data: Iterable[Any], device: torch.device | str, size: int = 2) -> Iterator[Any]:
     """Return the batches on a device, in their order; for CUDA copied ahead.
 
-    What raises while reading ahead is raised when its turn comes, after the batches before it. Closing the iterator
-    (or dropping it) lets go of what was read ahead: a source that cannot be iterated again has then lost up to
-    `size` batches.
+    An exception while reading ahead is raised in its turn, after the earlier batches. Closing the iterator
+    (or dropping it) discards the batches that were read ahead: a source that cannot be iterated again has then lost up
+    to `size` batches.
 
     Args:
         data: Batches of any form, see `purecompose.batch`; iterated once.
-        device: Where the batches are wanted. Those that are there already are passed on, and not read ahead.
-        size: How many batches are under way or waiting at most, the one that is asked for included; at least 1.
+        device: Device for the batches. Those that are already on it are passed on, and not read ahead.
+        size: Largest number of batches being copied or waiting, including the requested one; at least 1.
 
     Raises:
-        TypeError, ValueError: `size` is not a whole number of at least 1.
+        TypeError, ValueError: `size` is not an integer of at least 1.
 
     Example:
         >>> [batch.tolist() for batch in prefetch([torch.tensor([1]), torch.tensor([2])], "cpu")]
@@ -49,16 +49,16 @@ def prefetch(data: Iterable[Any], device: torch.device | str, size: int = 2) -> 
 
 
 class _Sent(NamedTuple):
-    """A batch that may still be under way."""
+    """A batch that may still be being copied."""
 
     arrived: Callable[[], Any]
-    """Hand the batch over to the current stream."""
+    """Function that makes the current stream wait for the copy, and returns the batch."""
     is_under_way: bool
-    """Whether there was anything to copy."""
+    """True if there was anything to copy."""
 
 
 def _ahead(data: Iterable[Any], send: Callable[[Any], _Sent], size: int) -> Iterator[Any]:
-    """Send batches up to `size` ahead; one at a time where nothing has to be copied."""
+    """Send batches up to `size` ahead; one at a time if nothing has to be copied."""
     source, waiting = iter(data), deque[_Sent]()
     failure: Exception | None = None
     depth, is_over = 1, False
@@ -68,7 +68,7 @@ def _ahead(data: Iterable[Any], send: Callable[[Any], _Sent], size: int) -> Iter
                 sent = send(next(source))
             except StopIteration:
                 is_over = True
-            except Exception as error:  # its turn comes after the batches before it
+            except Exception as error:  # raised in its turn, after the earlier batches
                 failure, is_over = error, True
             else:
                 waiting.append(sent)
@@ -81,7 +81,7 @@ def _ahead(data: Iterable[Any], send: Callable[[Any], _Sent], size: int) -> Iter
 
 
 class _Sender:
-    """Copies batches to a GPU on a stream of its own."""
+    """Object that copies batches to a GPU on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -107,7 +107,7 @@ class _Sender:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(event)
             for tensor in copies:
-                # The memory is the copying stream's; without this it could be written again while it is being read.
+                # The memory belongs to the copying stream; without this it could be reused while it is being read.
                 if tensor.layout is torch.strided:
                     tensor.record_stream(current)
             return moved
@@ -116,10 +116,10 @@ class _Sender:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """Return the tensor in memory that the GPU can read by itself; what is not plain memory stays as it is."""
+    """Return the tensor in pinned memory, which the GPU can read directly; one that is not strided is unchanged."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_pinned():
         return tensor
-    if 0 in tensor.stride():  # one element for many, as `expand` makes it, which no copy can be written to
+    if 0 in tensor.stride():  # expanded, with several elements in one place, which a copy cannot write to
         tensor = tensor.contiguous()
     return tensor.pin_memory()
 

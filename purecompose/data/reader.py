@@ -1,7 +1,7 @@
 """Readers: load samples in this process or in workers that live across epochs.
 
-A *source* wraps a data set and gives a finished batch for a request, `source[request]`. Its requests are small and say
-all that the batch depends on, so it does not matter which process reads it, or what that process has read before.
+A *source* wraps a data set and returns a finished batch for a request, `source[request]`. Requests are small and
+contain all that the batch depends on, so it does not matter which process reads it, or what it has read before.
 """
 
 import os
@@ -22,11 +22,11 @@ class Reader:
     """A source with the `DataLoader` that reads it.
 
     Args:
-        source: Has `__getitem__(request) -> batch`, and the data set as `dataset`.
-        num_workers: Processes that read; 0 for none.
-        persistent_workers: Whether workers stay for the next epoch.
-        worker_init_fn: Called in each new worker with its number.
-        options: More of a `DataLoader`'s.
+        source: Object with `__getitem__(request) -> batch`, and with the data set as `dataset`.
+        num_workers: Number of processes that read; 0 for none.
+        persistent_workers: True to keep workers for the next epoch.
+        worker_init_fn: Function called in each new worker with its number.
+        options: Further options of a `DataLoader`.
     """
 
     def __init__(
@@ -42,23 +42,23 @@ class Reader:
         self._source = source
         self._options = options | {"num_workers": num_workers, "worker_init_fn": init_fn}
         self._persistent = persistent_workers
-        self._idle = [self._new()]  # or none
-        # The workers end with the reader, and before anything of theirs is let go of: see `_shut_down`.
+        self._idle = [self._new()]  # at most one
+        # The workers end with the reader, and before anything that they use is released: see `_shut_down`.
         weakref.finalize(self, _close, self._idle, os.getpid())
 
     def read(self, requests: Iterable[Any], seed: int = 0) -> Generator[Any, None, None]:
-        """Return the batches of some requests, in their order.
+        """Yield the batches of some requests, in their order.
 
-        Two of these may run at a time; the second then starts workers of its own. What is left of a reading that
-        was given up, the workers finish before they begin with the next.
+        Two readings may run at the same time; the second then starts its own workers. After a reading that was
+        abandoned, the workers finish its outstanding requests before they begin with the next reading.
 
         Args:
-            requests: Read a few ahead of the batches where there are workers.
-            seed: Of the generators in new workers, where nothing else seeds them.
+            requests: The requests; with workers, they are read a few ahead of the batches.
+            seed: Seed of the generators in new workers, if nothing else seeds them.
         """
-        # In use it is not idle: a second reading would reset the first one's workers.
+        # A loader in use is removed from the idle ones, because a second reading would reset the first one's workers.
         loader = self._idle.pop() if self._idle else self._new()
-        loader.generator = torch.Generator().manual_seed(seed)  # without one it would draw from the global generator
+        loader.generator = torch.Generator().manual_seed(seed)  # otherwise it would draw from the global generator
         assert isinstance(loader.sampler, _Requests)
         loader.sampler.current = requests = iter(requests)
         batches, is_sound = None, False
@@ -70,8 +70,8 @@ class Reader:
             is_sound = True
             raise
         finally:
-            _close_generator(requests)  # the idle loader would keep what it holds
-            # After an error workers may be gone, and the next reading gets new ones.
+            _close_generator(requests)  # otherwise the idle loader would keep its objects alive
+            # After an error workers may have died, so the next reading gets new ones.
             if self._persistent and is_sound and not self._idle:
                 self._idle.append(loader)
             else:
@@ -93,7 +93,7 @@ class Reader:
 
 
 def _close(idle: "list[DataLoader[Any]]", process: int) -> None:
-    # A forked worker has the reader too, and must not wait for its siblings.
+    # A forked worker has a copy of the reader, and must not wait for its siblings.
     while idle and process == os.getpid():
         _shut_down(idle.pop()._iterator)
 
@@ -104,10 +104,10 @@ def _close_generator(requests: Iterator[Any]) -> None:
 
 
 def _answered(batches: Iterator[Any], timeout: float) -> Generator[Any, None, None]:
-    """Yield what a `DataLoader` reads; where its timeout is over, the error names the worker that did not answer.
+    """Yield the batches of a `DataLoader`; after a timeout, the error names the worker that did not answer.
 
     Raises:
-        TimeoutError: No batch has come for `timeout` seconds.
+        TimeoutError: No batch has arrived for `timeout` seconds.
     """
     started = time.monotonic()
     while True:
@@ -127,7 +127,7 @@ def _answered(batches: Iterator[Any], timeout: float) -> Generator[Any, None, No
 
 
 def _late_worker(batches: Any) -> str:
-    """Name the worker whose batch is the next one, as far as torch's iterator tells."""
+    """Return a name for the worker whose batch is next, as far as torch's iterator reveals it."""
     info = getattr(batches, "_task_info", {}).get(getattr(batches, "_rcvd_idx", None))
     if not info:
         return "a worker of the loader"
@@ -138,18 +138,18 @@ _END = object()
 
 
 def _shut_down(batches: Any) -> None:
-    """End the workers of a `DataLoader`'s iterator now.
+    """End the workers of a `DataLoader`'s iterator immediately.
 
-    Left to the garbage collector, an iterator in a reference cycle (an error's traceback makes such) loses its queues
-    first, and each worker is waited for in vain for five seconds.
+    If the garbage collector did so, an iterator in a reference cycle (as created by an error's traceback) would lose
+    its queues first, and the process would wait five seconds for each worker in vain.
     """
-    shut_down = getattr(batches, "_shutdown_workers", None)  # one in this process has no workers
+    shut_down = getattr(batches, "_shutdown_workers", None)  # an iterator in this process has no workers
     if shut_down is not None:
         shut_down()
 
 
 class _Requests:
-    """A sampler whose content is exchanged from epoch to epoch: a `DataLoader` never lets go of its sampler."""
+    """A sampler whose content is replaced in each epoch, because the sampler of a `DataLoader` cannot be replaced."""
 
     def __init__(self) -> None:
         self.current: Iterable[Any] = ()
@@ -159,10 +159,10 @@ class _Requests:
 
 
 class _WorkerInit:
-    """Begins a worker.
+    """Initialization of a worker.
 
-    It gets the data set itself: `get_worker_info` would otherwise lead to the source around it. And it does not
-    hear Ctrl-C, which a terminal sends to all processes: the run's own decides when its readers end.
+    `get_worker_info` gets the data set itself instead of the source around it. And the worker ignores Ctrl-C, which a
+    terminal sends to all processes: the run's main process decides when its readers end.
     """
 
     def __init__(self, init_fn: Callable[[int], None] | None) -> None:
@@ -171,15 +171,15 @@ class _WorkerInit:
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # which forbids it by the plain way
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # plain assignment raises
         if self.init_fn is not None:
             self.init_fn(worker)
 
 
 class naming:
-    """Adds a note to an error that says what was being read; the error's type and text stay.
+    """Context that adds a note to an error about what was being read; the error's type and text do not change.
 
-    A class, because what `contextlib.contextmanager` makes lets a `StopIteration` pass.
+    A class, because a context from `contextlib.contextmanager` lets a `StopIteration` pass.
     """
 
     def __init__(self, note: str) -> None:
@@ -190,7 +190,7 @@ class naming:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, StopIteration):
-            # On its way out of the loader it would pass for the end of the epoch.
+            # Raised by the loader, it would be taken as the end of the epoch.
             raise RuntimeError(f"the data set raised StopIteration; {self.note}") from error
         if isinstance(error, Exception):
             error.add_note(self.note)

@@ -17,15 +17,15 @@ from purecompose.random import Rng, salt
 __all__ = ["RNG_KINDS", "Request", "Samples", "reads_whole_batches"]
 
 RNG_KINDS = ("torch", "numpy", "key", None)
-"""What a transform may be given besides the sample."""
+"""Kinds of random argument that a transform may take besides the sample."""
 
 _SAMPLE, _TRANSFORM = salt("data sample"), salt("data transform")
-# What concerns a whole batch belongs to its first sample.
+# Draws for a whole batch use the index of its first sample.
 _READ, _COLLATE = salt("data read"), salt("data collate")
 
 
 class Request(NamedTuple):
-    """All that a batch depends on, besides the data."""
+    """Everything that a batch depends on, besides the data."""
 
     key: tuple[int, int]
     """The words of the run's key."""
@@ -34,14 +34,14 @@ class Request(NamedTuple):
 
 
 class Samples:
-    """Makes a batch from a request.
+    """Source that makes a batch from a request; see `loader` for the arguments.
 
     Args:
-        dataset: Map-style.
-        transform: See `loader`, as for the others.
+        dataset: A map-style data set.
+        transform: A function of the sample, and of the random argument if there is one; or None.
         rng: One of `RNG_KINDS`.
         collate: A function of the list of samples, or None.
-        seeds_globals: Whether the global generators are seeded for every sample.
+        seeds_globals: True to seed the global generators for every sample.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Samples:
         self.reads_whole_batches = reads_whole_batches(dataset)
 
     def __getitem__(self, request: Request) -> Any:
-        # A worker's generators are used by nothing else.
+        # In a worker nothing else uses the generators, so they need not be restored.
         is_outside_kept = self.seeds_globals and get_worker_info() is None
         with kept_globals() if is_outside_kept else nullcontext():
             return self._collated(self._samples(request), request)
@@ -108,10 +108,9 @@ class Samples:
 
 
 def reads_whole_batches(dataset: Any) -> bool:
-    """Return whether a data set gains by being asked for many samples at once; a `Subset` does where what it is part of
-    does.
+    """Return whether a data set can read many samples in one call; for a `Subset`, whether its data set can.
 
-    A `Subset` has `__getitems__` in any case, and reads one by one behind it where nothing could be seeded between.
+    Every `Subset` has `__getitems__`, but it may read the samples one by one, without seeding between them.
     """
     if type(dataset) is Subset:
         return reads_whole_batches(dataset.dataset)
@@ -119,7 +118,7 @@ def reads_whole_batches(dataset: Any) -> bool:
 
 
 def _uncollated(samples: list[Any], indices: list[int], error: Exception) -> str:
-    """Return where a sample first differs in form from the first one, or what prevents collation in all of them."""
+    """Return a message that names the first sample with another form than the first one, if any, and torch's error."""
     first = _form(samples[0])
     lines = f"sample {indices[0]} is {first}"
     for index, sample in zip(indices, samples, strict=True):
@@ -133,7 +132,7 @@ def _uncollated(samples: list[Any], indices: list[int], error: Exception) -> str
 
 
 def _form(sample: Any) -> str:
-    """Return a sample's structure with the shapes in it."""
+    """Return a description of a sample's structure, with its shapes."""
     if isinstance(sample, Tensor) or (hasattr(sample, "shape") and hasattr(sample, "dtype")):
         return f"{sample.dtype} of shape {tuple(sample.shape)}"
     if isinstance(sample, Mapping):

@@ -1,7 +1,7 @@
 """Scopes that seed the global generators of torch (on the CPU), Python and NumPy, and restore them.
 
-Data sets draw from them: a random crop reads torch's, an older one Python's `random` or `numpy.random`. Seeded from a
-place in the run before each read, they make such a data set a function of that place.
+Data sets draw from them: a random crop uses torch's, older code Python's `random` or `numpy.random`. If they are seeded
+before each read from a place in the run, such a data set becomes a function of that place.
 """
 
 import importlib.util
@@ -17,22 +17,22 @@ import torch
 __all__ = ["SEED_WORDS", "Stream", "kept_globals", "load_numpy", "seed_globals"]
 
 SEED_WORDS = 4
-"""How many 32-bit words `seed_globals` reads."""
+"""Number of 32-bit words that `seed_globals` reads."""
 
 
 def load_numpy() -> None:
-    """Import numpy's generator where numpy is installed.
+    """Import numpy's generator if numpy is installed.
 
-    A data set that did so in the midst of its first read would draw from an unseeded generator.
+    A data set that imported it during its first read would draw from an unseeded generator.
     """
     if importlib.util.find_spec("numpy") is not None:
         importlib.import_module("numpy.random")
 
 
 def seed_globals(words: Sequence[int]) -> None:
-    """Seed the generators from four words of 32 bits each; about 7 microseconds.
+    """Seed the generators from four words of 32 bits each, in about 7 microseconds.
 
-    `torch.manual_seed` would take 100 more, for it reaches for accelerators too, which workers must not touch.
+    `torch.manual_seed` would take 100 more, because it also seeds accelerators, which workers must not touch.
     """
     torch.default_generator.manual_seed(words[0])
     random.seed(words[1] << 32 | words[2])
@@ -42,7 +42,7 @@ def seed_globals(words: Sequence[int]) -> None:
 
 @contextmanager
 def kept_globals() -> Iterator[None]:
-    """Put the generators back where they were; about 75 microseconds, nearly all of them numpy's."""
+    """Restore the generators afterwards; takes about 75 microseconds, nearly all of them for numpy."""
     outside = _states()
     try:
         yield
@@ -51,12 +51,12 @@ def kept_globals() -> Iterator[None]:
 
 
 class Stream:
-    """Draws that continue from one block to the next, beside those of the world outside.
+    """A stream of draws that continues from one block to the next, separate from other draws.
 
     Args:
-        words: Where it begins, as for `seed_globals`.
-        torch_seed: The seed of torch's generator instead, 64 bits.
-        torch_only: Whether only torch's generator is exchanged, which is some fifty times cheaper.
+        words: Seed of the generators, as for `seed_globals`.
+        torch_seed: Seed of torch's generator, 64 bits; it replaces the first word.
+        torch_only: True to replace only torch's generator, which is about fifty times cheaper.
     """
 
     def __init__(self, words: Sequence[int], torch_seed: int, torch_only: bool) -> None:
@@ -68,7 +68,7 @@ class Stream:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Let the global generators draw what comes next in this stream."""
+        """Return a scope in which the global generators continue this stream."""
         outside = _states(self._torch_only)
         _set(self._inside)
         try:

@@ -1,10 +1,10 @@
-"""Text as tokens, one for each character, cut into windows for language models: nothing is downloaded.
+"""Text as tokens, one per character, cut into windows for language models: nothing is downloaded.
 
     input_ids[i, t] = tokens[i length + t],   labels[i, t] = tokens[i length + t + 1]
 
-Windows do not overlap: every token is an input once and a label once an epoch, but the first, which is not a label, and
-at the end the fewer than `length` tokens that fill no window, and the one after the last window, which is not an input.
-Labels are shifted here, so a network's output at a position is for that position's label.
+Windows do not overlap: every token is an input once and a label once per epoch, with three exceptions: the first token
+is not a label, the token after the last window is not an input, and the remaining tokens at the end, fewer than
+`length`, are neither. Labels are already shifted, so a network's output at a position belongs to that position's label.
 """
 
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ __all__ = ["CharacterVocabulary", "TextData", "load_text", "text_windows"]
 
 @dataclass(frozen=True)
 class CharacterVocabulary:
-    """Characters and their numbers: a character's token is its place.
+    """Characters and their numbers: a character's token is its position.
 
     Args:
-        characters: Each of them once, at least one.
+        characters: The characters, at least one, each of them once.
 
     Raises:
-        TypeError: No text.
-        ValueError: None, or one twice.
+        TypeError: `characters` is not a string.
+        ValueError: There are no characters, or one occurs twice.
 
     Example:
         >>> vocabulary = CharacterVocabulary.of("hello")
@@ -54,7 +54,7 @@ class CharacterVocabulary:
 
     @classmethod
     def of(cls, text: str) -> "CharacterVocabulary":
-        """Return the characters of a text, sorted by their code points."""
+        """Return the vocabulary of a text's characters, sorted by their code points."""
         return cls("".join(sorted(set(text))))
 
     def __len__(self) -> int:
@@ -64,7 +64,7 @@ class CharacterVocabulary:
         """Return the tokens of a text: int64, `(len(text),)`.
 
         Raises:
-            ValueError: It has characters that the vocabulary lacks; the message shows them.
+            ValueError: The text has characters that the vocabulary lacks; the message lists them.
         """
         known, found = _code_points(self.characters), _code_points(text)
         table = torch.full((int(known.max()) + 1,), -1)
@@ -82,7 +82,7 @@ class CharacterVocabulary:
         """Return the text of tokens, integers `(L,)`.
 
         Raises:
-            IndexError: A token of the vocabulary's size or more, or a negative one.
+            IndexError: A token is negative, or not less than the vocabulary's size.
         """
         numbers = tokens.tolist()
         if wrong := [number for number in numbers if not 0 <= number < len(self)]:
@@ -91,7 +91,7 @@ class CharacterVocabulary:
 
 
 class TextData(NamedTuple):
-    """A text in windows, with its fixed split: its end is the test part."""
+    """A text in windows, with a fixed split: its end is the test part."""
 
     train_inputs: Tensor
     """int64, shape `(num_train, length)`."""
@@ -103,7 +103,7 @@ class TextData(NamedTuple):
     """int64, shape `(num_test, length)`."""
     vocabulary: CharacterVocabulary
     num_dropped: int
-    """How many tokens at the ends of the two parts are the label of nothing, as they fill no window."""
+    """Number of tokens at the ends of the two parts that are not used as labels, because they fill no window."""
 
     @property
     def num_classes(self) -> int:
@@ -117,18 +117,18 @@ class TextData(NamedTuple):
 
 
 def text_windows(tokens: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Cut tokens into windows that do not overlap, beside the tokens that follow.
+    """Cut tokens into windows that do not overlap, each with the labels that follow its tokens.
 
     Args:
         tokens: Integers `(num_tokens,)`.
-        length: Tokens in a window, at least 1.
+        length: Number of tokens in a window, at least 1.
 
     Returns:
         Inputs and labels, both `(N, length)` with N = (num_tokens - 1) // length, of the tokens' dtype.
 
     Raises:
-        TypeError: Tokens that are not integers, or a length that is none.
-        ValueError: Tokens of another shape, a length below 1, or too few tokens for a single window.
+        TypeError: The tokens are not integers, or the length is not an integer.
+        ValueError: The tokens have another shape, the length is below 1, or there are too few tokens for one window.
 
     Example:
         >>> inputs, labels = text_windows(torch.arange(8), 3)
@@ -161,20 +161,20 @@ def load_text(
     """Read a text file into memory, on the CPU, as windows of characters.
 
     Args:
-        path: A file in UTF-8. Line ends stay as they are; a byte order mark is left out.
-        length: Tokens in a window.
-        vocabulary: The characters and their numbers; by default those of the file, sorted.
-        test_share: How much of the file, at its end, is the test part, in (0, 1).
+        path: A file in UTF-8. Line ends are kept; a byte order mark is left out.
+        length: Number of tokens in a window.
+        vocabulary: The characters and their numbers; by default the characters of the file, sorted.
+        test_share: Fraction of the file, at its end, that is the test part, in (0, 1).
 
     Raises:
-        OSError: The file is not there, or cannot be read.
-        TypeError, ValueError: A length or share of the wrong kind or out of range, a file that is not UTF-8, one that
-            is too short for a window in either part, or one with characters that the vocabulary lacks.
+        OSError: The file does not exist or cannot be read.
+        TypeError, ValueError: The length or the share is of the wrong kind or out of range; or the file is not UTF-8,
+            is too short for a window in either part, or has characters that the vocabulary lacks.
     """
     check_whole(length, "load_text: length", 1, hint="it is a number of tokens")
     check_number(test_share, "load_text: test_share", 0, 1, above=True, below=True)
     text = _read(Path(path).expanduser())
-    # The shorter part decides, and it wants a window and the label of its last token.
+    # The shorter part decides: it needs the tokens of a window and the label of the last one.
     num_test = round(test_share * len(text))
     if min(num_test, len(text) - num_test) <= length:
         raise ValueError(
@@ -209,13 +209,13 @@ def _read(path: Path) -> str:
 
 
 def _code_points(text: str) -> Tensor:
-    """int64, `(len(text),)`."""
-    # A bytearray, because torch warns about memory that it may not write to; and it takes no empty one.
+    """Return the code points of a text, int64, `(len(text),)`."""
+    # A bytearray, because torch warns about read-only memory. It does not accept an empty one.
     content = bytearray(text.encode("utf-32-le", errors="surrogatepass"))
     return torch.frombuffer(content, dtype=torch.int32).long() if content else torch.zeros(0, dtype=torch.int64)
 
 
 def _listed(characters: list[str]) -> str:
-    """Return the first few of them."""
+    """Return a list of the first few characters as text."""
     more = f" and {len(characters) - 5} more" if len(characters) > 5 else ""
     return f"{', '.join(map(repr, characters[:5]))}{more}"

@@ -12,19 +12,19 @@ from purecompose.data.arrays import Arrays
 __all__ = ["watched"]
 
 LONGEST = 60.0
-"""How many seconds a batch may take before a warning says that it has not come."""
+"""Seconds that a batch may take before a warning reports that it has not arrived."""
 
 _END = object()
 
 
 def watched(batches: Iterator[Any], data: object) -> Iterator[Any]:
-    """Return the batches, as they come; a warning says so while one has not come for too long, once for each such wait.
+    """Return the batches, and warn while one has not arrived for too long, once for each such wait.
 
-    A separate thread looks at the clock, since the one that waits cannot. Data in memory cause no waiting.
+    A separate thread checks the clock, since the waiting one cannot. Data in memory are not watched.
 
     Args:
         batches: The batches.
-        data: What they come from.
+        data: The data that they come from.
     """
     return batches if isinstance(data, list | tuple | Arrays) else _watched(batches, type(data).__name__)
 
