@@ -164,8 +164,8 @@ def arrays(
 
     Raises:
         TypeError: Something other than tensors, a batch size that is not an int, or names that are not two strings.
-        ValueError: No examples, different numbers of inputs and targets, different devices, a batch size
-            below 1, or `drop_last` with fewer examples than one batch.
+        ValueError: There are no examples, inputs and targets differ in number or device, the batch size is below 1, or
+            `drop_last` is given with fewer examples than one batch.
 
     Example:
         >>> data = arrays(torch.zeros(10, 3), torch.zeros(10, dtype=torch.int64), batch_size=4)
@@ -189,7 +189,7 @@ def split(inputs: Tensor, targets: Tensor, size: int | float, *, seed: int) -> S
 
     Raises:
         TypeError: Something other than tensors, or a size that is neither int nor float.
-        ValueError: Unpaired or empty data, or a size that leaves one of the two parts empty.
+        ValueError: The data are unpaired or empty, or the size leaves one of the two parts empty.
 
     Example:
         >>> parts = split(torch.arange(10.0), torch.arange(10), 0.2, seed=0)

@@ -25,7 +25,7 @@ def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
     """Raise early if this is not a loss or, with `per_example`, if it cannot return losses per example.
 
     Raises:
-        TypeError: Not callable, a class in place of an instance, or no `reduction` parameter.
+        TypeError: `loss_fn` is not callable, is a class instead of an instance, or has no `reduction` parameter.
     """
     if not callable(loss_fn) or isinstance(loss_fn, type):
         raise TypeError(

@@ -29,7 +29,7 @@ def adafactor(
     weight_decay: Scalar = 0.0,
     groups: Mapping[str, Mapping[str, Any]] | Groups = (),
 ) -> Adafactor:
-    """Adafactor, equal to `torch.optim.Adafactor`: little memory, and moves in proportion to the parameters.
+    """Return Adafactor, equal to `torch.optim.Adafactor`: little memory, and moves in proportion to the parameters.
 
     With t the number of the parameter's update, counted from 1, RMS the root mean square, and w = t^beta2_decay::
 
@@ -61,8 +61,8 @@ def adafactor(
         parameters of one group have to be on one device.
 
     Raises:
-        TypeError: A setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
-        ValueError: A setting out of range.
+        TypeError: A setting is of the wrong kind, a group has an unknown option; from `init`, a parameter is complex.
+        ValueError: A setting is out of range.
 
     Example:
         >>> optimizer = adafactor(0.5)

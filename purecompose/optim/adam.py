@@ -37,7 +37,7 @@ def adam(
     amsgrad: bool = False,
     groups: Mapping[str, Mapping[str, Any]] | Groups = (),
 ) -> Adam:
-    """Adam, equal to `torch.optim.Adam`.
+    """Return Adam, equal to `torch.optim.Adam`.
 
     With g the gradient plus weight_decay * p, and t the number of the parameter's update, counted from 1::
 
@@ -67,8 +67,8 @@ def adam(
         shapes and dtypes. The parameters of one group have to be on one device.
 
     Raises:
-        TypeError: A setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
-        ValueError: A setting out of range.
+        TypeError: A setting is of the wrong kind, a group has an unknown option; from `init`, a parameter is complex.
+        ValueError: A setting is out of range.
 
     Example:
         >>> optimizer = adam(0.1)
@@ -95,7 +95,7 @@ def adamw(
     amsgrad: bool = False,
     groups: Mapping[str, Mapping[str, Any]] | Groups = (),
 ) -> Adam:
-    """Adam with decoupled weight decay, equal to `torch.optim.AdamW`.
+    """Return Adam with decoupled weight decay, equal to `torch.optim.AdamW`.
 
     The decay does not enter the gradient: p <- p - lr * weight_decay * p, then Adam's move. It follows the
     learning rate and its schedule. Arguments, state and errors are the same as for `adam`.
@@ -122,7 +122,7 @@ def decoupled_adamw(
     amsgrad: bool = False,
     groups: Mapping[str, Mapping[str, Any]] | Groups = (),
 ) -> Adam:
-    """Adam with weight decay that is decoupled from the learning rate as well, as in Composer's DecoupledAdamW.
+    """Return Adam with weight decay that is decoupled from the learning rate, too, as in Composer's DecoupledAdamW.
 
     p <- p - s * weight_decay * p, then Adam's move. The multiplier s is the product of the schedules in `lr`: with
     lr = 0.1 * cosine() it is the cosine's value, independent of the 0.1 or of the value of an hparam in its place, and

@@ -152,7 +152,7 @@ class ByGroup:
         """Move every parameter that has a gradient; see `Optimizer.update`.
 
         Raises:
-            KeyError: A gradient without a parameter, or a parameter that `opt_state` does not know.
+            KeyError: A gradient has no parameter, or a parameter is missing in `opt_state`.
         """
         new_params = dict(params)
         new_opt_state = {slot: dict(leaves) for slot, leaves in opt_state.items()}

@@ -24,7 +24,7 @@ Patterns: TypeAlias = tuple[tuple[str, Any], ...]
 
 
 def by_pattern(groups: Mapping[str, Optimizer] | Patterns, rest: Optimizer) -> ByPattern:
-    """Different optimizers for different parameters, as one optimizer.
+    """Return one optimizer that uses different optimizers for different parameters.
 
     A parameter is assigned to the first pattern that matches its name (`fnmatch`, on the whole name) and whose
     optimizer moves parameters of its form, as `muon` moves only matrices; all others are assigned to `rest`. Here
@@ -45,9 +45,8 @@ def by_pattern(groups: Mapping[str, Optimizer] | Patterns, rest: Optimizer) -> B
         states: a slot that two of them have, such as "step", contains the parameters of both.
 
     Raises:
-        TypeError: No patterns, or something that is not an optimizer; from `init`, an optimizer whose state has another
-            form.
-        ValueError: From `init`, a pattern that matches no parameter, or none that its optimizer moves.
+        TypeError: The groups are not patterns with optimizers; from `init`, an optimizer's state has another form.
+        ValueError: From `init`, a pattern matches no parameter, or none that its optimizer moves.
 
     Example:
         >>> import torch
@@ -126,7 +125,7 @@ class ByPattern:
         """Move every parameter that has a gradient by its optimizer; see `Optimizer.update`.
 
         Raises:
-            KeyError: A gradient without a parameter, or a parameter that `opt_state` does not know.
+            KeyError: A gradient has no parameter, or a parameter is missing in `opt_state`.
         """
         new_params = dict(params)
         new_opt_state = {slot: dict(leaves) for slot, leaves in opt_state.items()}

@@ -1,4 +1,4 @@
-"""An optimizer with added weight decay that follows a schedule of its own."""
+"""An optimizer with added weight decay that follows the schedule of its learning rate."""
 
 from __future__ import annotations
 

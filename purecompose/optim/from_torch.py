@@ -169,7 +169,7 @@ class FromTorch(ByGroup):
         """Move every parameter that has a gradient, by one `step` of the class; see `Optimizer.update`.
 
         Raises:
-            KeyError: A gradient without a parameter, or a parameter that `opt_state` does not know.
+            KeyError: A gradient has no parameter, or a parameter is missing in `opt_state`.
             RuntimeError: The update is traced, mapped or differentiated; or the form of the memory differs from that
                 after the first step.
         """

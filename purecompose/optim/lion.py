@@ -25,7 +25,7 @@ def lion(
     weight_decay: Scalar = 0.0,
     groups: Mapping[str, Mapping[str, Any]] | Groups = (),
 ) -> Lion:
-    """Lion: each element moves by lr, up or down, and one tensor is remembered for each parameter.
+    """Return Lion: each element moves by lr, up or down, and the state has one tensor per parameter.
 
     ::
 
@@ -50,8 +50,8 @@ def lion(
         A frozen, hashable optimizer. Its state is `{"exp_avg": {name: tensor}}`, of the parameters' shapes and dtypes.
 
     Raises:
-        TypeError: A setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
-        ValueError: A setting out of range.
+        TypeError: A setting is of the wrong kind, a group has an unknown option; from `init`, a parameter is complex.
+        ValueError: A setting is out of range.
 
     Example:
         >>> import torch

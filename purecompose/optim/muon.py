@@ -37,7 +37,7 @@ def muon(
     ns_precision: Literal["bf16", "full"] = "bf16",
     groups: Mapping[str, Mapping[str, Any]] | Groups = (),
 ) -> Muon:
-    """Muon, equal to `torch.optim.Muon`: it moves matrices by about the same length in all directions.
+    """Return Muon, equal to `torch.optim.Muon`: it moves matrices by about the same length in all directions.
 
     With g the gradient of a matrix p of shape (rows, columns)::
 
@@ -74,8 +74,8 @@ def muon(
         A frozen, hashable optimizer. Its state is `{"momentum": {name: tensor}}`, of the parameters' shapes and dtypes.
 
     Raises:
-        TypeError: A setting of the wrong kind, an unknown option in a group.
-        ValueError: A setting out of range; from `init`, a parameter that is not a real matrix.
+        TypeError: A setting is of the wrong kind, or a group has an unknown option.
+        ValueError: A setting is out of range; from `init`, a parameter is not a real matrix.
 
     Example:
         >>> params = {"w": torch.zeros(2, 2)}

@@ -29,7 +29,7 @@ def rmsprop(
     centered: bool = False,
     groups: Mapping[str, Mapping[str, Any]] | Groups = (),
 ) -> RMSprop:
-    """RMSprop, equal to `torch.optim.RMSprop`.
+    """Return RMSprop, equal to `torch.optim.RMSprop`.
 
     With g the gradient plus weight_decay * p::
 
@@ -57,8 +57,8 @@ def rmsprop(
         with momentum also `"momentum"`, all of the parameters' shapes and dtypes.
 
     Raises:
-        TypeError: A setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
-        ValueError: A setting out of range.
+        TypeError: A setting is of the wrong kind, a group has an unknown option; from `init`, a parameter is complex.
+        ValueError: A setting is out of range.
 
     Example:
         >>> import torch

@@ -29,7 +29,7 @@ def sgd(
     weight_decay: Scalar = 0.0,
     groups: Mapping[str, Mapping[str, Any]] | Groups = (),
 ) -> SGD:
-    """Stochastic gradient descent, equal to `torch.optim.SGD`.
+    """Return stochastic gradient descent, equal to `torch.optim.SGD`.
 
     With g the gradient plus weight_decay * p, each parameter with a gradient moves by::
 
@@ -52,8 +52,8 @@ def sgd(
         and dtypes, and with dampening `{"step": {name: tensor}}`, 0-d float32 counts of updates.
 
     Raises:
-        TypeError: A setting of the wrong kind, or an unknown option in a group.
-        ValueError: A setting out of range, or Nesterov without momentum or with dampening.
+        TypeError: A setting is of the wrong kind, or a group has an unknown option.
+        ValueError: A setting is out of range, or Nesterov is used without momentum or with dampening.
 
     Example:
         >>> optimizer = sgd(0.5, momentum=0.9)
@@ -80,7 +80,7 @@ def decoupled_sgdw(
     nesterov: bool = False,
     groups: Mapping[str, Mapping[str, Any]] | Groups = (),
 ) -> SGD:
-    """SGD with weight decay that is decoupled from gradient and learning rate, as in Composer's DecoupledSGDW.
+    """Return SGD with weight decay decoupled from gradient and learning rate, as in Composer's DecoupledSGDW.
 
     p <- p - s * weight_decay * p, then `sgd`'s move, whose momentum does not include the decay. The multiplier s is
     the product of the schedules in `lr`: with lr = 0.1 * cosine() it is the cosine's value, independent of the 0.1 or

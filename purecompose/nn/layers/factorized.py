@@ -25,7 +25,7 @@ class FactorizedLinear(nn.Module):
 
     Args:
         linear: The layer. Its bias is reused, its weight is read.
-        latent_features: k, from 1 to the smaller side of the weight; with the latter the approximation is exact.
+        latent_features: k, from 1 to the smaller side of the weight, at which the approximation is exact.
 
     Attributes:
         first: (in, k), without bias.
@@ -106,8 +106,8 @@ class FactorizedConv2d(nn.Module):
 
     Args:
         conv: The convolution, with one group. Its bias is reused, its weight is read.
-        latent_channels: k, from 1 to the smaller of the number of output channels and the size of a patch; with the
-            latter the approximation is exact.
+        latent_channels: k, from 1 to the smaller of the number of output channels and the size of a patch, at which
+            the approximation is exact.
 
     Attributes:
         first: (in, k, h, w), without bias, with the given convolution's stride, padding and dilation.

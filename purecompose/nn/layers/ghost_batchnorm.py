@@ -55,8 +55,8 @@ class GhostBatchNorm(Wrapping):
     """A batch normalisation that splits a batch into ceil(B / g) parts, whose sizes differ by at most one example.
 
     When the batch's own statistics are used, each part is normalised by its own, and the running ones are updated with
-    momentum / parts for each part, in order. When running statistics are used, it is the wrapped batch normalisation.
-    The public attributes of the latter, such as `weight` and `num_features`, can be read here, too.
+    momentum / parts for each part, in order. When running statistics are used, it is the wrapped batch normalisation,
+    whose public attributes, such as `weight` and `num_features`, can be read here, too.
 
     Attributes:
         batchnorm: The given layer.

@@ -2,7 +2,7 @@
 
 Under autocast torch runs layer and group normalisation in float32, so the next operations read and write twice the
 memory. These layers compute in the dtype that autocast uses for matrix products; their sums are still in float32,
-inside torch's kernels. Their weights have the names and shapes of those of the layers that they replace.
+inside torch's kernels. Their weights have the same names and shapes as in the layers that they replace.
 """
 
 import torch
