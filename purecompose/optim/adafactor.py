@@ -74,7 +74,7 @@ def adafactor(
     References:
         Shazeer and Stern, Adafactor: adaptive learning rates with sublinear memory cost, 2018, arXiv:1804.04235.
     """
-    # Groups become tuples as they are checked.
+    # The class converts groups to tuples when it checks them.
     return Adafactor(lr, beta2_decay, eps, d, weight_decay, groups)  # type: ignore[arg-type]
 
 

@@ -82,7 +82,7 @@ def adam(
         Kingma and Ba, Adam: a method for stochastic optimization, 2015, arXiv:1412.6980.
         Reddi, Kale, Kumar, On the convergence of Adam and beyond, 2018, arXiv:1904.09237 (amsgrad).
     """
-    # Groups become tuples as they are checked.
+    # The class converts groups to tuples when it checks them.
     return Adam(lr, betas, eps, weight_decay, amsgrad, "coupled", groups)  # type: ignore[arg-type]
 
 
@@ -109,7 +109,7 @@ def adamw(
     References:
         Loshchilov and Hutter, Decoupled weight decay regularization, 2019, arXiv:1711.05101.
     """
-    # Groups become tuples as they are checked.
+    # The class converts groups to tuples when it checks them.
     return Adam(lr, betas, eps, weight_decay, amsgrad, "by rate", groups)  # type: ignore[arg-type]
 
 
@@ -144,7 +144,7 @@ def decoupled_adamw(
     References:
         Loshchilov and Hutter, Decoupled weight decay regularization, 2019, arXiv:1711.05101.
     """
-    # Groups become tuples as they are checked.
+    # The class converts groups to tuples when it checks them.
     optimizer = Adam(lr, betas, eps, weight_decay, amsgrad, "by schedule", groups)  # type: ignore[arg-type]
     warn_if_strong("decoupled_adamw", "adamw", optimizer.weight_decay, optimizer.lr)
     return optimizer

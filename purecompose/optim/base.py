@@ -224,7 +224,7 @@ def cells(rule: Rule, names: tuple[str, ...], forms: tuple[Hashable, ...] | None
 
 
 def read(scalar: Scalar, value: Value) -> float | Tensor:
-    """Return a setting's current value; a plain number, a float since its check, is returned as it is."""
+    """Return a setting's current value; plain numbers, which are floats after their check, are returned unchanged."""
     return scalar if type(scalar) is float else value(scalar)
 
 

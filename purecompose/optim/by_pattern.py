@@ -59,7 +59,7 @@ def by_pattern(groups: Mapping[str, Optimizer] | Patterns, rest: Optimizer) -> B
         >>> opt_state
         {'momentum': {'0.weight': tensor([1., 1.])}}
     """
-    # Groups become tuples as they are checked.
+    # The class converts groups to tuples when it checks them.
     return ByPattern(groups, rest)  # type: ignore[arg-type]
 
 

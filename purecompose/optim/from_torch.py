@@ -80,7 +80,7 @@ def from_torch(
         >>> params["w"], list(opt_state)
         (tensor([0.5000, 2.5000]), ['started', 'step', 'exp_avg', 'exp_inf'])
     """
-    # Groups become tuples as they are checked.
+    # The class converts groups to tuples when it checks them.
     return FromTorch(optimizer, tuple(settings.items()), groups)  # type: ignore[arg-type]
 
 

@@ -64,7 +64,7 @@ def lion(
         Chen, Liang, Huang, Real, Wang, Liu, Pham, Dong, Luong, Hsieh, Lu and Le, Symbolic discovery of optimization
         algorithms, 2023, arXiv:2302.06675.
     """
-    # Groups become tuples as they are checked.
+    # The class converts groups to tuples when it checks them.
     return Lion(lr, betas, weight_decay, groups)  # type: ignore[arg-type]
 
 

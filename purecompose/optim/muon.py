@@ -100,7 +100,7 @@ def muon(
         eps,
         adjust_lr,
         ns_precision,
-        groups,  # type: ignore[arg-type]  # They become tuples as they are checked.
+        groups,  # type: ignore[arg-type]  # The class converts them to tuples.
     )
 
 

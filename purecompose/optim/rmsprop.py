@@ -72,7 +72,7 @@ def rmsprop(
         Tieleman and Hinton, Lecture 6.5: divide the gradient by a running average of its recent magnitude, 2012.
         Graves, Generating sequences with recurrent neural networks, 2013, arXiv:1308.0850 (centered).
     """
-    # Groups become tuples as they are checked.
+    # The class converts groups to tuples when it checks them.
     return RMSprop(lr, alpha, eps, weight_decay, momentum, centered, groups)  # type: ignore[arg-type]
 
 

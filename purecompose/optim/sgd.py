@@ -67,7 +67,7 @@ def sgd(
         Sutskever, Martens, Dahl and Hinton, On the importance of initialization and momentum in deep
         learning, 2013.
     """
-    # Groups become tuples as they are checked.
+    # The class converts groups to tuples when it checks them.
     return SGD(lr, momentum, dampening, nesterov, weight_decay, "coupled", groups)  # type: ignore[arg-type]
 
 
@@ -103,7 +103,7 @@ def decoupled_sgdw(
     References:
         Loshchilov and Hutter, Decoupled weight decay regularization, 2019, arXiv:1711.05101.
     """
-    # Groups become tuples as they are checked.
+    # The class converts groups to tuples when it checks them.
     optimizer = SGD(lr, momentum, dampening, nesterov, weight_decay, "by schedule", groups)  # type: ignore[arg-type]
     warn_if_strong("decoupled_sgdw", "sgd", optimizer.weight_decay, optimizer.lr)
     return optimizer

@@ -48,7 +48,7 @@ class Slot(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     is_on_host: bool
-    """True if the class keeps it on the CPU, wherever the parameter is."""
+    """True if the class keeps it on the CPU, whatever the parameter's device."""
 
 
 class Memory(NamedTuple):

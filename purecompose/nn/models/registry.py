@@ -53,7 +53,7 @@ def build(name: str, *, in_shape: Sequence[int], num_classes: int, seed: int, **
 
 
 def describe(name: str) -> str:
-    """Return a network of `MODELS` as it is typed, with its options and their defaults.
+    """Return the text of a network of `MODELS` as a call, with its options and their defaults.
 
     Example:
         >>> describe("mlp")
