@@ -149,8 +149,8 @@ def from_module(module: nn.Module, *, is_shared: bool = False) -> Parts:
     """Split a module into architecture and tensors; the module itself is not modified.
 
     The skeleton trains in the mode that the module is in: single modules put into `eval()` remain so. If all modules
-    are in evaluation mode, as in pretrained networks, all are put into training mode. The tensors are copies, or with
-    `is_shared` new tensors on the same memory.
+    are in evaluation mode, as in pretrained networks, the whole skeleton is put into training mode. The tensors are
+    copies, or with `is_shared` new tensors on the same memory.
 
     Parameters that are one object, or have the same memory, shape, strides and `requires_grad`, are tied, and so are
     buffers. With `is_shared`, only parameters and buffers that are one object are tied.
