@@ -1,6 +1,6 @@
 """Training methods as pure functions that compose, on PyTorch's torch.func.
 
-`State` is an immutable pytree, an `Algorithm` a pair of pure functions, a pass a list-to-list function, the loop a
+`State` is an immutable pytree, an `Algorithm` a pair of pure functions, a pass a list-to-list function, and the loop a
 tuple; `compose` folds them into a training step.
 """
 
@@ -114,7 +114,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `purecompose.testing` on first use: it needs Hypothesis, which training does not."""
+    """Import `purecompose.testing` on first use, because it needs Hypothesis, which training does not."""
     if name == "testing":
         return importlib.import_module("purecompose.testing")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
