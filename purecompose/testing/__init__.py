@@ -1,4 +1,4 @@
-"""The laws of the library as a product: strategies, laws, and a report on any algorithm.
+"""The laws of the library, to try on your own algorithms: strategies, laws, and a report on any algorithm.
 
     from purecompose.testing import check, laws
     print(check(my_algorithm))           # or: python -m purecompose check my_module:my_algorithm

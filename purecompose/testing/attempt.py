@@ -1,4 +1,4 @@
-"""One law, tried in one case after the other, and what the cases come to."""
+"""One law, tried in one case after the other, and its outcome."""
 
 import time
 from collections.abc import Callable
@@ -19,23 +19,23 @@ from purecompose.time.event import Event
 __all__ = ["NEUTRAL", "Attempt"]
 
 NEUTRAL = "neutral_setting"
-"""The only law about another algorithm than the one under test: the same with settings that should do nothing."""
+"""Name of the only law that is tried on another algorithm: the one under test, with settings that do nothing."""
 
 
 class Attempt:
-    """Tries a law in a case when called.
+    """A function that tries a law in a case.
 
     Args:
         law: The law.
         subject: The algorithm.
-        owner_of: The law that an error means, if any: a law that cannot be judged because another is broken is
-            blocked.
+        owner_of: Function that returns the law that an error indicates, if any. If a case breaks such a law before this
+            one can be judged, this one is blocked.
     """
 
     def __init__(self, law: Law, subject: Subject, owner_of: Callable[[Exception], Law | None]) -> None:
         self.law, self.subject, self._owner_of = law, subject, owner_of
         self._blocked: tuple[Law, Exception] | None = None
-        # What acts at INIT only has done what it does when the case has run.
+        # An algorithm that acts only at INIT has acted in every case that has run.
         self._is_over = not law.is_about_option and subject.algorithm.events == (Event.INIT,)
 
     def __call__(self, case: Case) -> Tried:
@@ -52,7 +52,7 @@ class Attempt:
         return Tried(True, found) if isinstance(found, Broken) else Tried(found or self._is_over)
 
     def outcome(self, found: Search, start: float) -> Outcome:
-        """Return the outcome of the cases tried since a time of `time.perf_counter`."""
+        """Return the outcome of the cases tried since `start`, a time of `time.perf_counter`."""
         outcome = partial(
             Outcome,
             law=self.law.name,
@@ -78,7 +78,7 @@ class Attempt:
         return outcome(status=status, reason=reason)
 
     def _blocked_rows(self, law: Law, error: Exception) -> tuple[Row, ...]:
-        """Return the finding of another law, for callers who did not ask for that law."""
+        """Return the finding of another law, for callers who did not choose that law."""
         return (
             ("algorithm", repr(self.subject.algorithm)),
             ("breaks", f"{law.name}: {law.promise}"),
@@ -100,12 +100,12 @@ class Attempt:
         return Status.VACUOUS, "it never acted" if num_cases else "the law assumes what no case has"
 
     def _violation(self, case: Case, broken: Broken) -> LawViolation:
-        """Return the violation, with the guilty event, which is not looked for while shrinking."""
+        """Return the violation, with the guilty event, which is not searched for while shrinking."""
         try:
             self.law(self.subject, case)
         except LawViolation as violation:
             return violation
-        except Exception:  # it failed otherwise before: that is what counts
+        except Exception:  # the earlier, different failure counts
             pass
         return LawViolation(self.law, self.subject, broken, case)
 

@@ -1,7 +1,7 @@
 """A case: one small, fully described situation in which a law is tried.
 
-A case holds plain values, so that it prints as what rebuilds it, shrinks to the simplest one that still breaks the
-law, and means the same in another process.
+A case has plain values, so that its text creates it again, it shrinks to the simplest one that still breaks the law,
+and it is the same in another process.
 """
 
 from collections.abc import Iterable
@@ -25,27 +25,27 @@ from purecompose.testing.tasks import TASKS, Task
 __all__ = ["COMPANY", "Case"]
 
 COMPANY = "companion."
-"""What companions' names in a step begin with, so that no algorithm has the same."""
+"""Prefix of the companions' names in a step, so that no algorithm has the same name."""
 
 _USUAL_LR = 0.1
 
 
 @dataclass(frozen=True, repr=False)
 class Case:
-    """A task at a point of a run, and the company an algorithm is in.
+    """A task at a point of a run, and the companions of an algorithm in its step.
 
     Args:
         task: The network and its batches.
-        seed: Of weights, data and the run's key.
-        batch_size: Examples in a batch.
-        num_batches: How many steps are taken.
-        start: Batches done before the first step.
-        batches_per_epoch: The epoch's length.
-        epochs: The run's length in epochs.
-        microbatches: Slices of a batch.
-        lr: The hparam "lr", where the task's optimizer has one.
-        others: Names of `COMPANIONS` that are in the step as well.
-        place: How many of them are listed before the algorithm.
+        seed: Seed of weights, data and the run's key.
+        batch_size: Number of examples in a batch.
+        num_batches: Number of steps.
+        start: Number of batches before the first step.
+        batches_per_epoch: Length of the epoch.
+        epochs: Length of the run in epochs.
+        microbatches: Number of slices of a batch.
+        lr: The hparam "lr", if the task's optimizer has one.
+        others: Names of the `COMPANIONS` in the step.
+        place: Number of companions that are listed before the algorithm.
     """
 
     task: Task = TASKS["vectors"]
@@ -64,8 +64,8 @@ class Case:
         """Return a new state at the case's time, before `step.init`.
 
         Args:
-            dtype: Of weights; by default the task's.
-            key: The run's seed where it is to be another than the case's.
+            dtype: Dtype of the weights; by default the task's.
+            key: Seed of the run's key; by default the case's seed.
         """
         run = {"duration": f"{self.epochs}ep", "batches_per_epoch": self.batches_per_epoch}
         state = self.task.make_state(self.seed, dtype=dtype, **run, **({} if key is None else {"key": key}))
@@ -75,7 +75,7 @@ class Case:
         return state.replace(timestamp=state.timestamp.advance_by(self.start, self.batch_size, tokens))
 
     def batch(self, index: int, dtype: torch.dtype | None = None) -> Any:
-        """Return the batch of a step, made again; batches of different steps differ."""
+        """Return a new copy of the batch of a step; batches of different steps differ."""
         return self.task.make_batch(1000 * self.seed + self.start + index, self.batch_size, dtype)
 
     def batches(self, dtype: torch.dtype | None = None) -> list[Any]:

@@ -29,22 +29,22 @@ __all__ = ["CheckOptions", "Progress", "Trials", "check", "trials"]
 _NO_NEUTRAL = "no neutral settings given, such as neutral=mixup(0.0) in Python or --neutral 'mixup(0.0)'"
 
 Progress = Callable[[str, int, int], None]
-"""Called with the name of each law before it is tried, its place from 1, and how many there are."""
+"""A function that is called with the name of each law before it is tried, its number from 1, and the total."""
 
 
 class CheckOptions(TypedDict, total=False):
-    """What is tried on an algorithm, and how."""
+    """The options of `check`."""
 
     neutral: Algorithm | Subject | str | None
     """The same algorithm with settings that should change nothing, such as `mixup(0.0)`."""
     tasks: Iterable[Task | str] | None
     """The tasks, or their names in `TASKS`; by default all that the algorithm accepts."""
     laws: Iterable[Law | str] | None
-    """The laws, or their names in `LAWS`; by default all. Your own law is made with `testing.define_law`."""
+    """The laws, or their names in `LAWS`; by default all. Create your own laws with `testing.define_law`."""
     max_examples: int
-    """Cases for each law, 25 by default."""
+    """Number of cases for each law, 25 by default."""
     seed: int
-    """Of the cases, 0 by default."""
+    """Seed of the cases, 0 by default."""
 
 
 def check(
@@ -52,22 +52,23 @@ def check(
 ) -> Report:
     """Try every law that applies on an algorithm.
 
-    Nothing is printed; Hypothesis keeps notes of its own in a folder `.hypothesis`. The same seed gives the same cases
-    in the same program. The work runs on one thread, which is faster for networks of this size.
+    Nothing is printed; Hypothesis keeps its own notes in a folder `.hypothesis`. In the same program, the same seed
+    produces the same cases. The work runs on one thread, which is faster for networks of this size.
 
     Args:
         algorithm: The algorithm, or a text: `"my_module:my_algorithm"`, `"mixup(0.2)"`. With a text, laws that need
             a new process apply as well.
-        progress: Called with the name of each law before it is tried, its place from 1, and how many there are.
+        progress: Function that is called with the name of each law before it is tried, its number from 1, and the
+            total.
         options: `neutral`, the same algorithm with settings that should change nothing; `tasks` and `laws`, or
-            their names, by default all that apply; `max_examples=25`, cases for each law; `seed=0`. See
+            their names, by default all that apply; `max_examples=25`, the number of cases for each law; `seed=0`. See
             `CheckOptions`.
 
     Returns:
-        The report; `report.ok` says whether all is well, and `print(report)` shows it.
+        The report; `report.ok` is true if all laws are kept, and `print(report)` shows the details.
 
     Raises:
-        TypeError, ValueError: There is no such algorithm, task or law, or fewer than one case is wanted.
+        TypeError, ValueError: There is no such algorithm, task or law, or `max_examples` is below 1.
 
     Example:
         >>> report = check("label_smoothing(0.1)", laws=["deterministic"], tasks=["vectors"], max_examples=3)
@@ -109,16 +110,16 @@ class _Probe(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
-    """An algorithm, and the laws to be tried on it; made by `trials`.
+    """An algorithm, and the laws to try on it; created by `trials`.
 
     Args:
         subject: The algorithm.
-        neutral: With settings that should change nothing.
+        neutral: The same algorithm with settings that should change nothing, if given.
         laws: The laws.
-        candidates: The tasks, before the algorithm has had its say.
-        tasks_were_named: Whether the user named them.
-        max_examples: Cases for each law.
-        seed: Of the cases.
+        candidates: The tasks, including those that the algorithm may refuse.
+        tasks_were_named: True if the user chose the tasks.
+        max_examples: Number of cases for each law.
+        seed: Seed of the cases.
     """
 
     subject: Subject
@@ -136,17 +137,17 @@ class Trials:
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Why it does not accept others."""
+        """The reasons why it does not accept the other tasks, by task name."""
         return {name: refused.reason for name, refused in self._probe.refused.items()}
 
     @property
     def failed_tasks(self) -> tuple[str, ...]:
-        """The tasks whose refusal is a failure: any where they were named or none is left, else those by mistake."""
+        """The tasks whose refusal is a failure: all if the user chose them or none is left, else unintended ones."""
         is_any = self.tasks_were_named or not self.tasks
         return tuple(name for name, refused in self._probe.refused.items() if is_any or not refused.is_meant)
 
     def report(self, progress: Progress | None = None) -> Report:
-        """Try all laws; without a task there is nothing to try them on."""
+        """Try all laws, if there is a task to try them on."""
         start, outcomes = time.perf_counter(), []
         for index, law in enumerate(self.laws if self.tasks else (), 1):
             if progress is not None:
@@ -189,13 +190,13 @@ class Trials:
         )
 
     def _owner_of(self, error: Exception) -> Law | None:
-        """Return the law that an error of the library means; one that is tried comes first."""
+        """Return the law that an error of the library indicates; laws under trial come first."""
         return next((law for law in (*self.laws, *LAWS) if law.owns and isinstance(error, law.owns)), None)
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Networks of this size gain nothing from more, and bits depend on their number."""
+    """Use a single thread: small networks gain nothing from more, and bits depend on the number."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

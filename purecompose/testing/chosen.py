@@ -1,4 +1,4 @@
-"""Laws and tasks by name."""
+"""Choice of laws and tasks by name."""
 
 import difflib
 from collections import Counter
@@ -15,16 +15,16 @@ Named = TypeVar("Named", Law, Task)
 
 
 def chosen(kind: str, given: Iterable[Any], known: Mapping[str, Named], wanted: type[Named]) -> tuple[Named, ...]:
-    """Return the chosen members, given by name or as themselves, in order, each once.
+    """Return the chosen laws or tasks, given as names or objects, in order, without duplicates.
 
     Args:
-        kind: What it is, in a word, for messages.
-        given: Names and things; a single one will do.
-        known: The things by name.
+        kind: The word for one of them in messages.
+        given: Names and objects, or a single one.
+        known: The known objects by name.
         wanted: Their type.
 
     Raises:
-        TypeError, ValueError: Something else, an unknown name, or nothing.
+        TypeError, ValueError: An item has another type, a name is unknown or used twice, or nothing is given.
     """
     given = (given,) if isinstance(given, (str, wanted)) else tuple(given)
     if not given:

@@ -1,6 +1,6 @@
-"""Small lawful algorithms that keep the one under test company.
+"""Small algorithms that keep all laws, to put into the step with the one under test.
 
-What a law says of an algorithm must hold whatever else is in the step, so cases put some of these beside it.
+A law must hold whatever other algorithms are in the step, so cases add some of these.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,8 +24,9 @@ _WATCHED = (Event.AFTER_DATALOADER, Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Eve
 def bystander(name: str = "bystander") -> Algorithm:
     """Return an algorithm that draws, counts and reports, and changes nothing that others read.
 
-    Its slot has "draws", float32 (2,): what `state.rng(name)` gave last; "example_draw", the same of the first
-    example; and of how often it acted "count", "sum" and "has_acted", 0-d int64, float64 and bool.
+    Its slot has "draws", float32 (2,), drawn from `state.rng(name)` at its last event; "example_draw", 0-d float32,
+    drawn from the first example's key; and "count", "sum" and "has_acted", 0-d int64, float64 and bool, which depend on
+    the number of events at which it acted.
     """
 
     def apply(event: Event, state: State) -> State:
@@ -46,12 +47,12 @@ def bystander(name: str = "bystander") -> Algorithm:
 
 
 def _counts(count: Tensor) -> dict[str, Tensor]:
-    """Return a count in dtypes that many methods forget."""
+    """Return a count in several dtypes that algorithms often do not handle."""
     return {"count": count, "sum": 0.1 * count.to(torch.float64), "has_acted": count > 0}
 
 
 def collector(name: str = "collector") -> Algorithm:
-    """Add up the gradients of all batches, and changes nothing.
+    """Return an algorithm that adds up the gradients of all batches in its slot, and changes nothing else.
 
     Its slot has a tensor for each trainable parameter, of its shape and dtype.
     """
@@ -68,7 +69,7 @@ def collector(name: str = "collector") -> Algorithm:
 
 
 def noise(name: str = "noise", scale: float = 0.1) -> Algorithm:
-    """Add keyed noise, drawn per example, to inputs that are one floating tensor."""
+    """Return an algorithm that adds keyed noise, drawn per example, to inputs that are one floating tensor."""
 
     def apply(event: Event, state: State) -> State:
         del event
@@ -82,7 +83,7 @@ def noise(name: str = "noise", scale: float = 0.1) -> Algorithm:
 
 
 def shrink(name: str = "shrink", factor: float = 0.99) -> Algorithm:
-    """Shrink the trainable parameters after the update."""
+    """Return an algorithm that shrinks the trainable parameters after the update."""
 
     def apply(event: Event, state: State) -> State:
         del event
@@ -95,4 +96,4 @@ def shrink(name: str = "shrink", factor: float = 0.99) -> Algorithm:
 COMPANIONS: Mapping[str, Callable[[str], Algorithm]] = MappingProxyType(
     {"bystander": bystander, "collector": collector, "noise": noise, "shrink": shrink}
 )
-"""The companions by name; each factory takes the name."""
+"""Factories of the companions by name; each factory takes the name of its algorithm."""

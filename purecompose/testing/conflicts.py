@@ -1,4 +1,4 @@
-"""Which pairs of algorithms do not commute, and what decides their order."""
+"""Pairs of algorithms that do not commute, and the rules that decide their order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LEGEND = (
 
 
 class OrderWarning(UserWarning):
-    """Two algorithms that do not commute, and whose order follows from the order of a list only."""
+    """Two algorithms do not commute, and only the order of a list decides which acts first."""
 
 
 class Meeting(NamedTuple):
@@ -44,19 +44,19 @@ class Meeting(NamedTuple):
     order: tuple[str, str]
     """The names in the order in which they act."""
     decided_by: str | None
-    """The constraint or pass that sets the order whichever is listed first; `None`: the order of the list does."""
+    """The constraint or pass that decides the order, whichever is listed first; `None` if the list does."""
     commutation: Commutation
-    """Whether the order matters."""
+    """The answer to whether the order matters."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the order matters and only the list decides it."""
+        """True if the order matters and only the list decides it."""
         return self.commutation.commutes is False and self.decided_by is None
 
 
 @dataclass(frozen=True, repr=False)
 class Conflicts:
-    """The answer of `conflicts`; `str` gives the matrix of pairs and the list of those that do not commute."""
+    """The result of `conflicts`; `str` shows the matrix of pairs and the list of those that do not commute."""
 
     algorithms: tuple[str, ...]
     """The names, as listed."""
@@ -65,24 +65,24 @@ class Conflicts:
 
     @property
     def conflicting(self) -> tuple[Meeting, ...]:
-        """Where a pair does not commute."""
+        """The meetings of pairs that do not commute."""
         return tuple(meeting for meeting in self.meetings if meeting.commutation.commutes is False)
 
     @property
     def undecided(self) -> tuple[Meeting, ...]:
-        """A pair does not commute and only the list decides its order."""
+        """The meetings of pairs that do not commute and whose order only the list decides."""
         return tuple(meeting for meeting in self.meetings if meeting.is_open)
 
     @property
     def unknown(self) -> tuple[Meeting, ...]:
-        """Where no generated case tells whether a pair commutes."""
+        """The meetings for which no generated case shows whether the pair commutes."""
         return tuple(meeting for meeting in self.meetings if meeting.commutation.commutes is None)
 
     def cell(self, row: str, column: str) -> str:
         """Return the matrix's entry for two names: one mark, or several where events differ.
 
-        `.` they commute, `-` they never meet, `<` and `>` they do not commute and the row comes before or after the
-        column, `!` they do not commute and only the list decides, `?` no answer; empty for a name and itself.
+        `.`: they commute. `-`: they never meet. `<` or `>`: they do not commute, and the row acts before or after the
+        column. `!`: they do not commute, and only the list decides. `?`: no answer. Empty for a name and itself.
         """
         met = [meeting for meeting in self.meetings if set(meeting.order) == {row, column}]
         if row == column:
@@ -94,10 +94,10 @@ class Conflicts:
         return self.text()
 
     def text(self, width: int | None = None) -> str:
-        """Return the answer for any terminal.
+        """Return the result as plain text.
 
         Args:
-            width: Columns; by default the terminal's, at most 110.
+            width: Number of columns; by default the terminal's, at most 110.
         """
         if not self.algorithms:
             return "no algorithms"
@@ -146,17 +146,17 @@ def conflicts(
 ) -> Conflicts:
     """Try all pairs of a list at all events where both may act; see `commutes` for the settings.
 
-    Each pair is tried by itself, with the events in the order of `loop_events`. A pair of which the passes drop one
-    does not meet.
+    Each pair is tried without the others, with the events in the order of `loop_events`. If the passes drop one of a
+    pair, it does not meet.
 
     Args:
-        algorithms: Algorithms, or texts as for `Subject.of`, under different names.
-        passes: The passes of the step they are meant for.
+        algorithms: Algorithms, or texts as for `Subject.of`, with different names.
+        passes: The passes of the intended step.
         options: `tasks`, `tolerance=1e-6`, `max_examples=25` and `seed=0`, as for `commutes`.
 
     Raises:
-        TypeError, ValueError: Two have one name, or there is no such algorithm or task.
-        OrderError: Constraints that contradict each other.
+        TypeError, ValueError: Two algorithms have the same name, or there is no such algorithm or task.
+        OrderError: Constraints contradict each other.
 
     Example:
         >>> print(conflicts(["mixup(0)", "label_smoothing(0)"]))  # neutral settings: neither ever acts
@@ -188,11 +188,11 @@ def warn_of_conflicts(composed: Composed, **settings: Any) -> Composed:
     """Warn of each pair that does not commute and whose order only the list decides, while composing.
 
     Args:
-        composed: A step, or a list of algorithms for one with the default passes.
-        settings: As for `conflicts`.
+        composed: A step, or a list of algorithms for a step with the default passes.
+        settings: Options of `conflicts`.
 
     Returns:
-        What was given.
+        The step or the algorithms, as given.
 
     Example:
         >>> from purecompose import algorithms as alg, compose, loop_events
@@ -224,12 +224,12 @@ def _advice(meeting: Meeting) -> str:
 def _decide(
     a: Algorithm, b: Algorithm, event: Event, passes: tuple[Pass, ...]
 ) -> tuple[tuple[str, str], str | None] | None:
-    """Return the order of a pair at an event and what decides it; `None` if the passes drop one of them."""
+    """Return the order of a pair at an event and the rule that decides it; `None` if the passes drop one of them."""
     listed, reverse = (a, b), (b, a)
     decided_by: str | None = None
     for one_pass in passes:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # passes that warn do so when a step is composed
+            warnings.simplefilter("ignore")  # passes warn when the step itself is composed
             listed, reverse = (_pair(run_pass(one_pass, given, event), a, b) for given in (listed, reverse))
         if len(listed) < 2 or len(reverse) < 2:
             return None
@@ -244,12 +244,12 @@ def _decide(
 
 
 def _pair(ordered: Sequence[Algorithm], a: Algorithm, b: Algorithm) -> tuple[Algorithm, ...]:
-    """Return the two among what a pass returned."""
+    """Return the pair from the result of a pass, in its order."""
     return tuple(algorithm for algorithm in ordered if algorithm in (a, b))
 
 
 def _legend(width: int) -> str:
-    """Return the legend in two lines, or, if they are too long, a line for each mark."""
+    """Return the legend in two lines or, if they are too long, with a line for each mark."""
     lines = ["    ".join(row) for row in _LEGEND]
     if max(map(len, lines)) > width:
         lines = [mark.rstrip() for column in zip(*_LEGEND, strict=True) for mark in column]

@@ -1,4 +1,4 @@
-"""Errors other than broken laws, reported so that the algorithm's author can find their cause."""
+"""Reports of errors other than broken laws, so that the algorithm's author can find their cause."""
 
 import inspect
 import pathlib
@@ -33,15 +33,16 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(error: Exception, algorithm: Algorithm) -> str:
-    """Describe what was raised, where in the step, and the author's line."""
+    """Describe an error in one line, with its place in the step and the author's line."""
     lines = [line.partition(": ")[0] for line in _author_lines(error, algorithm)[-1:]]
     places = [*_notes(error), *lines]
     return " ".join([first_line(error), *([f"({'; '.join(places)})"] if places else [])])
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether an error is an intended refusal: a TypeError, ValueError, assertion or warning, and none of
-    torch's own.
+    """Return whether an error is an intended refusal.
+
+    That is a TypeError, ValueError, NotImplementedError, assertion or warning, raised explicitly and not by torch.
 
     Example:
         >>> try:
@@ -62,7 +63,7 @@ _TORCH = pathlib.Path(torch.__file__).parent
 
 
 def fault_rows(error: Exception, algorithm: Algorithm, case: Case) -> tuple[Row, ...]:
-    """Describe what was raised, where, in which case, and what to do."""
+    """Describe an error, its place and case, and what to do about it."""
     own = _author_lines(error, algorithm)
     notes = "; ".join(_notes(error))
     return (
@@ -93,7 +94,7 @@ def _to_do(error: Exception, algorithm: Algorithm, case: Case, is_authors: bool)
 
 
 def _last_event(algorithm: Algorithm, case: Case) -> str:
-    """Return as text where the algorithm acted last before the step failed; empty if the step itself works."""
+    """Return a text with the event at which the algorithm acted last before the failure; empty if nothing fails."""
     acted = [Event.INIT] if Event.INIT in algorithm.events else []
 
     def note(event: Event, state: State, act: Callable[[State], State]) -> State:
@@ -120,16 +121,16 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _author_lines(error: Exception, algorithm: Algorithm) -> list[str]:
-    """Return the last frames in the file that `apply` comes from."""
+    """Return the last frames of the traceback in the file that defines `apply`."""
     try:
         own = inspect.getsourcefile(inspect.unwrap(algorithm.apply))
-    except TypeError:  # an object that can be called
+    except TypeError:  # a callable object
         own = inspect.getsourcefile(type(algorithm.apply))
     return _lines(error, own)[-3:]
 
 
 def _lines(error: Exception, filename: str | None = None) -> list[str]:
-    """Return the frames of a file, by default of all, outermost first."""
+    """Return the frames in a file, by default in all files, outermost first."""
     frames = traceback.extract_tb(error.__traceback__)
     chosen = [frame for frame in frames if filename in (None, frame.filename)]
     return [f"{pathlib.Path(f.filename).name}:{f.lineno} in {f.name}: {f.line}" for f in chosen]

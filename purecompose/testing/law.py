@@ -1,4 +1,4 @@
-"""What a law is, and the error that a broken one raises."""
+"""Laws, and the error that a broken law raises."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class LawViolation(AssertionError):
 
     Attributes:
         law: The law.
-        algorithm: The algorithm, as it prints.
-        event: The event at which it goes wrong, as far as that is known.
-        path: The key path of the first leaf that differs, such as "params['0.weight']"; may be empty.
-        values: What was compared, by what it is: {"with 1 microbatch": 0.1, "with 2 microbatches": 0.2}.
-        what: What was found, in words.
-        cause: Where it comes from, as far as that is known; may be empty.
-        line: Where the algorithm's `apply` is written, such as "methods.py:12 in apply"; may be empty.
-        case: The case that shows it.
+        algorithm: The algorithm's `repr`.
+        event: The event that breaks the law, if known.
+        path: Key path of the first leaf that differs, such as "params['0.weight']"; may be empty.
+        values: The compared values by description: {"with 1 microbatch": 0.1, "with 2 microbatches": 0.2}.
+        what: Description of the finding.
+        cause: Description of the cause, if known; may be empty.
+        line: Place of the algorithm's `apply`, such as "methods.py:12 in apply"; may be empty.
+        case: The case that breaks the law.
     """
 
     def __init__(self, law: Law, subject: Subject, broken: Broken, case: Case) -> None:
@@ -47,7 +47,7 @@ class LawViolation(AssertionError):
 
     @property
     def rows(self) -> tuple[tuple[str, str], ...]:
-        """What it says below its title, each with a label."""
+        """The lines below the title, each with a label."""
         found = [
             ("line", self.line),
             ("event", "" if self.event is None else self.event.name),
@@ -70,17 +70,17 @@ class LawViolation(AssertionError):
 
 
 def _told(what: str, labels: tuple[str, str]) -> str:
-    """Return the difference as text, with the names of the two in place of "the first" and "the second"."""
+    """Return the text of a difference, with labels instead of "the first" and "the second"."""
     for side, label in zip(("the first", "the second"), labels, strict=True):
         what = what.replace(f"only in {side}", f"only there {label}")
     return what
 
 
 class Broken(Exception):
-    """Raised by a law's function at the first difference; `Law` makes it a `LawViolation`.
+    """Raised by a law's function at the first difference; `Law` turns it into a `LawViolation`.
 
     Attributes:
-        cause: Where it comes from, in words, for laws that can tell.
+        cause: Description of the cause, from laws that know it; otherwise empty.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class Broken(Exception):
         event: Event | None = None,
         where: str = "",
     ) -> None:
-        """Take what differs, or says it in words.
+        """Create the exception from a difference or its description.
 
         Args:
-            difference: The first difference, or what is wrong.
-            labels: What its two values are.
-            event: Where it happened, if known.
-            where: Stands before the difference's path, such as "params".
+            difference: The first difference, or a description of the fault.
+            labels: Descriptions of its two values.
+            event: The event at which it happened, if known.
+            where: Prefix of the difference's path, such as "params".
         """
         super().__init__(str(difference))
         self.event, self.cause = event, ""
@@ -111,22 +111,22 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class Law:
-    """Something that every algorithm keeps; call it with an algorithm and a case.
+    """A property that every algorithm must have; call it with an algorithm and a case.
 
     Args:
-        name: What reports and tests call it.
-        promise: What holds, in a sentence.
-        remedy: What an author whose algorithm breaks it can do.
-        judge: `(subject, case) -> bool`: raises `Broken`; tells whether there was something to judge, in most laws
-            whether the algorithm acted after INIT, so that a law about nothing is not counted as kept. One that acts
-            at INIT only has done what it does when the case has run.
-        owns: The library's own errors that mean this law.
-        exempt: Says why the law does not concern an algorithm, or `None`.
-        unsuited: Says why it cannot be judged on a task, or `None`.
-        is_about_option: It is about something that an algorithm need not do, such as acting at INIT: where no case
-            had any of it, the law is skipped, and no doubt is cast on the algorithm.
-        idle: What no case having had any of it means, as the reason for that.
-        most_cases: How many cases are tried at most, of a law that takes long.
+        name: Name in reports and tests.
+        promise: The property, as a sentence.
+        remedy: Advice for the author of an algorithm that breaks it.
+        judge: Function `(subject, case) -> bool` that raises `Broken`, and otherwise returns whether there was
+            something to judge (in most laws, whether the algorithm acted after INIT), so that a law is not counted as
+            kept if nothing was judged. An algorithm that acts only at INIT has acted in every case that has run.
+        owns: The library's errors that indicate that this law is broken.
+        exempt: Function that returns the reason why the law does not concern an algorithm, or `None`.
+        unsuited: Function that returns the reason why it cannot be judged on a task, or `None`.
+        is_about_option: True if the law is about something that an algorithm need not do, such as acting at INIT. If
+            that happens in no case, the law is skipped instead of being reported as vacuous.
+        idle: The reason to report if that happens in no case.
+        most_cases: Maximal number of cases, for slow laws.
     """
 
     name: str
@@ -148,7 +148,7 @@ class Law:
             case: The situation.
 
         Returns:
-            Whether the algorithm acted, so that there was something to judge.
+            True if the algorithm acted, so that there was something to judge.
 
         Raises:
             LawViolation: The law is broken.
@@ -162,9 +162,9 @@ class Law:
         raise LawViolation(self, subject, broken, case) from broken.__cause__
 
     def find(self, subject: Subject, case: Case) -> bool | Broken:
-        """Raise what is broken, without a search for the event; else return whether the algorithm acted.
+        """Return the fault, without a search for its event; if there is none, return whether the algorithm acted.
 
-        What the algorithm changes in the process (generators, modes) is set back.
+        The algorithm's changes of the process (generators, modes) are undone.
         """
         try:
             with process_restored(), errors_named():
@@ -177,7 +177,7 @@ class Law:
             return broken
 
     def _guilty_event(self, subject: Subject, case: Case) -> Event | None:
-        """Return the first event that suffices for the algorithm to break the law; `None` if it takes several."""
+        """Return the first event at which acting suffices to break the law; `None` if it takes several events."""
         for event in subject.algorithm.events:
             if event is Event.INIT:
                 continue
@@ -207,7 +207,7 @@ def define_law(
     idle: str = "it never acted",
     most_cases: int | None = None,
 ) -> Callable[[Callable[[Subject, Case], bool]], Law]:
-    """Make a law, named like the function, of a function `(subject, case) -> bool`; see `Law`."""
+    """Return a decorator that turns a function `(subject, case) -> bool` into a law of its name; see `Law`."""
 
     def made(judge: Callable[[Subject, Case], bool]) -> Law:
         concerns = (tuple(owns), exempt, unsuited, is_about_option, idle, most_cases)
@@ -220,7 +220,7 @@ def define_law(
 
 @contextlib.contextmanager
 def errors_named() -> Iterator[None]:
-    """Make an error of what ends the program, and of what torch raises of tensors made by inference_mode."""
+    """Turn `SystemExit` into an error, and torch's errors about tensors of `inference_mode` into a `FormError`."""
     try:
         yield
     except SystemExit as error:
@@ -232,27 +232,27 @@ def errors_named() -> Iterator[None]:
 
 
 def line_of(function: Callable[..., object]) -> str:
-    """Return where a function or an object's `__call__` is defined: "methods.py:12 in apply"; empty if unknown."""
+    """Return the place of a function or of an object's `__call__`: "methods.py:12 in apply"; empty if unknown."""
     unwrapped = inspect.unwrap(function)
     code = getattr(unwrapped, "__code__", None) or getattr(type(unwrapped).__call__, "__code__", None)
     return "" if code is None else f"{pathlib.Path(code.co_filename).name}:{code.co_firstlineno} in {code.co_name}"
 
 
 def never_acts(algorithm: Algorithm) -> str | None:
-    """Return the reason why hardly any law concerns an algorithm with neutral settings."""
+    """Return the reason to skip a law if the algorithm never acts; `None` if it may act."""
     return "its settings are neutral: it never acts" if algorithm.predicate == NEVER else None
 
 
 def acts_in_step(algorithm: Algorithm) -> bool:
-    """Return whether the algorithm may act at an event of `loop_events`; a plain function for `match` may anywhere.
+    """Return whether the algorithm may act at an event of `loop_events`; with a plain function for `match` it may.
 
-    One that may not, such as surgery at INIT or averages used at EVAL_START, cannot be seen to act within a step.
+    Other algorithms, such as surgery at INIT or averages used at EVAL_START, never act within a step.
     """
     return any(algorithm.predicate.at(event) != NEVER for event in events_in(loop_events))
 
 
 def acts_outside(algorithm: Algorithm) -> str | None:
-    """Return as text the events of an algorithm that acts only outside the step; `None` if it may act inside."""
+    """Return the events of an algorithm that acts only outside the step, as text; `None` for all other algorithms."""
     if acts_in_step(algorithm) or algorithm.predicate == NEVER:
         return None
     return ", ".join(event.name for event in algorithm.events)

@@ -1,7 +1,7 @@
-"""Where in a run an algorithm acts: the run and the starts that a case about it needs.
+"""The moments of a run at which an algorithm acts: the run's length and the starts that a case about it needs.
 
-A predicate tells for how long its answer is settled (`Predicate.during`), so that a run is looked through in
-stretches and not batch by batch; what a plain function decides is taken to hold.
+A predicate reports for how long its answer remains the same (`Predicate.during`), so that a run is searched in
+intervals and not batch by batch. A plain function is assumed to return True.
 """
 
 import bisect
@@ -21,11 +21,11 @@ from purecompose.time.predicates import ALWAYS, NEVER, Predicate
 __all__ = ["Moments", "find_moments"]
 
 _LOOP = events_in(loop_events)
-# Longer runs are looked through in stretches too, but what acts in every 100th batch of them has many.
+# Maximal length of a run in batches. Even in intervals, an algorithm that acts every 100th batch has too many changes.
 _LONGEST = 100_000
-# How far a run is lengthened in search of what its times do not tell, such as every(50, in_epoch=True).
+# Maximal length in batches while a run is lengthened for conditions without a time, such as every(50, in_epoch=True).
 _LONGEST_SEARCH = 1024
-# In a run of so few batches every start is as good as another.
+# Number of batches up to which every start of a run is considered.
 _SHORT = 24
 
 
@@ -35,9 +35,9 @@ class Moments(NamedTuple):
     batches_per_epoch: int
     epochs: int
     acting: tuple[int, ...]
-    """Batch counts at which a step begins in which the algorithm acts at as many events as it ever does."""
+    """Batch counts before the steps in which the algorithm acts at the largest number of events."""
     near: tuple[int, ...]
-    """All worth a look: one batch before, at, and one after each change; in a short run every one."""
+    """All interesting batch counts: one batch before, at, and one after each change; in a short run, all."""
 
 
 class _Change(NamedTuple):
@@ -48,20 +48,19 @@ class _Change(NamedTuple):
 def find_moments(
     predicate: Predicate, *, batches_per_epoch: int, epochs: int, samples: int = 1, tokens: int = 0, room: int = 1
 ) -> Moments:
-    """Start at which steps act, in a run that is made long enough for the predicate's times.
+    """Return a run that is long enough for the predicate's times, and the starts of steps that act.
 
-    Fractions of the run need nothing; "30ep" needs more epochs and "1000ba" longer ones. Times that no run of 100 000
-    batches comes to are left alone, as are iterations, which cases have none of.
+    Fractions of the run need no change; "30ep" needs more epochs and "1000ba" longer ones. Times beyond 100 000 batches
+    are ignored, and so are iterations, which cases do not have.
 
     Args:
-        predicate: When an algorithm acts. INIT, and where it acts within the loop all other events outside, do not
-            count.
-        batches_per_epoch: The epoch's length, at least.
-        epochs: The run's length in epochs, at least.
-        samples: Examples in a batch.
-        tokens: Tokens in a batch.
-        room: Batches that the run is to have from a start at which it acts on. What acts in the last batches of any
-            run has no such start.
+        predicate: The predicate of an algorithm. INIT does not count, nor do events outside the loop if it acts within.
+        batches_per_epoch: Minimal length of the epoch.
+        epochs: Minimal length of the run in epochs.
+        samples: Number of examples in a batch.
+        tokens: Number of tokens in a batch.
+        room: Number of batches that the run should have after a start at which it acts. An algorithm that acts only in
+            the last batches of any run has no such start.
 
     Example:
         >>> from purecompose import after, on
@@ -85,7 +84,7 @@ def _find(predicate: Predicate, batches_per_epoch: int, epochs: int, samples: in
             break
     moments = _moments(changes, shape)
     if not _has_room(moments, room):
-        # What acts at the end of each epoch has room in a longer run; what acts at the run's end has it in none.
+        # A longer run has room for an algorithm that acts at the end of each epoch; for the run's end no run has.
         shape = shape[0], shape[1] + -(-room // shape[0])
         prolonged = _moments(_changes(questions, *shape, samples, tokens), shape)
         moments = prolonged if _has_room(prolonged, room) else moments
@@ -105,7 +104,7 @@ def _moments(changes: list[_Change], shape: tuple[int, int]) -> Moments:
 
 
 def _questions(predicate: Predicate) -> dict[Event, Predicate]:
-    """Return the predicate at each event of the loop; if it never acts there, at the events outside."""
+    """Return the predicate at each event of the loop or, if it never acts there, at the events outside."""
     left = {event: predicate.at(event) for event in Event if event is not Event.INIT}
     left = {event: asked for event, asked in left.items() if asked != NEVER}
     return {event: asked for event, asked in left.items() if event in _LOOP} or left
@@ -114,7 +113,7 @@ def _questions(predicate: Predicate) -> dict[Event, Predicate]:
 def _reaching(
     times: tuple[Time, ...], batches_per_epoch: int, epochs: int, samples: int, tokens: int, room: int
 ) -> tuple[int, int]:
-    """Return the run's epoch and length in which these times come so many batches before the end."""
+    """Return the batches per epoch and the epochs of a run in which these times are `room` batches before the end."""
     rates = {TimeUnit.BATCH: 1, TimeUnit.SAMPLE: samples, TimeUnit.TOKEN: tokens}
     longest, after = _LONGEST // batches_per_epoch, -(-room // batches_per_epoch)
     epochs = max([epochs, *(int(t.value) + after for t in times if t.unit is TimeUnit.EPOCH and t.value < longest)])
@@ -124,7 +123,7 @@ def _reaching(
 
 
 def _longer(batches_per_epoch: int, epochs: int) -> Iterator[tuple[int, int]]:
-    """Run of longer epochs and of more epochs, each twice the one before."""
+    """Yield runs with longer epochs and with more epochs, doubling each time."""
     factor = 2
     while factor * batches_per_epoch * epochs <= _LONGEST_SEARCH:
         yield factor * batches_per_epoch, epochs
@@ -135,7 +134,7 @@ def _longer(batches_per_epoch: int, epochs: int) -> Iterator[tuple[int, int]]:
 def _changes(
     questions: dict[Event, Predicate], batches_per_epoch: int, epochs: int, samples: int, tokens: int
 ) -> list[_Change]:
-    """At which starts the events at which a step acts are others than one batch before; first of all at 0."""
+    """Return the starts at which the events of a step that act change, with these events; the first start is 0."""
     run, total = RunLength(f"{epochs}ep", batches_per_epoch), epochs * batches_per_epoch
     groups = _grouped(questions)
     found: list[_Change] = []
@@ -151,7 +150,7 @@ def _changes(
             left, end = asked.during(point)
             if not left.is_timed or left(events[0], _Moment(point)):
                 acting.update(events)
-            # An answer is settled within an epoch, and only a constant is one.
+            # Only a constant answer is valid for longer, and at most until the end of the epoch.
             end = min(end, (point.epoch + 1) * batches_per_epoch) if left in (ALWAYS, NEVER) else 0
             following = min(following, end - lag)
         if not found or found[-1].events != acting:
@@ -161,7 +160,7 @@ def _changes(
 
 
 def _grouped(questions: dict[Event, Predicate]) -> list[tuple[Predicate, int, list[Event]]]:
-    """Return the questions with the events at which they are asked at one time, as most of them are at several."""
+    """Return the predicates, each with all events that share it and the time, to evaluate it only once."""
     groups: list[tuple[Predicate, int, list[Event]]] = []
     for event, asked in questions.items():
         lag = int(event.sees_new_time)
@@ -174,13 +173,13 @@ def _grouped(questions: dict[Event, Predicate]) -> list[tuple[Predicate, int, li
 
 
 class _Moment(NamedTuple):
-    """As much of a state as a predicate about time reads."""
+    """The part of a state that a predicate about time reads."""
 
     timestamp: Timestamp
 
 
 def _shows(changes: list[_Change], questions: dict[Event, Predicate]) -> bool:
-    """Return whether each event at which it may act is one at which it does."""
+    """Return whether the algorithm acts, somewhere, at each event at which it may act."""
     return frozenset(questions) == frozenset().union(*(change.events for change in changes))
 
 
@@ -192,7 +191,7 @@ def _near(changes: list[_Change], total: int) -> tuple[int, ...]:
 
 
 def _has_hash(value: Any) -> bool:
-    """Return whether it can be hashed: a plain function around which it is built may be an object that cannot."""
+    """Return whether a predicate can be hashed; one from a plain function may contain an unhashable object."""
     try:
         hash(value)
     except TypeError:

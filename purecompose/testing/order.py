@@ -1,7 +1,7 @@
-"""Whether the order of two algorithms matters, decided on generated cases.
+"""Decide on generated cases whether the order of two algorithms matters.
 
-Two algorithms commute at an event if a training run ends the same whichever of them comes first there. Both orders
-are run with everything else in place, in float64, so that rounding does not look like a conflict.
+Two algorithms commute at an event if a training run ends in the same state whichever of them acts first there. Both
+orders are run with everything else unchanged, in float64, so that rounding does not look like a conflict.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,47 +31,47 @@ from purecompose.time.predicates import Predicate, on
 
 __all__ = ["Commutation", "OrderOptions", "commutes", "meeting_events"]
 
-# For each case that is to give an answer.
+# Maximal number of tries for each of the `max_examples` cases.
 _MAX_TRIES = 3
-# How often a pair fails alike on a task, and never comes through, before the task is left out.
+# Number of equal failures of a pair on a task, without a success, after which the task is left out.
 _MAX_ALIKE = 3
 
 
 class OrderOptions(TypedDict, total=False):
-    """On what cases pairs are tried."""
+    """The options of `commutes`."""
 
     tasks: Iterable[Task | str] | None
-    """The tasks, or their names in `TASKS`; by default all in full precision, whose rounding tells no order."""
+    """The tasks, or their names in `TASKS`; by default all in full precision, because half precision rounds more."""
     tolerance: float
-    """By which share of its largest magnitude a leaf may differ, 1e-6 by default."""
+    """Share of its largest magnitude by which a leaf may differ, 1e-6 by default."""
     max_examples: int
-    """How many cases in which both act are tried at an event, 25 by default."""
+    """Number of cases in which both act, for each event, 25 by default."""
     seed: int
-    """Another one gives other cases."""
+    """Seed of the cases, 0 by default."""
 
 
 @dataclass(frozen=True)
 class Commutation:
-    """The answer of `commutes`; true if the two commute, and as text a reason."""
+    """The result of `commutes`; true if the two commute, and with a reason as text."""
 
     algorithms: tuple[str, str]
     """The two names, in alphabetical order."""
     commutes: bool | None
-    """`None` where no generated case gave an answer."""
+    """True or False, or `None` if no generated case gave an answer."""
     events: tuple[Event, ...]
-    """What the answer is about: all events at which both may act, or the one at which they do not commute."""
+    """The events in question: all at which both may act, or the one at which they do not commute."""
     num_cases: int
-    """How many generated cases let both act and gave an answer, up to the first that differs."""
+    """Number of cases in which both acted and that gave an answer, up to the first that differs."""
     reason: str = ""
-    """Why there is nothing to compare, or no answer."""
+    """The reason if there is nothing to compare, or no answer."""
     counterexample: Case | None = None
     """The simplest case found in which the order matters."""
     path: str = ""
     """The key path of the first difference, such as "params['0.weight']"."""
     what: str = ""
-    """The first difference in words."""
+    """Description of the first difference."""
     values: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """The two values there, by order: {"a before b": 1.0, "b before a": 2.0}."""
+    """The two values of the first difference, by order: {"a before b": 1.0, "b before a": 2.0}."""
 
     @property
     def event(self) -> Event | None:
@@ -80,13 +80,13 @@ class Commutation:
 
     @property
     def difference(self) -> str:
-        """The first difference in one line; empty where there is none."""
+        """The first difference in one line; empty if there is none."""
         texts = [f"{text} with {order}" for order, text in self._told_values()]
         return ": ".join(part for part in (self.path, self.what, ", ".join(texts)) if part)
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The first difference, each part with its label."""
+        """The parts of the first difference, each with a label."""
         found = (("leaf", self.path), ("found", self.what), *self._told_values())
         return (*((label, text) for label, text in found if text), ("case", repr(self.counterexample)))
 
@@ -121,22 +121,22 @@ def commutes(
 ) -> Commutation:
     """Decide by generated cases whether it matters which of two algorithms acts first.
 
-    A case is run twice, with the one and with the other first at the event, and the states between steps are
-    compared. At all other events the pair keeps one order, the one of the default passes. What fails in only
-    one order is a difference too. The answer is the same whichever algorithm is named first, and in every process.
+    A case is run twice, with either algorithm first at the event, and the states between steps are compared. At all
+    other events the pair keeps the order of the default passes. An error in only one order is a difference, too. The
+    answer does not depend on which algorithm is named first, and is the same in every process.
 
     Args:
         a: An algorithm, or a text as for `Subject.of`.
-        b: The other, under another name.
-        event: Where; by default each event at which both may act, up to the first at which they do not commute.
-        tasks: The tasks to try, or their names; by default all of `TASKS` in full precision, since half precision
-            rounds by more than `tolerance`.
-        tolerance: By which share of its largest magnitude a leaf may differ.
-        max_examples: How many cases in which both act are tried at an event.
-        seed: Another one gives other cases.
+        b: Another algorithm, with another name.
+        event: The event; by default each one at which both may act, up to the first at which they do not commute.
+        tasks: The tasks, or their names; by default all of `TASKS` in full precision, since half precision rounds by
+            more than `tolerance`.
+        tolerance: Share of its largest magnitude by which a leaf may differ.
+        max_examples: Number of cases in which both act, for each event.
+        seed: Seed of the cases.
 
     Raises:
-        TypeError, ValueError: Both have one name, or there is no such algorithm or task.
+        TypeError, ValueError: Both have the same name, or there is no such algorithm or task.
         OrderError: Their constraints contradict each other.
 
     Example:
@@ -170,7 +170,7 @@ def commutes(
 def meeting_events(a: Algorithm, b: Algorithm) -> tuple[Event, ...]:
     """Return the events at which both may act in one step, INIT first.
 
-    What a plain function for `match` says is asked all through a short run of each task.
+    A plain function for `match` is evaluated in every step of a short run of each task.
     """
     theirs = set(b.events)
     both = tuple(event for event in a.events if event in theirs)
@@ -181,7 +181,7 @@ def meeting_events(a: Algorithm, b: Algorithm) -> tuple[Event, ...]:
 
 
 def _overlap(joint: Predicate, event: Event) -> bool:
-    """Return whether a predicate about time holds at all at an event; outside of the step that is not looked into."""
+    """Return whether a predicate about time is ever true at an event; True for events outside the step."""
     if event not in events_in(loop_events):
         return True
     return bool(find_moments(joint, batches_per_epoch=2, epochs=4).acting)
@@ -195,16 +195,16 @@ def _seen_together(a: Algorithm, b: Algorithm, events: Sequence[Event]) -> set[E
             case = Case(task, start=start)
             try:
                 plan = case.step(a, b, passes=()).plan(case.state(), case.batch(0))
-            except MatchError:  # it cannot be asked at every event; the runs will tell
+            except MatchError:  # it cannot be evaluated at every event, so the runs themselves have to show it
                 return set(events)
             found |= {event for event in events if len(plan.order(event)) == 2}
     return found
 
 
 class _Attempts:
-    """Tries a pair at an event in one case after the other, each once: shrinking comes back to what it has seen.
+    """A function that tries a pair at an event in a case; each case runs once, because shrinking repeats cases.
 
-    A task on which the pair fails alike in several cases and comes through in none is given up.
+    A task on which the pair fails in the same way in several cases, and succeeds in none, is given up.
     """
 
     def __init__(self, pair: Pair, event: Event, max_tries: int) -> None:
@@ -228,7 +228,7 @@ class _Attempts:
 
     @property
     def errors(self) -> list[BaseException]:
-        """What failed whichever came first."""
+        """The errors of cases that failed in both orders."""
         return [e.__cause__ for e in self.seen.values() if isinstance(e, NoAnswer) and e.__cause__ is not None]
 
     @property

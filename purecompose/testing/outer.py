@@ -15,12 +15,12 @@ _ENDING = (Event.ITERATION_END, Event.ITERATION_CHECKPOINT, Event.FIT_END)
 
 
 def begun(step: Step, state: State) -> State:
-    """Return the state after `step.init` and what `fit` fires before the first batch."""
+    """Return the state after `step.init` and the events that `fit` fires before the first batch."""
     return fired(step, _BEGINNING, step.init(state))
 
 
 def after_batch(step: Step, state: State, batch: Any) -> State:
-    """Return the state after a step and the events around it, those of the epoch included where one begins or ends."""
+    """Return the state after a step and the events around it, including those of an epoch that begins or ends."""
     now = state.timestamp
     opening = [Event.EPOCH_START] if now.batch_in_epoch == 0 else []
     state = step(fired(step, [*opening, Event.BEFORE_DATALOADER], state), batch)
@@ -29,12 +29,12 @@ def after_batch(step: Step, state: State, batch: Any) -> State:
 
 
 def ended(step: Step, state: State) -> State:
-    """Return the state after what `fit` fires at the end of a run."""
+    """Return the state after the events that `fit` fires at the end of a run."""
     return fired(step, _ENDING, state)
 
 
 def fired(step: Step, events: Iterable[Event], state: State) -> State:
-    """Return the state after these events; what evaluation and prediction make of it is thrown away."""
+    """Return the state after these events; the states of evaluation and prediction are discarded."""
     for event in events:
         after = step.fire(event, state)
         state = state if event.is_eval or event.is_predict else after

@@ -33,11 +33,11 @@ __all__ = ["NoAnswer", "Pair"]
 
 
 class NoAnswer(Exception):
-    """Raised for a case that does not tell; the cause is what failed whichever came first, if anything did."""
+    """Raised for a case without an answer; its cause is the error of the usual order, if there was one."""
 
 
 class _Run(NamedTuple):
-    """A run of a case: the states that it left, where the pair met, and the error that ended it."""
+    """A run of a case: its states, the events at which the pair met, and the error that ended it."""
 
     states: tuple[State, ...]
     met: frozenset[Event]
@@ -45,7 +45,7 @@ class _Run(NamedTuple):
 
 
 class _Order:
-    """The one pass of a run: notes where the pair meets, and sets its order there; the two stand side by side."""
+    """The only pass of a run: it records where the pair meets, and sets the order of the two in their places."""
 
     def __init__(self, pair: Sequence[Algorithm], swapped_at: Event | None) -> None:
         self.pair, self.swapped_at, self.met = pair, swapped_at, set[Event]()
@@ -66,23 +66,23 @@ _LOOP = frozenset(node for node in walk(loop_events) if isinstance(node, Event))
 
 
 class Pair:
-    """Two algorithms, to be run in both orders.
+    """Two algorithms that are run in both orders.
 
     Args:
         a: An algorithm.
-        b: Another.
-        tolerance: By which share of its largest magnitude a leaf may differ.
+        b: Another algorithm.
+        tolerance: Share of its largest magnitude by which a leaf may differ.
     """
 
     def __init__(self, a: Algorithm, b: Algorithm, tolerance: float) -> None:
-        # By name, so that what is found does not depend on which one is named first.
+        # Sorted by name, so that the result does not depend on which one is named first.
         self.algorithms = sorted((a, b), key=lambda algorithm: algorithm.name)
         self.tolerance = tolerance
-        # Runs in the pair's usual order serve all events of a program.
+        # A run in the pair's usual order is used for all events of a program.
         self._usual: dict[tuple[Case, Program, Event | None], _Run] = {}
 
     def cases(self, event: Event, tasks: Sequence[Task]) -> SearchStrategy[Case]:
-        """Return cases of which most begin where both act, as far as their predicates tell."""
+        """Return a strategy for cases; most begin where both act, as far as that follows from their predicates."""
         a, b = self.algorithms
         both = dataclasses.replace(a, match=on(event) & a.predicate & b.predicate)
         return cases(tasks, algorithm=both if event in _LOOP else None)
@@ -94,20 +94,18 @@ class Pair:
             NoAnswer: They do not both act there, or fail in both orders.
         """
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what an algorithm warns of is for its own runs
+            warnings.simplefilter("ignore")  # warnings of the algorithms do not matter here
             is_alike = event is Event.INIT and self._starts_alike(case)
             return None if is_alike else self._difference(case, event)
 
     def _starts_alike(self, case: Case) -> bool:
-        """Return whether both orders at INIT leave the same bits, so that all that follows, and costs more, is the
-        same.
-        """
+        """Return whether both orders at INIT leave the same bits, so that the costlier rest can be skipped."""
         orders = [_Order(self.algorithms, swapped_at) for swapped_at in (None, Event.INIT)]
         steps = [case.step(*self.algorithms, passes=[order]) for order in orders]
         try:
             ours, theirs = (step.init(case.state(dtype=torch.float64)) for step in steps)
             compare(ours, theirs, ("", ""))
-        except Exception:  # the whole run tells more
+        except Exception:  # the whole run provides more information
             return False
         return Event.INIT in orders[0].met and ours.context == theirs.context
 
@@ -141,7 +139,7 @@ class Pair:
                 raise Broken("the two orders leave different models", event=event, where="model")
 
     def _makes_one_model(self, usual: _Run, case: Case, program: Program, fired: Event | None) -> bool:
-        """Return whether models can be compared: one with a function made on the spot equals no other."""
+        """Return whether two runs have equal models; a model with a new function object never equals another."""
         again = self._run(case, program, fired, None)
         return all(ours.model == theirs.model for ours, theirs in zip(usual.states, again.states, strict=True))
 
@@ -162,7 +160,7 @@ class Pair:
 
 
 def _states(step: Step, case: Case, fired: Event | None) -> Iterator[State]:
-    """Return the state after `init` and after each step, with an event from outside the program fired each time."""
+    """Yield the state after `init` and after each step, each time after firing an event outside the program, if any."""
     state = step.init(case.state(dtype=torch.float64))
     for batch in [None, *case.batches(torch.float64)]:
         seen = state
@@ -171,4 +169,4 @@ def _states(step: Step, case: Case, fired: Event | None) -> Iterator[State]:
             state = step.finish(seen)
         if fired is not None:
             seen = state = step.fire(fired, state)
-        yield state if step.has_advance else seen  # an evaluation's result are the outputs, which `finish` drops
+        yield state if step.has_advance else seen  # the result of an evaluation is its outputs, which `finish` drops

@@ -1,4 +1,4 @@
-"""The laws as tests of pytest: one decorator, and a research repository has the whole suite."""
+"""The laws as pytest tests: one decorator adds the whole suite to a research repository."""
 
 import functools
 import inspect
@@ -18,11 +18,11 @@ _PARAMETER = "law"
 
 
 class LawTest:
-    """A law about to be tried on an algorithm, within one test; call it.
+    """A function that tries a law on an algorithm, within one test.
 
     Attributes:
         name: The law's name.
-        outcome: What came out, once it has been called.
+        outcome: The outcome, once it has been called.
     """
 
     def __init__(self, prepared: Trials, law: Law) -> None:
@@ -30,11 +30,11 @@ class LawTest:
         self.outcome: Outcome | None = None
 
     def __call__(self) -> Outcome:
-        """Try the law; a second call repeats the first one's result.
+        """Try the law; a second call repeats the result of the first one.
 
         Raises:
-            LawViolation: The law is broken. Skips the test where the law does not apply; fails it where the law
-                could not be judged.
+            LawViolation: The law is broken. If the law does not apply, the test is skipped instead; if the law could
+                not be judged, the test fails.
         """
         __tracebackhide__ = True
         import pytest
@@ -47,7 +47,7 @@ class LawTest:
         if outcome.status is Status.SKIPPED:
             pytest.skip(outcome.reason)
         if outcome.status is Status.BROKEN and outcome.error is not None:
-            # Without the frames of Hypothesis and of the law, none of which the author wrote.
+            # Without the frames of Hypothesis and of the law, which are not the author's code.
             raise outcome.error.with_traceback(None) from None
         if not outcome.status.is_ok:
             pytest.fail(f"{self.name}: {outcome.status.value}: {outcome.details or outcome.reason}", pytrace=False)
@@ -60,7 +60,7 @@ class LawTest:
 def laws(
     algorithm: Algorithm | Subject | str, **options: Unpack[CheckOptions]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a test function a test of each law, with ids such as `test_my_algorithm[deterministic]`::
+    """Return a decorator that turns a test function into tests of all laws, `test_my_algorithm[deterministic]` etc.::
 
         from purecompose.testing import laws
 
@@ -68,16 +68,16 @@ def laws(
         def test_my_algorithm(law):
             law()
 
-    The body may call `law()` where it wants it tried, within a `with` statement or after its own preparations.
-    A law that the body has not called is tried after it, so an empty body tests as much; the parameter `law` may be
-    left out. What the decorated function needs besides comes from fixtures, as in any test.
+    The body may call `law()` itself, for example within a `with` statement or after its own preparations. If it does
+    not, the law is tried after the body, so an empty body is enough, and the parameter `law` may be left out. Other
+    parameters of the decorated function are fixtures, as in any test.
 
     Args:
         algorithm: As in `check`.
         options: As in `check`: `neutral`, `tasks`, `laws`, `max_examples` and `seed`; see `CheckOptions`.
 
     Raises:
-        TypeError, ValueError: As `check`, when the test module is imported.
+        TypeError, ValueError: As in `check`, when the test module is imported.
     """
     prepared = trials(algorithm, **options)
 
@@ -93,7 +93,7 @@ def laws(
         @functools.wraps(test)
         def tried(*args: Any, **kwargs: Any) -> None:
             __tracebackhide__ = True
-            one = LawTest(prepared, kwargs.pop(_PARAMETER))  # again for each run: a test may be run again
+            one = LawTest(prepared, kwargs.pop(_PARAMETER))  # a new one each time, because a test may be run again
             test(*args, **kwargs, **({_PARAMETER: one} if takes_law else {}))
             if one.outcome is None:
                 one()

@@ -1,4 +1,4 @@
-"""Whether an algorithm works on a task at all, before any law is tried there."""
+"""The check that an algorithm works on a task, before any law is tried there."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,20 +22,20 @@ __all__ = ["Refusal", "refusal"]
 
 
 class Refusal(NamedTuple):
-    """Why an algorithm does not work on a task."""
+    """The reason why an algorithm does not work on a task."""
 
     reason: str
     is_meant: bool
-    """Whether the algorithm, or the library, says so on purpose; see `is_refusal`."""
+    """True if the algorithm, or the library, raises the error on purpose; see `is_refusal`."""
 
 
 def refusal(task: Task, algorithm: Algorithm, owner_of: Callable[[Exception], Law | None]) -> Refusal | None:
-    """Return why the algorithm does not work on a task; `None` if it does, or breaks a law there.
+    """Return the reason why the algorithm does not work on a task; `None` if it works, or breaks a law there.
 
     Args:
         task: The task.
         algorithm: The algorithm.
-        owner_of: The law that an error means, if any.
+        owner_of: Function that returns the law that an error indicates, if any.
 
     Raises:
         ValueError: The task itself does not work, or is not the same each time.
@@ -47,7 +47,7 @@ def refusal(task: Task, algorithm: Algorithm, owner_of: Callable[[Exception], La
             with process_restored(), errors_named():
                 _use(case.step(_watched(algorithm, touched)), case, algorithm)
         except Exception as error:
-            # What breaks a law is not a refusal, nor is what comes of a switch that it has left in the process.
+            # A broken law is not a refusal, nor is an error that follows from a changed setting of the process.
             if touched or owner_of(error) is not None:
                 return None
             return Refusal(one_line(error, algorithm), is_refusal(error))
@@ -94,7 +94,7 @@ def _probes(task: Task, algorithm: Algorithm) -> list[Case]:
 
 
 def _use(step: Step, case: Case, algorithm: Algorithm) -> None:
-    """Take a step, or fires what an algorithm waits for that acts in none."""
+    """Take a step; if the algorithm acts only outside steps, also fire its events."""
     state = step(step.init(case.state()), case.batch(0))
     inner = (*eval_events, *predict_events, Event.INIT)
     for event in () if acts_in_step(algorithm) else algorithm.events:
@@ -103,7 +103,7 @@ def _use(step: Step, case: Case, algorithm: Algorithm) -> None:
 
 
 def _watched(algorithm: Algorithm, touched: list[Event]) -> Algorithm:
-    """Return the algorithm, recording the events at which it changes what belongs to the process."""
+    """Return the algorithm, which also records the events at which it changes settings of the process."""
 
     def around(event: Event, state: State, act: Callable[[State], State]) -> State:
         before = process_settings()

@@ -1,4 +1,4 @@
-"""What belongs to the process and not to a state: generators, modes and defaults."""
+"""The settings of the process, which are not in a state: generators, modes and defaults."""
 
 import contextlib
 import functools
@@ -29,18 +29,18 @@ def process_settings() -> dict[str, Any]:
 
 
 def read_settings() -> dict[str, Any]:
-    """Torch's own settings, by name: values that another process can be sent."""
+    """Return torch's own settings by name, as values that can be sent to another process."""
     return _read(_SETTINGS)
 
 
 def write_settings(settings: Mapping[str, Any]) -> None:
-    """Set those of torch's settings that are others than given; see `read_settings`."""
+    """Set those of torch's settings that differ from the given ones; see `read_settings`."""
     _write(_SETTINGS, settings)
 
 
 @contextlib.contextmanager
 def process_restored() -> Iterator[None]:
-    """Set back at the end what an algorithm has changed in the process."""
+    """Restore the settings of the process at the end of a `with` block."""
     settings, surroundings = read_settings(), _read(_SURROUNDINGS)
     python_state, numpy_state, torch_state = _generators()
     try:
@@ -56,10 +56,10 @@ def process_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Other seeds in the global generators, which are set back afterwards."""
+    """Seed the global generators, and restore them afterwards."""
     numpy = sys.modules.get("numpy")
     with process_restored():
-        # torch.manual_seed would seed the accelerators' generators as well, which no one would set back.
+        # torch.manual_seed would also seed the accelerators' generators, which are not restored.
         torch.default_generator.manual_seed(seed)
         python_random.seed(seed)
         if numpy is not None:
@@ -69,7 +69,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def elsewhere(seed: int) -> Iterator[None]:
-    """As in another process, at another time: other global seeds, clocks, process number and rank."""
+    """Imitate another process at another time: with other global seeds, clocks, process number and rank."""
     patched = {(time, name): _shifted(getattr(time, name), seed) for name in _CLOCKS}
     patched[os, "getpid"] = functools.partial(int, os.getpid() + seed)
     originals = {(owner, name): getattr(owner, name) for owner, name in patched}
@@ -85,7 +85,7 @@ def elsewhere(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_rank(rank: int, size: int) -> Iterator[None]:
-    """Return the variables by which launchers tell a process its rank."""
+    """Set the environment variables with which launchers pass a process its rank, and restore them afterwards."""
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update({name: str(value) for name, value in variables.items()})
@@ -148,7 +148,7 @@ def _set_hooks(hooks: tuple[dict[int, Any], ...]) -> None:
 
 
 def _set_filters(filters: list[Any]) -> None:
-    with warnings.catch_warnings():  # whose end makes known that they have changed
+    with warnings.catch_warnings():  # leaving it invalidates Python's cache of the filters
         pass
     warnings.filters[:] = filters  # pyright: ignore[reportIndexIssue]
 
@@ -167,7 +167,7 @@ _SETTINGS: dict[str, _Setting] = {
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "threads": (torch.get_num_threads, torch.set_num_threads),
-    # 0, or 1 for those that warn only, or 2: one value for two switches.
+    # One value for two switches: 0 for off, 1 for warnings only, 2 for errors.
     "deterministic algorithms": (
         torch.get_deterministic_debug_mode,
         lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
@@ -194,7 +194,7 @@ _SETTINGS: dict[str, _Setting] = {
     "cudnn deterministic": _attribute(torch.backends.cudnn, "deterministic"),
     "cudnn allow_tf32": _attribute(torch.backends.cudnn, "allow_tf32"),
 }
-"""How to read each of torch's settings, and how to set it."""
+"""Functions to read and to set each of torch's settings, by name."""
 
 _SURROUNDINGS: dict[str, _Setting] = {
     "environment": (lambda: dict(os.environ), _set_environment),
@@ -202,4 +202,4 @@ _SURROUNDINGS: dict[str, _Setting] = {
     "warnings filters": (lambda: list(warnings.filters), _set_filters),
     "NumPy error handling": (_numpy_errors, _set_numpy_errors),
 }
-"""The same of what no other process can be sent."""
+"""The same for settings that cannot be sent to another process."""

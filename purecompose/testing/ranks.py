@@ -1,4 +1,4 @@
-"""Several processes played by one: for laws about `data_parallel`, without processes."""
+"""Several processes simulated by one, for laws about `data_parallel`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,18 +19,18 @@ T = TypeVar("T")
 
 
 def played(step: Step, size: int) -> Callable[[Callable[[Step], T]], list[T]]:
-    """Play the processes of `data_parallel(step)` one after the other.
+    """Simulate the processes of `data_parallel(step)` one after the other.
 
-    One that needs a number of the others is given up, and begins again when all have got so far: what it does is a
-    function of its arguments, and the same each time.
+    A process that needs a number from the others is abandoned, and starts again when all have reached that point. This
+    works because its function is pure, and does the same each time.
 
     Args:
-        step: What `compose` gave.
-        size: How many processes.
+        step: A step from `compose`.
+        size: Number of processes.
 
     Returns:
-        A function that takes what each does with its step, and returns the results, process by process. It raises
-        a `RuntimeError` where they send messages of different forms, or different numbers of them.
+        A function that takes a function of each process's step, and returns the results, process by process. It raises
+        a `RuntimeError` if they send messages of different forms, or different numbers of them.
 
     Example:
         >>> from purecompose import compose, loop_events
@@ -67,7 +67,7 @@ class _Part(Ranks):
     """A process that knows the answers to its first messages."""
 
     answers: list[list[Tensor]] = field(default_factory=list, compare=False)
-    """Those that have not come up yet."""
+    """The answers that have not been used yet."""
 
     def begin(self, answers: Sequence[list[Tensor]]) -> None:
         self.answers[:] = answers
@@ -79,7 +79,7 @@ class _Part(Ranks):
 
 
 class _Unanswered(BaseException):
-    """A message whose answer is not known yet; a BaseException, so that no handler takes it for an error."""
+    """A message whose answer is not known yet; a BaseException, so that no handler treats it as an error."""
 
     def __init__(self, tensors: list[Tensor], how: str) -> None:
         super().__init__()

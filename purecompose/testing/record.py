@@ -1,4 +1,4 @@
-"""How laws compare, and how they watch: one way to say where two things differ, one to see an algorithm act."""
+"""Tools of the laws: comparison of states and trees, and observation of an algorithm while it acts."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -38,29 +38,29 @@ __all__ = [
 ]
 
 STEP_FIELDS = fields_where(holds_values=True)
-"""What a state holds inside a step."""
+"""Fields of a state that have values inside a step."""
 LASTING = fields_where(persists=True)
-"""What a state holds between steps."""
+"""Fields of a state that have values between steps."""
 FORMED = (*fields_where(keeps_form=True), "key")
-"""What keeps its form all through a run."""
+"""Fields of a state that keep their form during a run."""
 CONTEXT = tuple(f.name for f in dataclasses.fields(Context) if f.init and f.name not in ("initialised", "schedules"))
-"""What of the static part is an algorithm's to change; the step writes the rest down itself."""
+"""Fields of the static part that an algorithm may change; the step itself sets the others."""
 
 Act = Callable[[State], State]
-"""What an algorithm makes of a state at some event."""
+"""An application of an algorithm at some event."""
 
 
 class Run(NamedTuple):
-    """The states of a run, and where the algorithm under test acted."""
+    """The states of a run, and the applications of the algorithm under test."""
 
     states: tuple[State, ...]
     """The state after `init` and FIT_START, and after each step and the events around it."""
     applications: tuple[tuple[Event, State], ...]
-    """Each event after INIT at which it acted, with the state it left."""
+    """Each event after INIT at which it acted, with the state that it returned."""
 
     @property
     def acted(self) -> bool:
-        """Whether it acted after INIT."""
+        """True if it acted after INIT."""
         return bool(self.applications)
 
 
@@ -71,7 +71,7 @@ def run(step: Step, state: State, data: Sequence[Any], name: str = "") -> Run:
         step: The step.
         state: A state before `init`, or one that continues.
         data: The batches.
-        name: The algorithm under test; without it the steps are plain ones, which are a third of the work.
+        name: Name of the algorithm under test; without it the algorithm is not observed, which is a third of the work.
     """
     watched = [Watched(algorithm) for algorithm in step.algorithms if algorithm.name == name]
     if watched:
@@ -84,11 +84,11 @@ def run(step: Step, state: State, data: Sequence[Any], name: str = "") -> Run:
 
 
 class Watched:
-    """An algorithm that is watched while it acts.
+    """An algorithm that is observed while it acts.
 
     Attributes:
-        algorithm: It does the same, and tells what it does.
-        applications: Each event after INIT at which it has acted, and the state it left.
+        algorithm: An algorithm that does the same, and records its applications here.
+        applications: Each event after INIT at which it has acted, with the state that it returned.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class Watched:
         *,
         with_init: bool = False,
     ) -> None:
-        """Take an algorithm, and what is to be done in place of each application.
+        """Take an algorithm, and a function to call instead of each application.
 
         Args:
             algorithm: The algorithm.
-            around: `around(event, state, act) -> state`, where `act(state)` is what the algorithm makes of a state
-                there; by default just that.
-            with_init: Whether INIT counts, which is left alone otherwise.
+            around: Function `around(event, state, act) -> state`, where `act(state)` is the algorithm's result; by
+                default only that.
+            with_init: True to include INIT, which is otherwise not observed.
         """
         self._inner, self._around, self._with_init = algorithm, around, with_init
         self.algorithm = dataclasses.replace(algorithm, apply=self._apply)
@@ -112,12 +112,12 @@ class Watched:
 
     @property
     def acted(self) -> bool:
-        """Whether it has acted after INIT, or at INIT where that counts."""
+        """True if it has acted after INIT, or at INIT if that is included."""
         return bool(self.applications)
 
     @property
     def acted_after_init(self) -> bool:
-        """Whether it has acted after INIT."""
+        """True if it has acted after INIT."""
         return any(event is not Event.INIT for event, _ in self.applications)
 
     def _apply(self, event: Event, state: State) -> State:
@@ -149,28 +149,28 @@ def check_equal(
 
     Args:
         first: A tree.
-        second: Another.
-        labels: What they are.
-        where: What stands before the leaf's path, such as "params".
-        event: Where they were taken, if known.
+        second: Another tree.
+        labels: Descriptions of the two.
+        where: Prefix of the leaf's path, such as "params".
+        event: The event to which they belong, if known.
         tolerance: See `tree.differences`.
     """
     if first is second:
         return
     found = list(tree.differences(first, second, tolerance=tolerance))
     if found:
-        # That a dictionary is no longer empty says less than what is in it now.
+        # A new entry of a dictionary is more informative than the fact that it is no longer empty.
         named = next((difference for difference in found if difference.path), found[0])
         raise Broken(named, labels, event=event, where=where)
 
 
 def check_process(before: dict[str, Any], labels: tuple[str, str], *, event: Event | None = None) -> None:
-    """Raise `Broken` for the first of `process_settings` that is another now."""
+    """Raise `Broken` for the first of `process_settings` that has changed."""
     for name, value in process_settings().items():
         if value == before[name]:
             continue
         where = f"the process's {name}"
-        if name.endswith("generator"):  # whose states are hashes here
+        if name.endswith("generator"):  # its value is only a hash
             raise Broken("it was moved or seeded", where=where, event=event)
         if name == "environment":  # by names only: values may be secrets
             names = sorted(key for key in {**before[name], **value} if before[name].get(key) != value.get(key))
@@ -194,12 +194,12 @@ def compare(
 
     Args:
         first: A state.
-        second: Another.
-        labels: What they are.
+        second: Another state.
+        labels: Descriptions of the two.
         fields: The fields to compare.
         tolerance: See `tree.differences`.
-        event: Where they were taken.
-        without_slot: The name of a slot that plays no part.
+        event: The event to which they belong, if known.
+        without_slot: Name of a slot that is ignored.
     """
     for field in fields:
         ours, theirs = getattr(first, field), getattr(second, field)
@@ -213,7 +213,7 @@ def compare(
 
 
 def changed_context(first: State, second: State) -> str | None:
-    """Return the first name of `CONTEXT` under which two states differ; `None` if there is none."""
+    """Return the first name in `CONTEXT` of a field in which two states differ; `None` if there is none."""
     for name in CONTEXT if first.context is not second.context else ():
         ours, theirs = getattr(first.context, name), getattr(second.context, name)
         if ours is not theirs and ours != theirs:
@@ -222,19 +222,17 @@ def changed_context(first: State, second: State) -> str | None:
 
 
 def copied(value: Any) -> Any:
-    """Return a tree or batch with copies of its tensors, cut off from any graph."""
+    """Return a tree or batch with detached copies of its tensors."""
     return batches.map_tensors(lambda tensor: tensor.detach().clone(), value)
 
 
 def snapshot(state: State, fields: Sequence[str] = LASTING) -> State:
-    """Return the state with copies in these fields, to be compared with it later."""
+    """Return the state with copies in these fields, for a later comparison."""
     return state.replace(**{field: copied(getattr(state, field)) for field in fields})
 
 
 def inserted(program: Sequence[Node], after: Callable[[Node], StateFn | None]) -> Program:
-    """Return the program with your own stage after each node for which `after(node)` gives one, inside scopes
-    too.
-    """
+    """Return the program with a stage inserted after each node for which `after(node)` returns one, also in scopes."""
     nodes: list[Node] = []
     for node in program:
         stage = after(node)

@@ -1,4 +1,4 @@
-"""What `check` found: a table, the violations below it, and the same as plain data."""
+"""The result of `check`: a table, the violations below it, and the same as plain data."""
 
 import enum
 import importlib.metadata
@@ -23,41 +23,41 @@ __all__ = ["Outcome", "Report", "Status"]
 
 
 class Status(enum.Enum):
-    """How a law came out."""
+    """The status of a law after its trial."""
 
     KEPT = "kept"
-    """It held in every case, and the algorithm acted in some of them."""
+    """The law held in every case, and the algorithm acted in some of them."""
     BROKEN = "broken"
-    """It did not hold."""
+    """The law did not hold."""
     VACUOUS = "vacuous"
     """The algorithm acted in none of the cases, so nothing was judged."""
     BLOCKED = "blocked"
     """The algorithm breaks another law before this one can be judged."""
     ERROR = "error"
-    """Something else was raised."""
+    """Another error was raised."""
     SKIPPED = "skipped"
-    """It does not concern the algorithm, or what it needs was not given."""
+    """The law does not concern the algorithm, or something that it needs was not given."""
 
     @property
     def is_ok(self) -> bool:
-        """Whether a report with this outcome may be ok."""
+        """True if a report with this outcome may be ok."""
         return self in (Status.KEPT, Status.SKIPPED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One law's outcome.
+    """The outcome of one law.
 
     Args:
-        law: The law's name.
-        status: How it came out.
-        reason: Why, in a line; empty for a law that was kept.
-        promise: What the law says.
-        num_cases: Cases that were tried, not counting those of shrinking.
-        num_acted: In how many of them the algorithm acted.
-        rows: What is to be said of a violation or an error, each with a label.
-        error: The `LawViolation`, or what else was raised.
-        seconds: How long it took.
+        law: Name of the law.
+        status: Status of the law.
+        reason: Reason for the status, in a line; empty for a law that was kept.
+        promise: The law as a sentence.
+        num_cases: Number of cases that were tried, without those of shrinking.
+        num_acted: Number of these cases in which the algorithm acted.
+        rows: Details of a violation or an error, each with a label.
+        error: The `LawViolation`, or another error.
+        seconds: Duration of the trial in seconds.
     """
 
     law: str
@@ -83,7 +83,7 @@ class Outcome:
         return plain(self.title, self.rows) if self.rows else ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; a violation is given by its parts."""
+        """Return plain data; a violation is represented by its parts."""
         names = ("law", "reason", "promise", "num_cases", "num_acted", "details", "seconds")
         found = {"status": self.status.value, **{name: getattr(self, name) for name in names}}
         violation = self.error
@@ -104,14 +104,15 @@ class Report:
     """The outcomes of all laws for one algorithm; prints as a table with the violations below it.
 
     Args:
-        algorithm: The algorithm, as it prints.
-        outcomes: One for each law, in the laws' order.
-        tasks: The names of the tasks that the algorithm was tried on.
-        refused: Why it was not tried on others.
-        failed_tasks: Those of them that it should work on, or on which it fails with an unintended error.
-        max_examples: Cases for each law.
-        seed: Of the cases.
-        seconds: How long it took in all.
+        algorithm: The algorithm's `repr`.
+        outcomes: The outcome of each law, in the laws' order.
+        tasks: Names of the tasks that the algorithm was tried on.
+        refused: Reasons why it was not tried on other tasks, by name.
+        failed_tasks: The refused tasks that the user chose, or on which it fails with an unintended error; all if no
+            task is left.
+        max_examples: Number of cases for each law.
+        seed: Seed of the cases.
+        seconds: Total duration in seconds.
     """
 
     algorithm: str
@@ -125,7 +126,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every law that applies was kept, on at least one task and on all that were named."""
+        """True if every law that applies was kept, on at least one task and on all that were chosen."""
         return bool(self.tasks) and not self.failed_tasks and all(o.status.is_ok for o in self.outcomes)
 
     @property
@@ -135,7 +136,7 @@ class Report:
 
     @property
     def failed(self) -> tuple[Outcome, ...]:
-        """The laws to look at first: those that were broken or gave an error, or else all that are not ok."""
+        """The laws to look at first: those that were broken or raised an error, or else all that are not ok."""
         wrong = tuple(o for o in self.outcomes if o.status in (Status.BROKEN, Status.ERROR))
         return wrong or tuple(outcome for outcome in self.outcomes if not outcome.status.is_ok)
 
@@ -161,10 +162,10 @@ class Report:
         return self.text()
 
     def text(self, width: int | None = None) -> str:
-        """Return the report for any terminal.
+        """Return the report as plain text.
 
         Args:
-            width: Columns; by default the terminal's, at most 110.
+            width: Number of columns; by default the terminal's, at most 110.
         """
         width = width or terminal_width()
         parts = ["\n".join(hung("", line, width) for line in self._head())]
@@ -192,7 +193,7 @@ class Report:
         return Group(*head, Text(), *([grid] if self.outcomes else []), *details, *advice, Text(), summary)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data, with the versions that it depends on."""
+        """Return everything as plain data, with the versions that it depends on."""
         return {
             "algorithm": self.algorithm,
             "ok": self.ok,
@@ -206,7 +207,7 @@ class Report:
         }
 
     def to_json(self, indent: int | None = 2) -> str:
-        """`to_dict` as text."""
+        """Return `to_dict` as text."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def _head(self) -> list[str]:
@@ -215,9 +216,7 @@ class Report:
         return [f"{self.algorithm} {on}", *(f"not on {', '.join(names)}: {why}" for why, names in reasons.items())]
 
     def _details(self) -> list[tuple[str, tuple[Row, ...]]]:
-        """Return the titles and rows below the table; an error raised at one line is reported once, with its first
-        case.
-        """
+        """Return the titles and rows below the table; equal errors are reported once, with the first case."""
         reported = [outcome for outcome in self.outcomes if outcome.rows and not self._is_reported_elsewhere(outcome)]
         laws = _grouped((_cause(outcome), outcome.law) for outcome in reported)
         first = {_cause(outcome): outcome for outcome in reversed(reported)}
@@ -225,7 +224,7 @@ class Report:
         return [(titles[cause], first[cause].rows) for cause in laws]
 
     def _is_reported_elsewhere(self, outcome: Outcome) -> bool:
-        """Return whether what blocks a law is reported with another law."""
+        """Return whether the cause that blocks a law is reported with another law."""
         return outcome.status is Status.BLOCKED and bool(self.broken)
 
     def _advice(self) -> list[str]:
@@ -258,7 +257,7 @@ def _grouped(pairs: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
 
 
 def _cause(outcome: Outcome) -> Any:
-    """Return a key that is equal for equal errors: what was raised and in which lines, for any case and law."""
+    """Return a key that is equal for equal errors in the same lines, independent of the case and law."""
     if outcome.status not in (Status.ERROR, Status.BLOCKED):
         return outcome.law
     return tuple(row for row in outcome.rows if row[0] in ("raised", "line", "breaks"))
@@ -269,7 +268,7 @@ def _counted(status: Status, count: int) -> str:
 
 
 def _shout(status: Status) -> str:
-    """In capitals where something is to be done: a terminal may have no colours."""
+    """Return a status as text, in capitals if it is not ok, because a terminal may have no colours."""
     return status.value if status.is_ok else status.value.upper()
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["Row", "coloured", "hung", "plain"]
 
 Row = tuple[str, str]
-"""A label and what it says."""
+"""A label and its text."""
 
 _NARROWEST = 20
 
@@ -21,8 +21,8 @@ def plain(title: str, rows: Sequence[Row], width: int | None = None) -> str:
 
     Args:
         title: The first line.
-        rows: Labels, which stand in one column, and what they say.
-        width: Columns; longer lines are broken, by default none.
+        rows: Labels, which are aligned in a column, and their texts.
+        width: Number of columns, at which longer lines are wrapped; by default they are not.
 
     Example:
         >>> print(plain("it broke", [("leaf", "params['w']"), ("to do", "look at it once more, please")], width=30))
@@ -36,7 +36,7 @@ def plain(title: str, rows: Sequence[Row], width: int | None = None) -> str:
 
 
 def hung(label: str, text: str, width: int | None) -> str:
-    """Text behind its label; where it is broken, the rest stands below its beginning, two columns in at least."""
+    """Return a text behind its label; wrapped lines are aligned with its beginning, by at least two columns."""
     if width is None:
         return f"{label}{text}".rstrip()
     hang = " " * (len(label) or 2)
@@ -47,7 +47,7 @@ def hung(label: str, text: str, width: int | None) -> str:
 
 
 def coloured(title: str, rows: Sequence[Row], style: str = "bold red") -> "list[RenderableType]":
-    """Return the same for rich: the title in its style, labels dim, what to do bold."""
+    """Return the same for rich: the title in its style, labels dim, the advice bold."""
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""The search for the simplest case that fails; `check` and `commutes` differ in what they try in a case."""
+"""The search for the simplest case that fails, for `check` and `commutes`, which try different things in a case."""
 
 import time
 from collections.abc import Callable
@@ -14,51 +14,52 @@ from purecompose.testing.case import Case
 __all__ = ["SHRINK_SECONDS", "SHRINK_TRIES", "Search", "Stop", "Tried", "search"]
 
 SHRINK_TRIES = 120
-"""Shrinking ends after so many tries, which is what makes it repeatable."""
+"""Number of tries after which shrinking ends, which makes it reproducible."""
 SHRINK_SECONDS = 7.0
-"""Shrinking ends after this time too, for slow algorithms."""
+"""Seconds after which shrinking ends as well, for slow algorithms."""
 
 
 class Tried(NamedTuple):
-    """What came of a case."""
+    """The result of a case."""
 
     acted: bool = True
-    """Whether there was something to judge."""
+    """True if there was something to judge."""
     failure: Exception | None = None
-    """What is wrong."""
+    """The failure, if any."""
 
 
 class Search(NamedTuple):
-    """What came of all cases."""
+    """The result of all cases."""
 
     num_cases: int = 0
-    """How many were tried up to the first that fails, without those that an assumption rejects."""
+    """Number of cases up to the first that fails, without those that an assumption rejects."""
     num_acted: int = 0
-    """In how many of them there was something to judge."""
+    """Number of these cases in which there was something to judge."""
     case: Case | None = None
     """The simplest case that fails."""
     failure: Exception | None = None
-    """What is wrong there."""
+    """The failure in that case."""
 
 
 class Stop(BaseException):
-    """Raised by an attempt where more cases would tell nothing; Hypothesis takes an `Exception` for a failing case."""
+    """Raised by an attempt to end the search. A BaseException, because an `Exception` would mean a failing case."""
 
 
 class _Failed(Exception):
-    """Tells Hypothesis that a case is a failing one."""
+    """Raised to report a failing case to Hypothesis."""
 
 
 def search(strategy: SearchStrategy[Case], attempt: Callable[[Case], Tried], *, max_examples: int, seed: int) -> Search:
-    """Try cases until one fails, and then looks for a simpler one.
+    """Try cases until one fails, and then search for a simpler one.
 
-    What an attempt raises ends the search, but for `Stop`, and for what `hypothesis.assume` rejects.
+    `Stop` ends the search; other errors that an attempt raises are raised again, except rejections by
+    `hypothesis.assume`.
 
     Args:
         strategy: The cases.
-        attempt: What to do with one. A failure of another type than the first one is not taken for the same.
-        max_examples: How many are tried.
-        seed: The same one gives the same cases.
+        attempt: Function that tries a case. While shrinking, only failures of the first one's type count.
+        max_examples: Number of cases.
+        seed: Seed of the cases.
     """
     searching = _Searching(attempt)
     quietly = settings(
@@ -83,10 +84,10 @@ def search(strategy: SearchStrategy[Case], attempt: Callable[[Case], Tried], *, 
 
 
 class _Searching:
-    """What has been found so far.
+    """The result so far.
 
-    The failing case and its failure are kept here, not taken from what Hypothesis raises: an algorithm that remembers
-    in a closure fails differently when it is tried once more.
+    The failing case and its failure are stored here, not taken from Hypothesis's exception, because an algorithm with
+    hidden state in a closure may fail differently when it is tried again.
     """
 
     def __init__(self, attempt: Callable[[Case], Tried]) -> None:
@@ -94,7 +95,7 @@ class _Searching:
         self._tries_left, self._deadline = SHRINK_TRIES, 0.0
 
     def step(self, case: Case) -> None:
-        """Try a case; raise where it fails."""
+        """Try a case; raise if it fails."""
         is_shrinking = self.found.failure is not None
         if is_shrinking:
             self._tries_left -= 1

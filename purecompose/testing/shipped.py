@@ -1,4 +1,4 @@
-"""The table of shipped algorithms: what laws and property tests run each of them with, one row each.
+"""The table of shipped algorithms, with the settings and tasks for laws and property tests, one row each.
 
 A test compares the table with the factories, so that a new algorithm cannot be left out.
 """
@@ -30,15 +30,15 @@ class Row:
     """A shipped algorithm.
 
     Args:
-        name: The name of its factory.
+        name: Name of its factory.
         examples: Source texts, as for `Subject.of`, on which all laws run.
-        neutral: A source text with settings that change nothing; `None` if it has none.
-        tasks: The names of the `TASKS` that it accepts in full precision; those in half precision only for a method
-            that does nothing elsewhere. See `accepted`.
-        settings: A strategy for valid keyword arguments, edge values among them; the simplest are the common ones.
-        on_images: The same for inputs that are images, where it differs.
-        needs: Types of layers, one of which a network must contain, for methods that look for them.
-        is_alone: Whether the algorithm excludes all others, so that it is in no list of several.
+        neutral: Source text with settings that change nothing; `None` if there are none.
+        tasks: Names of the `TASKS` that it accepts in full precision; names of tasks in half precision only for a
+            method that does nothing elsewhere. See `accepted`.
+        settings: Strategy for valid keyword arguments, including edge values; the simplest are the common ones.
+        on_images: Strategy for inputs that are images, if it differs.
+        needs: Types of layers, one of which a network must contain, for methods that replace or use them.
+        is_alone: True if the algorithm excludes all others, so that it is in no list of several.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Row:
         return tuple(name for name, task in TASKS.items() if self.accepts(task))
 
     def accepts(self, task: Task) -> bool:
-        """Return whether it takes such inputs, acts in the task's precision, and finds the layers that it needs."""
+        """Return whether it accepts such inputs, acts in the task's precision, and finds the layers that it needs."""
         named = [TASKS[name] for name in self.tasks]
         if task.kind not in {one.kind for one in named}:
             return False
@@ -77,7 +77,7 @@ _SCHEDULES = (linear(), linear(0.0, 1.0, t_max="0.5dur"), cosine(), cosine(warmu
 
 
 def _scalars(name: str, numbers: st.SearchStrategy[float]) -> st.SearchStrategy[Scalar]:
-    """Numbers, and what stands for one: hparams, schedules and their products."""
+    """Return a strategy for scalars: numbers, hparams, schedules and their products."""
     defaults = _or_floats([0.25, 0.0, 1.0], 1e-6, 1)
     hparams = defaults.map(lambda default: hparam(name, default))
     schedules = st.sampled_from(_SCHEDULES)
@@ -86,22 +86,22 @@ def _scalars(name: str, numbers: st.SearchStrategy[float]) -> st.SearchStrategy[
 
 
 def _or_floats(common: list[Any], low: float, high: float, **bounds: Any) -> st.SearchStrategy[Any]:
-    """Common values first, then any number of the range."""
+    """Return a strategy for common values, which are the simplest, and any number of the range."""
     return st.sampled_from(common) | st.floats(low, high, **bounds)
 
 
 def _optional(**arguments: st.SearchStrategy[Any]) -> Settings:
-    """Return any of these keyword arguments, each of which may be left out."""
+    """Return a strategy for these keyword arguments, each of which may be left out."""
     return st.fixed_dictionaries({}, optional=arguments)
 
 
 def _joined(*parts: Settings) -> Settings:
-    """Return the keyword arguments of all parts."""
+    """Return a strategy for the keyword arguments of all parts."""
     return st.tuples(*parts).map(lambda given: {name: value for part in given for name, value in part.items()})
 
 
 def _fixed(**arguments: st.SearchStrategy[Any]) -> Settings:
-    """Return all of these keyword arguments."""
+    """Return a strategy for all of these keyword arguments."""
     return st.fixed_dictionaries(arguments)
 
 
@@ -145,7 +145,7 @@ _ROWS = (
     ),
     Row(
         "augmix",
-        # Few operations: RandAugment's examples have them all, and each is compiled for every step of a chain.
+        # Few operations, because each is compiled for every step of a chain; RandAugment's examples have all of them.
         examples=(
             "augmix(3, width=2, augmentation_set=('rotate', 'equalize', 'color'))",
             "augmix(5, depth=1, width=2, augmentation_set=('shear_x', 'brightness'))",
@@ -189,7 +189,7 @@ _ROWS = (
         neutral="colout(0, 0)",
         tasks=("images",),
         settings=_optional(
-            p_row=_or_floats([0.15, 0.5, 0, 0.0], 0, 0.5),  # three of six rows are the fewest that the CNN takes
+            p_row=_or_floats([0.15, 0.5, 0, 0.0], 0, 0.5),  # the CNN needs at least three of six rows
             p_col=_or_floats([0.15, 0.5, 0, 0.0], 0, 0.5),
             per_example=_BOOLEANS,
             resize_target=st.sampled_from(["auto", False]),  # targets are labels
@@ -259,7 +259,7 @@ _ROWS = (
         "fused_layernorm",
         examples=("fused_layernorm()",),
         neutral=None,
-        tasks=("bf16_tokens",),  # in full precision it does nothing, and says so
+        tasks=("bf16_tokens",),  # in full precision it does nothing, and warns
         needs=(nn.LayerNorm,),
     ),
     Row(
@@ -297,7 +297,7 @@ _ROWS = (
         settings=_joined(
             _fixed(
                 clipping_type=st.sampled_from(["norm", "value", "adaptive"]),
-                # Not infinity, which prints as no literal.
+                # Not infinity, whose repr is not a literal.
                 clipping_threshold=_scalars("gradient_clipping/threshold", _or_floats([1.0, 0.1, 1], 1e-6, 1e6)),
             ),
             _optional(exclude=_EXCLUDED),
@@ -365,14 +365,14 @@ _ROWS = (
         "low_precision_groupnorm",
         examples=("low_precision_groupnorm()",),
         neutral=None,
-        tasks=("bf16_images",),  # in full precision it does nothing, and says so
+        tasks=("bf16_images",),  # in full precision it does nothing, and warns
         needs=(nn.GroupNorm,),
     ),
     Row(
         "low_precision_layernorm",
         examples=("low_precision_layernorm()",),
         neutral=None,
-        tasks=("bf16_tokens",),  # in full precision it does nothing, and says so
+        tasks=("bf16_tokens",),  # in full precision it does nothing, and warns
         needs=(nn.LayerNorm,),
     ),
     Row(
@@ -393,7 +393,7 @@ _ROWS = (
         settings=_joined(
             _fixed(max_norm=_scalars("per_example_clipping/max_norm", _or_floats([1.0, 1, 0.1], 1e-3, 1e3))),
             _optional(
-                # Noise of many times the bound would lead the networks out of the range of float32.
+                # Noise far above the bound would drive the weights out of the range of float32.
                 noise_multiplier=_scalars("per_example_clipping/noise_multiplier", _or_floats([0.0, 0, 0.5], 0, 1)),
                 chunk_size=st.sampled_from([None, 1, 3]),
             ),
@@ -408,7 +408,7 @@ _ROWS = (
             _SHARES_OF_RUN.map(lambda shares: {"finetune_fraction": shares[0], "delay_fraction": shares[1]}),
             _optional(
                 mode=st.sampled_from(["resize", "crop"]),
-                initial_scale=_or_floats([0.5, 1, 1.0], 0.5, 1),  # the CNN takes images of half the size
+                initial_scale=_or_floats([0.5, 1, 1.0], 0.5, 1),  # the CNN needs images of at least half the size
                 size_increment=st.integers(1, 8),
                 interpolation=st.sampled_from(["bilinear", "nearest"]),
             ),
@@ -495,7 +495,7 @@ _ROWS = (
         "swa",
         examples=("swa(0.25, 0.75, '1ba')", "swa('1ba', 1.0, '1ba')"),
         neutral=None,
-        settings=_optional(  # without swa_lr: the tasks' learning rate is an hparam, which it refuses
+        settings=_optional(  # without swa_lr, which rejects the hparam that is the tasks' learning rate
             start=st.sampled_from([0.25, 0.0, "1ba", 0.5]),
             end=st.sampled_from([0.75, 1.0, "5ba"]),
             every=st.sampled_from(["1ba", "2ba", "1ep", "0.25dur", "9sp"]),
@@ -521,4 +521,4 @@ _ROWS = (
 )
 
 SHIPPED: Mapping[str, Row] = MappingProxyType({row.name: row for row in _ROWS})
-"""The rows by the factory's name."""
+"""The rows by the name of the factory."""

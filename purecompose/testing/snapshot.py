@@ -1,6 +1,6 @@
-"""A state as bytes and back, for the law of resuming: what a checkpoint holds, without the disk.
+"""Conversion of a state to bytes and back, for the law of resuming: the content of a checkpoint, without the disk.
 
-Nothing is executed on loading: the bytes hold tensors, plain values and strings, and fill a template.
+Loading executes no code: the bytes contain tensors, plain values and strings, which fill a template.
 """
 
 import struct
@@ -19,21 +19,21 @@ _LENGTH = struct.Struct("<Q")
 
 
 class SnapshotError(ValueError):
-    """A state that bytes cannot hold, or bytes that do not fit the template."""
+    """A state that cannot be converted to bytes, or bytes that do not fit the template."""
 
 
 def to_bytes(state: State) -> bytes:
     """Return everything in a state that persists between steps.
 
     Raises:
-        SnapshotError: A leaf that is neither a tensor nor a plain value.
+        SnapshotError: A leaf is neither a tensor nor a plain value.
     """
     try:
         taken = snapshot(state)
     except (TypeError, CheckpointError) as error:
         raise SnapshotError(str(error)) from error
     index = to_json(taken.index).encode()
-    # Cloned: two names of one memory are two tensors in the file.
+    # Cloned, because tensors that share memory are separate tensors in the file.
     tensors = {name: stored(tensor).clone() for name, tensor in taken.tensors.items()}
     return _LENGTH.pack(len(index)) + index + library().torch.save(tensors)
 
@@ -42,8 +42,8 @@ def from_bytes(data: bytes, like: State) -> State:
     """Return the state that was saved, with the static part of a template.
 
     Args:
-        data: What `to_bytes` made.
-        like: A state of the same structure, after `step.init`. Its values play no part; its run's length does, so
+        data: Bytes from `to_bytes`.
+        like: A state of the same structure, after `step.init`. Its values are ignored, but its run's length is used, so
             that a run can be prolonged.
 
     Returns:
@@ -51,7 +51,7 @@ def from_bytes(data: bytes, like: State) -> State:
 
     Raises:
         SnapshotError: The bytes are not a snapshot; or a leaf has no place in the template, is missing, or has another
-            shape or dtype: these are named.
+            shape or dtype, and the message names it.
     """
     package = library()
     try:

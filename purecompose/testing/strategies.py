@@ -1,7 +1,7 @@
-"""Hypothesis strategies for everything that laws and users' own property tests are about.
+"""Hypothesis strategies for the inputs of laws and of users' own property tests.
 
-All of them shrink to the plainest thing of their kind: no companions, one microbatch, the smallest sizes, the first
-batch of a run, an MLP on vectors. What they draw is made from seeds and moves no global generator.
+All of them shrink to the simplest example of their kind: no companions, one microbatch, the smallest sizes, the first
+batch of a run, an MLP on vectors. Their examples are made from seeds and do not change global generators.
 """
 
 from collections.abc import Sequence
@@ -66,14 +66,14 @@ _OPTIMIZERS = (
 
 
 def events(*, kind: str | None = None) -> st.SearchStrategy[Event]:
-    """Events; shrink to the first of their kind in the order of the loop.
+    """Generate events, which shrink to the first of their kind in the order of the loop.
 
     Args:
-        kind: "training" for those of `loop_events`; "evaluation" and "prediction" for all that belong there; "outer"
+        kind: "training" for events of `loop_events`; "evaluation" and "prediction" for all that belong there; "outer"
             for the others, such as INIT and EPOCH_END. By default all.
 
     Raises:
-        ValueError: No such kind.
+        ValueError: There is no such kind.
     """
     if kind not in _EVENTS:
         raise ValueError(f"kind={kind!r}: expected None or one of {', '.join(repr(k) for k in _EVENTS if k)}")
@@ -85,14 +85,14 @@ def events(*, kind: str | None = None) -> st.SearchStrategy[Event]:
 
 @st.composite
 def runs(draw: st.DrawFn, *, units: Sequence[str | None] = ("ep", "ba", "sp", "tok", "iter")) -> RunLength:
-    """Lengths of runs, with and without known epochs, with and without iterations; shrink to one epoch.
+    """Generate lengths of runs, with and without known epochs and iterations, which shrink to one epoch.
 
     Args:
-        units: What the duration may be counted in; `None` among them is a run without end.
+        units: Possible units of the duration; `None` means a run without end.
     """
     unit = draw(st.sampled_from(list(units)))
     length = draw(st.integers(1, 60 if unit in ("sp", "tok", "sec") else 12))
-    # A run counted in iterations has to know how long they are.
+    # A run that is counted in iterations needs their length.
     iterations = ["1ep", "2ep", "7tok"] if unit == "iter" else [None, "1ep", "2ep", "7tok"]
     duration = None if unit is None else f"{length}{unit}"
     return RunLength(duration, draw(st.none() | st.integers(1, 5)), draw(st.sampled_from(iterations)))
@@ -100,12 +100,13 @@ def runs(draw: st.DrawFn, *, units: Sequence[str | None] = ("ep", "ba", "sp", "t
 
 @st.composite
 def timestamps(draw: st.DrawFn, run: RunLength | None = None) -> Timestamp:
-    """Point that a run comes to, batch by batch, so that the counters fit each other; shrink to the start.
+    """Generate timestamps that a run reaches, batch by batch, so that the counters are consistent.
 
-    Epochs of unknown length end where the draw says so. Wall-clock times are 0. Some points lie beyond the run's end.
+    They shrink to the start. Epochs of unknown length end at random. Wall-clock times are 0. Some timestamps are beyond
+    the run's end.
 
     Args:
-        run: The run; by default any, also without end.
+        run: The run; by default any, including one without end.
     """
     if run is None:
         run = draw(runs(units=("ep", "ba", "sp", "tok", "iter", None)))
@@ -117,13 +118,13 @@ def timestamps(draw: st.DrawFn, run: RunLength | None = None) -> Timestamp:
 
 
 def predicates(run: RunLength | None = None, *, max_leaves: int = 4) -> st.SearchStrategy[Predicate]:
-    """Predicates of `on`, `between`, `every`, `after`, `before`, `epoch_ends`, alone and joined by `&`, `|`, `~`.
+    """Generate predicates of `on`, `between`, `every`, `after`, `before`, `epoch_ends`, also combined by `&`, `|`, `~`.
 
     They shrink to `on(AFTER_DATALOADER)`.
 
     Args:
-        run: They must have an answer in this run; by default in one that has a duration and known epochs.
-        max_leaves: How many are joined at most.
+        run: A run in which they must have an answer; by default one that has a duration and known epochs.
+        max_leaves: Maximal number of predicates that are combined.
     """
     leaf = st.one_of(_leaves(run or RunLength("1ep", batches_per_epoch=1)))
     return st.recursive(leaf, _joined, max_leaves=max_leaves)
@@ -170,7 +171,7 @@ def _nets(draw: st.DrawFn, kind: str | None = None) -> MakeNet:
 
 @st.composite
 def models(draw: st.DrawFn, kind: str | None = None) -> nn.Module:
-    """Small networks, with and without dropout; shrink to an MLP without.
+    """Generate small networks, with and without dropout, which shrink to an MLP without.
 
     Args:
         kind: "vectors" for an MLP (N, 4) -> (N, 3), "images" for a CNN with BatchNorm (N, 2, 6, 6) -> (N, 3),
@@ -191,16 +192,16 @@ def batches(
     max_size: int = 6,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Return batches of classification; shrink to a single vector with a class index, in a tuple.
+    """Generate classification batches, which shrink to a single vector with a class index, in a tuple.
 
     Args:
         kind: "vectors" (N, 4), "images" (N, 2, 6, 6), or "tokens", int64 (N, 5); by default any.
         targets: "index" for int64 (N,), for tokens (N, 5) with positions to ignore; "soft" for probabilities with
             classes in dim 1; by default either.
         form: "tuple", or "dict" with "labels" and "inputs" (for tokens "input_ids"); by default either.
-        min_size: The fewest examples.
-        max_size: The most.
-        dtype: Of floating tensors.
+        min_size: Minimal number of examples.
+        max_size: Maximal number of examples.
+        dtype: Dtype of floating tensors.
     """
     make_batch = MakeBatch(
         draw(st.sampled_from(KINDS)) if kind is None else kind,
@@ -213,7 +214,7 @@ def batches(
 
 @st.composite
 def tasks(draw: st.DrawFn) -> Task:
-    """Tasks: those of `TASKS`, and others of a network with batches that fit it; shrink to `TASKS["vectors"]`."""
+    """Generate tasks, of `TASKS` and of other networks with fitting batches, which shrink to `TASKS["vectors"]`."""
     if draw(st.booleans()):
         net = draw(_nets())
         options = {"dropout": net.dropout, "tied": net.tied, "frozen": draw(st.booleans())}
@@ -224,13 +225,14 @@ def tasks(draw: st.DrawFn) -> Task:
 
 @st.composite
 def states(draw: st.DrawFn, task: Task | None = None, *, algorithms: Sequence[Algorithm] = ()) -> State:
-    """States at any point of a run, by SGD with and without momentum, Adam or AdamW, in float32.
+    """Generate states at any point of a run, with SGD with or without momentum, Adam or AdamW, in float32.
 
     They shrink to a new state of `TASKS["vectors"]` with plain SGD and no slots.
 
     Args:
         task: The network and its loss; by default any.
-        algorithms: Those whose INIT is over, so that their slots are there; without any, at times a companion's is.
+        algorithms: Algorithms that are initialised, so that the state has their slots. Without any, some states have
+            the slot of a companion.
     """
     task = draw(tasks()) if task is None else task
     optimizer = draw(st.sampled_from(_OPTIMIZERS))
@@ -244,11 +246,11 @@ def states(draw: st.DrawFn, task: Task | None = None, *, algorithms: Sequence[Al
 
 
 def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.SearchStrategy[Algorithm]:
-    """Shipped algorithms with any valid settings; shrink to the first of `SHIPPED` with common ones.
+    """Generate shipped algorithms with any valid settings, which shrink to the first of `SHIPPED` with common ones.
 
     Args:
-        name: The factory's; by default any that the task accepts.
-        task: The task that the settings must suit.
+        name: Name of the factory; by default any algorithm that accepts the task.
+        task: The task for which the settings must be valid.
 
     Raises:
         ValueError: No shipped algorithm has the name.
@@ -260,7 +262,7 @@ def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.
 
 
 def algorithm_lists(*, task: Task = TASKS["vectors"], max_size: int = 3) -> st.SearchStrategy[list[Algorithm]]:
-    """List of shipped algorithms of different names that go together, in any order; shrink to the empty list."""
+    """Generate lists of compatible shipped algorithms with different names, in any order; shrink to the empty list."""
     rows = [row for row in SHIPPED.values() if row.accepts(task) and not row.is_alone]
     each = st.one_of([row.algorithms(task.kind or "vectors") for row in rows])
     return st.lists(each, max_size=max_size, unique_by=lambda algorithm: algorithm.name)
@@ -268,13 +270,13 @@ def algorithm_lists(*, task: Task = TASKS["vectors"], max_size: int = 3) -> st.S
 
 @st.composite
 def programs(draw: st.DrawFn, *, trains: bool | None = None) -> Program:
-    """Programs that `compose` accepts; shrink to `loop_events`.
+    """Generate programs that `compose` accepts, which shrink to `loop_events`.
 
-    Some are training loops of which events are left out (the two halves of a pair together) or change places, with
-    and without `Microbatches`, of any number of slices. Some are nothing but events.
+    Some are training loops in which events are left out (both halves of a pair together) or change places, with and
+    without `Microbatches`, of any number of slices. Others are only events.
 
     Args:
-        trains: Whether the program has a gradient and an update; by default either.
+        trains: True for programs with a gradient and an update, False for programs without; by default either.
     """
     if trains or (trains is None and not draw(st.booleans())):
         return draw(st.just(loop_events) | _loops())
@@ -312,20 +314,20 @@ def cases(
     tasks: Sequence[Task] = tuple(TASKS.values()),
     algorithm: Algorithm | Subject | str | None = None,
 ) -> Case:
-    """Return cases on these tasks, at any point of a short run, among any companions.
+    """Generate cases on these tasks, at any point of a short run, with any companions.
 
     They shrink to the first task, two examples, one batch and microbatch, no companions, the first batch at which the
     algorithm acts.
 
     Args:
         tasks: The tasks to choose from.
-        algorithm: An algorithm, or a text as for `Subject.of`. Most cases then begin where it acts, the others near
-            where it begins or ceases to, and the run is long enough for that. What a plain function decides is not
-            known beforehand.
+        algorithm: An algorithm, or a text as for `Subject.of`. Most cases then begin where it acts, the others near the
+            batches at which it begins or ends to act, and the run is long enough for that. The answers of a plain
+            function for `match` are not known in advance.
 
-    The run continues for `2 * num_batches + 1` batches from the start at least: what laws do beyond the end of a run
-    would say nothing. Only for an algorithm that acts nowhere but in the last batches of any run is that too much to
-    ask; its cases have one batch.
+    The run continues for at least `2 * num_batches + 1` batches from the start, because a law cannot judge what happens
+    beyond the end of a run. An algorithm that acts only in the last batches of any run does not allow that; its cases
+    have one batch.
     """
     others = tuple(draw(st.lists(st.sampled_from(sorted(COMPANIONS)), unique=True, max_size=3)))
     task, batch_size = draw(st.sampled_from(list(tasks))), draw(_BATCH_SIZES)

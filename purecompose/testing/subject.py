@@ -1,4 +1,4 @@
-"""The algorithm that laws are tried on, and the text that makes it again."""
+"""The algorithm that laws are tried on, and the text that creates it again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Subject"]
 
 
 class Subject(NamedTuple):
-    """The algorithm under test, and the text that makes it again, in this process or another."""
+    """The algorithm under test, and the text that creates it again, in this process or another."""
 
     algorithm: Algorithm
     source: str | None = None
@@ -32,8 +32,8 @@ class Subject(NamedTuple):
         The attribute may be an algorithm or a function without required arguments that returns one.
 
         Raises:
-            TypeError: Something else.
-            ValueError: A text that names nothing; `ImportError` where its module cannot be imported.
+            TypeError: It is something else.
+            ValueError: The text does not name an algorithm; `ImportError` if its module cannot be imported.
 
         Example:
             >>> Subject.of("mixup(0.4)").algorithm
@@ -53,11 +53,11 @@ class Subject(NamedTuple):
         return self.algorithm.name
 
     def changed(self, **changes: Any) -> Subject:
-        """With a changed algorithm."""
+        """Return the subject with a changed algorithm."""
         return Subject(dataclasses.replace(self.algorithm, **changes), self.source)
 
     def made_anew(self) -> Algorithm:
-        """Return the algorithm without its past, as narrow as this one; the same where there is no source text."""
+        """Return a new algorithm from the source, at the same events; the same one if there is no source text."""
         if self.source is None:
             return self.algorithm
         algorithm, events = Subject.of(self.source).algorithm, self.algorithm.events
@@ -66,7 +66,7 @@ class Subject(NamedTuple):
         return dataclasses.replace(algorithm, match=algorithm.predicate & on(*events))
 
     def renamed(self, name: str) -> Subject | None:
-        """Return the same algorithm under another name; `None` without a source text whose factory takes a name."""
+        """Return the same algorithm with another name; `None` without a source text whose factory accepts a name."""
         if self.source is None:
             return None
         if ":" not in self.source.partition("(")[0]:
@@ -79,7 +79,7 @@ class Subject(NamedTuple):
         return Subject(factory(name=name))
 
     def only_at(self, event: Event) -> Subject:
-        """Return an algorithm that acts at INIT and at one event, and nowhere else."""
+        """Return the subject with an algorithm that acts only at INIT and at one event."""
         return self.changed(match=self.algorithm.predicate & on(Event.INIT, event))
 
 

@@ -1,6 +1,6 @@
-"""Small tasks on which laws are tried: a network, its batches, and how a state is made of them.
+"""Small tasks on which laws are tried: a network, its batches, and the options of its state.
 
-The networks take a fraction of a millisecond, and between them have what breaks algorithms: dropout, BatchNorm,
+The networks take a fraction of a millisecond, and together have the features that break algorithms: dropout, BatchNorm,
 GroupNorm, strides, attention, tied weights, frozen parameters, a head that starts at zero, weights in float64 and
 bfloat16, integer inputs, soft targets, ignored positions, dictionaries as batches, a forward pass in half precision.
 """
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 KINDS = ("vectors", "images", "tokens")
-"""What inputs are: float (N, 4), float (N, 2, 6, 6), or token ids int64 (N, 5)."""
+"""Kinds of inputs: float (N, 4), float (N, 2, 6, 6), and token ids int64 (N, 5)."""
 
 NUM_CLASSES = 3
 _VOCABULARY, _LENGTH = 7, 5
@@ -46,14 +46,14 @@ class Task:
     """A network with its batches.
 
     Args:
-        name: What reports call it.
-        net: A function of a seed that makes the network. Weights may come from the global generator: it is seeded
-            for the call, and set back.
-        batch: A function `(seed, size)` that makes a batch of so many examples, with tensors of its own. The global
-            generators are seeded for it as well.
-        loss: As `State.create`.
-        options: More arguments of `State.create`, such as `input_field`.
-        dtype: Of weights and floating batches, where a law asks for no other.
+        name: Name in reports.
+        net: Function of a seed that returns the network. Weights may come from the global generator, which is seeded
+            for the call and restored afterwards.
+        batch: Function `(seed, size)` that returns a batch of `size` examples, with new tensors. The global generators
+            are seeded for it as well.
+        loss: As in `State.create`.
+        options: Further arguments of `State.create`, such as `input_field`.
+        dtype: Dtype of weights and floating batches, unless a law needs another one.
     """
 
     name: str
@@ -64,37 +64,37 @@ class Task:
     dtype: torch.dtype = torch.float32
 
     def make_net(self, seed: int) -> nn.Module:
-        """Return the network of a seed, in float32 as far as it leaves that open; the process is left as it was."""
+        """Return the network of a seed, with float32 as the default dtype; the process is not changed."""
         with seeded(seed), torch.device("cpu"):
             torch.set_default_dtype(torch.float32)
             return self.net(seed)
 
     def make_batch(self, seed: int, size: int, dtype: torch.dtype | None = None) -> Any:
-        """Return a batch whose floating tensors have this dtype, or the task's; the process is left as it was."""
+        """Return a batch whose floating tensors have this dtype, or the task's; the process is not changed."""
         dtype = self.dtype if dtype is None else dtype
         with seeded(seed):
             batch = self.batch(seed, size)
         return batches.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
     def make_state(self, seed: int, *, dtype: torch.dtype | None = None, **options: Any) -> State:
-        """Return the state at the start: weights and key by the seed, SGD with momentum, its rate the hparam "lr"."""
+        """Return the initial state: weights and key from the seed, SGD with momentum and the hparam "lr"."""
         dtype = self.dtype if dtype is None else dtype
         given = {"optimizer": optim.sgd(hparam("lr", 0.1), momentum=0.9), "key": seed, **self.options, **options}
         return State.create(_cast(self.make_net(seed), dtype), loss=self.loss, **given)
 
     @property
     def kind(self) -> str | None:
-        """What its inputs are, one of `KINDS`; `None` where its batches come from elsewhere."""
+        """Kind of its inputs, one of `KINDS`; `None` if its batches do not come from `MakeBatch`."""
         return self.batch.kind if isinstance(self.batch, MakeBatch) else None
 
     @property
     def is_half(self) -> bool:
-        """Whether the forward pass is in half precision, for weights in float32: autocast leaves float64 alone."""
+        """True if the forward pass of weights in float32 is in half precision; autocast does not affect float64."""
         return self.options.get("precision") in AUTOCAST
 
     @property
     def has_buffers(self) -> bool:
-        """Whether the network has buffers, such as batch statistics."""
+        """True if the network has buffers, such as batch statistics."""
         return any(True for _ in self.make_net(0).buffers())
 
     def __repr__(self) -> str:
@@ -108,13 +108,13 @@ class Task:
 
 
 def make_mlp(seed: int = 0, *, dropout: float = 0.0) -> nn.Module:
-    """4 -> 6 -> 3, smooth, so that finite differences are good."""
+    """Return an MLP 4 -> 6 -> 3, which is smooth, so that finite differences are accurate."""
     del seed
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, NUM_CLASSES))
 
 
 class Residual(nn.Module):
-    """`branch(x) + x`."""
+    """The sum of a branch and its input, `branch(x) + x`."""
 
     def __init__(self, branch: nn.Module) -> None:
         super().__init__()
@@ -125,13 +125,16 @@ class Residual(nn.Module):
 
 
 def make_cnn(seed: int = 0, *, dropout: float = 0.0) -> nn.Module:
-    """For 2x6x6 images, 2x3x3 at least: convolutions with BatchNorm and GroupNorm, which would cancel a bias."""
+    """Return a CNN with BatchNorm and GroupNorm for images of 2x6x6, at least 2x3x3.
+
+    Its convolutions have no bias, which the normalisation would cancel.
+    """
     del seed
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, bias=False),
         nn.BatchNorm2d(4),
         nn.Tanh(),
-        # The padding leaves an image of half the size more than one pixel.
+        # With padding, an image of half the size keeps more than one pixel.
         nn.Conv2d(4, 4, 3, stride=2, padding=1, bias=False),
         nn.GroupNorm(1, 4),
         Residual(nn.Conv2d(4, 4, 1)),
@@ -144,12 +147,12 @@ def make_cnn(seed: int = 0, *, dropout: float = 0.0) -> nn.Module:
 class Transformer(nn.Module):
     """Two causal attention layers over token ids `(batch, length)` int64; logits `(batch, vocabulary, length)`.
 
-    The first is torch's, the second `layers.SelfAttention` with a feed-forward part, which surgery knows.
+    The first is torch's, the second `layers.SelfAttention` with a feed-forward part, which surgery can replace.
 
     Args:
         seed: Not used; weights come from torch's generator.
-        dropout: Probability of dropping in attention and in the residual branches.
-        tied: Whether the output layer has the embedding's weights.
+        dropout: Dropout probability in attention and in the residual branches.
+        tied: True if the output layer shares the embedding's weights.
     """
 
     def __init__(self, seed: int = 0, *, dropout: float = 0.0, tied: bool = False) -> None:
@@ -178,14 +181,14 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True)
 class MakeNet:
-    """Makes networks that fit a kind of inputs: `make_net(seed)`. A value: it compares, pickles and prints.
+    """A function `make_net(seed)` that returns networks for a kind of inputs; it can be compared, pickled and printed.
 
     Args:
-        kind: One of `KINDS`: an MLP, a CNN or a transformer.
-        dropout: Probability of dropping.
-        tied: Whether the transformer's output layer has the embedding's weights; the others have none to tie.
-        frozen: Whether the first layer is not trained.
-        zero_head: Whether the last layer starts at zero, so that what is before it has gradients of exactly 0.
+        kind: One of `KINDS`, for an MLP, a CNN or a transformer.
+        dropout: Dropout probability.
+        tied: True if the transformer's output layer shares the embedding's weights; others have no weights to tie.
+        frozen: True if the first parameter is not trained.
+        zero_head: True if the last layer starts at zero, so that the gradients of all layers before it are exactly 0.
     """
 
     kind: str = "vectors"
@@ -215,13 +218,13 @@ class MakeNet:
 
 @dataclass(frozen=True)
 class MakeBatch:
-    """Makes batches: `make_batch(seed, size)`. A value: it compares, pickles and prints.
+    """A function `make_batch(seed, size)` that returns batches; it can be compared, pickled and printed.
 
     Args:
         kind: One of `KINDS`.
-        targets: "index" for class indices int64, of which every second row of tokens has an ignored one (-100);
-            "soft" for float32 probabilities, classes in dim 1.
-        form: "tuple" for (inputs, targets), "dict" for {"inputs": ..., "labels": ...}; for tokens
+        targets: "index" for class indices int64, where every second row of tokens has an ignored one (-100); "soft" for
+            float32 probabilities, with classes in dim 1.
+        form: "tuple" for (inputs, targets), "dict" for {"inputs": ..., "labels": ...}, or for tokens
             {"input_ids": ..., "labels": ...}, so that they are counted.
     """
 
@@ -236,7 +239,7 @@ class MakeBatch:
 
     @property
     def keys(self) -> tuple[str, str] | None:
-        """The names of input and target in a dictionary."""
+        """Names of input and target in a dictionary; `None` for a tuple."""
         return None if self.form == "tuple" else ("input_ids" if self.kind == "tokens" else "inputs", "labels")
 
     def __call__(self, seed: int, size: int) -> Any:
@@ -256,12 +259,12 @@ def make_task(
     precision: str = "fp32",
     dtype: torch.dtype = torch.float32,
 ) -> Task:
-    """Return a task of a network and batches that fit it; see `MakeNet`, `MakeBatch` and `Task`.
+    """Return a task of a network and fitting batches; see `MakeNet`, `MakeBatch` and `Task`.
 
-    The precision is that of `State.create`.
+    `precision` is passed to `State.create`.
 
     Raises:
-        ValueError: A kind, targets, form or precision that do not exist, or weights that cannot be tied.
+        ValueError: The kind, targets, form or precision does not exist, or the weights cannot be tied.
 
     Example:
         >>> make_task("images", targets="soft", dropout=0.2)
@@ -291,7 +294,7 @@ def _made(
 
 
 def _call(net: MakeNet, batch: MakeBatch, precision: str, dtype: torch.dtype) -> str:
-    """Return the call that makes it, with the arguments that are not defaults."""
+    """Return the text of the call that creates the task, with the arguments that are not defaults."""
     settings = {**vars(batch), **vars(net), "precision": precision, "dtype": dtype}
     defaults = {**vars(MakeBatch()), **vars(MakeNet()), "precision": "fp32", "dtype": torch.float32}
     given = [f"{key}={value!r}" for key, value in settings.items() if key != "kind" and value != defaults[key]]
@@ -334,18 +337,18 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         )
     }
 )
-"""By name: vectors (MLP, class indices), soft (dropout, dense targets), images (CNN with BatchNorm, GroupNorm and a
-stride), tokens (a small transformer with dropout and tied weights, dictionaries, ignored positions), frozen (an MLP
-whose first weight is frozen, dense targets in dictionaries), zero_head (an MLP whose last layer starts at zero), double
-and bf16_weights (an MLP with weights and inputs in float64 and bfloat16), bf16_images and bf16_tokens (the same CNN,
-and the transformer without tied weights, whose forward pass is in bfloat16)."""
+"""The tasks by name: vectors (MLP, class indices), soft (dropout, dense targets), images (CNN with BatchNorm, GroupNorm
+and a stride), tokens (a small transformer with dropout and tied weights, dictionaries, ignored positions), frozen (an
+MLP whose first weight is frozen, dense targets in dictionaries), zero_head (an MLP whose last layer starts at zero),
+double and bf16_weights (an MLP with weights and inputs in float64 and bfloat16), bf16_images and bf16_tokens (the same
+CNN, and the transformer without tied weights, whose forward pass is in bfloat16)."""
 
 FULL_TASKS = tuple(name for name, task in TASKS.items() if not task.is_half)
-"""The names of those in full precision."""
+"""Names of the tasks in full precision."""
 
 
 def _cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return the network in another precision; networks of mixed or complex dtypes keep theirs."""
+    """Return the network with floating tensors in another dtype; for float32 it is returned unchanged."""
     if dtype is torch.float32:
         return net
     return net._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

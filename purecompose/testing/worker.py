@@ -1,12 +1,12 @@
 """Another process, in which a run continues from a snapshot.
 
-One worker is started when first asked, since importing torch takes seconds, and serves until this process ends. For
-each try it forks a child, before it has itself run a single operation of torch: so every try happens in a process that
-nothing has happened in before, for a few hundredths of a second. Where forking is not safe (macOS) or not there
-(Windows), the worker does the work itself: what an earlier try left in a closure may then be there at the next one.
+One worker is started at the first request, since importing torch takes seconds, and serves until this process ends. For
+each try it forks a child, and never runs an operation of torch itself: so every try happens in a fresh process, at a
+cost of a few hundredths of a second. Where forking is not safe (macOS) or not available (Windows), the worker does the
+work itself; state that an earlier try left in a closure may then be visible to the next one.
 
 The fork server of `multiprocessing` would do most of this, but it imports the program's main module again in each
-process, which scripts without a guard and notebooks do not bear; and where PYTHONHASHSEED is set, it stays.
+process, which does not work for scripts without a guard and for notebooks, and it keeps a PYTHONHASHSEED that is set.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["RemoteError", "Unportable", "Worker", "WorkerError", "resumed", "res
 
 CAN_FORK = hasattr(os, "fork") and sys.platform != "darwin"
 _LIMIT, _SLACK = 60.0, 60.0
-"""Seconds for one try; and more of them until the worker itself is given up: it may have to start first."""
+"""Seconds for one try, and additional seconds until the worker itself is given up, because it may have to start."""
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -53,11 +53,11 @@ _START = (
 
 
 class WorkerError(RuntimeError):
-    """The other process could not do what it was asked, for no fault of the algorithm's run."""
+    """The other process failed for a reason other than the algorithm's run."""
 
 
 class RemoteError(Exception):
-    """The run failed in the other process; the text is its error's."""
+    """The run failed in the other process; the text is its error message."""
 
 
 class Unportable(Exception):
@@ -65,39 +65,39 @@ class Unportable(Exception):
 
 
 _ERRORS = {b"C": Unportable, b"L": WorkerError, b"R": RemoteError}
-"""By an answer's first letter: the case was lost on the way, the algorithm could not be made, the run failed."""
+"""Errors by an answer's first letter: the case cannot be read, the algorithm cannot be created, the run failed."""
 
 
 class Request(NamedTuple):
-    """What a worker needs to continue with a run."""
+    """The message with which a worker continues a run."""
 
     source: str
     events: tuple[str, ...]
-    """The events at which the algorithm may act; a subject may be narrower than what its source makes."""
+    """The events at which the algorithm may act; a subject may act at fewer events than the one from its source."""
     case: bytes
     snapshot: bytes
     first: int
     num: int
     limit: float
-    """Seconds, where the worker forks."""
+    """Maximal duration in seconds, if the worker forks."""
     settings: dict[str, Any]
-    """Torch's; what decides bits besides the machine is among them."""
+    """Torch's settings, on which bits depend."""
     path: list[str]
     directory: str
 
 
 def resumed(algorithm: Algorithm, case: Case, snapshot: bytes, first: int, num: int) -> State:
-    """Return the state some steps after a snapshot, by a step and a template that are made again.
+    """Return the state some steps after a snapshot, with a new step and a new template.
 
     Args:
         algorithm: The algorithm.
         case: The case.
-        snapshot: Of the state before the first of these steps.
-        first: The number of that step in the case.
-        num: How many steps.
+        snapshot: Snapshot of the state before the first of these steps.
+        first: Number of the first step in the case.
+        num: Number of steps.
     """
     step = case.step(algorithm)
-    # Who resumes builds a network with weights of its own first, at the start of a run: nothing of it must matter.
+    # A program that resumes a run first builds a network with other weights, at time 0. Its values must not matter.
     template = step.init(replace(case, seed=case.seed + 1, start=0).state())
     state = step.fire(Event.AFTER_LOAD, from_bytes(snapshot, like=step.fire(Event.BEFORE_LOAD, template)))
     for index in range(first, first + num):
@@ -106,12 +106,12 @@ def resumed(algorithm: Algorithm, case: Case, snapshot: bytes, first: int, num: 
 
 
 def resumed_elsewhere(subject: Subject, case: Case, snapshot: bytes, first: int, num: int) -> bytes:
-    """Like `resumed`, in another process, with the algorithm made again from its source; a snapshot of the end.
+    """Return a snapshot of the result of `resumed` in another process, with the algorithm created from its source.
 
     Raises:
         Unportable: There is no source, or the case cannot be sent.
         RemoteError: The run failed there.
-        WorkerError: The algorithm cannot be made there, or there was no answer.
+        WorkerError: The algorithm cannot be created there, or there was no answer.
     """
     if subject.source is None or subject.source.startswith("__main__:"):
         raise Unportable(f"{subject.algorithm!r} has no source text that means the same elsewhere")
@@ -127,10 +127,10 @@ def resumed_elsewhere(subject: Subject, case: Case, snapshot: bytes, first: int,
 
 
 class Worker:
-    """The other process, seen from this one.
+    """A connection to the other process.
 
     Args:
-        fork: Whether each try gets a child process of its own.
+        fork: True if each try gets its own child process.
     """
 
     def __init__(self, *, fork: bool = CAN_FORK) -> None:
@@ -140,17 +140,17 @@ class Worker:
             [sys.executable, "-c", _START, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # Nothing must hang on the seed of string hashes, so it is another one than here, whatever is set here.
+            # Results must not depend on the seed of string hashes, so it differs from this process's, even if set here.
             env={**os.environ, "PYTHONHASHSEED": "random"},
         )
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs, and is this process's own."""
+        """True if it runs, and was started by this process."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def ask(self, request: Request) -> bytes:
-        """Return the snapshot at the end; errors as `resumed_elsewhere`."""
+        """Return the snapshot at the end; the errors are those of `resumed_elsewhere`."""
         with self._lock:
             answer = self._exchange(pickle.dumps(tuple(request)), request.limit + _SLACK)
         if answer.startswith(b"S"):
@@ -172,14 +172,14 @@ class Worker:
             timer.cancel()
 
     def close(self) -> None:
-        """End it: it goes by itself when its input is closed."""
+        """End the process, which exits when its input is closed."""
         if self._owner != os.getpid():  # a fork of this process has a copy of this object
             return
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             try:
                 pipe.close()
-            except OSError:  # the reader has gone
+            except OSError:  # the other end has ended
                 pass
         try:
             self._process.wait(10)
@@ -209,18 +209,18 @@ def _end_worker() -> None:
 
 
 def serve(fork: bool) -> None:
-    """Answer requests on standard input until it is closed; what algorithms print goes nowhere."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its parent, not beside it
+    """Answer requests on standard input until it is closed; output of algorithms is discarded."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when its parent does, not at Ctrl-C
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
-    warnings.simplefilter("ignore")  # the parent has seen them; and numpy's idle threads do not hinder a fork
+    warnings.simplefilter("ignore")  # the parent has shown them; and numpy's idle threads do not prevent a fork
     while True:
         try:
             request = Request(*pickle.loads(_read(requests)))
         except EOFError:
-            os._exit(0)  # at once: the process that closed the pipe waits
+            os._exit(0)  # immediately, because the process that closed the pipe waits
         answer = _answer_of_child(request, requests.fileno()) if fork else _answer(request)
         if answer is None:
             return
@@ -228,7 +228,7 @@ def serve(fork: bool) -> None:
 
 
 def _answer_of_child(request: Request, parent: int) -> bytes | None:
-    """Return the answer, worked out in a new process; `None` if the parent has gone meanwhile."""
+    """Return the answer, computed in a new process; `None` if the parent has ended in the meantime."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -238,7 +238,8 @@ def _answer_of_child(request: Request, parent: int) -> bytes | None:
     with os.fdopen(reading, "rb", buffering=0) as pipe:
         while True:
             ready, _, _ = select.select([pipe, parent], [], [], request.limit)
-            if not ready or parent in ready:  # it takes too long; or the parent, which has nothing to say now, is gone
+            # A parent that is ready to read has ended, because it sends nothing while it waits for an answer.
+            if not ready or parent in ready:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 return None if ready else f"R no end after {request.limit:g} seconds".encode()
@@ -258,33 +259,33 @@ def _answer_of_child(request: Request, parent: int) -> bytes | None:
 def _be_child(request: Request, writing: int) -> NoReturn:
     status = 1
     try:
-        os.dup2(0, 2)  # what goes wrong is in the answer
+        os.dup2(0, 2)  # errors are reported in the answer
         before = set(sys.modules)
         with os.fdopen(writing, "wb") as pipe:
             _write(pipe, _answer(request))
             _write(pipe, " ".join(name for name in sys.modules if name not in before).encode())
         status = 0
     finally:
-        os._exit(status)  # the worker's own clean-up is not the child's
+        os._exit(status)  # without the worker's clean-up, which the child must not run
 
 
 def _import(names: Iterable[str]) -> None:
-    """Import what a child found missing, so that the next one has it: torch's first step alone loads 800 modules.
+    """Import the modules that a child had to import, so that the next one has them: torch's first step loads 800.
 
-    Only installed packages: for a module under development a new process must read its current text, and
-    such a module may start threads.
+    Only modules of installed packages: a module under development must be read again by each new process, and may start
+    threads.
     """
     for name in names:
         try:
             spec = importlib.util.find_spec(name)
             if spec is not None and (spec.origin or "").startswith(_INSTALLED):
                 importlib.import_module(name)
-        except Exception:  # a module that another one made up, or one for other circumstances
+        except Exception:  # a module that was created by another one, or cannot be imported here
             continue
 
 
 def _answer(request: Request) -> bytes:
-    """Return a letter, and the snapshot of the end or an error's text; see `_ERRORS`."""
+    """Return a letter, followed by the snapshot of the end or an error's text; see `_ERRORS`."""
     kind = "C"
     try:
         sys.path[:] = request.path
@@ -308,7 +309,7 @@ def _made(source: str, events: tuple[str, ...]) -> Algorithm:
     return replace(algorithm, match=algorithm.predicate & on(*events))
 
 
-# Between the two: the length in eight bytes, then the message.
+# Messages between the two processes: the length in eight bytes, then the content.
 
 
 def _write(pipe: IO[bytes], message: bytes) -> None:
