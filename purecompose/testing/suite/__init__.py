@@ -1,4 +1,4 @@
-"""Laws, by what they are about."""
+"""The laws, grouped by topic."""
 
 from purecompose.testing.law import Law
 from purecompose.testing.suite.absence import (

@@ -1,4 +1,4 @@
-"""Laws of absence: what an algorithm that does not act, or has nothing to do, must leave to the others."""
+"""Laws of absence: an algorithm that does not act, or has nothing to do, must not affect the others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ from purecompose.time.predicates import NEVER, on
 __all__ = ["absent_when_unmatched", "draws_independent", "list_position_free", "neutral_setting"]
 
 _WITHOUT_MODEL = ("slots", "hparams", "key", "metrics")
-"""What can be compared across an INIT that made another network."""
+"""Fields that can be compared even if INIT has replaced the network."""
 
 
 def _only_init(algorithm: Algorithm) -> str | None:
@@ -38,16 +38,16 @@ def _only_init(algorithm: Algorithm) -> str | None:
     exempt=_only_init,
 )
 def absent_when_unmatched(subject: Subject, case: Case) -> bool:
-    """Compare the step without the algorithm with one in which it acts at INIT only, and with its real one.
+    """Compare the step without the algorithm with one in which it acts at INIT only, and with the real one.
 
-    The algorithm held back to INIT is compared at INIT and after a step, from a state of its own. The real one is
-    compared in each batch in which it does not act, from the state it has come to. Its own slot, and hparams that its
-    settings name, may be there. Where INIT made something static again (a network by surgery, an optimizer), runs from
-    two states part legitimately: then the others' slots and metrics, the hparams and the key are compared,
-    while the comparison from one state stays whole.
+    The algorithm restricted to INIT is compared at INIT and after a step, each run from its own initial state. The real
+    algorithm is compared in each batch in which it does not act, from the state that it has reached. Its own slot, and
+    hparams that its settings name, may differ. If INIT has replaced something static (the network, by surgery, or the
+    optimizer), the runs from two initial states may differ: then only the others' slots and metrics, the hparams and
+    the key are compared. The comparison from one state remains complete.
 
     Returns:
-        Whether it is an algorithm that can act at all: then there are times at which it is to be absent.
+        True if the algorithm can act at all, so that there are times at which it must be absent.
     """
     idle = subject.changed(match=subject.algorithm.predicate & on(Event.INIT))
     plain_step, idle_step = case.step(), case.step(idle.algorithm)
@@ -63,7 +63,7 @@ def absent_when_unmatched(subject: Subject, case: Case) -> bool:
 
 
 def _check_unmatched(subject: Subject, case: Case, plain_step: Step) -> None:
-    """Return the real step, batch by batch, against the plain one from the same state."""
+    """Compare the real step, batch by batch, with the plain one from the same state."""
     watched = Watched(subject.algorithm)
     step = case.step(watched.algorithm)
     state = begun(step, case.state())
@@ -80,10 +80,10 @@ def _check_unmatched(subject: Subject, case: Case, plain_step: Step) -> None:
     "let neutral settings match never: Algorithm(name, NEVER if alpha == 0 else on(...), apply)",
 )
 def neutral_setting(subject: Subject, case: Case) -> bool:
-    """Compare the steps with and without an algorithm whose author calls its settings neutral.
+    """Compare the steps with and without an algorithm whose settings are neutral according to its author.
 
-    Its own slot, its own metrics and hparams that its settings name may be there. It may act, as long as nothing
-    comes of it.
+    Its own slot, its own metrics and hparams that its settings name may differ. It may act, as long as that has no
+    effect.
     """
     plain_step, step = case.step(), case.step(subject.algorithm)
     ours = plain_step.init(case.state().with_hparams(subject.algorithm.hparams))
@@ -97,11 +97,11 @@ def neutral_setting(subject: Subject, case: Case) -> bool:
 
 
 def _with_metrics_of(reference: State, state: State) -> State:
-    """Return the state with only those of its metrics that the reference has too."""
+    """Return the state with only those metrics that the reference has, too."""
     return state.replace(metrics={name: value for name, value in state.metrics.items() if name in reference.metrics})
 
 
-# Two batches show what a law about neighbours can find; a third one costs as much again.
+# Two batches are enough for laws about neighbours.
 _FEW = 2
 _EARLY, _LATE = "early_witness", "late_witness"
 _LABELS = ("without the algorithm", "with it")
@@ -114,12 +114,12 @@ _LABELS = ("without the algorithm", "with it")
     exempt=never_acts,
 )
 def draws_independent(subject: Subject, case: Case) -> bool:
-    """Compare what two bystanders draw, listed first and last, with and without the algorithm in between.
+    """Compare the draws of two bystanders, listed first and last, with and without the algorithm in between.
 
-    They draw for the batch and for the first example of each microbatch; at BEFORE_FORWARD also what the network's
-    dropout would draw, for each example. Where the algorithm changes the number of examples, the draws of those in
-    the same places are compared. The key, and what else draws come from (clock, first example), must be as they were
-    after each application.
+    They draw for the batch and for the first example of each microbatch; at BEFORE_FORWARD also the draws of the
+    network's dropout for each example are computed. If the algorithm changes the number of examples, draws are compared
+    by position. The key, and everything else that draws depend on (clock, first example), must not change in any
+    application.
     """
     without, with_it = _Witnesses(case), _Witnesses(case, subject.algorithm)
     ours, theirs = without.step.init(case.state()), with_it.step.init(case.state())
@@ -135,7 +135,7 @@ def draws_independent(subject: Subject, case: Case) -> bool:
 
 
 class _Witnesses:
-    """A step with a bystander on either side of the list, and what they drew in its last batch."""
+    """A step with a bystander at both ends of the list, and their draws in its last batch."""
 
     def __init__(self, case: Case, *algorithms: Algorithm) -> None:
         early, late = (intercepted(bystander(name), self._recording(name)) for name in (_EARLY, _LATE))
@@ -157,7 +157,7 @@ class _Witnesses:
         return self.step(state, batch)
 
     def _watching(self, event: Event, state: State, act: Act) -> State:
-        """Look whether the algorithm under test leaves what draws come from alone."""
+        """Check that the algorithm under test does not change anything that draws depend on."""
         self.acted = True
         after = act(state)
         now = _sources(after)
@@ -166,11 +166,11 @@ class _Witnesses:
         return after
 
     def _recording(self, name: str) -> Callable[[Event, State, Act], State]:
-        """Record what a bystander draws."""
+        """Return a function that records the draws of a bystander."""
 
         def around(event: Event, state: State, act: Act) -> State:
             after = act(state)
-            if is_transforming():  # a method takes gradients of its own, in which nothing can be read
+            if is_transforming():  # a method takes its own gradients, in which values cannot be read
                 return after
             slot, first = after.slots[name], int(state.first_example or 0)
             found = self.seen.setdefault((event, name), {})
@@ -214,7 +214,7 @@ def _compare_draws(place: tuple[Event, str], ours: dict[str, Tensor], theirs: di
     exempt=never_acts,
 )
 def list_position_free(subject: Subject, case: Case) -> bool:
-    """Add bystanders, which change their own slots and metrics only, before the algorithm and behind it."""
+    """Add bystanders, which change only their own slots and metrics, before and after the algorithm."""
     watched = Watched(subject.algorithm)
     alone = case.step(watched.algorithm)
     among = alone.replace(algorithms=[bystander("a bystander"), *alone.algorithms, bystander("zz")])

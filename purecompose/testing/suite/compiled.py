@@ -1,4 +1,4 @@
-"""The law of compiled steps: a flat graph that is traced once does what the step does each time."""
+"""The law of compiled steps: a flat graph that is traced once does the same as the step each time."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ __all__ = ["compiled_agrees"]
 
 _LABELS = ("as composed", "compiled")
 _DRAWING = ("bystander", "noise")
-"""Companions that make graphs up to ten times as long by their draws, at which other laws look."""
+"""Companions whose draws make graphs up to ten times as long; draws are the topic of other laws."""
 
 
 @define_law(
@@ -32,22 +32,22 @@ _DRAWING = ("bystander", "noise")
     most_cases=12,
 )
 def compiled_agrees(subject: Subject, case: Case) -> bool:
-    """Take the case's steps and two more as composed, and the same in traced graphs.
+    """Take the case's steps and two more as composed, and the same steps in traced graphs.
 
-    The graphs run as they were traced (`compile(backend="eager")`), so that nothing is judged but the tracing. The
-    case's seed decides whether steps are donated, and whether those without microbatches are one graph, as most steps
-    are, or cut into parts with variants, for which a companion acts in every third step. The algorithm is made again
-    for the compiled run, if it has a source text: what earlier runs left in its closures is not there.
+    The graphs run as they were traced (`compile(backend="eager")`), so that only the tracing is judged. The case's seed
+    decides whether steps are donated, and whether those without microbatches are one graph, like most steps, or are cut
+    into parts with variants, for which a companion acts in every third step. If the algorithm has a source text, it is
+    created again for the compiled run, without state that earlier runs left in its closures.
 
-    Integers agree exactly. Where only rounding tips a choice in the step itself, the comparison ends. Host algorithms
-    run between the graphs.
+    Integers must agree exactly. If rounding alone changes a discrete choice in the step itself, the comparison ends.
+    Host algorithms run between the graphs.
     """
     return judged(_judge_compiled, subject, case)
 
 
 def _judge_compiled(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     case = dataclasses.replace(case, others=tuple(name for name in case.others if name not in _DRAWING))
-    # Slices divide a step as well: what is before and after them is compiled apart.
+    # Microbatches divide a step as well: the parts before and after them are compiled separately.
     is_divided = case.microbatches == 1 and case.seed % 4 < 2
     watched, turns = Watched(subject.algorithm), [_turns()] if is_divided else []
     composed = case.step(watched.algorithm, *turns)
@@ -72,11 +72,11 @@ def _judge_compiled(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
 
 
 def _turns() -> Algorithm:
-    """Cut the step before and after AFTER_TRAIN_BATCH, and make two variants of what follows.
+    """Return an algorithm that cuts the step before and after AFTER_TRAIN_BATCH, with two variants of the last part.
 
-    The cut needs something that may vary on both sides. Before it nothing does in fact (the turn comes after 2**40
-    batches), since the part with the network's gradient is the one that takes time to trace. Variants by turns of two
-    would be right for an algorithm that counts its calls to act by turns of two.
+    The cut needs something that may vary on both sides. Before it nothing ever does (the turn comes after 2**40
+    batches), since the part with the network's gradient takes long to trace. Variants alternate in threes, because an
+    algorithm that wrongly counts its calls, to act in every second step, would agree with variants in twos.
     """
     match = on(Event.AFTER_TRAIN_BATCH, Event.BATCH_END) & every(3) | on(Event.BATCH_START) & every(2**40)
     return Algorithm(f"{COMPANY}turns", match, lambda event, state: state)

@@ -1,4 +1,4 @@
-"""Laws of the contract: an algorithm keeps the form of what lasts, and changes nothing that is not its own."""
+"""Laws of the contract: an algorithm keeps the form of persistent fields, and changes only what belongs to it."""
 
 import dataclasses
 import math
@@ -55,7 +55,7 @@ _NOT_FIRED = frozenset(
 def structure_kept(subject: Subject, case: Case) -> bool:
     """Compare the forms at the end of each step, before the step's own check, and around each outer event.
 
-    Parameters and buffers that began contiguous stay so.
+    Parameters and buffers that are contiguous at the start must remain so.
     """
     log: list[tuple[Event, _Forms, _Forms]] = []
     start: _Forms = {}
@@ -88,7 +88,7 @@ def structure_kept(subject: Subject, case: Case) -> bool:
     plain = case.step()
     for batch in case.batches():
         end = step.fold(state, batch)
-        # A new state's loss has the dtype of the weights, which is not always that of the network's own.
+        # Compared with the plain step: a new state's loss has the dtype of the weights, which the network's may not.
         expected = plain(plain.init(case.state()), batch).loss
         # With weights in half precision, losses of dense targets and of mixtures are float32 on purpose.
         if expected is None or torch.finfo(expected.dtype).bits >= 32:
@@ -99,7 +99,7 @@ def structure_kept(subject: Subject, case: Case) -> bool:
 
 
 _Forms = dict[str, Any]
-"""By field: the tree with descriptions in place of tensors; under "strided": which weights are not contiguous."""
+"""For each field, the tree with descriptions instead of tensors; under "strided", weights that are not contiguous."""
 
 
 def _forms(state: State) -> _Forms:
@@ -152,15 +152,16 @@ def _check_context(first: State, second: State, labels: tuple[str, str], event: 
     exempt=never_acts,
 )
 def own_slot(subject: Subject, case: Case) -> bool:
-    """Compare what is others' around each application, INIT included, and the loss at the end with the gradient's.
+    """Compare everything that belongs to others around each application, including INIT, and check the final loss.
 
-    Where the algorithm can be made under another name, every second case does so: its slot then has that name.
+    The loss at the end of the step must be the one that was computed or differentiated. If the algorithm can be created
+    under another name, every second case does so; its slot must then have that name.
     """
     if case.seed % 2:
         subject = subject.renamed("renamed") or subject
     watched = Watched(subject.algorithm, watching_others(subject), with_init=True)
     losses = _Losses()
-    # In one slice, whose loss is the step's.
+    # In one slice, so that its loss is the loss of the step.
     step = _in_company(subject, case).step(watched.algorithm, microbatches=1, program=losses.program)
     state = begun(step, case.state())
     for batch in case.batches():
@@ -173,9 +174,7 @@ def own_slot(subject: Subject, case: Case) -> bool:
 
 
 def watching_others(subject: Subject) -> Callable[[Event, State, Act], State]:
-    """Return an application that raises `Broken` where the algorithm changes slots, metrics, hparams or a key of
-    others.
-    """
+    """Return an `around` that raises `Broken` if the algorithm changes others' slots, metrics, hparams or the key."""
     own_hparams, own_metrics = {hparam.name for hparam in subject.algorithm.hparams}, set[str]()
 
     def others(state: State) -> dict[str, Any]:
@@ -190,7 +189,7 @@ def watching_others(subject: Subject) -> Callable[[Event, State, Act], State]:
         after = act(state)
         own_metrics.update(after.metrics.keys() - state.metrics.keys())
         foreign = {name: value for name, value in before["metrics"].items() if name not in own_metrics}
-        for now in (state, after):  # the state that was given, too: it may be written into
+        for now in (state, after):  # the given state, too, because it may have been edited in place
             found = {**others(now), "metrics": {name: now.metrics[name] for name in foreign if name in now.metrics}}
             for field, value in {**before, "metrics": foreign}.items():
                 check_equal(value, found[field], _LABELS, field, event=event)
@@ -200,7 +199,7 @@ def watching_others(subject: Subject) -> Callable[[Event, State, Act], State]:
 
 
 class _Losses:
-    """What the loss is where it is computed and where it has been differentiated."""
+    """The values of the loss after it is computed and after it is differentiated."""
 
     def __init__(self) -> None:
         self.seen: dict[str, float] = {}
@@ -213,14 +212,14 @@ class _Losses:
 
     def _noting(self, where: str) -> StateFn:
         def look(state: State) -> State:
-            if state.loss is not None and where not in self.seen:  # once: a second gradient is none of the step's
+            if state.loss is not None and where not in self.seen:  # once, as further gradients are an algorithm's own
                 self.seen[where] = float(state.loss.detach())
             return state
 
         return look
 
     def check(self, state: State) -> None:
-        """Either will do at the end: a scaled loss may be scaled back."""
+        """Raise `Broken` unless the final loss is one of the two values; a scaled loss may be scaled back."""
         assert state.loss is not None
         found = float(state.loss)
         if not any(math.isclose(found, seen, rel_tol=1e-5, abs_tol=1e-6) for seen in self.seen.values()):
@@ -242,9 +241,9 @@ def _sets_buffers(algorithm: Algorithm) -> str | None:
     unsuited=lambda task: None if task.has_buffers else "its network has no buffers",
 )
 def buffers_kept(subject: Subject, case: Case) -> bool:
-    """Compare the buffers around each application, and what BatchNorm counts with and without the algorithm.
+    """Compare the buffers around each application, and BatchNorm's counts of batches with and without the algorithm.
 
-    What it counts in a network that INIT has replaced is not compared.
+    The counts are not compared if INIT has replaced the network.
     """
 
     def around(event: Event, state: State, act: Act) -> State:
@@ -256,7 +255,7 @@ def buffers_kept(subject: Subject, case: Case) -> bool:
 
     watched = Watched(subject.algorithm, around)
     run(case.step(watched.algorithm), case.state(), case.batches())
-    # In one slice: an algorithm that picks examples may leave fewer of them than slices.
+    # In one slice, because an algorithm that selects examples may leave fewer of them than slices.
     steps = [case.step(*algorithms, microbatches=1) for algorithms in ((), (subject.algorithm,))]
     without, with_it = (run(step, case.state(), case.batches()).states[-1] for step in steps)
     if without.model == with_it.model:
@@ -281,9 +280,9 @@ def _nothing_frozen(task: Task) -> str | None:
     unsuited=_nothing_frozen,
 )
 def frozen_kept(subject: Subject, case: Case) -> bool:
-    """Compare frozen parameters before and after each step; look for gradients of theirs after each application.
+    """Compare frozen parameters before and after each step, and check that no application adds a gradient of theirs.
 
-    INIT is left out. What is frozen or thawed in the middle of a step counts as not frozen.
+    INIT is left out. A parameter that is frozen or unfrozen during a step counts as not frozen.
     """
 
     def around(event: Event, state: State, act: Act) -> State:
@@ -320,7 +319,7 @@ def _silent_at_init(algorithm: Algorithm) -> str | None:
     idle="it does not act at INIT",
 )
 def init_once(subject: Subject, case: Case) -> bool:
-    """Initialise twice, apply INIT to its own result, and list the algorithm before and after its company."""
+    """Initialise twice, apply INIT to its own result, and list the algorithm before and after its companions."""
 
     def around(event: Event, state: State, act: Act) -> State:
         before = snapshot(state, ["params", "buffers"])
@@ -346,7 +345,7 @@ def init_once(subject: Subject, case: Case) -> bool:
 
 
 def _check_weights_kept(before: State, after: State, case: Case) -> None:
-    """Surgery may change weights that keep their names only if the network continues to compute the same."""
+    """Raise `Broken` if surgery changes weights that keep their names, and with them the function of the network."""
     shared = [
         name
         for name, param in before.params.items()
@@ -371,7 +370,7 @@ def _check_twice(once: State, twice: State, label: str) -> None:
 
 
 def _in_company(subject: Subject, case: Case) -> Case:
-    """Return the case with a companion that has a slot."""
+    """Return the case with at least one companion that has a slot."""
     if "bystander" in (*case.others, subject.name):
         return case
     return dataclasses.replace(case, others=(*case.others, "bystander"))

@@ -1,4 +1,4 @@
-"""Gradients against finite differences."""
+"""Comparison of gradients with finite differences."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,11 +12,11 @@ from purecompose.testing.law import Broken
 __all__ = ["Point", "as_path", "check_derivative"]
 
 Point = dict[str, dict[str, Tensor]]
-"""Leaves by name, by field: {"hparams": ..., "params": ...}."""
+"""Leaves by field and name: {"hparams": ..., "params": ...}."""
 
-# The quotient's error is about EPS**2 times a third derivative, and 1e-16 / EPS of rounding.
+# The quotient's error is about EPS**2 times a third derivative, plus 1e-16 / EPS from rounding.
 _EPS, _RELATIVE, _ABSOLUTE = 1e-5, 1e-5, 1e-8
-# No powers of two: with those, rounding to float32 may err in the same proportion at each.
+# Not powers of two, with which the error of rounding to float32 may be proportional at each.
 _SIZES = (_EPS, 0.59 * _EPS, 0.37 * _EPS, 0.23 * _EPS)
 
 
@@ -33,19 +33,19 @@ def check_derivative(
     """Compare a gradient with finite differences along a random direction.
 
     Args:
-        loss: The function; it returns a 0-d float64 tensor.
-        point: Where.
-        grads: Its gradient there.
-        seed: Of the direction.
-        what: What the derivative is, in words.
-        by: How the gradient was taken.
+        loss: The function, which returns a 0-d float64 tensor.
+        point: The point.
+        grads: The gradient at the point.
+        seed: Seed of the direction.
+        what: Description of the derivative.
+        by: Description of how the gradient was computed.
         value: The function's value at the point, if it is known.
 
     Returns:
-        Whether the gradient is right; False where differences cannot tell.
+        True if the gradient is correct, False if finite differences cannot decide it.
 
     Raises:
-        Broken: It is wrong, in the first leaf whose direction suffices to show it.
+        Broken: The gradient is wrong, in the first leaf whose direction is sufficient to show it.
     """
     direction = _direction(point, seed)
     found = _slopes(loss, point, grads, direction)
@@ -57,7 +57,7 @@ def check_derivative(
     ):
         return False
     halves = [_slopes(loss, point, grads, half)[1] for half in _halves(direction)]
-    if abs(sum(halves) - found[1]) > 0.1 * gap:  # no derivative: the slopes along directions do not add up
+    if abs(sum(halves) - found[1]) > 0.1 * gap:  # no derivative exists, since the slopes along directions do not add up
         return False
     for part in _parts(direction):
         by_leaf = _slopes(loss, point, grads, part)
@@ -65,13 +65,13 @@ def check_derivative(
             path, found = as_path(next(iter(tree.leaves_with_paths(part)))), by_leaf
             break
     else:
-        path = "params"  # in no leaf by itself: a sum of small errors
+        path = "params"  # no single leaf is wrong, only the sum of small errors
     raise Broken(tree.Difference(path, what, *found), (by, "by finite differences"))
 
 
 def _direction(point: Point, seed: int) -> Point:
-    """By 1 along each hparam, and as far in the params along a random direction."""
-    # Keyed, since this may be asked for within a step, where generators are refused.
+    """Return a direction of 1 along each hparam, with a random direction of norm 1 in the params."""
+    # Keyed draws, since this may be called within a step, where generators raise.
     rng = random.Rng(random.key(seed))
     drawn = {
         name: random.normal(rng.named(name), tuple(param.shape), dtype=torch.float64).to(param)
@@ -98,11 +98,11 @@ def _is_close(first: float, second: float) -> bool:
 
 
 def _is_smooth(loss_at: Callable[[float], float], value: float, gap: float) -> bool:
-    """Return whether difference quotients are good enough to blame a gap on the gradient.
+    """Return whether difference quotients are accurate enough to attribute a gap to the gradient.
 
-    A jump or kink beside the point, a large third derivative, and rounding of float32 somewhere inside make the
-    quotient change with the step size. At a kink in the point itself it is the one-sided quotients that differ, by
-    an amount that stays where for a smooth function it shrinks with the step size.
+    With a jump or kink near the point, a large third derivative, or rounding to float32 inside the function, the
+    quotient changes with the step size. At a kink in the point itself, the one-sided quotients differ by an amount that
+    does not shrink with the step size, as it would for a smooth function.
     """
     quotients, jumps = [], []
     for size in _SIZES:
@@ -115,7 +115,7 @@ def _is_smooth(loss_at: Callable[[float], float], value: float, gap: float) -> b
 
 
 def _halves(direction: Point) -> tuple[Point, Point]:
-    """Return every other element of the direction, and the rest."""
+    """Return the direction in two parts, of every other element each."""
 
     def half(value: Tensor, start: int) -> Tensor:
         taken = torch.arange(value.numel(), device=value.device).reshape(value.shape) % 2 == start
@@ -139,13 +139,13 @@ def _moved(point: Point, direction: Point, size: float) -> Point:
 
 
 def _parts(direction: Point) -> Iterator[Point]:
-    """Return the direction in one leaf at a time."""
+    """Yield the direction restricted to one leaf at a time."""
     for field, leaves in direction.items():
         for name, value in leaves.items():
             yield {field: {name: value}, **{other: {} for other in direction if other != field}}
 
 
 def as_path(path: str) -> str:
-    """`params['0.weight']` for `['params']['0.weight']`."""
+    """Return a key path in the form of state fields, `params['0.weight']` for `['params']['0.weight']`."""
     field, rest = path[2:].split("']", 1)
     return field + rest

@@ -1,4 +1,4 @@
-"""The law of draws: each comes from the run's key and the batch's number, under a name of the algorithm's own."""
+"""The law of draws: each depends on the run's key and the batch's number, under a name that no one else uses."""
 
 import contextlib
 import dataclasses
@@ -23,14 +23,14 @@ from purecompose.time.event import Event
 
 __all__ = ["draws_keyed"]
 
-# A method that acts in every few batches shall have the chance to draw in two of them.
+# Minimal number of batches to try, so that a method that acts every few batches can draw in two of them.
 _MOST_BATCHES = 4
 _NETWORK = salt(".forward")
 _TWIN, _TWIN_EVERY = "its_twin", 3
 
 
 class _Draw(NamedTuple):
-    """Where a draw takes its words from, but for the example and the element."""
+    """The inputs of the generator for a draw, except the example and the element."""
 
     key: tuple[int, ...]
     salt: int
@@ -38,7 +38,7 @@ class _Draw(NamedTuple):
 
 
 _Seen = dict[_Draw, Event]
-"""Draws of one step, with the event of each."""
+"""The draws of one step, with the event of each."""
 
 
 @define_law(
@@ -52,13 +52,13 @@ _Seen = dict[_Draw, Event]
     idle="it draws nothing at its events (what the network's own layers draw in a forward pass is not seen)",
 )
 def draws_keyed(subject: Subject, case: Case) -> bool:
-    """Record from which words the algorithm draws: in runs with two keys, in several batches, beside others.
+    """Record the inputs of the algorithm's draws, in runs with two keys, in several batches, and with companions.
 
-    No draw may recur in the run with another key, or in another batch of the same run; nor may it be one of a
-    companion's, or stand in for the network's own, nor one of the same algorithm's under another name. Within a step
-    draws may recur, since microbatches and further gradients repeat them on purpose; but within one application draws
-    of different sizes have different names. A generator that the algorithm seeds for itself must follow the run's key.
-    Draws under vmap are not seen.
+    No draw may occur again in the run with another key, or in another batch of the same run; nor may it equal a draw of
+    a companion, of the network, or of the same algorithm under another name. Within a step draws may be repeated, since
+    microbatches and further gradients do so on purpose; but within one application, draws of different sizes must have
+    different names. A generator that the algorithm seeds itself must depend on the run's key. Draws under vmap are not
+    observed.
     """
     if "bystander" not in case.others:
         case = dataclasses.replace(case, others=(*case.others, "bystander"))
@@ -87,7 +87,7 @@ def _check_apart(mine: _Seen, theirs: _Seen, what: str) -> None:
 
 @dataclasses.dataclass
 class _Application:
-    """One application of an algorithm, and the sizes of what it has drawn."""
+    """One application of an algorithm, and the sizes of its draws."""
 
     name: str
     event: Event
@@ -95,7 +95,7 @@ class _Application:
     has_seeded: bool = False
 
     def note(self, draw: _Draw, size: int) -> None:
-        """Raise `Broken` where another draw, of another size, has had the same name."""
+        """Record a draw; raise `Broken` if an earlier one of another size had the same name."""
         if self.sizes.setdefault(draw, size) != size:
             what = "two draws of different sizes under one name: they begin with the same numbers"
             raise Broken(f"{what} (key {draw.key}, salt {draw.salt}, batch {draw.batch})", event=self.event)
@@ -103,7 +103,7 @@ class _Application:
 
 @contextlib.contextmanager
 def _generators_noted(application: _Application) -> Iterator[None]:
-    """Note whether a generator is made: by torch, Python or NumPy."""
+    """Record whether a generator of torch, Python or NumPy is created."""
     numpy = sys.modules.get("numpy")
     places = [(torch, "Generator"), (python_random, "Random")]
     places += [(numpy.random, name) for name in ("default_rng", "RandomState")] if numpy is not None else []
@@ -126,7 +126,7 @@ def _generators_noted(application: _Application) -> Iterator[None]:
 
 
 def _called_by(make: Callable[..., Any], original: type) -> type:
-    """Return a class that makes its instances by a function, and knows those of the original for its own."""
+    """Return a class that creates instances with a function, and accepts the original's instances in `isinstance`."""
 
     class Meta(type(original)):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ def _called_by(make: Callable[..., Any], original: type) -> type:
 
 
 class _Recorder:
-    """A step that records what each algorithm in it draws."""
+    """A step that records the draws of each of its algorithms."""
 
     def __init__(self, subject: Subject, case: Case) -> None:
         self.subject, self.case = subject, case
@@ -150,9 +150,7 @@ class _Recorder:
         self.step = step.replace(algorithms=[self._watched(algorithm) for algorithm in step.algorithms])
 
     def steps(self, state: State) -> Iterator[_Seen]:
-        """Return what the subject draws at INIT, and then in each step, until it has drawn in two; checked for its
-        names.
-        """
+        """Yield the subject's draws at INIT and in each step, after checking their names, until it has drawn twice."""
         with self._recording():
             state = begun(self.step, state)
         yield self._taken()
@@ -192,7 +190,7 @@ class _Recorder:
         return Watched(algorithm, around, with_init=True).algorithm
 
     def _check_follows_key(self, event: Event, state: State, after: State, act: Act) -> None:
-        """Raise `Broken` where a generator that the algorithm has seeded does the same with another key."""
+        """Raise `Broken` if an algorithm that has seeded a generator does the same with another key."""
         self.seeds_itself = True
         other = act(state.replace(key=state.key + 1))
         fields = [field for field in STEP_FIELDS if field != "key"]
@@ -204,7 +202,7 @@ class _Recorder:
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
-        """Listen where every draw takes its words."""
+        """Record the inputs of every draw while the context is active."""
         original: Callable[..., Tensor] = sources.philox_lanes
 
         def listening(element: Any, draw: Any, example: Any, batch: Any, key: Tensor) -> Tensor:

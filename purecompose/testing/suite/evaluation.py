@@ -1,4 +1,4 @@
-"""Laws about what must not leak: training into evaluation, evaluation into training, a loss's targets beyond it."""
+"""Laws against leaks: from training into evaluation, from evaluation into training, out of before/after pairs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ from purecompose.time.predicates import NEVER
 
 __all__ = ["evaluation_blind", "pairs_undone"]
 
-# One evaluation before the first step and one after it show what a leak does; more cost as much again.
+# One evaluation before the first step and one after it are enough to show a leak.
 _FEW = 2
 _TRAINING_LABELS = ("without evaluation in between", "with it")
 _EVALUATION_LABELS = ("the network's own", "through the step")
@@ -42,9 +42,9 @@ _EVALUATION_LABELS = ("the network's own", "through the step")
 def evaluation_blind(subject: Subject, case: Case) -> bool:
     """Evaluate and predict between the steps of one of two runs, and compare it with evaluations without algorithms.
 
-    What an algorithm may do is exchange weights, params or buffers, at EVAL_STANDALONE_START, EVAL_START and
-    PREDICT_START (averaged weights). From there on, batches, targets, outputs and metrics must be those that a step
-    without algorithms finds with these weights; metrics of its own may be there besides.
+    An algorithm may exchange weights, params or buffers, at EVAL_STANDALONE_START, EVAL_START and PREDICT_START
+    (averaged weights). After that, batches, targets, outputs and metrics must be those of a step without algorithms
+    with these weights; the algorithm may add its own metrics.
     """
     watched, data = Watched(subject.algorithm), case.batches()[:_FEW]
     step = case.step(watched.algorithm)
@@ -68,7 +68,7 @@ class _Evaluation:
         self.evaluating, self.predicting = (step.replace(program=program) for program in (eval_events, predict_events))
 
     def check(self, state: State) -> None:
-        """Evaluate and predict, and compare each with what a step without algorithms finds."""
+        """Evaluate and predict, and compare each with the result of a step without algorithms."""
         fields = ("params", "buffers", "slots")
         before = snapshot(state, fields)
         try:
@@ -81,16 +81,16 @@ class _Evaluation:
         compare(before, state, ("before evaluation", "after it"), fields=fields)
 
     def check_evaluate(self, state: State) -> None:
-        """`evaluate`, as a user calls it."""
+        """Check `evaluate`, as a user calls it."""
         begun = self.evaluating.fire(Event.EVAL_STANDALONE_START, state)
         weights = self.exchanged["evaluation"] = _weights(state, self.evaluating.fire(Event.EVAL_START, begun))
         ours, theirs = evaluate(weights, self.data), evaluate(state, self.data, step=self.step)
-        # Batch by batch first, which tells more.
+        # Batch by batch first, which shows more detail.
         self._check_batches(weights, self.evaluating.fire(Event.EVAL_START, begun), "eval")
         _check_metrics(ours, theirs)
 
     def check_evaluator(self, state: State) -> None:
-        """Return an evaluation as `fit` does it."""
+        """Check an evaluation as in `fit`."""
         begun = self.evaluating.fire(Event.EVAL_BEFORE_ALL, state)
         weights = _weights(state, self.evaluating.fire(Event.EVAL_START, begun))
         evaluator = Evaluator(self.data, {"loss": mean_loss(state.context.loss)})
@@ -100,7 +100,7 @@ class _Evaluation:
         _check_metrics(ours.metrics, theirs.metrics)
 
     def check_predict(self, state: State) -> None:
-        """`predict`, as a user calls it."""
+        """Check `predict`, as a user calls it."""
         started = self.predicting.fire(Event.PREDICT_START, state)
         weights = self.exchanged["prediction"] = _weights(state, started)
         self._check_batches(weights, started, "predict")
@@ -108,7 +108,7 @@ class _Evaluation:
         check_equal(ours, theirs, _EVALUATION_LABELS, "outputs")
 
     def check_weights(self, state: State) -> None:
-        """Both exchange the weights, or neither does; draws of their own may differ."""
+        """Check that evaluation and prediction both exchange the weights, or neither; their own draws may differ."""
         fields = ("params", "buffers")
         is_exchanged = {
             name: any(not tree.equal(getattr(state, field), getattr(weights, field)) for field in fields)
@@ -132,7 +132,7 @@ class _Evaluation:
 
 
 def _weights(state: State, started: State) -> State:
-    """Return the training state with the weights that evaluation has put in their place."""
+    """Return the training state with the weights of evaluation."""
     return state.replace(params=started.params, buffers=started.buffers)
 
 
@@ -142,7 +142,7 @@ def _check_metrics(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
 
 
 def _pairs(algorithm: Algorithm) -> dict[Event, Event]:
-    """Return each opening event of a training step and its closing one, where the algorithm may act on both."""
+    """Return the pairs of opening and closing events of a training step at which the algorithm may act."""
     events = [event for event in events_in(loop_events) if event in algorithm.events]
     return {
         opening: closing
@@ -168,12 +168,12 @@ def _no_pair(algorithm: Algorithm) -> str | None:
     idle="it puts nothing in place of something that it touches again at the closing event of the pair",
 )
 def pairs_undone(subject: Subject, case: Case) -> bool:
-    """Look at what the algorithm replaced at the opening event of a pair again after the closing one.
+    """Check after the closing event of a pair that everything replaced at the opening one is restored.
 
-    That is the batch, single hparams and which parameters are frozen; and the parameters, for pairs between whose
-    events the optimizer does not move them. Everything counts: values, dtypes, kinds of containers. What
-    it left alone at the opening event it may change at the closing one; and what it replaced may last, unless it has
-    put the original into its slot or changes the same thing at the closing event of any step.
+    That is the batch, single hparams and the set of frozen parameters; also the parameters, for pairs between whose
+    events the optimizer does not change them. Values, dtypes and types of containers must agree. The algorithm may
+    change other things at the closing event; and a replacement may last, unless the algorithm has put the original into
+    its slot or changes the same thing at the closing event of any step.
     """
     opened = _Opened(subject)
     step = case.step(Watched(subject.algorithm, opened.around).algorithm, program=opened.program)
@@ -185,11 +185,11 @@ def pairs_undone(subject: Subject, case: Case) -> bool:
 
 
 _Place = tuple[Event, str]
-"""A closing event, and what was replaced at its opening one."""
+"""A closing event, and the name of something replaced at its opening event."""
 
 
 class _Opened:
-    """What has been replaced at the opening events of pairs, and may have to be back."""
+    """The replacements at the opening events of pairs, which may have to be restored."""
 
     def __init__(self, subject: Subject) -> None:
         nodes = list(walk(loop_events))
@@ -205,11 +205,11 @@ class _Opened:
 
     @property
     def has_to_undo(self) -> bool:
-        """Whether it has replaced anything that has to be back."""
+        """True if it has replaced anything that has to be restored."""
         return bool(self.replaced & self.owed)
 
     def around(self, event: Event, state: State, act: Act) -> State:
-        """Keep copies of what an application replaces at an opening event; note what it touches at a closing one."""
+        """Copy what an application replaces at an opening event, and record what it changes at a closing one."""
         if event not in self.closing_of and event not in self.opening_of:
             return act(state)
         before, slot_before = copied(self._fields(state, event)), state.slots.get(self.name)
@@ -227,13 +227,13 @@ class _Opened:
         return after
 
     def check(self) -> None:
-        """Raise `Broken` for the first thing that is not back and has to be."""
+        """Raise `Broken` for the first thing that has to be restored and is not."""
         for place, broken in self.missing.items():
             if place in self.owed:
                 raise broken
 
     def _look_after(self, closing: Node) -> StateFn | None:
-        """Return a look at the state after a closing event, whether or not the algorithm acted there."""
+        """Return a stage that checks the state after a closing event, whether or not the algorithm acted there."""
         if not isinstance(closing, Event) or closing not in self.opening_of:
             return None
 
@@ -257,13 +257,13 @@ class _Opened:
 
 
 def _new_tensors(before: Any, after: Any) -> list[Tensor]:
-    """Return the changes of a slot."""
+    """Return the tensors of a slot that were not there before."""
     old = {id(leaf) for leaf in tree.leaves(before)}
     return [leaf for leaf in tree.leaves(after) if isinstance(leaf, Tensor) and id(leaf) not in old]
 
 
 def _is_among(kept: Sequence[Tensor], original: Any, now: Any) -> bool:
-    """Return whether a tensor that was replaced is among those that were kept."""
+    """Return whether one of the replaced tensors is among those that were kept."""
     current = tree.leaves_with_paths(now, into_objects=True)
     replaced = [
         leaf

@@ -1,4 +1,4 @@
-"""A law about numbers that cannot be judged any further: NaN and infinity."""
+"""The law about NaN and infinity, which other laws cannot judge."""
 
 import torch
 
@@ -22,7 +22,7 @@ _FIELDS = ("loss", "params", "buffers", "opt_state")
     exempt=never_acts,
 )
 def stays_finite(subject: Subject, case: Case) -> bool:
-    """Look at loss, params, buffers and opt_state after each step: for the other laws NaN equals NaN."""
+    """Check loss, params, buffers and opt_state after each step; for the other laws NaN equals NaN."""
     plain = run(case.step(), case.state(), case.batches())
     ours = run(case.step(subject.algorithm), case.state(), case.batches(), subject.name)
     for without, with_it in zip(plain.states[1:], ours.states[1:], strict=True):

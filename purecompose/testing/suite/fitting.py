@@ -1,4 +1,4 @@
-"""Laws of whole runs: `fit` with all its events, and what piles up over many steps."""
+"""Laws of whole runs: `fit` with all its events, and memory over many steps."""
 
 import dataclasses
 import gc
@@ -41,9 +41,9 @@ _MOST_BATCHES = 8
     most_cases=8,
 )
 def fit_repeats(subject: Subject, case: Case) -> bool:
-    """Train twice with `fit`, evaluation included, and compare the ends and all metrics that observers see.
+    """Train twice with `fit`, including evaluation, and compare the final states and all metrics that observers see.
 
-    The second time the clocks, the global generators and the process's rank are others. A long run ends after a few
+    The second time the clocks, the global generators and the process's rank are different. A long run ends after a few
     batches.
     """
     watched = Watched(subject.algorithm, watching_others(subject))
@@ -61,7 +61,7 @@ def fit_repeats(subject: Subject, case: Case) -> bool:
 
 
 class _Fitted:
-    """What a run has come to."""
+    """The final state of a run, and the metrics that it has shown to observers."""
 
     def __init__(self) -> None:
         self.end: State
@@ -107,9 +107,9 @@ _STEPS, _MOST_GROWTH = 100, 50
     most_cases=2,
 )
 def memory_bounded(subject: Subject, case: Case) -> bool:
-    """Count, after 100 steps and after 200, tensors in memory, leaves of the state, and what `apply` and `match` hold.
+    """Count tensors in memory, leaves of the state, and objects held by `apply` and `match`, after 100 and 200 steps.
 
-    What they hold is what can be reached from their closures, defaults, attributes and the globals that they name.
+    They hold the objects that can be reached from their closures, defaults, attributes and the globals that they name.
     """
     epochs = case.epochs + -(-2 * _STEPS // case.batches_per_epoch)
     case = dataclasses.replace(case, epochs=epochs, others=(), microbatches=1)
@@ -119,7 +119,7 @@ def memory_bounded(subject: Subject, case: Case) -> bool:
     for number in range(2 * _STEPS):
         state = after_batch(step, state, data[number % len(data)])
         has_acted = has_acted or watched.acted
-        watched.applications.clear()  # which hold states
+        watched.applications.clear()  # they contain states
         if (number + 1) % _STEPS == 0:
             counts.append(_counted(subject.algorithm, state))
     earlier, later = counts
@@ -140,7 +140,7 @@ def _counted(algorithm: Algorithm, state: State) -> dict[str, int]:
 
 
 def _sizes(roots: Iterable[Any]) -> Iterator[int]:
-    """Return the sizes of all containers that can be reached from functions and objects, modules and classes aside."""
+    """Yield the sizes of all containers reachable from functions and objects, but not through modules and classes."""
     seen, waiting = set[int](), list(roots)
     while waiting:
         thing = waiting.pop()
@@ -156,7 +156,7 @@ def _sizes(roots: Iterable[Any]) -> Iterator[int]:
 
 
 def _held_by_function(function: FunctionType) -> list[Any]:
-    """Its closure, defaults and attributes, and the globals of its own module that it names."""
+    """Return a function's closure, defaults and attributes, and the globals of its own module that it names."""
     named = (function.__globals__.get(name) for name in _names(function.__code__))
     own = [thing for thing in named if _is_data(thing) or getattr(thing, "__module__", None) == function.__module__]
     return [function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function), *own]

@@ -1,4 +1,4 @@
-"""How the laws about another way to compute a step judge: within rounding, and with a word for who is to blame."""
+"""Judgement of laws about other ways to compute a step: within rounding, and with the algorithm as the cause."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -24,18 +24,18 @@ from purecompose.time.predicates import on
 __all__ = ["Judge", "attempted", "compare_rounded", "is_on_the_edge", "judged", "judged_in_double", "rounding"]
 
 Judge: TypeAlias = Callable[[Subject, Case, torch.dtype], bool]
-"""Judges a law with weights in float64 or, where an algorithm takes none or half precision is asked for, in float32."""
+"""A function that judges a law with weights in a dtype: float64, or float32 if the algorithm or task requires it."""
 
 
 def judged(judge: Judge, subject: Subject, case: Case) -> bool:
-    """Return the judgement at the best precision; False where the case breaks the law without the algorithm, too."""
+    """Return the judgement at the best precision; False if the case breaks the law without the algorithm, too."""
     return _unless_idle_breaks(functools.partial(_at_best_precision, judge), subject, case)
 
 
 def judged_in_double(judge: Judge, subject: Subject, case: Case) -> bool:
-    """Return the judgement in float64; False where the algorithm refuses that, or the case breaks the law without it.
+    """Return the judgement in float64; False if the algorithm refuses that, or the case breaks the law without it.
 
-    In half precision nothing is judged: autocast leaves float64 alone.
+    In half precision nothing is judged, because autocast does not affect float64.
     """
     if case.task.is_half:
         return False
@@ -61,18 +61,18 @@ def _unless_idle_breaks(judge: Callable[[Subject, Case], bool], subject: Subject
 
 
 def _idle(name: str) -> Algorithm:
-    """Acts, so that there is something to judge, and does nothing."""
+    """Return an algorithm that acts, so that there is something to judge, but does nothing."""
     return Algorithm(name, on(Event.BATCH_START), lambda event, state: state)
 
 
 def _at_best_precision(judge: Judge, subject: Subject, case: Case) -> bool:
-    if case.task.is_half:  # autocast leaves float64 alone: what acts under it would do nothing
+    if case.task.is_half:  # autocast does not affect float64, so methods for half precision would do nothing
         return judge(subject, case, torch.float32)
     try:
         return judge(subject, case, torch.float64)
     except Broken:
         raise
-    except Exception:  # whatever is wrong with more than float64 is raised again
+    except Exception:  # an error that is not due to float64 is raised again in float32
         return judge(subject, case, torch.float32)
 
 
@@ -85,15 +85,15 @@ def attempted(doing: str, act: Callable[[], Any]) -> Any:
         raise Broken(f"{doing}: {type(error).__name__}: {message}", event=getattr(error, "event", None)) from error
 
 
-# Rounding in double precision is far below any mistake. The floors are for numbers that cancel, whose rounding has no
-# relative size.
+# Rounding in double precision is far below any mistake. The floors are for numbers that cancel, whose rounding errors
+# are not relative to their size.
 _DOUBLE, _SINGLE = tree.Tolerance(1e-6, 1e-13), tree.Tolerance(1e-3, 1e-6)
-# Twice what 36 plain steps in bfloat16 differed by at most, whole or in slices, alone or under vmap.
+# Twice the largest difference of 36 plain steps in bfloat16, whole or in slices, alone or under vmap.
 _HALF = tree.Tolerance(0.1, 2e-3)
 
 
 def rounding(dtype: torch.dtype) -> tree.Tolerance:
-    """Return the rounding tolerance by a leaf's own dtype: slots may be float32 in any state."""
+    """Return the rounding tolerance for a leaf's dtype; slots may be float32 in any state."""
     return _DOUBLE if dtype in (torch.float64, torch.complex128) else _SINGLE
 
 
@@ -109,18 +109,18 @@ def _rounding_of_half(dtype: torch.dtype) -> tree.Tolerance:
 
 
 _NUM_SHAKES = {False: 4, True: 16}
-"""How often a step is shaken, by whether it is one in half precision: there a ratio of differences moves by a tenth."""
+"""Number of perturbations of a step; True is for half precision, where ratios of differences vary by a tenth."""
 
 
-# One repetition would agree by chance with a method that acts in every second call.
+# With one repetition, a method that acts in every second call would agree by chance.
 _NUM_REPEATS = 3
 
 
 def is_on_the_edge(step: Step, state: State, batch: Any, expected: State) -> bool:
-    """Return whether the step itself does something else once params and inputs move by less than rounding: a choice
-    flips.
+    """Return whether the step has another result if params and inputs change by less than rounding.
 
-    A step that does something else anyway, such as counting its calls, is not such a case.
+    Then a discrete choice in it has changed. A step that has another result anyway, because it counts its calls, is not
+    such a case.
     """
     if any(_differs(step(state, batch), expected) for _ in range(_NUM_REPEATS)):
         return False
@@ -143,10 +143,10 @@ def _differs(first: State, second: State) -> bool:
 
 
 def _shaken(tensor: Tensor, generator: torch.Generator, is_half: bool) -> Tensor:
-    """Return the tensor, each element moved by less than rounding.
+    """Return the tensor with each element changed by less than rounding.
 
-    In half precision by up to what a number is rounded by there, else by up to a thousandth of the share that
-    comparisons allow.
+    In half precision the relative change is at most its rounding error, otherwise a thousandth of the share that
+    comparisons tolerate.
     """
     if not tensor.is_floating_point():
         return tensor

@@ -1,4 +1,4 @@
-"""Laws of the loss: its gradient is that of what is reported, and what it is to leave out stays out."""
+"""Laws of the loss: its gradient is that of the reported loss, ignored positions have no part, mixtures are allowed."""
 
 import dataclasses
 
@@ -53,8 +53,8 @@ def _not_within(algorithm: Algorithm) -> str | None:
 def loss_differentiated(subject: Subject, case: Case) -> bool:
     """Compare the gradients of a step with finite differences of its loss, along a random direction.
 
-    Both are taken within a step, by `state.gradient`: with one batch, its draws, and the slots as they are. What the
-    algorithm does at AFTER_BACKWARD is left out, where gradients are its own to edit.
+    Both are computed within a step, by `state.gradient`, with the same batch, draws and slots. The algorithm does not
+    act at AFTER_BACKWARD, where it may edit gradients.
     """
     return judged_in_double(_judge_loss, subject, case)
 
@@ -104,7 +104,7 @@ def _nothing_ignored(task: Task) -> str | None:
     idle="it did not act where the outputs have the targets' positions",
 )
 def ignored_stay_ignored(subject: Subject, case: Case) -> bool:
-    """Take a step twice, the second time with other outputs at the positions that the batch ignores."""
+    """Take a step twice, the second time with other outputs at the positions that the targets ignore."""
     return judged(_judge_ignored, subject, case)
 
 
@@ -122,7 +122,7 @@ def _judge_ignored(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
 
 
 class _Moving:
-    """A program that moves outputs at ignored positions, as long as they are the batch's own."""
+    """A program that changes outputs at ignored positions, as long as the inputs are those of the batch."""
 
     def __init__(self, case: Case, dtype: torch.dtype, amount: float) -> None:
         self.given = case.state(dtype=dtype).replace(batch=case.batch(0, dtype))
@@ -155,7 +155,7 @@ class _Moving:
     most_cases=6,
 )
 def mixtures_taken(subject: Subject, case: Case) -> bool:
-    """Take steps beside a method that mixes targets, as far as the plain step with mixed targets works."""
+    """Take steps together with a method that mixes targets, if the plain step with mixed targets works."""
     watched = Watched(subject.algorithm)
     for algorithms in ((), (watched.algorithm,)):
         step = case.step(*algorithms)
@@ -174,7 +174,7 @@ def mixtures_taken(subject: Subject, case: Case) -> bool:
 
 
 def _mixer() -> Algorithm:
-    """Mix each target with its neighbour's."""
+    """Return an algorithm that mixes each target with its neighbour's."""
 
     def apply(event: Event, state: State) -> State:
         del event

@@ -1,4 +1,4 @@
-"""Laws of matching: `match` answers by time and shapes only, and apply learns the time from the clock only."""
+"""Laws of matching: `match` depends on time and shapes only, and `apply` reads the time from the clock only."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _MOST_TIMES = 12
 
 
 class _Moment(NamedTuple):
-    """What a step's matching is asked about."""
+    """The inputs of a step's matching."""
 
     state: State
     batch: Any
@@ -36,7 +36,7 @@ class _Moment(NamedTuple):
 
 
 _Answers = dict[tuple[int, Event], bool]
-"""What `match` says, by the moment's number and the event."""
+"""Results of `match`, by the moment's number and the event."""
 
 
 @define_law(
@@ -47,7 +47,7 @@ _Answers = dict[tuple[int, Event], bool]
     exempt=never_acts,
 )
 def match_pure(subject: Subject, case: Case) -> bool:
-    """Ask at every event and time of the run: forwards, backwards after steps were taken, for other values."""
+    """Call `match` at every event and time of the run: forwards, backwards after some steps, and for other values."""
     algorithm = subject.algorithm
     step = case.step(algorithm)
     state = step.init(case.state())
@@ -73,12 +73,12 @@ def match_pure(subject: Subject, case: Case) -> bool:
 
 
 def _moments(case: Case, state: State) -> list[_Moment]:
-    """Return the times of the case's run, the same number in each part of it where it is long."""
+    """Return the times of the case's run, evenly distributed if it is long."""
     batch, total = case.batch(0), case.epochs * case.batches_per_epoch
     size, tokens = state.context.layout.num_examples(batch), state.context.layout.num_tokens(batch)
     beginning = Timestamp(run=state.timestamp.run)
     found = []
-    stride = -(-total // _MOST_TIMES) | 1  # odd, so that every other batch is not every one asked about
+    stride = -(-total // _MOST_TIMES) | 1  # odd, so that both even and odd batches are included
     for number in range(0, total, stride):
         now = beginning.advance_by(number, size, tokens)
         found.append(_Moment(state.replace(timestamp=now), batch, now.advance(size, tokens)))
@@ -88,7 +88,7 @@ def _moments(case: Case, state: State) -> list[_Moment]:
 def _asked(
     algorithm: Algorithm, inside: frozenset[Event], moments: list[_Moment], *, backwards: bool = False
 ) -> _Answers:
-    """Return the answers for all events and moments; backwards by matchers that have never been asked before."""
+    """Return the answers for all events and moments; backwards with a new matcher for each."""
     kept = {event: Matcher([algorithm], [event]) for event in Event}
     questions = [(number, event) for number in range(len(moments)) for event in Event]
     if not backwards:
@@ -100,7 +100,7 @@ def _asked(
 
 
 def _ask(matcher: Matcher, inside: frozenset[Event], event: Event, moment: _Moment) -> bool:
-    """As a step asks; outside of programs there is no batch."""
+    """Return the answer of a matcher as a step calls it; outside of programs there is no batch."""
     state, batch, later = moment
     has_batch = event in inside or event in _OTHER_PROGRAMS
     now = state.timestamp
@@ -109,7 +109,7 @@ def _ask(matcher: Matcher, inside: frozenset[Event], event: Event, moment: _Mome
 
 
 def _followed(subject: Subject, step: Step, state: State, batch: Any) -> State:
-    """Return the state after a step, which must act exactly where match says so."""
+    """Return the state after a step, in which the algorithm must act exactly where `match` returns True."""
     inside, now = frozenset(step.events), state.timestamp
     layout = state.context.layout
     later = now.advance(layout.num_examples(batch), layout.num_tokens(batch))
@@ -146,9 +146,9 @@ def _runs_on_host(algorithm: Algorithm) -> str | None:
     exempt=_runs_on_host,
 )
 def time_from_clock(subject: Subject, case: Case) -> bool:
-    """Apply the algorithm twice to one state and clock; in between match hears of, and a seal hides, another time.
+    """Apply the algorithm again to the same state and clock, with another time in the sealed timestamp and in `match`.
 
-    An algorithm that does something else each time it is asked has not learnt that from the time: no verdict.
+    If an algorithm has another result each time even with the same time, nothing is judged.
     """
     judged: list[bool] = []
 
@@ -193,5 +193,5 @@ def _another_time(case: Case, batch: Any, now: Timestamp) -> tuple[Timestamp, Ti
 
 def _ask_all(algorithm: Algorithm, events: Sequence[Event], moment: _Moment) -> None:
     inside = frozenset(events)
-    for event in events:  # in the program's order, as a step asks
+    for event in events:  # in the program's order, like a step
         _ask(Matcher([algorithm], [event]), inside, event, moment)

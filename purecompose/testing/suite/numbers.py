@@ -1,8 +1,8 @@
-"""Laws of numbers: other ways to compute a step, in slices, mapped or differentiated, give the same values.
+"""Laws of numbers: other ways to compute a step, in slices, mapped or differentiated, have the same result.
 
-Equal here means equal within rounding, so these laws work in double precision, where rounding is far below any
-mistake. An algorithm that takes no float64 is tried in float32 with a wide tolerance, and a task in half precision with
-a wider one, since autocast leaves float64 alone. Where the network or the company breaks a law without the algorithm,
+Results must be equal within rounding, so these laws work in double precision, where rounding is far below any mistake.
+An algorithm that does not accept float64 is tried in float32 with a wide tolerance, and a task in half precision with a
+wider one, since autocast does not affect float64. If the network or the companions break a law without the algorithm,
 nothing is judged.
 """
 
@@ -41,12 +41,12 @@ __all__ = ["gradient_exact", "microbatches_agree", "ranks_agree", "vmap_agrees"]
     exempt=never_acts,
 )
 def microbatches_agree(subject: Subject, case: Case) -> bool:
-    """Take one step with each batch whole and in slices, as many as the case says or else two.
+    """Take one step with each batch, whole and in slices: the case's number of microbatches, at least two.
 
-    Compared are gradients, loss, params, opt_state, hparams, the algorithm's slot, and metrics that are single
-    numbers; these not where slices do not count as their examples do (the loss ignores some positions), since a
-    mean over all positions then has another weight. BatchNorm, which mixes the examples of a slice, runs on its
-    running statistics. The comparison ends where only rounding tips a choice in the step itself.
+    This compares gradients, loss, params, opt_state, hparams, the algorithm's slot, and metrics that are single
+    numbers. Metrics are left out if the weights of slices are not proportional to their examples (the loss ignores some
+    positions), because a mean over all positions then has another weight. BatchNorm, which mixes the examples of a
+    slice, uses its running statistics. The comparison ends if rounding alone changes a choice in the step itself.
     """
     return judged(_judge_microbatches, subject, case)
 
@@ -83,9 +83,9 @@ def _judge_microbatches(subject: Subject, case: Case, dtype: torch.dtype) -> boo
     exempt=never_acts,
 )
 def ranks_agree(subject: Subject, case: Case) -> bool:
-    """Take one step with each batch in one process and in two or three, played one after the other.
+    """Take one step with each batch in one process and in two or three, simulated one after the other.
 
-    Compared are the processes with each other, bit for bit, and the first with the one process, as in
+    The processes are compared with each other, bit for bit, and the first of them with the single process, as in
     `microbatches_agree`.
     """
     return judged(_judge_ranks, subject, case)
@@ -126,8 +126,8 @@ _COMPARED = ("grads", "loss", "params", "opt_state", "slots", "hparams", "metric
 
 
 def _comparable(state: State, name: str, with_metrics: bool) -> State:
-    """Return the state as it is whole or in slices, as far as one algorithm goes."""
-    # Companions may count slices in their slots. Metrics of a form that has no mean are the last slice's.
+    """Return the state with everything that must agree whole and in slices, for one algorithm."""
+    # Companions may count slices in their slots. Metrics that have no mean are those of the last slice.
     slots = {key: slot for key, slot in state.slots.items() if key == name}
     state = _without_own_metrics(state) if with_metrics else state.replace(metrics={})
     return state.replace(slots=slots)
@@ -142,15 +142,13 @@ def _compare_slices(expected: State, found: State, labels: tuple[str, str]) -> N
 
 
 def _weighs_examples(whole: State, num: int) -> bool:
-    """Return whether slices have the weights of their numbers of examples, as far as the end of the step with all
-    tells.
-    """
+    """Return whether the weights of slices are proportional to their examples, at the end of the whole step."""
     loss_fn = whole.context.loss
     given = whole.batch if isinstance(loss_fn, losses.ModelLoss) else whole.targets
     try:
         parts = batches.split((whole.outputs, given), min(num, whole.num_examples))
         counts = [(float(losses.num_terms(loss_fn, *part)), batches.num_examples(part)) for part in parts]
-    except (TypeError, ValueError):  # the loss had other examples than the batch at the end
+    except (TypeError, ValueError):  # the loss was computed for other examples than those in the final batch
         return False
     terms, examples = (sum(count) for count in zip(*counts, strict=True))
     return all(own_terms * examples == own_examples * terms for own_terms, own_examples in counts)
@@ -163,11 +161,12 @@ def _weighs_examples(whole: State, num: int) -> bool:
     exempt=lambda algorithm: never_acts(algorithm) or ("a host algorithm reads values" if algorithm.host else None),
 )
 def vmap_agrees(subject: Subject, case: Case) -> bool:
-    """Map three steps over two or three states of other seeds and rates: two with one batch for all, one with own.
+    """Map three steps over two or three states with different seeds and learning rates.
 
-    Integers agree exactly. What is raised only under vmap breaks the law, too. In half precision every step begins
-    with equal states. The comparison ends where only rounding tips a choice in the step itself, such as that of
-    examples, or the sign of a gradient.
+    Two steps use the same batch for all states, the third a batch for each. Integers must agree exactly. An error that
+    is raised only under vmap breaks the law, too. In half precision every step begins with equal states. The comparison
+    ends if rounding alone changes a choice in the step itself, such as the selection of examples or the sign of a
+    gradient.
     """
     return judged(_judge_vmap, subject, case)
 
@@ -177,7 +176,7 @@ def _judge_vmap(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     watched = Watched(subject.algorithm)
     step = case.step(watched.algorithm)
     states = [_with_rate(step.init(c.state(dtype=dtype)), 1 + i / 2) for i, c in enumerate(cases)]
-    # One static part for all: they are equal, and members may differ in tensors only.
+    # The static parts are equal; members of a population may differ in tensors only, so all get the same object.
     states = [state.replace(static=states[0].static) for state in states]
     alone, mapped = states, _stacked(states)
     for batch, dim in _mapped_batches(cases, dtype):
@@ -193,13 +192,13 @@ def _judge_vmap(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
                 if is_on_the_edge(step, before[i], own[i], expected):
                     return watched.acted
                 raise
-        if case.task.is_half:  # rounding would add up, step by step, to more than any tolerance
+        if case.task.is_half:  # rounding errors would add up from step to step
             mapped = _stacked(alone)
     return watched.acted
 
 
 def _mapped_batches(cases: Sequence[Case], dtype: torch.dtype) -> Iterator[tuple[Any, int | None]]:
-    """Return each batch with the dimension that vmap maps: None where all states share it."""
+    """Yield each batch with the dimension that vmap maps, or None if all states share the batch."""
     yield from ((cases[0].batch(i, dtype), None) for i in range(2))
     own = _stacked([case.batch(2, dtype) for case in cases])
     if all(isinstance(leaf, Tensor) for leaf in torch_pytree.tree_leaves(own)):  # vmap maps nothing else
@@ -221,13 +220,13 @@ def _mapped_batches(cases: Sequence[Case], dtype: torch.dtype) -> Iterator[tuple
     idle="it never acted, refuses float64, or has a jump or kink at the point",
 )
 def gradient_exact(subject: Subject, case: Case) -> bool:
-    """Differentiate the loss after two steps in "lr", the method's own hparams and the first params.
+    """Differentiate the loss after two steps by "lr", the method's own hparams and the initial params.
 
-    The derivatives are those along a random direction.
+    The derivatives are taken along a random direction.
 
-    Where the loss has a jump or a kink within the difference, or is not finite itself, nothing is judged; nor is
-    an algorithm that takes no float64, the only dtype in which differences are precise enough. Running statistics of
-    BatchNorm carry no gradient from step to step: what breaks by them only is not broken.
+    Nothing is judged if the loss has a jump or a kink within the difference, or is not finite; nor if the algorithm
+    does not accept float64, the only dtype in which differences are precise enough. BatchNorm's running statistics
+    carry no gradient from step to step, so a fault that only they cause does not count.
     """
     return judged_in_double(_judge_gradient, subject, case)
 
@@ -243,9 +242,9 @@ def _judge_gradient(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
 
 def _judge_derivative(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     if case.lr == 0:
-        # Steps that do not move leave zeros where they are, at which a guard (torch.where) has a derivative of its own.
+        # With a learning rate of 0, zeros remain zeros, at which a guard (torch.where) has a different derivative.
         case = dataclasses.replace(case, lr=_SMALL_LR)
-    # Two slices show what more would, and the gradient of each takes time.
+    # Two slices are enough, and the gradient of each takes time.
     watched = Watched(subject.algorithm)
     step = case.step(watched.algorithm, microbatches=min(case.microbatches, 2))
     start = step.init(case.state(dtype=dtype))
@@ -255,7 +254,7 @@ def _judge_derivative(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
         state = start.replace(hparams={**start.hparams, **point["hparams"]}, params={**start.params, **point["params"]})
         for batch in data:
             state = step(state, batch)
-        # In training mode, which reads no running statistics: torch has no gradient to them.
+        # In training mode, which does not read running statistics, because torch has no gradient for them.
         end = loop.loss(loop.forward(state.replace(batch=data[0]))).loss
         assert end is not None
         return end
@@ -301,7 +300,7 @@ def _with_frozen_statistics(case: Case) -> Case:
 
 
 def _frozen_statistics(make_net: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
-    """Return the networks with BatchNorm in evaluation mode, also in training."""
+    """Return a function that makes the networks with BatchNorm in evaluation mode, also in training."""
 
     def made(seed: int) -> nn.Module:
         net = make_net(seed)
@@ -314,7 +313,7 @@ def _frozen_statistics(make_net: Callable[[int], nn.Module]) -> Callable[[int], 
 
 
 def _with_rate(state: State, factor: float) -> State:
-    """Members of a population differ in their settings, too."""
+    """Return the state with another learning rate, because members of a population differ in their settings, too."""
     changed = {"lr": state.hparams["lr"] * factor} if "lr" in state.hparams else {}
     return state.replace(hparams={**state.hparams, **changed})
 

@@ -1,4 +1,4 @@
-"""Laws of purity: the same result from the same input, the input left alone, nothing touched outside."""
+"""Laws of purity: the same result for the same input, no change of the input, no side effects."""
 
 from typing import Any
 
@@ -44,8 +44,8 @@ _LABELS = ("before", "after")
 def input_untouched(subject: Subject, case: Case) -> bool:
     """Compare the state at each event, and the state and batch of each step, with copies taken before.
 
-    Attributes that tensors have been given count too, and what lasts must not be a view of the batch, whose memory
-    its loader may use again.
+    New attributes of tensors count as changes, too. Persistent fields must not be views of the batch, because its
+    loader may reuse the memory.
     """
 
     def around(event: Event, state: State, act: Act) -> State:
@@ -107,7 +107,7 @@ def _check_no_view(state: State, batch: Any) -> None:
 def deterministic(subject: Subject, case: Case) -> bool:
     """Take the steps twice with one algorithm, with other work in between.
 
-    The second time the global generators have other seeds, the clocks are days ahead, and the process has another
+    The second time, the global generators have other seeds, the clocks are days ahead, and the process has another
     number and rank.
     """
 
@@ -139,14 +139,14 @@ def deterministic(subject: Subject, case: Case) -> bool:
     exempt=never_acts,
 )
 def global_state_kept(subject: Subject, case: Case) -> bool:
-    """Look at the settings of the process around each application, INIT included, and restore them at the end."""
+    """Compare the settings of the process around each application, including INIT, and restore them at the end."""
 
     def around(event: Event, state: State, act: Act) -> State:
         before = process_settings()
         with process_restored():
             after = act(state)
             changed = [name for name, value in process_settings().items() if value != before[name]]
-            if changed != ["warnings filters"]:  # which a module sets that is imported on the way, once
+            if changed != ["warnings filters"]:  # a module that is imported on the way may set them, once
                 check_process(before, _LABELS, event=event)
         if changed:
             act(state)
@@ -154,6 +154,6 @@ def global_state_kept(subject: Subject, case: Case) -> bool:
         return after
 
     watched = Watched(subject.algorithm, around, with_init=True)
-    with seeded(0x5EED):  # generators in a state that no seed gives: seeding them moves them
+    with seeded(0x5EED):  # a seed that no algorithm is likely to use, so that seeding changes the generators
         run(case.step(watched.algorithm), case.state(), case.batches())
     return watched.acted_after_init

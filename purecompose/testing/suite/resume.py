@@ -1,4 +1,4 @@
-"""The law of resuming: between steps the state is the checkpoint."""
+"""The law of resuming: between steps, the state alone is the checkpoint."""
 
 from collections.abc import Iterable
 
@@ -28,12 +28,12 @@ _LABELS = ("without a break", "resumed")
     exempt=never_acts,
 )
 def resume_exact(subject: Subject, case: Case) -> bool:
-    """Save in the middle of a run, within an epoch if its length allows, and continues in another process.
+    """Save in the middle of a run, within an epoch if its length allows, and continue in another process.
 
-    There the algorithm is made from the subject's source text, in a process in which it has not run before, and the
-    state is filled into one with other weights. A subject without such a text, or a case that cannot be pickled (a task
-    with a lambda), continues in this process instead, with a step and a template made again: what was remembered at the
-    first call and never changed, or drawn by the process, is not seen then.
+    There the algorithm is created from the subject's source text, in a process in which it has not run before, and the
+    snapshot is loaded into a state with other weights. A subject without such a text, or a case that cannot be pickled
+    (a task with a lambda), continues in this process instead, with a new step and template. This does not detect values
+    that were remembered at the first call and never changed, or that depend on the process.
     """
     first, num = case.num_batches + _more(case), case.num_batches
     watched = Watched(subject.algorithm)
@@ -42,7 +42,8 @@ def resume_exact(subject: Subject, case: Case) -> bool:
     snapshot = to_bytes(middle)
     end = _after(step, middle, case, range(first, first + num))
     acted = {event for event, _ in watched.applications}
-    only = acted.pop() if len(acted) == 1 else None  # then it needs no search, which what is remembered may mislead
+    # A single event needs no search for the guilty one, which hidden memory could mislead.
+    only = acted.pop() if len(acted) == 1 else None
     try:
         try:
             resumed_end = from_bytes(resumed_elsewhere(subject, case, snapshot, first, num), like=end)
@@ -60,7 +61,7 @@ def resume_exact(subject: Subject, case: Case) -> bool:
 
 
 def _cause(subject: Subject, case: Case, snapshot: bytes, end: State) -> str:
-    """Return whether it is the process that makes the difference, or what the algorithm has kept; empty if neither."""
+    """Return the cause of a difference as text: the process, or the algorithm's hidden memory; empty if unknown."""
     if subject.source is None:
         return ""
     try:
@@ -76,7 +77,7 @@ def _cause(subject: Subject, case: Case, snapshot: bytes, end: State) -> str:
 
 
 def _more(case: Case) -> int:
-    """Take one more step before the break if it would fall between two epochs."""
+    """Return 1 if the break would otherwise be between two epochs, to take one more step before it; else 0."""
     return int((case.start + case.num_batches) % case.batches_per_epoch == 0 and case.batches_per_epoch > 1)
 
 
