@@ -266,7 +266,7 @@ class Run:
             state = self._fire(Event.BATCH_CHECKPOINT, state)
             if state.timestamp.epoch != before.epoch:
                 if not self._is_over(state) or _counts_epochs(state):
-                    # Without a known length, the loop fires it once more before it finds the epoch exhausted.
+                    # As in an epoch of unknown length, where this event precedes the discovery that it is exhausted.
                     state = self._fire(Event.BEFORE_DATALOADER, state)
                 yield self._end_epoch(state, before)
                 return
