@@ -57,7 +57,7 @@ def load_run(
 
     Args:
         run: The run's folder, or the folder of one of its checkpoints.
-        checkpoint: "newest", "best", or a checkpoint's name; not needed if `run` is the folder of a checkpoint.
+        checkpoint: "newest", "best", or a checkpoint's name. If `run` is the folder of a checkpoint, only that one.
         data: Data to use instead of those that the run was trained on, as for `--data`.
         allow_imports: True to allow importing, and so running, code that the run's settings name, `my_module:name`.
 

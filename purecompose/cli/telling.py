@@ -113,7 +113,7 @@ def _best_kept(out: Path, setup: Setup) -> tuple[float, int] | None:
 
 
 def checksum(params: Mapping[str, Tensor]) -> str:
-    """Return a short hash of the names, dtypes, shapes and bits of tensors.
+    """Return a short hash of the names, dtypes, shapes and bits of tensors, which is equal if all bits are equal.
 
     Example:
         >>> zero, negative_zero = torch.tensor([0.0]), torch.tensor([-0.0])

@@ -233,7 +233,7 @@ class _System:
 
 
 class _Speed:
-    """The monitor of `speed`, with a stopwatch of its own."""
+    """The monitor of `speed`, with its own stopwatch."""
 
     def __init__(self, window: int) -> None:
         self._stopwatch = Stopwatch()

@@ -1,4 +1,4 @@
-"""One law, tried in one case after the other, and its outcome."""
+"""Trial of one law in one case after the other, and its outcome."""
 
 import time
 from collections.abc import Callable
