@@ -1,4 +1,4 @@
-"""Checkpoints: states on disk, complete or absent, verified when read, and the rules that keep them."""
+"""Checkpoints: states on disk, complete or absent, verified when read; and the rules for keeping them."""
 
 from purecompose.run.saving.checkpoint import load, save
 from purecompose.run.saving.errors import CheckpointError, CheckpointWarning, DamagedError, MismatchError

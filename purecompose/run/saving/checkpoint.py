@@ -1,4 +1,4 @@
-"""`save` and `load`: a state and a folder, there and back to the same bits."""
+"""`save` and `load`: write a state to a folder and read it back, with the same bits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,15 +32,15 @@ __all__ = ["Snapshot", "assembled", "check_fits", "load", "read", "restored", "s
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state on its way to the disk: nothing in it changes any more."""
+    """The content of a checkpoint before it is written; nothing in it changes."""
 
     index: Index
     tensors: dict[str, Tensor]
     arrived: torch.cuda.Event | None
-    """When the copies from a GPU are there."""
+    """Event at which the copies from a GPU are complete."""
 
     def write(self, target: Path) -> None:
-        """Write it, atomically; may run in a thread of its own.
+        """Write the snapshot, atomically; may be called in another thread.
 
         Raises:
             OSError: See `purecompose.run.saving.folder.write`.
@@ -60,8 +60,8 @@ def snapshot(
 ) -> Snapshot:
     """Return the content of a state's checkpoint, on the host or being copied there.
 
-    On the CPU nothing is copied: tensors of a state never change, and what a compiled step would write over is copied
-    out as it is read.
+    On the CPU nothing is copied here: tensors of a state never change, and those that a compiled step would overwrite
+    are copied when they are read.
 
     Raises:
         TypeError, CheckpointError: See `save`.
@@ -82,23 +82,23 @@ def snapshot(
 
 
 def save(state: State, path: Path | str, *, step: Any = None) -> Path:
-    """Write a state to a folder: `index.json`, which people can read, and `state.safetensors`.
+    """Write a state to a folder: `index.json`, which is human-readable, and `state.safetensors`.
 
-    The folder appears when everything is on the disk, and takes the place of one that was there. Tied tensors are
-    written twice, since states need no ties.
+    The folder appears when everything is on the disk, and replaces an existing checkpoint. Tied tensors are written
+    twice, since states need no ties.
 
     Args:
-        state: The state, between steps; a population's too.
+        state: The state, between steps; may be a population's.
         path: The folder.
-        step: The step that trains it: then the index tells algorithms and settings, and `load` compares them.
+        step: The step that trains it. The index then includes algorithms and settings, and `load` compares them.
 
     Returns:
         The folder.
 
     Raises:
-        OSError: The disk is full, or the folder cannot be written to; what was there before is untouched.
-        TypeError: The state holds something that is neither a tensor nor a plain value; the message says where.
-        CheckpointError: The state stands inside a step.
+        OSError: The disk is full, or the folder cannot be written to; an existing checkpoint is left unchanged.
+        TypeError: The state contains something that is neither a tensor nor a plain value; the message names the place.
+        CheckpointError: The state is from inside a step.
         ImportError: Safetensors is not installed.
     """
     snapshot(state, step).write(Path(path))
@@ -106,33 +106,33 @@ def save(state: State, path: Path | str, *, step: Any = None) -> Path:
 
 
 def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True, is_adaptive: bool = False) -> State:
-    """Return the state in a folder, as `save` wrote it, after comparing every byte with its checksum.
+    """Return the state in a folder, as written by `save`, after verifying the checksums of the files.
 
-    Nothing in the files is run: they are numbers and JSON.
+    Loading executes no code: the files contain only numbers and JSON.
 
     Args:
         path: The folder.
         like: A state of the same model, optimizer and algorithms, such as the one that the run started from,
-            `step.init(state)`. It gives the structure and the device; its numbers are not read.
-        step: The step that is to continue with it, for comparing settings. Its algorithms act at BEFORE_LOAD, on the
-            template, and at AFTER_LOAD, on the state.
-        strict: Raise where something does not fit. Otherwise what fits is taken over, the rest stays as it is in
-            `like`, and a warning says what it was.
-        is_adaptive: Whether the number of microbatches is found by trying, so that another one is not a difference.
+            `step.init(state)`. It defines the structure and the device; its values are not read.
+        step: The step that will continue with the state, to compare settings. Its algorithms act at BEFORE_LOAD, on
+            the template `like`, and at AFTER_LOAD, on the loaded state.
+        strict: True to raise if something does not fit. Otherwise everything that fits is loaded, the rest keeps its
+            value in `like`, and a warning lists the differences.
+        is_adaptive: True if the number of microbatches is found by trying, so that another number is not a difference.
 
     Returns:
-        The state. Its timestamp is the saved one.
+        The state, with the saved timestamp.
 
     Raises:
         FileNotFoundError: There is no such folder.
-        DamagedError: The checkpoint is not whole, or not a checkpoint.
-        MismatchError: The model has modules of other types, or the optimizer or algorithms remember other things; the
-            message says what differs. With or without `strict`: an algorithm that changed the model is missing.
+        DamagedError: The checkpoint is incomplete, or not a checkpoint.
+        MismatchError: The model has modules of other types, or the optimizer or algorithms have other memory; the
+            message lists the differences. With or without `strict`: an algorithm that changed the model is missing.
         CheckpointError: A later version of the library wrote it, or it is a folder of checkpoints.
 
     Warns:
         CheckpointWarning: Settings differ (a learning rate, an algorithm without memory, the version of torch): the
-            state is the saved one, and continues otherwise than it would have.
+            state is the saved one, but will not continue as it would have.
     """
     if not isinstance(like, State):
         raise TypeError(f"load(path, like): expected a State, got {type(like).__name__}")
@@ -143,7 +143,7 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
 
 
 def read(path: Path | str, like: State, *, step: Any = None, strict: bool = True, is_adaptive: bool = False) -> State:
-    """Load as `load` does, without the events around it."""
+    """Load a state like `load`, but without the events around it."""
     path = Path(path)
     try:
         index = folder.read_index(path)
@@ -155,7 +155,7 @@ def read(path: Path | str, like: State, *, step: Any = None, strict: bool = True
 
 
 def _whole_before(path: Path) -> Path | None:
-    """Return the newest whole checkpoint beside a damaged one, of no later batch if its index can tell."""
+    """Return the newest complete checkpoint next to a damaged one; not of a later batch, if its index can be read."""
     found, _ = folder.all_in(path.parent)
     own = next((one.index.batch for one in found if one.path == path), None)
     for one in found:
@@ -166,10 +166,10 @@ def _whole_before(path: Path) -> Path | None:
 
 
 def restored(path: Path, index: Index, like: State) -> State:
-    """Return the state of a checkpoint whose index has been compared already.
+    """Return the state of a checkpoint whose index has already been compared.
 
     Raises:
-        DamagedError: The tensors are not whole.
+        DamagedError: The tensors are incomplete.
     """
     try:
         return assembled(index, folder.read_tensors(path, index), like)
@@ -181,12 +181,12 @@ def assembled(index: Index, tensors: Mapping[str, Tensor], like: State) -> State
     """Return the state that an index and its tensors describe, in a template that they fit.
 
     Raises:
-        DamagedError: The tensors are not those of the index.
+        DamagedError: The tensors do not agree with the index.
     """
     specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
     if tensors.keys() != specs.keys():
         raise DamagedError("the tensors in the file are not those of the index")
-    # What a method froze on the way is a part of what the run has become.
+    # Parameters that a method has frozen during the run remain frozen.
     context = like.context
     frozen = frozenset(index.description["frozen"]) & like.params.keys() | _unknown_params(like, specs) & context.frozen
     context = context if frozen == context.frozen else context.replace(frozen=frozen)
@@ -197,7 +197,7 @@ def assembled(index: Index, tensors: Mapping[str, Tensor], like: State) -> State
 def check_fits(
     path: Path, index: Index, like: State, step: Any = None, *, strict: bool = True, is_adaptive: bool = False
 ) -> None:
-    """Compare a checkpoint's index with what is there; see `load`."""
+    """Compare a checkpoint's index with a state and a step, and raise or warn as described in `load`."""
     now = describe(like, step)
     reported = [*differences(index.description, now), *overruled_hparams(index.description, like)]
     if is_adaptive:
@@ -238,7 +238,7 @@ def _differs(now: Mapping[str, Any], name: str, old: Any) -> bool:
 
 
 def _fetched(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
-    """Return the tensors on the host, or on their way there, and when they arrive."""
+    """Return the tensors on the host, or being copied there, and the event at which the copies are complete."""
     if not any(tensor.is_cuda for tensor in tensors.values()):
         return dict(tensors), None
     found = {name: _pinned(tensor) if tensor.is_cuda else tensor for name, tensor in tensors.items()}

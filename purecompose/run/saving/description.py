@@ -35,7 +35,7 @@ _SETTINGS = ("optimizer", "loss", "precision", "input_field", "target_field", "p
 
 
 def describe(state: State, step: Any = None) -> dict[str, Any]:
-    """Return the static part of a state, and of the step that trains it, in plain values."""
+    """Return the static part of a state, and of the step that trains it, as plain values."""
     context = state.context
     loss = context.loss
     words = {
@@ -74,15 +74,14 @@ def architecture(model: Model) -> list[str]:
 
 
 def other_modules(saved: list[str], now: list[str], place: str) -> list[str]:
-    """Return a line for each module whose type differs in two networks; modules
-    inside a listed one are left out.
+    """Return a line for each module whose type differs in two networks; modules inside a listed one are left out.
 
-    The same weights mean another function there, whatever their names and shapes.
+    The same weights define another function in such a module, even if names and shapes agree.
 
     Args:
         saved: One network, as `architecture` describes it.
         now: The other one.
-        place: Where the first one comes from, such as "the file".
+        place: Source of the first one, such as "the file".
     """
     there, here = _by_name(saved), _by_name(now)
     found: list[str] = []
@@ -101,7 +100,7 @@ def other_settings(saved: list[str], now: list[str], place: str) -> list[str]:
 
 
 def environment(state: State, step: Any = None) -> dict[str, Any]:
-    """Return what a run's bits depend on beside the state: versions, device, threads, and how the step is run."""
+    """Return everything but the state that a run's bits depend on: versions, device, threads, compilation."""
     device = state.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     reported = {
@@ -118,7 +117,7 @@ def environment(state: State, step: Any = None) -> dict[str, Any]:
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a line for each difference of two descriptions; facts that only one has are left out."""
+    """Return a line for each difference of two descriptions; settings that only one has are left out."""
     lines = other_settings(saved["model"], now["model"], "the checkpoint")
     for name in _SETTINGS:
         if name in saved and name in now and saved[name] != now[name]:
@@ -131,7 +130,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def overruled_hparams(saved: Mapping[str, Any], like: State) -> list[str]:
-    """Return a line for each named scalar whose value in the template differs from the run's first one."""
+    """Return a line for each hparam whose value in the template differs from its initial value in the run."""
     lines = []
     for name, value in like.hparams.items():
         began = saved.get("hparams", {}).get(name)
@@ -144,7 +143,7 @@ def overruled_hparams(saved: Mapping[str, Any], like: State) -> list[str]:
 
 
 def missing_required(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the algorithms that must be there to load a checkpoint, and are not."""
+    """Return a line for each algorithm that is required to load a checkpoint, but missing."""
     absent = [name for name in saved.get("required", ()) if name not in now["initialised"]]
     return [f"{name}: changed the model of the checkpoint" for name in absent]
 
@@ -202,7 +201,7 @@ def _words(thing: Any) -> str:
 
 
 def _without_addresses(text: str) -> str:
-    """Text without addresses in memory, which differ from process to process."""
+    """Return a text without memory addresses, which differ between processes."""
     return _ADDRESS.sub("", text)
 
 

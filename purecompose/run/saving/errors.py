@@ -8,11 +8,11 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedError(CheckpointError):
-    """It is not whole, or not a checkpoint: a file is missing, cut off or changed, or of another program."""
+    """It is incomplete, or not a checkpoint: a file is missing, cut off, changed, or of another program."""
 
 
 class MismatchError(CheckpointError):
-    """It is whole, and the checkpoint of another model, optimizer or set of algorithms.
+    """It is complete, but the checkpoint of another model, optimizer or set of algorithms.
 
     Attributes:
         differences: One line for each thing that differs.

@@ -1,7 +1,7 @@
-"""Checkpoints on disk: a folder each, written whole or not at all, and verified when read.
+"""Checkpoints on disk: one folder each, written completely or not at all, and verified when read.
 
-Everything is written into a hidden folder beside the target, forced onto the disk, and renamed. Who is killed on the
-way leaves a hidden folder, which readers ignore and the next writer removes.
+Everything is written into a hidden folder next to the target, synced to disk, and renamed. If the process dies midway,
+readers ignore the hidden folder and the next writer removes it.
 """
 
 import contextlib
@@ -45,11 +45,11 @@ __all__ = [
 ]
 
 CHECKPOINTS = "checkpoints"
-"""The folder of them in a run's folder."""
+"""Name of the folder of checkpoints in a run's folder."""
 
 _INDEX, _TENSORS = "index.json", "state.safetensors"
 _MOST_INDEX = 2**26
-"""The largest index that is read, in bytes; a tensor takes some 100."""
+"""Maximal size of an index that is read, in bytes; a tensor takes about 100."""
 _WRITING, _OLD = ".writing", ".old"
 
 
@@ -62,19 +62,19 @@ class Found:
 
 
 def write(target: Path, make_index: Callable[[dict[str, Any]], Index], tensors: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint; one that stands there is replaced when the new one is whole.
+    """Write a checkpoint; an existing one is replaced once the new one is complete.
 
     Args:
-        target: Its folder.
-        make_index: Gives the index, from the files' lengths and checksums.
-        tensors: By name: on the CPU, contiguous.
+        target: The checkpoint's folder.
+        make_index: Function that returns the index, given the files' lengths and checksums.
+        tensors: Tensors by name, on the CPU and contiguous.
 
     Raises:
-        OSError: The disk is full, the folder cannot be written to, ...; what was there before is untouched.
+        OSError: The disk is full, the folder cannot be written to, ...; an existing checkpoint is left unchanged.
         ImportError: Safetensors is not installed.
     """
     with replaced(target) as folder:
-        # Tied tensors are whole twice: the file format has no ties, and a state needs none.
+        # Tied tensors are written twice, because the file format has no ties, and a state needs none.
         owned = {name: tensor.clone() if _is_part(tensor) else tensor for name, tensor in _unshared(tensors).items()}
         save_tensors(owned, folder / _TENSORS, {"format": "pt"})
         (folder / _INDEX).write_text(to_json(make_index({_TENSORS: digest(folder / _TENSORS)})), encoding="utf-8")
@@ -84,7 +84,7 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[st
     """Write a safetensors file.
 
     Raises:
-        OSError: The disk is full, ...; safetensors itself raises an error of its own with the number in its text.
+        OSError: The disk is full, ...; safetensors raises its own error, with the number in the text.
         ImportError: Safetensors is not installed.
     """
     package = library()
@@ -99,10 +99,10 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[st
 
 @contextlib.contextmanager
 def replaced(target: Path) -> Iterator[Path]:
-    """Return a folder to write to, which takes the target's place at the end of the scope; an error leaves no trace.
+    """Yield a folder to write to, which replaces the target at the end of the scope; after an error it is removed.
 
     Raises:
-        FileExistsError: Something that is not a checkpoint stands there.
+        FileExistsError: The target exists and is not a checkpoint.
     """
     _check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def replaced(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def written(target: Path) -> Iterator[Path]:
-    """Return a file to write to, which takes the target's place at the end of the scope; an error leaves no trace."""
+    """Yield a file to write to, which replaces the target at the end of the scope; after an error it is removed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     new = _hidden(target, _WRITING)
     try:
@@ -145,11 +145,11 @@ def read_index(path: Path) -> Index:
 
     Raises:
         FileNotFoundError: There is no such folder.
-        DamagedError: It holds no index, or a damaged one.
+        DamagedError: The folder has no index, or a damaged one.
         CheckpointError: A later version of the library wrote it, or it is a folder of checkpoints, or a run's.
     """
     if not path.exists():
-        with contextlib.suppress(OSError):  # its writer may have died between two renamings
+        with contextlib.suppress(OSError):  # its writer may have died between the two renames
             clear(path.parent)
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint {path}")
@@ -208,7 +208,7 @@ def check_tensors(path: Path, index: Index) -> None:
 
 
 def is_whole(path: Path, index: Index) -> bool:
-    """Return whether the file of a checkpoint's tensors is as its index describes it."""
+    """Return whether the file of a checkpoint's tensors agrees with its index."""
     try:
         check_tensors(path, index)
     except DamagedError:
@@ -222,10 +222,10 @@ def name_at(now: Timestamp) -> str:
 
 
 def all_in(folder: Path) -> tuple[list[Found], dict[Path, CheckpointError]]:
-    """Return a run's checkpoints in a folder, the newest first, and what is wrong with the others.
+    """Return a run's checkpoints in a folder, the newest first, and the errors of the others.
 
-    Only names as `name_at` makes them count, so that other files in the folder are never deleted. Tensors are not
-    looked at.
+    Only names in the form of `name_at` count, so that other files in the folder are never deleted. Tensors are not
+    checked.
     """
     found: list[Found] = []
     damaged: dict[Path, CheckpointError] = {}
@@ -239,7 +239,7 @@ def all_in(folder: Path) -> tuple[list[Found], dict[Path, CheckpointError]]:
 
 
 def clear(folder: Path) -> None:
-    """Remove what ended processes left behind, and restore what they were about to replace."""
+    """Remove hidden files of processes that have ended, and restore checkpoints that they were replacing."""
     for path in sorted(folder.glob(".*")):
         left = _HIDDEN.fullmatch(path.name)
         if left is None or is_alive(int(left["pid"]), left["token"]):
@@ -252,15 +252,15 @@ def clear(folder: Path) -> None:
 
 
 def put_aside(path: Path) -> None:
-    """Take a damaged checkpoint out of the run's sequence; its content stays."""
+    """Rename a damaged checkpoint, so that it no longer belongs to the run; its content is kept."""
     with contextlib.suppress(OSError):
         path.rename(path.with_name(f"{path.name}.damaged-{secrets.token_hex(4)}"))
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; rename it first, so that no reader finds half of one.
+    """Delete a checkpoint; rename it first, so that no reader finds an incomplete one.
 
-    One that holds a file of another program stays, for that would be lost.
+    A folder with other files is not deleted, because they would be lost.
     """
     if not _is_ours_alone(path):
         return
@@ -276,7 +276,7 @@ def digest(file: Path) -> dict[str, Any]:
 
 
 def library() -> Any:
-    """Return the package that knows the file format.
+    """Return the safetensors package.
 
     Raises:
         ImportError: It is not installed.
@@ -295,7 +295,7 @@ _HIDDEN = re.compile(
 
 
 def _hidden(target: Path, kind: str) -> Path:
-    """Return a unique name beside a target that says which process it belongs to and for what."""
+    """Return a unique hidden name next to a target, which contains the process and the purpose."""
     return target.with_name(f".{target.name}.{os.getpid()}-{token()}-{secrets.token_hex(4)}{kind}")
 
 
@@ -309,7 +309,7 @@ def _delete(path: Path) -> None:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Raise where something stands that is not a checkpoint: it would be lost."""
+    """Raise if the target exists and is not a checkpoint, because it would be lost."""
     if os.path.lexists(target) and not _is_ours_alone(target):
         raise FileExistsError(f"{target} is not a checkpoint, and would be lost: choose another name")
 
@@ -335,7 +335,7 @@ def _is_part(tensor: Tensor) -> bool:
 
 
 def _sync(path: Path) -> None:
-    """Force a file, or a folder's list of names, onto the disk."""
+    """Sync a file, or a folder's list of names, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

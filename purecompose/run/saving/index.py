@@ -1,6 +1,6 @@
 """The index of a checkpoint: everything except tensors, as readable JSON.
 
-It holds a checksum of itself and of the file with the tensors, so that a flipped bit anywhere is found.
+It contains a checksum of itself and of the file with the tensors, so that any changed bit is detected.
 """
 
 import dataclasses
@@ -25,33 +25,33 @@ _COUNTERS = tuple(field.name for field in dataclasses.fields(Timestamp) if field
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint says of itself, in plain values."""
+    """The description of a checkpoint, in plain values."""
 
     time: dict[str, Any]
-    """The counters, and the run's length; see `time_to_plain`."""
+    """Counters, and the run's length; see `time_to_plain`."""
     description: dict[str, Any]
-    """The static part in words, for comparing; see `purecompose.run.saving.description`."""
+    """Description of the static part, for comparison; see `purecompose.run.saving.description`."""
     environment: dict[str, Any]
-    """Versions, and what else the bits of a run depend on."""
+    """Versions, and everything else outside the state that the bits of a run depend on."""
     tensors: dict[str, Any]
-    """The form of each tensor in the file: dtype, shape and, where it is not contiguous, strides."""
+    """Form of each tensor in the file: dtype, shape and, if it is not contiguous, strides."""
     values: dict[str, Any]
-    """The leaves that are not tensors: numbers, strings, `None`."""
+    """Leaves that are not tensors: numbers, strings, `None`."""
     files: dict[str, Any]
-    """For each file its length in bytes and its sha256."""
+    """Length in bytes and sha256 of each file."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """The last evaluation's."""
+    """Metrics of the last evaluation."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """What the loop around the step has found out, such as the number of microbatches that fit."""
+    """Notes of the loop around the step, such as the number of microbatches that fit into memory."""
 
     @property
     def batch(self) -> int:
-        """The number of batches that the state has been trained on."""
+        """Number of batches that the state has been trained on."""
         return self.time["batch"]
 
 
 def to_json(index: Index) -> str:
-    """Return the index with its checksum."""
+    """Return the index as JSON, with its checksum."""
     content = {"format": FORMAT, "version": VERSION, **{name: _plain(value) for name, value in vars(index).items()}}
     return json.dumps({**content, "sha256": _checksum(content)}, indent=1, allow_nan=False) + "\n"
 
@@ -60,7 +60,7 @@ def from_json(text: bytes) -> Index:
     """Return an index from its file's content.
 
     Raises:
-        DamagedError: It is not an index of a checkpoint, or has been changed since it was written.
+        DamagedError: The text is not an index of a checkpoint, or has been changed since it was written.
         CheckpointError: A later version of the library wrote it.
     """
     try:
@@ -94,10 +94,10 @@ def time_to_plain(timestamp: Timestamp) -> dict[str, Any]:
 
 
 def time_from_plain(plain: Mapping[str, Any]) -> Timestamp:
-    """Return the inverse of `time_to_plain`.
+    """Return the timestamp from the values of `time_to_plain`.
 
     Raises:
-        DamagedError: Something in it is not a time.
+        DamagedError: A value is missing or is not a time.
     """
     try:
         duration, iteration = plain["duration"], plain["iteration_length"]
@@ -112,9 +112,9 @@ def time_from_plain(plain: Mapping[str, Any]) -> Timestamp:
 
 
 def _check_parts(fields: Mapping[str, Any]) -> None:
-    """Raise where an index was written by hand: nothing after this has to doubt what it reads.
+    """Raise if the parts of an index have wrong types, as in one written manually, so that later code can rely on them.
 
-    The forms of tensors are read when they are needed.
+    The forms of tensors are checked when they are read.
     """
     for name, value in fields.items():
         if not isinstance(value, dict):
@@ -137,7 +137,7 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can say it: numbers that are not finite, which it has no words for, as `{"float": "nan"}`."""
+    """Return a value that JSON can represent; numbers that are not finite become `{"float": "nan"}` etc."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when they are written, which are kept, and how a run resumes from them."""
+"""The checkpoints of a run: rules for writing and keeping them, and resuming from them."""
 
 import contextlib
 import errno
@@ -29,25 +29,26 @@ __all__ = ["Checkpoints", "Keeper", "Resumed", "newest", "resumed_from", "resume
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where a run keeps its checkpoints, how often and how many.
+    """The settings of a run's checkpoints: folder, interval and number.
 
-    Where the disk is full at the end of a run, its last checkpoint takes the place of older ones that `keep` does not
-    require beside it; one whole checkpoint always stays. If that is not enough, writing is tried again for a minute.
+    If the disk is full at the end of a run, its last checkpoint replaces older ones that `keep` does not require in
+    addition; at least one complete checkpoint is always kept. If that is not enough, writing is repeated for a minute.
 
     Args:
-        folder: The folder that holds them, one folder each; a run's own.
-        every: How often: after so many epochs, batches, samples, tokens or seconds, or every fraction of the run;
-            or a function `Timestamp -> bool` that says whether one is due. There is always one at the end, and one
-            where a signal ends the run.
-        keep: How many of the newest stay; `None` for all.
-        best: A metric of an evaluator, such as `"eval/accuracy"`: whenever it is better than ever there is a
-            checkpoint, whatever `every` says, and the best one stays.
-        mode: "min" or "max", what best means; by default lower for losses, errors and perplexities, else higher.
-        background: Write in a thread, so that a step waits for no more than a copy of the state. A checkpoint that
-            comes while two are still to be written takes the second one's place.
+        folder: Folder of the checkpoints, which are one folder each; it must belong to this run only.
+        every: Interval between checkpoints: a number of epochs, batches, samples, tokens or seconds, or a fraction of
+            the run; or a function `Timestamp -> bool` that returns whether one is due. There is always one at the end,
+            and one when a signal ends the run.
+        keep: Number of newest checkpoints to keep; `None` for all.
+        best: Metric of an evaluator, such as `"eval/accuracy"`. Whenever it improves on its best value, a checkpoint is
+            written regardless of `every`, and the best one is kept.
+        mode: "min" if lower values are better, "max" if higher ones are; by default "min" for losses, errors and
+            perplexities, otherwise "max".
+        background: True to write in a thread, so that a step waits only for a copy of the state. If two checkpoints
+            are still to be written, a new one replaces the second.
 
     Raises:
-        TypeError, ValueError: An argument of the wrong kind.
+        TypeError, ValueError: An argument has the wrong kind.
     """
 
     folder: Path | str
@@ -71,23 +72,23 @@ class Checkpoints:
 
 
 def surplus(found: Sequence[disk.Found], settings: Checkpoints) -> list[disk.Found]:
-    """Return the checkpoints that need not stay.
+    """Return the checkpoints that need not be kept.
 
     Args:
-        found: Those there are, the newest first.
-        settings: How many stay, and by which metric.
+        found: The existing checkpoints, newest first.
+        settings: Settings with the number to keep and the metric.
     """
     if settings.keep is None:
         return []
     rest = found[settings.keep :]
     rated = [(rating, one) for one in found if (rating := _rating(one.index.metrics, settings)) is not None]
-    # Of equal ones the earliest: it was there first, and stays in its place.
+    # Among equal ones the earliest, which has been the best one all along.
     _, best = max(reversed(rated), key=lambda pair: pair[0], default=(None, None))
     return [one for one in rest if one is not best]
 
 
 def _rating(metrics: Mapping[str, Any], settings: Checkpoints) -> float | None:
-    """Return the metric that decides, the larger the better; `None` where it was not measured."""
+    """Return the metric that decides, with larger values being better; `None` if it was not measured."""
     value = metrics.get(settings.best) if settings.best is not None else None
     if not isinstance(value, (int, float)) or value != value:
         return None
@@ -95,14 +96,14 @@ def _rating(metrics: Mapping[str, Any], settings: Checkpoints) -> float | None:
 
 
 def newest(folder: Path | str) -> Path | None:
-    """Return the newest checkpoint in a folder, by its index; `None` where there is none."""
+    """Return the newest checkpoint in a folder, by its index; `None` if there is none."""
     found, _ = disk.all_in(Path(folder))
     return found[0].path if found else None
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run continues from."""
+    """A checkpoint from which a run continues."""
 
     state: State
     index: Index
@@ -110,14 +111,13 @@ class Resumed:
 
 
 def resumed_from(path: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed:
-    """Return what a run resumes from, by a checkpoint's folder; BEFORE_LOAD fires on the template, for which see
-    `load`.
+    """Return the checkpoint in a folder, to resume a run; BEFORE_LOAD fires on the template, as in `load`.
 
     Args:
         path: The checkpoint.
         like: The template.
-        step: What is to train it.
-        is_adaptive: Whether the run takes over a number of microbatches that was found by trying.
+        step: The step that will train it.
+        is_adaptive: True if the number of microbatches is found by trying, so that another number is not a difference.
 
     Raises:
         FileNotFoundError, DamagedError, MismatchError, CheckpointError: See `load`.
@@ -127,22 +127,22 @@ def resumed_from(path: Path | str, like: State, step: Any, *, is_adaptive: bool 
 
 
 def resumed_from_newest(folder: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed | None:
-    """Return what a run resumes from: the newest complete checkpoint in a folder, if there is any.
+    """Return the newest complete checkpoint in a folder, to resume a run; `None` if there is none.
 
-    Damaged ones are put aside, under names that say so: the run will write those batches again. For the arguments see
+    Damaged ones are renamed to `*.damaged-*`, because the run will write these batches again. For the arguments see
     `resumed_from`.
 
     Raises:
         MismatchError: It is of another model, optimizer or set of algorithms.
-        DamagedError: There are none but damaged ones.
+        DamagedError: All checkpoints are damaged.
         CheckpointError: A later version of the library wrote one of them.
     """
-    with contextlib.suppress(OSError):  # a folder that can be read is enough
+    with contextlib.suppress(OSError):  # a read-only folder is sufficient
         disk.clear(Path(folder))
     found, damaged = disk.all_in(Path(folder))
     for error in damaged.values():
         if not isinstance(error, DamagedError):
-            raise error  # not damaged, but none that this version can judge
+            raise error  # not damaged, but this version cannot read it
     like = step.fire(Event.BEFORE_LOAD, like) if found else like
     for one in found:
         try:
@@ -162,12 +162,12 @@ def resumed_from_newest(folder: Path | str, like: State, step: Any, *, is_adapti
 
 
 class Keeper:
-    """Keeps a run's checkpoints; one for each call of `fit`.
+    """The writer of a run's checkpoints, one for each call of `fit`.
 
     Attributes:
-        settings: When and how many.
-        folder: Where, wherever the process goes meanwhile.
-        written: The newest one that this run has written, and its time.
+        settings: Settings of the checkpoints.
+        folder: Absolute path of the folder, valid after a change of the working directory.
+        written: The newest checkpoint that this run has written, with its time.
     """
 
     def __init__(self, settings: Checkpoints) -> None:
@@ -186,16 +186,16 @@ class Keeper:
         self._best: float | None = None
 
     def begin(self, state: State, *, from_here: Resumed | None = None) -> None:
-        """Find out before the run whether it can be saved, and whether another run's checkpoints are there.
+        """Check, before the run starts, that it can be saved, and that the folder has no later checkpoints.
 
         Args:
-            state: Where the run starts.
-            from_here: The checkpoint in this folder that it continues from, if it does.
+            state: The state at the start of the run.
+            from_here: The checkpoint in this folder from which the run continues, if any.
 
         Raises:
-            TypeError: The state holds what no checkpoint can.
+            TypeError: The state cannot be saved in a checkpoint.
             ImportError: Safetensors is not installed.
-            FileExistsError: The folder holds a later run's checkpoints.
+            FileExistsError: The folder contains checkpoints of a run that has come further.
         """
         leaves_of(state)
         disk.library()
@@ -208,14 +208,14 @@ class Keeper:
             )
         self._best = self._best_of(found)
         if from_here is not None and from_here.state.timestamp == state.timestamp:
-            self._last = state.timestamp, from_here.index.metrics  # it is there, and what was measured of it with it
+            self._last = state.timestamp, from_here.index.metrics  # already saved, with these metrics
         try:
             disk.clear(self.folder)
         except OSError as error:
             self._problems.append(f"{self.folder} cannot be tidied: {_words(error)}")
 
     def is_due(self, before: Timestamp, now: Timestamp, metrics: Mapping[str, Any]) -> bool:
-        """Return whether a checkpoint is due between two times, or worth keeping by its metrics."""
+        """Return whether a checkpoint is due between two times, or because its metrics are the best."""
         if self._is_best(metrics):
             return True
         every = self.settings.every
@@ -225,13 +225,13 @@ class Keeper:
         return has_passed(every, before, now)
 
     def keep(self, state: State, step: Any, metrics: Mapping[str, Any], memory: Mapping[str, Any]) -> None:
-        """Write a checkpoint, or lets it be written; what goes wrong on the disk is a warning.
+        """Write a checkpoint, or pass it to the thread; errors of the disk become warnings.
 
         Args:
             state: The state.
-            step: What trains it.
-            metrics: What has been measured of this state.
-            memory: What the run knows beside it.
+            step: The step that trains it.
+            metrics: Metrics that have been measured of this state.
+            memory: Notes of the run that are not in the state.
         """
         self._tell()
         now, is_best = state.timestamp, self._is_best(metrics)
@@ -242,14 +242,14 @@ class Keeper:
         target = self.folder / disk.name_at(now)
         try:
             taken = snapshot(state, step, metrics=metrics, memory=memory)
-        except TypeError as error:  # a method has put something into the metrics
+        except TypeError as error:  # a method has put something else than numbers into the metrics
             self._failed(target, error)
         else:
             self._hand_over(_Task(taken, target, now), is_best)
         self._tell()
 
     def keep_last(self, state: State, step: Any, metrics: Mapping[str, Any], memory: Mapping[str, Any]) -> None:
-        """Write the last checkpoint of a run, and wait for it; see `Checkpoints` for what happens on a full disk.
+        """Write the last checkpoint of a run, and wait until it is written; see `Checkpoints` about a full disk.
 
         Args: see `keep`.
         """
@@ -258,13 +258,13 @@ class Keeper:
             self.settle()
             if not _is_disk_full(self._failure):
                 return
-            # Where only new metrics are missing from it, there is no need to wait.
+            # If the state is already saved, and only new metrics are missing, there is no need to wait.
             may_wait = self.written is None or self.written[1] != state.timestamp
             if not self._make_room(state.timestamp) and not (may_wait and self._wait_for_room()):
                 return
 
     def report_missing(self, now: Timestamp) -> None:
-        """Warn if the state that a run ends with is in no checkpoint."""
+        """Warn if the final state of a run is not in a checkpoint."""
         if self._failure is not None and (self.written is None or self.written[1] != now):
             warn(
                 f"the last state of the run is in no checkpoint: {self.folder / disk.name_at(now)} could not be "
@@ -275,7 +275,7 @@ class Keeper:
     def settle(self) -> None:
         """Wait until everything so far is written."""
         if self._waiting is not None:
-            wait([self._waiting.future])  # the thread takes them in their order
+            wait([self._waiting.future])  # the thread writes them in order, so the last one is sufficient
         self._tell()
 
     def close(self) -> None:
@@ -324,14 +324,14 @@ class Keeper:
         cause = _cause(error)
         self._failure = error
         self._failures[cause] += 1
-        if self._failures[cause] == 1:  # `close` reports how often it came again
+        if self._failures[cause] == 1:  # `close` reports the number of repetitions
             self._problems.append(f"{target} was not written, and training continues without it: {_words(error)}")
         self._last = None  # the same state may be tried again
         with contextlib.suppress(OSError):
-            self._best = self._best_of(disk.all_in(self.folder)[0])  # what was not written is not the best one
+            self._best = self._best_of(disk.all_in(self.folder)[0])  # a checkpoint that was not written does not count
 
     def _make_room(self, now: Timestamp) -> bool:
-        """Remove the oldest checkpoint that the one of this time makes superfluous; return whether there was one."""
+        """Remove the oldest checkpoint that a new one at this time makes superfluous; return whether there was one."""
         with contextlib.suppress(OSError):
             found = disk.all_in(self.folder)[0]
             older = [one for one in found if one.index.batch < now.batch]
@@ -362,7 +362,7 @@ class Keeper:
         return rating is not None and (self._best is None or rating > self._best)
 
     def _tell(self) -> None:
-        """Warn of what went wrong since the last time; in the thread of the run, where warnings are filtered."""
+        """Warn of problems since the last call; in the thread of the run, where warnings filters are valid."""
         problems, self._problems = self._problems, []
         for problem in problems:
             warn(problem, CheckpointWarning)
@@ -377,7 +377,7 @@ class _Task(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """A checkpoint that the writing thread has not come to."""
+    """A checkpoint that waits for the writing thread."""
 
     future: Future[None]
     batch: int
@@ -385,11 +385,11 @@ class _Waiting(NamedTuple):
 
 
 _WAITING_TIME, _PAUSE = 60.0, 2.0
-"""How long, in seconds, the last checkpoint waits for room on the disk, and how often it is tried again."""
+"""Seconds for which the last checkpoint waits for space on the disk, and seconds between two tries."""
 
 
 def _beside_a_newer_one(found: Sequence[disk.Found], settings: Checkpoints) -> list[disk.Found]:
-    """Return the checkpoints that need not stay when a newer one is there."""
+    """Return the checkpoints that need not be kept if there is a newer one."""
     if not found:
         return []
     newer = disk.Found(found[0].path, replace(found[0].index, metrics={}))

@@ -1,4 +1,4 @@
-"""A state as named tensors and values, and back into a template."""
+"""Conversion of a state to named tensors and values, and back into a template."""
 
 import re
 from collections.abc import Mapping
@@ -30,13 +30,13 @@ def leaves_of(state: State) -> Leaves:
     """Return the leaves of a state between steps.
 
     Raises:
-        TypeError: Something in it is neither a tensor nor a plain value.
-        CheckpointError: The state stands inside a step.
+        TypeError: A leaf is neither a tensor nor a plain value.
+        CheckpointError: The state is from inside a step.
     """
     if isinstance(state.static.timestamp, SealedTime):
         raise CheckpointError("the state stands inside a step: save what the step returns")
     found = {path.removeprefix("."): leaf for path, leaf in tree.leaves_with_paths(_lasting(state)).items()}
-    # Metrics by their names: no template knows which ones a run has.
+    # Metrics are stored by name, because a template does not know which ones a run has.
     found |= {f"{_METRICS}{name}": value for name, value in state.metrics.items()}
     tensors, values = {}, {}
     for name, leaf in found.items():
@@ -62,17 +62,17 @@ class Spec(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None
-    """`None` for the usual one."""
+    """Strides; `None` for those of a contiguous tensor."""
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}" + ("" if self.stride is None else f" by {list(self.stride)}")
 
     @staticmethod
     def of_text(text: str) -> "Spec":
-        """Return the inverse of `str`.
+        """Return the spec from its text, the inverse of `str`.
 
         Raises:
-            DamagedError: It is not a spec.
+            DamagedError: The text is not a spec.
 
         Example:
             >>> Spec.of_text("float32[2, 3] by [1, 2]")
@@ -86,17 +86,17 @@ class Spec(NamedTuple):
 
 
 def spec_of(tensor: Tensor) -> Spec:
-    """Return the form in which a tensor comes back: dense, in the order of dimensions that it has in memory."""
+    """Return the form in which a tensor is restored: dense, with the same order of dimensions in memory."""
     stride = torch.empty_like(tensor, device="meta").stride()
     is_usual = stride == torch.empty(tensor.shape, device="meta").stride()
     return Spec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), None if is_usual else tuple(stride))
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """Return the tensor as the file takes it: on the CPU, contiguous, with memory of its own, complex ones as pairs.
+    """Return the tensor in the form of the file: on the CPU, contiguous, complex numbers as pairs.
 
     Raises:
-        TypeError: A layout that the file has no form for.
+        TypeError: The file cannot represent the tensor's layout.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"a checkpoint holds dense tensors, got {tensor.layout}")
@@ -129,8 +129,8 @@ def mismatches(like: State, tensors: Mapping[str, Spec], values: Mapping[str, An
 def filled(
     like: State, static: Static, tensors: Mapping[str, Tensor], specs: Mapping[str, Spec], values: Mapping[str, Any]
 ) -> State:
-    """Return the template with the saved leaves; leaves that do not fit stay the template's."""
-    # In the order in which they were: the file has another, and it is part of a tree's structure.
+    """Return the template with the saved leaves; leaves that do not fit keep the template's value."""
+    # Metrics in the order of the index: the order in the file is different, and is part of a tree's structure.
     found = {name: _restored(tensors[name], specs[name], like.device) for name in specs if _is_metric(name)}
     found |= {name: value for name, value in values.items() if _is_metric(name)}
     metrics = {name.removeprefix(_METRICS): value for name, value in found.items()}
@@ -161,12 +161,12 @@ def _is_metric(name: str) -> bool:
 
 
 def _fits(name: str, saved: Spec, ours: Spec) -> bool:
-    # A new state's loss has the dtype of the weights, which is not always that of the network's own.
+    # The loss may differ in dtype: a new state's has the dtype of the weights, the network's may have another.
     return saved.shape == ours.shape and (saved.dtype == ours.dtype or name == "loss")
 
 
 def _lasting(state: State) -> State:
-    """Without what ends with the step, and without metrics."""
+    """Return the state without the fields that end with the step, and without metrics."""
     temporary = {name: None for name in NO_TEMPORARY if getattr(state, name) is not None}
     return state.replace(metrics={}, **temporary)
 

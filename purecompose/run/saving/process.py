@@ -1,8 +1,9 @@
 """The identity of a process, and whether it still runs.
 
-The number is not enough: in a container the process has the same one each time, and any number is given out again
-some day. So a token goes with it. On Linux it follows from when the process was started, so that others can compare;
-elsewhere it is drawn, and says of a process's own number only whether it means this process or an earlier one.
+The process number is not sufficient: in a container a process has the same number each time, and any number is used
+again at some time. A token is therefore added. On Linux it is computed from the start time of the process, so that
+other processes can compare it; elsewhere it is random, and only distinguishes this process from earlier ones with the
+same number.
 """
 
 import hashlib
@@ -18,22 +19,21 @@ __all__ = ["is_alive", "place", "token"]
 
 
 def token() -> str:
-    """Return a token that distinguishes this process from earlier ones with its number: eight hexadecimal
-    digits.
+    """Return a token, eight hexadecimal digits, that distinguishes this process from earlier ones with its number.
 
     Example:
         >>> token() == token()
         True
     """
-    return _token(os.getpid())  # by the number: a fork is another process
+    return _token(os.getpid())  # cached by number, because a fork is another process
 
 
 def is_alive(pid: int, its_token: str | None) -> bool:
-    """Return whether a process of this machine, or this container, is still there.
+    """Return whether a process on this machine, or in this container, is still running.
 
     Args:
-        pid: Its number.
-        its_token: What `token` gave there; `None` where an older version did not write it down.
+        pid: Number of the process.
+        its_token: Token of the process; `None` if it is not known, as from an older version.
     """
     if pid == os.getpid():
         return its_token == token()
@@ -41,16 +41,16 @@ def is_alive(pid: int, its_token: str | None) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # of another user
+    except OSError:  # a process of another user
         pass
     state, born = _told(pid)
     return state not in ("Z", "X") and (None in (born, its_token) or born == its_token)
 
 
 def place() -> str:
-    """Return the scope of process numbers: a machine's name, and on Linux its process namespace.
+    """Return the scope of process numbers: the machine's name, and on Linux the process namespace.
 
-    So two containers on a machine are two places.
+    Two containers on a machine are therefore two places.
     """
     name = platform.node() or "localhost"
     with suppress(OSError):
@@ -64,9 +64,9 @@ def _token(pid: int) -> str:
 
 
 def _told(pid: int) -> tuple[str | None, str | None]:
-    """Return what the system reports of a process, if anything: its state (a letter) and a token of its start."""
+    """Return the state of a process (a letter) and a token of its start, or `None` for each if not known."""
     try:
-        # The name, in brackets, may hold anything.
+        # The name, in brackets, may contain any characters.
         words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         started = int(words[19])
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()

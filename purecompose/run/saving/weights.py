@@ -1,4 +1,4 @@
-"""Exported weights: safetensors by qualified names, and ONNX."""
+"""Export of weights: safetensors files with qualified names, and ONNX."""
 
 import json
 from collections.abc import Mapping
@@ -21,18 +21,18 @@ from purecompose.surgery.weights import to_module
 __all__ = ["export_onnx", "load_weights", "save_weights"]
 
 _PICKLED = (b"PK", b"\x80\x02")
-"""How files of torch.save begin, of its present form and the older one."""
+"""First bytes of files of torch.save, in its current and its older format."""
 
 _MODEL = "purecompose.nn.model"
-"""The entry of a file's metadata that describes the network's modules, as JSON."""
+"""Key in a file's metadata for the description of the network's modules, as JSON."""
 
 
 def save_weights(state: State, path: Path | str) -> Path:
-    """Write parameters and buffers to a safetensors file, by the names that the `nn.Module` gives them.
+    """Write parameters and buffers to a safetensors file, with the names of the `nn.Module`.
 
-    Other programs read it, and `module.load_state_dict(safetensors.torch.load_file(path), strict=False)` does: a tied
-    tensor is there once, under its first name. The file's metadata describe the network's modules, which `load_weights`
-    compares. The file appears when it is whole.
+    Other programs can read it, for example with `module.load_state_dict(safetensors.torch.load_file(path),
+    strict=False)`; not strict, because a tied tensor is stored once, under its first name. The file's metadata describe
+    the network's modules, which `load_weights` compares. The file appears when it is complete.
 
     Args:
         state: The state; a population's tensors have a member dimension.
@@ -52,23 +52,23 @@ def save_weights(state: State, path: Path | str) -> Path:
 
 
 def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State:
-    """Return the state with parameters and buffers from a safetensors file; all else (optimizer, slots, time) is as it
-    was.
+    """Return the state with parameters and buffers from a safetensors file.
 
-    A file from `save_weights` describes the network that the weights are of. In one of other modules they mean another
-    function even where names and shapes agree: standardized convolutions have the weights of plain ones. Files from
-    other programs say nothing about that, and only names, shapes and dtypes are compared.
+    Everything else (optimizer, slots, time) is kept. A file from `save_weights` describes the network of the weights.
+    With other modules, the same weights define another function even if names and shapes agree: standardized
+    convolutions have the weights of plain ones. Files from other programs have no such description, so only names,
+    shapes and dtypes are compared.
 
     Args:
         path: The file, from `save_weights` or another program.
         like: The state.
-        strict: Raise where modules, names, shapes or dtypes differ; otherwise take over what fits, and warn.
+        strict: True to raise if modules, names, shapes or dtypes differ; False to load everything that fits, and warn.
 
     Raises:
         TypeError: The arguments are not path and state.
         FileNotFoundError: There is no such file.
-        DamagedError: It is not a safetensors file.
-        MismatchError: Modules, names, shapes or dtypes differ; the message says which.
+        DamagedError: The file is not a safetensors file.
+        MismatchError: Modules, names, shapes or dtypes differ; the message lists them.
 
     Warns:
         CheckpointWarning: Modules have other settings; without `strict`, something does not fit.
@@ -124,14 +124,14 @@ def _read(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
 
 
 def export_onnx(state: State, inputs: Any, path: Path | str, **options: Any) -> Path:
-    """Write the network, in evaluation mode, as an ONNX file, by torch's own exporter.
+    """Write the network, in evaluation mode, to an ONNX file, with torch's own exporter.
 
     Args:
         state: A single state.
-        inputs: An example of the network's inputs, as a batch has them: one argument, a list of arguments, or a
-            mapping of keyword arguments.
+        inputs: An example of the network's inputs, as in a batch: one argument, a list of arguments, or a mapping of
+            keyword arguments.
         path: The file, usually `*.onnx`.
-        options: More arguments of `torch.onnx.export`, such as `dynamic_shapes`.
+        options: Further arguments of `torch.onnx.export`, such as `dynamic_shapes`.
 
     Returns:
         The path.
@@ -169,5 +169,5 @@ def _fits(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _like(value: Tensor, ours: Tensor) -> Tensor:
-    """Return the value on our device, in our order of dimensions in memory."""
+    """Return the value on the device of `ours`, with its order of dimensions in memory."""
     return ours if value is ours else torch.empty_like(ours).copy_(value)
