@@ -21,7 +21,7 @@ def algorithm(**changes: Any) -> Algorithm:
     return Algorithm(**{"name": "mixup", "match": on("init"), "apply": keep, **changes})
 
 
-def test_what_is_given_is_kept_in_one_form() -> None:
+def test_arguments_of_every_accepted_type_are_stored_in_one_form() -> None:
     made = algorithm(
         traits=[Trait.EDITS_LOSS],
         runs_before=["sam", Trait.CLIPS_GRADIENTS],
@@ -48,13 +48,13 @@ def test_a_plain_match_function_becomes_a_predicate() -> None:
     assert made.events == tuple(Event)
 
 
-def test_events_are_those_at_which_it_may_act() -> None:
+def test_events_lists_the_events_at_which_an_algorithm_may_act() -> None:
     assert algorithm(match=on("batch_end", "init") & every(2)).events == (Event.INIT, Event.BATCH_END)
     assert algorithm(match=ALWAYS).events == tuple(Event)
     assert algorithm(match=on("init") & on("batch_end")).events == ()
 
 
-def test_settings_print() -> None:
+def test_repr_shows_the_settings() -> None:
     assert repr(algorithm()) == "mixup()"
     assert repr(algorithm(config={"alpha": 0.2, "mode": "soft"})) == "mixup(alpha=0.2, mode='soft')"
 
@@ -67,7 +67,7 @@ def test_named_scalars_and_schedules_are_found_in_the_settings() -> None:
     assert (algorithm().hparams, algorithm().schedules) == ((), ())
 
 
-def test_it_is_a_value() -> None:
+def test_an_algorithm_is_hashable_immutable_and_compares_by_value() -> None:
     first, second = algorithm(config={"alpha": 0.2}), algorithm(config={"alpha": 0.2})
     assert first == second
     assert hash(first) == hash(second)
@@ -79,7 +79,7 @@ def test_it_is_a_value() -> None:
         first.config["alpha"] = 1.0  # pyright: ignore[reportIndexIssue]
 
 
-def test_the_settings_do_not_follow_the_dict_they_came_in() -> None:
+def test_later_changes_of_the_config_dict_do_not_reach_the_algorithm() -> None:
     config = {"alpha": 0.2}
     made = algorithm(config=config)
     config["alpha"] = 0.9
@@ -107,7 +107,7 @@ def test_the_settings_do_not_follow_the_dict_they_came_in() -> None:
         ),
     ],
 )
-def test_mistakes_are_told_when_it_is_built(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_bad_arguments_are_rejected_at_construction(changes: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         algorithm(**changes)
 

@@ -13,7 +13,7 @@ LENGTH, SIZE = 5, 6
 
 
 class Reader(nn.Module):
-    """A recurrent classifier of sequences, in torch's default layout; `each` has it classify every place."""
+    """A recurrent classifier of sequences, in torch's default layout; with `each` it classifies every position."""
 
     def __init__(self, *, each: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def test_processes_share_the_examples():
     assert_near(state.params, torch_params(True))
 
 
-def test_slices_draw_apart():
+def test_slices_use_different_random_numbers():
     """Slices of equal examples have different dropout."""
     inputs, _ = make_batch(1)
     seen: list[Tensor] = []
@@ -95,7 +95,7 @@ def test_slices_draw_apart():
     assert not torch.equal(first, second)
 
 
-def test_other_numbers_of_examples_in_inputs_and_targets_are_an_error_where_the_batch_is_cut():
+def test_cutting_inputs_and_targets_of_different_lengths_is_an_error():
     state, step = make_state(make_net(), batch_dim=0), pc.compose(pc.loop_events)
     message = r"got 5 and 6; for sequences \(T, N, ...\) give State.create batch_dim=1"
     with pytest.raises(ValueError, match=message):
@@ -113,7 +113,7 @@ def test_methods_that_take_rows_for_examples_are_refused(method):
         step(step.init(state), make_batch())
 
 
-def test_parts_of_other_members_and_of_arrays():
+def test_split_slices_arrays_and_keeps_members_of_other_sizes_whole():
     batch = {
         "x": torch.zeros(5, 4, 2),
         "lengths": torch.arange(4),

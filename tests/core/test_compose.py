@@ -1,4 +1,4 @@
-"""compose: what it refuses, when it asks, what algorithms may do, and what a step keeps."""
+"""compose: rejected arguments, when `match` is called, what algorithms may do, and what a step keeps."""
 
 import warnings
 
@@ -25,7 +25,7 @@ from tests.helpers import (
 )
 
 
-# What compose refuses
+# Rejected arguments
 
 
 def test_names_are_unique():
@@ -35,19 +35,19 @@ def test_names_are_unique():
 
 
 @pytest.mark.parametrize("stranger", [noise, "mixup", None, lambda event, state: state])
-def test_what_is_no_algorithm(stranger):
+def test_an_argument_that_is_not_an_algorithm_is_rejected(stranger):
     with pytest.raises(TypeError, match="is not an Algorithm"):
         compose(loop_events, [stranger])
 
 
 @pytest.mark.parametrize("stranger", [3, "filo", None])
-def test_what_is_no_pass(stranger):
+def test_an_argument_that_is_not_a_pass_is_rejected(stranger):
     with pytest.raises(TypeError, match="is not a pass"):
         compose(loop_events, passes=[stranger])
 
 
 @pytest.mark.parametrize("node", [3, None])
-def test_what_is_no_node(node):
+def test_an_argument_that_is_not_a_node_is_rejected(node):
     with pytest.raises(TypeError, match="neither an event, a stage"):
         compose([Event.BATCH_START, node])
 
@@ -61,7 +61,7 @@ def test_what_is_no_node(node):
         ([advance, pc.loop.Microbatches(pc.loop.Grad(Event.AFTER_LOSS))], "AFTER_LOSS belongs before"),
     ],
 )
-def test_events_on_the_wrong_side_of_advance(program, side):
+def test_events_on_the_wrong_side_of_advance_are_rejected(program, side):
     with pytest.raises(ValueError, match=f"{side} the program's advance"):
         compose(program)
 
@@ -77,7 +77,7 @@ def test_microbatches_of_a_step(k):
         compose(loop_events, microbatches=k)
 
 
-def test_unknown_event_names():
+def test_unknown_event_names_are_rejected():
     with pytest.raises(ValueError, match="no event is called 'batch_strat'; did you mean 'batch_start'"):
         compose(["batch_strat"])  # pyright: ignore[reportArgumentType]
 
@@ -112,7 +112,7 @@ def test_the_empty_program_is_the_identity():
 # Staged matching
 
 
-def test_a_plain_match_is_asked_once_per_event_and_step():
+def test_a_plain_match_is_called_once_per_event_and_step():
     asked = []
 
     def match(event, state):
@@ -145,7 +145,7 @@ def by_loss_value(event, state):
     return event is Event.BATCH_START and bool(state.batch[0].mean() > 0)
 
 
-def test_a_match_that_reads_a_value_is_told_the_two_ways_out():
+def test_a_match_that_reads_a_value_gets_an_error_with_both_remedies():
     curious = Algorithm("curious", by_loss_value, lambda event, state: state)
     with pytest.raises(MatchError, match=r"(?s)curious.*state\.batch\[0\].*host=True.*torch\.where"):
         compose(loop_events, [curious])(compose(loop_events, [curious]).init(make_state()), make_batch())
@@ -162,7 +162,7 @@ def test_a_host_match_reads_values():
     assert log == [("host", Event.BATCH_START)]
 
 
-def test_an_outer_event_asks_about_itself_alone():
+def test_firing_an_outer_event_calls_match_for_that_event_only():
     asked = []
 
     def match(event, state):
@@ -239,7 +239,7 @@ def test_a_host_algorithm_may_change_the_static_part():
 
 
 def rates(*values: float) -> schedule.Schedule:
-    """A schedule that is a list: there is none for what would come after the run."""
+    """Return a schedule that reads a list, which has no entry for times after the run."""
     return schedule.scheduled(lambda timestamp: values[timestamp.batch])
 
 
@@ -255,7 +255,7 @@ def test_a_list_of_rates_may_end_where_the_run_does(compiled):
     assert "at batch 3" in caught.value.__notes__[0] and "rates" in caught.value.__notes__[0]
 
 
-def test_what_reads_a_schedule_after_advance_is_told_that_it_has_ended():
+def test_reading_a_schedule_past_its_end_after_advance_is_an_error():
     last = rates(1.0)
     late = changing("late", Event.BATCH_END, lambda s: s.replace(metrics={"r": s.scalar(last)}), config={"r": last})
     with pytest.raises(IndexError) as caught:
@@ -264,7 +264,7 @@ def test_what_reads_a_schedule_after_advance_is_told_that_it_has_ended():
     assert "at batch 1" in caught.value.__notes__[0]
 
 
-def test_a_traced_apply_that_reads_the_timestamp_is_told_about_the_clock():
+def test_reading_the_timestamp_in_a_traced_apply_points_to_the_clock():
     curious = changing("curious", Event.BATCH_START, lambda s: s if s.timestamp.batch else s)
     with pytest.raises(RuntimeError, match=r"timestamp\.batch was read inside a step.*state\.clock\.batch") as caught:
         compose(loop_events, [curious])(make_state(), make_batch())
@@ -325,14 +325,14 @@ def test_selection_comes_first_on_the_raw_batch():
     assert order_at(Event.BATCH_START, "abc", **options) == ["b", "a", "c"]
 
 
-def test_constraints_hold_on_after_events_too():
+def test_constraints_are_satisfied_at_after_events_too():
     options = {"b": {"runs_after": ("a",)}, "c": {"runs_before": ("b",)}}
     for event in (Event.AFTER_TRAIN_BATCH, Event.BEFORE_LOSS):
         order = order_at(event, "abc", **options)
         assert order.index("a") < order.index("b") and order.index("c") < order.index("b")
 
 
-def test_passes_are_the_callers_choice():
+def test_the_caller_chooses_the_passes():
     log = []
     chosen = [recorder(log, name, Event.AFTER_LOSS, Event.BATCH_START) for name in "ab"]
 
@@ -348,7 +348,7 @@ def test_host_algorithms_are_refused_inside_a_gradient():
     with pytest.raises(ValueError, match="host is a host algorithm and acts at Event.BEFORE_LOSS, inside a Grad"):
         compose(loop_events, [host])
     hidden = Algorithm("hidden", lambda event, state: event is Event.AFTER_FORWARD, host.apply, host=True)
-    step = compose(loop_events, [hidden])  # a plain function tells only when it is asked
+    step = compose(loop_events, [hidden])  # a plain function has no known events until it is called
     with pytest.raises(ValueError, match="hidden .* Event.AFTER_FORWARD"):
         step(step.init(make_state()), make_batch())
 
@@ -377,15 +377,15 @@ def test_after_the_gradient_the_batch_is_whole_and_outputs_are_the_last_slices(k
 # What does nothing
 
 
-def test_a_program_that_differentiates_and_never_updates_is_warned_of_once() -> None:
+def test_a_program_with_a_grad_and_no_update_warns_once() -> None:
     state, batch = make_state(), make_batch()
     step = compose([pc.loop.Grad(pc.loop.forward, pc.loop.loss), pc.loop.advance])
     with pytest.warns(UserWarning, match="trains nothing: its program has a Grad and no update"):
         after = step(state, batch)
-    assert step(after, batch).params is state.params  # and says nothing more
+    assert step(after, batch).params is state.params  # does not warn again
 
 
-def test_an_update_of_ones_own_is_no_lack_of_one() -> None:
+def test_a_custom_update_causes_no_warning_about_a_missing_update() -> None:
     def descend(state: State) -> State:
         assert state.grads is not None
         params = {name: param - 0.1 * state.grads[name] for name, param in state.params.items()}
@@ -417,7 +417,9 @@ def test_training_methods_are_silently_absent_from_evaluation(program: tuple[pc.
     ],
     ids=["epochs", "fraction of epochs", "fraction of batches", "batches"],
 )
-def test_standing_time_is_reported_where_it_decides(match: Predicate, duration: str, is_warned: bool) -> None:
+def test_a_time_that_never_advances_is_reported_if_a_match_depends_on_it(
+    match: Predicate, duration: str, is_warned: bool
+) -> None:
     step = compose(loop_events, [Algorithm("late", on(Event.BATCH_END) & match, lambda event, state: state)])
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -425,7 +427,7 @@ def test_standing_time_is_reported_where_it_decides(match: Predicate, duration: 
     assert any("epochs have no known length" in str(found.message) for found in warned) is is_warned
 
 
-def test_an_error_in_a_stage_names_what_it_was_given() -> None:
+def test_an_error_in_a_stage_names_its_argument() -> None:
     def fails(state: State) -> State:
         raise ValueError("no reason")
 

@@ -1,4 +1,4 @@
-"""Programs as functions: what slices weigh where an algorithm changes them, slices of slices, used gradients."""
+"""Programs as functions: weights of slices that an algorithm changes, slices of slices, used gradients."""
 
 import pytest
 import torch
@@ -16,16 +16,16 @@ PLAIN = Grad(Event.BEFORE_FORWARD, pc.loop.forward, pc.loop.loss)
 
 
 def of_first(num):
-    """Leaves so many examples of each slice."""
+    """Return an algorithm that keeps the first `num` examples of each slice."""
     return changing("first", Event.BEFORE_FORWARD, lambda s: s.replace(batch=tuple(member[:num] for member in s.batch)))
 
 
 @pytest.mark.parametrize("is_differentiated", [False, True])
 @pytest.mark.parametrize("k", [2, 3, 4])
-def test_slices_weigh_what_an_algorithm_leaves_of_them(k, is_differentiated):
+def test_a_slice_is_weighted_by_the_examples_that_an_algorithm_leaves(k, is_differentiated):
     (inputs, targets), net = make_batch(size=7), make_mlp()
     step, state = compose(loop_events, [of_first(2)], microbatches=k), make_state(net)
-    if is_differentiated:  # by the other engine for gradients
+    if is_differentiated:  # selects the other engine for gradients
         end = torch.func.vmap(step, in_dims=(None, 0))(state, (inputs[None], targets[None]))
         end = tree.map(lambda leaf: leaf[0], end)
     else:
@@ -61,13 +61,13 @@ def test_slices_of_slices_equal_the_whole_batch(outer, inner):
     assert_close(found.params, expected.params)
 
 
-def test_slices_of_slices_draw_as_the_whole_batch():
+def test_slices_of_slices_use_the_random_numbers_of_the_whole_batch():
     state, batch = make_state(make_mlp(dropout=0.5)), make_batch(size=8)
     nested = compose([Microbatches(Microbatches(PLAIN, microbatches=2), microbatches=2), update, advance])
     assert_close(nested(state, batch).params, compose([PLAIN, update, advance])(state, batch).params)
 
 
-def test_the_gradient_through_slices_of_tokens_is_that_through_the_whole():
+def test_the_gradient_through_slices_of_tokens_equals_that_of_the_batch():
     ids, targets = make_tokens()
     state = make_state(Words())
 
@@ -80,7 +80,7 @@ def test_the_gradient_through_slices_of_tokens_is_that_through_the_whole():
     assert_close(sliced, whole)
 
 
-def test_an_update_whose_gradients_are_used_says_so_after_another_grad_too():
+def test_an_update_of_used_gradients_after_another_grad_is_an_error():
     program = [
         Grad(pc.loop.forward, pc.loop.loss),
         update(wrt="3.*"),
@@ -91,19 +91,19 @@ def test_an_update_whose_gradients_are_used_says_so_after_another_grad_too():
         compose(program)(make_state(), make_batch())
 
 
-def test_an_update_of_what_no_grad_differentiates_says_so():
+def test_an_update_of_params_that_no_grad_differentiates_is_an_error():
     program = [Grad(pc.loop.forward, pc.loop.loss, wrt="0.*"), update(wrt="3.*")]
     with pytest.raises(ValueError, match=r"no Grad before it differentiates in 3\.weight, 3\.bias; put Grad"):
         compose(program)(make_state(), make_batch())
 
 
 def taken(*events):
-    """Takes the gradients away, so that nothing is left to apply."""
+    """Return algorithms that remove the gradients at `events`, so that nothing is left to apply."""
     return [changing(f"taken at {event.name}", event, lambda s: s.replace(grads={})) for event in events]
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_step_whose_gradients_a_method_has_taken_moves_time_alone(microbatches):
+def test_a_step_whose_gradients_were_removed_only_advances_time(microbatches):
     step = compose(loop_events, taken(Event.AFTER_TRAIN_BATCH), microbatches=microbatches)
     state = compose(loop_events)(make_state(), make_batch())
     after = step(state, make_batch())
@@ -111,8 +111,8 @@ def test_a_step_whose_gradients_a_method_has_taken_moves_time_alone(microbatches
     assert after.timestamp.batch == 2 and after.loss is not None and after.loss.isfinite()
 
 
-def test_gradients_that_are_taken_leave_out_every_update_up_to_the_next_grad():
-    """The two updates after them; the third, of another Grad, applies what that one found."""
+def test_removed_gradients_skip_every_update_up_to_the_next_grad():
+    """Both updates after the removal are skipped; the third one applies the gradients of another Grad."""
     program = [
         Grad(pc.loop.forward, pc.loop.loss), Event.AFTER_TRAIN_BATCH, update(wrt="0.*"), update(wrt="3.*"),
         Grad(pc.loop.forward, pc.loop.loss, wrt="3.*"), update, advance,
@@ -124,20 +124,20 @@ def test_gradients_that_are_taken_leave_out_every_update_up_to_the_next_grad():
     assert tree.equal(after.params["0.weight"], state.params["0.weight"])
 
 
-def test_gradients_that_are_taken_are_no_slices_either():
-    """Slices after them find gradients of their own, and those alone are applied."""
+def test_slices_after_removed_gradients_apply_only_their_own():
+    """Slices after the removal compute their own gradients, and only these are applied."""
     sliced = Microbatches(Grad(pc.loop.forward, pc.loop.loss), microbatches=2)
     program = [Grad(pc.loop.forward, pc.loop.loss), Event.AFTER_TRAIN_BATCH, sliced, update, advance]
     after = compose(program, taken(Event.AFTER_TRAIN_BATCH))(make_state(), make_batch())
     assert_close(after.params, compose([PLAIN, update, advance])(make_state(), make_batch()).params)
 
 
-def test_gradients_that_never_were_are_an_error_all_the_same():
+def test_an_update_before_any_grad_is_still_an_error():
     with pytest.raises(RuntimeError, match="the program's update comes before any Grad"):
         compose([Event.AFTER_TRAIN_BATCH, update, advance])(make_state(), make_batch())
 
 
-def test_of_gradients_that_are_taken_in_part_the_rest_is_applied():
+def test_if_some_gradients_are_removed_the_others_are_applied():
     def keep(state):
         return state.replace(grads={"0.bias": state.grads["0.bias"]})
 

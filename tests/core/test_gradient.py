@@ -28,7 +28,7 @@ from tests.helpers import (
 
 
 def required(state):
-    """The state with parameters that ask for an outer gradient, which selects the functorch engine."""
+    """Return the state with parameters that require an outer gradient, which selects the functorch engine."""
     return state.replace(params={name: param.clone().requires_grad_() for name, param in state.params.items()})
 
 
@@ -48,7 +48,7 @@ def test_the_engines_agree(net, shape, k):
     torch.testing.assert_close(first.loss, second.loss, rtol=1e-6, atol=0)
 
 
-def test_who_wants_an_outer_gradient():
+def test_an_outer_gradient_is_wanted_if_any_tensor_requires_one():
     state, (inputs, targets) = make_state(), make_batch()
     assert not wants_outer_gradient(state, (inputs, targets))
     assert wants_outer_gradient(required(state), (inputs, targets))
@@ -109,7 +109,7 @@ def per_example_loss(outputs: Tensor, targets: Tensor, reduction: str = "mean") 
     return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
 
-def test_a_loss_that_is_no_scalar_is_named():
+def test_a_loss_that_is_not_a_scalar_is_named():
     for prepare in (lambda s: s, required):
         state = prepare(make_state(loss=per_example_loss))
         with pytest.raises(ValueError, match=r"scalar loss, got a tensor of shape \(8,\)"):
@@ -132,7 +132,7 @@ def test_changes_of_params_inside_stay_inside():
     inputs, targets = make_batch()
     halves = {name: 0.5 * param for name, param in net.named_parameters()}
     loss = nn.functional.cross_entropy(torch.func.functional_call(net, halves, inputs), targets)
-    # The gradient is in the parameters before the change, as in a function of them.
+    # The loss is differentiated with respect to the parameters before the change.
     names, params = zip(*net.named_parameters(), strict=True)
     grads = torch.autograd.grad(loss, params)
     expected = {n: param - 0.1 * grad for n, param, grad in zip(names, params, grads, strict=True)}
@@ -155,7 +155,7 @@ def test_changes_of_the_batch_inside_stay_inside(prepare):
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Outputs that no pytree knows, one of them no tensor."""
+    """Outputs of a class that is not a registered pytree; one field is not a tensor."""
 
     logits: Tensor
     name: str
@@ -194,12 +194,12 @@ def test_outputs_may_be_a_plain_dataclass(prepare, k):
 
 
 def own_stage(state):
-    """Sets the loss and nothing else."""
+    """Set the loss and nothing else."""
     inputs, targets = state.batch
     return state.replace(loss=nn.functional.cross_entropy(state.forward(inputs, train=True), targets))
 
 
-def test_a_stage_that_sets_the_loss_alone_works_under_transforms():
+def test_a_stage_that_only_sets_the_loss_works_under_transforms():
     step = compose([Grad(own_stage), update, advance])
     plain = step(make_state(), make_batch())
     stacked = pc.tree.map(lambda leaf: torch.stack([leaf, leaf]), make_state())
@@ -217,7 +217,7 @@ def test_a_stage_that_sets_the_loss_alone_works_under_transforms():
 
 
 def set_everything(state):
-    """Writes values that hang on the graph into all that a body can replace."""
+    """Write values that depend on the graph into every field that a body can replace."""
     loss = state.loss
     momentum = {name: value + loss for name, value in state.opt_state["momentum"].items()}
     return state.replace(
@@ -237,7 +237,7 @@ def test_nothing_that_the_body_sets_carries_a_graph_out(k):
     end = step(state, make_batch())
     assert not [path for path, leaf in pc.tree.leaves_with_paths(end).items() if getattr(leaf, "requires_grad", False)]
 
-    # The other engine, mapped: what it returns are the same values, and no wrappers of a transform that is over.
+    # The other engine, mapped, returns the same values, without wrappers of a finished transform.
     stacked = pc.tree.map(lambda leaf: torch.stack([leaf, leaf]), state)
     mapped = torch.vmap(step, in_dims=(0, None))(stacked, make_batch())
     for path, leaf in pc.tree.leaves_with_paths(mapped).items():
@@ -248,7 +248,7 @@ def test_nothing_that_the_body_sets_carries_a_graph_out(k):
     assert outer.opt_state["momentum"]["3.bias"].requires_grad
 
 
-def test_the_time_read_inside_is_no_wrapper_outside():
+def test_clock_values_read_inside_a_step_are_not_wrapper_tensors_afterwards():
     seen = []
 
     def read(state):

@@ -22,11 +22,12 @@ VALID = make_batch(100, 24, dtype=torch.float64)
 Settings = dict[str, Tensor]
 Loss = Callable[[Settings], Tensor]
 
-# The first use of forward mode in a process makes torch script its own formulas, by a function it calls deprecated.
-# Forward mode comes after a plain run: under a dispatch mode, which watches the first one, torch 2.13 may crash in it.
+# The first use of forward mode in a process makes torch script its own formulas with a deprecated function.
+# Forward mode follows a plain run, because the checks of a first run use a dispatch mode, in which torch 2.13 may
+# crash.
 forward_mode = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
-# Adam with a large eps: where a gradient is nearly 0 its step is nearly a sign, which no difference resolves.
+# Adam has a large eps: otherwise its step at a gradient near 0 is nearly a sign, which no finite difference resolves.
 OPTIMIZERS = {
     "sgd": optim.sgd(hparam("lr", 0.2), momentum=hparam("momentum", 0.9), weight_decay=hparam("decay", 0.05)),
     "adam": optim.adam(
@@ -40,7 +41,7 @@ OPTIMIZERS = {
 
 
 def make_net(*middle: nn.Module) -> nn.Sequential:
-    """4 -> 8 -> 3 in float64, with no bias that batch normalisation would cancel."""
+    """Return a network 4 -> 8 -> 3 in float64, without the bias that batch normalisation would cancel."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8, bias=False), *middle, nn.Tanh(), nn.Linear(8, 3)).double()
 
@@ -49,7 +50,7 @@ NETS = {"dropout": lambda: make_net(nn.Dropout(0.3)), "batch norm": lambda: make
 
 
 def make_start(step: Any, optimizer: Any = OPTIMIZERS["sgd"], net: nn.Module | None = None) -> State:
-    """A state before its first step, float64 throughout."""
+    """Return a state before its first step, in float64 throughout."""
     net = NETS["dropout"]() if net is None else net
     state = State.create(net, loss=pc.losses.cross_entropy, optimizer=optimizer, key=3, duration=f"{K}ba")
     return in_float64(step.init(state))
@@ -60,13 +61,13 @@ def in_float64(state: State) -> State:
 
 
 def make_step(*methods: Any, microbatches: int = 1) -> Any:
-    """MixUp, label smoothing of a strength to be learned, and further methods."""
+    """Return a step with MixUp, label smoothing whose strength is to be learned, and `methods`."""
     smoothing = alg.label_smoothing(hparam("smoothing", 0.1))
     return compose(loop_events, [alg.mixup(0.4), smoothing, *methods], microbatches=microbatches)
 
 
 def outer_loss(step: Any, start: State, batches: Sequence[Batch] = BATCHES, *, train: bool = False) -> Loss:
-    """The validation loss after all batches, as a function of settings; those left out stay."""
+    """Return the validation loss after all batches as a function of settings; settings left out keep their values."""
 
     def loss(settings: Settings) -> Tensor:
         end = run_steps(step, start.replace(hparams={**start.hparams, **settings}), batches)
@@ -81,7 +82,7 @@ def by_autograd(loss: Loss, settings: Settings) -> Settings:
 
 
 def difference(fn: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
-    """The derivative by central differences of two sizes, so that the error is of fourth order in a thousandth."""
+    """Return the derivative by central differences of two sizes around 1e-3, with an error of fourth order."""
 
     def quotient(size: Tensor) -> Tensor:
         return (fn(value + size) - fn(value - size)) / (2 * size)
@@ -112,7 +113,7 @@ def assert_equal_slopes(found: Settings, expected: Settings, rtol: float) -> Non
 def test_both_forms_equal_finite_differences(optimizer: str, net: str, k: int) -> None:
     step = make_step(microbatches=k)
     start = make_start(step, OPTIMIZERS[optimizer], NETS[net]())
-    # Batch normalisation in training mode: torch has no gradient to the running statistics.
+    # Batch normalisation is in training mode, because torch has no gradient for the running statistics.
     loss = outer_loss(step, start, train=net == "batch norm")
     by_func = torch.func.grad(loss)(start.hparams)
     assert {"lr", "decay", "smoothing"} <= by_func.keys()
@@ -159,7 +160,7 @@ def test_gradients_map_over_learning_rates(net: str) -> None:
         loss = outer_loss(step, start.replace(buffers=buffers), BATCHES[:4], train=True)
         return torch.func.grad(loss)({**start.hparams, "lr": rate})
 
-    # torch writes running statistics in place, so that they are mapped where what is written into them is.
+    # torch writes running statistics in place, so they must be mapped if the values written into them are.
     stacked = {name: torch.stack([buffer] * len(rates)) for name, buffer in start.buffers.items()}
     mapped = torch.func.vmap(slope)(rates, stacked)
     for i, rate in enumerate(rates):
@@ -174,7 +175,7 @@ def test_a_factor_of_a_schedule_is_learned() -> None:
     assert_equal_slopes(torch.func.grad(loss)(start.hparams), by_differences(loss, start.hparams), rtol=1e-6)
 
 
-def test_the_free_numbers_behind_settings_are_learned() -> None:
+def test_the_unconstrained_numbers_behind_settings_are_learned() -> None:
     step = make_step()
     start = make_start(step)
     loss = outer_loss(step, start, BATCHES[:5])
@@ -224,7 +225,7 @@ def graphs(state: State) -> list[str]:
 
 
 @pytest.mark.parametrize("net", NETS)
-def test_nobody_asks_nobody_keeps_a_graph(net: str) -> None:
+def test_a_graph_is_kept_only_if_a_tensor_requires_a_gradient(net: str) -> None:
     step = make_step(alg.selective_backprop(start=0.0, end=1.0), microbatches=2)
     start = make_start(step, net=NETS[net]())
     assert torch.is_grad_enabled()
@@ -236,7 +237,7 @@ def test_nobody_asks_nobody_keeps_a_graph(net: str) -> None:
         assert set(graphs(run_steps(step, asked, BATCHES))) == {f".hparams['{name}']" for name in start.hparams}
 
 
-def test_the_end_comes_out_of_a_transform_without_a_graph() -> None:
+def test_the_last_state_leaves_a_transform_without_a_graph() -> None:
     step = make_step()
     start = make_start(step, net=NETS["batch norm"]())
 
@@ -251,7 +252,7 @@ def test_the_end_comes_out_of_a_transform_without_a_graph() -> None:
     plain = run_steps(step, start, BATCHES)
     for path, leaf in pc.tree.leaves_with_paths(plain).items():
         torch.testing.assert_close(pc.tree.leaves_with_paths(end)[path], leaf, msg=path)
-    # A run continues from there: the online form, in which settings are learned while training.
+    # A run can continue from there, as in the online form, in which settings are learned while training.
     assert graphs(step(end, BATCHES[0])) == []
 
 
@@ -288,15 +289,15 @@ def test_a_networks_checkpoints_change_nothing(grad: Callable[[Loss, Settings], 
     assert_equal_slopes(recomputed, plain, rtol=1e-10)
 
 
-# What passes no gradient
+# Operations that pass no gradient
 
 
-def test_a_choice_of_examples_has_the_gradient_of_what_it_kept() -> None:
+def test_a_choice_of_examples_has_the_gradient_of_the_kept_examples() -> None:
     step = make_step(alg.selective_backprop(start=0.0, end=1.0, keep=0.5))
     start = make_start(step)
     loss = outer_loss(step, start, BATCHES[:5])
     assert loss({}) != outer_loss(make_step(), start, BATCHES[:5])({})
-    # Moves so small that no choice flips.
+    # Differences so small that no choice flips.
     size = 1e-6
     for name, found in torch.func.grad(loss)(start.hparams).items():
         ahead, behind = (loss({name: start.hparams[name] + way * size}) for way in (1, -1))
@@ -319,7 +320,7 @@ def test_running_statistics_have_no_gradient() -> None:
     asked = start.replace(hparams={name: value.clone().requires_grad_() for name, value in start.hparams.items()})
     end = run_steps(step, asked, BATCHES[:3])
     assert not [path for path in graphs(end) if ".buffers" in path]
-    # So an outer loss that reads them misses a part, as the page says.
+    # So the gradient of an outer loss that reads them misses a part, as the page explains.
     loss = outer_loss(step, start)
     found, expected = torch.func.grad(loss)(start.hparams), by_differences(loss, start.hparams)
     assert all(abs(found[name] - expected[name]) > 1e-4 * abs(expected[name]) for name in expected)
@@ -329,7 +330,7 @@ def test_running_statistics_have_no_gradient() -> None:
 
 
 def held_bytes(fn: Callable[[], Any]) -> int:
-    """What is allocated within a call and still there at its end."""
+    """Return the bytes that a call allocates and has not freed at its end."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         result = fn()
@@ -338,7 +339,7 @@ def held_bytes(fn: Callable[[], Any]) -> int:
 
 
 @forward_mode
-def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_of_the_page_are_correct(capsys: pytest.CaptureFixture[str]) -> None:
     page = run_page("gradients.md")
     start, loss = in_float64(page["start"]), page["validation_loss"]
     assert "'smoothing': tensor(" in capsys.readouterr().out
@@ -363,7 +364,7 @@ def test_the_pages_recomputed_steps_give_the_same_gradient(net: str) -> None:
 
 
 @forward_mode
-def test_the_pages_recomputed_steps_hold_less() -> None:
+def test_the_pages_recomputed_steps_hold_less_memory() -> None:
     recomputed, step = run_page("gradients.md")["recomputed"], compose(loop_events)
     start = make_start(step)
     leaves = {name: value.clone().requires_grad_() for name, value in start.hparams.items()}
@@ -375,7 +376,7 @@ def test_the_pages_recomputed_steps_hold_less() -> None:
     assert growth(recomputed(step)) < 0.6 * growth(step)
 
 
-def test_the_other_checkpoint_says_that_it_cannot() -> None:
+def test_the_layers_checkpoint_around_a_step_is_an_error() -> None:
     step = make_step()
     start = make_start(step)
     loss = outer_loss(lambda state, batch: pc.layers.checkpoint(step, state, batch), start)

@@ -1,4 +1,4 @@
-"""Batches whose examples lie along no dimension: detection, with images of different sizes and their boxes."""
+"""Batches without a dimension of examples: detection, with images of different sizes and their boxes."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ SAMPLES = Splitter(len, lambda batch, start, stop: batch[start:stop])
 
 
 class Detector(nn.Module):
-    """Returns its own losses, one for each image, from a list of samples."""
+    """A model that returns its own losses, one for each image, from a list of samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,8 +133,8 @@ def test_lists_of_images_without_a_splitter_are_refused():
         pc.compose(pc.loop_events)(state, BATCHES[0])
 
 
-def test_tokens_are_counted_as_the_state_says():
-    """Without padding here, in all forms of a step, up to the end of the run."""
+def test_tokens_are_counted_with_the_layout_of_the_state():
+    """The batches have no padding; every form of a step counts up to the end of the run."""
     mask = torch.tensor([[True, True, False], [True, False, False]])
     batch = {"input_ids": torch.arange(6).reshape(2, 3), "mask": mask, "y": torch.zeros(2, dtype=torch.int64)}
     options: dict[str, Any] = {"input_field": "input_ids", "target_field": "y", "duration": "7tok"}

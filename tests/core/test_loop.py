@@ -1,4 +1,4 @@
-"""The loop program against loops written by hand, and microbatches against whole batches."""
+"""The loop program against manually written loops, and microbatches against whole batches."""
 
 from dataclasses import dataclass
 
@@ -65,7 +65,7 @@ def test_twenty_steps_equal_the_imperative_loop(shape, ours, theirs):
     assert_close(state.buffers, dict(net.named_buffers()))
 
 
-def test_training_goes_down_and_touches_no_weight_of_the_net():
+def test_training_reduces_the_loss_and_touches_no_weight_of_the_net():
     net = make_mlp()
     before = [param.clone() for param in net.parameters()]
     batch = make_batch()
@@ -121,7 +121,7 @@ def test_wrt_picks_parameters_by_pattern():
     assert torch.equal(end.params["3.weight"], whole.params["3.weight"])
 
 
-def test_update_wrt_moves_only_what_matches():
+def test_update_wrt_changes_only_matching_parameters():
     state = make_state()
     end = compose(with_wrt(None, "*.bias"))(state, make_batch())
     whole = compose(loop_events)(state, make_batch())
@@ -158,7 +158,7 @@ def test_stages_and_scopes_print():
 
 
 class Players(nn.Module):
-    """A generator and a discriminator; which part runs follows from the arguments."""
+    """A generator and a discriminator; the arguments determine which part runs."""
 
     def __init__(self):
         super().__init__()
@@ -211,7 +211,7 @@ def train_gan_by_hand(batches):
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_two_players_equal_the_loop_by_hand(k):
+def test_two_players_equal_a_manual_loop(k):
     program = [
         Microbatches(Grad(disc_loss, wrt="disc.*")),
         update(wrt="disc.*"),
@@ -270,7 +270,7 @@ def test_a_bare_update_after_a_second_grad_applies_the_new_gradients_alone(k):
             Event.BATCH_END,
         ]
 
-    # An algorithm that makes every gradient again, as clipping does.
+    # An algorithm that replaces every gradient, as clipping does.
     double = changing("double", Event.AFTER_TRAIN_BATCH, double_gradients)
     algorithms = [double, changing("look", Event.BATCH_END, look)]
     batch, state = gan_batches(1)[0], make_state(Players())
@@ -280,13 +280,13 @@ def test_a_bare_update_after_a_second_grad_applies_the_new_gradients_alone(k):
     assert seen and all(name.startswith("gen.") for name in seen)
 
 
-def test_gradients_that_no_update_has_used_last_until_one_does():
+def test_gradients_last_until_an_update_uses_them():
     disc, move, gen = TWO_PLAYERS
     batch, state = gan_batches(1)[0], make_state(Players(), optimizer=optim.sgd(0.1))
     split = compose([disc, gen, move, update])(state, batch)
     together = compose([disc, gen, update])(state, batch)
     assert_same(split.params, together.params)
-    # The second Grad keeps what the first update left over.
+    # The second Grad keeps the gradients that the first update did not use.
     some = compose([disc, update(wrt="disc.0.*"), gen, update])(state, batch)
     for name in ("disc.2.weight", "disc.2.bias", "disc.0.weight"):
         assert torch.equal(some.params[name], together.params[name])
@@ -316,19 +316,19 @@ PLAIN = Grad(pc.loop.forward, pc.loop.loss)
     ids=repr,
 )
 @pytest.mark.parametrize("k", [1, 2])
-def test_no_update_applies_a_gradient_twice_wherever_it_stands(program, k):
-    # An edit makes other tensors of the gradients, and no new gradients.
+def test_no_update_applies_a_gradient_twice_wherever_it_is_placed(program, k):
+    # An edit replaces the tensors of the gradients but does not make them new gradients.
     doubled = changing("double", Event.AFTER_TRAIN_BATCH, double_gradients)
     with pytest.raises(RuntimeError, match=r"update.* has nothing to apply: an earlier update has used"):
         compose([*program, advance], [doubled], microbatches=k)(make_state(), make_batch())
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_a_slice_has_its_own_gradients_alone(k):
+def test_a_slice_only_has_its_own_gradients(k):
     for inside in ([update], [update, PLAIN]):
         with pytest.raises(RuntimeError, match="before any Grad"):
             compose([PLAIN, Microbatches(*inside)], microbatches=k)(make_state(), make_batch())
-    # An edit in a slice leaves the gradients of before alone.
+    # An edit in a slice does not touch earlier gradients.
     double = changing("double", Event.AFTER_BACKWARD, double_gradients)
     disc, _, gen = TWO_PLAYERS
     seen: dict[str, Tensor] = {}
@@ -345,13 +345,13 @@ def test_an_update_per_slice_is_a_step_per_slice():
     sliced = compose([Microbatches(PLAIN, update, microbatches=2)])(state, batch)
     halves = [tuple(member[part] for member in batch) for part in (slice(0, 4), slice(4, 8))]
     assert_same(sliced.params, run_steps(compose([PLAIN, update]), state, halves).params)
-    # And whole batches continue after it.
+    # Whole batches continue after it.
     after = compose([Microbatches(PLAIN, update, microbatches=2), PLAIN, update])(state, batch)
     assert_same(after.params, run_steps(compose([PLAIN, update]), state, [*halves, batch]).params)
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_what_a_scope_left_over_is_for_the_update_after_it(k):
+def test_gradients_left_over_by_a_scope_are_used_by_the_next_update(k):
     batch, state = gan_batches(1)[0], make_state(Players(), optimizer=optim.sgd(0.1))
     disc, move, gen = TWO_PLAYERS
     inside = compose([Microbatches(disc, move, gen), update], microbatches=k)(state, batch)
@@ -373,7 +373,7 @@ def test_a_stage_may_make_new_gradients():
     assert torch.equal(stage.params["0.bias"], state.params["0.bias"] - 0.1)
 
 
-def test_the_gradient_elsewhere_forgets_what_the_step_has_used():
+def test_the_gradient_elsewhere_ignores_which_gradients_the_step_has_used():
     found = []
 
     def look(state):
@@ -416,7 +416,7 @@ def test_microbatches_equal_the_whole_batch(k):
 
 
 def token_batch(seed: int):
-    """Uneven padding, and one example that is all padding."""
+    """Return a batch with uneven padding and one example that is all padding."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(6, 5, 4, generator=generator)
     targets = torch.randint(3, (6, 5), generator=generator)
@@ -425,7 +425,7 @@ def token_batch(seed: int):
 
 
 class Tagger(nn.Module):
-    """Logits (batch, classes, places)."""
+    """A model with logits of shape (batch, classes, positions)."""
 
     def __init__(self):
         super().__init__()
@@ -571,7 +571,7 @@ def test_a_batch_of_fewer_examples_than_slices_is_cut_into_single_ones():
     assert_close(compose(loop_events, microbatches=3)(make_state(), batch).params, expected.params)
 
 
-def test_the_scope_decides_before_the_step():
+def test_the_microbatches_of_a_scope_override_those_of_the_step():
     sizes = []
 
     def look(state):
@@ -605,7 +605,7 @@ class Pair:
     labels: Tensor
 
 
-def test_batches_of_any_form_give_the_same_step():
+def test_batches_of_any_structure_give_the_same_step():
     inputs, targets = make_batch()
     expected = compose(loop_events, microbatches=2)(make_state(), (inputs, targets))
     forms = [

@@ -43,7 +43,7 @@ def acts(
     event: Event = Event.AFTER_DATALOADER,
     host: bool = False,
 ) -> bool:
-    """Whether an algorithm with this plain function of the state acts at an event."""
+    """Return whether an algorithm with this plain function of the state acts at an event."""
     algorithm = make(lambda _, state: match(state), host=host)
     matcher = Matcher([algorithm], [event])
     now = state.timestamp
@@ -51,11 +51,11 @@ def acts(
     return matcher.matched(bits, event, [algorithm]) == (algorithm,)
 
 
-# Staged matching means what matching means
+# Staged matching is equivalent to matching
 
 
 def sibling(run: RunLength) -> RunLength:
-    """Another run in which the same predicates have an answer."""
+    """Return another run in which the same predicates have an answer."""
     assert run.duration is not None
     epoch = None if run.batches_per_epoch is None else run.batches_per_epoch + 1
     return RunLength(run.duration * 3, epoch, run.iteration_length)
@@ -63,7 +63,7 @@ def sibling(run: RunLength) -> RunLength:
 
 @st.composite
 def visits(draw: st.DrawFn, run: RunLength) -> list[tuple[Timestamp, Timestamp]]:
-    """Steps (now, later) along walks in several runs: onwards, backwards, in jumps, from run to run."""
+    """Draw steps (now, later) along walks in several runs: forwards, backwards, in jumps, from run to run."""
     twin = RunLength(run.duration, run.batches_per_epoch, run.iteration_length)
     points = [point for each in (run, twin, sibling(run)) for point in draw(walks(each, max_size=12))]
     starts = draw(st.lists(st.integers(0, len(points) - 1), min_size=1, max_size=5))
@@ -77,15 +77,15 @@ def visits(draw: st.DrawFn, run: RunLength) -> list[tuple[Timestamp, Timestamp]]
 
 @settings(max_examples=100)
 @given(st.data())
-def test_the_schedule_equals_asking_every_predicate_anew(data: st.DataObject) -> None:
+def test_the_schedule_equals_evaluating_every_predicate_again(data: st.DataObject) -> None:
     run = data.draw(runs())
     drawn: list[Pair] = data.draw(st.lists(pairs(run, max_leaves=4), min_size=1, max_size=4))
     drawn.append(Pair(after("3sp"), lambda _, time: time.sample >= 3))
     if run.batches_per_epoch is not None:
         drawn = [pair for pair in drawn if data.draw(st.booleans())] or drawn
     algorithms = [make(pair.predicate, f"a{i}") for i, pair in enumerate(drawn)]
-    # In another run a fraction means other batches, so the predicates themselves are the reference here; that
-    # they mean what they say is the business of test_predicate.py.
+    # In another run a fraction means other batches, so the predicates themselves are the reference here. Their
+    # own correctness is tested in test_predicates.py.
     matcher = Matcher(algorithms, EVENTS)
     for now, later in data.draw(visits(run)):
         bits = matcher.schedule(None, None, now, later)  # pyright: ignore[reportArgumentType]
@@ -96,7 +96,7 @@ def test_the_schedule_equals_asking_every_predicate_anew(data: st.DataObject) ->
 
 
 @given(st.data())
-def test_the_schedule_depends_on_its_arguments_alone(data: st.DataObject) -> None:
+def test_the_schedule_depends_only_on_its_arguments(data: st.DataObject) -> None:
     run = data.draw(runs())
     drawn = data.draw(st.lists(pairs(run, max_leaves=4), min_size=1, max_size=4))
     algorithms = [make(pair.predicate, f"a{i}") for i, pair in enumerate(drawn)]
@@ -153,7 +153,7 @@ def test_a_single_counter_that_moves_is_noticed(match: Any, event: Event, first:
 
 
 def walk(matcher: Matcher, state: State, count: int) -> Iterator[tuple[Timestamp, int]]:
-    """The schedules of the first steps of a run."""
+    """Yield the schedules of the first steps of a run."""
     now = state.timestamp
     for _ in range(count):
         later = now.advance(8)
@@ -161,7 +161,7 @@ def walk(matcher: Matcher, state: State, count: int) -> Iterator[tuple[Timestamp
         now = later
 
 
-def test_each_bit_answers_one_open_question(state: State) -> None:
+def test_each_bit_of_a_schedule_answers_one_open_question(state: State) -> None:
     algorithms = [
         make(on("before_loss"), "a"),
         make(on("before_loss") & after("10ba"), "b"),
@@ -179,7 +179,7 @@ def test_each_bit_answers_one_open_question(state: State) -> None:
     assert matcher.matched(0b011, Event.BATCH_END, algorithms) == ()
 
 
-def test_nothing_to_ask_is_one_schedule(state: State) -> None:
+def test_without_predicates_to_evaluate_there_is_one_schedule(state: State) -> None:
     matcher = Matcher([make(ALWAYS), make(NEVER, "other")], EVENTS)
     assert {bits for _, bits in walk(matcher, state, 6)} == {0}
     assert len(matcher.matched(0, Event.INIT, [make(ALWAYS), make(NEVER, "other")])) == 1
@@ -187,7 +187,7 @@ def test_nothing_to_ask_is_one_schedule(state: State) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Counting(Predicate):
-    """A predicate about time that notes how often it is asked."""
+    """A predicate about time that counts its evaluations."""
 
     inner: Predicate
     calls: collections.Counter = dataclasses.field(default_factory=collections.Counter)
@@ -205,21 +205,21 @@ class Counting(Predicate):
         return self.inner.during(timestamp)
 
 
-def test_what_is_settled_is_not_asked_again(state: State) -> None:
+def test_a_settled_predicate_is_not_evaluated_again(state: State) -> None:
     phase = Counting(before("7ba"))
     algorithm = make(phase)
     matcher = Matcher([algorithm], [Event.BEFORE_LOSS])
     schedules = [bits for _, bits in walk(matcher, state, 20)]
     assert schedules == [1] * 7 + [0] * 13
-    # At the start, at the turn, in the 4 last batches of an epoch (after them the time is in the next one)
-    # and in the 3 first batches of another.
+    # At the start, at the turn, in the last 4 batches of an epoch (after which the time is in the next one)
+    # and in the first 3 batches of another.
     assert phase.calls == {"settled": 9}
 
 
 # Plain functions
 
 
-def test_a_plain_function_is_asked_once_per_event_and_step(state: State) -> None:
+def test_a_plain_function_is_called_once_per_event_and_step(state: State) -> None:
     asked: collections.Counter[tuple[Event, int]] = collections.Counter()
 
     def match(event: Event, state: Any) -> bool:
@@ -235,7 +235,7 @@ def test_a_plain_function_is_asked_once_per_event_and_step(state: State) -> None
     assert asked == dict.fromkeys(expected, 1)
 
 
-def test_a_plain_function_is_spared_where_its_companions_settle_the_answer(state: State) -> None:
+def test_a_plain_function_is_not_called_if_other_predicates_settle_it(state: State) -> None:
     asked = []
 
     def match(event: Event, state: Any) -> bool:
@@ -305,7 +305,7 @@ def test_static_facts_and_shapes_can_be_read(match: Callable[[Any], bool], state
         (lambda state: state.rng("x"), r"the result of state.rng\(...\)"),
     ],
 )
-def test_a_match_that_reads_a_value_is_told_the_ways_out(
+def test_a_match_that_reads_a_value_gets_an_error_with_remedies(
     match: Callable[[Any], Any], field: str | None, state: State
 ) -> None:
     if field is None:  # the container is a static fact; its tensors are sealed
@@ -351,7 +351,7 @@ def test_dataclasses_in_a_batch_are_sealed(wrap: Callable[[Sample], Any], state:
 
 
 @pytest.mark.parametrize("event", [Event.AFTER_DATALOADER, Event.BATCH_END])
-def test_a_host_match_sees_values_and_its_event_s_time(event: Event, state: State) -> None:
+def test_a_host_match_sees_values_and_the_time_of_its_event(event: Event, state: State) -> None:
     assert acts(lambda state: state.batch[0].sum() == 276, state, host=True, event=event)
     assert acts(lambda state: state.forward(state.inputs).shape == (8, 2), state, host=True, event=event)
     assert acts(lambda state: isinstance(state, State), state, host=True, event=event)

@@ -46,14 +46,14 @@ def names(algorithms: Sequence[Algorithm]) -> str:
 
 @st.composite
 def unconstrained(draw: st.DrawFn, traits: Sequence[Trait] = tuple(Trait)) -> list[Algorithm]:
-    """Lists of algorithms with any traits."""
+    """Draw lists of algorithms with any traits."""
     chosen = draw(st.lists(st.sets(st.sampled_from(traits), max_size=3), max_size=9))
     return [make(f"a{i}", *having) for i, having in enumerate(chosen)]
 
 
 @st.composite
 def constrained(draw: st.DrawFn) -> list[Algorithm]:
-    """Lists with constraints between names, which some order satisfies: that of a hidden ranking."""
+    """Draw lists with constraints between names that agree with a hidden ranking, so that some order satisfies them."""
     count = draw(st.integers(0, 8))
     ranking = draw(st.permutations(range(count)))
     made = []
@@ -67,7 +67,7 @@ def constrained(draw: st.DrawFn) -> list[Algorithm]:
 
 
 def is_satisfied(ordered: Sequence[Algorithm]) -> bool:
-    """Whether every constraint holds, asked pair by pair."""
+    """Return whether every constraint is satisfied, checked pair by pair."""
 
     def means(references: tuple[str | Trait, ...], other: Algorithm) -> bool:
         return bool(({other.name} | set(other.traits)) & set(references))
@@ -148,7 +148,7 @@ def test_other_events_keep_the_order(event: Event) -> None:
 
 @given(unconstrained(), EVENT)
 def test_pins_hold_at_every_event_for_every_list(algorithms: list[Algorithm], event: Event) -> None:
-    # What is pinned to both ends cannot be at both: the last pin wins.
+    # An algorithm pinned to both ends cannot be at both; the last pin wins.
     ordered = default_order(algorithms, event)
     fused = [LAST in algorithm.traits for algorithm in ordered]
     assert fused == sorted(fused)
@@ -227,7 +227,7 @@ def test_constraints_by_name_and_trait(algorithms: list[Algorithm], expected: st
     assert names(order_by_constraints(algorithms, Event.BATCH_START)) == expected
 
 
-def test_equal_algorithms_are_told_apart() -> None:
+def test_equal_algorithms_are_ordered_as_separate_ones() -> None:
     def keep(event: Event, state: Any) -> Any:
         del event
         return state
@@ -238,7 +238,7 @@ def test_equal_algorithms_are_told_apart() -> None:
     assert list(map(id, ordered)) == list(map(id, [early, *late]))
 
 
-def test_a_contradiction_prints_its_cycle_alone() -> None:
+def test_a_contradiction_prints_only_its_cycle() -> None:
     algorithms = [
         make("outside", after="a"),
         make("a", before="b"),
@@ -296,7 +296,7 @@ def test_a_pass_may_drop_and_add() -> None:
 
 
 @pytest.mark.parametrize("result", [None, 3, "a", ["a"], (a for a in ()), {make("a")}])
-def test_a_pass_that_returns_no_list_of_algorithms_is_named(result: Any) -> None:
+def test_a_pass_that_does_not_return_a_list_of_algorithms_is_named(result: Any) -> None:
     def shuffled(algorithms: Sequence[Algorithm], event: Event) -> Any:
         del algorithms, event
         return result
@@ -320,7 +320,7 @@ def test_two_loss_editors_are_warned_about_once_and_left_in_place() -> None:
 
 
 @given(unconstrained([trait for trait in Trait if trait is not Trait.EDITS_LOSS]), EVENT, st.booleans())
-def test_fewer_than_two_loss_editors_are_no_cause(algorithms: list[Algorithm], event: Event, one: bool) -> None:
+def test_fewer_than_two_loss_editors_cause_no_warning(algorithms: list[Algorithm], event: Event, one: bool) -> None:
     if one:
         algorithms.append(make("editor", Trait.EDITS_LOSS))
     with warnings.catch_warnings():

@@ -47,7 +47,7 @@ def plain_apply(event, state):
 
 class TestStates:
     @pytest.mark.parametrize(("row", "text"), examples())
-    def test_goes_on_as_before_with_every_method(self, row, text):
+    def test_an_unpickled_run_continues_with_every_method(self, row, text):
         case = Case(TASKS[row.tasks[0]], num_batches=3)
         step = case.step(Subject.of(text).algorithm)
         first, *rest = case.batches()
@@ -58,7 +58,7 @@ class TestStates:
         assert_same(run_steps(step_again, again, rest), run_steps(step, middle, rest))
 
     @pytest.mark.parametrize("copied", [pickled, saved_by_torch, copy.deepcopy])
-    def test_ties_frozen_and_evaluation_flags_stay(self, copied):
+    def test_ties_frozen_names_and_evaluation_flags_are_kept(self, copied):
         net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Linear(4, 3))
         net[3].weight = net[0].weight
         net[1].eval()
@@ -94,7 +94,7 @@ class TestStates:
         with pytest.raises(pc.errors.SpentStateError):
             pickle.dumps(spent)
 
-    def test_parametrized_networks_point_to_save(self):
+    def test_the_error_for_parametrized_networks_points_to_save(self):
         state = make_state(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))))
         with pytest.raises(pickle.PicklingError, match=r"^0 is parametrized.*purecompose\.save"):
             pickle.dumps(state)
@@ -109,7 +109,7 @@ class TestSteps:
                 again = pickled(algorithm)
                 assert (again.name, again.config, again.traits) == (algorithm.name, algorithm.config, algorithm.traits)
 
-    def test_programs_passes_and_microbatches_stay(self):
+    def test_programs_passes_and_microbatches_are_kept(self):
         step = compose(loop_events, [alg.mixup(0.2)], passes=[pc.passes.set_filo_order], microbatches=2)
         again = pickled(step)
         assert again.program == step.program and again.passes == step.passes and again.microbatches == 2
@@ -123,7 +123,7 @@ class TestSteps:
         compiled = pc.compile(step, backend="eager", donate=False, quiet=True)
         assert_same(pickled(compiled)(state, batch), compiled(state, batch))
 
-    def test_own_factories_and_plain_functions(self):
+    def test_user_defined_factories_and_plain_functions_can_be_pickled(self):
         algorithms = [shrinking(0.5), Algorithm("plain", on(Event.BATCH_END), plain_apply, runs_after=("shrinking",))]
         step, batch = compose(loop_events, algorithms), make_batches(1)[0]
         assert_same(pickled(step)(make_state(), batch), step(make_state(), batch))
@@ -133,21 +133,21 @@ class TestSteps:
         [Algorithm("mine", on(Event.BATCH_END), lambda event, state: state), replace(shrinking(0.5), name="mine")],
         ids=["lambda", "replaced"],
     )
-    def test_local_functions_point_to_the_decorator(self, algorithm):
+    def test_the_error_for_local_functions_points_to_the_decorator(self, algorithm):
         with pytest.raises(pickle.PicklingError, match=r"'mine' cannot be pickled.*@purecompose\.factory"):
             pickle.dumps(compose(loop_events, [algorithm]))
         assert copy.deepcopy(algorithm) is algorithm
 
-    def test_in_a_new_process(self):
+    def test_a_step_in_a_new_process_gives_the_same_bits(self):
         step = compose(loop_events, [alg.cutout(1, 0.5), alg.ema(), shrinking(0.9)])
         state, batches = step.init(make_state(make_cnn())), make_batches(2, shape=(2, 6, 6))
-        threads = (torch.get_num_threads(),)  # on which the bits of convolutions depend
+        threads = (torch.get_num_threads(),)  # the bits of convolutions depend on it
         with multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, threads) as pool:
             there = pool.apply(run_steps, (step, state, batches))
         assert_same(there, run_steps(step, state, batches))
 
 
-def test_models_with_local_classes_keep_pickles_own_error():
+def test_models_with_local_classes_raise_pickles_error():
     class Net(nn.Sequential):
         pass
 

@@ -32,7 +32,7 @@ def test_an_order_that_no_pass_moved():
     assert reasons(plan, Event.BATCH_START) == {"a": (0, "listed order"), "b": (1, "listed order")}
 
 
-def test_the_absent_say_why():
+def test_a_plan_gives_the_reason_why_an_algorithm_is_absent():
     step = compose(loop_events, [noise(when=pc.after(0.5))])
     state = make_state(duration="4ba")
     row = compose(loop_events, [noise(when=pc.after(0.5))]).plan(state).rows[0]
@@ -51,8 +51,8 @@ def test_dropped_by_a_pass():
     assert found == {"b": (0, "alone"), "noise": (None, "dropped by a pass")}
 
 
-def test_the_plan_is_what_happens():
-    """The rows of the acting ones, event by event, are the calls of a real step."""
+def test_the_plan_equals_the_calls_of_a_step():
+    """The rows of acting algorithms, event by event, are the calls of a real step."""
     log = []
     events = (Event.BATCH_START, Event.AFTER_LOSS, Event.BATCH_END)
     chosen = [
@@ -78,7 +78,7 @@ def test_outer_events_frame_the_step():
     assert log == []
 
 
-def test_shapes_are_asked_of_the_batch():
+def test_the_plan_uses_the_shapes_of_the_given_batch():
     small = Algorithm("small", lambda e, s: e is Event.BATCH_START and len(s.batch[0]) < 4, lambda e, s: s)
     step = compose(loop_events, [small])
     assert step.plan(make_state(), make_batch(size=2)).order(Event.BATCH_START) == ("small",)

@@ -1,4 +1,4 @@
-"""A whole run leaves the world as it was: generators, modes of torch, the net and the data."""
+"""A whole run has no side effects on generators, torch's modes, the net or the data."""
 
 import random
 import sys
@@ -10,7 +10,7 @@ from tests.helpers import assert_same, copied, counter, make_batches, make_cnn, 
 
 
 def generators():
-    """The states of all global generators in reach."""
+    """Return the states of all available global generators."""
     numpy = sys.modules.get("numpy")
     return (
         torch.get_rng_state(),
@@ -47,7 +47,7 @@ def test_the_global_generators_are_neither_moved_nor_read():
     assert_same(*ends)
 
 
-def test_the_net_the_modes_and_the_flags_stay():
+def test_the_net_the_modes_and_the_flags_are_unchanged():
     net = make_cnn().eval()
     before, attributes, mode = copied(dict(net.state_dict())), dict(net.__dict__), modes()
     whole_run(net, (2, 6, 6))
@@ -58,7 +58,7 @@ def test_the_net_the_modes_and_the_flags_stay():
     assert modes() == mode
 
 
-def test_a_state_without_gradients_comes_out_of_every_run():
+def test_every_run_returns_a_state_without_gradients():
     state = whole_run(make_cnn(), (2, 6, 6))
     tensors = [*state.params.values(), *state.buffers.values(), state.loss, state.slots["counter"]]
     assert all(tensor is not None and not tensor.requires_grad for tensor in tensors)

@@ -89,7 +89,7 @@ step = compose(loop_events)
 
 
 def imperative(net: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> nn.Module:
-    """The loop that everybody writes, on a copy of the network."""
+    """Train a copy of the network with the usual imperative loop."""
     net = copy.deepcopy(net).train()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for x, y in batches:
@@ -122,7 +122,7 @@ def test_steps_equal_the_imperative_loop_with_ties_and_batch_statistics():
     assert state.buffers["norm.num_batches_tracked"] == 4
 
 
-def test_buffers_that_forward_rebinds_are_part_of_the_new_state():
+def test_buffers_that_forward_rebinds_enter_the_new_state():
     class Running(Linear):
         def __init__(self) -> None:
             super().__init__()
@@ -325,13 +325,13 @@ def test_frozen_names_may_be_patterns_each_of_which_matches_something(which):
             state.replace(**{which: given})
 
 
-def test_frozen_names_are_those_of_a_model_replaced_with_them():
+def test_frozen_names_may_be_replaced_together_with_the_model():
     state, other = start(), State.create(nn.Linear(2, 1), loss=losses.mse, optimizer=optim.sgd(0.1))
     after = state.replace(frozen=["weight"], model=other.model, params=other.params, buffers={}, opt_state={})
     assert after.context.trainable == ("bias",)
 
 
-def test_a_thawed_parameter_trains_on_as_torch_would():
+def test_a_thawed_parameter_trains_as_in_torch():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     state, reference = State.create(net, loss=losses.mse, optimizer=optim.sgd(0.1, momentum=0.9)), copy.deepcopy(net)
     inputs, targets = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.ones(8, 3)
@@ -390,7 +390,7 @@ def test_states_of_other_times_and_seeds_map_and_subtract():
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_states_of_another_configuration_are_told_apart(other):
+def test_states_of_different_configurations_have_different_static_parts(other):
     assert start().static == start().static
     assert start().static != start(**other).static
     with pytest.raises(ValueError):
@@ -497,7 +497,7 @@ def test_the_clock_holds_the_timestamp_as_tensors():
 # Randomness
 
 
-def test_draws_depend_on_name_batch_and_key_alone():
+def test_draws_depend_only_on_name_batch_and_key():
     state = start(key=1)
 
     def draw(state: State, name: str) -> Tensor:
@@ -515,7 +515,7 @@ def test_draws_depend_on_name_batch_and_key_alone():
     assert torch.equal(random.uniform(expected, (8,)), base)
 
 
-def test_draws_inside_a_step_are_those_of_its_batch_number():
+def test_draws_inside_a_step_use_its_batch_number():
     def note(state: State) -> State:
         return state.replace(metrics={"draw": random.uniform(state.rng("probe"), (4,))})
 
@@ -564,7 +564,7 @@ def test_a_random_function_without_a_key_is_an_error():
 # Forward, scalars, gradient
 
 
-def test_forward_runs_in_evaluation_mode_unless_told_and_keeps_the_buffers():
+def test_forward_runs_in_evaluation_mode_by_default_and_keeps_the_buffers():
     net, (x, _) = seeded(lambda: Net(dropout=0.5)), batch()
     state = start(net)
     kept = {name: value.clone() for name, value in state.buffers.items()}
@@ -607,7 +607,7 @@ def test_numbers_among_hparams_become_tensors():
         state.replace(hparams={"lr": [0.1, 0.2]})
 
 
-def test_what_exists_inside_a_step_alone_says_so_outside():
+def test_schedules_and_gradients_outside_a_step_are_an_error():
     state = start(optimizer=optim.sgd(0.1 * schedule.linear()), duration="4ba")
     with pytest.raises(RuntimeError, match="inside a step"):
         state.scalar(schedule.linear())

@@ -1,4 +1,4 @@
-"""What a step asks of its algorithms, and what happens at the events around it: INIT and the outer ones."""
+"""The contract that a step checks of its algorithms, INIT, and the outer events."""
 
 import random
 
@@ -39,7 +39,7 @@ from tests.helpers import (
         (lambda s: s.replace(opt_state={}), "opt_state['momentum']"),
     ],
 )
-def test_what_must_last_is_named_by_algorithm_and_path(fn, path):
+def test_a_change_of_a_lasting_field_is_named_by_algorithm_and_path(fn, path):
     broken = changing("broken", Event.BATCH_END, fn)
     step = compose(loop_events, [counter(), decay(), broken, noise()])
     state = step.init(make_state())
@@ -49,7 +49,7 @@ def test_what_must_last_is_named_by_algorithm_and_path(fn, path):
 
 
 class Growing(torch.nn.Module):
-    """Gives a buffer its shape in the first pass."""
+    """A model whose first forward pass gives a buffer its shape."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ def test_a_broken_step_is_refused_every_time():
             step(make_state(), make_batch())
 
 
-def test_what_is_temporary_is_free():
+def test_temporary_fields_may_change_freely():
     end = compose(
         loop_events,
         [
@@ -86,7 +86,7 @@ def test_what_is_temporary_is_free():
     assert (end.batch, end.outputs, end.grads, end.regrad, end.first_example) == (None,) * 5
 
 
-def test_a_missing_return_statement():
+def test_a_missing_return_statement_is_an_error():
     for event in (Event.BATCH_START, Event.INIT):
         step = compose(loop_events, [Algorithm("forgetful", on(event), lambda event, state: None)])  # pyright: ignore
         with pytest.raises(ContractError, match="forgetful: apply at .*return statement missing") as caught:
@@ -95,7 +95,7 @@ def test_a_missing_return_statement():
 
 
 @pytest.mark.parametrize("result", [3, (1, 2), "state"])
-def test_a_wrong_result(result):
+def test_a_result_of_a_wrong_type_is_an_error(result):
     step = compose(loop_events, [changing("odd", Event.BATCH_START, lambda state: result)])
     with pytest.raises(ContractError, match="must return a State or"):
         step(make_state(), make_batch())
@@ -107,7 +107,7 @@ def test_only_init_and_host_algorithms_change_the_static_part():
         compose(loop_events, [freeze])(make_state(), make_batch())
 
 
-def test_errors_say_where_they_came_from():
+def test_errors_name_the_algorithm_and_event():
     def fail(state):
         raise KeyError("missing")
 
@@ -133,7 +133,7 @@ def test_init_twice_is_init_once():
     assert_same(step.init(moved), moved)
 
 
-def test_a_later_algorithm_is_initialised_alone():
+def test_init_with_a_further_algorithm_only_initialises_that_one():
     log = []
     state = compose(loop_events, [recorder(log, "a", Event.INIT)]).init(make_state())
     step = compose(loop_events, [recorder(log, "a", Event.INIT), recorder(log, "b", Event.INIT)])
@@ -235,7 +235,7 @@ def changed_through_data(state: State) -> State:
         (changed_through_data, "rude at Event.BATCH_START wrote in place into state.batch"),
     ],
 )
-def test_writing_into_what_the_step_was_given_is_caught(fn, said):
+def test_writing_into_the_arguments_of_a_step_is_caught(fn, said):
     step = compose(loop_events, [changing("rude", Event.BATCH_START, fn)])
     with pytest.raises(ContractError, match=said):
         step(make_state(), make_batch())
@@ -265,7 +265,7 @@ def test_slots_hold_tensors():
 
 @pytest.mark.parametrize("event", [Event.AFTER_LOSS, Event.BATCH_END, Event.EPOCH_END])
 def test_metrics_are_tensors(event):
-    """Observers read them as such, long after the step."""
+    """Observers read them long after the step."""
     number = changing("m", event, lambda s: s.replace(metrics={**s.metrics, "m": 3.0}))
     other = changing("other", event, lambda s: s.replace(metrics={**s.metrics, "tensor": torch.zeros(())}))
     step = compose(loop_events, [other, number, noise()])
@@ -295,7 +295,7 @@ def test_a_batch_of_another_size_is_checked_too():
         step(state, make_batch(size=3))
 
 
-def test_an_impossible_order_is_told_when_composed():
+def test_an_impossible_order_is_an_error_in_compose():
     late = on(Event.BATCH_END) & pc.after(0.5)
     chosen = [
         Algorithm("a", late, lambda e, s: s, runs_before=("b",)),

@@ -1,4 +1,4 @@
-"""What every step promises: pure, repeatable, indifferent to what does not act, on time."""
+"""Laws of every step: pure, repeatable, independent of algorithms that do not act, with exact time."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_an_algorithm_that_does_not_match_is_absent(algorithms, seed, place):
     assert_same(run_steps(step, step.init(state), make_batches(3)), expected)
 
 
-def test_another_algorithm_leaves_the_draws_alone():
+def test_another_algorithm_does_not_change_the_draws():
     def seen_by(algorithms):
         seen = []
 
@@ -82,7 +82,7 @@ def test_another_key_gives_other_draws():
 
 
 @pytest.mark.parametrize("k", [2, 3, 5])
-def test_slices_draw_what_the_whole_batch_would_have_drawn(k):
+def test_slices_draw_the_same_numbers_as_the_whole_batch(k):
     state = make_state(make_mlp(dropout=0.4))
     add = changing(
         "inner",
@@ -119,7 +119,7 @@ def test_tokens_are_counted():
     assert (end.timestamp.token, end.timestamp.sample) == (24, 8)
 
 
-def test_a_learning_rate_schedule_needs_no_lag():
+def test_a_learning_rate_schedule_is_evaluated_at_the_current_batch():
     ramp = schedule.linear(1.0, 0.0, t_max="4ba")
     state = make_state(optimizer=optim.sgd(0.2 * ramp))
     step = compose(loop_events)

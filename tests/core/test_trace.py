@@ -1,4 +1,4 @@
-"""A trace says what every algorithm did, and changes nothing."""
+"""A trace records what every algorithm did and does not change the result."""
 
 from collections import UserDict
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def test_an_entry_for_every_algorithm_and_event():
     assert idle == ("identity", Event.BATCH_START, None, False, 0, None, ())
 
 
-def test_which_leaves_changed():
+def test_a_trace_names_the_changed_leaves():
     trace = trace_of([noise(), counter(), decay()])
     assert trace["noise", Event.AFTER_DATALOADER].changed == ("batch[0]",)
     assert trace["counter", Event.BATCH_END].changed == ("slots['counter']",)
@@ -51,7 +51,7 @@ def test_which_leaves_changed():
     }
 
 
-def test_a_leaf_written_anew_with_the_same_bits_has_not_changed():
+def test_a_leaf_replaced_by_the_same_bits_has_not_changed():
     same = changing("same", Event.BATCH_START, lambda s: s.replace(inputs=s.inputs.clone()))
     entry = trace_of([same])["same", Event.BATCH_START]
     assert (entry.ran, entry.changed) == (True, ())
@@ -150,7 +150,7 @@ def test_an_unknown_entry():
         trace["noise", Event.EPOCH_END]
 
 
-def test_a_trace_prints_what_ran_and_names_the_silent():
+def test_a_printed_trace_shows_calls_and_names_inactive_algorithms():
     text = str(trace_of([noise(), counter(), pc.identity(), noise("late", when=pc.after(1.0))], state=finite()))
     lines = text.splitlines()
     assert lines[0].split() == ["event", "order", "algorithm", "runs", "exit", "changed"]

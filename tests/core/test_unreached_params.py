@@ -12,7 +12,7 @@ from tests.helpers import Batch, Routed
 
 
 class Fixed(Routed):
-    """Always uses the same branch, so that it can be traced."""
+    """A model that always uses the same branch, so that it can be traced."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.positive(inputs))
@@ -24,7 +24,7 @@ def make_net(kind: type[nn.Module] = Routed) -> nn.Module:
 
 
 def make_batches(*signs: int) -> list[Batch]:
-    """A batch of six examples for each sign, all of whose inputs have that sign; for 0, a half of each."""
+    """Return one batch of six examples per sign, whose inputs all have that sign; 0 mixes both signs evenly."""
     generator = torch.Generator().manual_seed(1)
     batches = []
     for sign in signs:
@@ -39,7 +39,7 @@ def make_state(net: nn.Module, optimizer: object, key: int = 0) -> State:
 
 
 def torch_params(net: nn.Module, make_optimizer: Any, groups: list[list[Batch]]) -> dict[str, Tensor]:
-    """The parameters after an update by the mean gradient of each group of parts, computed by torch."""
+    """Return the parameters after one torch update per group of parts, each with the mean gradient of its group."""
     optimizer = make_optimizer(net.parameters())
     for parts in groups:
         optimizer.zero_grad()
@@ -98,7 +98,7 @@ def test_accumulation_applies_what_any_batch_of_the_group_reaches():
 
 
 def test_sam_moves_what_its_second_gradient_reaches():
-    """The perturbed weights may take another way: here the ascent opens a gate."""
+    """The perturbed weights may take another path: here the ascent opens a gate."""
 
     class Gated(nn.Module):
         def __init__(self) -> None:
