@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
 
 from purecompose.testing.shipped import SHIPPED
+from purecompose.testing.tasks import TASKS
 
 
-__all__ = ["examples", "examples_on_tasks"]
+__all__ = ["computes_in_half", "examples", "examples_on_tasks"]
 
 
 def examples() -> list[Any]:
@@ -17,6 +19,12 @@ def examples() -> list[Any]:
         for row in SHIPPED.values()
         for text in row.examples
     ]
+
+
+def computes_in_half(task: str) -> bool:
+    """Return whether a task's weights or its forward pass are in half precision."""
+    params = TASKS[task].make_net(0).parameters()
+    return TASKS[task].is_half or any(param.dtype in (torch.bfloat16, torch.float16) for param in params)
 
 
 def examples_on_tasks(*, quick: int = 1) -> list[Any]:

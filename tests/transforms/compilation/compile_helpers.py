@@ -38,7 +38,7 @@ def readable(state: State) -> State:
 DONATE = pytest.mark.parametrize("donate", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["donate", "keep"])
 
 
-def assert_agree(eager: Any, other: Any, tolerance: float = 1e-5) -> None:
+def assert_agree(eager: Any, other: Any, tolerance: tree.ToleranceLike = 1e-5) -> None:
     """The two agree leaf by leaf, to a share of the leaf's largest magnitude."""
     first, second = (readable(tree_) if isinstance(tree_, State) else tree_ for tree_ in (eager, other))
     found = list(map(str, tree.differences(first, second, tolerance=tolerance)))

@@ -23,7 +23,7 @@ from purecompose.transforms.compilation import backends
 from purecompose.transforms.compilation.capture import fake_mode
 from tests.helpers import make_batch, make_batches, make_cnn, make_state, noise
 from tests.pages import ROOT
-from tests.shipped_examples import examples_on_tasks
+from tests.shipped_examples import computes_in_half, examples_on_tasks
 from tests.transforms.compilation.compile_helpers import (
     LIBRARY,
     assert_agree,
@@ -235,7 +235,7 @@ def test_inductor_agrees_on_every_shipped_setting_until_a_choice_flips(text: str
     step = compose(loop_events, [Subject.of(text).algorithm])
     fast = compiled(step, backend="inductor")
     eager = leased = step.init(TASKS[task].make_state(0, duration="20ba", batches_per_epoch=10))
-    is_half = eager.context.precision == "bf16"
+    is_half = computes_in_half(task)
     loss_tolerance, params_tolerance = (2**-7, 2**-7) if is_half else (1e-5, 1e-4)
     for number in range(20):
         batch, before = TASKS[task].make_batch(number, 6), eager
@@ -246,7 +246,8 @@ def test_inductor_agrees_on_every_shipped_setting_until_a_choice_flips(text: str
             assert who is not None, f"batch {number}: {found[0]}"
             print(f"{text} on {task}: in batch {number} rounding tips the choice of {who}")
             return
-    assert_agree(eager.params, leased.params, tolerance=params_tolerance)
+    # The floor is for weights that stay at 0, but for rounding.
+    assert_agree(eager.params, leased.params, tolerance=lambda _: tree.Tolerance(params_tolerance, 1e-6))
 
 
 def test_a_choice_that_rounding_tips_is_found_and_named() -> None:
