@@ -23,8 +23,7 @@ def examples() -> list[Any]:
 
 def computes_in_half(task: str) -> bool:
     """Return whether a task's weights or its forward pass are in half precision."""
-    params = TASKS[task].make_net(0).parameters()
-    return TASKS[task].is_half or any(param.dtype in (torch.bfloat16, torch.float16) for param in params)
+    return TASKS[task].is_half or TASKS[task].dtype in (torch.bfloat16, torch.float16)
 
 
 def examples_on_tasks(*, quick: int = 1) -> list[Any]:

@@ -140,7 +140,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
         ("plan", "show which algorithms would act at which events, in what order and why", _plan, _add_plan_options),
         ("algorithms", "list the algorithms, or show the card of one", _list_algorithms, _add_card_options),
         ("completion", "print what a shell needs to complete `purecompose`", _complete, _add_shell),
-        ("check", "try the laws that every algorithm keeps on one of your own", _check, _add_check_options),
+        ("check", "test your own algorithm against the laws that every algorithm keeps", _check, _add_check_options),
     ):
         command = commands.add_parser(
             name,
@@ -204,21 +204,19 @@ def _add_train_options(command: argparse.ArgumentParser) -> None:
         help="one batch of training and one of evaluation, nothing kept; methods that start later do not act",
     )
     command.add_argument("--quiet", action="store_true", help="print only the final table")
-    command.add_argument(
-        "--traceback", action="store_true", help="show where in the code a step has failed, not only one line"
-    )
+    command.add_argument("--traceback", action="store_true", help="print a whole traceback when a step fails")
     add_settings(command)
 
 
 def _add_plan_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run, whose settings are taken")
+    command.add_argument("run", nargs="?", metavar="RUN", help="folder of a run whose settings are used")
     command.add_argument(
         "--at", default="0ba", metavar="TIME", help="the point of the run: 0.6dur, 5ep, ... (the start)"
     )
     command.add_argument(
         "--conflicts",
         action="store_true",
-        help="show instead which pairs of --algorithms do not commute, and what decides their order; "
+        help="show which pairs of --algorithms do not commute, and what decides their order; "
         "my_module:my_algorithm may be among them",
     )
     add_settings(command)
@@ -229,24 +227,28 @@ def _add_checkpoint_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--checkpoint", default="newest", metavar="NAME", help="newest, best or a checkpoint's name (newest)"
     )
-    command.add_argument("--data", help="other data of the same form (those of the run)")
+    command.add_argument("--data", help="other data of the same form (the data of the run)")
     add_allow_imports(command)
 
 
 def _add_evaluate_options(command: argparse.ArgumentParser) -> None:
     _add_checkpoint_options(command)
-    command.add_argument("--length", type=whole, metavar="N", help="of a text: windows of another length (the run's)")
+    command.add_argument(
+        "--length", type=whole, metavar="N", help="text only: characters in each window (as in the run)"
+    )
     command.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
 def _add_predict(command: argparse.ArgumentParser) -> None:
     _add_checkpoint_options(command)
-    command.add_argument("--out", type=named, metavar="FILE", help="a CSV file, or one of text (standard output)")
     command.add_argument(
-        "--prompt", metavar="TEXT", help="of a language model: the text to continue, in place of a CSV"
+        "--out", type=named, metavar="FILE", help="file for the CSV, or with --prompt for the text (standard output)"
+    )
+    command.add_argument(
+        "--prompt", metavar="TEXT", help="language models only: continue this text, in place of a CSV file"
     )
     command.add_argument("--length", type=whole, metavar="N", help="with --prompt: characters to add (200)")
-    command.add_argument("--seed", type=whole, metavar="N", help="with --prompt: of the draws (0)")
+    command.add_argument("--seed", type=whole, metavar="N", help="with --prompt: seed of the sampling (0)")
 
 
 def _add_plot_options(command: argparse.ArgumentParser) -> None:
@@ -259,7 +261,10 @@ def _add_plot_options(command: argparse.ArgumentParser) -> None:
         help="the picture, *.png, *.svg or *.pdf (curves.png)",
     )
     command.add_argument(
-        "--x", default="batch", choices=("batch", "epoch", "time/seconds"), help="what lies along the axis (batch)"
+        "--x",
+        default="batch",
+        choices=("batch", "epoch", "time/seconds"),
+        help="quantity on the horizontal axis (batch)",
     )
 
 
@@ -283,7 +288,7 @@ def _add_check_options(command: argparse.ArgumentParser) -> None:
     add("--tasks", metavar="LIST", help="names of tasks, separated by commas (all that the algorithm accepts)")
     add("--laws", metavar="LIST", help="names of laws, separated by commas (all that apply)")
     add("--max-examples", type=whole, default=25, metavar="N", help="cases for each law (25)")
-    add("--seed", type=whole, default=0, metavar="N", help="of the cases (0)")
+    add("--seed", type=whole, default=0, metavar="N", help="seed of the cases (0)")
     add("--json", metavar="PATH", help="write the reports there as JSON; - for standard output, instead of tables")
     add("--quiet", action="store_true", help="print one line for each algorithm")
 

@@ -70,8 +70,13 @@ SETTINGS = {
             "my_module:my_data (digits)",
             "digits",
         ),
-        Setting("length", int, "N", "of a text: characters in a window, an example of it (128)"),
-        Setting("vocabulary", str, "CHARACTERS", "of a text: its characters, by their numbers (the file's, sorted)"),
+        Setting("length", int, "N", "text only: characters in each window, which is one example (128)"),
+        Setting(
+            "vocabulary",
+            str,
+            "CHARACTERS",
+            "text only: the characters, in the order of their numbers (those of the file, sorted)",
+        ),
         Setting(
             "model",
             str,
@@ -90,32 +95,44 @@ SETTINGS = {
             "loss",
             str,
             None,
-            f"{' or '.join(LOSSES)}, of images (cross_entropy; binary_cross_entropy with --recipe)",
+            "cross_entropy, or for images binary_cross_entropy (cross_entropy; binary_cross_entropy with --recipe)",
             "cross_entropy",
         ),
-        Setting("optimizer", str, "CALL", "sgd, adam, adamw, lion, ...: sgd(lr=0.1, momentum=0.9) (by the data)"),
+        Setting(
+            "optimizer", str, "CALL", "sgd, adam, adamw, lion, ...: sgd(lr=0.1, momentum=0.9) (depends on the data)"
+        ),
         Setting(
             "schedule",
             str,
             "CALL",
-            "of the learning rate: cosine, linear, step, ...: cosine(warmup=0.1dur) (by the data)",
+            "of the learning rate: cosine, linear, step, ...: cosine(warmup=0.1dur) (depends on the data)",
         ),
-        Setting("duration", str, "TIME", "the run's length: 20ep, 500ba, 10000sp, or of a text 1e6tok (by the data)"),
+        Setting(
+            "duration", str, "TIME", "length of the run: 20ep, 500ba, 10000sp, or for text 1e6tok (depends on the data)"
+        ),
         Setting("scale_schedule", float, "RATIO", "stretch length and schedules: 0.5 for half the time (1)", 1.0),
-        Setting("batch_size", int, "N", "examples in a batch (by the data)"),
+        Setting("batch_size", int, "N", "examples in a batch (depends on the data)"),
         Setting("limit_batches", str, "N", "at most N batches per epoch and evaluation; 0.1 for a tenth (all)"),
         Setting("microbatches", str, "N", "slices of a batch, to save memory; auto finds how many it takes (1)", "1"),
-        Setting("seed", int, "N", "of weights, data order and all draws (0)", 0),
-        Setting("seeds", int, "N", "train so many networks at once, a population of this seed and the next (1)", 1),
+        Setting("seed", int, "N", "seed of weights, data order and all draws (0)", 0),
+        Setting("seeds", int, "N", "train this many networks at once, with consecutive seeds from --seed (1)", 1),
         Setting("precision", str, None, "fp32, tf32, bf16 or fp16 (fp32)", "fp32"),
         Setting("compile", bool, None, "compile the step: worth it on a GPU, and for long runs", False),
         Setting("device", str, None, "cpu, cuda, mps, ... (cpu)", "cpu"),
-        Setting("threads", int, "N", "CPU threads; other numbers give other bits (by the data)"),
+        Setting("threads", int, "N", "CPU threads; another number changes the rounding (depends on the data)"),
         Setting("eval_every", str, "TIME", "how often to evaluate: 1ep, 100ba, 0.1dur (1ep)", "1ep"),
-        Setting("validation", float, "SHARE", "of the training data: set aside for --patience and the best (0)", 0.0),
-        Setting("patience", str, "TIME", "stop when the loss has not become better for so long: 3ep (never)"),
+        Setting(
+            "validation",
+            float,
+            "SHARE",
+            "share of the training data to set aside, for --patience and the best checkpoint (0)",
+            0.0,
+        ),
+        Setting("patience", str, "TIME", "stop when the loss has not improved for this long: 3ep (never)"),
         Setting("checkpoint_every", str, "TIME", "with --out: how often to write one: 1ep, 500ba, 10m (1ep)", "1ep"),
-        Setting("keep", int, "N", "with --out: how many of the newest checkpoints stay; the best does, too (3)", 3),
+        Setting(
+            "keep", int, "N", "with --out: number of the newest checkpoints to keep; the best is kept as well (3)", 3
+        ),
     )
 }
 

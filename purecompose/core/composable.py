@@ -64,7 +64,7 @@ def as_program(given: Iterable[Node | StateFn | str]) -> Program:
         TypeError: An element is not a node.
         ValueError: There is more than one `advance`, or an event is on the wrong side of it.
     """
-    if isinstance(given, Event) or not isinstance(given, Iterable):
+    if isinstance(given, (Event, str)) or not isinstance(given, Iterable):
         raise TypeError(f"{given!r} is not a program: a tuple of events, stages and scopes, such as loop_events")
     program = as_nodes(given)
     num_advances = sum(node == advance for node in walk(program))

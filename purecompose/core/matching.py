@@ -289,6 +289,6 @@ def _failure(error: Exception, question: Question) -> MatchError:
     return MatchError(
         f"{question.algorithm.name}: match failed at {question.event}: {type(error).__name__}: {error}. (Matching is "
         "decided before the step: state.timestamp and shapes are known; outputs, grads and clock are None, loss and "
-        "metrics those of the last step. What needs values belongs into apply, or into a host algorithm, host=True.)",
+        "metrics those of the last step. Code that needs values belongs in apply, or in a host algorithm, host=True.)",
         question.event,
     )

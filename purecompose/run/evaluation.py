@@ -174,7 +174,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
             tell(observers, Event.EVAL_BATCH_END, current)
             num_batches += 1
         if not num_batches:
-            raise ValueError(f"the data of evaluator {evaluator.label!r} has no batch; is it an iterator used up?")
+            raise ValueError(f"the data of evaluator {evaluator.label!r} has no batch; is it an exhausted iterator?")
         values = {
             f"{evaluator.label}/{name}": _each(metric.compute, state)(totals[name]) for name, metric in metrics.items()
         }

@@ -304,7 +304,7 @@ def _begins_iteration(now: Timestamp) -> bool:
 def _check_exhausted(now: Timestamp) -> None:
     """Raise if the data end before the epoch does."""
     if now.batch_in_epoch == 0:
-        raise ValueError(f"no batch came in epoch {now.epoch}: is the data empty, or an iterator used up?")
+        raise ValueError(f"no batch came in epoch {now.epoch}: is the data empty, or an exhausted iterator?")
     if now.run.batches_per_epoch is not None:
         raise ValueError(
             f"the data ended after {now.batch_in_epoch} batches of epoch {now.epoch}, but the state's "

@@ -122,7 +122,7 @@ def with_statistics(state: State, data: Iterable[Any], *, weights: str) -> State
             buffers = with_batch(buffers, found.of(with_weights(state, weights), inputs), num_batches)
         num_batches += 1
     if not num_batches:
-        raise ValueError("with_statistics: the data has no batch; is it an iterator used up?")
+        raise ValueError("with_statistics: the data has no batch; is it an exhausted iterator?")
     return _with_averages(state, weights, averages._replace(buffers=buffers))
 
 

@@ -307,7 +307,7 @@ def _check_alike(ranks: Ranks, step: Step, state: State, batch: Any) -> None:
 
 
 _SAME_STATE = (
-    "all must begin with the same state: seed torch before the network is made, and give State.create the same key; to "
+    "all must begin with the same state: seed torch before the network is made, and give State.create the same key; "
     "to continue a run, resume from the same checkpoint in each. If they were equal before, kernels have given other "
     "bits in one of them: see torch.use_deterministic_algorithms"
 )

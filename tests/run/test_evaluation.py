@@ -302,7 +302,7 @@ def test_what_eval_end_does_is_kept_in_the_result():
 
 def test_no_data_is_an_error():
     for data in ([], iter(())):
-        with pytest.raises(ValueError, match="'eval' has no batch; is it an iterator used up"):
+        with pytest.raises(ValueError, match="'eval' has no batch; is it an exhausted iterator"):
             evaluate(make_state(), data)
 
 

@@ -282,7 +282,7 @@ def test_no_batch_is_an_error(data):
 
 
 def test_a_generator_is_used_up_after_one_epoch():
-    with pytest.raises(ValueError, match="no batch came in epoch 1.*used up"):
+    with pytest.raises(ValueError, match="no batch came in epoch 1.*exhausted"):
         fit(compose(loop_events), make_state(), (batch for batch in make_batches(2)), duration="2ep")
     end = fit(compose(loop_events), make_state(), (batch for batch in make_batches(2)), duration="1ep")
     assert end.timestamp.batch == 2

@@ -215,9 +215,11 @@ def check_fits(
     if required or (misfits and strict):
         lines = [*required, *reported, *misfits]
         raise MismatchError(listed(f"{path} does not fit this state", lines, _HINT), lines)
-    was = environment(like, step)
+    current = environment(like, step)
     moved = [
-        f"{name}: {old} then, {was[name]} now" for name, old in index.environment.items() if _differs(was, name, old)
+        f"{name}: {old} then, {current[name]} now"
+        for name, old in index.environment.items()
+        if _differs(current, name, old)
     ]
     if reported or misfits:
         warn(listed(f"{path} is taken over with differences", [*reported, *misfits]), CheckpointWarning)
