@@ -229,14 +229,15 @@ def test_inductor_agrees_where_old_values_move_to_other_places(method: Algorithm
 def test_inductor_agrees_on_every_shipped_setting_until_a_choice_flips(text: str, task: str, cache: None) -> None:
     """Over twenty steps losses agree to 1e-5, or a step is found and named in which rounding tips a choice.
 
-    In bfloat16 each step alone, to its last digit: Inductor rounds less often than single operations.
+    In bfloat16 each step alone, to its last two digits: Inductor rounds less often than single operations, and a loss
+    or weight may itself be in bfloat16.
     """
     del cache
     step = compose(loop_events, [Subject.of(text).algorithm])
     fast = compiled(step, backend="inductor")
     eager = leased = step.init(TASKS[task].make_state(0, duration="20ba", batches_per_epoch=10))
     is_half = computes_in_half(task)
-    loss_tolerance, params_tolerance = (2**-7, 2**-7) if is_half else (1e-5, 1e-4)
+    loss_tolerance, params_tolerance = (2**-6, 2**-6) if is_half else (1e-5, 1e-4)
     for number in range(20):
         batch, before = TASKS[task].make_batch(number, 6), eager
         eager, leased = step(eager, batch), fast(eager if is_half else leased, batch)
