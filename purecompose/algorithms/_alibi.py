@@ -80,7 +80,7 @@ apply_alibi = on_module("alibi", alibi_rules)
 
 @factory
 def alibi(train_sequence_length_scaling: float = 0.25, *, name: str = "alibi") -> Algorithm:
-    """Replace position embeddings by linear biases in attention, and train on shorter sequences.
+    """Replace positions by linear biases, and train on shorter sequences.
 
         attention logits of head h:   q_i k_j / sqrt(d) - m_h |i - j|,   m_h = 2^(-8 h / H), h = 1 ... H
 
