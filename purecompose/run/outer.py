@@ -297,8 +297,8 @@ class Run:
 
 def _begins_iteration(now: Timestamp) -> bool:
     length = now.run.iteration_length
-    is_at_seam = now.batch_in_epoch == 0 or (length is not None and length.unit is TimeUnit.TOKEN)
-    return is_at_seam and now.epoch_in_iteration == 0 and now.token_in_iteration == 0
+    may_begin = now.batch_in_epoch == 0 or (length is not None and length.unit is TimeUnit.TOKEN)
+    return may_begin and now.epoch_in_iteration == 0 and now.token_in_iteration == 0
 
 
 def _check_exhausted(now: Timestamp) -> None:

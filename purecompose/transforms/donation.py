@@ -59,11 +59,18 @@ class DonatedBuffers:
 class BufferLease:
     """A state's right to read the buffers until the next step writes there; copies of the state share it."""
 
-    __slots__ = ("buffers", "generation", "entry", "frees", "_issued")
+    __slots__ = ("buffers", "generation", "entry", "origin", "_issued")
 
-    def __init__(self, buffers: DonatedBuffers, entry: Any, frees: tuple[Any, ...]) -> None:
-        """Lease the buffers as they are now; `entry` and `frees` are kept for the compiled step."""
-        self.buffers, self.generation, self.entry, self.frees = buffers, buffers.generation, entry, frees
+    def __init__(self, buffers: DonatedBuffers, entry: Any, origin: tuple[Any, ...]) -> None:
+        """Lease the buffers as they are now.
+
+        Args:
+            buffers: The buffers.
+            entry: The entry of the next step, for the compiled step.
+            origin: Key, loss, context and graph cache of the state, by which the compiled step recognises that the
+                state is unchanged.
+        """
+        self.buffers, self.generation, self.entry, self.origin = buffers, buffers.generation, entry, origin
         self._issued: dict[str, tuple[Any, list[Tensor], list[int]]] = {}
 
     @property

@@ -1,6 +1,6 @@
 """Trees of members: every tensor has one more dimension in front, with a row for each member of a population.
 
-Values that all members have in common have no such dimension: the time, everything that is not a tensor, and `Shared`
+Values that all members have in common have no such dimension: the time, everything that is not a tensor, and `Common`
 leaves, such as one batch for all.
 """
 
@@ -14,10 +14,10 @@ from purecompose import batch as batches, tree
 from purecompose.core.clock import Clock
 
 
-__all__ = ["Shared", "expanded", "mapped", "member", "shared", "stacked"]
+__all__ = ["Common", "expanded", "mapped", "member", "common", "stacked"]
 
 
-class Shared:
+class Common:
     """A leaf that all members have in common; a pytree node, so that it is kept when a step is cut into parts."""
 
     __slots__ = ("value",)
@@ -28,20 +28,20 @@ class Shared:
 
 
 tree.register_node(
-    Shared, lambda leaf: (("value",), (leaf.value,), None), lambda names, leaves, static: Shared(*leaves)
+    Common, lambda leaf: (("value",), (leaf.value,), None), lambda names, leaves, static: Common(*leaves)
 )
 
 
-def shared(given: Any) -> Any:
+def common(given: Any) -> Any:
     """Return the tree with every tensor marked as common to all members."""
-    return tree.map(lambda leaf: Shared(leaf) if batches.tensors(leaf) else leaf, given)
+    return tree.map(lambda leaf: Common(leaf) if batches.tensors(leaf) else leaf, given)
 
 
 def expanded(given: Any, num: int) -> Any:
     """Return the tree with values common to all members expanded to `num` rows, without copies."""
 
     def rows(leaf: Any) -> Any:
-        return batches.map_tensors(lambda t: t.expand(num, *t.shape), leaf.value) if isinstance(leaf, Shared) else leaf
+        return batches.map_tensors(lambda t: t.expand(num, *t.shape), leaf.value) if isinstance(leaf, Common) else leaf
 
     return tree.map(rows, given, is_leaf=_is_whole)
 
@@ -52,27 +52,27 @@ def member(given: Any, index: int) -> Any:
     def own(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf[index]
-        if isinstance(leaf, (Shared, Clock)):
-            return leaf.value if isinstance(leaf, Shared) else leaf
+        if isinstance(leaf, (Common, Clock)):
+            return leaf.value if isinstance(leaf, Common) else leaf
         return batches.map_tensors(lambda tensor: tensor[index], leaf)
 
     return tree.map(own, given, is_leaf=_is_whole)
 
 
-def stacked(members: Sequence[Any], *, with_shared: bool = False) -> Any:
+def stacked(members: Sequence[Any], *, with_common: bool = False) -> Any:
     """Stack members' trees of one signature, the inverse of `member`; leaves without tensors are taken from the first.
 
     Args:
         members: The trees.
-        with_shared: Mark leaves that are the same object in all members as common, instead of stacking them.
+        with_common: Mark leaves that are the same object in all members as common, instead of stacking them.
     """
 
     def together(*leaves: Any) -> Any:
         is_same = all(leaf is leaves[0] for leaf in leaves)
         if isinstance(leaves[0], Clock) or not batches.tensors(leaves[0]):
             return leaves[0]
-        if with_shared and is_same:
-            return Shared(leaves[0])
+        if with_common and is_same:
+            return Common(leaves[0])
         columns = zip(*map(batches.tensors, leaves), strict=True)
         return batches.map_tensors(lambda _: torch.stack(next(columns)), leaves[0])
 
@@ -115,7 +115,7 @@ class _Inside:
         def enter(leaf: Any) -> Any:
             if isinstance(leaf, Clock):
                 return leaf
-            inner = leaf.value if isinstance(leaf, Shared) else _refill(leaf, fresh)
+            inner = leaf.value if isinstance(leaf, Common) else _refill(leaf, fresh)
             self._known[id(inner)] = leaf
             return inner
 
@@ -151,4 +151,4 @@ def _refill(leaf: Any, fresh: Any) -> Any:
 
 
 def _is_whole(node: Any) -> bool:
-    return isinstance(node, (Shared, Clock))
+    return isinstance(node, (Common, Clock))

@@ -22,7 +22,7 @@ from purecompose.core.operation import Carry, Lowered, Operation, Purpose, in_or
 from purecompose.core.state import NO_TEMPORARY, State, fields_where
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
-from purecompose.transforms.members import expanded, mapped, member, shared, stacked
+from purecompose.transforms.members import common, expanded, mapped, member, stacked
 from purecompose.transforms.unmappable import explained
 
 
@@ -77,7 +77,7 @@ class Stacked:
 
     def spread(self, batch: Any) -> Any:
         """Return the batch with a leading member dimension, or marked as shared by all members."""
-        return batch if self.batches == "each" else shared(batch)
+        return batch if self.batches == "each" else common(batch)
 
     def adapt(self, lowered: Lowered) -> Lowered:
         """Return a host operation that runs member after member of a stacked state; other operations are unchanged."""
@@ -134,7 +134,7 @@ class Stacked:
     def _one_by_one(self, lowered: Lowered) -> Operation:
         def run(carry: Carry, purpose: Purpose) -> Carry:
             ends = [lowered.run(carry._replace(state=one), purpose).state for one in self._members(carry.state)]
-            joined = _joined(ends, str(lowered.algorithm), with_shared=True)
+            joined = _joined(ends, str(lowered.algorithm), with_common=True)
             fields = self._with_rows({name: getattr(joined, name) for name in _FIELDS})
             return carry._replace(state=joined.replace(**fields))
 
@@ -248,7 +248,7 @@ def unstack_states(state: State) -> list[State]:
     return [member(state, index).copy() for index in range(num)]
 
 
-def _joined(members: list[State], role: str, *, with_shared: bool = False) -> State:
+def _joined(members: list[State], role: str, *, with_common: bool = False) -> State:
     """Return the members stacked, if they agree in structure, shapes and dtypes; errors begin with `role`."""
     first = members[0]
     described = _described(first)
@@ -262,7 +262,7 @@ def _joined(members: list[State], role: str, *, with_shared: bool = False) -> St
                 f"{described.get(path, 'absent')} in member 0; members of a population have the same structure, "
                 "shapes and dtypes"
             )
-    return stacked([one.replace(static=first.static) for one in members], with_shared=with_shared)
+    return stacked([one.replace(static=first.static) for one in members], with_common=with_common)
 
 
 def _described(state: State) -> dict[str, str]:

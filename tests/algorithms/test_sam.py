@@ -467,7 +467,7 @@ def test_compiled_steps_agree_and_the_interval_costs_one_more_variant():
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_the_second_gradient_crosses_a_seam_between_compiled_parts(microbatches):
+def test_the_second_gradient_crosses_a_boundary_between_compiled_parts(microbatches):
     """Where what comes before the gradient varies too, the parts are compiled apart."""
     mixup = alg.mixup(0.3)
     mixup = dataclasses.replace(mixup, match=mixup.predicate & (pc.on(Event.INIT) | pc.every(3)))

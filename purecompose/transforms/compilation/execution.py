@@ -76,10 +76,10 @@ def _through(graphs: GraphCache, launch: Launch, prepared: Prepared, values: Val
             is_start = False
         if plan.host is None:
             break
-        next_part = plan.next_part
+        next_stretch = plan.next_stretch
         plan, state, used = _host(graphs, plan, static, buffers, values, prepared.bits)
         if plan is EAGER:
-            rest = graphs.operation(prepared.bits, next_part)
+            rest = graphs.operation(prepared.bits, next_stretch)
             return graphs.step.finish(rest(Carry(state, used), NO_PURPOSE).state).unleased()
         static, is_start = state.static, False
     return _finished(graphs, plan, static, buffers, values, prepared.later)
@@ -176,7 +176,7 @@ def _host(
     if place not in plan.after_host:
         if len(plan.after_host) == _MOST_KEPT:
             plan.after_host.pop(next(iter(plan.after_host)))
-        plan.after_host[place] = graphs.plan_or_eager(boundary, bits, plan.next_part)
+        plan.after_host[place] = graphs.plan_or_eager(boundary, bits, plan.next_stretch)
     return plan.after_host[place], state, used
 
 

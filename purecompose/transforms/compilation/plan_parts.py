@@ -146,8 +146,8 @@ class ExecutionPlan:
     end: Boundary | None = None
     host: Lowered | None = None
     """The host algorithm that comes next; `None` at the end of the step."""
-    next_part: int = 0
-    """The part after that."""
+    next_stretch: int = 0
+    """Number of the stretch after the host algorithm."""
     writes_buffers: bool = False
     """True if the last part writes all donated fields into the buffers."""
     after_host: dict[Any, "ExecutionPlan"] = field(default_factory=dict)

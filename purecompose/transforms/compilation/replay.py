@@ -40,7 +40,7 @@ class Replay:
             self._record(args)
         else:
             for place, value in zip(self._inputs, args[self._num_bound :], strict=True):
-                _stretch(place).copy_(_stretch(value), non_blocking=True)
+                _memory_of(place).copy_(_memory_of(value), non_blocking=True)
         self._graph.replay()  # pyright: ignore[reportOptionalMemberAccess]
         return [output.clone() for output in self._outputs]
 
@@ -56,11 +56,11 @@ class Replay:
 def _alike(tensor: Tensor) -> Tensor:
     """Return a copy with the same strides, which the part relies on; `clone` would close gaps and copy repeats."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    _stretch(copy).copy_(_stretch(tensor))
+    _memory_of(copy).copy_(_memory_of(tensor))
     return copy
 
 
-def _stretch(tensor: Tensor) -> Tensor:
+def _memory_of(tensor: Tensor) -> Tensor:
     """Return the memory between a tensor's first and last element, which can be copied for any strides."""
     if tensor.is_contiguous():
         return tensor

@@ -40,7 +40,7 @@ class SlicedPart:
             find: Function that returns the compiled part of a body for the boundary at its start.
         """
         assert scope.with_slices is not None
-        self._find, self._seam, self._is_building = find, boundary, True
+        self._find, self._boundary, self._is_building = find, boundary, True
         self._compiled_parts: dict[Any, tuple[CompiledPart, int | None]] = {}
         self._run = scope.with_slices(self._compiled)
         mode = fake_mode()
@@ -76,9 +76,9 @@ class SlicedPart:
     def run(self, values: Values, buffers: DonatedBuffers, *, is_first: bool) -> None:
         """Run the scope and put its results into `values`."""
         del buffers, is_first
-        before = {name: self._seam.signatures[name].build(values[name]) for name in FIELDS}
+        before = {name: self._boundary.signatures[name].build(values[name]) for name in FIELDS}
         with torch.no_grad():
-            end = self._run(Carry(state_of(self._seam.static, None, before), self._seam.used), NO_PURPOSE).state
+            end = self._run(Carry(state_of(self._boundary.static, None, before), self._boundary.used), NO_PURPOSE).state
         values.update({name: Signature.of(getattr(end, name))[1] for name in self.writes})
         for name, i in self._views:
             values[name][i] = values[name][i].clone()
@@ -100,7 +100,7 @@ class SlicedPart:
                 state = state.replace(first_example=first)
             found = {name: Signature.of(getattr(state, name)) for name in FIELDS}
             boundary = Boundary(
-                self._seam.static, {name: signature for name, (signature, _) in found.items()}, carry.used
+                self._boundary.static, {name: signature for name, (signature, _) in found.items()}, carry.used
             )
             place = tuple(boundary.signatures.values()), boundary.used
             if place not in self._compiled_parts:

@@ -241,7 +241,7 @@ class CompiledStep(Step):
             and not lease.is_read
             and fields.keys().isdisjoint(LASTING)
         ):
-            key, loss, context, home = lease.frees
+            key, loss, context, home = lease.origin
             if fields["key"] is key and fields["loss"] is loss and state.static.context is context:
                 if home is self._graphs:
                     return Launch(lease.buffers, lease.entry, state)

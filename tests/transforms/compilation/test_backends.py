@@ -185,7 +185,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.slow
 @DONATE
-def test_inductor_agrees_on_a_convolutional_network_across_seams(donate: bool, cache: None) -> None:
+def test_inductor_agrees_on_a_convolutional_network_across_boundaries(donate: bool, cache: None) -> None:
     del cache
     methods = [scaling("in", Event.AFTER_DATALOADER, 1.5, 2), sharpness(when=every(2)), average(when=every(3))]
     step = compose(loop_events, methods)

@@ -55,7 +55,7 @@ def test_compiled_populations_agree(share: str, chunk_size: int | None, donate: 
 
 
 @DONATE
-def test_compiled_populations_with_statistics_seams_slices_and_host_algorithms_agree(donate: bool) -> None:
+def test_compiled_populations_with_statistics_boundaries_slices_and_host_algorithms_agree(donate: bool) -> None:
     bump = changing("bump", Event.BATCH_START, lambda s: s.replace(inputs=s.inputs * 1.1), host=True, when=every(3))
     methods = [sharpness(when=every(2)), average(when=every(3)), swap(), bump]
     many = population(compose(loop_events, methods, microbatches=2), 2)

@@ -40,7 +40,7 @@ def test_without_timed_algorithms_there_is_one_segment() -> None:
     [sam(), ema(), alg.selective_backprop(0.2, 0.9), scaling("s", Event.AFTER_FORWARD, 2, 3)],
     ids=lambda algorithm: algorithm.name,
 )
-def test_where_one_side_alone_varies_no_seam_is_cut(algorithm: Algorithm) -> None:
+def test_where_only_one_side_varies_no_boundary_is_cut(algorithm: Algorithm) -> None:
     assert num_segments(algorithm, noise(), decay()) == 1
 
 
@@ -85,7 +85,7 @@ def test_selective_backprop_adds_too() -> None:
 
 
 @pytest.mark.parametrize("microbatches, donate", [(1, True), (1, False), (2, True)])
-def test_a_second_gradient_crosses_the_seam(microbatches: int, donate: bool) -> None:
+def test_a_second_gradient_crosses_the_boundary(microbatches: int, donate: bool) -> None:
     methods = [
         scaling("in", Event.BEFORE_FORWARD, 1.5, 2),
         sharpness(when=every(3)),

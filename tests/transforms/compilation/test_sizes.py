@@ -152,7 +152,7 @@ def test_layouts_agree(lay: str) -> None:
 
 
 @DONATE
-def test_seams_and_slices_agree(donate: bool) -> None:
+def test_boundaries_and_slices_agree(donate: bool) -> None:
     methods = [scaling("a", Event.AFTER_DATALOADER, 1.1, 2), sharpness(when=every(3)), alg.mixup(0.2), noise()]
     step, fast = made(methods, dynamic=True, donate=donate, microbatches=3)
     assert_runs_agree(step, fast, step.init(make_state()), of_sizes((6, 8, 9)))
