@@ -5,7 +5,7 @@ from typing import Any
 
 from purecompose._support.functorch import is_fake
 from purecompose.core.algorithm import Algorithm
-from purecompose.core.context import SealedTime, Static
+from purecompose.core.context import Static
 from purecompose.core.contract import Contract, ContractError, FormError
 from purecompose.core.state import State
 from purecompose.time.event import Event
@@ -63,6 +63,4 @@ def _checked_result(result: Any, algorithm: Algorithm, event: Event) -> tuple[St
 
 
 def _unsealed(state: State, event: Event) -> State:
-    sealed = state.static.timestamp
-    assert isinstance(sealed, SealedTime)
-    return state.replace(static=Static(state.context, sealed.opened(later=event.sees_new_time)))
+    return state.replace(static=Static(state.context, state.static.opened(later=event.sees_new_time)))

@@ -164,11 +164,9 @@ class Step:
         """
         if not isinstance(state, State):
             raise TypeError(f"step(state, batch): expected a State first, got {type(state).__name__}")
-        prepared, context, checked = self.prepare(state, batch, domain=domain, draw=draw), state.context, None
-        variant = prepared.bits, prepared.num_examples
-        if observe is None:
-            checked = self._cache.checked.get(variant)
-        is_first = checked is not context and checked != context
+        prepared, context = self.prepare(state, batch, domain=domain, draw=draw), state.context
+        case = prepared.bits, prepared.num_examples
+        is_first = observe is not None or self._cache.checked.get(case) != context
         grad_mode = nullcontext() if wants_outer_gradient(state, batch) else torch.no_grad()
         with self.guarded(state, batch, is_first=is_first), arithmetic(context.precision, state.device), grad_mode:
             if is_first:
@@ -176,7 +174,7 @@ class Step:
             else:
                 end = self.operation(prepared.bits)(Carry(prepared.start()), NO_PURPOSE).state
         if is_first:
-            self._cache.checked[variant] = context
+            self._cache.checked[case] = context
         return self.members.settle(end)
 
     def prepare(self, state: State, batch: Any, *, domain: str = "", draw: int | None = None) -> Prepared:
@@ -209,8 +207,6 @@ class Step:
 
     def guarded(self, state: State, batch: Any, *, is_first: bool) -> AbstractContextManager[Any]:
         """Return the context manager in which the program's scopes require a step to run."""
-        if not self._guards:
-            return _UNGUARDED
         guards = [guard for make in self._guards if (guard := make(self, state, batch, is_first=is_first)) is not None]
         if not guards:
             return _UNGUARDED
@@ -267,7 +263,9 @@ class Step:
 
     def finish(self, state: State) -> State:
         """Return the state as it is between steps: with the new time, and temporary fields set to `None`."""
-        return state.replace(static=Static(state.static.context.rested(), _opened(state, later=True)), **NO_TEMPORARY)
+        return state.replace(
+            static=Static(state.static.context.rested(), state.static.opened(later=True)), **NO_TEMPORARY
+        )
 
     @torch.inference_mode(False)  # as in State.create
     def init(self, state: State) -> State:
@@ -368,7 +366,7 @@ class Step:
 
     def _warn_of_standing_time(self, start: State) -> None:
         """Warn if time stands still within an epoch: epochs of unknown length must be ended by the caller."""
-        run = _opened(start, later=False).run
+        run = start.static.opened(later=False).run
         if run.batches_per_epoch is not None:
             return
         units = {time.unit for time in (*collect(start.context.schedules, Time), *self.matcher.times)}
@@ -455,13 +453,6 @@ def compose(
         for line in lacking_events(chosen, step.events):
             warn(f"{line}: it does nothing there. Put the event into the program; loop_events has all of them")
     return step
-
-
-def _opened(state: State, *, later: bool) -> Timestamp:
-    """Return the time before or after the step that a state is in."""
-    sealed = state.static.timestamp
-    assert isinstance(sealed, SealedTime)
-    return sealed.opened(later=later)
 
 
 def _needs_init(algorithm: Algorithm) -> bool:

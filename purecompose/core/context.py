@@ -128,3 +128,8 @@ class Static:
 
     context: Context
     timestamp: Timestamp | SealedTime = field(compare=False)
+
+    def opened(self, *, later: bool) -> Timestamp:
+        """Return the time before or after the running step, for code that runs on the host."""
+        assert isinstance(self.timestamp, SealedTime)
+        return self.timestamp.opened(later=later)

@@ -58,7 +58,7 @@ def run_pass(one_pass: Pass, algorithms: Sequence[Algorithm], event: Event) -> t
     result: Any = one_pass(algorithms, event)
     if not isinstance(result, Sequence) or not all(isinstance(member, Algorithm) for member in result):
         raise TypeError(
-            f"the pass {_name(one_pass)} must return a sequence of algorithms, got {type(result).__name__}"
+            f"the pass {pass_name(one_pass)} must return a sequence of algorithms, got {type(result).__name__}"
             f"{' (is a return statement missing?)' if result is None else ''}"
         )
     return tuple(result)
@@ -186,5 +186,6 @@ def _chooser(chosen: Any) -> Callable[[Any], bool]:
     return lambda item: bool(chosen(item))
 
 
-def _name(one_pass: Pass) -> str:
+def pass_name(one_pass: Pass) -> str:
+    """Return the name of a pass for messages and tables."""
     return getattr(one_pass, "__name__", repr(one_pass))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from purecompose._support.table import table
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.loop import loop_events
-from purecompose.core.passes import Pass, precedes, run_pass, set_filo_order
+from purecompose.core.passes import Pass, pass_name, precedes, run_pass, set_filo_order
 from purecompose.core.scopes import events_in
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
@@ -85,7 +85,7 @@ def _rows_at(event: Event, step: _Planned, matched: Sequence[Algorithm], moment:
     for one_pass in step.passes:
         following = run_pass(one_pass, current, event)
         if len(following) > 1:
-            placed_by |= {a.name: _name(one_pass) for a in following if _is_pinned(a, one_pass, current, event)}
+            placed_by |= {a.name: pass_name(one_pass) for a in following if _is_pinned(a, one_pass, current, event)}
         current = following
     listed = "listed order, reversed" if event.is_reversed and set_filo_order in step.passes else "listed order"
     rows = [PlanRow(event, i, a.name, _why(a, current, placed_by.get(a.name, listed))) for i, a in enumerate(current)]
@@ -109,10 +109,6 @@ def _why(algorithm: Algorithm, current: Sequence[Algorithm], placed_by: str) -> 
     partners = [f"before {other.name}" for other in current if precedes(algorithm, other)]
     partners += [f"after {other.name}" for other in current if precedes(other, algorithm)]
     return ", ".join([placed_by, *partners])
-
-
-def _name(one_pass: Pass) -> str:
-    return getattr(one_pass, "__name__", repr(one_pass))
 
 
 def _warnings(step: _Planned) -> list[str]:
