@@ -462,7 +462,7 @@ def matches_by_elapsed_calls() -> Algorithm:
 @wrong("deterministic", at=Event.BATCH_END)
 def anneals_by_the_clock(state: State) -> State:
     """Anneals by the hours since 1970."""
-    return scaled_params(state, 1 - 1e-9 * int(time.time() / 3600))
+    return scaled_params(state, 1 - 1e-6 * (time.time() // 3600 % 1000))
 
 
 @wrong("deterministic", at=Event.BATCH_START)
