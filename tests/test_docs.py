@@ -1,6 +1,7 @@
 """What the pages in docs/ print is what runs, and what they link to is there."""
 
 import contextlib
+import importlib
 import inspect
 import io
 import pathlib
@@ -36,6 +37,15 @@ def test_methods_are_grouped_as_on_their_page() -> None:
         section = text.partition(f"## {group}\n")[2].partition("\n## ")[0]
         listed = set(re.findall(r"\(algorithms/(\w+)\.md\) \|", section))
         assert listed - {"scale_schedule"} == {factory.__name__ for factory in factories}
+
+
+def test_methods_act_where_their_page_says() -> None:
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    rows = re.findall(r"^\| \[`(\w+\(.*?\))`\]\(algorithms/\w+\.md\) \| (.*?)(?:, and .*?)? \|", text, re.M)
+    listed = {call: events for call, events in rows if not call.startswith("scale_schedule")}
+    acting = {call: eval(call, vars(pc.algorithms)).events for call in listed}  # noqa: S307
+    assert listed == {call: ", ".join(event.name for event in events) for call, events in acting.items()}
+    assert len(listed) == len(FACTORIES)
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +229,36 @@ def test_the_page_names_each_setting_that_may_move() -> None:
 def test_links_lead_to_files(page: pathlib.Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+MODULES = "batch|data|errors|functional|layers|loop|losses|metrics|models|optim|passes|saving|schedule|surgery|testing"
+DOTTED = re.compile(rf"\b(?:pc|purecompose)((?:\.[A-Za-z_]\w*)+)|`((?:{MODULES}|Event|State|Step|Trait)(?:\.\w+)+)")
+
+
+def is_name(dotted: str) -> bool:
+    """Whether this is an attribute of the package, or a module in it."""
+    found: Any = pc
+    for i, part in enumerate(parts := dotted.split(".")):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(["purecompose", *parts[: i + 1]]))
+            except ImportError:
+                return False
+        found = getattr(found, part)
+    return True
+
+
+# The change log has names of earlier versions.
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "CHANGELOG"], ids=lambda page: page.name)
+def test_dotted_names_exist(page: pathlib.Path) -> None:
+    dotted = [absolute.lstrip(".") or short for absolute, short in DOTTED.findall(page.read_text())]
+    assert [name for name in dotted if not is_name(name)] == []
+
+
+def test_a_name_that_does_not_exist_is_found() -> None:
+    text = "`purecompose.checkpoint`, pc.compile(step), `losses.perplexity()`"
+    dotted = [absolute.lstrip(".") or short for absolute, short in DOTTED.findall(text)]
+    assert [is_name(name) for name in dotted] == [False, True, False]
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
