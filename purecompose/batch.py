@@ -3,7 +3,9 @@
 A batch is a tensor, a tuple, a list, a mapping, a dataclass or any object with attributes, nested to any depth. A
 *field* identifies one member: an index, a key of a mapping, an attribute, a list of these (several members), a
 getter, or a pair (getter, setter) where a setter is `(batch, value) -> new batch`. A single tensor has one member,
-itself, with the field 0: its rows are examples. No function here edits a batch in place.
+itself, with the field 0: its rows are examples. Two fields stand for the whole batch: `WHOLE` passes a mapping to the
+model as keyword arguments, anything else unchanged; `AS_ARGUMENT` passes the batch as the only argument. No function here
+edits a batch in place.
 
 Examples are rows: they are indexed by the first dimension. If `dim` is not 0, as for sequences (T, N, ...), they are
 indexed by that dimension in every tensor that has it, and by the first dimension in the others.
@@ -24,6 +26,7 @@ __all__ = [
     "AS_ARGUMENT",
     "WHOLE",
     "Field",
+    "Splitter",
     "bounds",
     "get",
     "put",
@@ -54,6 +57,32 @@ def _of_argument(batch: Any, value: list[Any]) -> Any:
 
 AS_ARGUMENT = (_as_argument, _of_argument)
 """The field of the whole batch as one positional argument, for networks with `forward(self, batch)`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Splitter:
+    """Functions that count and cut batches whose examples do not lie along a dimension, such as images of any size.
+
+    Args:
+        num_examples: `batch -> int`, the number of examples.
+        part: `(batch, start, stop) -> batch`, the batch of the examples from `start` to `stop`, `stop` excluded.
+
+    Raises:
+        TypeError: An argument is not a function.
+
+    Example:
+        >>> lists = Splitter(len, lambda batch, start, stop: batch[start:stop])
+        >>> lists.part([("image", 1), ("image", 2), ("image", 3)], 0, 2)
+        [('image', 1), ('image', 2)]
+    """
+
+    num_examples: Callable[[Any], int]
+    part: Callable[[Any, int, int], Any]
+
+    def __post_init__(self) -> None:
+        for name in ("num_examples", "part"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"Splitter: {name}={getattr(self, name)!r}: expected a function")
 
 
 def get(batch: Any, field: Field) -> Any:
@@ -155,7 +184,7 @@ def num_examples(batch: Any, field: Field | None = None, dim: int = 0) -> int:
     if len({int(size) for size in own}) > 2:
         raise ValueError(
             f"cannot tell the examples of the batch: the input's tensors have {own[:8]} rows; for lists of images of "
-            "different sizes and the like give State.create(splitter=...), a purecompose.core.layout.Splitter"
+            "different sizes and the like give State.create(splitter=...), a purecompose.batch.Splitter"
         )
     if own:
         return own[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 from purecompose import batch as batches
 from purecompose._support.fingerprint import fingerprint
 from purecompose.core.clock import Clock
-from purecompose.core.layout import Layout, Splitter
+from purecompose.core.layout import Layout
 from purecompose.nn.model import Model
 from purecompose.schedule import Schedule
 from purecompose.time import Timestamp
@@ -38,7 +38,7 @@ class Context:
     target_field: batches.Field = 1
     batch_dim: int = 0
     """The dimension of the examples in the batch's tensors."""
-    splitter: Splitter | None = None
+    splitter: batches.Splitter | None = None
     """Functions that count and cut batches whose examples do not lie along a dimension."""
     num_tokens: Callable[[Any], int] | None = None
     """Function that counts the tokens of a batch; by default the size of `input_ids`."""

@@ -7,35 +7,10 @@ from typing import Any
 
 from purecompose import batch as batches
 from purecompose._support.checks import check_whole, shown
+from purecompose.batch import Splitter
 
 
 __all__ = ["Layout", "Splitter"]
-
-
-@dataclass(frozen=True)
-class Splitter:
-    """Functions that count and cut batches whose examples do not lie along a dimension, such as images of any size.
-
-    Args:
-        num_examples: `batch -> int`, the number of examples.
-        part: `(batch, start, stop) -> batch`, the batch of the examples from `start` to `stop`, `stop` excluded.
-
-    Raises:
-        TypeError: An argument is not a function.
-
-    Example:
-        >>> lists = Splitter(len, lambda batch, start, stop: batch[start:stop])
-        >>> Layout(splitter=lists).split([("image", 1), ("image", 2), ("image", 3)], 2)
-        [[('image', 1), ('image', 2)], [('image', 3)]]
-    """
-
-    num_examples: Callable[[Any], int]
-    part: Callable[[Any, int, int], Any]
-
-    def __post_init__(self) -> None:
-        for name in ("num_examples", "part"):
-            if not callable(getattr(self, name)):
-                raise TypeError(f"Splitter: {name}={getattr(self, name)!r}: expected a function")
 
 
 @dataclass(frozen=True)
@@ -60,7 +35,7 @@ class Layout:
     def __post_init__(self) -> None:
         check_whole(self.dim, "batch_dim", 0, hint="1 for sequences (T, N, ...)")
         if self.splitter is not None and not isinstance(self.splitter, Splitter):
-            raise TypeError(f"splitter: expected a purecompose.core.layout.Splitter, got {shown(self.splitter)}")
+            raise TypeError(f"splitter: expected a purecompose.batch.Splitter, got {shown(self.splitter)}")
         if self.splitter is not None and self.dim:
             raise TypeError("expected a splitter or a batch_dim, got both")
         if self.token_counter is not None and not callable(self.token_counter):

@@ -121,7 +121,7 @@ def test_splitters_that_miscount_are_named():
         Splitter(len, None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="a splitter or a batch_dim, got both"):
         make_state(batch_dim=1)
-    with pytest.raises(TypeError, match="expected a purecompose.core.layout.Splitter, got 'rows'"):
+    with pytest.raises(TypeError, match="expected a purecompose.batch.Splitter, got 'rows'"):
         make_state().replace(splitter="rows")
     with pytest.raises(ValueError, match="batch_dim"):
         make_state(splitter=None).replace(batch_dim=-1)
