@@ -34,7 +34,7 @@ class Attempt:
 
     def __init__(self, law: Law, subject: Subject, owner_of: Callable[[Exception], Law | None]) -> None:
         self.law, self.subject, self._owner_of = law, subject, owner_of
-        self._blocked: tuple[Law, Exception] | None = None
+        self._blocked: tuple[Law, Exception, Case] | None = None
         # An algorithm that acts only at INIT has acted in every case that has run.
         self._is_over = not law.is_about_option and subject.algorithm.events == (Event.INIT,)
 
@@ -47,7 +47,7 @@ class Attempt:
             owner = self._owner_of(error)
             if owner is None:
                 return Tried(True, error)
-            self._blocked = self._blocked or (owner, error)
+            self._blocked = self._blocked or (owner, error, case)
             return Tried(False)
         return Tried(True, found) if isinstance(found, Broken) else Tried(found or self._is_over)
 
@@ -69,20 +69,21 @@ class Attempt:
             rows = fault_rows(failure, self.subject.algorithm, case)
             return outcome(status=Status.ERROR, reason=first_line(failure), rows=rows, error=failure)
         if self._blocked is not None:
-            law, error = self._blocked
+            law, error, case = self._blocked
             reason = f"it breaks {law.name} first, so this cannot be judged"
-            return outcome(status=Status.BLOCKED, reason=reason, error=error, rows=self._blocked_rows(law, error))
+            return outcome(status=Status.BLOCKED, reason=reason, error=error, rows=self._blocked_rows(law, error, case))
         if found.num_acted:
             return outcome(status=Status.KEPT)
         status, reason = self._without_acting(found.num_cases)
         return outcome(status=status, reason=reason)
 
-    def _blocked_rows(self, law: Law, error: Exception) -> tuple[Row, ...]:
+    def _blocked_rows(self, law: Law, error: Exception, case: Case) -> tuple[Row, ...]:
         """Return the finding of another law, for callers who did not choose that law."""
         return (
             ("algorithm", repr(self.subject.algorithm)),
             ("breaks", f"{law.name}: {law.promise}"),
             ("raised", first_line(error)),
+            ("case", repr(case)),
             ("to do", law.remedy),
         )
 

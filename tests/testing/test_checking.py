@@ -386,6 +386,7 @@ def test_a_blocked_law_says_what_to_do_where_its_cause_is_not_tried() -> None:
     assert report["global_state_kept"].status is Status.BLOCKED
     text = str(report)
     assert "deterministic" in text and "state.rng(name)" in text
+    assert "\n  case       Case(batch_size=" in text
 
 
 @pytest.mark.slow
