@@ -47,6 +47,12 @@ def applied(algorithm: Algorithm, event: Event, state: State) -> tuple[State, in
         return _checked_result(algorithm.apply(event, state), algorithm, event)
     except Exception as error:
         error.add_note(f"in {algorithm.name} at {event}")
+        absent = [f"state.{name}" for name in ("batch", "outputs", "grads") if getattr(state, name) is None]
+        if absent and isinstance(error, AttributeError | TypeError) and "NoneType" in str(error):
+            error.add_note(
+                f"there {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} None: a step has its batch from the "
+                "start, outputs from AFTER_FORWARD on, and grads from AFTER_BACKWARD on"
+            )
         raise
 
 

@@ -45,7 +45,7 @@ from purecompose.nn.network import looking_for_draws
 from purecompose.schedule import Hparam, Schedule, collect
 from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER
+from purecompose.time.predicates import NEVER, Custom
 
 
 __all__ = ["Step", "compose"]
@@ -382,7 +382,9 @@ class Step:
     def _check_ready(self, context: Context) -> None:
         missing = [a.name for a in self._wants_init if a.name not in context.initialised]
         if missing:
-            raise RuntimeError(f"{', '.join(missing)}: not initialised; call state = step.init(state) first")
+            plain = [a.name for a in self._wants_init if a.name in missing and isinstance(a.predicate, Custom)]
+            why = f" (match of {', '.join(plain)} is a plain function, so it may be true at INIT)" if plain else ""
+            raise RuntimeError(f"{', '.join(missing)}: not initialised; call state = step.init(state) first{why}")
         check_updates(self.program, context.trainable)
         check_layout(context.layout, self.algorithms)
         self._cache.ready = context

@@ -147,6 +147,25 @@ def test_a_missing_init_is_named():
         compose(loop_events, [noise(), counter()])(make_state(), make_batch())
 
 
+def test_a_missing_init_of_a_plain_match_is_explained():
+    plain = Algorithm("plain", lambda event, state: event is Event.BATCH_END, lambda event, state: state)
+    with pytest.raises(RuntimeError, match=r"step\.init.* \(match of plain is a plain function.* true at INIT"):
+        compose(loop_events, [plain])(make_state(), make_batch())
+
+
+def test_an_algorithm_that_reads_what_is_not_there_yet_is_told_from_where_it_is():
+    def early(state: State) -> State:
+        return state.replace(grads=dict(state.grads.items()))  # pyright: ignore[reportOptionalMemberAccess]
+
+    with pytest.raises(AttributeError) as caught:
+        compose(loop_events, [changing("early", Event.BEFORE_FORWARD, early)])(make_state(), make_batch())
+    assert caught.value.__notes__[:2] == [
+        "in early at Event.BEFORE_FORWARD",
+        "there state.outputs, state.grads are None: a step has its batch from the start, outputs from AFTER_FORWARD "
+        "on, and grads from AFTER_BACKWARD on",
+    ]
+
+
 def test_without_init_events_no_init_is_needed():
     step, state = compose(loop_events, [noise()]), make_state()
     assert_same(step(state, make_batch()), step(step.init(state), make_batch()))
