@@ -74,6 +74,21 @@ class State:
     """All values of a training run, as an immutable pytree.
 
     Make one with `State.create`, a changed copy with `replace`. Fields that are `None` are not leaves.
+
+    Attributes:
+        params: Parameters by qualified name.
+        buffers: Buffers by qualified name.
+        opt_state: The memory of the optimizer, any pytree.
+        slots: The memory of each algorithm, by its name.
+        hparams: Named scalars, 0-d float32.
+        key: The root key of the run.
+        loss: The loss of the last step, 0-d; NaN before the first.
+        metrics: Values that algorithms report about the last step.
+        batch: Inside a step, the batch, or the microbatch between BEFORE_FORWARD and AFTER_BACKWARD.
+        outputs: Inside a step from AFTER_FORWARD on, the outputs of the model.
+        grads: Inside a step from AFTER_BACKWARD on, the gradients of the trainable parameters.
+        clock: Inside a step, the time, as tensors.
+        static: The part that is not tensors: model, loss, optimizer, settings and the time on the host.
     """
 
     static: Static
@@ -146,7 +161,7 @@ class State:
             batch_dim: The dimension of the batch's tensors that indexes the examples: 1 for sequences (T, N, ...),
                 as torch's recurrent layers have them by default. Tensors without this dimension have their examples
                 along the first. Methods that change single examples expect 0.
-            splitter: A `purecompose.core.layout.Splitter`, instead of `batch_dim`: it counts and cuts batches whose
+            splitter: A `purecompose.batch.Splitter`, instead of `batch_dim`: it counts and cuts batches whose
                 examples do not lie along a dimension, such as lists of images of different sizes.
             num_tokens: `batch -> int`, the number of tokens that the run's time counts; by default the size of
                 `input_ids`, padding included. A function that reads values on a GPU waits for the device in each step.

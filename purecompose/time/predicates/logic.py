@@ -69,6 +69,8 @@ class Timed(Predicate):
 
 @dataclass(frozen=True, repr=False)
 class _Constant(Timed):
+    """A predicate that always gives the same answer: `ALWAYS`, `NEVER`."""
+
     value: bool
 
     def __call__(self, event: Event, state: Any) -> bool:

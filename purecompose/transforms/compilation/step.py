@@ -169,7 +169,9 @@ class CompiledStep(Step):
 
         Raises:
             TypeError: The first argument is not a state.
-            ValueError: There is no batch, or the run has neither a duration nor an epoch's length.
+            ValueError: There is no batch; or the length of the run in such batches is unknown: it has neither a
+                duration nor an epoch's length, is counted in epochs without `batches_per_epoch`, or in tokens that
+                they lack.
         """
         if not isinstance(state, State):
             raise TypeError(f"warmup(state, *batches): expected a State first, got {type(state).__name__}")
