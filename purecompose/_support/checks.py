@@ -3,6 +3,7 @@
 `where` names the function and the argument, such as "sgd: lr". Each check returns the value.
 """
 
+import inspect
 import math
 import numbers
 import operator
@@ -11,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 
-__all__ = ["check_flag", "check_number", "check_whole", "frozen", "is_number", "shown"]
+__all__ = ["check_flag", "check_number", "check_whole", "frozen", "is_callable_with", "is_number", "shown"]
 
 
 def frozen(setting: Any) -> Any:
@@ -80,6 +81,22 @@ def check_number(
             return float(value)
     wanted = f"a finite number{_range(low, high, above=above, below=below)}"
     raise (ValueError if is_number(value) else TypeError)(_refusal(where, wanted, value, hint))
+
+
+def is_callable_with(fn: Any, num_args: int) -> bool:
+    """Return whether a function takes this many positional arguments; true if its signature is unknown.
+
+    Example:
+        >>> is_callable_with(lambda a, b=0: a, 2), is_callable_with(lambda: 0, 1), is_callable_with(print, 3)
+        (True, False, True)
+    """
+    try:
+        inspect.signature(fn).bind(*[None] * num_args)
+    except TypeError:
+        return False
+    except ValueError:  # a function in C may have none
+        return True
+    return True
 
 
 def is_number(value: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from purecompose._support.checks import check_whole
+from purecompose._support.checks import check_whole, is_callable_with, shown
 from purecompose._support.warnings import warn
 from purecompose.core.compose import Step, compose
 from purecompose.core.loop import eval_events, predict_events
@@ -16,7 +16,17 @@ from purecompose.data.checks import check_batches
 from purecompose.data.loaders import fixed_batches
 from purecompose.data.prefetch import prefetch
 from purecompose.data.waiting import watched
-from purecompose.losses.metrics import Metric, as_metric, counting, mean_loss, of_model, read_by
+from purecompose.losses.metrics import (
+    Metric,
+    as_metric,
+    counting,
+    dice,
+    mean_loss,
+    of_model,
+    perplexity,
+    read_by,
+    top_k,
+)
 from purecompose.time.event import Event
 from purecompose.time.intervals import Interval, checked_interval
 from purecompose.transforms.members import mapped
@@ -28,6 +38,16 @@ _ENDLESS = (itertools.cycle, itertools.repeat, itertools.count)
 _MANY = 10_000
 """Number of batches after which an evaluation on data of unknown length warns."""
 
+_FACTORIES = {
+    dice: "pc.metrics.dice(num_classes=10)",
+    mean_loss: "pc.metrics.mean_loss(pc.losses.cross_entropy)",
+    perplexity: "pc.metrics.perplexity()",
+    top_k: "pc.metrics.top_k(5)",
+}
+"""Functions that return a metric, and how to call them."""
+_PARTS = {"init": ("device",), "update": ("accumulator", "outputs", "targets"), "compute": ("accumulator",)}
+"""Positional arguments of the functions of a metric."""
+
 Observer: TypeAlias = Callable[[Event, State], None]
 """A function that reads states at the outer events and at BATCH_END, and never changes anything."""
 
@@ -38,7 +58,8 @@ class Evaluator:
 
     Args:
         data: Batches, iterated from the start at each evaluation. Endless data need `num_batches`.
-        metrics: Metrics, or functions `(outputs, targets)`, by name; by default the mean loss.
+        metrics: Metrics, or functions `(outputs, targets)` of one value for each example, by name; by default the mean
+            loss, as `"loss"`. Values with further dimensions, (N, ...), are averaged over them.
         every: Interval between evaluations: a number of epochs, batches, samples or tokens, or a fraction of the run.
             The evaluation also runs once at the end.
             Or a function `Timestamp -> bool`, called after every batch and epoch, which returns whether an evaluation
@@ -76,9 +97,12 @@ class Evaluator:
             )
         every = checked_interval(self.every, "Evaluator: every", functions=True)
         if not isinstance(self.metrics, Mapping):
-            raise TypeError(f"metrics={self.metrics!r}: expected a mapping by name, such as {{'accuracy': accuracy}}")
+            raise TypeError(
+                "metrics: expected a mapping by name, such as {'accuracy': pc.metrics.accuracy}, got a "
+                f"{type(self.metrics).__name__}"
+            )
         object.__setattr__(self, "every", every)
-        object.__setattr__(self, "metrics", {name: as_metric(m) for name, m in self.metrics.items()})
+        object.__setattr__(self, "metrics", {name: _as_metric(name, m) for name, m in self.metrics.items()})
 
     def __repr__(self) -> str:
         options = {"every": self.every, "label": self.label}
@@ -106,7 +130,8 @@ def evaluate(
     Args:
         state: The state; evaluation starts from it and discards its own copy.
         data: Batches of the form that training uses.
-        metrics: Metrics, or functions `(outputs, targets)`, by name; by default the mean loss, as `"loss"`.
+        metrics: Metrics, or functions `(outputs, targets)` of one value for each example, by name; by default the mean
+            loss, as `"loss"`. Values with further dimensions, (N, ...), are averaged over them.
             With `losses.model_loss`, the library's metrics that take logits (accuracy, perplexity, ...) receive the
             outputs' `logits` and the batch's labels; a function receives the outputs and the target, or the whole batch
             if it has no target at the state's `target_field`.
@@ -201,6 +226,26 @@ def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> l
             current = inner.finish(folded)
         inner.fire(Event.PREDICT_END, current)
     return outputs
+
+
+def _as_metric(name: str, given: Any) -> Metric:
+    """Return one of an evaluator's metrics.
+
+    Raises:
+        TypeError: It is not a metric, or one of its functions takes other arguments.
+    """
+    for factory, call in _FACTORIES.items():
+        if given is factory:
+            raise TypeError(f"metric {name!r}: {factory.__name__} returns a metric: write {call}")
+    metric = as_metric(given)
+    if not isinstance(given, Metric):
+        if not hasattr(given, "metric_state") and not is_callable_with(given, 2):
+            raise TypeError(f"metric {name!r}: {shown(given)} cannot be called as metric(outputs, targets)")
+        return metric
+    for part, arguments in _PARTS.items():
+        if not is_callable_with(getattr(metric, part), len(arguments)):
+            raise TypeError(f"metric {name!r}: {part} cannot be called as {part}({', '.join(arguments)})")
+    return metric
 
 
 def _slices(evaluator: Evaluator, state: State, batch: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from purecompose._support.checks import shown
+from purecompose._support.checks import is_callable_with, shown
 from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
@@ -307,6 +307,8 @@ def _as_observers(given: Any) -> tuple[Observer, ...]:
             )
         if not callable(observer):
             raise TypeError(f"observers: expected functions (event, state) -> None, got {shown(observer)}")
+        if not is_callable_with(observer, 2):
+            raise TypeError(f"observers: {shown(observer)} cannot be called as observer(event, state)")
     return observers
 
 

@@ -318,15 +318,34 @@ def test_an_interval_that_is_no_time_is_named(every):
         Evaluator([], every=every)
 
 
-@pytest.mark.parametrize("metric", ["accuracy", 3])
+@pytest.mark.parametrize("metric", ["accuracy", 3, {}])
 def test_what_is_no_metric(metric):
     with pytest.raises(TypeError):
         Evaluator([], {"accuracy": metric})
 
 
+def no_device():
+    return torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (pc.metrics.top_k, r"^metric 'one': top_k returns a metric: write pc\.metrics\.top_k\(5\)$"),
+        (pc.metrics.perplexity, r"write pc\.metrics\.perplexity\(\)$"),
+        (lambda outputs: outputs, r"^metric 'one': .*<lambda>.*cannot be called as metric\(outputs, targets\)"),
+        (pc.metrics.accuracy._replace(init=no_device), r"^metric 'one': init cannot be called as init\(device\)$"),
+        (pc.metrics.accuracy._replace(update=lambda acc: acc), r"update\(accumulator, outputs, targets\)$"),
+    ],
+)
+def test_a_metric_that_takes_other_arguments_is_refused_before_the_run(metric, message):
+    with pytest.raises(TypeError, match=message):
+        Evaluator([], {"one": metric})
+
+
 def test_a_metric_without_a_name():
     accuracy: Any = pc.metrics.accuracy
-    with pytest.raises(TypeError, match="expected a mapping by name, such as {'accuracy': accuracy}"):
+    with pytest.raises(TypeError, match=r"mapping by name, such as {'accuracy': pc.metrics.accuracy}, got a Metric$"):
         evaluate(make_state(), uneven(), metrics=accuracy)
 
 
