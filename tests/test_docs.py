@@ -43,7 +43,7 @@ def test_methods_act_where_their_page_says() -> None:
     text = (ROOT / "docs" / "algorithms.md").read_text()
     rows = re.findall(r"^\| \[`(\w+\(.*?\))`\]\(algorithms/\w+\.md\) \| (.*?)(?:, and .*?)? \|", text, re.M)
     listed = {call: events for call, events in rows if not call.startswith("scale_schedule")}
-    acting = {call: eval(call, vars(pc.algorithms)).events for call in listed}  # noqa: S307
+    acting = {call: eval(call, dict(vars(pc.algorithms))).events for call in listed}  # noqa: S307
     assert listed == {call: ", ".join(event.name for event in events) for call, events in acting.items()}
     assert len(listed) == len(FACTORIES)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from purecompose._support.device import arithmetic
+from purecompose._support.keywords import suggests_keywords
 from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.application import application, applied
@@ -403,6 +404,7 @@ class Step:
         return self.members.describe(text)
 
 
+@suggests_keywords(seed="State.create(..., key=3)", epochs='State.create(..., duration="3ep")')
 def compose(
     program: Iterable[Node | StateFn | str],
     algorithms: Iterable[Algorithm] = (),

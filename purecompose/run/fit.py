@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from purecompose._support.checks import is_callable_with, shown
+from purecompose._support.keywords import check_keywords
 from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
@@ -111,9 +112,6 @@ def _states(
             keeper.close()
 
 
-_states.__qualname__ = "fit"  # the name in Python's error message for an unknown setting
-
-
 def _declare(states: Callable[Concatenate[bool, P], object]) -> Callable[[Callable[..., T]], Callable[P, T]]:
     """Return a decorator that gives a function the signature of `states` without its first parameter."""
     _, *parameters = inspect.signature(states).parameters.values()
@@ -123,6 +121,15 @@ def _declare(states: Callable[Concatenate[bool, P], object]) -> Callable[[Callab
         return function
 
     return decorate
+
+
+_INSTEAD = {
+    "callbacks": "observers=...",
+    "epochs": 'duration="3ep"',
+    "seed": "State.create(..., key=3)",
+    "validation_data": "evaluate=Evaluator(data, metrics)",
+}
+"""What to write in place of settings that other libraries have."""
 
 
 @_declare(_states)
@@ -164,6 +171,7 @@ def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
         FileExistsError: `resume` is not given, but `checkpoints` contains checkpoints of a run that has come further.
         MismatchError, DamagedError: The checkpoint does not fit, or is incomplete; see `load`.
     """
+    check_keywords(settings, fit, _INSTEAD)
     states = _states(True, step, state, data, **settings)
     del state  # the run may need its memory
     return deque(states, maxlen=1).pop()
@@ -186,6 +194,7 @@ def training(step: Any, state: Any, data: Any, **settings: Any) -> Iterator[Stat
         >>> [state.timestamp.batch for state in training(compose(loop_events), state, data)]
         [1, 2, 3, 3]
     """
+    check_keywords(settings, training, _INSTEAD)
     return _states(False, step, state, data, **settings)
 
 

@@ -415,6 +415,21 @@ def test_arguments_of_another_kind_are_named(given, message):
         fit(compose(loop_events), make_state(), make_batches(1), duration="1ep", **given)
 
 
+@pytest.mark.parametrize("run", [fit, pc.training])
+def test_a_setting_of_another_name_is_answered_by_the_right_one(run):
+    given = compose(loop_events), make_state(), make_batches(1)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'epochs'; write duration=\"3ep\"$"):
+        run(*given, epochs=3)
+    with pytest.raises(TypeError, match=rf"^{run.__name__}\(\) got .*'observer'; did you mean 'observers'\?$"):
+        run(*given, observer=print)
+    with pytest.raises(TypeError, match=r"compose\(\) got .*'microbatch'; did you mean 'microbatch"):
+        compose(loop_events, microbatch=4)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match=r"compose\(\) got .*'seed'; write State.create\(..., key=3\)$"):
+        compose(loop_events, seed=3)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match=r"compile\(\) got .*'microbatches'; write compose\(..., microbatches=4\)$"):
+        pc.compile(given[0], microbatches=4)  # pyright: ignore[reportCallIssue]
+
+
 def test_an_observer_that_reads_what_is_gone_is_told_where_it_is():
     def norms(event, state):
         if event is Event.BATCH_END:

@@ -10,6 +10,7 @@ from torch import Tensor
 from purecompose._support.checks import check_flag, check_whole, shown
 from purecompose._support.device import arithmetic
 from purecompose._support.functorch import is_transforming
+from purecompose._support.keywords import suggests_keywords
 from purecompose.core.compose import Prepared, Step
 from purecompose.core.context import Context
 from purecompose.core.state import NO_TEMPORARY, State
@@ -27,6 +28,7 @@ from purecompose.transforms.signature import Signature, spec_of
 __all__ = ["CompiledStep", "compile"]
 
 
+@suggests_keywords(microbatches="compose(..., microbatches=4)")
 def compile(  # noqa: A001
     step: Step,
     *,
