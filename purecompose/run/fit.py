@@ -4,6 +4,8 @@ Nothing happens here that the fifteen-line loop could not do: it reads batches, 
 outside the step.
 """
 
+from __future__ import annotations
+
 import inspect
 import math
 from collections import Counter, deque
