@@ -263,7 +263,7 @@ def _add_plot_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--x",
         default="batch",
-        choices=("batch", "epoch", "time/seconds"),
+        choices=("batch", "epoch", "time/sample", "time/token", "time/seconds"),
         help="quantity on the horizontal axis (batch)",
     )
 
@@ -342,7 +342,7 @@ def _list_algorithms(options: argparse.Namespace) -> None:
         module = sys.modules[factory.__module__]
         for text in (inspect.getdoc(factory), inspect.getdoc(module)):
             print(f"\n{re.sub(r' +# doctest: .*', '', text or '')}")
-        print(f"\nThe card is docs/algorithms/{options.name}.md.")
+        print(f"\nMore, with an example: docs/algorithms/{options.name}.md in the repository.")
         return
     width = max(map(len, FACTORIES))
     for group, factories in GROUPS.items():

@@ -99,13 +99,18 @@ SETTINGS = {
             "cross_entropy",
         ),
         Setting(
-            "optimizer", str, "CALL", "sgd, adam, adamw, lion, ...: sgd(lr=0.1, momentum=0.9) (depends on the data)"
+            "optimizer",
+            str,
+            "CALL",
+            "sgd, adam, adamw, decoupled_sgdw, decoupled_adamw, rmsprop, adafactor or lion: sgd(lr=0.1, momentum=0.9) "
+            "(depends on the data)",
         ),
         Setting(
             "schedule",
             str,
             "CALL",
-            "of the learning rate: cosine, linear, step, ...: cosine(warmup=0.1dur) (depends on the data)",
+            "of the learning rate: constant, linear, cosine, cosine_warm_restarts, polynomial, exponential, step or "
+            "multi_step: cosine(warmup=0.1dur) (depends on the data)",
         ),
         Setting(
             "duration", str, "TIME", "length of the run: 20ep, 500ba, 10000sp, or for text 1e6tok (depends on the data)"
@@ -149,7 +154,7 @@ def add_allow_imports(command: argparse.ArgumentParser) -> None:
 def add_settings(command: argparse.ArgumentParser) -> None:
     """Add options for all settings, and for other sources of settings."""
     add_allow_imports(command)
-    group = command.add_argument_group("settings of the run")
+    group = command.add_argument_group("settings of the run (defaults in brackets)")
     for setting in SETTINGS.values():
         if setting.kind is bool:
             group.add_argument(setting.option, action="store_const", const=True, help=setting.help)

@@ -2,6 +2,7 @@
 
 import argparse
 import pathlib
+import re
 import shlex
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from purecompose import algorithms
 from purecompose.algorithms.recipes import recipe
-from purecompose.cli.settings import UsageError, add_settings, chosen, command_of, with_arguments
+from purecompose.cli.settings import SETTINGS, UsageError, add_settings, chosen, command_of, with_arguments
 from purecompose.cli.setup import OPTIMIZERS, SCHEDULES
 
 
@@ -20,6 +21,11 @@ def options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_settings(parser)
     return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize("name", ["optimizer", "schedule"])
+def test_help_names_all_that_a_setting_may_be(name: str) -> None:
+    assert FACTORIES[name].keys() <= set(re.findall(r"\w+", SETTINGS[name].help))
 
 
 def test_the_command_line_wins_over_the_file_and_set_over_both(tmp_path: pathlib.Path) -> None:
