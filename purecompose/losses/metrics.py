@@ -69,6 +69,11 @@ class ComputeFn(Protocol):
 class Metric(NamedTuple):
     """Three pure functions; the accumulator is any pytree of tensors.
 
+    Args:
+        init: `init(device) -> accumulator`, without any examples.
+        update: `update(accumulator, outputs, targets) -> accumulator`, with one more batch.
+        compute: `compute(accumulator) -> value`, 0-d; NaN without examples.
+
     Example:
         >>> acc = accuracy.init()
         >>> acc = accuracy.update(acc, torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1]))
