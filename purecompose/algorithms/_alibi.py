@@ -51,13 +51,13 @@ def alibi_rules() -> surgery.Rules:
         is_own = kind.forward is not SelfAttention.forward or kind.bias is not SelfAttention.bias
         if is_own or parts != {"qkv", "out"}:
             raise ValueError(
-                f"{where}, got a {kind.__name__}, whose forward, bias or parameters are its own; add "
+                f"{where}, got a {kind.__name__}, which overrides forward or bias, or has other parameters; add "
                 f"{kind.__name__}: None to the rules to leave it as it is, or give another rule for SelfAttention"
             )
         if has_hooks(module):
             raise ValueError(
-                f"{where}, got one with hooks or with a forward put on the instance, which would be lost; take them "
-                "off, or give another rule for SelfAttention"
+                f"{where}, got one with hooks or with a forward set on the instance, which would be lost; remove "
+                "them, or give another rule for SelfAttention"
             )
         return AlibiAttention(module)
 

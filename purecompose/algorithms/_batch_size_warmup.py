@@ -124,7 +124,7 @@ def batch_size_warmup(
     def apply(event: Event, state: State) -> State:
         del event
         elapsed, num = state.timestamp.elapsed(), state.num_examples
-        assert elapsed is not None, "the predicate has asked for a duration"
+        assert elapsed is not None, "the predicate requires a duration"
         kept = warmup_batch_size(elapsed, num, **ramp)
         if kept < num:
             # take() copies, unlike a slice: tensors of one shape share one variant, whatever their original size.

@@ -239,8 +239,8 @@ def _selected(images: Tensor, kept: Tensor | None, dim: int) -> Tensor:
 def _check_size(target: Tensor, shape: torch.Size, num_sets: int | None) -> None:
     if target.ndim < 2 or target.shape[-2:] != shape[-2:]:
         raise ValueError(
-            f"colout: expected a target of the images' height and width, which are of shape {tuple(shape)}, got shape "
-            f"{tuple(target.shape)}; resize_target='auto' leaves such targets alone"
+            f"colout: expected a target with the height and width of the images, whose shape is {tuple(shape)}, got "
+            f"shape {tuple(target.shape)}; resize_target='auto' leaves such targets unchanged"
         )
     if num_sets is not None and (target.ndim == 2 or target.shape[0] != num_sets):
         raise ValueError(

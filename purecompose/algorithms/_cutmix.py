@@ -234,7 +234,7 @@ def cutmix(
 
 
 def _rng(key: Tensor | random.Rng | None) -> random.Rng:
-    return needed_rng(key, "cutmix_batch", "where bbox or indices are left out")
+    return needed_rng(key, "cutmix_batch", "when bbox or indices are left out")
 
 
 def _checked_boxes(bbox: Sequence[int] | Tensor, images: Tensor) -> Tensor:
@@ -262,8 +262,8 @@ def _between(bounds: Tensor, size: int) -> Tensor:
 def _pasted_maps(mixture: Mixture, partners: Tensor, inside: Tensor, interpolate_loss: bool) -> Mixture:
     if interpolate_loss:
         raise ValueError(
-            f"cutmix: interpolate_loss=True, with targets of shape {tuple(mixture.targets[0].shape)}, maps of the "
-            "images' size: they are pasted, each pixel has one target, and there are no two losses to mix; leave "
-            "interpolate_loss out"
+            f"cutmix: interpolate_loss=True: expected one target per image, got shape "
+            f"{tuple(mixture.targets[0].shape)}, one target per pixel: these are pasted like the images, so there are "
+            "no two losses to mix; leave interpolate_loss out"
         )
     return mixture.pasted(partners, inside)

@@ -82,7 +82,7 @@ def cutout_batch(
     if centers is None:
         if num_holes == 0:
             return images
-        rng = needed_rng(key, "cutout_batch", "where centers are left out")
+        rng = needed_rng(key, "cutout_batch", "when centers are left out")
         centers = _drawn(rng, (num_sets, num_holes), half, (height, width), uniform_sampling)
     is_hole = _holes(centers.to(images.device, torch.int64), half, height, width)
     return _filled(images, is_hole if images.ndim == 4 else is_hole.squeeze(0), fill)
@@ -232,7 +232,7 @@ def _check_fill_fits(fill: Fill, images: Tensor) -> None:
     low, high = (0, 1) if images.dtype == torch.bool else (torch.iinfo(images.dtype).min, torch.iinfo(images.dtype).max)
     if not all(low <= value <= high and value == int(value) for value in values):
         raise ValueError(
-            f"cutout_batch: fill: expected whole numbers from {low} to {high}, as {images.dtype} has them, got "
+            f"cutout_batch: fill: expected whole numbers from {low} to {high}, the range of {images.dtype}, got "
             f"{shown(fill)}"
         )
 

@@ -95,7 +95,7 @@ def decoupled_weight_decay(
 def _warn_of_settings(rule: DecayRule, leaf: Any) -> None:
     settings = settings_of(leaf)
     if any(one.get("weight_decay") for one in (settings, *[dict(own) for _, own in getattr(leaf, "groups", ())])):
-        warn(f"{rule.name}: {leaf!r} has a weight decay of its own, and both act; give it weight_decay=0.0")
+        warn(f"{rule.name}: {leaf!r} also has a weight decay, and both are applied; set its weight_decay=0.0")
     rate = settings.get("lr")
     if rate is not None:
         warn_if_strong(rule.name, "adamw", rule.weight_decay, rate)

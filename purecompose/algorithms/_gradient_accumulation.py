@@ -200,6 +200,6 @@ def _check_known(name: str, own: AccumulatedGradients, grads: dict[str, Tensor])
     unknown = [key for key in grads if key not in own.sums]
     if unknown:
         raise RuntimeError(
-            f"{name}: expected gradients of what was trainable at INIT, got one of {unknown[0]}, which has no sum: "
-            "thaw parameters before step.init"
+            f"{name}: expected gradients of the parameters that were trainable at INIT, got one of {unknown[0]}, which "
+            "has no sum: thaw parameters before step.init"
         )

@@ -173,8 +173,8 @@ def gyro_dropout(
             state = state.replace(model=state.model.with_modules({path: layer(path, place) for path in found}))
         elif not any(isinstance(module, GyroDropout) for module in state.model.module.modules()):
             advice = (
-                "Calls of F.dropout, the dropout inside attention and nn.Dropout1d to 3d are not replaced: let the "
-                "network hold nn.Dropout modules, or leave the method out"
+                "Calls of F.dropout, the dropout inside attention and nn.Dropout1d to 3d are not replaced: use "
+                "nn.Dropout modules in the network, or leave the method out"
             )
             warn_of_nothing(name, "torch.nn.Dropout modules", state.model.module, advice)
             return state
@@ -237,8 +237,8 @@ def _period_length(name: str, state: State, sigma: int, tau: int) -> int:
     run = state.timestamp.run
     if run.total_batches is None:
         raise ValueError(
-            f"{name}: expected a run whose length in batches is known, which decides how long a choice of masks stays, "
-            f"got duration={run.duration}, batches_per_epoch={run.batches_per_epoch}; give State.create a duration in "
+            f"{name}: expected a run whose length in batches is known, since it decides how long masks are kept, got "
+            f" duration={run.duration}, batches_per_epoch={run.batches_per_epoch}; give State.create a duration in "
             "batches ('500ba'), or one in epochs and batches_per_epoch=len(batches)"
         )
     return gyro_dropout_period(run.total_batches, sigma, tau)

@@ -131,7 +131,7 @@ def _dense(logits: Tensor, targets: Tensor, ignore_index: int | None) -> Tensor:
         return one_hot(targets, logits, ignore_index=ignore_index)
     if logits.ndim < 2 or logits.shape[1] < 2:
         raise ValueError(
-            f"label smoothing spreads targets over the classes in dim 1, at least two, got logits of shape "
+            f"label smoothing spreads targets over the classes in dim 1: expected at least two, got logits of shape "
             f"{tuple(logits.shape)}; for one logit per example smooth its targets towards 1/2 yourself"
         )
     wide = wide_dtype(logits)

@@ -177,7 +177,7 @@ def layer_freezing(
     def apply(event: Event, state: State) -> State:
         del event
         elapsed = state.timestamp.elapsed()
-        assert elapsed is not None, "the predicate has asked for a duration"
+        assert elapsed is not None, "the predicate requires a duration"
         share, context = frozen_share(elapsed, **schedule), state.context
         layers = _first(_layers_of(context.model, context.frozen), share)
         state = reported(state, name, {"layers_frozen": len(layers), "percentage_frozen": share})

@@ -72,7 +72,7 @@ def lookahead(alpha: Scalar = 0.5, every: int = 5, *, name: str = "lookahead") -
         Michael R. Zhang, James Lucas, Geoffrey Hinton, Jimmy Ba: Lookahead Optimizer: k Steps Forward, 1 Step Back.
         NeurIPS 2019. https://arxiv.org/abs/1907.08610
     """
-    check_scalar(alpha, "lookahead: alpha", 0, 1, hint="it is the share of the way that stays")
+    check_scalar(alpha, "lookahead: alpha", 0, 1, hint="it is the share of the way that is kept")
     every = check_whole(every, "lookahead: every", 1, hint="it counts steps")
 
     def apply(event: Event, state: State) -> State:

@@ -150,7 +150,7 @@ def _draw_mixing(key: Tensor | random.Rng | None, alpha: float | Tensor, num: in
 
 
 def _rng(key: Tensor | random.Rng | None) -> random.Rng:
-    return needed_rng(key, "mixup_batch", "where mixing or indices are left out")
+    return needed_rng(key, "mixup_batch", "when mixing or indices are left out")
 
 
 def _mix(inputs: Tensor, partners: Tensor, mixing: float | Tensor) -> Tensor:
@@ -168,8 +168,8 @@ def _check_inputs(inputs: Any) -> None:
     if not isinstance(inputs, Tensor) or not inputs.ndim:
         came = "a 0-d tensor" if isinstance(inputs, Tensor) else type(inputs).__name__
         raise TypeError(
-            f"mixup mixes one tensor (N, ...) of inputs, got {came}; name it inside the batch by input_field, "
-            "an index, a key or an accessor, and for tokens mix their embeddings inside the model"
+            f"mixup mixes one tensor (N, ...) of inputs, got {came}; select it with input_field (an index, a key or "
+            "an accessor); for tokens mix their embeddings inside the model"
         )
 
 
@@ -177,7 +177,7 @@ def _check_no_ids(name: str, inputs: Any) -> None:
     """Reject dtypes of token ids. Images are bytes or floats; `mixup_batch` accepts any integers."""
     if isinstance(inputs, Tensor) and inputs.dtype in (torch.int32, torch.int64):
         raise TypeError(
-            f"{name}: the inputs are {tree.describe(inputs)}, as token ids are, and there is no id between two others: "
-            "mix their embeddings inside the model (mixup_batch does it). Where they are numbers and no ids, let the "
-            "batches hold them as floats, inputs.float()"
+            f"{name}: the inputs are {tree.describe(inputs)}, as token ids are, which cannot be mixed: mix their "
+            "embeddings inside the model with mixup_batch. If they are numbers and not ids, convert them to floats, "
+            "inputs.float()"
         )

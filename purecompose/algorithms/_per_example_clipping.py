@@ -159,8 +159,8 @@ def _checked(max_norm: Scalar, noise_multiplier: Scalar) -> bool:
     if isinstance(max_norm, float) and max_norm == math.inf:
         if not isinstance(noise_multiplier, (int, float)) or noise_multiplier > 0:
             raise ValueError(
-                f"{where}: expected a finite number for noise in units of it (noise_multiplier={noise_multiplier!r}), "
-                "got inf; give it a bound"
+                f"{where}: expected a finite number, the unit of the noise (noise_multiplier={noise_multiplier!r}), "
+                "got inf; give a bound"
             )
         return True
     check_scalar(max_norm, where, 0, hint=hint)
@@ -216,8 +216,8 @@ def _mapped(name: str, state: State, share: range, chunk_size: int) -> Iterator[
     except Exception as error:
         error.add_note(
             f"{name} takes the gradients of single examples by torch.func.vmap, which runs network, loss and the "
-            "algorithms around them once for all: they must not read values (.item(), an `if` on a tensor) nor write "
-            "into tensors that all examples share. chunk_size=1 does without it, and takes one after the other"
+            "algorithms around them once for all examples: they must not read values (.item(), an `if` on a tensor) "
+            "or write into tensors that all examples share. chunk_size=1 takes examples one by one, without vmap"
         )
         raise
 
@@ -244,8 +244,8 @@ def _check_layers(name: str, network: nn.Module) -> None:
         named = f"{', '.join(shown[:5])}{', ...' if len(shown) > 5 else ''}"
         raise ValueError(
             f"{name}: expected a network that treats each example separately, got layers that use statistics of the "
-            f"whole batch: {named}. Put nn.GroupNorm or nn.LayerNorm in their place (surgery.operate does that for "
-            "all), or call .eval() on them before State.create, so that they use the statistics they have"
+            f"whole batch: {named}. Replace them by nn.GroupNorm or nn.LayerNorm (surgery.operate replaces them all), "
+            "or call .eval() on them before State.create, so that they use their running statistics"
         )
 
 

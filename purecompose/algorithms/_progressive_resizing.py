@@ -113,7 +113,7 @@ def resize_batch(
         check_whole(size_increment, "resize_batch: size_increment", 1)
     check_images("resize_batch", inputs)
     if inputs.is_complex():
-        raise TypeError(f"resize_batch: expected real images, got {inputs.dtype}; resize their parts")
+        raise TypeError(f"resize_batch: expected real images, got {inputs.dtype}; resize real and imaginary parts")
     old = (inputs.shape[-2], inputs.shape[-1])
     new = tuple(_new_side(side, scale_factor, size_increment) for side in old)
     if resize_targets is True:
@@ -219,7 +219,7 @@ def progressive_resizing(
 
         def resized(rng: random.Rng, images: Tensor, targets: Any) -> tuple[Tensor, Any]:
             elapsed = state.timestamp.elapsed()
-            assert elapsed is not None, "the predicate has asked for a duration"
+            assert elapsed is not None, "the predicate requires a duration"
             scale = max(progressive_scale(elapsed, **schedule), _LEAST_SCALE)
             images, targets = resize_batch(rng, images, targets, scale, mode=mode, **sizes)
             facts.update(height=images.shape[-2], width=images.shape[-1], scale_factor=scale)
@@ -255,7 +255,7 @@ def _check_schedule(where: str, initial_scale: float, finetune_fraction: float, 
     if snapped(delay_fraction + finetune_fraction) > 1:
         raise ValueError(
             f"{where}: expected delay_fraction + finetune_fraction <= 1, got {delay_fraction} + {finetune_fraction}; "
-            "what is left of the run is the time in which images grow"
+            "images grow during the rest of the run"
         )
 
 
@@ -278,7 +278,7 @@ def _check_masks(targets: Any) -> None:
         if not isinstance(mask, Tensor):
             raise TypeError(
                 "resize_targets=True: expected masks, a tensor (N, H, W) or (N, C, H, W), got "
-                f"{type(mask).__name__}; name them inside the batch by target_field="
+                f"{type(mask).__name__}; select them with target_field="
             )
         if mask.ndim < 3:
             raise ValueError(
@@ -289,7 +289,7 @@ def _check_masks(targets: Any) -> None:
 
 def _drawn_corner(key: Tensor | random.Rng | None, old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return the window's first row and column, 0-d int64."""
-    rng = needed_rng(key, "resize_batch", "for mode='crop', which draws the window's place")
+    rng = needed_rng(key, "resize_batch", "for mode='crop', which draws the window's position")
     top, left = (
         random.randint(rng.named(role), (), 0, full - small + 1)
         for role, full, small in zip(("top", "left"), old, new, strict=True)

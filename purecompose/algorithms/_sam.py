@@ -95,7 +95,7 @@ def sam(
         Pierre Foret, Ariel Kleiner, Hossein Mobahi, Behnam Neyshabur: Sharpness-Aware Minimization for Efficiently
         Improving Generalization. ICLR 2021. https://arxiv.org/abs/2010.01412
     """
-    check_scalar(rho, "sam: rho", 0, hint="it is how far the second gradient's point is")
+    check_scalar(rho, "sam: rho", 0, hint="it is the distance to the second gradient's point")
     epsilon = check_number(epsilon, "sam: epsilon", _LEAST_EPSILON, hint="1e-12 is common")
     every = check_whole(every, "sam: every", 1, hint="it counts steps")
     check_flag(per_rank, "sam: per_rank")

@@ -77,8 +77,8 @@ def scale_schedule(state: State, ratio: float, *, scale_warmup: bool = False) ->
     run, optimizer = state.timestamp.run, scaled(state.optimizer, ratio, scale_warmup=scale_warmup)
     if run.duration is None and optimizer is state.optimizer:
         raise ValueError(
-            f"scale_schedule: ratio={ratio:g} has no effect: the state has no duration, and its optimizer no schedule "
-            "with absolute times; give State.create(..., duration='20ep')"
+            f"scale_schedule: ratio={ratio:g} has no effect: the state has no duration, and its optimizer has no "
+            "schedule with absolute times; give State.create(..., duration='20ep')"
         )
     duration = None if run.duration is None else _scaled_duration(run.duration, ratio, optimizer)
     length = RunLength(duration, run.batches_per_epoch, run.iteration_length)
@@ -90,13 +90,13 @@ def scale_schedule(state: State, ratio: float, *, scale_warmup: bool = False) ->
 def _check_at_start(state: State) -> None:
     if state.timestamp.batch > 0:
         raise ValueError(
-            f"scale_schedule: the run stands at batch {state.timestamp.batch}: expected a state at its start; a run "
-            "that is taken up continues with the length and the schedules that it began with"
+            f"scale_schedule: expected a state at the start of its run, got one at batch {state.timestamp.batch}; a "
+            "resumed run continues with the length and the schedules that it began with"
         )
     if state.context.initialised:
         raise ValueError(
             f"scale_schedule: INIT is over for {', '.join(state.context.initialised)}, which may have read the run's "
-            "length: stretch the state as State.create makes it, before step.init(state)"
+            "length: scale the state returned by State.create, before step.init(state)"
         )
 
 
@@ -113,6 +113,6 @@ def _scaled_duration(duration: Time, ratio: float, optimizer: object) -> Time:
     if shorter.value != exact and any(time and time.unit is not TimeUnit.DURATION for time in times):
         warn(
             f"scale_schedule: {ratio:g} * {duration} is {exact:g}{duration.unit.value}, and the run ends after "
-            f"{shorter}: at its end, schedules in absolute times are not where they would be after all of it"
+            f"{shorter}: schedules in absolute times are cut off there"
         )
     return shorter

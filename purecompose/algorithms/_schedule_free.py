@@ -186,7 +186,7 @@ def _warn_of_momentum(name: str, optimizer: Any) -> None:
         given = [settings_of(leaf), *[dict(options) for _, options in getattr(leaf, "groups", ())]]
         if any(settings.get("momentum") or (settings.get("betas") or (0,))[0] for settings in given):
             warn(
-                f"{name}: beta plays the part of momentum, and {optimizer!r} has some of its own: it comes on top. "
-                "Commonly it has none: sgd(lr), or adamw(lr, betas=(0.0, 0.999))"
+                f"{name}: beta takes the place of momentum, but {optimizer!r} also has momentum, and both act; "
+                "use an optimizer without it: sgd(lr), or adamw(lr, betas=(0.0, 0.999))"
             )
             return

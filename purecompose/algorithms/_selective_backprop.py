@@ -221,8 +221,8 @@ def selective_backprop(
         num = batches.num_examples(state.batch, fields.get("input_field", state.context.input_field))
         if len(ranking_losses) != num:
             raise ValueError(
-                f"{name}: expected one loss for each of the batch's {num} examples, got {len(ranking_losses)}; name "
-                "a member with one row for each by input_field="
+                f"{name}: expected one loss for each of the batch's {num} examples, got {len(ranking_losses)}; select "
+                "a member with one row for each, input_field="
             )
         chosen = choose_by_loss(state.rng(name), ranking_losses, keep=keep)
         return state.replace(batch=batches.take(state.batch, chosen, num))
@@ -308,7 +308,7 @@ def _check_images(inputs: Any, scale_factor: float) -> None:
         came = f"shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else f"a {type(inputs).__name__}"
         raise ValueError(
             f"scale_factor={scale_factor} shrinks images, tensors (N, C, ...) with 3, 4 or 5 dims, but the "
-            f"input is {came}; use scale_factor=1, or name the images by input_field="
+            f"input is {came}; use scale_factor=1, or select the images with input_field="
         )
 
 

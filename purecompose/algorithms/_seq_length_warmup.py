@@ -215,14 +215,14 @@ def _check_ways(where: str, truncate: bool, preserve_end_of_sequence: bool) -> N
     check_flag(preserve_end_of_sequence, f"{where}: preserve_end_of_sequence")
     if preserve_end_of_sequence and not truncate:
         raise ValueError(
-            f"{where}: preserve_end_of_sequence=True is for sequences that are cut off; truncate=False keeps all "
-            "tokens, so that no end is lost: leave one of the two out"
+            f"{where}: preserve_end_of_sequence=True is for truncated sequences, but truncate=False keeps all "
+            "tokens, so no end is lost: leave one of the two out"
         )
 
 
 def _elapsed(state: State) -> float:
     elapsed = state.timestamp.elapsed()
-    assert elapsed is not None, "a run without a duration has been refused"
+    assert elapsed is not None, "a run without a duration has been rejected"
     return elapsed
 
 
@@ -256,7 +256,7 @@ def _checked(tensor: Any, where: str) -> Tensor:
     came = tree.describe(tensor) if is_tensor else "no tensor with two dims or more"
     raise TypeError(
         f"{where}: expected sequences, token ids as integers (N, L) or embeddings as floats (N, L, D), got {came}; "
-        "name them inside the batch by State.create(input_field=...), or call them input_ids in a mapping"
+        "select them with State.create(input_field=...), or call them input_ids in a mapping"
     )
 
 
@@ -318,8 +318,8 @@ def _in_rows(batch: Any, num: int, current: int, length: int) -> Any:
     """Return the batch with all tokens concatenated and cut into rows of the new length."""
     for rows in _rows_of_others(batch, num):
         raise ValueError(
-            f"truncate=False: the batch holds a {type(rows).__name__} with a member for each of {num} examples, and "
-            "examples are cut into other ones; leave it out of the batch, or use truncate=True"
+            f"truncate=False: the batch holds a {type(rows).__name__} with a member for each of {num} examples, but "
+            "examples are split into new rows; leave it out of the batch, or use truncate=True"
         )
 
     def written(tensor: Tensor) -> Tensor:

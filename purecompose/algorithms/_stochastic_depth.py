@@ -216,9 +216,9 @@ def _check_blocks(module: nn.Module, name: str, stochastic_method: str) -> None:
     if _blocks(module) or any(isinstance(child, (StochasticDepth, DropPath)) for child in module.modules()):
         return
     advice = (
-        "A block is known by its children: branch and shortcut (and relu), those of torchvision's BasicBlock or "
-        "Bottleneck, or norm1, attention, norm2 and feed_forward (and dropout); or by a drop_path, as in timm. Let the "
-        "network's have these names, or leave the method out; a library may have a setting of its own, such as "
+        "A block is recognized by its children: branch and shortcut (and relu), those of torchvision's BasicBlock or "
+        "Bottleneck, or norm1, attention, norm2 and feed_forward (and dropout); or by a drop_path, as in timm. Use "
+        "these names in the network, or leave the method out; a library may have its own setting for it, such as "
         "layerdrop in Hugging Face's Wav2Vec2 and BART"
     )
     warn_of_nothing(name, "residual blocks", module, advice)
@@ -230,8 +230,8 @@ def _check_no_others(module: nn.Module, name: str, stochastic_method: str) -> No
         if isinstance(child, (StochasticDepth, DropPath)) and child.method != stochastic_method:
             raise ValueError(
                 f"{name}: expected blocks with method {stochastic_method!r}, got {child.method!r} in "
-                f"{place or 'the network'!r}, from an earlier stochastic depth; use one of them, or begin with the "
-                "network as it was"
+                f"{place or 'the network'!r}, from an earlier stochastic depth; use the same method, or start from "
+                "the original network"
             )
 
 

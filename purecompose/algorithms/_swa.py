@@ -192,8 +192,8 @@ def _takes_none(run: RunLength, start: Time, end: Time, taking: Turns, *, is_who
     facts = [] if last is None or is_whole else [f"end={end} is batch {last:g}"]
     facts += [] if total == math.inf else [f"the run has {total:g}"]
     return (
-        f"takes no weights in this run: from start={start} on the first batch for every="
-        f"{taking.interval} is {first}, but {' and '.join(facts)}. Set one of fewer batches, such as '1ba', or "
+        f"averages no weights in this run: from start={start} on, the first batch to average with every="
+        f"{taking.interval} is {first}, but {' and '.join(facts)}. Set every to fewer batches, such as '1ba', or "
         "start and end further apart"
     )
 
@@ -224,8 +224,8 @@ def _with_rate(optimizer: Any, annealed: "_Annealed", name: str) -> Any:
     def new_rate(rate: Scalar) -> Scalar:
         if collect(rate, Hparam):
             raise ValueError(
-                f"{name}: swa_lr={annealed.last} takes the place of the learning rate, which is {rate!r}: leave the "
-                "hparam out of the rate, or leave swa_lr out"
+                f"{name}: swa_lr={annealed.last} replaces the learning rate, which is {rate!r}: leave the hparam out "
+                "of the rate, or leave swa_lr out"
             )
         return rate if annealed.is_in(rate) else annealed.put_into(rate, name)  # unchanged if INIT runs again
 

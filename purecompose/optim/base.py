@@ -265,7 +265,7 @@ def _missing(cell: Cell, opt_state: Mapping[str, Mapping[str, Tensor]], params: 
     where = cell.rule.called
     for name in cell.names:
         if name not in params:
-            return f"{where}: a gradient came for {name!r}, which is not among the {len(params)} parameters"
+            return f"{where}: got a gradient for {name!r}, which is not among the {len(params)} parameters"
         for slot in cell.slots:
             if name not in opt_state.get(slot, {}):
                 return (

@@ -104,8 +104,8 @@ class ByPattern:
             match_or_raise(pattern, params, where)
             if i not in parts:
                 raise ValueError(
-                    f"{where}: {optimizer!r} gets no parameter: what the pattern matches is taken by patterns before "
-                    "it, or has a form that this optimizer does not move"
+                    f"{where}: {optimizer!r} gets no parameter: those of the pattern also match earlier patterns, "
+                    "or have a form that this optimizer does not move"
                 )
         found: dict[str, dict[str, Tensor]] = {}
         for i, names in parts.items():
@@ -172,5 +172,5 @@ def _check_form(opt_state: Any, names: list[str], optimizer: Any) -> None:
     ):
         raise TypeError(
             f"by_pattern: expected a state of the form {{slot: {{parameter name: tensor}}}} from {optimizer!r}; "
-            "states of another form cannot be held in one"
+            "states of another form cannot be combined"
         )

@@ -106,7 +106,7 @@ def checked_scalar(scalar: Scalar, where: str, *, below: float = math.inf) -> Sc
     if isinstance(scalar, Tensor):
         raise TypeError(
             f"{where}: expected a number, got a tensor of shape {tuple(scalar.shape)}; an optimizer holds "
-            "no tensors: name the scalar with hparam('lr', 0.1), and its tensor lives in state.hparams"
+            "no tensors: use hparam('lr', 0.1), whose tensor is kept in state.hparams"
         )
     if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real | Hparam | Product | Schedule):
         raise TypeError(f"{where}: expected a number, an hparam, a schedule or a product of them, got {shown(scalar)}")

@@ -77,5 +77,5 @@ def warn_if_strong(name: str, coupled: str, weight_decay: Scalar, lr: Scalar) ->
         warn(
             f"{name}: weight_decay={decay:g} takes {100 * decay:g} % off every weight in every step, as "
             f"{coupled}(lr={rate:g}, weight_decay={decay / rate:g}) would: here it is not multiplied by the learning "
-            f"rate. For what weight_decay={decay:g} is to {coupled}, set weight_decay={decay * rate:g}"
+            f"rate. For the effect of weight_decay={decay:g} in {coupled}, set weight_decay={decay * rate:g}"
         )

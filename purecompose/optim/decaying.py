@@ -66,8 +66,8 @@ class Decaying:
     def __post_init__(self) -> None:
         if len(leaves(self.inner)) > 1:
             raise ValueError(
-                f"Decaying: expected one optimizer, whose learning rate the decay follows, got {self.inner!r}: put it "
-                "inside of by_pattern, around each optimizer that is to decay: by_pattern({'*': Decaying(muon(0.02), "
+                f"Decaying: expected one optimizer, whose learning rate the decay follows, got {self.inner!r}: use it "
+                "inside by_pattern, around each optimizer that should decay: by_pattern({'*': Decaying(muon(0.02), "
                 "rules)}, Decaying(adam(1e-3), rules))"
             )
 

@@ -110,8 +110,8 @@ class FromTorch(ByGroup):
             _check_setting(setting, f"{self.called}: {name}")
         if dict(settings).get("differentiable"):
             raise ValueError(
-                f"{self.called}: differentiable=True: its update passes no gradient on, and works on copies; leave it "
-                "out. To differentiate through steps take an optimizer that purecompose.optim has itself, such as adamw"
+                f"{self.called}: differentiable=True is not supported: the update works on copies and passes no "
+                "gradient on. To differentiate through steps use an optimizer of purecompose.optim, such as adamw"
             )
         object.__setattr__(self, "settings", settings)
         self._try_out()
@@ -215,8 +215,8 @@ class FromTorch(ByGroup):
         device = torch.device("cpu") if param.is_meta else param.device
         if device.type == "cpu" and dict(rule.settings).get("capturable"):
             raise ValueError(
-                f"{self.called}: capturable=True keeps counters on a GPU, and the parameter {name!r} is on the CPU: "
-                "leave it out, or have the network on the GPU before State.create"
+                f"{self.called}: capturable=True keeps counters on a GPU, but the parameter {name!r} is on the CPU: "
+                "leave it out, or move the network to the GPU before State.create"
             )
         try:
             memory = memory_of(self.optimizer, rule.settings, param.shape, param.dtype, device)
@@ -235,7 +235,7 @@ class FromTorch(ByGroup):
         for name in grads:
             if name not in params:
                 raise KeyError(
-                    f"{self.called}: a gradient came for {name!r}, which is not among the {len(params)} parameters"
+                    f"{self.called}: got a gradient for {name!r}, which is not among the {len(params)} parameters"
                 )
 
     def _untraced(self, value: Value) -> Value:
@@ -251,7 +251,7 @@ class FromTorch(ByGroup):
 
     def _check_untraced(self, tensors: Sequence[Tensor]) -> None:
         """Raise if the update is transformed, traced or differentiated; its result would be missing or wrong there."""
-        own = "take an optimizer that purecompose.optim has itself, such as adamw"
+        own = "use an optimizer of purecompose.optim, such as adamw"
         if is_transforming():
             raise RuntimeError(
                 f"{self.called}: its update cannot run under vmap (as in a population), grad or another transform of "
@@ -259,12 +259,12 @@ class FromTorch(ByGroup):
             )
         if torch.compiler.is_compiling() or get_proxy_mode() is not None or any(map(is_fake, tensors)):
             raise RuntimeError(
-                f"{self.called}: its update cannot be traced (what comes is a FakeTensor or a proxy, which has no "
-                f"numbers). Leave the step uncompiled, or {own}"
+                f"{self.called}: its update cannot be traced (it got a FakeTensor or a proxy, which has no values). "
+                f"Leave the step uncompiled, or {own}"
             )
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise RuntimeError(
-                f"{self.called}: its update passes no gradient on, and a parameter, gradient, slot or setting requires "
+                f"{self.called}: its update passes no gradient on, but a parameter, gradient, slot or setting requires "
                 f"one. Call it within torch.no_grad() if none is wanted, or {own}"
             )
 
@@ -287,22 +287,23 @@ def _check_class(optimizer: Any) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise TypeError(
-            f"from_torch({_name(optimizer)}): it evaluates the loss several times in a step, by a closure; here "
-            "gradients are taken once, before the update"
+            f"from_torch({_name(optimizer)}): it evaluates the loss several times in a step, by a closure, but "
+            "here gradients are computed once, before the update"
         )
     if issubclass(optimizer, torch.optim.SparseAdam):
         raise TypeError(
-            f"from_torch({_name(optimizer)}): it takes sparse gradients; here they are dense: adam moves embeddings too"
+            f"from_torch({_name(optimizer)}): it takes sparse gradients, but here they are dense; use adam, which "
+            "also moves embeddings"
         )
 
 
 def _check_setting(setting: Any, where: str) -> None:
     if isinstance(setting, Tensor):
         raise TypeError(
-            f"{where}: expected a number, got {shown(setting)}; an optimizer holds no tensors: name the scalar with "
-            "hparam('lr', 0.1), and its tensor lives in state.hparams"
+            f"{where}: expected a number, got {shown(setting)}; an optimizer holds no tensors: use hparam('lr', 0.1), "
+            "whose tensor is kept in state.hparams"
         )
     try:
         hash(setting)
     except TypeError:
-        raise TypeError(f"{where}: expected a setting that hashes, got {shown(setting)}") from None
+        raise TypeError(f"{where}: expected a hashable setting, got {shown(setting)}") from None

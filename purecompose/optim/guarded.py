@@ -69,8 +69,8 @@ def check_guarded(optimizer: Any, where: str) -> None:
     """Raise a `RuntimeError` if an optimizer has lost the guard that a method put around it."""
     if not isinstance(optimizer, Guarded):
         raise RuntimeError(
-            f"{where}: expected the optimizer that INIT has put in place, which skips steps that are not finite, got "
-            f"{optimizer!r}: replace it before step.init, or by optim.guarded.Guarded(...) around the new one"
+            f"{where}: expected the optimizer that INIT has wrapped, which skips steps that are not finite, got "
+            f"{optimizer!r}: replace it before step.init, or wrap the new one in optim.guarded.Guarded(...)"
         )
 
 

@@ -179,8 +179,8 @@ class Muon(ByGroup):
         for name, param in params.items():
             if not self.can_move(param):
                 raise ValueError(
-                    f"muon: expected real matrices, got {name!r} of shape {tuple(param.shape)} and {param.dtype}; give "
-                    "what it cannot move to another optimizer: optim.by_pattern({'*': optim.muon(0.02)}, "
+                    f"muon: expected real matrices, got {name!r} of shape {tuple(param.shape)} and {param.dtype}; use "
+                    "another optimizer for other parameters: optim.by_pattern({'*': optim.muon(0.02)}, "
                     "optim.adamw(3e-4))"
                 )
         return super().init(params)

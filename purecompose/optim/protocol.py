@@ -21,7 +21,7 @@ def check_optimizer(optimizer: Any, where: str) -> None:
     has_both = all(callable(getattr(optimizer, name, None)) for name in ("init", "update"))
     if isinstance(optimizer, type) or not has_both:
         raise TypeError(
-            f"{where}: expected an optimizer with init and update, a pure one such as optim.sgd(0.1), got "
+            f"{where}: expected a pure optimizer with init and update, such as optim.sgd(0.1), got "
             f"{shown(optimizer)}; {_hint(optimizer)}"
         )
     _check_takes(optimizer.init, ("params",), f"{where}: {optimizer!r}.init")
@@ -30,7 +30,7 @@ def check_optimizer(optimizer: Any, where: str) -> None:
         hash(optimizer)
     except TypeError as error:
         raise TypeError(
-            f"{where}: {optimizer!r}: expected one that hashes, by which a compiled step is found again ({error}); "
+            f"{where}: {optimizer!r}: expected a hashable one, since compiled steps are looked up by it ({error}); "
             "make its class a frozen dataclass (@dataclasses.dataclass(frozen=True)) with tuples in place of lists"
         ) from None
     for kind in (Schedule, Hparam):
@@ -75,7 +75,7 @@ def _check_takes(method: Callable[..., Any], names: tuple[str, ...], where: str)
 
 def _hint(optimizer: Any) -> str:
     if isinstance(optimizer, torch.optim.Optimizer):
-        return f"torch.optim's objects hold state of their own: from_torch(torch.optim.{type(optimizer).__name__}, ...)"
+        return f"torch.optim's objects hold state: write from_torch(torch.optim.{type(optimizer).__name__}, ...)"
     if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
         return f"write from_torch(torch.optim.{optimizer.__name__}, ...)"
     if callable(optimizer):

@@ -112,7 +112,7 @@ def memory_of(
         check_elsewhere(probe, before, [param])
         kept = dict(probe.state.get(param, {}))
     if STARTED in kept:
-        raise Refused(f"it has a memory called {STARTED!r} itself, which is what tells first updates here")
+        raise Refused(f"its memory uses the name {STARTED!r}, which is reserved here for the flag of first updates")
     slots = tuple(_slot(name, value, device) for name, value in kept.items() if value is not None)
     return Memory(slots, tuple(name for name, value in kept.items() if value is None))
 
@@ -160,7 +160,7 @@ def check_elsewhere(optimizer: torch.optim.Optimizer, before: Mapping[str, Any],
         raise Refused(f"it keeps memory in {changed[0]}; only what is in state[param] can be held")
     own = {id(param) for param in params}
     if any(id(key) not in own for key in optimizer.state):
-        raise Refused("it keeps memory in `state` that is not a parameter's; only what is in state[param] can be held")
+        raise Refused("it keeps memory in `state` outside of state[param]; only what is in state[param] can be held")
 
 
 def put_in(
@@ -205,14 +205,14 @@ def taken_out(state: Mapping[str, Any], memory: Memory, device: torch.device) ->
     now = [name for name, value in state.items() if value is not None]
     if set(now) != {slot.name for slot in memory.slots}:
         first = ", ".join(slot.name for slot in memory.slots) or "nothing"
-        raise Refused(f"it remembers {', '.join(now) or 'nothing'} now, and {first} after its first step")
+        raise Refused(f"it remembers {', '.join(now) or 'nothing'} now, but {first} after its first step")
     slots = {STARTED: torch.ones((), dtype=torch.bool, device=device)} if memory.kept else {}
     for slot in memory.slots:
         value = state[slot.name]
         form = _slot(slot.name, value, device)
         if (form.kind, form.shape, form.dtype) != (slot.kind, slot.shape, slot.dtype):
             raise Refused(
-                f"its memory {slot.name!r} is {shown(value)} now, and was a {slot.kind.__name__} of {slot.dtype} and "
+                f"its memory {slot.name!r} is {shown(value)} now, but was a {slot.kind.__name__} of {slot.dtype} and "
                 f"shape {tuple(slot.shape)} after its first step"
             )
         if slot.kind is Tensor:

@@ -148,8 +148,8 @@ def _warn_of_loss(name: str, pattern: str, names: Iterable[str], kept: Mapping[s
     now = {old: new for new, old in kept.items()}
     went = [f"{one!r} is now {now[one]!r}" if one in now else f"{one!r} is gone" for one in names]
     warn(
-        f"{name}: the optimizer's group {pattern!r} has no parameter any more ({_listed(went)}), and is taken out "
-        "of the optimizer"
+        f"{name}: the optimizer's group {pattern!r} no longer matches a parameter ({_listed(went)}), and is removed "
+        "from the optimizer"
     )
 
 
@@ -161,8 +161,8 @@ def _warn_of_moves(
     if moved:
         patterns = ", ".join(repr(pattern) for pattern, _ in optimizer.groups)
         warn(
-            f"{name}: {_listed(moved)}: the optimizer's groups ({patterns}) see new names, and "
-            "give these parameters other settings than before; write patterns that match both"
+            f"{name}: {_listed(moved)}: with their new names, the optimizer's groups ({patterns}) give these "
+            "parameters other settings than before; write patterns that match both"
         )
 
 

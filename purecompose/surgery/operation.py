@@ -178,7 +178,9 @@ def operate(
     if isinstance(target, nn.Module):
         return _on_module(target, rules, name, 0 if key is None else key)
     if key is not None:
-        raise TypeError("surgery.operate: key is for a module; new parameters of a state are drawn with its own key")
+        raise TypeError(
+            "surgery.operate: key is for a module; new parameters of a state are drawn with the state's key"
+        )
     after = replace(
         target.model,
         rules,

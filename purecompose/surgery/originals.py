@@ -92,12 +92,12 @@ class Originals:
         for name, attribute in self.modules.changes():
             if not any(site in ("", name) or name.startswith(f"{site}.") for site in sites):
                 raise RuntimeError(
-                    f"{self._name}: a rule changed {attribute!r} of {name or 'the network'!r} in place, and did not "
-                    "replace it; return the module, and what was changed takes its place"
+                    f"{self._name}: a rule changed {attribute!r} of {name or 'the network'!r} in place without "
+                    "replacing it; return the changed module as the replacement"
                 )
 
     def _error(self, tensor: str) -> RuntimeError:
-        return RuntimeError(f"{self._name}: a rule wrote into {tensor!r}; give the new module a tensor of its own")
+        return RuntimeError(f"{self._name}: a rule wrote into {tensor!r}; give the new module a separate tensor")
 
 
 def _contents(value: Any) -> tuple[Any, ...]:

@@ -81,7 +81,7 @@ def summary(state: State, batch: Any) -> Summary:
         raise TypeError(
             f"summary(state, batch): expected a State, got {type(state).__name__}; State.create(net, ...) makes one"
         )
-    check_single(state, "summary(state, batch)", "summary(unstack_states(state)[0], batch) is the first one's")
+    check_single(state, "summary(state, batch)", "summary(unstack_states(state)[0], batch) summarizes the first member")
     net, trainable = to_module(state).eval(), set(state.context.trainable)
     outputs: dict[str, str] = {}
     chosen = {name: module for name, module in net.named_modules() if module._parameters or not list(module.children())}

@@ -155,7 +155,7 @@ def warn_of_nothing(name: str, root: nn.Module, rules: Rules) -> None:
     count = sum(isinstance(module, kinds) for module in root.modules())
     found = f"found none in a network of {there}"
     if count:
-        found = f"left all {count} that there are: none is of the sizes, or of the kind, that its settings ask for"
+        found = f"kept all {count}: none has the kind and the sizes that its settings require"
     warn(f"{name} changed nothing: it looked for {wanted} to replace, and {found}")
 
 

@@ -110,7 +110,7 @@ def with_statistics(state: State, data: Iterable[Any], *, weights: str) -> State
     check_single(state, "with_statistics(state, data)", "take the members of unstack_states(state) one by one")
     averages = averages_in(state, weights)
     if not averages.num:
-        raise ValueError(f"with_statistics: {weights} has not averaged any weights yet; train on, to its start")
+        raise ValueError(f"with_statistics: {weights} has not averaged any weights yet; train until its start")
     found = statistics_of(state.model)
     if not found.names:
         return state
@@ -136,7 +136,7 @@ def to_module(state: State, *, weights: str | None = None) -> nn.Module:
     Raises:
         ValueError: The state is a population's, or there are no such averages.
     """
-    check_single(state, "to_module(state)", "to_module(unstack_states(state)[0]) is the first one's")
+    check_single(state, "to_module(state)", "to_module(unstack_states(state)[0]) returns the first member's")
     state = state if weights is None else with_weights(state, weights)
     return models.to_module(state.model, state.params, state.buffers)
 

@@ -80,7 +80,7 @@ def patched(module: nn.Module) -> nn.Module:
 def check_leaves(net: nn.Module, rules: surgery.Rules, num: int) -> None:
     """A surgery finds `num` modules, leaves them all, and says so."""
     state, images = make_state(net), make_images()
-    with pytest.warns(UserWarning, match=f"left all {num} that there are"):
+    with pytest.warns(UserWarning, match=f"kept all {num}: none"):
         after, report = surgery.operate(state, rules, name="method")
     assert after is state and not report.replaced
     assert torch.equal(to_module(after)(images), net(images))

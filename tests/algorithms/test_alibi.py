@@ -134,7 +134,7 @@ class Narrow(SelfAttention):
 
 def test_positions_stay_where_no_attention_is_known() -> None:
     state = state_of(Unknown(nn.Linear(8, 8)))
-    with pytest.raises(ValueError, match=r"positions: expected positions beside attention that it knows.* Linear"):
+    with pytest.raises(ValueError, match=r"positions: expected a supported attention.* Linear"):
         alibi().apply(pc.Event.INIT, state)
     own = {
         **alibi_rules(),
@@ -147,7 +147,7 @@ def test_positions_stay_where_no_attention_is_known() -> None:
 @pytest.mark.parametrize("attention", [Scaled(8, 2), Gated()])
 def test_attention_that_computes_otherwise_is_refused_by_name(attention: SelfAttention) -> None:
     state, kind = state_of(Unknown(attention)), type(attention)
-    with pytest.raises(ValueError, match=f"alibi: attention: expected a SelfAttention, got a {kind.__name__}, whose"):
+    with pytest.raises(ValueError, match=f"alibi: attention: expected a SelfAttention, got a {kind.__name__}, which"):
         surgery.operate(state, alibi_rules(), name="alibi")
     _, report = surgery.operate(state, {**alibi_rules(), kind: None}, name="alibi")
     assert report.replaced == ("positions",)

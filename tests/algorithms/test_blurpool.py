@@ -257,7 +257,7 @@ def test_what_it_leaves():
         def __init__(self) -> None:
             super().__init__(nn.ConvTranspose2d(2, 2, 2, 2), nn.MaxPool2d(2, return_indices=True), nn.MaxPool2d(3, 1))
 
-    with pytest.warns(UserWarning, match="looked for Conv2d or MaxPool2d to replace, and left all 2"):
+    with pytest.warns(UserWarning, match="looked for Conv2d or MaxPool2d to replace, and kept all 2"):
         _, report = operated(nn.Sequential(Transposed(), nn.MaxPool3d(2), nn.AvgPool2d(2)), blurpool_rules())
     assert report.replaced == ()
 
@@ -287,7 +287,7 @@ def test_forwards_of_their_own_hooks_and_parametrized_tensors_stay():
     after, report = surgery.operate(state, blurpool_rules(min_channels=1), name="blur")
     assert report.replaced == ("0",)
     assert torch.equal(after.forward(make_images()), net[0](blur_2d(make_images())))
-    with pytest.raises(TypeError, match="without a forward of its own, hooks or parametrized tensors, got Fixed"):
+    with pytest.raises(TypeError, match="without an overridden forward, hooks or parametrized tensors, got Fixed"):
         BlurConv2d(Fixed(2, 2, 3, 2, 1), False)
 
 

@@ -259,7 +259,7 @@ def test_a_batch_without_a_target_and_targets_that_can_only_be_read():
     step = compose(loop_events, [colout(0.5, 0.5), own, spy(seen, Event.BATCH_START)])
     step(step.init(make_image_state()), (images, None))
     assert seen[-1][0].shape == (4, 2, 3, 3)
-    with pytest.raises(TypeError, match="target_field=.*can only read"):
+    with pytest.raises(TypeError, match="target_field=.*is read-only"):
         compose(loop_events, [colout(resize_target=True)]).init(make_image_state(**read))
 
 
@@ -314,7 +314,7 @@ def test_bad_arguments_of_the_core_are_refused():
     with pytest.raises(TypeError, match=r"expected a tensor as target, got \['a'\] \(list\)"):
         colout_batch(key, images, ["a"], resize_target=True)
     for target in (torch.zeros(4), torch.zeros(4, 8, 7), torch.zeros(())):
-        with pytest.raises(ValueError, match="expected a target of the images' height and width"):
+        with pytest.raises(ValueError, match="expected a target with the height and width of the images"):
             colout_batch(key, images, target, resize_target=True)
     cases: list[tuple[Tensor, Any]] = [(torch.zeros(8, 8), True), (torch.zeros(1, 8, 8), "auto")]
     for target, resize_target in cases:
@@ -330,5 +330,5 @@ def test_a_step_names_what_does_not_fit():
     with pytest.raises(ValueError, match="got shape .*4,") as caught:
         step(step.init(make_image_state()), TASKS["images"].make_batch(0, 4))
     assert any("colout at" in note for note in caught.value.__notes__)
-    with pytest.raises(TypeError, match="input_field=.*can only read"):
+    with pytest.raises(TypeError, match="input_field=.*is read-only"):
         colout(input_field=lambda batch: batch[0])

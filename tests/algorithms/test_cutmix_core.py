@@ -296,9 +296,9 @@ def test_what_cannot_be_cut_is_refused():
     key = random.key(0)
     with pytest.raises(TypeError, match=r"expected images, one tensor \(N, C, H, W\), got float32\[2, 3\]"):
         cutmix_batch(key, torch.zeros(2, 3), targets)
-    with pytest.raises(TypeError, match="where bbox or indices are left out, got None"):
+    with pytest.raises(TypeError, match="when bbox or indices are left out, got None"):
         cutmix_batch(None, images, targets, bbox=(0, 0, 1, 1))
-    with pytest.raises(TypeError, match="where bbox or indices are left out, got None"):
+    with pytest.raises(TypeError, match="when bbox or indices are left out, got None"):
         cutmix_batch(None, images, targets, indices=targets)
     with pytest.raises(TypeError, match="got list"):
         cutmix_batch(key, images, [0, 1])  # pyright: ignore[reportArgumentType]
@@ -306,7 +306,9 @@ def test_what_cannot_be_cut_is_refused():
         cutmix_batch(key, images, torch.arange(3))
     with pytest.raises(ValueError, match="cutmix_batch: .* inputs of 2 examples and targets of 3"):
         cutmix_batch(key, images, torch.zeros(3, 3, 3, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"interpolate_loss=True, with targets of shape \(2, 3, 3\), maps"):
+    with pytest.raises(
+        ValueError, match=r"interpolate_loss=True: expected one target per image, got shape \(2, 3, 3\), one"
+    ):
         cutmix_batch(key, images, masks, interpolate_loss=True)
 
 

@@ -163,7 +163,7 @@ def test_each_optimizer_of_several_decays_by_its_own_schedule() -> None:
 def test_several_optimizers_in_one_decay_are_refused() -> None:
     several, rules = optim.by_pattern({"*": optim.muon(0.02)}, optim.adam(0.01)), (DecayRule("any", 0.01),)
     for inner in (several, Guarded(several)):
-        with pytest.raises(ValueError, match="Decaying: expected one optimizer, .* put it inside of by_pattern"):
+        with pytest.raises(ValueError, match="Decaying: expected one optimizer, .* use it inside by_pattern"):
             Decaying(inner, rules)
     assert Decaying(Guarded(optim.by_pattern({}, optim.adam(0.01))), rules).rules == rules  # one alone is none too many
 
@@ -225,8 +225,8 @@ def test_a_pattern_that_matches_nothing_is_refused_at_init() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (optim.adamw(0.1), "has a weight decay of its own, and both act"),
-        (optim.sgd(0.1, groups={"*.bias": {"weight_decay": 0.1}}), "has a weight decay of its own"),
+        (optim.adamw(0.1), "also has a weight decay, and both are applied"),
+        (optim.sgd(0.1, groups={"*.bias": {"weight_decay": 0.1}}), "also has a weight decay"),
         (optim.sgd(0.001), "takes 1 % off every weight in every step"),
     ],
 )

@@ -245,7 +245,7 @@ def test_blocks_that_do_more_than_their_class_stay(make: Callable[[], nn.Module]
     assert report.replaced == ("1",)
     module: Any = pc.to_module(after)
     assert torch.equal(module[0](input), net[0](input)) and after.forward(input).shape == (5, 4)
-    with pytest.warns(UserWarning, match="left all 1 that there are"):
+    with pytest.warns(UserWarning, match="kept all 1: none"):
         gated(make_state(make()))
 
 

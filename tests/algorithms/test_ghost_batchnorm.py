@@ -236,7 +236,7 @@ class Named(nn.BatchNorm2d):
 def test_what_it_leaves():
     net = nn.Sequential(WithActivation(2), nn.InstanceNorm2d(2), nn.GroupNorm(1, 2), nn.SyncBatchNorm(2))
     with pytest.warns(
-        UserWarning, match="looked for BatchNorm1d or BatchNorm2d or BatchNorm3d to replace, and left all 1"
+        UserWarning, match="looked for BatchNorm1d or BatchNorm2d or BatchNorm3d to replace, and kept all 1"
     ):
         assert not operated(net, ghost_batchnorm_rules())[1].replaced
     assert isinstance(operated(nn.BatchNorm3d(2), ghost_batchnorm_rules())[0], GhostBatchNorm)

@@ -381,7 +381,9 @@ def test_what_is_frozen_later_stays_and_what_is_thawed_later_is_an_error():
     assert torch.equal(after.params["0.weight"], state.params["0.weight"]) and is_empty(after)
     assert not torch.equal(after.params["0.bias"], state.params["0.bias"])
     state = started(step, helpers.make_state(wide_net()).replace(frozen=("0.weight",)))
-    with pytest.raises(RuntimeError, match=r"expected gradients of what was trainable at INIT, got one of 0\.weight"):
+    with pytest.raises(
+        RuntimeError, match=r"expected gradients of the parameters that were trainable at INIT, got one of 0\.weight"
+    ):
         step(state.replace(frozen=()), first)
 
 

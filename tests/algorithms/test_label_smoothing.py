@@ -365,7 +365,7 @@ def read_second(batch):
 
 
 def test_keys_that_can_only_read_are_refused():
-    with pytest.raises(TypeError, match="target_field=.*can only read.*getter, setter"):
+    with pytest.raises(TypeError, match="target_field=.*is read-only.*getter, setter"):
         label_smoothing(0.1, target_field=read_second)
-    with pytest.raises(TypeError, match="target_field=.*can only read"):
+    with pytest.raises(TypeError, match="target_field=.*is read-only"):
         compose(loop_events, [label_smoothing(0.1)]).init(make_state(target_field=read_second))

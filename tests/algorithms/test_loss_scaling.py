@@ -337,7 +337,7 @@ def test_init_guards_the_optimizer_once():
 def test_an_optimizer_put_in_after_init_is_refused():
     step = made(loss_scaling())
     state = step.init(helpers.make_state()).replace(optimizer=optim.sgd(0.1))
-    with pytest.raises(RuntimeError, match=r"expected the optimizer that INIT has put in place.* got sgd"):
+    with pytest.raises(RuntimeError, match=r"expected the optimizer that INIT has wrapped.* got sgd"):
         step(state, BATCH)
 
 

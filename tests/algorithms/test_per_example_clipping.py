@@ -303,7 +303,7 @@ IMAGES = torch.randn(5, 2, 6, 6, generator=torch.Generator().manual_seed(0)), to
 
 def test_batch_normalisation_is_refused_by_name():
     net = normed(nn.BatchNorm2d(2), nn.GroupNorm(1, 2), nn.BatchNorm2d(2, track_running_stats=False).eval())
-    message = r"per_example_clipping: .* 1 \(BatchNorm2d\), 5 \(BatchNorm2d\)\. Put nn\.GroupNorm or nn\.LayerNorm"
+    message = r"per_example_clipping: .* 1 \(BatchNorm2d\), 5 \(BatchNorm2d\)\. Replace them by nn\.GroupNorm"
     with pytest.raises(ValueError, match=message) as caught:
         helpers.one_step(per_example_clipping(1.0), helpers.make_state(net), IMAGES)
     assert any("in per_example_clipping at Event.AFTER_TRAIN_BATCH" in note for note in caught.value.__notes__)
@@ -348,7 +348,7 @@ def test_what_cannot_be_mapped_is_told_the_way_out():
     net, (inputs, targets) = Peeking(), wide(helpers.make_batch())
     with pytest.raises(RuntimeError) as caught:
         helpers.one_step(per_example_clipping(1.0), helpers.make_state(net), (inputs, targets))
-    assert any("chunk_size=1 does without it" in note for note in caught.value.__notes__)
+    assert any("chunk_size=1 takes examples one by one" in note for note in caught.value.__notes__)
     each = [lambda net, i=i: nn.functional.cross_entropy(net(inputs[i : i + 1]), targets[i : i + 1]) for i in range(10)]
     found = ended([per_example_clipping(0.3, chunk_size=1)], helpers.make_state(net), (inputs, targets))
     assert_close(grads_of(found), by_hand(net, each, 0.3)[0])
@@ -385,7 +385,7 @@ def test_it_comes_after_new_gradients_and_before_other_clipping(is_reversed):
 
 def test_infinity_is_neutral_and_noise_needs_a_bound():
     assert per_example_clipping(math.inf).match == NEVER
-    with pytest.raises(ValueError, match=r"max_norm: expected a finite number for noise in units of it"):
+    with pytest.raises(ValueError, match=r"max_norm: expected a finite number, the unit of the noise"):
         per_example_clipping(math.inf, 1.0)
 
 

@@ -180,7 +180,7 @@ def test_vmap_gives_what_a_loop_gives(seed: int) -> None:
         ({"depth": -1}, ValueError, "depth"),
         ({"depth": 1.5}, TypeError, "depth"),
         ({"augmentation_set": "most"}, ValueError, "'all', 'safe', 'original'"),
-        ({"augmentation_set": "rotate"}, ValueError, r"one operation.*say \('rotate',\)"),
+        ({"augmentation_set": "rotate"}, ValueError, r"got one.*write \('rotate',\)"),
         ({"augmentation_set": ()}, ValueError, "one operation or more"),
         ({"augmentation_set": ("rotate", "turn")}, ValueError, "no operation is called 'turn'"),
         ({"augmentation_set": 3}, TypeError, "augmentation_set"),

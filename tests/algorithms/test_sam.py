@@ -486,7 +486,7 @@ def test_the_second_gradient_crosses_a_boundary_between_compiled_parts(microbatc
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"rho": -0.1}, ValueError, r"rho: expected a finite number >= 0, got -0.1 \(float\); it is how far"),
+        ({"rho": -0.1}, ValueError, r"rho: expected a finite number >= 0, got -0.1 \(float\); it is the distance"),
         ({"rho": hparam("rho", -1.0)}, ValueError, "rho: expected a finite number >= 0, got -1.0"),
         ({"rho": "far"}, TypeError, "rho: expected a finite number"),
         ({"epsilon": 0}, ValueError, "epsilon: expected a finite number >= 1e-30, got 0"),

@@ -178,7 +178,7 @@ def test_it_happens_once_however_the_run_goes_on(tmp_path: pathlib.Path) -> None
     for end in (*ends, fit(step, fresh(), BATCHES, checkpoints=checkpoints, resume="auto")):
         assert end.timestamp == whole.timestamp
         assert_same(end, whole)
-    with pytest.raises(ValueError, match="the run stands at batch 7: expected a state at its start"):
+    with pytest.raises(ValueError, match="expected a state at the start of its run, got one at batch 7"):
         scale_schedule(loaded, 0.5)
 
 

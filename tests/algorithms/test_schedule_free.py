@@ -351,7 +351,7 @@ def test_other_averages_come_after_it(turn):
 def test_momentum_is_warned_of_once_at_init(optimizer):
     for algorithms in ([schedule_free()], [alg.loss_scaling(), schedule_free()]):
         with pytest.warns(
-            UserWarning, match="schedule_free: beta plays the part of momentum, and .*(sgd|adamw)"
+            UserWarning, match="schedule_free: beta takes the place of momentum, but .*(sgd|adamw)"
         ) as seen:
             compose(loop_events, algorithms).init(make_state(optimizer=optimizer))
         assert len(seen) == 1

@@ -136,7 +136,7 @@ def test_an_optimizer_that_was_replaced_is_refused():
     step = made(skip_nonfinite())
     state = fresh(step)
     assert isinstance(state.optimizer, Guarded) and step.init(state).optimizer == state.optimizer
-    with pytest.raises(RuntimeError, match="skip_nonfinite: expected the optimizer that INIT has put in place"):
+    with pytest.raises(RuntimeError, match="skip_nonfinite: expected the optimizer that INIT has wrapped"):
         step(state.replace(optimizer=optim.sgd(0.1, momentum=0.9)), BATCH)
 
 

@@ -186,7 +186,7 @@ def test_new_weights_have_the_convolutions_dtype_and_bound():
 
 def test_what_it_leaves():
     net = nn.Sequential(nn.Conv2d(2, 2, 1), nn.ConvTranspose2d(4, 4, 1), nn.Conv1d(4, 4, 1))
-    with pytest.warns(UserWarning, match="looked for Conv2d to replace, and left all 1 that there are"):
+    with pytest.warns(UserWarning, match="looked for Conv2d to replace, and kept all 1: none"):
         assert not operated(net, squeeze_excite_rules(2, 4))[1].replaced
     module, report = operated(nn.Conv2d(2, 2, 1), squeeze_excite_rules(2, 2))
     assert isinstance(module, SqueezeExciteConv2d) and report.replaced == ("",)

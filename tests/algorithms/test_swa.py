@@ -151,13 +151,13 @@ def test_init_warns_exactly_of_runs_that_take_no_weights(duration, interval, sta
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compose(loop_events, [method]).init(cnn_state(duration=duration))
-    told = [str(warning.message) for warning in caught if "takes no weights" in str(warning.message)]
+    told = [str(warning.message) for warning in caught if "averages no weights" in str(warning.message)]
     assert len(told) == (not takes_some)
 
 
 def test_the_warning_says_where_batches_lie_and_what_to_set():
     words = (
-        r"swa: takes no weights in this run: from start=0.7dur on the first batch for every=1ep is "
+        r"swa: averages no weights in this run: from start=0.7dur on, the first batch to average with every=1ep is "
         r"12, but end=0.97dur is batch 11.64 and the run has 12. Set"
     )
     with pytest.warns(UserWarning, match=words):
@@ -462,7 +462,7 @@ class Rateless:
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (optim.sgd(pc.hparam("lr", 0.1)), "swa_lr=0.02 takes the place of the learning rate, which is hparam"),
+        (optim.sgd(pc.hparam("lr", 0.1)), "swa_lr=0.02 replaces the learning rate, which is hparam"),
         (optim.sgd(pc.hparam("lr", 0.1) * schedule.cosine()), "leave the hparam out of the rate, or leave swa_lr out"),
         (optim.sgd(0.1, groups={"*.bias": {"lr": pc.hparam("bias_lr", 0.1)}}), "hparam"),
         (Rateless(), r"swa: expected an optimizer with a learning rate, a setting lr, got .*Rateless"),

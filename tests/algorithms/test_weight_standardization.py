@@ -313,7 +313,7 @@ class Double(nn.Module):
 def test_what_it_leaves():
     scaled = parametrize.register_parametrization(nn.Conv2d(2, 2, 1), "weight", Double())
     net = nn.Sequential(Cautious(2, 2, 1), scaled, nn.ConvTranspose2d(2, 2, 1), nn.Linear(2, 2))
-    with pytest.warns(UserWarning, match="looked for Conv1d or Conv2d or Conv3d to replace, and left all 2"):
+    with pytest.warns(UserWarning, match="looked for Conv1d or Conv2d or Conv3d to replace, and kept all 2"):
         _, report = operated(net, weight_standardization_rules())
     assert not report.replaced
     assert plain_conv(nn.Conv2d(1, 1, 1)) is None and standardized_conv(nn.Linear(2, 2)) is None

@@ -636,7 +636,7 @@ def test_create_takes_a_seed_or_a_key_and_the_runs_length():
         ({"net": "resnet"}, TypeError, "expected an nn.Module.*got str"),
         ({"loss": nn.CrossEntropyLoss}, TypeError, "CrossEntropyLoss.*class"),
         ({"loss": "cross_entropy"}, TypeError, "expected a loss.*'cross_entropy'"),
-        ({"optimizer": optim.sgd}, TypeError, "expected an optimizer with init and update.*call it"),
+        ({"optimizer": optim.sgd}, TypeError, "expected a pure optimizer with init and update.*call it"),
         ({"optimizer": torch.optim.SGD([torch.ones(1)], lr=0.1)}, TypeError, "torch.optim's objects.*from_torch"),
         ({"key": -1}, ValueError, "seed in"),
         ({"key": 1.5}, TypeError, "1.5"),

@@ -281,7 +281,7 @@ def test_wrong_groups_are_refused_at_construction(groups: Any, error: type[Excep
             TypeError,
             r"sgd: lr: expected a number, an hparam, a schedule or a product of them, got '0.1' \(str\)",
         ),
-        (torch.tensor(0.1), TypeError, r"an optimizer holds no tensors: name the scalar with hparam"),
+        (torch.tensor(0.1), TypeError, r"an optimizer holds no tensors: use hparam"),
     ],
 )
 def test_wrong_scalars_are_refused_at_construction(lr: Any, error: type[Exception], message: str):
@@ -291,7 +291,7 @@ def test_wrong_scalars_are_refused_at_construction(lr: Any, error: type[Exceptio
 
 def test_a_gradient_of_an_unknown_parameter_is_named(tensors):
     optimizer, params = optim.sgd(0.1), tensors()
-    with pytest.raises(KeyError, match="a gradient came for 'tail.bias', which is not among the 4 parameters"):
+    with pytest.raises(KeyError, match="got a gradient for 'tail.bias', which is not among the 4 parameters"):
         optimizer.update({"tail.bias": torch.ones(2)}, {}, params)
 
 

@@ -110,11 +110,11 @@ def test_equal_settings_are_equal_values_and_hparams_are_found():
     [
         (3, optim.adam(), r"by_pattern: expected patterns with optimizers, such as .* got 3 \(int\)"),
         (optim.muon(), optim.adam(), "by_pattern: expected patterns with optimizers"),
-        ({"*": 0.1}, optim.adam(), r"by_pattern: '\*': expected an optimizer with init and update, .* got 0.1"),
-        ({"*": {"lr": 0.1}}, optim.adam(), "expected an optimizer with init and update"),
+        ({"*": 0.1}, optim.adam(), r"by_pattern: '\*': expected a pure optimizer with init and update, .* got 0.1"),
+        ({"*": {"lr": 0.1}}, optim.adam(), "expected a pure optimizer with init and update"),
         ({3: optim.muon()}, optim.adam(), "expected a pattern of parameter names"),
-        ({}, optim.adam, "by_pattern: rest: expected an optimizer"),
-        ({}, torch.optim.Adam, "by_pattern: rest: expected an optimizer"),
+        ({}, optim.adam, "by_pattern: rest: expected a pure optimizer"),
+        ({}, torch.optim.Adam, "by_pattern: rest: expected a pure optimizer"),
     ],
 )
 def test_wrong_parts_are_refused_at_construction(groups: Any, rest: Any, message: str):
@@ -142,7 +142,7 @@ def test_the_rest_has_to_move_what_is_left(tensors):
 
 def test_errors_of_an_update_are_those_of_the_optimizer(tensors):
     optimizer, params = optim.by_pattern({"*.weight": optim.muon()}, optim.adam()), tensors()
-    with pytest.raises(KeyError, match="adam: a gradient came for 'tail', which is not among"):
+    with pytest.raises(KeyError, match="adam: got a gradient for 'tail', which is not among"):
         optimizer.update({"tail": torch.ones(2)}, optimizer.init(params), params)
     with pytest.raises(KeyError, match=r"muon: opt_state\['momentum'\] holds nothing for parameter 'body.weight'"):
         optimizer.update(tensors(1), optim.adam().init(params), params)
@@ -284,10 +284,15 @@ def test_surgery_takes_out_patterns_and_groups_that_have_lost_all_their_paramete
         after = pc.compose(pc.loop_events, [pc.algorithms.blurpool()]).init(state)
     said = [str(one.message) for one in told]
     assert len(said) == 4
-    assert "'0.weight', now '0.conv.weight': the optimizer's groups ('0.weight', '*.weight') see new names" in said[0]
-    assert "group '0.weight' has no parameter any more ('0.weight' is now '0.conv.weight'), and is taken out" in said[1]
-    assert "'0.bias', now '0.conv.bias': the optimizer's groups ('1.bias', '0.bias')" in said[2]
-    assert "group '0.bias' has no parameter any more ('0.bias' is now '0.conv.bias'), and is taken out" in said[3]
+    assert (
+        "'0.weight', now '0.conv.weight': with their new names, the optimizer's groups ('0.weight', '*.weight') give"
+        in said[0]
+    )
+    assert (
+        "group '0.weight' no longer matches a parameter ('0.weight' is now '0.conv.weight'), and is removed" in said[1]
+    )
+    assert "'0.bias', now '0.conv.bias': with their new names, the optimizer's groups ('1.bias', '0.bias')" in said[2]
+    assert "group '0.bias' no longer matches a parameter ('0.bias' is now '0.conv.bias'), and is removed" in said[3]
     left = optim.by_pattern({"*.weight": optim.sgd(0.2)}, optim.adam(0.01, groups={"1.bias": {"lr": 0.2}}))
     assert after.optimizer == Guarded(left)
     again = pc.compose(pc.loop_events, [pc.algorithms.blurpool(name="again")]).init(after)

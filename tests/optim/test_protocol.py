@@ -88,9 +88,9 @@ def without_value(self: Any, grads: Any, opt_state: Any, params: Any) -> Any:
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [
-        (Descent, r"optimizer: expected an optimizer with init and update, .* got .*Descent.*; call it: Descent\("),
+        (Descent, r"optimizer: expected a pure optimizer with init and update, .* got .*Descent.*; call it: Descent\("),
         (torch.optim.NAdam, r"write from_torch\(torch.optim.NAdam, \.\.\.\)"),
-        (Thawed(), r"Thawed\(lr=0.1\): expected one that hashes, .*frozen dataclass"),
+        (Thawed(), r"Thawed\(lr=0.1\): expected a hashable one, .*frozen dataclass"),
         (
             type("Short", (Plain,), {"update": without_value, "__repr__": lambda _: "short"})(),
             r"short.update: expected a function of \(grads, opt_state, params, value\), .* got one of "
@@ -112,7 +112,7 @@ def test_what_is_known_without_a_step_is_told_at_creation(optimizer, said):
 
 
 def test_a_class_in_place_of_an_optimizer_is_told_in_one_way():
-    with pytest.raises(TypeError, match=r"by_pattern: rest: expected an optimizer .*; call it: Descent\("):
+    with pytest.raises(TypeError, match=r"by_pattern: rest: expected a pure optimizer .*; call it: Descent\("):
         optim.by_pattern({}, Descent)  # type: ignore[arg-type]
 
 

@@ -66,7 +66,7 @@ class NoPosition(Derived):
         """Compute the original forward, ignoring `position_ids`."""
         del position_ids  # the default comes from a table that is limited to the maximal length
         given = input_ids if input_ids is not None else inputs_embeds
-        assert given is not None, "the model has asked for one of the two"
+        assert given is not None, "the model requires one of the two"
         first = torch.zeros(1, given.shape[1], dtype=torch.int64, device=given.device)
         return super().forward(
             input_ids=input_ids,
@@ -106,10 +106,14 @@ def _attention(module: Any, site: surgery.Site) -> nn.Module | None:
     where = _where(module, site)
     version = getattr(sys.modules.get("transformers"), "__version__", "5")
     if int(version.split(".")[0]) < 5:
-        raise ValueError(f"{where}: expected version 5 or later, got {version}; its attention masks are other ones")
+        raise ValueError(
+            f"{where}: expected version 5 or later, got {version}; earlier ones have different attention masks"
+        )
     kind = getattr(module.config, "position_embedding_type", "absolute")
     if kind != "absolute":
-        raise ValueError(f"{where}: expected absolute positions, got {kind!r}; load the network without relative ones")
+        raise ValueError(
+            f"{where}: expected absolute positions, got {kind!r}; load the network without relative positions"
+        )
     computed_by = module.config._attn_implementation
     if computed_by not in _ADDITIVE:
         raise ValueError(
@@ -134,8 +138,8 @@ def _check_forward(module: nn.Module, site: surgery.Site) -> None:
     """Reject a forward set on the instance, which would be called instead of the new one."""
     if "forward" in vars(module):
         raise ValueError(
-            f"{_where(module, site)}: expected the forward of its class, got one put on the instance, which would be "
-            "called without the biases; take it off"
+            f"{_where(module, site)}: expected the forward of its class, got one set on the instance, which would be "
+            "called without the biases; remove it"
         )
 
 
@@ -148,9 +152,9 @@ def check_attention(site: surgery.Site) -> None:
     if not any(isinstance(module, _ATTENTION) for module in site.root.modules()):
         there = ", ".join(sorted({type(module).__name__ for module in site.root.modules()}))
         raise ValueError(
-            f"alibi: {site.name}: expected positions beside attention that it knows, which is to get biases in their "
-            f"place, found none in a network of {there}; give a rule for your attention, and with it one for "
-            "PositionEmbedding that returns layers.NoPositions()"
+            f"alibi: {site.name}: expected a supported attention, whose biases replace these positions, found none in "
+            f"a network of {there}; give a rule for your attention, and one for PositionEmbedding that returns "
+            "layers.NoPositions()"
         )
 
 

@@ -98,7 +98,7 @@ _COUNTERS = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
 def counters(state: State) -> Tensor:
     """Return the numbers of batches, epochs, examples and tokens so far: float64 of shape (4,)."""
     clock = state.clock
-    assert clock is not None, "a step has one"
+    assert clock is not None, "the clock is set during a step"
     return torch.stack([clock.batch, clock.epoch, clock.sample, clock.token]).double()
 
 
@@ -164,7 +164,7 @@ def _counted(timestamp: Timestamp, time: Time) -> tuple[TimeUnit, float]:
         unit, length = run.duration.unit, length * run.duration.value
     if unit is TimeUnit.ITERATION:
         if run.iteration_length is None:
-            raise ValueError(f"{time} is in iterations of a run that has none; give State.create an iteration_length")
+            raise ValueError(f"{time} is in iterations, but the run has none; give State.create an iteration_length")
         unit, length = run.iteration_length.unit, length * run.iteration_length.value
     return unit, length
 

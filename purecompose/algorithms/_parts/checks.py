@@ -76,7 +76,7 @@ def check_can_write(field: batches.Field, role: str) -> None:
             check_can_write(part, role)
     elif callable(field):
         raise TypeError(
-            f"{role}={field!r} can only read, and this member of the batch is replaced: expected an index, a name, or "
+            f"{role}={field!r} is read-only, but this member of the batch is replaced: expected an index, a name, or "
             "a pair (getter, setter), with setter(batch, value) -> new batch"
         )
 

@@ -158,7 +158,7 @@ def _own_shape(shape: tuple[int, ...], feature_dim: int | None) -> tuple[int, ..
     if not 1 <= dim < len(shape):
         raise ValueError(
             f"gyro_dropout: feature_dim={feature_dim}: expected one of the dims 1 to {len(shape) - 1} of inputs of "
-            f"shape {shape}; leave it out for a decision for each element"
+            f"shape {shape}; leave it out to drop single elements"
         )
     return tuple(size if at == dim else 1 for at, size in enumerate(shape) if at)
 
@@ -184,7 +184,7 @@ def check_bank(where: str, sigma: int, tau: int) -> None:
     if tau > sigma:
         raise ValueError(
             f"{where}: expected tau <= sigma, got tau={tau}, sigma={sigma}: a batch cannot have more different masks "
-            "than there are; enlarge the bank"
+            "than the bank; increase sigma"
         )
 
 

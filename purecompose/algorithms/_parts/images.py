@@ -46,8 +46,8 @@ def check_images(name: str, inputs: Any) -> None:
     if not isinstance(inputs, Tensor) or inputs.ndim != 4:
         came = tree.describe(inputs) if isinstance(inputs, Tensor) else shown(inputs)
         raise TypeError(
-            f"{name}: expected images, one tensor (N, C, H, W), got {came}; name them inside the "
-            "batch by input_field, an index, a name or an accessor"
+            f"{name}: expected images, one tensor (N, C, H, W), got {came}; select them with input_field, "
+            "an index, a name or an accessor"
         )
 
 

@@ -26,7 +26,7 @@ def half_precision_method(name: str, rules: surgery.Rules) -> Algorithm:
             return changed
         warn(
             f"{name} has no effect under precision={precision!r}: torch's normalisations are single kernels already, "
-            f"and only where the forward pass is in half precision is there less to read and write. Give State.create "
+            f"and only a forward pass in half precision has less to read and write. Give State.create "
             f"precision='bf16', or leave {name} out"
         )
         return state

@@ -59,8 +59,8 @@ def mixture_for(inputs: Tensor, targets: Tensor | Mixture, where: str) -> Mixtur
     mixture = Mixture.of(targets)
     if len(mixture.weights[0]) != len(inputs):
         raise ValueError(
-            f"{where}: expected inputs and targets of one length, got inputs of {len(inputs)} examples and targets of "
-            f"{len(mixture.weights[0])}: a target belongs to each example, in the first dim"
+            f"{where}: expected inputs and targets of the same length, one target per example in the first dim, got "
+            f"inputs of {len(inputs)} examples and targets of {len(mixture.weights[0])}"
         )
     return mixture
 

@@ -20,8 +20,8 @@ def check_labelled(name: str, loss_fn: ModelLoss) -> None:
         raise TypeError(
             f"{name}: expected a loss that gives losses per example, got {loss_fn!r}, one number for a whole batch; "
             "name the labels, as in losses.ModelLoss(labels='labels', shift=1) for a causal language model (shift=0 "
-            "where logits and labels stand side by side), and they come from the outputs' logits; or use a loss of "
-            "outputs and targets, such as losses.cross_entropy"
+            "if logits and labels are aligned), to compute them from the outputs' logits; or use a loss of outputs "
+            "and targets, such as losses.cross_entropy"
         )
 
 
@@ -38,7 +38,7 @@ def check_outputs(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> No
     if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape:
         came = f"{tree.describe(logits)} there" if isinstance(logits, Tensor) else "none"
         raise ValueError(
-            f"{name}: the model's own loss is one number, so losses per example come from the outputs' logits: "
+            f"{name}: the model's own loss is one number, so losses per example are computed from logits: "
             f"expected a tensor (N, ..., C) called 'logits' for labels {tree.describe(labels)}, got "
             f"{type(outputs).__name__} with {came}; let forward return them, or a loss for each example, or use a loss "
             "of outputs and targets"

@@ -83,11 +83,11 @@ def _documented(apply: Any, name: str, rules_of: Callable[..., Any], leading: li
     )
     apply.__name__ = apply.__qualname__ = f"apply_{name}"
     apply.__module__ = rules_of.__module__
-    key = "the seed, or the key, of new parameters, and " if "key" in leading else ""
-    apply.__doc__ = f"""Return a copy of a network with what `{name}` puts in; the network itself is not touched.
+    key = "a seed or key for new parameters, " if "key" in leading else ""
+    apply.__doc__ = f"""Return a copy of a network with the modules that `{name}` inserts; the network is not modified.
 
-    Takes {key}the network, then the settings of `{rules_of.__name__}`. The copy has weights of its own, and is in the
-    mode (train or eval) that the network was in. Make the optimizer afterwards.
+    The arguments are {key}the network, and the settings of `{rules_of.__name__}`. The copy has separate weights and
+    the same mode (train or eval). Create the optimizer from the copy.
     """
     return apply
 

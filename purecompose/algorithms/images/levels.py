@@ -156,7 +156,7 @@ def check_in_range(images: Tensor, value_range: ValueRange, where: str) -> None:
     finite = wide[~wide.isnan()]
     raise ValueError(
         f"{where}: expected floats from black to white, value_range={value_range}, got values from "
-        f"{finite.min().item():.4g} to {finite.max().item():.4g}; put it before Normalize, or give value_range="
+        f"{finite.min().item():.4g} to {finite.max().item():.4g}; apply it before Normalize, or give value_range="
     )
 
 

@@ -125,7 +125,7 @@ def chosen_primitives(given: Any, where: str) -> tuple[Primitive, ...]:
     """
     if isinstance(given, str):
         if given in PRIMITIVES:
-            raise ValueError(f"{where}={given!r}: that is one operation, not a set of them: say ({given!r},)")
+            raise ValueError(f"{where}={given!r}: expected a set of operations, got one: write ({given!r},)")
         if given not in SETS:
             raise ValueError(f"{where}={given!r}: expected {', '.join(map(repr, SETS))}, or names of operations")
         return SETS[given]

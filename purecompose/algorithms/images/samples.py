@@ -128,7 +128,7 @@ def as_tensor(image: Any, *, is_moved: bool = False) -> Tensor:
         return image
     if not _is_pil(image):
         raise TypeError(
-            f"expected an image, a PIL one or a tensor (C, H, W), got {shown(image)}; name it by input_field"
+            f"expected an image, from PIL or as a tensor (C, H, W), got {shown(image)}; select it with input_field"
         )
     modes = _MOVABLE if is_moved else _COLOURS
     if image.mode not in modes:

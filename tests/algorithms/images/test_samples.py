@@ -298,7 +298,7 @@ def test_bad_keys_are_refused_when_made():
 def test_what_is_no_image_or_no_source_is_refused():
     transform = SampleTransform(lambda key, image: rotate(image, 90.0))
     for sample in (3, "image.png", (None, 1), {"image": make_pil()}):
-        with pytest.raises(TypeError, match="expected an image, a PIL one or a tensor"):
+        with pytest.raises(TypeError, match="expected an image, from PIL or as a tensor"):
             transform(sample, KEY)
     for mode in ("1", "P", "I", "F"):
         with pytest.raises(TypeError, match=f"expected a PIL image of mode L, .*got '{mode}'"):
@@ -317,7 +317,9 @@ def test_what_is_no_image_or_no_source_is_refused():
 def test_floats_out_of_range_are_refused_and_not_cut_off(make):
     image = make_pixels() / 255
     normalised = (image - 0.5) / 0.25
-    with pytest.raises(ValueError, match=rf"{make.__name__}: .*got values from -2 to .*; put it before Normalize, or"):
+    with pytest.raises(
+        ValueError, match=rf"{make.__name__}: .*got values from -2 to .*; apply it before Normalize, or"
+    ):
         make()(normalised, KEY)
     with pytest.raises(ValueError, match="value_range="):
         make()((make_pixels().float(), 3), KEY)
