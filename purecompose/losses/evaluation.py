@@ -30,8 +30,8 @@ def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
     if not callable(loss_fn) or isinstance(loss_fn, type):
         raise TypeError(
             f'expected a loss, a callable (outputs, targets, reduction="mean"), got {loss_fn!r} '
-            f"({type(loss_fn).__name__}); use losses.cross_entropy, torch.nn.functional.cross_entropy, or an "
-            "instance where this is a class"
+            f"({type(loss_fn).__name__}); use losses.cross_entropy, torch.nn.functional.cross_entropy, or, if this "
+            "is a class, an instance of it"
         )
     if per_example and (isinstance(loss_fn, ModelLoss) or not _takes_reduction(loss_fn)):
         raise TypeError(

@@ -158,7 +158,7 @@ class ModelLoss:
         if is_other and not is_own:
             raise ValueError(
                 f"{self!r}: the model's loss is the mean over the labels without the first {1 - own}, so microbatches "
-                f"would be weighted wrongly: write losses.ModelLoss(shift={1 - own})"
+                f"would be weighted wrongly: use losses.ModelLoss(shift={1 - own})"
             )
 
 

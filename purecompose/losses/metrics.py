@@ -178,7 +178,7 @@ def dice(num_classes: int, *, ignore_index: int = -100) -> Metric:
 
     def update(acc: tuple[Tensor, Tensor], outputs: Tensor, targets: Tensor | Mixture) -> tuple[Tensor, Tensor]:
         if outputs.shape[1] != num_classes:
-            raise ValueError(f"metrics.dice: expected {num_classes} classes in dim 1, got {tuple(outputs.shape)}")
+            raise ValueError(f"metrics.dice: expected {num_classes} classes in dim 1, got shape {tuple(outputs.shape)}")
         classes, counted = _classes(outputs, targets, ignore_index)
         numbers = torch.arange(num_classes, device=outputs.device)
         found = (outputs.argmax(dim=1)[..., None] == numbers) & counted[..., None]
@@ -286,8 +286,8 @@ def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
         return from_torchmetrics(value)
     if hasattr(value, "compute") and hasattr(value, "reset"):
         raise TypeError(
-            f"expected a metric without state of its own, got {type(value).__name__}, which accumulates "
-            "inside; use its functional form, one of torchmetrics, or write a Metric"
+            f"expected a metric without internal state, got {type(value).__name__}, which accumulates "
+            "values; use its functional form, one of torchmetrics, or write a Metric"
         )
     if not callable(value) or isinstance(value, type):
         raise TypeError(
@@ -314,11 +314,13 @@ def from_torchmetrics(metric: Any) -> Metric:
     if isinstance(metric, type) or not all(
         hasattr(metric, name) for name in ("metric_state", "higher_is_better", "compute")
     ):
-        raise TypeError(f"expected a metric of torchmetrics, got {metric!r:.80}; of a collection, give the members")
+        raise TypeError(
+            f"expected a metric of torchmetrics, got {metric!r:.80}; pass members of a collection one by one"
+        )
     inside = [member for member in metric.modules() if member is not metric and hasattr(member, "metric_state")]
     if inside or not metric.metric_state:
         raise TypeError(
-            f"{type(metric).__name__} keeps its numbers in other metrics, out of sight: give these one by one"
+            f"{type(metric).__name__} keeps its state in other metrics, which is not supported: pass these one by one"
         )
     blank = copy.deepcopy(metric)
     blank.reset()

@@ -17,5 +17,5 @@ def reduced(losses: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return losses
     if reduction not in ("mean", "sum"):
-        raise ValueError(f'expected reduction "mean", "sum" or "none", got {reduction!r}; choose one of them')
+        raise ValueError(f'expected reduction "mean", "sum" or "none", got {reduction!r}')
     return losses.mean() if reduction == "mean" else losses.sum()

@@ -75,7 +75,7 @@ def one_hot(targets: Tensor, outputs: Tensor, *, ignore_index: int | None = None
     if not has_index_targets(outputs, targets):
         raise ValueError(
             f"expected class indices with one dim less than the outputs, got shape {tuple(targets.shape)}, "
-            "the outputs' own; such targets are dense already and can be used as they are"
+            "as the outputs have; such targets are dense already and can be used as they are"
         )
     return _scatter_classes(targets, torch.ones_like(targets, dtype=wide_dtype(outputs)), outputs, ignore_index)
 
@@ -142,7 +142,7 @@ class Mixture:
             came = "a 0-d tensor" if isinstance(targets, Tensor) else type(targets).__name__
             raise TypeError(
                 f"expected targets as a tensor with a leading batch dim, got {came}; "
-                "name the target inside the batch by its index, key or accessor"
+                "select the target in the batch by its index, key or accessor"
             )
         return cls((targets,), (targets.new_ones(targets.shape[0], dtype=wide_dtype(targets)),))
 

@@ -100,7 +100,7 @@ class Model:
         root = new.get(id(root), root)
         for place in places(root):
             if not place.tensor.is_meta:
-                raise ValueError(f"{place.name} has values, and is not on meta: build the module with device='meta'")
+                raise ValueError(f"expected {place.name} on meta, got values: build the module with device='meta'")
         return _of_skeleton(root)
 
     def __eq__(self, other: object) -> bool:

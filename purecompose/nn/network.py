@@ -281,6 +281,6 @@ def _call(module: torch.nn.Module, inputs: Any) -> Any:
 
 
 _KEYS = (
-    "State.create's input_field says what the network is called with: the name of a member, a list of names for "
+    "State.create's input_field sets the arguments of the network: the name of a member, a list of names for "
     "several arguments, batch.WHOLE for all members as keyword arguments, batch.AS_ARGUMENT for forward(self, batch)"
 )

@@ -278,7 +278,7 @@ def _layout(rng: Rng, shape: Shape, what: str) -> tuple[tuple[int, ...], tuple[i
     if not sizes or sizes[0] != example.shape[0]:
         raise ValueError(
             f"{what}: expected shape[0] to be the number of examples, {example.shape[0]}, got shape {sizes}; "
-            "draw (n, ...), or take rng.per_example(None) for a draw about the whole batch"
+            "draw (n, ...), or use rng.per_example(None) for a draw for the whole batch"
         )
     return sizes, (sizes[0],), math.prod(sizes[1:])
 

@@ -156,7 +156,9 @@ def fold_in(key: Tensor | Rng, data: int | str | Tensor) -> Tensor | Rng:
     """
     if isinstance(key, Rng):
         if isinstance(data, Tensor):
-            raise TypeError(f"fold_in: an Rng takes a str or an int as name, got {shown(data)}; fold it into its key")
+            raise TypeError(
+                f"fold_in: expected a str or an int for an Rng, got {shown(data)}; fold it into the Rng's key"
+            )
         return key.named(data)
     root = as_rng(key, "fold_in").key
     if isinstance(data, Tensor):
@@ -194,7 +196,7 @@ def as_rng(key: Tensor | Rng, what: str) -> Rng:
     if not isinstance(root, Tensor) or root.dtype != torch.int64 or root.shape != (2,):
         raise TypeError(
             f"{what}: expected a key, an int64 tensor of shape (2,), got {shown(root)}; "
-            "make one with key(seed), and use torch.func.vmap for many"
+            "make one with key(seed), or use torch.func.vmap for many"
         )
     return rng
 

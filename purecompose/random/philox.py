@@ -47,7 +47,7 @@ def philox4x32(counter: Tensor | Sequence[Tensor | int], key: Tensor) -> Tensor:
     """
     lanes = counter.unbind(-1) if isinstance(counter, Tensor) else tuple(counter)
     if len(lanes) != 4:
-        raise ValueError(f"philox4x32: expected a counter of 4 words, got {len(lanes)}; pass (..., 4) or four lanes")
+        raise ValueError(f"philox4x32: expected a counter of 4 words, got {len(lanes)}; pass (..., 4) or four tensors")
     if key.shape[-1:] != (2,):
         raise ValueError(f"philox4x32: expected a key of shape (..., 2), got {tuple(key.shape)}")
     c0, c1, c2, c3 = (lane & WORD for lane in lanes)

@@ -86,7 +86,9 @@ def choice(
     _check_size(n, "choice: n")
     _check_size(k, "choice: k")
     if (k > n and not replace) or (k > 0 and n == 0):
-        raise ValueError(f"choice: cannot choose k={k} of n={n} positions; choose fewer, or with replace=True of some")
+        raise ValueError(
+            f"choice: cannot choose k={k} of n={n} positions; choose fewer, or use replace=True with n > 0"
+        )
     rng = as_rng(key, "choice").per_example(None)
     if p is None:
         return randint(rng, k, 0, max(n, 1)) if replace else permutation(rng, n)[:k]

@@ -164,7 +164,7 @@ def test_buffers_that_share_memory_in_part_are_named():
     table = torch.arange(8.0)
     net.register_buffer("all", table)
     net.register_buffer("some", table[:3])
-    with pytest.warns(UserWarning, match="'all' and 'some' share memory.*will not show in the other"):
+    with pytest.warns(UserWarning, match="'all' and 'some' share memory.*will not change the other"):
         from_module(net)
 
 
@@ -555,7 +555,7 @@ class Viewing(nn.Module):
         (lambda: nn.Embedding(3, 4, sparse=True), ValueError, "the network has sparse gradients.*sparse=False"),
         (lambda: with_hooked_weight("register_hook"), ValueError, "weight has hooks.*AFTER_TRAIN_BATCH"),
         (lambda: with_hooked_weight("register_post_accumulate_grad_hook"), ValueError, "weight has hooks"),
-        (with_subclass, TypeError, "weight is a Doubled, a subclass of Tensor with operations of its own"),
+        (with_subclass, TypeError, "weight is a Doubled, a subclass of Tensor with its own operations"),
         (Viewing, ValueError, "'whole' and 'part' share memory.*compute the other tensor from it"),
         (lambda: Viewing(requires_grad=False), ValueError, "'whole' and 'part' share memory.*requires_grad"),
         (lambda: nn.LazyLinear(3), ValueError, "weight has no shape yet.*run the module once"),
@@ -899,5 +899,5 @@ def test_a_module_outside_of_the_network_with_its_weights_is_refused() -> None:
             hidden.weight, hidden.bias = self.first.weight, self.first.bias
             self.steps = [hidden]
 
-    with pytest.raises(ValueError, match=r"Hiding holds a Linear in a list.*'first.weight'.*nn.ModuleList"):
+    with pytest.raises(ValueError, match=r"Hiding holds a Linear, which contains 'first.weight'.*nn.ModuleList"):
         from_module(Hiding())

@@ -231,13 +231,17 @@ def test_unknown_name_lists_the_known_and_the_closest():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("cnn", {"widht": 3}, r"cnn has no option 'widht'; did you mean 'width'\? it is cnn\(width=16, dropout=0.0, "),
+        (
+            "cnn",
+            {"widht": 3},
+            r"cnn has no option 'widht'; did you mean 'width'\? its options are cnn\(width=16, dropout=0.0, ",
+        ),
         (
             "mlp",
             {"num_classes_": 3},
-            r"mlp has no option 'num_classes_'; it is mlp\(hidden=\(256, 128\), dropout=0.0\)",
+            r"mlp has no option 'num_classes_'; its options are mlp\(hidden=\(256, 128\), dropout=0.0\)",
         ),
-        ("resnet8", {"in_channels": 3}, r"resnet8 has no option 'in_channels'; it is resnet8\(width=16\)"),
+        ("resnet8", {"in_channels": 3}, r"resnet8 has no option 'in_channels'; its options are resnet8\(width=16\)"),
     ],
 )
 def test_an_option_that_there_is_not_shows_those_that_there_are(name, options, message):

@@ -163,7 +163,7 @@ def test_dropout_is_everywhere_or_nowhere(dropout, name):
         (lambda: models.gpt(4, 4, dropout=1.0), r"gpt: dropout: .* in \[0, 1\), got 1.0 \(float\)"),
         (lambda: models.gpt(4, 4, is_tied=1), r"gpt: is_tied: expected True or False, got 1 \(int\)"),  # pyright: ignore[reportArgumentType]
         (lambda: models.gpt(4, 4, depth=0), r"gpt: depth: expected an int >= 1"),
-        (lambda: models.gpt(4, 4)(tokens_of(0, 2, 5, vocabulary=4)), r"at most 4 places, got 5"),
+        (lambda: models.gpt(4, 4)(tokens_of(0, 2, 5, vocabulary=4)), r"at most 4 positions, got 5"),
         (
             lambda: models.gpt(4, 4)(torch.zeros(2, 4)),
             r"gpt: expected tokens \(N, L\) of an integer dtype, got a torch",

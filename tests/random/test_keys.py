@@ -165,7 +165,7 @@ def test_rng_splits_and_folds_by_name() -> None:
     assert [part.draw for part in split(rng, 5)[:3]] == [part.draw for part in parts]
     assert all(part.key is rng.key and part.batch == 2 for part in parts)
     assert fold_in(rng, "noise").draw == rng.named("noise").draw
-    with pytest.raises(TypeError, match="an Rng takes a str or an int"):
+    with pytest.raises(TypeError, match="expected a str or an int for an Rng"):
         fold_in(rng, torch.tensor(1))  # type: ignore[arg-type]
 
 

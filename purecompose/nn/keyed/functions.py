@@ -50,7 +50,7 @@ def _write(func: Any, target: Tensor, value: Tensor) -> Tensor:
     except RuntimeError as error:
         if "vmap" not in str(error):
             raise
-        why = "fills one tensor that all members of a vmap share with numbers that differ between them"
+        why = "fills a tensor shared by all members of a vmap with numbers that differ between members"
         advice = "Use a function that returns a new tensor: torch.rand, torch.randn_like, ..."
         raise unkeyed(func, why, advice) from error
 

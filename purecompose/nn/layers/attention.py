@@ -158,8 +158,8 @@ class PositionEmbedding(nn.Module):
         length, places = input if isinstance(input, int) else input.shape[1], self.weight.shape[0]
         if length > places:
             raise ValueError(
-                f"PositionEmbedding: expected a sequence of at most {places} places, got {length}; cut it, or build "
-                "the model with a greater max_length"
+                f"PositionEmbedding: expected a sequence of at most {places} positions, got {length}; truncate it, or "
+                "build the model with a larger max_length"
             )
         return self.weight[:length]
 

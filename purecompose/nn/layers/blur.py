@@ -122,7 +122,7 @@ class BlurConv2d(Wrapping):
             raise TypeError(f"BlurConv2d: expected an nn.Conv2d, got {shown(conv)}")
         if not check_flag(blur_first, "BlurConv2d: blur_first") and not is_plain(conv, nn.Conv2d):
             raise TypeError(
-                "BlurConv2d: expected a convolution without a forward of its own, hooks or parametrized tensors, got "
+                "BlurConv2d: expected a convolution without an overridden forward, hooks or parametrized tensors, got "
                 f"{shown(conv)}; smooth its input with blur_first=True"
             )
         self.blur_first, self.stride = blur_first, _pair(conv.stride)

@@ -76,7 +76,7 @@ class GhostBatchNorm(Wrapping):
         check_whole(ghost_batch_size, "GhostBatchNorm: ghost_batch_size", 1)
         if not isinstance(batchnorm, _KINDS) or not is_known(batchnorm):
             raise TypeError(
-                "GhostBatchNorm: expected an nn.BatchNorm1d, 2d or 3d without a forward of its own, hooks or "
+                "GhostBatchNorm: expected an nn.BatchNorm1d, 2d or 3d without an overridden forward, hooks or "
                 f"parametrized tensors, got {shown(batchnorm)}"
             )
         check_momentum(batchnorm, "GhostBatchNorm")

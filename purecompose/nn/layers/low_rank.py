@@ -194,7 +194,7 @@ def factorize_conv2d(
         ValueError: As for `factorize_matrix`.
     """
     if groups != 1:
-        raise NotImplementedError(f"factorize_conv2d: expected groups=1, got {groups}; take the groups one by one")
+        raise NotImplementedError(f"factorize_conv2d: expected groups=1, got {groups}; factorize each group")
     if second is None and second_bias is not None:
         raise RuntimeError("factorize_conv2d: got second_bias without second; give both, or first_bias only")
     kernel = (first.shape[2], first.shape[3])

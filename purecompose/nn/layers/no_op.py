@@ -41,8 +41,8 @@ class NoOpModel(nn.Module):
         """
         if not isinstance(targets, Tensor):
             raise TypeError(
-                f"no_op_model: expected a tensor as target, got {type(targets).__name__}; name one by target_field of "
-                "State.create, and leave out methods that mix targets"
+                f"no_op_model: expected a tensor as target, got {type(targets).__name__}; select one with target_field "
+                "of State.create, and leave out methods that mix targets"
             )
         if self.training:
             return targets * self.weight

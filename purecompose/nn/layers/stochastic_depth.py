@@ -174,8 +174,8 @@ class StochasticDepth(nn.Module):
         super().__init__()
         if not residuals(block):
             raise TypeError(
-                "StochasticDepth: expected a residual block of known parts, without parameters, buffers or hooks of "
-                f"its own, got a {type(block).__name__}"
+                "StochasticDepth: expected a residual block with children of known names and without its own "
+                f"parameters, buffers or hooks, got a {type(block).__name__}"
             )
         _check_settings("StochasticDepth", method, drop_rate)
         self._modules.update(block._modules)

@@ -80,7 +80,7 @@ def check_options(name: str, given: Iterable[str]) -> None:
     for option in given:
         if option not in known:
             hint = specs.did_you_mean(option, known)
-            raise TypeError(f"{name} has no option {option!r};{hint} it is {describe(name)}")
+            raise TypeError(f"{name} has no option {option!r};{hint} its options are {describe(name)}")
 
 
 def _build_mlp(

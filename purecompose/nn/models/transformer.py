@@ -111,7 +111,7 @@ class VisionTransformer(nn.Module):
         elif size != self.image_size:
             raise ValueError(
                 f"vit: expected images of {_by(self.image_size)}, for which it has positions, got {_by(size)}; resize "
-                "them, or build it for them, or with has_positions=False"
+                "them, or build the network for this size or with has_positions=False"
             )
 
 

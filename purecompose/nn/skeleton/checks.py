@@ -93,12 +93,12 @@ def check_tensor(tensor: Tensor, name: str, others: Container[str]) -> None:
     if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
         raise ValueError(
             f"{name} has hooks (register_hook, register_post_accumulate_grad_hook), which a state would lose, since "
-            "its tensors are others in each step: remove them, and edit state.grads in an algorithm at "
+            "its tensors are new ones in each step: remove them, and edit state.grads in an algorithm at "
             "Event.AFTER_TRAIN_BATCH"
         )
     if _has_own_operations(type(tensor)):
         raise TypeError(
-            f"{name} is a {type(tensor).__name__}, a subclass of Tensor with operations of its own, which transforms "
+            f"{name} is a {type(tensor).__name__}, a subclass of Tensor with its own operations, which transforms "
             "and compiled steps would drop: keep a plain tensor, and put the operations into a module or a "
             "parametrization (torch.nn.utils.parametrize)"
         )
@@ -135,9 +135,9 @@ def check_registered(skeleton: nn.Module, memo: Mapping[int, Any], names: Mappin
             shared = [names[id(place.tensor)] for place in places(value) if id(place.tensor) in names]
             if shared:
                 raise ValueError(
-                    f"{type(skeleton).__name__} holds a {type(value).__name__} in a list, tuple or object, and not as "
-                    f"a module of its own, with {shared[0]!r} of the network in it: register it, as an attribute or "
-                    "in an nn.ModuleList"
+                    f"{type(skeleton).__name__} holds a {type(value).__name__}, which contains {shared[0]!r} of the "
+                    "network, in a list, tuple or object: register it as a submodule, by an attribute or in an "
+                    "nn.ModuleList"
                 )
 
 
@@ -154,8 +154,8 @@ def check_functions(module: nn.Module, names: Mapping[int, str]) -> None:
                 if id(held) in parts:
                     where = f"{prefix}.{key}".lstrip(".")
                     raise ValueError(
-                        f"{where} has a {how} that keeps {parts[id(held)]}: it would go on using the network "
-                        f"that it was made for. {_REMEDIES[how]}"
+                        f"{where} has a {how} that keeps {parts[id(held)]}: it would continue to use the original "
+                        f"network. {_REMEDIES[how]}"
                     )
 
 

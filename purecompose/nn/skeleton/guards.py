@@ -54,8 +54,8 @@ class Guards:
         if fresh:
             self._warned.update(fresh)
             warnings.warn(
-                f"forward changed {', '.join(fresh)}, which is neither a parameter nor a buffer: it was put "
-                "back, because a state keeps nothing outside its tensors. Register what must survive as a buffer.",
+                f"forward changed {', '.join(fresh)}, which is neither a parameter nor a buffer: it was restored, "
+                "because a state keeps nothing outside its tensors. Register what must survive as a buffer.",
                 stacklevel=2,
             )
 

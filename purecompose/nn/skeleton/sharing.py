@@ -52,13 +52,13 @@ class Sharing:
             UserWarning: They are buffers; if forward writes into one, the other does not change.
         """
         for first, second in self._overlaps():
-            what = f"{first.name!r} and {second.name!r} share memory, and are separate tensors in a state"
+            what = f"{first.name!r} and {second.name!r} share memory, but are separate tensors in a state"
             if first.is_param or second.is_param:
                 raise ValueError(
                     f"{what}: training one would no longer change the other. Keep one parameter and compute the other "
                     "tensor from it in forward, or tie them (same shape, strides and requires_grad)"
                 )
-            warn(f"{what}: a write of forward into one will not show in the other")
+            warn(f"{what}: a write to one in forward will not change the other")
 
     def _overlaps(self) -> Iterator[tuple[Member, Member]]:
         by_storage: dict[int, list[Member]] = {}

@@ -116,7 +116,10 @@ def test_layers_show_their_settings():
         (lambda: FeedForward(4, 0), r"FeedForward: hidden: expected an int >= 1, got 0 \(int\)"),
         (lambda: FeedForward(4, 4, dropout=-0.1), r"FeedForward: dropout: .* got -0.1 \(float\)"),
         (lambda: PositionEmbedding(0, 4), r"PositionEmbedding: max_length: expected an int >= 1"),
-        (lambda: PositionEmbedding(4, 2)(5), r"at most 4 places, got 5; cut it, or build the model with a greater"),
+        (
+            lambda: PositionEmbedding(4, 2)(5),
+            r"at most 4 positions, got 5; truncate it, or build the model with a larger",
+        ),
     ],
 )
 def test_refused(make_fn, message):
