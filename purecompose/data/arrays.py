@@ -218,7 +218,7 @@ def _check_names(names: Any) -> None:
     if not isinstance(names, tuple) or len(names) != 2 or not all(isinstance(name, str) for name in names):
         raise TypeError(f"arrays: names: expected two names, such as ('input_ids', 'labels'), got {shown(names)}")
     if names[0] == names[1]:
-        raise ValueError(f"arrays: names: inputs and targets need names of their own, both are {names[0]!r}")
+        raise ValueError(f"arrays: names: expected different names for inputs and targets, got {names[0]!r} twice")
 
 
 def _check_paired(where: str, inputs: Tensor, targets: Tensor) -> None:

@@ -204,7 +204,7 @@ def _read_idx(path: Path, num_axes: int) -> Tensor:
     if len(values) != math.prod(shape):
         found = len(values) if len(values) < math.prod(shape) else "more"
         raise ValueError(
-            f"data.load: {path} promises {' x '.join(map(str, shape))} = {math.prod(shape)} values and holds {found}; "
+            f"data.load: {path} should hold {' x '.join(map(str, shape))} = {math.prod(shape)} values, got {found}; "
             "the file is cut off or damaged"
         )
     if not values:

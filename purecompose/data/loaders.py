@@ -83,11 +83,11 @@ def own_order(data: object) -> str | None:
     """Return why the order of data does not follow the run's key; `None` if it does."""
     if isinstance(data, DataLoader) and data.generator is not None:
         return (
-            "the DataLoader has its own generator, which is not part of a checkpoint: its order is not what "
-            "it would have been. Leave generator= out, and it follows the run's key; or take data.loader"
+            "the DataLoader has its own generator, which is not part of a checkpoint: its order differs after a "
+            "resume. Leave generator= out to draw the order from the run's key, or use data.loader"
         )
     if isinstance(data, Iterator):
-        return "an iterator has no start to go back to: what comes from it now is taken for what comes next"
+        return "an iterator cannot be restarted: its next items are taken as the next batches"
     return None
 
 
@@ -240,10 +240,10 @@ def _after(start: int, batches: Iterator[Any], data: Any, epoch: int) -> Iterato
     named = type(data).__name__
     if isinstance(data, DataLoader):
         named += f" over {type(data.dataset).__name__}"
-    used = "; an iterator that has been read from before loses what comes next" if isinstance(data, Iterator) else ""
+    used = "; an iterator that has already been read from loses its next items" if isinstance(data, Iterator) else ""
     warnings.warn(
-        f"continuing at batch {start} of epoch {epoch}: the {start} before it are read from {named} and dropped: it "
-        "cannot start in the middle. That is exact where it gives the same batches in the same order each "
+        f"continuing at batch {start} of epoch {epoch}: the {start} before it are read from {named} and dropped, "
+        "since it cannot start in the middle. This is exact if it gives the same batches in the same order each "
         f"time{used}. Data with `epoch(key, epoch, start)`, such as data.loader, start at any batch",
         SkippingWarning,
         stacklevel=3,

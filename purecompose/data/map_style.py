@@ -181,7 +181,7 @@ def _check_dataset(dataset: Any) -> int:
     is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     if is_stream and hasattr(dataset, "__iter__"):
         raise TypeError(
-            f"{where}, got {came}, which can only be iterated: a stream has no order to permute. Give fit the "
+            f"{where}, got {came}, which can only be iterated: a stream has no order to permute. Pass fit the "
             "stream of batches itself, or a DataLoader over it"
         )
     if is_stream or not hasattr(dataset, "__len__"):
@@ -228,8 +228,8 @@ def _worker_options(
         raise ValueError(f"loader: timeout: expected a number of seconds, or 0 for no limit, got {shown(timeout)}")
     if workers == 0 and (prefetch_factor is not None or persistent_workers or context is not None or timeout):
         raise ValueError(
-            "loader: prefetch_factor, persistent_workers, multiprocessing_context and timeout are about workers, and "
-            "there are none: workers=0 (int); give workers=2 or more, or leave them out"
+            "loader: prefetch_factor, persistent_workers, multiprocessing_context and timeout need workers, got "
+            "workers=0 (int); set workers=2 or more, or leave them out"
         )
     return {
         "prefetch_factor": prefetch_factor,

@@ -117,8 +117,8 @@ def _answered(batches: Iterator[Any], timeout: float) -> Generator[Any, None, No
             if not timeout or time.monotonic() - started < timeout or not hasattr(batches, "_workers"):
                 raise
             raise TimeoutError(
-                f"{_late_worker(batches)} has not answered for {timeout:g} s (timeout={timeout:g}); it may hang in "
-                "reading a file or in a transform, or a batch takes longer: raise timeout then"
+                f"{_late_worker(batches)} has not answered for {timeout:g} s (timeout={timeout:g}); it may be stuck "
+                "in a file or a transform; if a batch takes longer than that, increase timeout"
             ) from error
         if batch is _END:
             return

@@ -126,8 +126,8 @@ def _uncollated(samples: list[Any], indices: list[int], error: Exception) -> str
             lines += f", sample {index} is {form}"
             break
     return (
-        f"data.loader: the samples cannot be made into one batch: {lines}. Bring them to one form in `transform`, "
-        f"or give `collate`, a function of the list of samples ({type(error).__name__}: {str(error).splitlines()[0]})"
+        f"data.loader: the samples cannot be made into one batch: {lines}. Give them one form in `transform`, "
+        f"or pass `collate`, a function of the list of samples ({type(error).__name__}: {str(error).splitlines()[0]})"
     )
 
 

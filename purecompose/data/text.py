@@ -49,7 +49,7 @@ class CharacterVocabulary:
         if len(set(self.characters)) < len(self.characters):
             twice = sorted({one for one in self.characters if self.characters.count(one) > 1})
             raise ValueError(
-                f"CharacterVocabulary: each character has one place, and these have more: {_listed(twice)}"
+                f"CharacterVocabulary: expected each character once, got these more often: {_listed(twice)}"
             )
 
     @classmethod
@@ -179,7 +179,7 @@ def load_text(
     if min(num_test, len(text) - num_test) <= length:
         raise ValueError(
             f"load_text: {path} is too short for windows of {length}: it has {len(text):,} characters, {num_test:,} of "
-            f"them at the end for testing, and both parts need {length + 1} at least; take a longer text, or a "
+            f"them at the end for testing, and both parts need at least {length + 1}; use a longer text, or a "
             "shorter length"
         )
     words = CharacterVocabulary.of(text) if vocabulary is None else vocabulary

@@ -88,7 +88,8 @@ class Moment(NamedTuple):
         if min(found) < 0 and (negative := [name for name, value in zip(lengths, found[1:], strict=True) if value < 0]):
             name = negative[0]
             raise ValueError(
-                f"{name}={_shown(lengths[name])} is negative in this run: a part of a sequence begins after its end"
+                f"{name}={_shown(lengths[name])} is negative in this run: in a sequence, the milestone that begins "
+                "this part lies after the end"
             )
         return found
 
@@ -146,7 +147,7 @@ def _in_own_unit(lengths: dict[str, Length], run: RunLength) -> tuple[TimeUnit, 
     if len(units) > 1:
         raise UnitError(
             f"{_listed(lengths)} have no unit in common in a run of {run}; write both in one "
-            "unit, or tell the run its batches_per_epoch and count its duration in epochs or batches"
+            "unit, or give the run batches_per_epoch and a duration in epochs or batches"
         )
     return units.pop(), values
 

@@ -223,7 +223,7 @@ class _Annealed(Shape):
 
     def _too_long(self, warmup: float, t_max: float, moment: Moment) -> str:
         is_left = moment.ratio != moment.warmup_ratio
-        hint = "scale_warmup=True stretches both" if is_left else "shorten the one or lengthen the other"
+        hint = "scale_warmup=True scales both" if is_left else "shorten the warmup or increase t_max"
         return (
             f"warmup={self.warmup} is longer than t_max={self.t_max}, which includes it: "
             f"{warmup:g} against {t_max:g} in this run; {hint}"

@@ -122,7 +122,7 @@ def multi_step(milestones: Iterable[TimeLike], gamma: float = 0.1, warmup: TimeL
     """
     points = checked_times(milestones, "multi_step: milestones")
     if not points:
-        raise ValueError("multi_step: expected at least one milestone; constant() stays as it is")
+        raise ValueError("multi_step: expected at least one milestone, got none; use constant() to change nothing")
     gamma, start = check_number(gamma, "multi_step: gamma", 0), checked_time(warmup, "multi_step: warmup")
     return made("multi_step", _Milestones(gamma, points, start), milestones=points, gamma=gamma, warmup=start)
 
@@ -134,7 +134,7 @@ def checked_times(times: Iterable[TimeLike], where: str) -> tuple[Time, ...]:
         TypeError, ValueError: This is not a collection of times, or one of them is not valid; see `checked_time`.
     """
     if isinstance(times, str | Time) or not isinstance(times, Iterable):
-        raise TypeError(f"{where}: expected several times, such as ['30ep', '60ep'], got {shown(times)}")
+        raise TypeError(f"{where}: expected a sequence of times, such as ['30ep', '60ep'], got {shown(times)}")
     return tuple(checked_time(time, f"{where}[{index}]") for index, time in enumerate(times))
 
 

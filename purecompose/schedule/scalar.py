@@ -119,8 +119,8 @@ class Schedule(_Factor):
             fn = self.fn.scaled(ratio, scale_warmup=scale_warmup)  # pyright: ignore[reportFunctionMemberAccess]
         else:
             raise ValueError(
-                f"{self!r} is a plain function of the timestamp, whose times cannot be stretched by {ratio:g}: use an "
-                "object with a method scaled(ratio, *, scale_warmup) that returns the stretched one"
+                f"{self!r} is a plain function of the timestamp, whose times cannot be scaled by {ratio:g}: use an "
+                "object with a method scaled(ratio, *, scale_warmup) that returns the scaled one"
             )
         how = ", scale_warmup=True" if scale_warmup else ""
         return self if fn is self.fn else Schedule(fn, f"{self!r}.scaled({ratio!r}{how})")

@@ -52,11 +52,11 @@ def sequence(schedules: Iterable[Scalar], milestones: Iterable[TimeLike]) -> Sch
     if not parts or len(points) != len(parts) - 1:
         raise ValueError(
             f"sequence: expected one schedule more than milestones, got {len(parts)} and {len(points)}: the first "
-            "begins with the run, each of the others at a milestone"
+            "begins with the run, each other one at a milestone"
         )
     for earlier, later in zip(points, points[1:], strict=False):
         if earlier.unit is later.unit and later <= earlier:
-            raise ValueError(f"sequence: expected milestones that rise, got {later} after {earlier}")
+            raise ValueError(f"sequence: expected increasing milestones, got {later} after {earlier}")
     return made("sequence", _Sequence(parts, points), schedules=parts, milestones=points)
 
 
@@ -89,7 +89,7 @@ def _shape(schedule: Schedule) -> Shape:
     if not isinstance(schedule.fn, Shape):
         raise TypeError(
             f"sequence: {schedule!r} is a plain function of the timestamp, which does not start again at a milestone; "
-            "let it stand in a product with the sequence, or decide by the timestamp within it"
+            "multiply the sequence by it, or handle the parts inside the function"
         )
     return schedule.fn
 

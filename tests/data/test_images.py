@@ -182,7 +182,7 @@ def test_a_file_that_unpacks_to_more_than_it_promises_is_not_unpacked_whole(tmp_
     path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(header) + 256 * block)
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match=r"promises 7 x 5 x 4 = 140 values and holds more"):
+        with pytest.raises(ValueError, match=r"should hold 7 x 5 x 4 = 140 values, got more"):
             load(tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 2**24
     finally:
@@ -194,8 +194,8 @@ def test_a_file_that_unpacks_to_more_than_it_promises_is_not_unpacked_whole(tmp_
     [
         (lambda content: content[:9], r"ends within its header: 9 of 16 bytes"),
         (lambda content: struct.pack(">I", 2049) + content[4:], r"magic number 2049, expected 2051"),
-        (lambda content: content[:-1], r"promises 7 x 5 x 4 = 140 values and holds 139"),
-        (lambda content: content + b"\0", r"holds more"),
+        (lambda content: content[:-1], r"should hold 7 x 5 x 4 = 140 values, got 139"),
+        (lambda content: content + b"\0", r"got more"),
         (lambda content: struct.pack(">4I", 2051, 0, 5, 4), r"no examples: its sizes are 0 x 5 x 4"),
     ],
 )

@@ -239,7 +239,7 @@ class Iterated:
     ("data", "named"),
     [
         (Iterated(), "Iterated"),
-        (iter([1, 2, 3]), "list_iterator.*loses what comes next"),
+        (iter([1, 2, 3]), "list_iterator.*loses its next items"),
         (Own(Noisy()), "Own over Noisy"),
         (DataLoader(Stream(), 4), "DataLoader over Stream"),
         (DataLoader(TensorDataset(torch.arange(3)), generator=torch.Generator()), "DataLoader over Tens"),

@@ -57,7 +57,11 @@ def test_the_order_of_the_characters_is_that_of_the_tokens(characters: list[str]
 
 @pytest.mark.parametrize(
     ("characters", "kind", "said"),
-    [("", ValueError, "at least one"), ("abca", ValueError, "these have more: 'a'"), (3, TypeError, "a text, got 3")],
+    [
+        ("", ValueError, "at least one"),
+        ("abca", ValueError, "got these more often: 'a'"),
+        (3, TypeError, "a text, got 3"),
+    ],
 )
 def test_vocabularies_that_cannot_be(characters: str, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
@@ -175,7 +179,7 @@ def test_batches_with_keys_are_those_without(seed: int, batch_size: int, start: 
         (("a",), TypeError, "expected two names"),
         ("ab", TypeError, "expected two names"),
         (("a", 1), TypeError, "expected two names"),
-        (("a", "a"), ValueError, "both are 'a'"),
+        (("a", "a"), ValueError, "got 'a' twice"),
     ],
 )
 def test_names_that_cannot_be(names: tuple[str, str], kind: type[Exception], said: str) -> None:
