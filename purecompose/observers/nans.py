@@ -102,7 +102,7 @@ class NaNs:
             raise FloatingPointError(message)
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"{message}. This is said once a run", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{message}. This warning is shown once per run", RuntimeWarning, stacklevel=2)
 
 
 class _Seen(NamedTuple):

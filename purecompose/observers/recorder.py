@@ -228,8 +228,8 @@ class _Outbox:
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
-                    f"{self._owner}: records cannot be written: {error}. Training continues; they wait in memory and "
-                    "are tried again with the next group. This is said once",
+                    f"{self._owner}: records cannot be written: {error}. Training continues; they stay in memory and "
+                    "are written with the next group. This warning is shown once",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -279,7 +279,7 @@ def _checked(values: Mapping[str, Any], monitor: Monitor, state: State) -> dict[
         else:
             raise TypeError(
                 f"monitor {who}: {name!r}: expected a number, a 0-d tensor, a str or an Image, got {shown(value)}; "
-                "leave out what is not known yet"
+                "leave out numbers that are not known yet"
             )
     return checked
 

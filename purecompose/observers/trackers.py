@@ -48,7 +48,7 @@ class TensorBoard(Recorder):
         **options: Any,
     ) -> None:
         if (folder is None) == (writer is None):
-            raise TypeError("TensorBoard: expected a folder, or writer=SummaryWriter(...), one of the two")
+            raise TypeError("TensorBoard: expected either a folder or writer=SummaryWriter(...)")
         sink = _EventFiles(writer) if folder is None else _EventFiles(None, os.fspath(folder), _summary_writer())
         super().__init__(sink, every=every, monitors=monitors, **options)
 

@@ -79,7 +79,7 @@ def _single_numbers(values: dict[str, Tensor], state: State, left_out: set[str])
             left_out.add(name)
             warn(
                 f"metric {name!r} is left out of the records: expected a single number, got a tensor of shape "
-                f"{tuple(value.shape[num_dims:])}; report a mean, or each number under a name of its own"
+                f"{tuple(value.shape[num_dims:])}; report a mean, or each number under a separate name"
             )
     return {name: value.detach().clone() for name, value in values.items() if value.ndim == num_dims}
 

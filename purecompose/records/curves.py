@@ -78,7 +78,7 @@ def _as_runs(given: object) -> list[RunRecords]:
     runs = []
     for one in several:
         if not isinstance(one, (RunRecords, str, os.PathLike)):
-            raise TypeError(f"draw_curves: expected the folder of a run, or what read_run gives, got {shown(one)}")
+            raise TypeError(f"draw_curves: expected the folder of a run, or the result of read_run, got {shown(one)}")
         runs.append(one if isinstance(one, RunRecords) else read_run(one))
     return runs
 

@@ -352,7 +352,7 @@ def _goes_on(path: Path, resume: bool) -> bool:
         FileExistsError, NotADirectoryError: The folder cannot be used.
     """
     if path.exists() and not path.is_dir():
-        raise NotADirectoryError(f"RunFolder: {path} is a file; a run wants a folder of its own")
+        raise NotADirectoryError(f"RunFolder: {path} is a file; give a folder")
     # Hidden files do not count: they may be from the desktop, or half-written by a killed process.
     inside = sorted(one.name for one in path.iterdir() if not one.name.startswith(".")) if path.is_dir() else []
     if not inside:
@@ -360,12 +360,12 @@ def _goes_on(path: Path, resume: bool) -> bool:
     if CONFIG not in inside:
         few = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
         raise FileExistsError(
-            f"RunFolder: {path} is not empty and no run's folder: it has no {CONFIG}, but {few}; give the run a "
-            "folder of its own"
+            f"RunFolder: {path} is neither empty nor the folder of a run: it has no {CONFIG}, but {few}; give the run "
+            "another folder"
         )
     if not resume:
         raise FileExistsError(
-            f"RunFolder: {path} holds a run already; continue with it by resume=True, or give this run another folder"
+            f"RunFolder: {path} already holds a run; continue it with resume=True, or give this run another folder"
         )
     return True
 

@@ -59,7 +59,7 @@ class Lock:
         except BlockingIOError:
             raise
         except OSError as error:
-            reported = f"{file} cannot be written: {error}. Nothing keeps another process from using the folder as well"
+            reported = f"{file} cannot be written: {error}. Another process could use the folder at the same time"
         self._finalizer = weakref.finalize(self, _release, self._folder, mine)
         if reported is not None:
             warnings.warn(f"RunFolder: {reported}", RuntimeWarning, stacklevel=3)
@@ -80,13 +80,13 @@ class Lock:
         who = f"process {holder['process']} on {str(holder['place']).partition(' ')[0]}, since {holder['since']}"
         if holder["place"] != place():
             return (
-                f"{self._folder} was left by {who}, and from here it is not known whether it still runs. Is it, "
-                "then end one of the two: they would mix their records"
+                f"{self._folder} was used by {who}, and it is not known here whether that process still runs. If so, "
+                "end one of the two: otherwise their records would be mixed"
             )
         if is_alive(holder["process"], holder["token"]):
             raise BlockingIOError(
                 f"RunFolder: {self._folder} is in use by {who}: two runs in one folder would mix their records. Wait "
-                "until it is done, end it, or give this run a folder of its own"
+                "until it is done, end it, or give this run another folder"
             )
         return None
 

@@ -85,7 +85,9 @@ def read_run(path: str | os.PathLike[str]) -> RunRecords:
     if not path.is_dir():
         raise NotADirectoryError(f"read_run: expected the folder of a run, got the file {path}")
     if not (path / CONFIG).is_file():
-        raise ValueError(f"read_run: {path} is not a run's folder: it has no {CONFIG}, which RunFolder writes first")
+        raise ValueError(
+            f"read_run: {path} is not the folder of a run: it has no {CONFIG}, which RunFolder writes first"
+        )
     trained, starts = read_history(path)
     result = read_json(path / RESULT) if (path / RESULT).exists() else None
     command = _text(path / COMMAND).rstrip("\n")

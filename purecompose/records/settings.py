@@ -52,7 +52,9 @@ def to_toml(settings: Mapping[str, Any]) -> str:
 def _named(config: Any, where: str) -> list[tuple[str, Any]]:
     """Return the settings that are not `None`."""
     if not isinstance(config, Mapping):
-        raise TypeError(f"{where}: expected settings by name, a mapping, got {shown(config)}; of a namespace, vars(it)")
+        raise TypeError(
+            f"{where}: expected settings by name, a mapping, got {shown(config)}; for a namespace pass vars(namespace)"
+        )
     for name in config:
         if not isinstance(name, str):
             raise TypeError(f"{where}: expected names of settings as strings, got {shown(name)}")
@@ -74,7 +76,7 @@ def _plain(value: Any, where: str) -> Any:
         if isinstance(value, kind):
             return kind(value)
     raise TypeError(
-        f"{where}: expected a string, a number, a bool or a list of them, got {shown(value)}; give its text, such as "
+        f"{where}: expected a string, a number, a bool or a list of them, got {shown(value)}; pass a string, such as "
         "str(value)"
     )
 

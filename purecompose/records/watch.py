@@ -114,7 +114,7 @@ class Watch:
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
-                    f"{self._path} cannot be written: {error}. Training continues; this is said once",
+                    f"{self._path} cannot be written: {error}. Training continues; this warning is shown once",
                     RuntimeWarning,
                     stacklevel=2,
                 )

@@ -58,7 +58,7 @@ def test_a_warning_comes_once_a_run() -> None:
     guard = NaNs(action="warn")
     for _ in range(2):
         feed(guard, [1.0, math.nan])
-        with pytest.warns(RuntimeWarning, match="batch 2: the loss is nan. This is said once a run"):
+        with pytest.warns(RuntimeWarning, match="batch 2: the loss is nan. This warning is shown once per run"):
             guard.flush()
         with warnings.catch_warnings():
             warnings.simplefilter("error")

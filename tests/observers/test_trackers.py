@@ -82,7 +82,7 @@ def test_tensorboard_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ImportError, match=r"pip install 'purecompose\[tensorboard\]'"):
         TensorBoard(tmp_path)
-    with pytest.raises(TypeError, match="one of the two"):
+    with pytest.raises(TypeError, match="expected either a folder"):
         TensorBoard()
 
 

@@ -210,7 +210,9 @@ def test_what_cannot_be_written_is_one_warning(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(tmp_path: Path, resume: bool) -> None:
     (tmp_path / "thesis.tex").write_text("chapter one")
-    with pytest.raises(FileExistsError, match=r"no run's folder: it has no config.toml, but thesis.tex"):
+    with pytest.raises(
+        FileExistsError, match=r"neither empty nor the folder of a run: it has no config.toml, but thesis.tex"
+    ):
         RunFolder(tmp_path, resume=resume)
     assert names_in(tmp_path) == {"thesis.tex"}
     with pytest.raises(NotADirectoryError, match=r"thesis.tex is a file"):

@@ -45,7 +45,7 @@ def holders(folder: Path) -> Any:
 def test_a_living_process_keeps_others_out_and_a_killed_one_does_not(
     tmp_path: Path, holder: "subprocess.Popen[str]"
 ) -> None:
-    words = rf"in use by process {holder.pid} on .*, since 20.*a folder of its own"
+    words = rf"in use by process {holder.pid} on .*, since 20.*another folder"
     with pytest.raises(BlockingIOError, match=words):
         Lock(tmp_path).take()
     with pytest.raises(BlockingIOError, match=words):
@@ -113,7 +113,9 @@ def test_a_process_of_another_machine_is_taken_over_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: "subprocess.Popen[str]"
 ) -> None:
     monkeypatch.setattr(lock, "place", lambda: "elsewhere pid:[1]")
-    with pytest.warns(RuntimeWarning, match=rf"was left by process {holder.pid} on .*not known whether it still runs"):
+    with pytest.warns(
+        RuntimeWarning, match=rf"was used by process {holder.pid} on .*not known here whether that process still runs"
+    ):
         taken = Lock(tmp_path)
         taken.take()
     assert holders(tmp_path)["place"] == "elsewhere pid:[1]"
@@ -134,7 +136,7 @@ def test_a_full_disk_is_told_and_no_obstacle(tmp_path: Path, monkeypatch: pytest
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(lock, "write_json", full)
-    with pytest.warns(RuntimeWarning, match="No space left on device. Nothing keeps another process"):
+    with pytest.warns(RuntimeWarning, match="No space left on device. Another process could"):
         Lock(tmp_path).take()
 
 

@@ -29,7 +29,7 @@ def test_a_half_finished_run_is_read(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no folder .*nowhere"):
         read_run(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"is not a run's folder: it has no config.toml"):
+    with pytest.raises(ValueError, match=r"is not the folder of a run: it has no config.toml"):
         read_run(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="got the file"):
