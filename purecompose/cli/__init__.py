@@ -43,9 +43,9 @@ examples:
   python -m purecompose algorithms mixup
   python -m purecompose check my_module:my_algorithm
 
-exit status: 0; 1 where a package is missing, a step fails, a checkpoint cannot be used, the last one or the report
-cannot be written, or a law is broken; 2 after a usage error; 130 after Ctrl-C and 143 after SIGTERM, with the run saved
-where it has a folder.
+exit status: 0; 1 if a package is missing, a step fails, a checkpoint cannot be used, the last checkpoint or the
+report cannot be written, or a law is broken; 2 after a usage error; 130 after Ctrl-C and 143 after SIGTERM, with the
+run saved if it has a folder.
 """
 
 
@@ -120,7 +120,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     """Return the parser, and the parsers of its commands by name."""
     parser = _Parser(
         prog="python -m purecompose",
-        description="Trains small networks with speed-up methods that are pure functions.",
+        description="Train small networks with speed-up methods that are pure functions.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -136,10 +136,10 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
             _of_results("show_predictions"),
             _add_predict,
         ),
-        ("plot", "draw the curves of one run or several", _of_results("show_plot"), _add_plot_options),
+        ("plot", "draw the curves of one or several runs", _of_results("show_plot"), _add_plot_options),
         ("plan", "show which algorithms would act at which events, in what order and why", _plan, _add_plan_options),
         ("algorithms", "list the algorithms, or show the card of one", _list_algorithms, _add_card_options),
-        ("completion", "print what a shell needs to complete `purecompose`", _complete, _add_shell),
+        ("completion", "print a completion script for a shell", _complete, _add_shell),
         ("check", "test your own algorithm against the laws that every algorithm keeps", _check, _add_check_options),
     ):
         command = commands.add_parser(
@@ -195,60 +195,60 @@ These are the shells that shtab writes for and that were tried.
 
 def _add_train_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", type=named, metavar="FOLDER", help="keep records, checkpoints and a report")
-    command.add_argument("--resume", action="store_true", help="with --out: continue the run there, if there is one")
+    command.add_argument("--resume", action="store_true", help="with --out: continue the run there, if one exists")
     command.add_argument("--plan", action="store_true", help="print the plan and exit")
     command.add_argument("--summary", action="store_true", help="print the network's layers and exit")
     command.add_argument(
         "--fast-dev-run",
         action="store_true",
-        help="one batch of training and one of evaluation, nothing kept; methods that start later do not act",
+        help="train and evaluate one batch each, without writing files; methods that start later do not act",
     )
     command.add_argument("--quiet", action="store_true", help="print only the final table")
-    command.add_argument("--traceback", action="store_true", help="print a whole traceback when a step fails")
+    command.add_argument(
+        "--traceback", action="store_true", help="if a step fails, show the traceback and not only one line"
+    )
     add_settings(command)
 
 
 def _add_plan_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run", nargs="?", metavar="RUN", help="folder of a run whose settings are used")
+    command.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run whose settings to use")
     command.add_argument(
-        "--at", default="0ba", metavar="TIME", help="the point of the run: 0.6dur, 5ep, ... (the start)"
+        "--at", default="0ba", metavar="TIME", help="the point of the run: 0.6dur, 5ep, ... (default: the start)"
     )
     command.add_argument(
         "--conflicts",
         action="store_true",
-        help="show which pairs of --algorithms do not commute, and what decides their order; "
-        "my_module:my_algorithm may be among them",
+        help="show instead which pairs of --algorithms (also my_module:my_algorithm) do not commute, and what decides "
+        "their order",
     )
     add_settings(command)
 
 
 def _add_checkpoint_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run", metavar="RUN", help="a run's folder, or that of one of its checkpoints")
+    command.add_argument("run", metavar="RUN", help="the folder of a run, or of one of its checkpoints")
     command.add_argument(
-        "--checkpoint", default="newest", metavar="NAME", help="newest, best or a checkpoint's name (newest)"
+        "--checkpoint", default="newest", metavar="NAME", help="newest, best or a checkpoint's name (default: newest)"
     )
-    command.add_argument("--data", help="other data of the same form (the data of the run)")
+    command.add_argument("--data", help="other data of the same form (default: those of the run)")
     add_allow_imports(command)
 
 
 def _add_evaluate_options(command: argparse.ArgumentParser) -> None:
     _add_checkpoint_options(command)
-    command.add_argument(
-        "--length", type=whole, metavar="N", help="text only: characters in each window (as in the run)"
-    )
+    command.add_argument("--length", type=whole, metavar="N", help="for text: window length (default: the run's)")
     command.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
 def _add_predict(command: argparse.ArgumentParser) -> None:
     _add_checkpoint_options(command)
     command.add_argument(
-        "--out", type=named, metavar="FILE", help="file for the CSV, or with --prompt for the text (standard output)"
+        "--out", type=named, metavar="FILE", help="a CSV file, or a text file with --prompt (default: standard output)"
     )
     command.add_argument(
-        "--prompt", metavar="TEXT", help="language models only: continue this text, in place of a CSV file"
+        "--prompt", metavar="TEXT", help="for a language model: write a continuation of this text, not a CSV"
     )
-    command.add_argument("--length", type=whole, metavar="N", help="with --prompt: characters to add (200)")
-    command.add_argument("--seed", type=whole, metavar="N", help="with --prompt: seed of the sampling (0)")
+    command.add_argument("--length", type=whole, metavar="N", help="with --prompt: characters to add (default: 200)")
+    command.add_argument("--seed", type=whole, metavar="N", help="with --prompt: seed of the draws (default: 0)")
 
 
 def _add_plot_options(command: argparse.ArgumentParser) -> None:
@@ -258,18 +258,18 @@ def _add_plot_options(command: argparse.ArgumentParser) -> None:
         default="curves.png",
         type=named,
         metavar="FILE",
-        help="the picture, *.png, *.svg or *.pdf (curves.png)",
+        help="the image file, *.png, *.svg or *.pdf (default: curves.png)",
     )
     command.add_argument(
         "--x",
         default="batch",
         choices=("batch", "epoch", "time/sample", "time/token", "time/seconds"),
-        help="quantity on the horizontal axis (batch)",
+        help="column along the horizontal axis (default: batch)",
     )
 
 
 def _add_card_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("name", nargs="?", metavar="NAME", help="the one to show")
+    command.add_argument("name", nargs="?", metavar="NAME", help="the algorithm to show")
 
 
 def _add_shell(command: argparse.ArgumentParser) -> None:
@@ -282,14 +282,18 @@ def _add_check_options(command: argparse.ArgumentParser) -> None:
         "algorithms",
         nargs="+",
         metavar="ALGORITHM",
-        help='my_module:my_algorithm, a shipped one as a call such as "mixup(0.2)", or all for all shipped ones',
+        help='my_module:my_algorithm, a call of a shipped one such as "mixup(0.2)", or all for all shipped ones',
     )
-    add("--neutral", metavar="ALGORITHM", help="the same with settings that should change nothing")
-    add("--tasks", metavar="LIST", help="names of tasks, separated by commas (all that the algorithm accepts)")
-    add("--laws", metavar="LIST", help="names of laws, separated by commas (all that apply)")
-    add("--max-examples", type=whole, default=25, metavar="N", help="cases for each law (25)")
-    add("--seed", type=whole, default=0, metavar="N", help="seed of the cases (0)")
-    add("--json", metavar="PATH", help="write the reports there as JSON; - for standard output, instead of tables")
+    add("--neutral", metavar="ALGORITHM", help="the same algorithm with settings that should change nothing")
+    add("--tasks", metavar="LIST", help="names of tasks, separated by commas (default: all that the algorithm accepts)")
+    add("--laws", metavar="LIST", help="names of laws, separated by commas (default: all that apply)")
+    add("--max-examples", type=whole, default=25, metavar="N", help="cases for each law (default: 25)")
+    add("--seed", type=whole, default=0, metavar="N", help="seed of the cases (default: 0)")
+    add(
+        "--json",
+        metavar="PATH",
+        help="write the reports to this file as JSON; - for standard output, instead of tables",
+    )
     add("--quiet", action="store_true", help="print one line for each algorithm")
 
 

@@ -53,7 +53,7 @@ def _expanded(options: argparse.Namespace) -> list[tuple[str, str | None]]:
     texts = [text for given in options.algorithms for text in (shipped if given == "all" else [given])]
     texts = list(dict.fromkeys(texts))
     if options.neutral is not None and len(texts) > 1:
-        raise UsageError(f"--neutral: goes with one algorithm, got {len(texts)}: {', '.join(texts)}")
+        raise UsageError(f"--neutral: expected one algorithm, got {len(texts)}: {', '.join(texts)}")
     rows = {text: SHIPPED.get(text.partition("(")[0]) for text in texts}
     return [(text, options.neutral or (row.neutral if row else None)) for text, row in rows.items()]
 

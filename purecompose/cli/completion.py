@@ -37,7 +37,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
     except ImportError as error:
         raise ImportError("completion needs shtab; install it with `pip install 'purecompose[cli]'`") from error
     if shell not in shtab.SUPPORTED_SHELLS:
-        raise UsageError(f"the installed shtab knows no {shell}; `pip install --upgrade shtab` may bring one that does")
+        raise UsageError(f"the installed shtab does not support {shell}; try `pip install --upgrade shtab`")
     for argument in _arguments(parser):
         how = _how(argument)
         if how is not None:

@@ -99,7 +99,7 @@ def load(settings: Mapping[str, Any]) -> tuple[Data, dict[str, Any]]:
         raise ValueError(f"{error} (A text's file ends in .txt)" if is_named else str(error)) from error
     for setting in ("length", "vocabulary"):
         if settings[setting] is not None:
-            raise UsageError(f"--{setting}: {settings['data']} is a set of images; --{setting} is for text")
+            raise UsageError(f"--{setting}: {settings['data']} holds images; --{setting} is for text")
     return images, {"data": name}
 
 
@@ -112,7 +112,7 @@ def check_model(name: str, data: Data) -> None:
     """Raise a `ValueError` if a network of `MODELS` is for another kind of data."""
     wanted = kind_of(data).models
     if name in (TEXT.models or ()) and wanted is None:
-        raise ValueError(f"{name} is a network for text, and the data are images")
+        raise ValueError(f"{name} is a network for text, but the data are images")
     if wanted is not None and name not in wanted:
         raise ValueError(f"{name} is a network for images; for text there is {', '.join(wanted)}")
 
@@ -153,6 +153,6 @@ def _text_file(name: str) -> Path | None:
             return folder / f"{name}.txt"
     if name in _KNOWN_TEXTS:
         raise FileNotFoundError(
-            f"there is no {name}.txt, neither here nor in a folder data; put the file there, or give its path"
+            f"there is no {name}.txt here or in a folder data; put the file there, or give its path"
         )
     return None

@@ -140,8 +140,8 @@ def _best(folder: Path, kind: Kind) -> Path:
     }
     if any(isinstance(value, list) for value in reported.values()):
         raise UsageError(
-            f"--checkpoint: {folder} is of a population, each network of which has a best one of its own; give newest, "
-            "or a checkpoint's name"
+            f"--checkpoint: {folder} is of a population, in which each network has its own best checkpoint; give "
+            "newest, or a checkpoint's name"
         )
     rated = {
         path: kind.rating(value)
@@ -150,8 +150,8 @@ def _best(folder: Path, kind: Kind) -> Path:
     }
     if not rated:
         raise UsageError(
-            f"--checkpoint: no checkpoint in {folder} has a number for {kind.decides}, which tells the best one; give "
-            "newest, or a checkpoint's name"
+            f"--checkpoint: no checkpoint in {folder} has a number for {kind.decides}, which selects the best one; "
+            "give newest, or a checkpoint's name"
         )
     return max(rated, key=lambda path: rated[path])
 

@@ -79,8 +79,8 @@ def check_imports(settings: Mapping[str, Any], allowed: Collection[str] | None) 
     foreign = [] if allowed is None else sorted(_names(settings) - set(allowed))
     if foreign:
         raise UsageError(
-            f"the settings in a file name code to import, {', '.join(foreign)}: give it on the command line too, or "
-            "--allow-imports if you trust the file (in Python allow_imports=True)"
+            f"the settings in a file name code to import, {', '.join(foreign)}: if you trust the file, add "
+            "--allow-imports (in Python allow_imports=True), or give the code on the command line too"
         )
 
 
@@ -111,7 +111,7 @@ def network_of(call: specs.Call, data: ImageData | TextData, seed: int) -> nn.Mo
     with building(seed):
         made = _made(call, {"in_shape": data.in_shape, "num_classes": data.num_classes})
     if not isinstance(made, nn.Module):
-        raise ValueError(f"{call.name} makes a {type(made).__name__}, expected a torch.nn.Module")
+        raise ValueError(f"{call.name} returned a {type(made).__name__}, expected a torch.nn.Module")
     return layers.ClassesSecond(made) if isinstance(data, TextData) else made
 
 
@@ -162,7 +162,7 @@ def data_of(name: str) -> ImageData | TextData:
         return given
     if not isinstance(given, tuple | list) or len(given) != 4 or not all(isinstance(part, Tensor) for part in given):
         raise ValueError(
-            f"{name} gives a {type(given).__name__}, expected data.ImageData, data.TextData or four tensors: inputs "
+            f"{name} returned a {type(given).__name__}, expected data.ImageData, data.TextData or four tensors: inputs "
             "and classes for training, then for testing"
         )
     targets = [given[1], given[3]]

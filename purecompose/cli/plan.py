@@ -38,7 +38,7 @@ def _moved(setup: Setup, at: str) -> State:
     if batches is None or batches < 0:
         raise ValueError(f"{at}: expected a point of the run, such as 0.6dur, 5ep or 100ba")
     if length is not None and batches > length:
-        raise ValueError(f"{at}: the run ends before, after {length:g} batches")
+        raise ValueError(f"{at}: the run ends earlier, after {length:g} batches")
     samples = setup.train_data.batch_size
     return state.replace(timestamp=state.timestamp.advance_by(int(batches), samples, samples * _tokens(setup)))
 

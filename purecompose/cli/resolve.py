@@ -87,7 +87,7 @@ def _explained(text: str, module: str | None, error: Exception) -> str:
     """Return the reason why a text does not name an algorithm."""
     said = one_line(error)
     if module is None:
-        hint = "" if text.partition("(")[0] in FACTORIES else "; one of your own is written my_module:my_algorithm"
+        hint = "" if text.partition("(")[0] in FACTORIES else "; write your own as my_module:my_algorithm"
         return f"{said}{hint}"
     if isinstance(error, ValueError) and isinstance(error.__cause__, AttributeError):
         return f"{said}{_attribute_hint(module, text.partition(':')[2])}"

@@ -102,7 +102,7 @@ def _tested(options: argparse.Namespace, settings: Mapping[str, Any], setup: Set
     if options.length is None:
         return setup.test_data
     if setup.kind is not TEXT:
-        raise UsageError("--length is for text, and the run trained a network for images")
+        raise UsageError("--length is for text, but the run trained a network for images")
     with reported_as("--length"):
         data, _ = load_data({**settings, "length": options.length})
     return setup.kind.stored(data.test_inputs, data.test_targets).to(setup.state.device)

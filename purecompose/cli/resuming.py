@@ -32,7 +32,7 @@ def earlier_settings(out: Path | None, *, is_asked: bool) -> dict[str, Any]:
     if not is_asked:
         return {}
     if out is None:
-        raise UsageError("--resume: say which run, --out FOLDER")
+        raise UsageError("--resume: give the folder of the run, --out FOLDER")
     config = out / "config.toml"
     return read_config(config, option="") if config.exists() else {}
 
@@ -42,7 +42,7 @@ def check_seed(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
     for name in ("seed", "seeds"):
         if name in earlier and earlier[name] != settings[name]:
             raise UsageError(
-                f"--{name}: the run continues with {earlier[name]}, as it began; another one needs another --out"
+                f"--{name}: the run continues with {earlier[name]}, as it began; for another one choose another --out"
             )
 
 
@@ -50,7 +50,7 @@ def check_model(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None
     """Raise a `UsageError` if a run is resumed with another network, even one that its tensors fit."""
     if "model" in earlier and _options(earlier["model"]) != _options(settings["model"]):
         raise UsageError(
-            f"--model: {earlier['model']} in the run, {settings['model']} here; another network needs another --out"
+            f"--model: {earlier['model']} in the run, {settings['model']} here; for another one choose another --out"
         )
 
 
@@ -82,7 +82,7 @@ def reported_as_settings(settings: Mapping[str, Any], earlier: Mapping[str, Any]
         found = error.differences[:_MOST_LINES]
         raise MismatchError(
             "\n  ".join([f"{out} cannot continue with other settings:", *lines])
-            + "\nleave them out, or choose another --out; "
-            + "\n  ".join([f"what does not fit, of {len(error.differences)}:", *found]),
+            + "\nleave these options out, or choose another --out; "
+            + "\n  ".join([f"differences, of {len(error.differences)} in all:", *found]),
             error.differences,
         ) from error

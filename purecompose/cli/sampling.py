@@ -51,10 +51,10 @@ def prompt_of(options: argparse.Namespace, settings: Mapping[str, Any]) -> Promp
     if options.prompt is None:
         for name in ("length", "seed"):
             if getattr(options, name) is not None:
-                raise UsageError(f"--{name} is for --prompt TEXT, with which a language model continues")
+                raise UsageError(f"--{name} needs --prompt TEXT, the text that a language model continues")
         return None
     if "vocabulary" not in settings:
-        raise UsageError("--prompt: the run trained a network for images; a prompt is for one of text")
+        raise UsageError("--prompt: expected a run on text, got one that trained a network for images")
     if options.data is not None:
         raise UsageError("--data: a prompt is continued without data; leave it out")
     length = _LENGTH if options.length is None else options.length

@@ -66,78 +66,97 @@ SETTINGS = {
             "data",
             str,
             None,
-            "digits, an MNIST-like .npz file, a folder of IDX files or of images by class, a text, *.txt, or "
-            "my_module:my_data (digits)",
+            "digits, an MNIST-like .npz file, a folder of IDX files or of images by class, a text file *.txt, or "
+            "my_module:my_data (default: digits)",
             "digits",
         ),
-        Setting("length", int, "N", "text only: characters in each window, which is one example (128)"),
+        Setting("length", int, "N", "for text: characters per window, which is one example (default: 128)"),
         Setting(
             "vocabulary",
             str,
             "CHARACTERS",
-            "text only: the characters, in the order of their numbers (those of the file, sorted)",
+            "for text: the characters in the order of their numbers (default: the file's, sorted)",
         ),
         Setting(
             "model",
             str,
             None,
             f"{', '.join(MODELS)}, with options: cnn(width=8); timm:NAME, transformers:CLASS(...) "
-            "or my_module:my_net(...) (cnn; gpt for text)",
+            "or my_module:my_net(...) (default: cnn; gpt for text)",
         ),
         Setting(
             "algorithms",
             str,
             "LIST",
-            "names with or without arguments, my_module:my_algorithm among them, separated by commas, or none "
-            "(mixup,label_smoothing,selective_backprop; none for text)",
+            "names or calls, also my_module:my_algorithm, separated by commas, or none "
+            "(default: mixup,label_smoothing,selective_backprop; none for text)",
         ),
         Setting(
             "loss",
             str,
             None,
-            "cross_entropy, or for images binary_cross_entropy (cross_entropy; binary_cross_entropy with --recipe)",
+            f"{' or '.join(LOSSES)}, for images (default: cross_entropy; binary_cross_entropy with --recipe)",
             "cross_entropy",
         ),
         Setting(
             "optimizer",
             str,
             "CALL",
-            "sgd, adam, adamw, decoupled_sgdw, decoupled_adamw, rmsprop, adafactor or lion: sgd(lr=0.1, momentum=0.9) "
-            "(depends on the data)",
+            "sgd, adam, adamw, decoupled_sgdw, decoupled_adamw, rmsprop, adafactor or lion, such as "
+            "sgd(lr=0.1, momentum=0.9) (default: depends on the data)",
         ),
         Setting(
             "schedule",
             str,
             "CALL",
-            "of the learning rate: constant, linear, cosine, cosine_warm_restarts, polynomial, exponential, step or "
-            "multi_step: cosine(warmup=0.1dur) (depends on the data)",
+            "factor of the learning rate: constant, linear, cosine, cosine_warm_restarts, polynomial, exponential, step "
+            "or multi_step, such as cosine(warmup=0.1dur) (default: depends on the data)",
         ),
         Setting(
-            "duration", str, "TIME", "length of the run: 20ep, 500ba, 10000sp, or for text 1e6tok (depends on the data)"
+            "duration",
+            str,
+            "TIME",
+            "length of the run: 20ep, 500ba, 10000sp, or for text 1e6tok (default: depends on the data)",
         ),
-        Setting("scale_schedule", float, "RATIO", "stretch length and schedules: 0.5 for half the time (1)", 1.0),
-        Setting("batch_size", int, "N", "examples in a batch (depends on the data)"),
-        Setting("limit_batches", str, "N", "at most N batches per epoch and evaluation; 0.1 for a tenth (all)"),
-        Setting("microbatches", str, "N", "slices of a batch, to save memory; auto finds how many it takes (1)", "1"),
-        Setting("seed", int, "N", "seed of weights, data order and all draws (0)", 0),
-        Setting("seeds", int, "N", "train this many networks at once, with consecutive seeds from --seed (1)", 1),
-        Setting("precision", str, None, "fp32, tf32, bf16 or fp16 (fp32)", "fp32"),
-        Setting("compile", bool, None, "compile the step: worth it on a GPU, and for long runs", False),
-        Setting("device", str, None, "cpu, cuda, mps, ... (cpu)", "cpu"),
-        Setting("threads", int, "N", "CPU threads; another number changes the rounding (depends on the data)"),
-        Setting("eval_every", str, "TIME", "how often to evaluate: 1ep, 100ba, 0.1dur (1ep)", "1ep"),
+        Setting(
+            "scale_schedule", float, "RATIO", "scale duration and schedules: 0.5 for half the time (default: 1)", 1.0
+        ),
+        Setting("batch_size", int, "N", "examples per batch (default: depends on the data)"),
+        Setting(
+            "limit_batches", str, "N", "at most N batches per epoch and evaluation; 0.1 for a tenth (default: all)"
+        ),
+        Setting(
+            "microbatches",
+            str,
+            "N",
+            "slices of a batch, to save memory; auto doubles them until a batch fits (default: 1)",
+            "1",
+        ),
+        Setting("seed", int, "N", "seed of weights, data order and all draws (default: 0)", 0),
+        Setting(
+            "seeds", int, "N", "train N networks at once, a population with this seed and the next ones (default: 1)", 1
+        ),
+        Setting("precision", str, None, "fp32, tf32, bf16 or fp16 (default: fp32)", "fp32"),
+        Setting("compile", bool, None, "compile the step; pays off on a GPU and for long runs", False),
+        Setting("device", str, None, "cpu, cuda, mps, ... (default: cpu)", "cpu"),
+        Setting("threads", int, "N", "CPU threads; other numbers give other bits (default: depends on the data)"),
+        Setting("eval_every", str, "TIME", "how often to evaluate: 1ep, 100ba, 0.1dur (default: 1ep)", "1ep"),
         Setting(
             "validation",
             float,
             "SHARE",
-            "share of the training data to set aside, for --patience and the best checkpoint (0)",
+            "share of the training data to set aside for --patience and the best checkpoint (default: 0)",
             0.0,
         ),
-        Setting("patience", str, "TIME", "stop when the loss has not improved for this long: 3ep (never)"),
-        Setting("checkpoint_every", str, "TIME", "with --out: how often to write one: 1ep, 500ba, 10m (1ep)", "1ep"),
+        Setting("patience", str, "TIME", "stop when the loss has not improved for this time: 3ep (default: never)"),
         Setting(
-            "keep", int, "N", "with --out: number of the newest checkpoints to keep; the best is kept as well (3)", 3
+            "checkpoint_every",
+            str,
+            "TIME",
+            "with --out: how often to write a checkpoint: 1ep, 500ba, 10m (default: 1ep)",
+            "1ep",
         ),
+        Setting("keep", int, "N", "with --out: keep the N newest checkpoints and the best (default: 3)", 3),
     )
 }
 
@@ -147,7 +166,7 @@ def add_allow_imports(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--allow-imports",
         action="store_true",
-        help="import code that a run's or a --config file's settings name, my_module:name",
+        help="import code (my_module:name) that the settings of a run or of a --config file name",
     )
 
 
@@ -163,23 +182,24 @@ def add_settings(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--recipe",
         choices=tuple(RECIPES),
-        help="methods of a published recipe for images, as --algorithms; hot leaves out the recipe's BlurPool, "
-        "channels last and EMA. With the digits: --recipe hot --model resnet20",
+        help="use the methods of a published recipe for images as --algorithms; hot leaves out the recipe's "
+        "BlurPool, channels last and EMA. With the digits: --recipe hot --model resnet20",
     )
-    group.add_argument("--config", metavar="FILE", help="a TOML file of settings; options given here win")
+    group.add_argument("--config", metavar="FILE", help="a TOML file of settings; options given here override it")
     group.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="one setting, or one argument in it: duration=5ep, optimizer.lr=0.01, mixup.alpha=0.4; wins over all else",
+        help="one setting, or one argument in it: duration=5ep, optimizer.lr=0.01, mixup.alpha=0.4; overrides "
+        "all others",
     )
 
 
 def named(text: str) -> str:
     """Return the name of a file or folder in an option; raise if it is empty, as from an unset shell variable."""
     if not text:
-        raise argparse.ArgumentTypeError("expected a name, got an empty text")
+        raise argparse.ArgumentTypeError("expected a name, got an empty string")
     return text
 
 
@@ -205,7 +225,7 @@ def chosen(options: argparse.Namespace, config: Mapping[str, Any] | None = None)
     if options.recipe is not None:
         if options.algorithms is not None:
             raise UsageError(
-                "--recipe: a recipe is a list of algorithms, and --algorithms is another; give one of the two "
+                "--recipe: a recipe is a list of algorithms, as is --algorithms; give one of the two "
                 "(docs/algorithms.md lists the recipes' methods)"
             )
         found["algorithms"] = ", ".join(map(repr, recipe(options.recipe)))
@@ -248,7 +268,9 @@ def with_arguments(
             raise UsageError(f"--set: {name}: {error}") from error
         if name not in [call.name for call in calls]:
             known = ", ".join(["optimizer", "schedule", "model", *[call.name for call in calls]])
-            raise UsageError(f"--set: {name}.{next(iter(arguments))}: no {name} in this run; there are {known}")
+            raise UsageError(
+                f"--set: {name}.{next(iter(arguments))}: there is no {name} in this run; there are {known}"
+            )
         known = factories["algorithms"]
         changed = [_set(name, call, arguments, known) if call.name == name else call for call in calls]
         settings["algorithms"] = ", ".join(map(str, changed))
@@ -263,8 +285,8 @@ def settings_of(run: Path) -> dict[str, Any]:
     """
     config = run / "config.toml"
     if not config.exists():
-        why = "it has no config.toml" if run.exists() else "it is not there"
-        raise UsageError(f"{run} is not a run's folder: {why}; train --out FOLDER makes one")
+        why = "it has no config.toml" if run.exists() else "it does not exist"
+        raise UsageError(f"{run} is not a run's folder: {why}; create one with train --out FOLDER")
     return read_config(config, option="")
 
 
@@ -278,7 +300,7 @@ def check_target(option: str, path: str) -> None:
     if target.is_dir():
         raise UsageError(f"{option}: {path} is a folder; expected a file's name")
     if not target.parent.is_dir():
-        raise UsageError(f"{option}: {path}: there is no folder {target.parent}; make it, or choose another")
+        raise UsageError(f"{option}: {path}: there is no folder {target.parent}; create it, or choose another")
 
 
 def read_config(path: Path, *, option: str = "--config: ") -> dict[str, Any]:

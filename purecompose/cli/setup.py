@@ -304,7 +304,7 @@ def _step(settings: Mapping[str, Any], batch_size: int) -> Step:
             raise ValueError(f"{text}: expected a number of slices, or auto")
         slices = 1 if text == "auto" else int(text)
         if slices > batch_size:
-            raise ValueError(f"{slices} slices of a batch of {batch_size} examples")
+            raise ValueError(f"expected at most {batch_size} slices, one per example of a batch, got {slices}")
         return compose(loop_events, algorithms, microbatches=slices)
 
 
@@ -315,7 +315,7 @@ def _network(settings: Mapping[str, Any], data: Data, seed: int) -> torch.nn.Mod
             return network_of(call, data, seed)
         specs.check_name(call.name, models.MODELS, "model")
         if call.args:
-            raise ValueError(f"{call}: expected options by name; it is {models.describe(call.name)}")
+            raise ValueError(f"{call}: expected options by name, as in {models.describe(call.name)}")
         models.check_options(call.name, call.kwargs)  # otherwise they could collide with other arguments of build
         check_model(call.name, data)
         shape = {"in_shape": data.in_shape, "num_classes": data.num_classes}
@@ -329,7 +329,7 @@ def _optimizer(settings: Mapping[str, Any]) -> Any:
         call = specs.parse_one(settings["optimizer"])
         if call.name == "muon":
             raise ValueError(
-                "muon moves only matrices; which of them, and what moves the others, is said in Python: "
+                "muon moves only matrices; choose them, and an optimizer for the others, in Python: "
                 'optim.by_pattern({"blocks.*": optim.muon(0.02)}, optim.adamw(3e-4))'
             )
         plain = specs.build(call, OPTIMIZERS, "optimizer")

@@ -93,9 +93,9 @@ def print_results(
         if out is not None:
             table.add_row("", f"evaluate {out} --checkpoint best" if is_kept else "its checkpoint was not written")
     if setup.stop and not state.timestamp.is_finished():
-        table.add_row("stopped early", f"the loss has not become better for {settings['patience']}")
+        table.add_row("stopped early", f"the loss has not improved for {settings['patience']}")
     table.add_row("time", f"{stopwatch.seconds:.1f} s ({', '.join(spent)})")
-    table.add_row("steps", f"{stopwatch.batches:,}, {rate:.1f} a second{' after compiling' if compiling else ''}")
+    table.add_row("steps", f"{stopwatch.batches:,}, {rate:.1f} per second{' after compiling' if compiling else ''}")
     table.add_row("parameters' checksum", f"{checksum(state.params)} ({on})")
     if out is not None and REPORT not in missing:
         table.add_row("report", str(out / REPORT))

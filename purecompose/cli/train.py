@@ -44,7 +44,7 @@ def train(options: argparse.Namespace) -> None:
     """
     _check_alone()
     if options.fast_dev_run and (options.out is not None or options.resume):
-        raise UsageError("--fast-dev-run: trains one batch and keeps nothing: leave out --out and --resume")
+        raise UsageError("--fast-dev-run: it trains one batch and keeps nothing; leave out --out and --resume")
     out = None if options.out is None else Path(options.out)
     earlier = earlier_settings(out, is_asked=options.resume)
     settings, data = completed(chosen(options, earlier), allowed=allowed_by(options))
@@ -72,7 +72,7 @@ def _check_alone() -> None:
     if size not in ("", "1"):
         raise UsageError(
             f"expected one process, got WORLD_SIZE={size}: each would train the whole run, into one folder. Run the "
-            "command without torchrun; a program of your own shares the batches of a step by purecompose.data_parallel"
+            "command without torchrun; to split batches over processes, write a program with purecompose.data_parallel"
         )
 
 
@@ -111,11 +111,11 @@ def _run(
             folder.finish({"checksum": checksum(state.params)})
     if folder is not None and folder.goes_on and not stopwatch.batches:
         length = setup.state.timestamp.run.duration
-        print(f"the run in {out} was at its end already, {length}; a longer --duration continues with it")
+        print(f"the run in {out} had already ended, after {length}; continue it with a longer --duration")
     missing = () if folder is None else _missing(folder, state)
     print_results(setup, state, history, stopwatch, settings, out, missing)
     if missing:
-        raise RunError(f"the run in {out} is not whole, {', '.join(missing)} could not be written (see the warnings)")
+        raise RunError(f"the run in {out} is incomplete: {', '.join(missing)} could not be written (see the warnings)")
 
 
 def _missing(folder: RunFolder, state: State) -> tuple[str, ...]:
@@ -194,10 +194,10 @@ def _check_recipe(name: str, settings: Mapping[str, Any], setup: Setup) -> None:
         found, model = _changed_inputs(error, setup), specs.parse_one(settings["model"]).name
         hint = "" if model.startswith("resnet") else "; try --model resnet20"
         if setup.kind is TEXT:
-            why = f"{name} is a recipe for images, and the data are a text; name methods for it by --algorithms"
+            why = f"{name} is a recipe for images, but the data are a text; give methods with --algorithms"
         elif found is not None:
             sizes = ("x".join(sizes) for sizes in (found[1:], map(str, setup.data.in_shape[1:])))
-            why = f"{name} begins with images of {' in place of '.join(sizes)}, which {model} does not take{hint}"
+            why = f"{name} begins with images of {' instead of '.join(sizes)}, which {model} does not accept{hint}"
         else:
             why = f"{name} does not fit {model} and these data{hint}"
         raise UsageError(

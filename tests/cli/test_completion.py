@@ -115,4 +115,4 @@ def test_every_shell_is_told_the_values(capsys, shell: str) -> None:
 def test_a_shell_that_shtab_does_not_know_is_an_error(capsys, monkeypatch) -> None:
     monkeypatch.setattr(shtab, "SUPPORTED_SHELLS", ["bash"])
     assert main(["completion", "fish"]) == 2
-    assert "the installed shtab knows no fish; `pip install --upgrade shtab`" in capsys.readouterr().err
+    assert "the installed shtab does not support fish; try `pip install --upgrade shtab`" in capsys.readouterr().err

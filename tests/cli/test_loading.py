@@ -66,8 +66,8 @@ def test_of_equal_ones_the_earliest_is_the_best(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
-        ({"eval/accuracy": [0.5, 0.25]}, "is of a population, each network of which has a best one of its own"),
-        ({"eval/accuracy": NAN}, "has a number for accuracy, which tells the best one; give newest"),
+        ({"eval/accuracy": [0.5, 0.25]}, "is of a population, in which each network has its own best"),
+        ({"eval/accuracy": NAN}, "has a number for accuracy, which selects the best one; give newest"),
         ({"eval/loss": 1.0}, "has a number for accuracy"),
         ({}, "has a number for accuracy"),
     ],

@@ -101,8 +101,8 @@ def test_what_the_command_line_names_itself_is_allowed(folder):
         ),
         (("--model", "own_cod:net"), "--model: own_cod:net: there is no module 'own_cod' here"),
         (("--model", "own_code:net(widht=2)"), "has no parameter 'widht'; did you mean 'width'?"),
-        (("--model", "own_code:data"), "--model: own_code:data makes a tuple, expected a torch.nn.Module"),
-        (("--data", "own_code:number"), "--data: own_code:number gives a int, expected data.ImageData"),
+        (("--model", "own_code:data"), "--model: own_code:data returned a tuple, expected a torch.nn.Module"),
+        (("--data", "own_code:number"), "--data: own_code:number returned a int, expected data.ImageData"),
         (("--algorithms", "own_code:fixed(2)"), "--algorithms: own_code:fixed"),
     ],
 )

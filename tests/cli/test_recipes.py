@@ -45,18 +45,16 @@ def test_the_published_hot_recipe_is_a_sum() -> None:
 
 def test_a_recipe_and_a_list_are_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--recipe", "mild", "--algorithms", "mixup", *NETWORK]) == 2
-    assert (
-        "--recipe: a recipe is a list of algorithms, and --algorithms is another; give one" in capsys.readouterr().err
-    )
+    assert "--recipe: a recipe is a list of algorithms, as is --algorithms; give one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["hot"], "hot begins with images of 3x3 in place of 8x8, which cnn does not take; try --model resnet20 ("),
-        (["mild", "--model", "mlp"], "mild begins with images of 4x4 in place of 8x8, which mlp does not take; try"),
-        (["medium", "--model", "vit"], "medium begins with images of 4x4 in place of 8x8, which vit does not take; "),
-        (["hot", "--data", "book.txt"], "hot is a recipe for images, and the data are a text; name methods for it by"),
+        (["hot"], "hot begins with images of 3x3 instead of 8x8, which cnn does not accept; try --model resnet20 ("),
+        (["mild", "--model", "mlp"], "mild begins with images of 4x4 instead of 8x8, which mlp does not accept; try"),
+        (["medium", "--model", "vit"], "medium begins with images of 4x4 instead of 8x8, which vit does not accept; "),
+        (["hot", "--data", "book.txt"], "hot is a recipe for images, but the data are a text; give methods with"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:(blurpool|channels_last|stochastic_depth)")

@@ -52,4 +52,4 @@ def test_a_plan_at_a_point_in_tokens_and_samples(run: Run) -> None:
                                "--algorithms", method)  # fmt: skip
         assert (status, err) == (0, "") and "seq_length_warmup" in out
     status, _, err = run("plan", *SMALL, "--batch-size", "8", "--duration", "1280tok", "--at", "1408tok")
-    assert status == 2 and "the run ends before, after 10 batches" in err
+    assert status == 2 and "the run ends earlier, after 10 batches" in err

@@ -149,7 +149,7 @@ def test_evaluation_of_the_run_and_of_another_text(run: Run, trained: pathlib.Pa
     status, _, err = run("evaluate", a, "--data", "foreign.txt")
     assert status == 2 and "3 characters that the vocabulary of 20 lacks: 'h', 'ß', 'ä'" in err
     status, _, err = run("evaluate", a, "--data", "digits")
-    assert status == 2 and "digits is a set of images" in err
+    assert status == 2 and "digits holds images" in err
 
 
 def test_a_stopped_run_goes_on_to_the_same_bits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +313,7 @@ def test_a_text_is_found_by_its_name(run: Run) -> None:
         status, _, err = run("train", *SHORT, "--data", name)
         assert status == 2 and "A text's file ends in .txt" in err
     pathlib.Path("digits.txt").write_text(TEXT)
-    assert "--vocabulary: digits is a set of images" in run("train", "--vocabulary", "ab")[2]
+    assert "--vocabulary: digits holds images" in run("train", "--vocabulary", "ab")[2]
 
 
 def test_a_share_is_set_aside_to_decide_by(run: Run) -> None:
@@ -325,13 +325,13 @@ def test_a_share_is_set_aside_to_decide_by(run: Run) -> None:
 
 REFUSED = [
     (["--model", "cnn"], "--model: cnn is a network for images; for text there is gpt"),
-    (["--data", "digits"], "--length: digits is a set of images; --length is for text"),
+    (["--data", "digits"], "--length: digits holds images; --length is for text"),
     (["--data", "nowhere.txt"], "--data: load_text: there is no file nowhere.txt"),
-    (["--data", "tinyshakespeare"], "--data: there is no tinyshakespeare.txt, neither here nor in a folder data"),
+    (["--data", "tinyshakespeare"], "--data: there is no tinyshakespeare.txt here or in a folder data"),
     (["--data", "latin.txt"], "latin.txt is not UTF-8: byte 2 is 0xfc"),
     (["--length", "500"], "book.txt is too short for windows of 500: it has"),
     (["--length", "0"], "--length: 0: expected a number of characters"),
-    (["--vocabulary", "aa"], "--vocabulary: CharacterVocabulary: each character has one place"),
+    (["--vocabulary", "aa"], "--vocabulary: CharacterVocabulary: expected each character once"),
     (["--vocabulary", "abc"], "characters that the vocabulary of 3 lacks"),
     (["--model", "gpt(widht=4)"], "gpt has no option 'widht'; did you mean 'width'?"),
     (["--duration", "3sec"], "expected a number of epochs, batches, samples or tokens"),
@@ -348,8 +348,8 @@ def test_usage_errors_are_one_line_and_status_2(run: Run, arguments: list[str], 
 
 def test_what_images_are_refused(run: Run) -> None:
     for arguments, said in (
-        (("--model", "gpt"), "--model: gpt is a network for text, and the data are images"),
-        (("--vocabulary", "ab"), "--vocabulary: digits is a set of images"),
+        (("--model", "gpt"), "--model: gpt is a network for text, but the data are images"),
+        (("--vocabulary", "ab"), "--vocabulary: digits holds images"),
         (("--duration", "5tok"), "expected a number of epochs, batches or samples"),
     ):
         status, _, err = run("train", *arguments)
@@ -362,8 +362,8 @@ def test_what_images_are_refused(run: Run) -> None:
         (["--prompt", ""], "--prompt: expected at least one character"),
         (["--prompt", "ÄÖ"], "--prompt: the text has 2 characters that the vocabulary of 20 lacks: 'Ä', 'Ö'"),
         (["--prompt", "7", "--length", "0"], "--length: expected at least one character"),
-        (["--length", "5"], "--length is for --prompt TEXT"),
-        (["--seed", "5"], "--seed is for --prompt TEXT"),
+        (["--length", "5"], "--length needs --prompt TEXT"),
+        (["--seed", "5"], "--seed needs --prompt TEXT"),
         (["--prompt", "7", "--seed", "-1"], "error: --seed: key"),
         (["--prompt", "7", "--data", "book.txt"], "--data: a prompt is continued without data"),
     ],
@@ -376,7 +376,7 @@ def test_prompts_that_cannot_be(run: Run, trained: pathlib.Path, arguments: list
 def test_a_prompt_for_images_is_refused(run: Run) -> None:
     run("train", "--model", "mlp(hidden=8)", "--duration", "1ba", "--quiet", "--out", "a")
     status, _, err = run("predict", "a", "--prompt", "7")
-    assert status == 2 and "--prompt: the run trained a network for images" in err
+    assert status == 2 and "--prompt: expected a run on text" in err
 
 
 @pytest.mark.parametrize(

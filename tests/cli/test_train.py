@@ -35,7 +35,7 @@ def test_a_short_run_learns_and_ends_with_a_table(capsys) -> None:
     accuracy = re.search(r"test accuracy\W+([\d.]+)%", out)
     assert accuracy is not None and float(accuracy[1]) >= 95.0
     assert f"accuracy {float(accuracy[1]):.1f}%" in lines[-1]
-    assert re.search(r"steps\W+110, [\d.]+ a second", out)  # 5 epochs of 1437 // 64 batches
+    assert re.search(r"steps\W+110, [\d.]+ per second", out)  # 5 epochs of 1437 // 64 batches
     assert "\x1b" not in out
 
 
@@ -136,15 +136,21 @@ def test_algorithms_are_listed_in_groups(capsys) -> None:
         (["train", "--algorithms", "mixup(alpha=-1)"], "--algorithms: mixup"),
         (["train", "--data", "digit"], "--data: "),
         (["train", "--model", "cn"], "did you mean 'cnn'?"),
-        (["train", "--model", "cnn(widht=3)"], "--model: cnn has no option 'widht'; did you mean 'width'? it is cnn("),
-        (["train", "--model", "mlp(num_classes=3)"], "--model: mlp has no option 'num_classes'; it is mlp(hidden="),
+        (
+            ["train", "--model", "cnn(widht=3)"],
+            "--model: cnn has no option 'widht'; did you mean 'width'? its options are cnn(",
+        ),
+        (
+            ["train", "--model", "mlp(num_classes=3)"],
+            "--model: mlp has no option 'num_classes'; its options are mlp(hidden=",
+        ),
         (["train", "--model", "mlp(hidden=2.5)"], "--model: mlp: hidden: expected an int or a sequence of ints"),
         (["train", "--model", "cnn(batch_norm=3)"], "--model: cnn: batch_norm: expected True or False, got 3"),
         (["train", "--schedule", "cosine(warmup=0.1durr)"], "--schedule: cannot read"),
-        (["train", "--model", "mlp(3)"], "options by name; it is mlp(hidden=(256, 128), dropout=0.0)"),
+        (["train", "--model", "mlp(3)"], "options by name, as in mlp(hidden=(256, 128), dropout=0.0)"),
         (["train", "--optimizer", "sgd"], "--optimizer: sgd: missing a required argument: 'lr'"),
         (["train", "--optimizer", "adam(lr=-1)"], "--optimizer: adam: lr"),
-        (["train", "--optimizer", "muon(0.02)"], "--optimizer: muon moves only matrices; which of them"),
+        (["train", "--optimizer", "muon(0.02)"], "--optimizer: muon moves only matrices; choose them"),
         (["train", "--algorithms", "mixup(1, 2)", "--set", "mixup.alpha=3"], "it is mixup(alpha=0.2, *, "),
         (["train", "--schedule", "cosine(warmup='90ep')"], "--schedule: warmup=90ep is longer"),
         (["train", "--duration", "10sec"], "--duration: 10sec"),
@@ -152,18 +158,18 @@ def test_algorithms_are_listed_in_groups(capsys) -> None:
         (["train", "--duration", "soon"], "--duration: "),
         (["train", "--batch-size", "0"], "--batch-size: "),
         (["train", "--microbatches", "0"], "--microbatches: "),
-        (["train", "--microbatches", "65"], "65 slices of a batch of 64"),
+        (["train", "--microbatches", "65"], "expected at most 64 slices, one per example of a batch, got 65"),
         (["train", "--seed", "-1"], "--seed: "),
         (["train", "--seed", str(2**64)], "--seed: "),
         (["train", "--seed", "x"], "train: error: argument --seed: expected a whole number, got 'x'"),
         (["train", "--validation", "x"], "argument --validation: expected a number, got 'x'"),
-        (["train", "--out", ""], "argument --out: expected a name, got an empty text"),
-        (["train", "--data", "digit", "--resume"], "--resume: say which run"),
+        (["train", "--out", ""], "argument --out: expected a name, got an empty string"),
+        (["train", "--data", "digit", "--resume"], "--resume: give the folder of the run"),
         (["train", "--threads", "0"], "--threads: "),
         (["train", "--device", "bogus"], "--device: 'bogus'"),
         (["plan", "--at", "3tok"], "--at: 3tok"),
-        (["plan", "--at", "2dur"], "--at: 2dur: the run ends before, after 880 batches"),
-        (["plan", "nowhere"], "plan: error: nowhere is not a run's folder: it is not there; train --out"),
+        (["plan", "--at", "2dur"], "--at: 2dur: the run ends earlier, after 880 batches"),
+        (["plan", "nowhere"], "plan: error: nowhere is not a run's folder: it does not exist; create one with train"),
         (["train", "--durration", "1ep"], "arguments: --durration 1ep; did you mean '--duration' or"),
         (["train", "somewhere"], "train: error: unrecognized arguments: somewhere"),
         (["train", "--bogus"], "train: error: unrecognized arguments: --bogus (--help shows the options)"),
