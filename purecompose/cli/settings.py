@@ -109,8 +109,8 @@ SETTINGS = {
             "schedule",
             str,
             "CALL",
-            "factor of the learning rate: constant, linear, cosine, cosine_warm_restarts, polynomial, exponential, step "
-            "or multi_step, such as cosine(warmup=0.1dur) (default: depends on the data)",
+            "factor of the learning rate: constant, linear, cosine, cosine_warm_restarts, polynomial, exponential, "
+            "step or multi_step, such as cosine(warmup=0.1dur) (default: depends on the data)",
         ),
         Setting(
             "duration",
