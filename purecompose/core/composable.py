@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from purecompose._support.checks import shown
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.layout import Layout
 from purecompose.core.loop import advance, eval_forward, forward, loss
@@ -37,10 +38,12 @@ def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
     chosen = _as_tuple(given, "algorithms")
     for algorithm in chosen:
         if not isinstance(algorithm, Algorithm):
-            raise TypeError(f"{algorithm!r} is not an Algorithm; a factory makes one: alg.mixup(alpha=0.2)")
+            raise TypeError(
+                f"expected an Algorithm, got {shown(algorithm)}; call a factory, as in alg.mixup(alpha=0.2)"
+            )
     twice = [name for name, count in Counter(a.name for a in chosen).items() if count > 1]
     if twice:
-        raise ValueError(f"the name {twice[0]!r} is used twice; give one another: mixup(..., name='other')")
+        raise ValueError(f"two algorithms are named {twice[0]!r}; rename one of them, as in mixup(..., name='other')")
     return chosen
 
 
@@ -97,7 +100,7 @@ def check_no_host(event: Event, algorithms: Iterable[Algorithm]) -> None:
 def check_updates(program: Program, trainable: Iterable[str]) -> None:
     """Raise a `ValueError` for an `update(wrt=...)` if no `Grad` before it differentiates any of its parameters.
 
-    An `update` after one of the user's own functions passes, because the function may set gradients.
+    An `update` after one of the user's own functions is not checked, because the function may set gradients.
 
     Args:
         program: The loop program.
@@ -133,15 +136,15 @@ def check_layout(layout: Layout, algorithms: Iterable[Algorithm]) -> None:
 
 
 def check_collects_once(program: Program, algorithms: Iterable[Algorithm]) -> None:
-    """Raise a `ValueError` if a method adds up one gradient of each step and a step has several."""
+    """Raise a `ValueError` if a method adds up one gradient of each step and the program has several."""
     event = Event.AFTER_TRAIN_BATCH
     count = sum(node is event for node in walk(program))
     for algorithm in algorithms:
         acts = Trait.COLLECTS_GRADIENTS in algorithm.traits and algorithm.predicate.at(event) != NEVER
         if acts and count > 1:
             raise ValueError(
-                f"{algorithm.name} adds up the gradients of several steps, one of each, but the program fires {event} "
-                f"{count} times: fire it once, after all of the step's gradients"
+                f"{algorithm.name} adds up one gradient of each step, but the program fires {event} {count} times: "
+                "fire it once, after all of the step's gradients"
             )
 
 

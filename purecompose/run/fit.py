@@ -343,7 +343,7 @@ def _as_evaluators(given: Any) -> tuple[Evaluator, ...]:
     if twice:
         raise ValueError(
             f"evaluate: two evaluators are labelled {twice[0]!r}, so their metrics would be confused; give one "
-            "another, as in Evaluator(validation_batches, metrics, label='validation')"
+            "of them another label, as in Evaluator(validation_batches, metrics, label='validation')"
         )
     return tuple(evaluators)
 

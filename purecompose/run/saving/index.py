@@ -108,7 +108,7 @@ def time_from_plain(plain: Mapping[str, Any]) -> Timestamp:
         )
         return Timestamp(**{name: plain[name] for name in _COUNTERS}, run=run)
     except (KeyError, TypeError, ValueError) as error:
-        raise DamagedError(f"the time in its index is none: {error}") from error
+        raise DamagedError(f"its index has no valid time: {error}") from error
 
 
 def _check_parts(fields: Mapping[str, Any]) -> None:
