@@ -14,7 +14,7 @@ from purecompose import batch as batches, tree
 from purecompose.core.clock import Clock
 
 
-__all__ = ["Common", "expanded", "mapped", "member", "common", "stacked"]
+__all__ = ["Common", "common", "expanded", "mapped", "member", "stacked"]
 
 
 class Common:

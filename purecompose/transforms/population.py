@@ -76,7 +76,7 @@ class Stacked:
         return member(batch, 0)
 
     def spread(self, batch: Any) -> Any:
-        """Return the batch with a leading member dimension, or marked as shared by all members."""
+        """Return the batch with a leading member dimension, or marked as common to all members."""
         return batch if self.batches == "each" else common(batch)
 
     def adapt(self, lowered: Lowered) -> Lowered:
