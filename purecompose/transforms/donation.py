@@ -17,7 +17,7 @@ from purecompose.time import Timestamp
 from purecompose.transforms.signature import Signature
 
 
-__all__ = ["LASTING", "DonatedBuffers", "BufferLease", "SpentStateError"]
+__all__ = ["LASTING", "StateBuffers", "BufferLease", "SpentStateError"]
 
 LASTING = fields_where(keeps_form=True)
 """Names of the fields that are kept in donated buffers."""
@@ -27,8 +27,8 @@ class SpentStateError(RuntimeError):
     """A later step has overwritten the memory of the state that was read."""
 
 
-class DonatedBuffers:
-    """The memory in which successive states are stored, and the number of the current one.
+class StateBuffers:
+    """The memory in which successive states are stored, and a count of how often it was overwritten.
 
     Attributes:
         signatures: The signature of each lasting field.
@@ -61,14 +61,13 @@ class BufferLease:
 
     __slots__ = ("buffers", "generation", "entry", "origin", "_issued")
 
-    def __init__(self, buffers: DonatedBuffers, entry: Any, origin: tuple[Any, ...]) -> None:
+    def __init__(self, buffers: StateBuffers, entry: Any, origin: tuple[Any, ...]) -> None:
         """Lease the buffers as they are now.
 
         Args:
             buffers: The buffers.
-            entry: The entry of the next step, for the compiled step.
-            origin: Key, loss, context and graph cache of the state, by which the compiled step recognises that the
-                state is unchanged.
+            entry: The entry of the compiled step for states in these buffers; `None` in a host algorithm.
+            origin: Key, loss, context and graph cache of the state, by which the step recognises it as unchanged.
         """
         self.buffers, self.generation, self.entry, self.origin = buffers, buffers.generation, entry, origin
         self._issued: dict[str, tuple[Any, list[Tensor], list[int]]] = {}

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from purecompose.errors import SpentStateError
-from purecompose.transforms.donation import LASTING, BufferLease, DonatedBuffers
+from purecompose.transforms.donation import LASTING, BufferLease, StateBuffers
 from purecompose.transforms.signature import ABSENT, Signature
 
 
-def make_buffers(*, is_donated: bool = True) -> DonatedBuffers:
+def make_buffers(*, is_donated: bool = True) -> StateBuffers:
     params = {"a": torch.ones(2), "b": torch.zeros(3)}
     found = {name: (ABSENT, []) for name in LASTING} | {"params": Signature.of(params)}
     signatures = {name: signature for name, (signature, _) in found.items()}
-    return DonatedBuffers(signatures, {name: tensors for name, (_, tensors) in found.items()}, is_donated=is_donated)
+    return StateBuffers(signatures, {name: tensors for name, (_, tensors) in found.items()}, is_donated=is_donated)
 
 
 def test_a_donated_lane_is_read_by_copies_always_the_same() -> None:

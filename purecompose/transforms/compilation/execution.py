@@ -15,7 +15,7 @@ from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source
 from purecompose.transforms.compilation.capture import state_of
 from purecompose.transforms.compilation.graph_cache import GraphCache
 from purecompose.transforms.compilation.plan_parts import EAGER, Entry, ExecutionPlan, Values
-from purecompose.transforms.donation import LASTING, BufferLease, DonatedBuffers
+from purecompose.transforms.donation import LASTING, BufferLease, StateBuffers
 from purecompose.transforms.signature import Signature, spec_of
 
 
@@ -25,12 +25,12 @@ __all__ = ["Launch", "execute"]
 class Launch(NamedTuple):
     """The inputs of a step that is about to be executed; nothing has been changed yet."""
 
-    buffers: DonatedBuffers
+    buffers: StateBuffers
     entry: Entry
     state: State
     copies: list[tuple[Tensor, Tensor]] = []
     """Pairs (buffer, new value) for tensors that the user has replaced, to be copied into the buffers."""
-    spends: DonatedBuffers | None = None
+    spends: StateBuffers | None = None
     """Earlier buffers, of which `buffers` reuses some tensors."""
 
 
@@ -50,7 +50,7 @@ def execute(graphs: GraphCache, launch: Launch, prepared: Prepared, batch: list[
     if plan.plain is not None:
         # The usual step: one graph reads the buffers and the batch, and writes into the buffers.
         buffers.spend(_UNFINISHED)
-        plan.plain.run(values, buffers, is_first=True)
+        plan.plain.run(values, buffers, from_buffers=True)
         state = _finished(graphs, plan, state.static, buffers, values, prepared.later)
     else:
         with torch.no_grad():
@@ -67,13 +67,13 @@ def _through(graphs: GraphCache, launch: Launch, prepared: Prepared, values: Val
     values = {**_EMPTY, **buffers.values, **values}
     if plan.takes_clock:
         values["clock"] = [start.clock.table]  # pyright: ignore[reportOptionalMemberAccess]
-    static, is_start = start.static, True
+    static, from_buffers = start.static, True
     while True:
         for part in plan.parts:
             if plan.writes_buffers and part is plan.parts[-1]:
                 buffers.spend(_UNFINISHED)
-            part.run(values, buffers, is_first=is_start)
-            is_start = False
+            part.run(values, buffers, from_buffers=from_buffers)
+            from_buffers = False
         if plan.host is None:
             break
         next_stretch = plan.next_stretch
@@ -81,18 +81,18 @@ def _through(graphs: GraphCache, launch: Launch, prepared: Prepared, values: Val
         if plan is EAGER:
             rest = graphs.operation(prepared.bits, next_stretch)
             return graphs.step.finish(rest(Carry(state, used), NO_PURPOSE).state).unleased()
-        static, is_start = state.static, False
+        static, from_buffers = state.static, False
     return _finished(graphs, plan, static, buffers, values, prepared.later)
 
 
 def _finished(
-    graphs: GraphCache, plan: ExecutionPlan, static: Static, buffers: DonatedBuffers, values: Values, later: Timestamp
+    graphs: GraphCache, plan: ExecutionPlan, static: Static, buffers: StateBuffers, values: Values, later: Timestamp
 ) -> State:
     """Return the state at the end, with a lease on the buffers of its donated fields."""
     assert plan.end is not None
     signatures, context, is_usual = plan.end.signatures, static.context.rested(), True
     if not buffers.is_donated:
-        buffers = DonatedBuffers(
+        buffers = StateBuffers(
             {name: signatures[name] for name in LASTING}, {name: values[name] for name in LASTING}, is_donated=False
         )
     else:
@@ -118,14 +118,14 @@ def _finished(
     return state
 
 
-def _settled(signatures: dict[str, Signature], buffers: DonatedBuffers, values: Values) -> DonatedBuffers:
+def _settled(signatures: dict[str, Signature], buffers: StateBuffers, values: Values) -> StateBuffers:
     """Write the fields into the buffers after a final host algorithm; return new buffers if they do not fit."""
     if not all(signatures[name].is_alike(buffers.signatures[name]) for name in LASTING):
         buffers.spend(
             "was given to a step in which a host algorithm changed the structure, shapes or dtypes of the state"
         )
         owned = {name: [tensor.detach().clone() for tensor in values[name]] for name in LASTING}
-        return DonatedBuffers(
+        return StateBuffers(
             {name: signatures[name].with_specs(map(spec_of, owned[name])) for name in LASTING}, owned, is_donated=True
         )
     moves = [
@@ -143,7 +143,7 @@ def _settled(signatures: dict[str, Signature], buffers: DonatedBuffers, values: 
 
 
 def _host(
-    graphs: GraphCache, plan: ExecutionPlan, static: Static, buffers: DonatedBuffers, values: Values, bits: int
+    graphs: GraphCache, plan: ExecutionPlan, static: Static, buffers: StateBuffers, values: Values, bits: int
 ) -> tuple[ExecutionPlan, State, frozenset[str]]:
     """Run a host algorithm on a plain state and find the plan from there; `values` is changed in place.
 
@@ -172,15 +172,15 @@ def _host(
     boundary = Boundary(state.static, signatures, used)
     if buffers.is_donated:
         boundary = replace(boundary, donated=buffers.signatures, held=_held(buffers, values))
-    place = (state.context, state.context.schedules, *signatures.values(), frozenset(boundary.held.items()), used)
-    if place not in plan.after_host:
+    plan_key = (state.context, state.context.schedules, *signatures.values(), frozenset(boundary.held.items()), used)
+    if plan_key not in plan.after_host:
         if len(plan.after_host) == _MOST_KEPT:
             plan.after_host.pop(next(iter(plan.after_host)))
-        plan.after_host[place] = graphs.plan_or_eager(boundary, bits, plan.next_stretch)
-    return plan.after_host[place], state, used
+        plan.after_host[plan_key] = graphs.plan_or_eager(boundary, bits, plan.next_stretch)
+    return plan.after_host[plan_key], state, used
 
 
-def _held(buffers: DonatedBuffers, values: Values) -> dict[Source, Source]:
+def _held(buffers: StateBuffers, values: Values) -> dict[Source, Source]:
     """Return the places whose tensor is a donated buffer, with the place of that buffer."""
     in_buffers = {id(tensor): Source(name, i) for name in LASTING for i, tensor in enumerate(buffers.values[name])}
     places = ((Source(name, i), id(tensor)) for name in FIELDS for i, tensor in enumerate(values[name]))

@@ -33,7 +33,7 @@ from purecompose.transforms.compilation.sliced import SlicedPart
 from purecompose.transforms.compilation.variants import Variant, too_many
 from purecompose.transforms.donation import LASTING
 from purecompose.transforms.members import member
-from purecompose.transforms.signature import Signature
+from purecompose.transforms.signature import ABSENT, Signature
 
 
 __all__ = ["GraphCache", "Options", "environment"]
@@ -83,10 +83,10 @@ class GraphCache:
         """Return the single entry for states of a context and signatures."""
         schedules = context.schedules  # not part of a context's equality; they decide the order of values in the clock
         context = self._contexts.setdefault(context, context)
-        place = (context, schedules, *[signatures[name] for name in (*LASTING, "key", "loss")])
-        if place not in self._entries:
-            self._entries[place] = Entry(context, {**IDLE, **signatures})
-        return self._entries[place]
+        entry_key = (context, schedules, *[signatures[name] for name in (*LASTING, "key", "loss")])
+        if entry_key not in self._entries:
+            self._entries[entry_key] = Entry(context, {**IDLE, **signatures})
+        return self._entries[entry_key]
 
     def plan(self, boundary: Boundary, bits: int, first_stretch: int = 0) -> ExecutionPlan:
         """Return the plan from a boundary to the end of the step, or to the next host algorithm.
@@ -160,7 +160,7 @@ class GraphCache:
     ) -> CompiledPart:
         """Return the compiled graph of a stretch, or of a body within it."""
         donated = tuple(boundary.donated.values()) if boundary.donated is not None and is_last else None
-        known = self._compiled_parts.setdefault(self._place(stretch, boundary, is_last, donated, body), [])
+        known = self._compiled_parts.setdefault(self._part_key(stretch, boundary, is_last, donated, body), [])
         for part in known:
             if part.fits(boundary.signatures):
                 return part
@@ -181,16 +181,16 @@ class GraphCache:
         return part
 
     def _sliced(self, stretch: Stretch, boundary: Boundary, is_last: bool) -> SlicedPart:
-        place = (*self._place(stretch, boundary, is_last), *boundary.signatures.values())
-        if place not in self._scopes:
+        scope_key = (*self._part_key(stretch, boundary, is_last), *boundary.signatures.values())
+        if scope_key not in self._scopes:
 
             def find(body: Operation, inner: Boundary) -> CompiledPart:
                 return self._compiled_part(stretch, inner, False, body)
 
-            self._scopes[place] = SlicedPart(stretch.lowered[0], boundary, find)
-        return self._scopes[place]
+            self._scopes[scope_key] = SlicedPart(stretch.lowered[0], boundary, find)
+        return self._scopes[scope_key]
 
-    def _place(self, stretch: Stretch, boundary: Boundary, *rest: Any) -> tuple[Any, ...]:
+    def _part_key(self, stretch: Stretch, boundary: Boundary, *rest: Any) -> tuple[Any, ...]:
         """Return everything that a part depends on except the signatures of the fields that it reads."""
         context = boundary.static.context
         settings = (self._contexts.setdefault(context, context), context.schedules, environment())
@@ -259,5 +259,5 @@ def _shapes(batch: Signature, *, is_open: bool) -> str:
     return " ".join("x".join("n" if size == -1 else str(size) for size in shape) or "()" for shape in shapes)
 
 
-IDLE: dict[str, Signature] = {name: Signature.of({} if name == "metrics" else None)[0] for name in FIELDS}
+IDLE: dict[str, Signature] = {**dict.fromkeys(FIELDS, ABSENT), "metrics": Signature.of({})[0]}
 """The signatures of fields that are not set."""

@@ -14,7 +14,7 @@ from purecompose.transforms.compilation.capture import Captured
 from purecompose.transforms.compilation.replay import Replay
 from purecompose.transforms.compilation.sizes import OPEN_FIELDS, opened, size_of
 from purecompose.transforms.compilation.variants import Variant
-from purecompose.transforms.donation import LASTING, DonatedBuffers
+from purecompose.transforms.donation import LASTING, StateBuffers
 from purecompose.transforms.signature import Signature
 
 
@@ -76,15 +76,15 @@ class CompiledPart:
         }
         return boundary.after(settled, self.used)
 
-    def run(self, values: Values, buffers: DonatedBuffers, *, is_first: bool) -> None:
+    def run(self, values: Values, buffers: StateBuffers, *, from_buffers: bool) -> None:
         """Run the part and put its results into `values`.
 
         Args:
             values: The tensors of each field.
             buffers: The buffers that the step writes into at its end.
-            is_first: True if the donated fields in `values` are the buffers themselves.
+            from_buffers: True if the donated fields in `values` are the buffers themselves.
         """
-        if is_first:
+        if from_buffers:
             bound = buffers.bound.get(self) or self._bind(buffers)
             results = bound.call([*bound.args, *[values[field][index] for field, index in bound.free]])
         else:
@@ -100,7 +100,7 @@ class CompiledPart:
                 }
             )
 
-    def _bind(self, buffers: DonatedBuffers) -> "_Bound":
+    def _bind(self, buffers: StateBuffers) -> "_Bound":
         own = [source for source in self.takes if source.field in LASTING]
         assert self.takes[: len(own)] == tuple(own) and not self.targets, "the buffers come first"
         call = Replay(self.call, len(own)) if self._replays and buffers.is_donated else self.call
@@ -133,7 +133,7 @@ class PlanPart(Protocol):
         """Return the boundary after it."""
         ...
 
-    def run(self, values: Values, buffers: DonatedBuffers, /, *, is_first: bool) -> None:
+    def run(self, values: Values, buffers: StateBuffers, /, *, from_buffers: bool) -> None:
         """Run it and put its results into `values`."""
         ...
 
@@ -147,7 +147,7 @@ class ExecutionPlan:
     host: Lowered | None = None
     """The host algorithm that comes next; `None` at the end of the step."""
     next_stretch: int = 0
-    """Number of the stretch after the host algorithm."""
+    """The number of the stretch after the host algorithm."""
     writes_buffers: bool = False
     """True if the last part writes all donated fields into the buffers."""
     after_host: dict[Any, "ExecutionPlan"] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Pu
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source, Writes
 from purecompose.transforms.compilation.capture import explained, fake_mode, state_of
 from purecompose.transforms.compilation.plan_parts import CompiledPart, Values
-from purecompose.transforms.donation import LASTING, DonatedBuffers
+from purecompose.transforms.donation import LASTING, StateBuffers
 from purecompose.transforms.signature import Signature, spec_of
 
 
@@ -58,10 +58,7 @@ class SlicedPart:
             if getattr(end, name) is not before[name]:
                 signature, tensors = Signature.of(getattr(end, name))
                 where = tuple(places.get(id(tensor), Source("", 0)) for tensor in tensors)
-                if name in (
-                    "loss",
-                    "metrics",
-                ):  # these outlive the step and must not be donated buffers
+                if name in ("loss", "metrics"):  # these outlive the step and must not be donated buffers
                     where = tuple(Source("", 0) if source in boundary.held else source for source in where)
                 views = [i for i, t in enumerate(tensors) if not where[i].field and _storage(t) in buffers]
                 specs = [spec_of(t.clone()) if i in views else spec_of(t) for i, t in enumerate(tensors)]
@@ -73,9 +70,9 @@ class SlicedPart:
         writes: Writes = self.writes
         return boundary.after(writes, self.used)
 
-    def run(self, values: Values, buffers: DonatedBuffers, *, is_first: bool) -> None:
+    def run(self, values: Values, buffers: StateBuffers, *, from_buffers: bool) -> None:
         """Run the scope and put its results into `values`."""
-        del buffers, is_first
+        del buffers, from_buffers
         before = {name: self._boundary.signatures[name].build(values[name]) for name in FIELDS}
         with torch.no_grad():
             end = self._run(Carry(state_of(self._boundary.static, None, before), self._boundary.used), NO_PURPOSE).state
@@ -102,14 +99,14 @@ class SlicedPart:
             boundary = Boundary(
                 self._boundary.static, {name: signature for name, (signature, _) in found.items()}, carry.used
             )
-            place = tuple(boundary.signatures.values()), boundary.used
-            if place not in self._compiled_parts:
-                self._compiled_parts[place] = self._built(with_terms, boundary)
-            part, num_terms = self._compiled_parts[place]
+            body_key = tuple(boundary.signatures.values()), boundary.used
+            if body_key not in self._compiled_parts:
+                self._compiled_parts[body_key] = self._built(with_terms, boundary)
+            part, num_terms = self._compiled_parts[body_key]
             if self._is_building:
                 return body(carry._replace(state=state), purpose)
             values = {name: tensors for name, (_, tensors) in found.items()}
-            part.run(values, _NO_BUFFERS, is_first=False)
+            part.run(values, _NO_BUFFERS, from_buffers=False)
             after = state.replace(
                 **{name: signature.build(values[name]) for name, (signature, _) in part.writes.items()}
             )
@@ -136,4 +133,4 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-_NO_BUFFERS = DonatedBuffers({}, {name: [] for name in LASTING}, is_donated=False)
+_NO_BUFFERS = StateBuffers({}, {name: [] for name in LASTING}, is_donated=False)

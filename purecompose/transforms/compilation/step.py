@@ -21,7 +21,7 @@ from purecompose.transforms.compilation.execution import Launch, execute
 from purecompose.transforms.compilation.graph_cache import GraphCache, Options, environment
 from purecompose.transforms.compilation.plan_parts import EAGER, Entry, ExecutionPlan
 from purecompose.transforms.compilation.variants import Variants
-from purecompose.transforms.donation import LASTING, BufferLease, DonatedBuffers
+from purecompose.transforms.donation import LASTING, BufferLease, StateBuffers
 from purecompose.transforms.signature import Signature, spec_of
 
 
@@ -134,25 +134,25 @@ class CompiledStep(Step):
             lease.check()
         prepared = self.step.prepare(state, batch)
         try:
-            shape, tensors = _shape_of(batch)
-            place = (prepared.bits, shape, environment())
-            if place in self._eager and self._eager[place] is state.static.context:
+            info, tensors = _inspect(batch)
+            plan_key = (prepared.bits, info, environment())
+            if plan_key in self._eager and self._eager[plan_key] is state.static.context:
                 return self.step(state, batch)
-            launch = None if self._must_be_eager(state, batch, shape) else self._launch(state, lease)
+            launch = None if self._must_be_eager(state, batch, info) else self._launch(state, lease)
         except TypeError as error:
             self._graphs.fall_back(error)
             return self.step(state, batch)
         if launch is None:
             return self.step(state, batch)
-        plan = launch.entry.plans.get(place)
+        plan = launch.entry.plans.get(plan_key)
         if plan is None and self._is_watched_first(prepared):
             return self.step(state, batch)
         with arithmetic(state.static.context.precision, state.key.device):
-            plan = plan or self._find(launch.entry, place, prepared)
+            plan = plan or self._find(launch.entry, plan_key, prepared)
             if plan is not EAGER:
                 with self.guarded(state, batch, is_first=False):
                     return execute(self._graphs, launch, prepared, tensors, plan)
-        self._eager[place] = state.static.context  # so that the next step does not set up buffers in vain
+        self._eager[plan_key] = state.static.context  # so that the next step does not set up buffers in vain
         return self.step(state, batch)
 
     def variants(self) -> Variants:
@@ -183,13 +183,13 @@ class CompiledStep(Step):
             state = state.copy()
         for batch in examples:
             for prepared in _moments(self.step, state, batch):
-                shape, _ = _shape_of(batch)
-                launch = None if self._must_be_eager(state, batch, shape) else self._launch(state, None)
+                info, _ = _inspect(batch)
+                launch = None if self._must_be_eager(state, batch, info) else self._launch(state, None)
                 if launch is not None:
-                    place = (prepared.bits, shape, environment())
+                    plan_key = (prepared.bits, info, environment())
                     with arithmetic(state.static.context.precision, state.key.device):
-                        if place not in launch.entry.plans:
-                            self._find(launch.entry, place, prepared)
+                        if plan_key not in launch.entry.plans:
+                            self._find(launch.entry, plan_key, prepared)
         return self.variants()
 
     def replace(self, **changes: Any) -> "CompiledStep":
@@ -203,8 +203,8 @@ class CompiledStep(Step):
     def __repr__(self) -> str:
         return f"compile({self.step!r}, {len(self._graphs.variants)} variants)"
 
-    def _must_be_eager(self, state: State, batch: Any, shape: "_Shape") -> bool:
-        if shape.is_differentiated or is_transforming() or torch.is_inference_mode_enabled():
+    def _must_be_eager(self, state: State, batch: Any, info: "_BatchInfo") -> bool:
+        if info.is_differentiated or is_transforming() or torch.is_inference_mode_enabled():
             return True
         fields = state.__dict__
         # Temporary fields that the caller set are read by the composed step only. A loop costs less than any(...).
@@ -219,19 +219,19 @@ class CompiledStep(Step):
 
         It runs as composed, and is watched in that run: in a separate run for the checks, they would act twice.
         """
-        variant = prepared.bits, prepared.num_examples
-        if variant in self._met or not self._graphs.has_host(prepared.bits):
+        case = prepared.bits, prepared.num_examples
+        if case in self._met or not self._graphs.has_host(prepared.bits):
             return False
-        self._met.add(variant)
+        self._met.add(case)
         return True
 
-    def _find(self, entry: Entry, place: Any, prepared: Prepared) -> ExecutionPlan:
+    def _find(self, entry: Entry, plan_key: Any, prepared: Prepared) -> ExecutionPlan:
         """Build the plan for a schedule and a batch that occur for the first time."""
         bits, start = prepared.bits, prepared.start()
         signatures = {**entry.signatures, "batch": Signature.of(start.batch)[0], "clock": Signature.of(start.clock)[0]}
         boundary = Boundary.start(start.static, signatures, is_donated=self.options.donate)
         watched = None if self._graphs.has_host(bits) else start
-        plan = entry.plans[place] = self._graphs.plan_or_eager(boundary, bits, start=watched)
+        plan = entry.plans[plan_key] = self._graphs.plan_or_eager(boundary, bits, start=watched)
         return plan
 
     def _launch(self, state: State, lease: BufferLease | None) -> Launch | None:
@@ -245,10 +245,10 @@ class CompiledStep(Step):
             and not lease.is_read
             and fields.keys().isdisjoint(LASTING)
         ):
-            key, loss, context, home = lease.origin
-            if fields["key"] is key and fields["loss"] is loss and state.static.context is context:
-                if home is self._graphs:
-                    return Launch(lease.buffers, lease.entry, state)
+            key, loss, context, graphs = lease.origin
+            is_unchanged = fields["key"] is key and fields["loss"] is loss and state.static.context is context
+            if is_unchanged and graphs is self._graphs:
+                return Launch(lease.buffers, lease.entry, state)
             return self._with_entry(lease.buffers, state)
         keeps = lease is not None and lease.buffers.is_donated is is_donated
         found: dict[str, tuple[Signature, list[Tensor]]] = {}
@@ -268,21 +268,21 @@ class CompiledStep(Step):
         buffers = _new_buffers(found, old, is_donated=is_donated)
         return self._with_entry(buffers, state, spends=old if is_donated else None)
 
-    def _with_entry(self, buffers: DonatedBuffers, state: State, **rest: Any) -> Launch:
+    def _with_entry(self, buffers: StateBuffers, state: State, **rest: Any) -> Launch:
         signatures = {**buffers.signatures, "key": Signature.of(state.key)[0], "loss": Signature.of(state.loss)[0]}
         return Launch(buffers, self._graphs.entry(state.context, signatures), state, **rest)
 
 
-class _Shape(NamedTuple):
-    """The signature of a batch, computed as cheaply as possible."""
+class _BatchInfo(NamedTuple):
+    """The properties of a batch that decide how a step runs, computed as cheaply as possible."""
 
     signature: Hashable
     is_differentiated: bool
     """True if a tensor in it requires a gradient."""
 
 
-def _shape_of(batch: Any) -> tuple[_Shape, list[Tensor]]:
-    """Return the batch's shape, and its tensors."""
+def _inspect(batch: Any) -> tuple[_BatchInfo, list[Tensor]]:
+    """Return the batch's properties and its tensors."""
     if type(batch) is tuple:
         specs, requires_grad = [], False
         for tensor in batch:
@@ -291,14 +291,14 @@ def _shape_of(batch: Any) -> tuple[_Shape, list[Tensor]]:
             specs.append((tensor.dtype, tensor.shape, tensor.stride(), tensor.device))
             requires_grad = requires_grad or tensor.requires_grad
         else:
-            return _Shape(tuple(specs), requires_grad and torch.is_grad_enabled()), list(batch)
+            return _BatchInfo(tuple(specs), requires_grad and torch.is_grad_enabled()), list(batch)
     signature, tensors = Signature.of(batch)
-    return _Shape(signature, torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)), tensors
+    return _BatchInfo(signature, torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)), tensors
 
 
 def _new_buffers(
-    found: dict[str, tuple[Signature, list[Tensor]]], old: DonatedBuffers | None, *, is_donated: bool
-) -> DonatedBuffers:
+    found: dict[str, tuple[Signature, list[Tensor]]], old: StateBuffers | None, *, is_donated: bool
+) -> StateBuffers:
     """Return new buffers, with fields missing in `found` taken over from earlier buffers."""
     signatures, values = {}, {}
     for name in LASTING:
@@ -313,7 +313,7 @@ def _new_buffers(
             tensors = [tensor.clone() for tensor in tensors]
             signature = signature.with_specs(map(spec_of, tensors))
         signatures[name], values[name] = signature, tensors
-    return DonatedBuffers(signatures, values, is_donated=is_donated)
+    return StateBuffers(signatures, values, is_donated=is_donated)
 
 
 def _moments(step: Step, state: State, batch: Any) -> Iterator[Prepared]:
