@@ -1,7 +1,7 @@
 """Matching: which algorithms act at which events of a step, decided on the host before it runs.
 
 The answers for all events form the step's schedule, one integer with a bit for each question that time or the
-batch's shapes decide. Predicates report which answers are fixed for several batches, so that a step evaluates
+batch's shapes decide. Predicates report which answers are fixed for consecutive batches, so that a step evaluates
 only those that change from batch to batch.
 """
 
@@ -83,7 +83,7 @@ class SealedTensor:
         """Raise for torch functions of a sealed tensor, such as `torch.any(sealed)`."""
         del types
         found = (leaf for leaf in tree.leaves((args, kwargs or {})) if isinstance(leaf, cls))
-        raise _ValueRead(next(found)._path, f"torch's {func.__name__}")
+        raise _ValueRead(f"torch.{func.__name__}({next(found)._path})", "the result")
 
     def _refuse(self, *_: Any) -> Any:
         raise _ValueRead(self._path, "the value")
@@ -156,7 +156,7 @@ class Matcher:
                 elif left != NEVER:
                     self.questions.append(Question(event, algorithm, left))
         self.times = collect([question.predicate for question in self.questions], Time)
-        self._validity: _Validity | None = None
+        self._known: _Known | None = None
 
     def schedule(self, state: State, batch: Any, now: Timestamp, later: Timestamp) -> int:
         """Return the answers as bits, in the order of `questions`.
@@ -170,13 +170,13 @@ class Matcher:
         Raises:
             MatchError: A `match` read a tensor's value or failed; the message names the algorithm.
         """
-        validity = self._validity
-        if validity is None or not validity.covers(now, later):
-            validity = self._validity = self._new_validity(now, later)
-        bits = validity.bits
-        if validity.timed:
-            bits |= _answers(validity.timed, _Moment(now), _Moment(later))
-        for bit, question in validity.custom:
+        known = self._known
+        if known is None or not known.covers(now, later):
+            known = self._known = self._find_known(now, later)
+        bits = known.bits
+        if known.timed:
+            bits |= _answers(known.timed, _Moment(now), _Moment(later))
+        for bit, question in known.custom:
             if _answer(question, state, batch, later if question.event.sees_new_time else now):
                 bits |= bit
         return bits
@@ -190,8 +190,8 @@ class Matcher:
         chosen = {q.algorithm.name for i, q in enumerate(self.questions) if q.event is event and bits >> i & 1}
         return tuple(a for a in algorithms if a.name in chosen or (event, a.name) in self.always)
 
-    def _new_validity(self, now: Timestamp, later: Timestamp) -> "_Validity":
-        validity = _Validity(now, later)
+    def _find_known(self, now: Timestamp, later: Timestamp) -> "_Known":
+        known = _Known(now, later)
         for i, question in enumerate(self.questions):
             is_later = question.event.sees_new_time
             try:
@@ -199,22 +199,22 @@ class Matcher:
             except Exception as error:
                 raise _failure(error, question) from error
             if is_later:
-                validity.later_end = min(validity.later_end, end)
+                known.later_end = min(known.later_end, end)
             else:
-                validity.end = min(validity.end, end)
+                known.end = min(known.end, end)
             if left == ALWAYS:
-                validity.bits |= 1 << i
+                known.bits |= 1 << i
             elif left != NEVER:
                 question = question._replace(predicate=left)
                 if left.is_timed:
-                    validity.timed.append((1 << i, left, question.event, is_later, question))
+                    known.timed.append((1 << i, left, question.event, is_later, question))
                 else:
-                    validity.custom.append((1 << i, question))
-        return validity
+                    known.custom.append((1 << i, question))
+        return known
 
 
-class _Validity:
-    """Batches for which some answers are fixed, with these answers and the open questions; see `Predicate.during`."""
+class _Known:
+    """The answers that are fixed for some consecutive batches, and the open questions; see `Predicate.during`."""
 
     __slots__ = (
         "run", "epoch", "epoch_start", "iteration", "start", "end", "later_epoch", "later_iteration", "later_start",
