@@ -74,13 +74,13 @@ class Ranks:
             flags: Bool, of any shape; they count on ranks of every weight, and need no separate message.
         """
         if not tensors:
-            return [], None if flags is None else self.sums([flags.double()])[0]
+            return [], None if flags is None else self.reduced([flags.double()], "sum")[0]
         weight = torch.full((), weight, device=tensors[0].device) if not isinstance(weight, Tensor) else weight
         weight = weight.double()
-        total, *count = self.sums([weight, *([] if flags is None else [flags.double()])])
+        total, *count = self.reduced([weight, *([] if flags is None else [flags.double()])], "sum")
         share = torch.where(total > 0, weight / torch.where(total > 0, total, 1), 1 / self.size)
         parts = [torch.where(share > 0, tensor * share, 0).to(tensor.dtype) for tensor in tensors]
-        return self.sums(parts), count[0] if count else None
+        return self.reduced(parts, "sum"), count[0] if count else None
 
     def with_slots(self, before: Mapping[str, Any], after: Mapping[str, Any], *, counts: bool) -> dict[str, Any]:
         """Return slots with the changes of all ranks: each number changes by the sum of what the ranks added to it.
@@ -105,7 +105,7 @@ class Ranks:
             )
         changed = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b]
         added = [_added(old[i], new[i]) for i in changed]
-        sums = self.sums([one if counts else torch.zeros_like(one) for one in added])
+        sums = self.reduced([one if counts else torch.zeros_like(one) for one in added], "sum")
         for i, total in zip(changed, sums, strict=True):
             flips = old[i].dtype is torch.bool
             new[i] = old[i] ^ (total > 0) if flips else (old[i] + total).to(old[i].dtype)
@@ -123,12 +123,12 @@ class Ranks:
         means = self.means([_added(before[name], changed[name]) for name in floating], num)
         for name, added in zip(floating, means, strict=True):
             changed[name] = torch.where(added == 0, before[name], before[name] + added)
-        greatest = self.sums([changed[name].to(_SENT_AS[changed[name].dtype]) for name in counts], "max")
+        greatest = self.reduced([changed[name].to(_SENT_AS[changed[name].dtype]) for name in counts], "max")
         changed |= {name: most.to(changed[name].dtype) for name, most in zip(counts, greatest, strict=True)}
         return {**after, **changed}
 
-    def sums(self, tensors: Sequence[Tensor], how: Literal["sum", "min", "max"] = "sum") -> list[Tensor]:
-        """Return the sums over all ranks, element by element and bit for bit the same on each.
+    def reduced(self, tensors: Sequence[Tensor], how: Literal["sum", "min", "max"]) -> list[Tensor]:
+        """Return the tensors reduced over all ranks, element by element and bit for bit the same on each.
 
         One message is sent for each dtype and device.
 
@@ -147,7 +147,7 @@ class Ranks:
         return (least == most).tolist()
 
     def exchange(self, tensors: Sequence[Tensor], how: Literal["sum", "min", "max"]) -> list[Tensor]:
-        """Return `sums` of tensors that are known to have the same shapes and dtypes on all ranks."""
+        """Reduce like `reduced`, for tensors that are known to have the same shapes and dtypes on all ranks."""
         if is_transforming() or any(tensor.requires_grad for tensor in tensors):
             raise RuntimeError(
                 "data_parallel: a step of several processes can be neither differentiated nor mapped, since no "

@@ -35,7 +35,7 @@ def played(step: Step, size: int) -> Callable[[Callable[[Step], T]], list[T]]:
     Example:
         >>> from purecompose import compose, loop_events
         >>> play = played(compose(loop_events), 2)
-        >>> play(lambda step: step.ranks.sums([torch.tensor(1.0 + step.ranks.rank)]))
+        >>> play(lambda step: step.ranks.reduced([torch.tensor(1.0 + step.ranks.rank)], "sum"))
         [[tensor(3.)], [tensor(3.)]]
     """
     casts = [

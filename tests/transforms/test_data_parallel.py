@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -317,7 +318,7 @@ def test_the_noise_scale_is_that_of_the_processes_parts(monkeypatch: pytest.Monk
         torch.testing.assert_close(ours.metrics, halves(state, batch).metrics)
 
 
-@pytest.mark.parametrize("send", [Ranks.sums, Ranks.agree])
+@pytest.mark.parametrize("send", [partial(Ranks.reduced, how="sum"), Ranks.agree])
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
 def test_messages_are_refused_under_transforms(send: Any, transform: Any) -> None:
     ranks = Ranks("nowhere", 0, 2)

@@ -69,7 +69,7 @@ def sum_over_shares(state: State, share: range, own: T) -> T:
     if ranks is None:
         return own
     leaves, spec = tree.flatten(own)
-    return tree.unflatten(spec, ranks.sums(leaves if share else [torch.zeros_like(leaf) for leaf in leaves]))
+    return tree.unflatten(spec, ranks.reduced(leaves if share else [torch.zeros_like(leaf) for leaf in leaves], "sum"))
 
 
 def _ranks(state: State) -> Ranks | None:
