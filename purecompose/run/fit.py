@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 def _states(
-    is_held: bool,
+    defers_signals: bool,
     step: Step | CompiledStep,
     state: State,
     data: Iterable[Any] | EpochData,
@@ -59,7 +59,7 @@ def _states(
     """Yield the states of a run; see `fit` and `training`, which take the same settings.
 
     Args:
-        is_held: True if no code of the caller runs between two batches.
+        defers_signals: True if no code of the caller runs between two batches; see `Run.states`.
     """
     _check_arguments(step, state)
     check_batches(data, "fit: data")
@@ -76,7 +76,7 @@ def _states(
         warn("precision='fp16' without loss scaling: small gradients become 0; add algorithms.loss_scaling()")
     state, budget = _with_duration(state, duration)
     if step.ranks is not None:
-        _check_in_step(budget, microbatches)
+        _check_ends_together(budget, microbatches)
     state = _with_epoch_length(state, data)
     if any(algorithm.name not in state.context.initialised for algorithm in step.algorithms):
         state = step.init(state)
@@ -87,7 +87,7 @@ def _states(
     try:
         resumed = _resumed(checkpoints, state, step, resume, is_adaptive=microbatches is not None)
         if resumed is not None:
-            _check_goes_on(resumed, state, data)
+            _check_resumed(resumed, state, data)
             state = step.fire(Event.AFTER_LOAD, _with_run(resumed.state, state.timestamp.run))
         elif state.timestamp.is_finished():
             raise ValueError(f"nothing left to train: the state stands at {_at_the_end(state.timestamp)}")
@@ -108,7 +108,7 @@ def _states(
             memory={} if resumed is None else {"has_begun": resumed.index.batch > 0, **resumed.index.memory},
             metrics={} if resumed is None else resumed.index.metrics,
         )
-        yield from run.states(state, is_held=is_held)
+        yield from run.states(state, defers_signals=defers_signals)
     finally:
         if keeper is not None:
             keeper.close()
@@ -209,7 +209,7 @@ def _at_the_end(now: Timestamp) -> str:
     return f'{place}; give fit a longer duration, as in duration="{2 * reached}"'
 
 
-def _check_in_step(budget: float, microbatches: str | None) -> None:
+def _check_ends_together(budget: float, microbatches: str | None) -> None:
     """Raise for settings with which one of several processes could continue or end without the others."""
     if microbatches:
         raise ValueError(
@@ -258,7 +258,7 @@ def _check_metrics(
             raise ValueError(f"{where}: no evaluator reports {metric!r}; there are {', '.join(known) or 'no metrics'}")
 
 
-def _check_goes_on(resumed: Resumed, like: State, data: Any) -> None:
+def _check_resumed(resumed: Resumed, like: State, data: Any) -> None:
     """Warn if the data differ from those of the checkpoint, as far as that is known.
 
     Raises:

@@ -83,20 +83,21 @@ class Run:
         self._unsaved: State | None = None
         self._described_data = {} if self.keeper is None else describe_data(self.data)
 
-    def states(self, state: State, *, is_held: bool = False) -> Iterator[State]:
+    def states(self, state: State, *, defers_signals: bool = False) -> Iterator[State]:
         """Yield the states between batches, and finally the state at the end of the run.
 
-        Signals are deferred while the run works. In the caller's code between two states they act as usual; if the
-        caller runs no code there (`is_held`), they are deferred throughout.
+        Signals that arrive while the run works are obeyed at the next boundary between two batches; in the caller's
+        code between two states they act as usual. With `defers_signals`, for a caller that runs no code there, they
+        are deferred throughout.
         """
         self._is_stopped = is_over(state, self.stoppers)
         self._measured_at = state.timestamp if self._metrics else None
         cuts = self._cuts(state)
         noted = nullcontext() if self.keeper is None else self._interrupts
         try:
-            with noted if is_held else nullcontext():
+            with noted if defers_signals else nullcontext():
                 while True:
-                    with nullcontext() if is_held else noted:
+                    with nullcontext() if defers_signals else noted:
                         following = next(cuts, None)
                     if following is None:
                         return
