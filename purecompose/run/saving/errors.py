@@ -24,4 +24,4 @@ class MismatchError(CheckpointError):
 
 
 class CheckpointWarning(UserWarning):
-    """Training continues, but not quite as before: a checkpoint was not written, passed over, or fits with changes."""
+    """Training continues, but not quite as before: a checkpoint was not written, was skipped, or fits with changes."""

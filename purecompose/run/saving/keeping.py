@@ -176,7 +176,7 @@ class Keeper:
         self.folder = Path(settings.folder).absolute()
         self._pool = ThreadPoolExecutor(1, "checkpoints") if settings.background else None
         self._waiting: _Waiting | None = None
-        self._has_passed_over = False
+        self._has_skipped = False
         self._problems: list[str] = []
         self._failure: Exception | None = None
         self._failures: Counter[str] = Counter()
@@ -296,12 +296,12 @@ class Keeper:
     def _enqueue(self, task: "_Task", is_best: bool) -> None:
         assert self._pool is not None
         if self._waiting is not None and not self._waiting.is_best and self._waiting.future.cancel():
-            if not self._has_passed_over and self._waiting.batch != task.now.batch:
+            if not self._has_skipped and self._waiting.batch != task.now.batch:
                 self._problems.append(
-                    f"the checkpoint of batch {self._waiting.batch} was passed over, as others may be: writing takes "
+                    f"the checkpoint of batch {self._waiting.batch} was skipped, and others may be: writing takes "
                     f"longer than the time between checkpoints ({self.settings.every})"
                 )
-            self._has_passed_over |= self._waiting.batch != task.now.batch
+            self._has_skipped |= self._waiting.batch != task.now.batch
         self._waiting = _Waiting(self._pool.submit(self._write, task), task.now.batch, is_best)
 
     def _write(self, task: "_Task") -> None:

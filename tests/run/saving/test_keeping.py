@@ -383,7 +383,7 @@ def test_a_slow_disk_costs_checkpoints_not_time(tmp_path: pathlib.Path, monkeypa
         write(*arguments)
 
     monkeypatch.setattr(disk, "write", slow)
-    with pytest.warns(pc.errors.CheckpointWarning, match="passed over.*writing takes longer"):
+    with pytest.warns(pc.errors.CheckpointWarning, match="skipped.*writing takes longer"):
         for state in training(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path, every="1ba")):
             if state.timestamp.batch == 12:
                 release.set()
