@@ -72,20 +72,23 @@ class Context:
         """Return the context as it is between steps."""
         return self.replace(paused=frozenset()) if self.paused else self
 
+    # `==` leaves out `required` and `schedules`, which follow from the settings of the optimizer and the algorithms.
+    # Code that depends on the order of the schedules compares them separately.
+
     @property
-    def _values(self) -> tuple[Hashable, ...]:
+    def _compared(self) -> tuple[Hashable, ...]:
         return self.model, self.optimizer, self.frozen, self.paused, self.precision, self.initialised
 
     @property
-    def _callables(self) -> tuple[Any, ...]:
+    def _compared_by_fingerprint(self) -> tuple[Any, ...]:
         return self.loss, self.layout, self.target_field
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, Context) or self._values != other._values:
+        if not isinstance(other, Context) or self._compared != other._compared:
             return False
-        pairs = zip(self._callables, other._callables, strict=True)
+        pairs = zip(self._compared_by_fingerprint, other._compared_by_fingerprint, strict=True)
         return all(mine is theirs or fingerprint(mine) == fingerprint(theirs) for mine, theirs in pairs)
 
     def __hash__(self) -> int:

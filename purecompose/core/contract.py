@@ -127,7 +127,7 @@ class Contract:
             "shapes and dtypes that both came with"
         )
         if not isinstance(result, tuple | list) or len(result) != 2:
-            raise FormError(f"{culprit} returned {_told(result)}: {wanted}")
+            raise FormError(f"{culprit} returned {_summary(result)}: {wanted}")
         for name, new in zip(("params", "opt_state"), result, strict=True):
             before, after = _specs_of(name, getattr(state, name)), _specs_of(name, new)
             for path in {**before, **after}:
@@ -256,7 +256,7 @@ def _specs_of(name: str, value: Any) -> dict[str, Any]:
     }
 
 
-def _told(result: Any) -> str:
+def _summary(result: Any) -> str:
     """Describe a value in a few words."""
     if isinstance(result, Mapping):
         return f"a {type(result).__name__} of {', '.join(map(repr, list(result)[:3])) or 'nothing'}"

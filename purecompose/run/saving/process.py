@@ -43,7 +43,7 @@ def is_alive(pid: int, its_token: str | None) -> bool:
         return False
     except OSError:  # a process of another user
         pass
-    state, born = _told(pid)
+    state, born = _from_system(pid)
     return state not in ("Z", "X") and (None in (born, its_token) or born == its_token)
 
 
@@ -60,10 +60,10 @@ def place() -> str:
 
 @cache
 def _token(pid: int) -> str:
-    return _told(pid)[1] or secrets.token_hex(4)
+    return _from_system(pid)[1] or secrets.token_hex(4)
 
 
-def _told(pid: int) -> tuple[str | None, str | None]:
+def _from_system(pid: int) -> tuple[str | None, str | None]:
     """Return the state of a process (a letter) and a token of its start, or `None` for each if not known."""
     try:
         # The name, in brackets, may contain any characters.

@@ -42,7 +42,7 @@ def test_another_process_is_known_by_its_token(other: tuple[int, str]) -> None:
 def test_where_the_system_tells_nothing_another_process_counts_as_alive(
     other: tuple[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "_told", lambda pid: (None, None))
+    monkeypatch.setattr(process, "_from_system", lambda pid: (None, None))
     assert is_alive(other[0], "00000000")
     process._token.cache_clear()
     drawn = token()
