@@ -151,7 +151,7 @@ def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
         evaluate: One or several `Evaluator`s, with their intervals. Each needs a different label.
         observers: One or several functions `(event, state) -> None`, called at every event outside the step except
             loading, and at BATCH_END.
-        stop: Reasons to stop before the end, such as `EarlyStopping("eval/loss")`; checked after each evaluation.
+        stop: Stopping rules, such as `EarlyStopping("eval/loss")`; checked after each evaluation.
         adjust: Changes of the state after each evaluation, such as `ReduceOnPlateau("eval/loss")`.
         checkpoints: Folder of the checkpoints, and how often to write one. With checkpoints, SIGINT and SIGTERM end the
             run after the current batch, once its checkpoint is written.

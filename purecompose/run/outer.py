@@ -163,7 +163,7 @@ class Run:
         return state if event is Event.FIT_END else self._decided(state, found)
 
     def _decided(self, state: State, found: Mapping[str, Tensor]) -> State:
-        """Return the state after the stoppers and adjusters have seen new metrics."""
+        """Return the state after the stopping rules and adjusters have seen new metrics."""
         metrics = _plain(found)
         if self.stoppers:
             state = seen(state, self.stoppers, metrics)
@@ -173,7 +173,7 @@ class Run:
         return state
 
     def _decide_by_training(self, state: State) -> State:
-        """Pass the step's own metrics to the stoppers and adjusters that use them, at the end of an epoch."""
+        """Pass the step's own metrics to the stopping rules and adjusters that use them, at the end of an epoch."""
         measured = {name for one in self.evaluators for name in one.reported}
         wanted = {watcher.metric for watcher in (*self.stoppers, *self.adjusters)} - measured
         missing = wanted - state.metrics.keys()

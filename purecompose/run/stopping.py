@@ -1,4 +1,4 @@
-"""Reasons to stop a run before its end, based on metrics.
+"""Stopping rules, which end a run before its full length, based on metrics.
 
 They are checked after each evaluation and, for a metric that the step's algorithms report ("train/accuracy",
 "gradient_norm"), after each epoch. Their memory is in the state, like an algorithm's, so a run resumed from a
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Stopper(Protocol):
-    """A reason to stop, as pure functions of its own memory, a dict of tensors."""
+    """A stopping rule, as pure functions of its own memory, a dict of tensors."""
 
     @property
     def metric(self) -> str:
@@ -61,7 +61,7 @@ class Stopper(Protocol):
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """A reason to stop: a metric has not improved for a while.
+    """A stopping rule: a metric has not improved for a while.
 
     Args:
         metric: Metric of an evaluator, such as `"eval/loss"`, or of an algorithm, such as `"train/accuracy"` of
@@ -123,7 +123,7 @@ class EarlyStopping:
 
 @dataclass(frozen=True)
 class Threshold:
-    """A reason to stop: a metric has reached a value.
+    """A stopping rule: a metric has reached a value.
 
     Args:
         metric: Metric of an evaluator, such as `"eval/accuracy"`, or of an algorithm, such as `"train/accuracy"`.
@@ -165,17 +165,17 @@ class Threshold:
 
 
 def with_memories(state: State, stoppers: tuple[Stopper, ...]) -> State:
-    """Return the state with a slot for each stopper that has none yet.
+    """Return the state with a slot for each stopping rule that has none yet.
 
     Raises:
-        ValueError: Two stoppers have the same name, or the state is a population, whose members would stop at different
-            times.
+        ValueError: Two stopping rules have the same name, or the state is a population, whose members would stop at
+            different times.
     """
     if not stoppers:
         return state
     names = [stopper.name for stopper in stoppers]
     if len(set(names)) < len(names):
-        raise ValueError(f"stop: two reasons to stop have one name: {', '.join(names)}")
+        raise ValueError(f"stop: two stopping rules have the same name: {', '.join(names)}")
     if state.key.ndim > 1:
         raise ValueError("stop: the members of a population would stop at different times: train them one by one")
     new = {s.name: _on(s.begin(state.timestamp), state) for s in stoppers if s.name not in state.slots}
@@ -183,7 +183,7 @@ def with_memories(state: State, stoppers: tuple[Stopper, ...]) -> State:
 
 
 def seen(state: State, stoppers: tuple[Stopper, ...], metrics: Mapping[str, Any]) -> State:
-    """Return the state after the stoppers have seen an evaluation's metrics."""
+    """Return the state after the stopping rules have seen an evaluation's metrics."""
     new = {}
     for stopper in stoppers:
         if stopper.metric in metrics:
@@ -193,7 +193,7 @@ def seen(state: State, stoppers: tuple[Stopper, ...], metrics: Mapping[str, Any]
 
 
 def is_over(state: State, stoppers: tuple[Stopper, ...]) -> bool:
-    """Return whether one of the stoppers wants to stop."""
+    """Return whether a stopping rule ends the run."""
     return any(
         stopper.is_over({name: value.cpu() for name, value in state.slots[stopper.name].items()})
         for stopper in stoppers

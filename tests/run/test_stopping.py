@@ -147,7 +147,7 @@ def test_metrics_of_training_decide_after_each_epoch() -> None:
 def test_two_of_one_name_and_populations_are_refused() -> None:
     twice = [Threshold("eval/loss", 0.1), Threshold("eval/loss", 0.2)]
     loss = Evaluator(BATCHES, {"loss": pc.losses.cross_entropy})
-    with pytest.raises(ValueError, match="one name"):
+    with pytest.raises(ValueError, match="the same name"):
         fit(compose(loop_events), make_state(), BATCHES, evaluate=loss, stop=twice)
     stacked = pc.stack_states([make_state(), make_state()])
     with pytest.raises(ValueError, match="one by one"):
