@@ -18,7 +18,9 @@ def application(algorithm: Algorithm, event: Event) -> Callable[[State, Contract
     """Return one algorithm at one event as a function of the state and of the contract that watches the run."""
 
     def run(state: State, watch: Contract | None) -> State:
-        before = _unsealed(state, event) if algorithm.host else state
+        before = state
+        if algorithm.host:
+            before = state.replace(static=Static(state.context, state.static.opened(later=event.sees_new_time)))
         after, exit_code = applied(algorithm, event, before)
         if algorithm.host:
             after = after.replace(static=Static(after.context, state.static.timestamp))
@@ -66,7 +68,3 @@ def _checked_result(result: Any, algorithm: Algorithm, event: Event) -> tuple[St
             f"{type(result).__name__}{' (is a return statement missing?)' if result is None else ''}"
         )
     return result, exit_code
-
-
-def _unsealed(state: State, event: Event) -> State:
-    return state.replace(static=Static(state.context, state.static.opened(later=event.sees_new_time)))

@@ -149,6 +149,7 @@ class Step:
             ContractError: An algorithm changed a structure, shape or dtype that must stay the same.
         """
         end = self.finish(self.fold(state, batch))
+        # `state` may hold a lease of a compiled step, which ends with that step's next call: read its fields now.
         return end if end.lease is None else end.unleased()
 
     def fold(
@@ -167,7 +168,8 @@ class Step:
             raise TypeError(f"step(state, batch): expected a State first, got {type(state).__name__}")
         prepared, context = self.prepare(state, batch, domain=domain, draw=draw), state.context
         case = prepared.bits, prepared.num_examples
-        is_first = observe is not None or self._cache.checked.get(case) != context
+        checked = self._cache.checked.get(case) if observe is None else None
+        is_first = checked is not context and checked != context
         grad_mode = nullcontext() if wants_outer_gradient(state, batch) else torch.no_grad()
         with self.guarded(state, batch, is_first=is_first), arithmetic(context.precision, state.device), grad_mode:
             if is_first:

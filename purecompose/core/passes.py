@@ -64,6 +64,11 @@ def run_pass(one_pass: Pass, algorithms: Sequence[Algorithm], event: Event) -> t
     return tuple(result)
 
 
+def pass_name(one_pass: Pass) -> str:
+    """Return the name of a pass, or its printed form if it has none."""
+    return getattr(one_pass, "__name__", repr(one_pass))
+
+
 def sort_to_front(items: Iterable[T], chosen: type | tuple[type, ...] | Callable[[T], bool]) -> list[T]:
     """Move the chosen items to the front; both halves keep their order.
 
@@ -184,8 +189,3 @@ def _chooser(chosen: Any) -> Callable[[Any], bool]:
     if isinstance(chosen, (type, tuple)):
         return lambda item: isinstance(item, chosen)
     return lambda item: bool(chosen(item))
-
-
-def pass_name(one_pass: Pass) -> str:
-    """Return the name of a pass for messages and tables."""
-    return getattr(one_pass, "__name__", repr(one_pass))
