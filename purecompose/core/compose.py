@@ -4,7 +4,6 @@ The step is a fold. For each schedule (which algorithms act at which events) the
 once, with the algorithms in the order determined by the passes; a step looks up this function and runs it.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -375,11 +374,10 @@ class Step:
         units = {time.unit for time in (*collect(start.context.schedules, Time), *self.matcher.times)}
         in_epochs = run.duration is not None and run.duration.unit in (TimeUnit.EPOCH, TimeUnit.ITERATION)
         if TimeUnit.EPOCH in units or (TimeUnit.DURATION in units and in_epochs):
-            warnings.warn(
+            warn(
                 "epochs have no known length: time moves only when an epoch ends, so schedules and predicates stand "
                 "still within it. Give State.create batches_per_epoch=len(batches); or end epochs yourself, as fit "
-                "does, with state.replace(timestamp=state.timestamp.advance_epoch())",
-                stacklevel=5,
+                "does, with state.replace(timestamp=state.timestamp.advance_epoch())"
             )
 
     def _check_ready(self, context: Context) -> None:

@@ -6,10 +6,10 @@ order at AFTER events and then apply pins and constraints, which therefore are a
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
+from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.time.event import Event
 
@@ -145,10 +145,9 @@ def warn_if_multiple_loss_interpolation(algorithms: Sequence[Algorithm], event: 
     """
     editors = [algorithm.name for algorithm in algorithms if Trait.EDITS_LOSS in algorithm.traits]
     if len(editors) > 1:
-        warnings.warn(
+        warn(
             f"{', '.join(editors)} each replace the loss at {event}; the later ones undo the earlier ones",
             MixedLossWarning,
-            stacklevel=2,
         )
     return algorithms
 

@@ -417,14 +417,18 @@ def test_training_methods_are_silently_absent_from_evaluation(program: tuple[pc.
     ],
     ids=["epochs", "fraction of epochs", "fraction of batches", "batches"],
 )
+@pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_time_that_never_advances_is_reported_if_a_match_depends_on_it(
-    match: Predicate, duration: str, is_warned: bool
+    match: Predicate, duration: str, is_warned: bool, is_compiled: bool
 ) -> None:
     step = compose(loop_events, [Algorithm("late", on(Event.BATCH_END) & match, lambda event, state: state)])
+    if is_compiled:
+        step = pc.compile(step, backend="eager", quiet=True)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         step(step.init(make_state(duration=duration)), make_batch())
-    assert any("epochs have no known length" in str(found.message) for found in warned) is is_warned
+    places = [found.filename for found in warned if "epochs have no known length" in str(found.message)]
+    assert places == [__file__] * is_warned
 
 
 def test_an_error_in_a_stage_names_its_argument() -> None:

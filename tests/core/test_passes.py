@@ -313,10 +313,11 @@ def test_a_pass_that_does_not_return_a_list_of_algorithms_is_named(result: Any) 
 def test_two_loss_editors_are_warned_about_once_and_left_in_place() -> None:
     algorithms = [make("a", Trait.EDITS_LOSS), make("b"), make("c", Trait.EDITS_LOSS), make("d", FIRST)]
     with pytest.warns(MixedLossWarning) as caught:
-        result = warn_if_multiple_loss_interpolation(algorithms, Event.AFTER_LOSS)
+        result = compose_passes(warn_if_multiple_loss_interpolation)(algorithms, Event.AFTER_LOSS)
     assert list(result) == algorithms
     (warning,) = caught
     assert "a, c each replace the loss at Event.AFTER_LOSS" in str(warning.message)
+    assert warning.filename == __file__
 
 
 @given(unconstrained([trait for trait in Trait if trait is not Trait.EDITS_LOSS]), EVENT, st.booleans())
