@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, ParamSpec, Protocol
+from typing import Any, NamedTuple, ParamSpec, Protocol, cast
 
 from purecompose.core.state import State
 from purecompose.schedule import Hparam, Schedule, collect
@@ -117,21 +117,18 @@ class Algorithm:
             raise TypeError(f"{self.name}: {role}: expected {expected}, got {given!r} ({type(given).__name__})")
         fixed = {
             "match": as_predicate(self.match),
-            "traits": frozenset(_references(self.name, "traits", self.traits)),
+            "traits": frozenset(_references(self.name, "traits", self.traits, (Trait,))),
             "runs_before": _references(self.name, "runs_before", self.runs_before),
             "runs_after": _references(self.name, "runs_after", self.runs_after),
             "config": MappingProxyType(dict(self.config)),
         }
         for name, value in fixed.items():
             object.__setattr__(self, name, value)
-        strangers = [trait for trait in self.traits if not isinstance(trait, Trait)]
-        if strangers:
-            raise TypeError(f"{self.name}: traits={strangers!r}: expected members of Trait")
 
     @property
     def predicate(self) -> Predicate:
         """`match` as a predicate."""
-        return as_predicate(self.match)
+        return cast(Predicate, self.match)  # `__post_init__` has made it one
 
     @property
     def hparams(self) -> tuple[Hparam, ...]:
@@ -214,9 +211,9 @@ def _from_fields(fields: Mapping[str, Any]) -> Algorithm:
     return Algorithm(**fields)
 
 
-def _references(owner: str, role: str, given: Any) -> tuple[str | Trait, ...]:
+def _references(owner: str, role: str, given: Any, kinds: tuple[type, ...] = (str, Trait)) -> tuple[str | Trait, ...]:
     found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
-    if not all(isinstance(reference, (str, Trait)) for reference in found):
+    if not all(isinstance(reference, kinds) for reference in found):
         wanted = "members of Trait" if role == "traits" else "algorithms' names or traits"
         raise TypeError(f"{owner}: {role}={given!r}: expected {wanted}")
     return found
