@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 def _states(
     defers_signals: bool,
-    step: Step | CompiledStep,
+    step: Step,
     state: State,
     data: Iterable[Any] | EpochData,
     *,
@@ -236,7 +236,7 @@ def _resumed(
 
 def _check_metrics(
     state: State,
-    step: Step | CompiledStep,
+    step: Step,
     evaluators: Iterable[Evaluator],
     stoppers: Iterable[Stopper],
     adjusters: Iterable[Adjuster],
@@ -286,7 +286,7 @@ def _check_resumed(resumed: Resumed, like: State, data: Any) -> None:
 
 
 def _check_arguments(step: Any, state: Any) -> None:
-    if not isinstance(step, (Step, CompiledStep)) or not isinstance(state, State):
+    if not isinstance(step, Step) or not isinstance(state, State):
         came = f"{type(step).__name__}, {type(state).__name__}"
         raise TypeError(f"fit(step, state, data): expected a Step and a State, got {came}")
     if not step.has_advance:

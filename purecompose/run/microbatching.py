@@ -6,9 +6,7 @@ import torch
 
 from purecompose._support.warnings import warn
 from purecompose.core.compose import Step
-from purecompose.core.cut import Cut
 from purecompose.core.state import State
-from purecompose.transforms.compilation import CompiledStep
 
 
 __all__ = ["Adaptive"]
@@ -25,7 +23,7 @@ class Adaptive:
         found: That number, if it differs from the number of the original step; otherwise `None`.
     """
 
-    def __init__(self, step: Step | CompiledStep, found: int | None = None) -> None:
+    def __init__(self, step: Step, found: int | None = None) -> None:
         self.step = step if found is None else step.replace(microbatches=found)
         self.found = found
         self._proven = 0
@@ -43,7 +41,7 @@ class Adaptive:
             except RuntimeError as error:
                 if not _is_out_of_memory(error):
                     raise
-                k = Cut(self.step.microbatches, self.step.microbatch_size).num_slices(num_examples)
+                k = self.step.cut.num_slices(num_examples)
                 if k >= num_examples:
                     error.add_note("microbatches='auto': the memory does not suffice for a single example either")
                     raise

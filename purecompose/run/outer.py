@@ -6,7 +6,7 @@ A run can be interrupted between any two batches, once everything that belongs t
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,17 +28,10 @@ from purecompose.run.stopping import Stopper, is_over, seen
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.intervals import has_passed
-from purecompose.transforms.compilation import CompiledStep
 from purecompose.transforms.donation import SpentStateError
 
 
 __all__ = ["EpochData", "Run"]
-
-
-class Train(Protocol):
-    """A training step."""
-
-    def __call__(self, state: State, batch: Any, /) -> State: ...
 
 
 class EpochData(Protocol):
@@ -53,7 +46,7 @@ class EpochData(Protocol):
 class Run:
     """The settings and bookkeeping of one call of `fit`. No state depends on the bookkeeping."""
 
-    step: Step | CompiledStep
+    step: Step
     eval_step: Step
     data: Any
     evaluators: tuple[Evaluator, ...] = ()
@@ -78,7 +71,7 @@ class Run:
         self._metrics: dict[str, Any] = dict(self.metrics)
         self._measured_at: Timestamp | None = None
         self._adaptive = Adaptive(self.step, self.memory.get("microbatches")) if self.is_adaptive else None
-        self._train: Train = self._adaptive or self.step
+        self._train: Callable[[State, Any], State] = self._adaptive or self.step
         self._interrupts = Interrupts()
         self._unsaved: State | None = None
         self._described_data = {} if self.keeper is None else describe_data(self.data)

@@ -24,11 +24,11 @@ class RankTimeoutError(RuntimeError):
 
 
 @contextmanager
-def naming_late_ranks(ranks: Ranks | None, batch: int) -> Iterator[None]:
+def naming_late_ranks(ranks: Ranks, batch: int) -> Iterator[None]:
     """Return a context manager in which unanswered messages raise an error with the ranks that are missing.
 
     Args:
-        ranks: The processes; without them nothing changes.
+        ranks: The processes.
         batch: The number of the current batch, for the message.
 
     Raises:
@@ -38,7 +38,7 @@ def naming_late_ranks(ranks: Ranks | None, batch: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if ranks is None or isinstance(error, RankTimeoutError) or not _GIVEN_UP.search(str(error)):
+        if isinstance(error, RankTimeoutError) or not _GIVEN_UP.search(str(error)):
             raise
         seconds = time.monotonic() - start
         late = _late(ranks, batch)
