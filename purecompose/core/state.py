@@ -51,12 +51,8 @@ def _field(info: FieldInfo, default_factory: Callable[[], Any] | None = None) ->
 
     A default factory leaves no attribute on the class, so that absent fields are looked up by `State.__getattr__`.
     """
-    metadata = {"info": info}
-    return (
-        field(metadata=metadata)
-        if default_factory is None
-        else field(default_factory=default_factory, metadata=metadata)
-    )
+    default: dict[str, Any] = {} if default_factory is None else {"default_factory": default_factory}
+    return field(metadata={"info": info}, **default)
 
 
 def _none() -> None:
