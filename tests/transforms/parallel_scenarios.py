@@ -1,4 +1,4 @@
-"""Runs of a few steps for one process or several; as a program: one of the processes.
+"""Runs of a few steps for one process or several; as a program, this module is one of the processes.
 
 python -m tests.transforms.parallel_scenarios STORE RANK WORLD_SIZE FOLDER
 """
@@ -33,7 +33,7 @@ class WithEmpty(nn.Module):
 
 
 class Scenario(NamedTuple):
-    """What is composed, and on what it runs."""
+    """The algorithms, network and batches of a run."""
 
     algorithms: Callable[[], list[Any]] = list
     net: Callable[[], nn.Module] = make_mlp
@@ -44,7 +44,7 @@ class Scenario(NamedTuple):
 
 
 def ragged() -> list[Any]:
-    """Batches that do not divide evenly; of one there is an example for one process alone."""
+    """Return batches that do not divide evenly; one of them has an example for one process only."""
     return [make_batch(0, 8), make_batch(1, 7), make_batch(2, 1), make_batch(3, 5)]
 
 
@@ -53,7 +53,7 @@ def images() -> list[Any]:
 
 
 def partly_ignored() -> list[Any]:
-    """Most of the first half's targets are ignored, and in the last batch all of it."""
+    """Return batches in which most targets of the first half are ignored, in the last batch all of them."""
     inputs, targets = make_batch(0, 8)
     ignored, gone = targets.clone(), targets.clone()
     ignored[:3], gone[:4] = -100, -100
@@ -61,7 +61,7 @@ def partly_ignored() -> list[Any]:
 
 
 def broken() -> list[Any]:
-    """The second batch has a NaN, in the last example."""
+    """Return batches of which the second has a NaN in its last example."""
     batches = make_batches(4)
     batches[1][0][-1] = torch.nan
     return batches
@@ -94,7 +94,7 @@ SCENARIOS = {
 
 
 def run(scenario: Scenario, transform: Callable[[Any], Any] = lambda step: step) -> list[State]:
-    """The states after each step; the transform divides the step among processes."""
+    """Return the states after each step; the transform divides the step among processes."""
     step = transform(compose(loop_events, scenario.algorithms(), microbatches=scenario.microbatches))
     if scenario.is_compiled:
         step = pc.compile(step, backend="eager", quiet=True)
@@ -107,12 +107,12 @@ def run(scenario: Scenario, transform: Callable[[Any], Any] = lambda step: step)
 
 
 def told(state: State) -> dict[str, Tensor]:
-    """A state's tensors by their paths."""
+    """Return a state's tensors by their paths."""
     return {path: leaf for path, leaf in pc.tree.leaves_with_paths(state).items() if isinstance(leaf, Tensor)}
 
 
 def refusals() -> dict[str, str]:
-    """What is said of processes that do not fit together."""
+    """Return the errors of processes that do not fit together."""
     step, (inputs, targets) = compose(loop_events), make_batch()
     rank = dist.get_rank()
 
@@ -145,21 +145,21 @@ def refusals() -> dict[str, str]:
 
 
 def trained(transform: Callable[[Any], Any] = lambda step: step) -> State:
-    """After two epochs of `fit`, from a loader that shuffles."""
+    """Return the result of two epochs of `fit` with a shuffling loader."""
     data = torch.utils.data.TensorDataset(*make_batch(size=20))
     loader = torch.utils.data.DataLoader(data, 8, shuffle=True)
     return pc.fit(transform(compose(loop_events)), make_state(), loader, duration="2ep")
 
 
 def accuracy() -> float:
-    """That of the state that "plain" ends with."""
+    """Return the accuracy of the last state of scenario "plain"."""
     step = pc.data_parallel(compose(loop_events))
     state = run(SCENARIOS["plain"])[-1]
     return pc.evaluate(state, [make_batch()], {"accuracy": pc.metrics.accuracy}, step=step)["accuracy"]
 
 
 def main(store: str, rank: int, size: int, folder: str) -> None:
-    """One of the processes: runs all scenarios, and writes down what came out."""
+    """Run all scenarios as one of the processes, and save the results."""
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
@@ -169,7 +169,7 @@ def main(store: str, rank: int, size: int, folder: str) -> None:
             found[name] = [told(state) for state in run(scenario, pc.data_parallel)]
         except Exception:
             found[name] = traceback.format_exc()
-            break  # the others wait in another place than this one
+            break  # the other processes wait at another place than this one
     found[".fit"] = [told(trained(pc.data_parallel))]
     if rank == 0:
         found[".accuracy"] = accuracy()

@@ -1,4 +1,4 @@
-"""data_parallel: several processes compute what one would."""
+"""data_parallel: several processes compute the same as a single one."""
 
 import os
 import subprocess
@@ -31,14 +31,14 @@ from tests.transforms.parallel_scenarios import SCENARIOS, run, told, trained
 
 
 ONLY_ITS_OWN = ("batch norm", "sam per rank", "noise scale")
-"""What depends on how a batch is divided."""
+"""Scenarios whose result depends on how a batch is divided."""
 
 SIZES = [pytest.param(2, id="2 ranks"), pytest.param(3, id="3 ranks", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module", params=SIZES)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of several processes got."""
+    """Return the results of each of several processes."""
     folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     program = [sys.executable, "-m", parallel_scenarios.__name__, str(folder / "store")]
@@ -62,12 +62,12 @@ def test_all_ranks_have_the_same_state(ranks: list[dict[str, Any]], name: str) -
 
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in ONLY_ITS_OWN])
-def test_it_is_the_state_of_one_process(ranks: list[dict[str, Any]], name: str) -> None:
+def test_the_state_equals_that_of_one_process(ranks: list[dict[str, Any]], name: str) -> None:
     for ours, theirs in zip(ranks[0][name], map(told, run(SCENARIOS[name])), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-def test_a_run_is_that_of_one_process(ranks: list[dict[str, Any]]) -> None:
+def test_a_run_equals_that_of_one_process(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert tree.equal(found[".fit"], ranks[0][".fit"])
     torch.testing.assert_close(ranks[0][".fit"], [told(trained())], rtol=1e-5, atol=1e-6)
@@ -104,7 +104,7 @@ def test_sam_per_rank_moves_each_part_by_its_own_gradient(ranks: list[dict[str, 
         torch.testing.assert_close(ranks[0]["sam per rank"][0][f".params['{name}']"], param - 0.1 * mean)
 
 
-def test_what_does_not_fit_together_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+def test_processes_that_do_not_fit_together_are_refused_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         refusals = found[".refusals"]
         assert "differ in their batch: give each the whole batch, in one order" in refusals["batch"]
@@ -127,11 +127,11 @@ def test_shares_are_consecutive_and_nearly_equal() -> None:
     assert (idle.num_examples, len(idle.batch[0])) == (0, 1)
 
 
-# Processes that this one plays
+# Processes simulated by this one
 
 
 def check_played(algorithms: Sequence[Algorithm], net: nn.Module, batches: Sequence[Any], **options: Any) -> State:
-    """Two processes do what one does; gives the state of the last."""
+    """Check that two processes compute the same as one, and return the last one's state."""
     step = compose(loop_events, algorithms)
     play, state = played(step, 2), step.init(make_state(net, **options))
     for batch in batches:
@@ -144,7 +144,7 @@ def check_played(algorithms: Sequence[Algorithm], net: nn.Module, batches: Seque
 
 
 @pytest.mark.parametrize("algorithms", [[], [pc.algorithms.sam(0.1)], [pc.algorithms.gradient_accumulation(2)]])
-def test_a_part_need_not_reach_what_another_does(algorithms: list[Algorithm]) -> None:
+def test_a_part_need_not_reach_the_parameters_that_another_reaches(algorithms: list[Algorithm]) -> None:
     inputs, targets = make_batch(size=6, shape=(3,))
     signs = torch.tensor([[1, 1, 1, -1, -1, -1], [1] * 6, [-1] * 6, [-1, -1, -1, 1, 1, 1]])[..., None]
     batches = [(inputs.abs() * sign, targets % 2) for sign in signs]
@@ -153,7 +153,7 @@ def test_a_part_need_not_reach_what_another_does(algorithms: list[Algorithm]) ->
     assert end.params["unused"].item() == 1
 
 
-def test_a_part_that_does_not_count_reaches_parameters_all_the_same() -> None:
+def test_a_part_without_counted_targets_still_reaches_its_parameters() -> None:
     inputs, targets = make_batch(size=6, shape=(3,))
     signs = torch.tensor([[1, -1, 1, 1, 1, 1], [1] * 6])[..., None]  # the first part reaches all branches
     ignored = torch.tensor([-100, -100, -100, 0, 1, 0])
@@ -163,7 +163,7 @@ def test_a_part_that_does_not_count_reaches_parameters_all_the_same() -> None:
 
 
 class WithConstants(nn.Module):
-    """Buffers of all kinds, which no pass changes."""
+    """A network with buffers of all kinds, which no forward pass changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,14 +182,14 @@ class WithConstants(nn.Module):
         return self.net(inputs) + self.get_buffer("phases").real.sum() * self.get_buffer("table").sum()
 
 
-def test_constants_stay_as_they_are() -> None:
+def test_constant_buffers_are_unchanged() -> None:
     net, batches = WithConstants(), [make_batch(seed, 7) for seed in range(3)]
     batches[1][0][0] = torch.nan
     end = check_played([alg.skip_nonfinite(), alg.label_smoothing(0.1)], net, batches)
     assert tree.equal(end.buffers, dict(net.named_buffers()))
 
 
-def test_slots_that_nobody_changes_stay_as_they_are() -> None:
+def test_slots_that_no_algorithm_changes_are_unchanged() -> None:
     def remember(event: Event, state: State) -> State:
         best = torch.tensor(torch.inf) if event is Event.INIT else torch.minimum(state.slots["best"], loss_of(state))
         return state.replace(slots={**state.slots, "best": best, "short": torch.ones(2, dtype=torch.int16)})
@@ -198,7 +198,7 @@ def test_slots_that_nobody_changes_stay_as_they_are() -> None:
     check_played([best, alg.loss_scaling(8.0)], make_mlp(), [make_batch(0, 7), make_batch(1, 7)])
 
 
-def test_where_nothing_counts_means_are_means() -> None:
+def test_means_over_processes_without_counted_targets_are_plain_means() -> None:
     inputs, targets = make_batch()
 
     def penalise(state: State) -> State:
@@ -209,7 +209,7 @@ def test_where_nothing_counts_means_are_means() -> None:
     check_played([penalty], make_mlp(), [(inputs, torch.full_like(targets, -100))])
 
 
-def test_numbers_keep_no_message_alive() -> None:
+def test_numbers_of_the_state_do_not_keep_whole_messages_in_memory() -> None:
     end, _ = played(compose(loop_events), 2)(lambda one: one(make_state(), make_batch()))
     assert loss_of(end).untyped_storage().nbytes() == 4
 
@@ -222,7 +222,7 @@ def test_numbers_keep_no_message_alive() -> None:
         (Event.AFTER_LOSS, lambda s: {"slots": {**s.slots, "it": (s.loss,)}}, "slots of it have another form"),
     ],
 )
-def test_changes_that_would_let_states_come_apart_are_refused(event: Event, change: Any, words: str) -> None:
+def test_changes_that_would_let_the_states_diverge_are_refused(event: Event, change: Any, words: str) -> None:
     step = compose(loop_events, [changing("it", event, lambda state: state.replace(**change(state)))])
     with pytest.raises(RuntimeError, match=words):
         played(step, 2)(lambda one: one(make_state(), make_batch()))
@@ -243,14 +243,14 @@ def test_a_gradient_of_something_else_is_refused() -> None:
 # Processes and groups
 
 
-def test_without_a_process_group_it_says_so() -> None:
+def test_a_missing_process_group_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="torchrun"):
         pc.data_parallel(compose(loop_events))
 
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Any:
-    """A process group of this process."""
+    """Create a process group that consists of this process."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -264,7 +264,7 @@ def test_one_process_computes_the_step_itself(alone: Any) -> None:
     assert repr(step).endswith(", size=1)") and step.replace(microbatches=2).microbatches == 2
 
 
-def test_it_takes_a_mesh_of_one_dimension(alone: Any) -> None:
+def test_a_mesh_of_one_dimension_is_accepted(alone: Any) -> None:
     mesh = init_device_mesh("cpu", (1,))
     assert pc.data_parallel(compose(loop_events), mesh).ranks is None
     with pytest.raises(ValueError, match="one dimension"):
@@ -273,7 +273,7 @@ def test_it_takes_a_mesh_of_one_dimension(alone: Any) -> None:
         pc.data_parallel(compose(loop_events), 2)
 
 
-def test_it_goes_around_a_composed_step(alone: Any) -> None:
+def test_data_parallel_only_wraps_composed_steps(alone: Any) -> None:
     del alone
     assert repr(pc.data_parallel(pc.compile(compose(loop_events)))).startswith("compile(data_parallel(")
     with pytest.raises(ValueError, match="one process, got population"):
@@ -287,13 +287,14 @@ def test_it_goes_around_a_composed_step(alone: Any) -> None:
         pc.data_parallel(compose(pc.loop.eval_events))
 
 
-def test_an_evaluation_is_each_process_alone(ranks: list[dict[str, Any]]) -> None:
-    assert [".accuracy" in found for found in ranks] == [True, *[False] * (len(ranks) - 1)]  # it waited for nobody
+def test_each_process_evaluates_by_itself(ranks: list[dict[str, Any]]) -> None:
+    # The first process waited for no other one.
+    assert [".accuracy" in found for found in ranks] == [True, *[False] * (len(ranks) - 1)]
     state = run(SCENARIOS["plain"])[-1]
     assert ranks[0][".accuracy"] == pc.evaluate(state, [make_batch()], {"accuracy": pc.metrics.accuracy})["accuracy"]
 
 
-def test_per_example_clipping_computes_the_own_examples_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_per_example_clipping_only_computes_the_processs_own_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[int, set[int]] = {0: set(), 1: set()}
 
     def one(step: Step) -> State:
@@ -326,7 +327,7 @@ def test_messages_are_refused_under_transforms(send: Any, transform: Any) -> Non
         transform(lambda x: send(ranks, [x.sum()])[0])(torch.ones(3))
 
 
-def test_a_changed_step_is_played_on() -> None:
+def test_a_replaced_step_is_still_data_parallel() -> None:
     ends = played(compose(loop_events), 2)(lambda one: one.replace(microbatches=2)(make_state(), make_batch(0, 7)))
     assert tree.equal(told(ends[0]), told(ends[1]))
     torch.testing.assert_close(told(ends[0]), told(compose(loop_events)(make_state(), make_batch(0, 7))))

@@ -1,4 +1,4 @@
-"""Leases by themselves: who may read donated buffers, and what tells that nobody wrote into what was read."""
+"""Leases by themselves: which readers may use donated buffers, and how writes into tensors read are detected."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def make_buffers(*, is_donated: bool = True) -> StateBuffers:
     return StateBuffers(signatures, {name: tensors for name, (_, tensors) in found.items()}, is_donated=is_donated)
 
 
-def test_a_donated_lane_is_read_by_copies_always_the_same() -> None:
+def test_donated_buffers_are_read_as_the_same_copies_every_time() -> None:
     buffers = make_buffers()
     lease = BufferLease(buffers, None, ())
     params = lease.read("params")
@@ -25,12 +25,12 @@ def test_a_donated_lane_is_read_by_copies_always_the_same() -> None:
     assert params["a"].tolist() == [1, 1]
 
 
-def test_a_lane_that_nobody_writes_to_is_read_as_it_is() -> None:
+def test_buffers_that_are_not_donated_are_read_without_a_copy() -> None:
     buffers = make_buffers(is_donated=False)
     assert BufferLease(buffers, None, ()).read("params")["a"] is buffers.values["params"][0]
 
 
-def test_spending_ends_all_leases_and_tells_the_reason() -> None:
+def test_spending_ends_all_leases_with_an_error_that_gives_the_reason() -> None:
     buffers = make_buffers()
     early, late = BufferLease(buffers, None, ()), BufferLease(buffers, None, ())
     params = early.read("params")
@@ -43,7 +43,7 @@ def test_spending_ends_all_leases_and_tells_the_reason() -> None:
     assert BufferLease(buffers, None, ()).is_live
 
 
-def test_untouched_tells_what_was_read_from_all_else() -> None:
+def test_untouched_only_accepts_unmodified_tensors_that_were_read() -> None:
     lease = BufferLease(make_buffers(), None, ())
     params = lease.read("params")
     assert lease.untouched("slots", {}) is None, "never read"
@@ -55,7 +55,7 @@ def test_untouched_tells_what_was_read_from_all_else() -> None:
 
 
 @pytest.mark.parametrize("edit", ["replaced", "added", "removed"])
-def test_untouched_sees_changes_in_the_dictionary(edit: str) -> None:
+def test_untouched_detects_changes_in_the_dictionary(edit: str) -> None:
     lease = BufferLease(make_buffers(), None, ())
     params = lease.read("params")
     if edit == "replaced":

@@ -47,7 +47,7 @@ def loss_after(states: State, run: Callable[[State], State], rate: Tensor) -> Te
 
 @pytest.mark.parametrize("make", [layer_normed, batch_normed, instance_normed, group_normed])
 def test_the_gradient_around_a_population_is_the_sum_of_its_members(make: Callable[[], nn.Module]) -> None:
-    """Torch's fused norms give another one, without a word, where their second derivative is taken so."""
+    """Taken so, the second derivative of torch's fused norms is wrong without a warning."""
     step, states = compose(loop_events), [make_state(make, seed) for seed in range(3)]
     many, rate = pc.population(step, 3), torch.tensor(0.1, dtype=torch.float64)
     together = torch.func.grad(lambda rate: loss_after(pc.stack_states(states), lambda s: many(s, BATCH), rate))(rate)

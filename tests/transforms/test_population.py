@@ -1,4 +1,4 @@
-"""Populations: each member is its own single run, whatever the methods, the batches and the program are."""
+"""Populations: each member equals its single run, for all methods, batches and programs."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -47,7 +47,7 @@ from tests.shipped_examples import computes_in_half, examples_on_tasks
 
 
 def make_members(num: int = 3, net: Any = make_mlp, **options: Any) -> list[State]:
-    """States of other weights, keys and learning rates."""
+    """Return states with different weights, keys and learning rates."""
     options = {"optimizer": optim.sgd(pc.hparam("lr", 0.1), momentum=0.9), **options}
     states = [make_state(net(seed), key=seed, **options) for seed in range(num)]
     return [with_rate(state, 0.1 / (1 + i)) for i, state in enumerate(states)]
@@ -58,7 +58,7 @@ def with_rate(state: State, value: float) -> State:
 
 
 def assert_members(states: State, expected: Sequence[State], tolerance: float = 2e-5, floor: float = 1e-6) -> None:
-    """Integers equal, floats as near as other kernels for products allow."""
+    """Assert that integers are equal and floats as close as different matmul kernels allow."""
     found = unstack_states(states)
     assert len(found) == len(expected)
     for one, alone in zip(found, expected, strict=True):
@@ -67,7 +67,7 @@ def assert_members(states: State, expected: Sequence[State], tolerance: float = 
 
 
 def assert_agrees(step: pc.Step, members: list[State], batches: Sequence[Any], **options: Any) -> State:
-    """A population over shared batches gives what each member gives alone; returns it."""
+    """Assert that a population over shared batches equals its members' single runs, and return it."""
     pop, alone = population(step, len(members), **options), [step.init(state) for state in members]
     states = pop.init(stack_states(members))
     assert_members(states, alone, 0)
@@ -82,7 +82,7 @@ def assert_agrees(step: pc.Step, members: list[State], batches: Sequence[Any], *
 
 @cache
 def runs(text: str, name: str) -> tuple[pc.Step, list[State], list[Any], list[State]]:
-    """Four steps of each member alone, the third with a smaller batch."""
+    """Run four steps of each member by itself, the third with a smaller batch."""
     step, task = compose(loop_events, [Subject.of(text).algorithm]), TASKS[name]
     start = [step.init(task.make_state(seed, duration="6ba", batches_per_epoch=2)) for seed in range(3)]
     start = [with_rate(state, 0.1 / (1 + i)) for i, state in enumerate(start)]
@@ -92,7 +92,7 @@ def runs(text: str, name: str) -> tuple[pc.Step, list[State], list[Any], list[St
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
 @pytest.mark.parametrize(("text", "name"), examples_on_tasks(quick=2))
-def test_each_member_is_its_own_run(text, name, chunk_size):
+def test_each_member_equals_its_single_run(text, name, chunk_size):
     step, start, batches, expected = runs(text, name)
     states = run_steps(population(step, 3, chunk_size), stack_states(start), batches)
     # In half precision other kernels round otherwise by as much as a number has digits.
@@ -107,7 +107,7 @@ def test_each_member_is_its_own_run(text, name, chunk_size):
     assert not tree.equal(expected[0].params, expected[1].params)  # the members differ
 
 
-def test_draws_are_those_of_the_members_alone():
+def test_draws_equal_those_of_the_members_single_runs():
     def note(state: State) -> State:
         order = pc.random.permutation(state.rng("order"), 6)
         drawn = pc.random.uniform(state.example_rng("own"), (6,))
@@ -147,7 +147,7 @@ def test_each_member_may_have_its_own_batches(chunk_size):
     assert (states.timestamp.sample, states.timestamp.batch) == (16, 3)
 
 
-def test_batches_may_be_objects_that_vmap_knows_nothing_of():
+def test_batches_may_be_objects_that_are_not_registered_with_vmap():
     class Batch:
         def __init__(self, x: Tensor, y: Tensor) -> None:
             self.x, self.y = x, y
@@ -162,7 +162,7 @@ def test_batches_may_be_objects_that_vmap_knows_nothing_of():
     assert_members(states, [step(state, Batch(each.x[i], each.y[i])) for i, state in enumerate(members)])
 
 
-def test_a_population_leaves_what_it_is_given_as_it_was():
+def test_a_population_does_not_change_its_arguments():
     step, batch = compose(loop_events, [alg.mixup(0.3)]), make_batch()
     states = stack_states([step.init(state) for state in make_members()])
     kept = tree.map(lambda leaf: leaf.clone(), (states, batch))
@@ -195,7 +195,7 @@ def test_used_gradients_are_used_for_every_chunk():
 
 
 def sharpness(scale: float = 0.05) -> Algorithm:
-    """The gradient at the point uphill, as SAM takes it."""
+    """Return an algorithm that uses the gradient at the point uphill, as SAM does."""
 
     def uphill(state: State) -> State:
         assert state.grads is not None
@@ -216,8 +216,8 @@ def test_a_second_gradient(microbatches):
 
 
 @pytest.mark.parametrize("num_parts", [2, 5])
-def test_a_step_in_parts_is_the_step(num_parts):
-    """As compile cuts it: what members have in common crosses the boundaries as one row."""
+def test_a_step_in_parts_equals_the_step(num_parts):
+    """The step is cut as `compile` cuts it: values shared by all members cross the boundaries as one row."""
     step = compose(loop_events, [sharpness(), alg.mixup(0.3), counter()], microbatches=2)
     pop, batch = population(step, 3, 2), make_batch()
     states = pop.init(stack_states(make_members()))
@@ -233,7 +233,7 @@ def test_a_step_in_parts_is_the_step(num_parts):
     assert_same(pop.finish(current.state), expected)
 
 
-def test_an_untouched_batch_stays_one_and_untouched_fields_are_the_same_objects():
+def test_unchanged_batches_stay_shared_and_unchanged_fields_identical():
     pop, batch = population(compose(loop_events), 3), make_batch()
     states = stack_states(make_members())
     bits, _, _, make_start = pop.prepare(states, batch)
@@ -245,8 +245,8 @@ def test_an_untouched_batch_stays_one_and_untouched_fields_are_the_same_objects(
     assert end.clock is not None and end.clock.table.shape[0] == 2
 
 
-def test_what_lasts_has_rows_of_its_own():
-    """Also what all members set alike: nobody could write into a tensor with one row read n times."""
+def test_lasting_tensors_have_one_row_per_member_in_memory():
+    """Also if all members set the same value: a tensor with one row read n times could not be written to."""
 
     def keep(event: Event, state: State) -> State:
         fresh = state.inputs if event is Event.BATCH_START else torch.zeros(8, 4)
@@ -260,7 +260,7 @@ def test_what_lasts_has_rows_of_its_own():
     assert torch.equal(states.slots["kept"]["inputs"][1], batch[0])
 
 
-def test_the_first_run_of_a_members_batch_size_is_watched() -> None:
+def test_the_first_run_of_a_members_batch_size_is_checked() -> None:
     def write(state: State) -> State:
         if state.num_examples == 5:
             state.params["0.weight"].mul_(2)
@@ -273,7 +273,7 @@ def test_the_first_run_of_a_members_batch_size_is_watched() -> None:
         pop(states, batches[1])
 
 
-def test_a_plain_step_says_that_a_stacked_state_needs_a_population() -> None:
+def test_the_error_of_a_plain_step_on_a_stacked_state_names_population() -> None:
     with pytest.raises(ValueError, match=r"stacked one of 3 members: population\(step, n\)"):
         compose(loop_events)(stack_states(make_members()), make_batch())
 
@@ -294,7 +294,7 @@ def test_a_match_sees_the_shapes_of_a_member():
     assert set(seen) == {((8, 4), (8, 4), (2,))}
 
 
-# The watch of the first run
+# Checks of the first run
 
 
 def test_a_draw_without_a_key_is_refused():
@@ -314,17 +314,17 @@ def test_a_draw_without_a_key_is_refused():
         population(compose(loop_events, [changing("draw", Event.BATCH_START, draw)]), 3)(states, make_batch())
     assert "in draw at Event.BATCH_START" in caught.value.__notes__
     keyed = stack_states([make_state(Noisy(), key=seed) for seed in range(2)])
-    after = population(compose(loop_events), 2)(keyed, make_batch())  # in a network draws get keys
+    after = population(compose(loop_events), 2)(keyed, make_batch())  # draws in a network get keys
     assert loss_of(after).isfinite().all()
 
 
-def test_a_changed_form_is_told_with_algorithm_and_path():
+def test_a_changed_shape_is_reported_with_algorithm_and_path():
     widen = changing("widen", Event.BATCH_END, lambda s: s.replace(slots={"widen": torch.zeros(2)}))
     with pytest.raises(pc.errors.ContractError, match=r"widen at .*state.slots\['widen'\] from absent"):
         population(compose(loop_events, [widen]), 3)(stack_states(make_members()), make_batch())
 
 
-def test_writing_in_place_is_told():
+def test_writing_in_place_is_an_error():
     def write(state: State) -> State:
         state.params["0.bias"].mul_(2)
         return state
@@ -337,7 +337,7 @@ def test_writing_in_place_is_told():
 # Outer events, init, plan
 
 
-def test_init_takes_every_member():
+def test_init_runs_for_every_member():
     def remember(event: Event, state: State) -> State:
         drawn = pc.random.uniform(state.rng("start"), (2,))
         return state.replace(slots={**state.slots, "start": drawn})
@@ -347,7 +347,7 @@ def test_init_takes_every_member():
     assert states.hparams["alpha"].shape == (3,) and len(states.slots["start"].unique()) == 6
 
 
-def test_members_that_come_out_of_init_unlike_are_told():
+def test_members_with_different_shapes_after_init_are_an_error():
     def remember(event: Event, state: State) -> State:
         return state.replace(slots={"size": torch.zeros(int(state.hparams["lr"] * 30))})
 
@@ -356,7 +356,7 @@ def test_members_that_come_out_of_init_unlike_are_told():
         population(step, 3).init(stack_states(make_members()))
 
 
-def test_events_outside_the_step_take_every_member():
+def test_events_outside_the_step_run_for_every_member():
     def mark(state: State) -> State:
         drawn = pc.random.uniform(state.rng("mark"), ())
         return state.replace(params={name: param + drawn for name, param in state.params.items()})
@@ -385,7 +385,7 @@ def test_plan_and_replace():
 
 
 def smaller_inputs() -> Algorithm:
-    """Reads values and changes shapes by them, as nothing traced could."""
+    """Return an algorithm that changes shapes depending on values, which is impossible in traced code."""
 
     def apply(event: Event, state: State) -> State:
         kept = 6 - state.timestamp.batch
@@ -407,7 +407,7 @@ def test_host_algorithms_act_on_member_after_member(batches):
     assert_members(states, members)
 
 
-def test_host_algorithms_whose_members_part_are_told():
+def test_host_algorithms_that_give_members_different_shapes_are_an_error():
     def part(event: Event, state: State) -> State:
         return state.replace(inputs=state.inputs[: 2 + int(30 * state.hparams["lr"])])
 
@@ -440,7 +440,7 @@ def test_fit_with_evaluation_and_observers(capsys):
     assert "2.0/2 ep" in capsys.readouterr().out
 
     class Order:
-        """All train on the order of the first member's key."""
+        """Data for which all members use the order of the first member's key."""
 
         def epoch(self, key: Tensor, epoch: int, start: int) -> Any:
             return train.epoch(members[0].key, epoch, start)
@@ -475,7 +475,7 @@ def test_evaluate_and_predict():
             use(states, data)
 
 
-def test_an_observed_population_says_what_to_do_instead():
+def test_observing_a_population_is_an_error_with_a_remedy():
     pop = population(compose(loop_events), 2)
     with pytest.raises(TypeError, match=r"given, traced\(step\)\(unstack_states\(state\)\[0\], batch\)"):
         pc.traced(pop)(stack_states(make_members(2)), make_batch())
@@ -513,7 +513,7 @@ def test_stacking_and_unstacking_are_inverse():
     found = unstack_states(states)
     for one, state in zip(found, members, strict=True):
         assert_same(one, state)
-    # Their memory is their own: a compiled step may write over that of a population.
+    # They have separate memory, because a compiled step may overwrite the population's.
     states.params["0.weight"].zero_()
     assert_same(found[2], members[2])
 
@@ -529,7 +529,7 @@ def test_stacking_and_unstacking_are_inverse():
         (lambda s: s.to("meta"), "on meta in member 1"),
     ],
 )
-def test_states_that_cannot_be_stacked(change, message):
+def test_states_that_cannot_be_stacked_are_an_error(change, message):
     first, second = make_members(2, loss=nn.functional.cross_entropy)
     with pytest.raises(ValueError, match=message):
         stack_states([first, change(second)])
@@ -544,7 +544,7 @@ def test_states_of_other_networks_or_nothing_cannot_be_stacked():
         stack_states([make_state(), {}])  # pyright: ignore[reportArgumentType]
 
 
-def test_what_is_not_stacked_is_told():
+def test_states_that_are_not_stacked_are_an_error():
     states, pop = stack_states(make_members()), population(compose(loop_events), 3)
     with pytest.raises(ValueError, match="got a single one; stack_states"):
         unstack_states(make_state())

@@ -64,7 +64,7 @@ def make_state(make: Callable[[], nn.Module], precision: str, rate: float = 0.1)
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
-def test_members_are_their_own_runs(make: Callable[[], nn.Module], precision: str) -> None:
+def test_members_equal_their_single_runs(make: Callable[[], nn.Module], precision: str) -> None:
     step, alone = compose(loop_events), [make_state(make, precision, rate) for rate in (0.1, 0.3)]
     stacked = pc.population(step, 2)(pc.stack_states(alone), BATCH)
     for state, member in zip(alone, pc.unstack_states(stacked), strict=True):
@@ -74,7 +74,7 @@ def test_members_are_their_own_runs(make: Callable[[], nn.Module], precision: st
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)])
-def test_members_whose_statistics_are_narrow_as_well_are_their_own_runs(norm: nn.Module) -> None:
+def test_members_with_statistics_in_half_precision_equal_their_single_runs(norm: nn.Module) -> None:
     step, alone = compose(loop_events), [make_state(lambda: make_normed(norm).bfloat16(), "bf16") for _ in range(2)]
     stacked = pc.population(step, 2)(pc.stack_states(alone), BATCH)
     for state, member in zip(alone, pc.unstack_states(stacked), strict=True):
@@ -84,7 +84,7 @@ def test_members_whose_statistics_are_narrow_as_well_are_their_own_runs(norm: nn
 
 
 @pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
-def test_members_are_evaluated_as_alone(make: Callable[[], nn.Module]) -> None:
+def test_members_are_evaluated_as_in_single_runs(make: Callable[[], nn.Module]) -> None:
     alone = [make_state(make, "bf16"), make_state(make, "bf16")]
     (together,) = pc.predict(pc.stack_states(alone), [BATCH], step=pc.population(compose(loop_events), 2))
     torch.testing.assert_close(together[1], alone[1].forward(BATCH[0]), rtol=0.02, atol=2e-3)

@@ -1,4 +1,4 @@
-"""A process that does not answer is named by those that wait for it."""
+"""A process that does not answer is named by the processes that wait for it."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Forms: everything of a value but its numbers."""
+"""Signatures: everything about a value except its numbers."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ from purecompose.transforms.signature import ABSENT, Signature, spec_of
 
 @dataclasses.dataclass
 class Pair:
-    """Unknown to the registries."""
+    """A class that is not a registered pytree."""
 
     x: torch.Tensor
     name: str = "pair"
@@ -52,7 +52,7 @@ DIFFERENT = {
 }
 
 
-def test_forms_differ_where_values_do() -> None:
+def test_signatures_differ_where_values_differ() -> None:
     signatures = {name: signature(value) for name, value in DIFFERENT.items()}
     for first, one in signatures.items():
         for second, other in signatures.items():
@@ -61,7 +61,7 @@ def test_forms_differ_where_values_do() -> None:
 
 
 @pytest.mark.parametrize("value", DIFFERENT.values(), ids=DIFFERENT)
-def test_numbers_play_no_part_and_come_back(value: Any) -> None:
+def test_signatures_ignore_numbers_and_rebuild_values_with_them(value: Any) -> None:
     one, tensors = Signature.of(value)
     other, _ = Signature.of(tree.map(lambda leaf: leaf + 1 if isinstance(leaf, torch.Tensor) else leaf, value))
     assert one == other and hash(one) == hash(other)
@@ -71,28 +71,28 @@ def test_numbers_play_no_part_and_come_back(value: Any) -> None:
     assert again == one and all(new is old for new, old in zip(found, fresh, strict=True))
 
 
-def test_a_form_is_alike_another_of_other_strides_alone() -> None:
+def test_signatures_are_alike_if_they_only_differ_in_strides() -> None:
     assert signature(ONE).is_alike(signature(DIFFERENT["strides"]))
     for name in ("shape", "dtype", "meta", "tuple", "dict"):
         assert not signature(ONE).is_alike(signature(DIFFERENT[name])), name
 
 
-def test_absent_is_the_form_of_nothing() -> None:
+def test_absent_is_the_signature_of_none() -> None:
     assert signature(None) == ABSENT and ABSENT.specs == () and ABSENT.build([]) is None
 
 
-def test_a_spec_makes_tensors_of_its_form() -> None:
+def test_a_spec_makes_tensors_of_its_shape_and_dtype() -> None:
     spec = spec_of(DIFFERENT["strides"])
     assert spec_of(spec.empty()) == spec
 
 
 @pytest.mark.parametrize("value", [ONE.to_sparse(), [ONE, ONE.to_sparse()], {"x": Pair(ONE.to_sparse())}], ids=type)
-def test_sparse_tensors_are_told(value: Any) -> None:
+def test_sparse_tensors_are_an_error(value: Any) -> None:
     with pytest.raises(TypeError, match="to_dense"):
         Signature.of(value)
 
 
-def test_lazy_signs_and_conjugations_are_worked_out() -> None:
+def test_lazy_signs_and_conjugations_are_resolved() -> None:
     z = torch.complex(ONE, ONE)
     for lazy in (z.conj(), z.conj().imag):
         found, (tensor,) = Signature.of({"z": lazy, "constant": 1})
@@ -102,7 +102,7 @@ def test_lazy_signs_and_conjugations_are_worked_out() -> None:
 
 
 @given(data=st.data())
-def test_batches_have_the_form_of_their_kind(data: st.DataObject) -> None:
+def test_batches_of_one_kind_have_one_signature(data: st.DataObject) -> None:
     task = TASKS[data.draw(st.sampled_from(sorted(TASKS)))]
     size = data.draw(st.integers(1, 4))
     one, other = (task.make_batch(seed, size) for seed in (0, 1))

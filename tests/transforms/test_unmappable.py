@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_vmap_refuses_is_named_with_layer_and_remedy(name):
+def test_operations_refused_by_vmap_are_named_with_layer_and_remedy(name):
     factory, said = CASES[name]
     state = make_state(nn.Sequential(nn.Linear(4, 3), factory()))
     step = population(compose(loop_events), 2)

@@ -1,4 +1,4 @@
-"""What the tests of compiled steps share: the traced graph uncompiled, comparisons with eager runs, algorithms."""
+"""Helpers for the tests of compiled steps: traced graphs left uncompiled, comparisons with eager runs, algorithms."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -19,22 +19,22 @@ LIBRARY = sys.modules["purecompose.transforms.compilation.graph_cache"]
 
 
 def compiled(step: Step, **options: Any) -> CompiledStep:
-    """The step as its traced graphs, which nothing compiles: fast to make, and exact."""
+    """Return the step as traced graphs that are not compiled further: fast to build, and exact."""
     return pc.compile(step, **{"backend": "eager", "quiet": True, **options})
 
 
 def made(algorithms: Sequence[Algorithm] = (), *, microbatches: int = 1, **options: Any) -> tuple[Step, CompiledStep]:
-    """A step of the usual loop, as composed and compiled."""
+    """Return a step of the usual loop, composed and compiled."""
     step = compose(loop_events, algorithms, microbatches=microbatches)
     return step, compiled(step, **options)
 
 
 def readable(state: State) -> State:
-    """The state with everything that it has on lease read out."""
+    """Return the state after reading all its leased fields."""
     return state if state.lease is None else state.unleased()
 
 
-# Steps without donation share all but the last copy with those that donate: one of the two is quick.
+# Steps with and without donation only differ in the last copy, so only one of the two is among the quick tests.
 DONATE = pytest.mark.parametrize("donate", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["donate", "keep"])
 
 
@@ -48,7 +48,7 @@ def assert_agree(eager: Any, other: Any, tolerance: tree.ToleranceLike = 1e-5) -
 def assert_runs_agree(
     step: Step, other: Callable[[State, Any], State], state: State, batches: Sequence[Any], tolerance: float = 1e-5
 ) -> State:
-    """Both give the same after every batch, and leave the first state as it was. Returns the compiled end."""
+    """Assert that both agree after every batch and keep the first state; return the last state of the compiled run."""
     before = state.copy()
     eager, fast = state, state
     for number, batch in enumerate(batches):
@@ -64,7 +64,7 @@ def assert_runs_agree(
 
 
 def flipped_choice(step: Step, state: State, batch: Any) -> str | None:
-    """The algorithm that chooses otherwise where the state's weights differ by rounding alone, and its event."""
+    """Return the algorithm, with its event, whose choice changes if the weights only differ by rounding."""
 
     def applications(start: State) -> list[tuple[str, State]]:
         found: list[tuple[str, State]] = []
@@ -82,7 +82,7 @@ def flipped_choice(step: Step, state: State, batch: Any) -> str | None:
 
 
 def spent_text(state: State) -> str:
-    """What reading a spent state's parameters says; fails where it can be read."""
+    """Return the error message of reading a spent state's parameters; fail if they can be read."""
     try:
         _ = state.params
     except pc.errors.SpentStateError as error:
@@ -94,7 +94,7 @@ def spent_text(state: State) -> str:
 
 
 def sharpness(name: str = "sam", radius: float = 0.05, **options: Any) -> Algorithm:
-    """The gradient at the worst point near by: a second gradient, after the first."""
+    """Return an algorithm that uses the gradient at the worst nearby point: a second gradient after the first."""
 
     def climb(state: State) -> State:
         assert state.grads is not None and state.loss is not None
@@ -107,7 +107,7 @@ def sharpness(name: str = "sam", radius: float = 0.05, **options: Any) -> Algori
 
 
 def average(name: str = "ema", *, when: Any = None) -> Algorithm:
-    """An average of the weights that at INIT *is* the weights: the same tensors."""
+    """Return an average of the weights that at INIT consists of the weights' own tensors."""
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
@@ -120,7 +120,7 @@ def average(name: str = "ema", *, when: Any = None) -> Algorithm:
 
 
 def swap(name: str = "swap") -> Algorithm:
-    """Two tensors in a slot that change places in every step; shows one of them, and a weight, as metrics."""
+    """Return an algorithm that swaps two tensors of its slot in every step and reports both and a weight as metrics."""
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
@@ -135,7 +135,7 @@ def swap(name: str = "swap") -> Algorithm:
 
 
 def scaling(name: str, event: Event, factor: float, period: int | None = None, **options: Any) -> Algorithm:
-    """Multiplies the inputs at an event before the gradient, the parameters at one after it."""
+    """Return an algorithm that scales the inputs at an event before the gradient, the parameters at one after it."""
 
     def apply(state: State) -> State:
         if event in (Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD):
@@ -146,7 +146,7 @@ def scaling(name: str, event: Event, factor: float, period: int | None = None, *
 
 
 def host_log(log: list[Any], event: Event, read: Callable[[State], Any], name: str = "log") -> Algorithm:
-    """Puts what it reads into a list, on the host."""
+    """Return a host algorithm that appends the values it reads to a list."""
 
     def apply(state: State) -> State:
         log.append(read(state))
@@ -156,12 +156,12 @@ def host_log(log: list[Any], event: Event, read: Callable[[State], Any], name: s
 
 
 def cloned(value: Any) -> Any:
-    """A deep copy of the tensors, to compare with later."""
+    """Return a deep copy of the tensors, to compare with later."""
     return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def breaking(monkeypatch: Any, errors: list[BaseException | None]) -> None:
-    """Compiled graphs raise these in turn when they are called, before they do anything; `None` lets a call through."""
+    """Make calls of compiled graphs raise these errors in turn, before they do anything; `None` lets a call pass."""
     original = LIBRARY.compile_graph
 
     def compile_graph(*args: Any) -> Callable[[list[Tensor]], Any]:

@@ -1,4 +1,4 @@
-"""Backends: Inductor, torch.compile's others, a user's own; interruptions while they work."""
+"""Backends: Inductor, the others of torch.compile, user-defined ones; interruptions while they work."""
 
 import importlib
 import os
@@ -38,13 +38,13 @@ from tests.transforms.compilation.compile_helpers import (
 )
 
 
-# Importing Inductor imports torch.jit, whose own use of it is deprecated.
+# Importing Inductor imports torch.jit, which itself uses deprecated functions.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 DONATE = pytest.mark.parametrize("donate", [True, False], ids=["donate", "keep"])
 
 
 @DONATE
-def test_a_backend_of_the_users_own_gets_each_graph_once(donate: bool) -> None:
+def test_a_user_defined_backend_gets_each_graph_once(donate: bool) -> None:
     seen: list[Any] = []
 
     def mine(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -63,7 +63,7 @@ def test_a_backend_of_torch_agrees() -> None:
 
 
 def counting() -> Algorithm:
-    """Sums of the losses in both precisions, the finer one twice."""
+    """Return an algorithm that sums the losses in both precisions, twice in the finer one."""
 
     def apply(event: Event, state: State) -> State:
         dtypes = {"half": torch.float32, "full": torch.float64}
@@ -78,7 +78,7 @@ def counting() -> Algorithm:
 
 
 @pytest.mark.parametrize("donate", [True, False])
-def test_numbers_in_double_precision_last_through_torch_compile(donate: bool) -> None:
+def test_double_precision_numbers_are_kept_by_torch_compile(donate: bool) -> None:
     step = compose(loop_events, [counting()])
     fast = compiled(step, backend="aot_eager", donate=donate)
     assert_runs_agree(step, fast, step.init(make_state()), make_batches(4))
@@ -130,18 +130,18 @@ def test_ctrl_c_in_a_later_compilation_leaves_the_leased_state_usable(monkeypatc
 @pytest.fixture
 def home(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "x")  # so that it is put back
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "x")  # so that it is restored
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     return tmp_path / "purecompose" / f"torch-{torch.__version__}-2"
 
 
-def test_the_cache_is_the_users_alone(home: pathlib.Path) -> None:
+def test_the_cache_is_private_to_the_user(home: pathlib.Path) -> None:
     backends.ensure_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(home)
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
 
 
-def test_a_named_cache_is_left_alone(home: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_set_by_the_user_is_kept(home: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
     backends.ensure_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/somewhere" and not home.exists()
@@ -177,7 +177,7 @@ def test_a_changed_inductor_falls_back_to_torch_compile(monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One cache for all slow tests, of this run alone."""
+    """Return one cache for all slow tests of this run only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         yield
@@ -206,7 +206,7 @@ def test_inductor_agrees_on_all_shipped_methods_at_once(donate: bool, cache: Non
 
 
 def queue(name: str = "queue") -> Algorithm:
-    """The weights of one step and of two steps ago."""
+    """Return an algorithm that keeps the weights of one step ago and of two steps ago."""
 
     def apply(event: Event, state: State) -> State:
         bias = state.params["0.bias"]
@@ -227,7 +227,7 @@ def test_inductor_agrees_where_old_values_move_to_other_places(method: Algorithm
 @pytest.mark.slow
 @pytest.mark.parametrize("text, task", examples_on_tasks())
 def test_inductor_agrees_on_every_shipped_setting_until_a_choice_flips(text: str, task: str, cache: None) -> None:
-    """Over twenty steps losses agree to 1e-5, or a step is found and named in which rounding tips a choice.
+    """Over twenty steps losses agree to 1e-5, unless rounding flips a choice in a step, which is then named.
 
     In bfloat16 each step alone, to its last two digits: Inductor rounds less often than single operations, and a loss
     or weight may itself be in bfloat16.
@@ -251,12 +251,12 @@ def test_inductor_agrees_on_every_shipped_setting_until_a_choice_flips(text: str
     assert_agree(eager.params, leased.params, tolerance=lambda _: tree.Tolerance(params_tolerance, 1e-6))
 
 
-def test_a_choice_that_rounding_tips_is_found_and_named() -> None:
+def test_a_choice_that_rounding_flips_is_found_and_named() -> None:
     keep = Subject.of("selective_backprop(0, 1.0, keep=0.5, full_every=0)").algorithm
     step = compose(loop_events, [keep])
     state, (x, y) = step.init(make_state(duration="9ba")), make_batch()
     assert flipped_choice(step, state, (x, y)) is None
-    # The inputs hardly matter, so that losses differ by rounding alone.
+    # The inputs hardly matter, so that losses differ only by rounding.
     state = state.replace(params={**state.params, "3.weight": state.params["3.weight"] * 1e-7})
     assert flipped_choice(step, state, (x, torch.zeros_like(y))) == f"{keep.name} at {Event.AFTER_DATALOADER}"
 
@@ -308,7 +308,7 @@ INTERRUPTED = """
 
 @pytest.mark.slow
 def test_inductor_lays_results_out_as_they_were_traced(cache: None) -> None:
-    """Left to itself it gives the results of convolutions with the channels last, which the next part would misread."""
+    """By default it returns results of convolutions with channels last, which the next part would misread."""
     del cache
 
     def grads(x: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:

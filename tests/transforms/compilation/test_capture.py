@@ -1,4 +1,4 @@
-"""What cannot be traced is told by name and line, or runs eagerly; what is simply wrong keeps its own error."""
+"""Code that cannot be traced is reported by name and line, or runs eagerly; plain bugs keep their own error."""
 
 import warnings
 from collections.abc import Callable
@@ -37,7 +37,7 @@ CASES = [pytest.param(fn, name, id=name) for name, fn in UNTRACEABLE.items()]
 
 
 class Layer(nn.Module):
-    """A linear layer, and what a user's function makes of it."""
+    """A linear layer followed by a user's function."""
 
     def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -91,7 +91,9 @@ def test_batch_norm_without_momentum_cannot_be_traced() -> None:
 
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("fn, name", CASES)
-def test_fallback_runs_as_composed_with_one_warning(fn: Callable[[Tensor], Tensor], name: str, donate: bool) -> None:
+def test_fallback_runs_the_composed_step_with_one_warning(
+    fn: Callable[[Tensor], Tensor], name: str, donate: bool
+) -> None:
     del name
     step, fast = made([reading(fn)], fallback=True, donate=donate)
     with warnings.catch_warnings(record=True) as told:
@@ -171,7 +173,7 @@ def test_wrong_shapes_keep_their_error() -> None:
     assert any("in the stage forward" in note for note in caught.value.__notes__)
 
 
-# What a step must keep is told at the first compiled call
+# Contract violations are reported at the first compiled call
 
 
 BREAKERS: dict[str, tuple[Callable[[State], State], str]] = {
@@ -224,7 +226,7 @@ def test_the_timestamp_is_sealed() -> None:
 
 
 @pytest.mark.parametrize("donate", [True, False])
-def test_the_clock_is_read_anew_in_every_step(donate: bool) -> None:
+def test_the_clock_is_read_in_every_step(donate: bool) -> None:
     def show(event: Event, state: State) -> State:
         clock = state.clock
         assert clock is not None

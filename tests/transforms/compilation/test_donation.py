@@ -1,4 +1,4 @@
-"""Donation: who owns which memory, what is spent, and that nothing anybody holds ever changes."""
+"""Donation: ownership of memory, spent states, and that tensors read from a state never change."""
 
 import copy
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from tests.transforms.compilation.compile_helpers import (
 DONATE = pytest.mark.parametrize("donate", [True, False], ids=["donate", "keep"])
 
 
-def test_the_first_state_stays_whole_and_later_ones_are_spent() -> None:
+def test_the_first_state_stays_usable_and_later_ones_are_spent() -> None:
     step, fast = made()
     first = make_state(make_cnn())
     before = first.copy()
@@ -70,7 +70,7 @@ def test_what_was_read_before_never_changes_and_stays_readable() -> None:
         assert spent.params is seen["params"]
 
 
-def test_a_field_read_early_is_there_and_the_others_are_gone() -> None:
+def test_fields_read_before_donation_stay_readable_and_the_others_do_not() -> None:
     _, fast = made()
     state = fast(make_state(), make_batch())
     params = state.params
@@ -125,7 +125,7 @@ def test_the_error_says_what_happened_and_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("keep", [State.copy, State.unleased, copy.copy, copy.deepcopy], ids=lambda fn: fn.__name__)
-def test_copies_outlive_the_step_and_start_runs_of_their_own(keep: Callable[[State], State]) -> None:
+def test_copies_outlive_the_step_and_can_start_runs(keep: Callable[[State], State]) -> None:
     step, fast = made()
     state = fast(make_state(), make_batch())
     kept = keep(state)
@@ -138,7 +138,7 @@ def test_copies_outlive_the_step_and_start_runs_of_their_own(keep: Callable[[Sta
     assert tree.equal(kept.params, numbers)
 
 
-def test_what_maps_a_state_takes_it_off_its_lease() -> None:
+def test_mapping_over_a_state_ends_its_lease() -> None:
     _, fast = made()
     state = fast(make_state(), make_batch())
     mapped = tree.map(lambda leaf: leaf, state)
@@ -180,7 +180,7 @@ def test_slots_that_alias_parameters_in_every_step_agree(donate: bool) -> None:
 
 
 @DONATE
-def test_parameters_and_momentum_that_change_places_agree(donate: bool) -> None:
+def test_parameters_and_momentum_that_are_swapped_agree(donate: bool) -> None:
     def turn(state: State) -> State:
         momentum = state.opt_state["momentum"]
         return state.replace(params=dict(momentum), opt_state={**state.opt_state, "momentum": dict(state.params)})
@@ -198,7 +198,7 @@ def test_overlapping_tensors_of_the_first_state_agree(donate: bool) -> None:
     assert_runs_agree(step, fast, state, make_batches(4))
 
 
-# What users change between steps
+# Changes that users make between steps
 
 
 OVERRIDES: dict[str, Callable[[State], State]] = {
@@ -232,7 +232,7 @@ def test_overrides_between_steps_are_respected(override: Callable[[State], State
     eager = leased = step.init(make_state(optimizer=optim.sgd(hparam("lr", 0.1), momentum=0.9)))
     for number, batch in enumerate(make_batches(8)):
         if number in (2, 3, 6):
-            # Not in place in what the eager run shares with the first state.
+            # The eager run shares tensors with the first state, so it must not edit them in place.
             eager, leased = override(eager.copy()), override(leased)
         eager, leased = step(eager, batch), fast(leased, batch)
     assert_agree(eager, leased)
@@ -247,7 +247,7 @@ def test_twins_see_an_edit_in_the_state_and_in_the_step() -> None:
     assert_agree(expected, fast(twin, make_batch(1)))
 
 
-def test_an_override_of_another_form_takes_the_rest_along() -> None:
+def test_an_override_with_another_dtype_runs_with_the_remaining_fields() -> None:
     step, fast = made()
     eager = leased = make_state()
     eager, leased = step(eager, make_batch()), fast(leased, make_batch())
@@ -301,7 +301,7 @@ def test_states_pass_between_compiled_steps() -> None:
     assert all(tree.equal((state.metrics, state.loss), kept) for state, kept in held)
 
 
-def test_a_donated_state_given_to_a_step_that_keeps_stays_whole() -> None:
+def test_a_donated_state_stays_usable_after_a_step_without_donation() -> None:
     step = compose(loop_events)
     donating, keeping = compiled(step), compiled(step, donate=False)
     state = donating(make_state(), make_batch())
@@ -322,7 +322,7 @@ def test_a_donated_state_given_to_a_step_that_keeps_stays_whole() -> None:
 
 
 class Stop(Exception):
-    """Raised where a test wants it."""
+    """An error that a test raises on purpose."""
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), Stop()], ids=["Ctrl-C", "error"])
@@ -400,7 +400,7 @@ def test_a_step_that_cannot_be_built_leaves_the_state_usable() -> None:
     assert_agree(step(kept, make_batch(1)), fast(state, make_batch(1)))
 
 
-# What host algorithms hold
+# Tensors that host algorithms keep
 
 
 @pytest.mark.parametrize("read", [lambda s: s.params["0.weight"], lambda s: s.opt_state["momentum"]["0.bias"]])

@@ -38,7 +38,7 @@ def twice(outputs: torch.Tensor, targets: torch.Tensor, reduction: str = "mean")
 
 RELU = make_mlp()
 RELU[1] = torch.nn.ReLU()
-MODELS = make_state().model, make_state(RELU).model  # made here: within a step, initial weights would be draws
+MODELS = make_state().model, make_state(RELU).model  # made here, because within a step initial weights would be drawn
 
 
 CHANGES: dict[str, Callable[[State], State]] = {
@@ -102,7 +102,7 @@ def test_host_algorithms_that_read_and_write_gradients_agree(event: Event, donat
 
 
 @DONATE
-def test_host_algorithms_that_act_at_times_among_others_agree(donate: bool) -> None:
+def test_host_algorithms_that_sometimes_act_among_others_agree(donate: bool) -> None:
     bump = lambda s: s.replace(params={k: p * 1.01 for k, p in s.params.items()})  # noqa: E731
     methods = [
         changing("h1", Event.AFTER_DATALOADER, bump, host=True, when=pc.every(2)),

@@ -1,4 +1,4 @@
-"""Compiled steps in company: host algorithms in odd places, transforms, threads and modes around a leased state."""
+"""Compiled steps with host algorithms in unusual places, and transforms, threads and modes around a leased state."""
 
 import threading
 from typing import Any
@@ -25,7 +25,7 @@ def test_a_host_algorithm_inside_the_slices_acts_in_every_step(microbatches: int
     assert_runs_agree(step, compiled(step, donate=donate), make_state(), make_batches(4), tolerance=1e-4)
 
 
-def test_metrics_of_a_slice_are_no_lanes() -> None:
+def test_metrics_of_a_slice_are_not_donated_buffers() -> None:
     def tell(state: State) -> State:
         return state.replace(metrics={"w": state.params["0.weight"]})
 
@@ -40,7 +40,7 @@ def test_metrics_of_a_slice_are_no_lanes() -> None:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_step_within_a_host_algorithm_leaves_the_outer_one_alone(reads: bool) -> None:
+def test_a_step_within_a_host_algorithm_does_not_affect_the_outer_one(reads: bool) -> None:
     probe = compiled(compose(loop_events))
 
     def look(state: State) -> State:
@@ -69,7 +69,7 @@ def test_host_algorithms_act_once_a_step() -> None:
     assert acted == [0, 1, 2, 3, 4]
 
 
-def test_what_follows_a_host_algorithm_falls_back() -> None:
+def test_code_after_a_host_algorithm_can_fall_back() -> None:
     def by_if(state: State) -> State:
         assert state.loss is not None and state.grads is not None
         return state.replace(grads={n: g * 0.5 for n, g in state.grads.items()}) if state.loss > 0 else state
@@ -162,7 +162,7 @@ def test_first_calls_from_several_threads() -> None:
         assert_agree(step(make_state(), make_batch(0, size)), results[size])
 
 
-def test_a_first_example_from_outside_counts() -> None:
+def test_a_first_example_set_by_the_caller_is_used() -> None:
     draw = changing(
         "draw", Event.BATCH_START, lambda s: s.replace(metrics={"u": pc.random.uniform(s.rng("draw"), (8,))})
     )

@@ -1,4 +1,4 @@
-"""The key of a graph: all that it relies on is compared before every step."""
+"""The key of a graph: everything that the graph relies on is compared before every step."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ def test_a_batch_on_meta_gives_an_error() -> None:
     fast(state, (x, y))
 
 
-def test_a_batch_that_requires_a_gradient_runs_as_composed() -> None:
+def test_a_batch_that_requires_a_gradient_runs_the_composed_step() -> None:
     step, fast = made()
     x, y = make_batch()
     x.requires_grad_()
@@ -95,7 +95,7 @@ def test_a_batch_with_a_lazy_sign_gives_the_right_numbers_compiled() -> None:
     assert_runs_agree(step, fast, make_state(), [(plain, y), (negated, y)])
 
 
-def test_constants_that_differ_in_their_sign_alone_are_two() -> None:
+def test_constants_that_only_differ_in_sign_have_separate_graphs() -> None:
     def scale(state: State) -> State:
         return state.replace(inputs=state.inputs * torch.copysign(torch.ones(()), torch.tensor(state.batch["z"])))
 
@@ -106,7 +106,7 @@ def test_constants_that_differ_in_their_sign_alone_are_two() -> None:
     )
 
 
-def test_sparse_batches_are_told() -> None:
+def test_sparse_batches_are_an_error() -> None:
     _, fast = made()
     x, y = make_batch()
     with pytest.raises(TypeError, match="to_dense"):
@@ -190,7 +190,7 @@ def test_a_double_precision_state_takes_double_batches() -> None:
     assert_agree(step(eager, batch), fast(leased, batch))
 
 
-def test_a_parameter_that_requires_a_gradient_runs_as_composed() -> None:
+def test_a_parameter_that_requires_a_gradient_runs_the_composed_step() -> None:
     step, fast = made()
     state = fast(make_state(), make_batch())
     weight = state.params["0.weight"].clone().requires_grad_()
@@ -201,7 +201,7 @@ def test_a_parameter_that_requires_a_gradient_runs_as_composed() -> None:
     assert len(fast.variants()) == 1
 
 
-def test_a_key_of_another_dtype_is_no_silent_reuse() -> None:
+def test_a_key_of_another_dtype_does_not_reuse_a_graph_silently() -> None:
     noisy = changing(
         "noisy", Event.BATCH_START, lambda s: s.replace(inputs=s.inputs + pc.random.normal(s.rng("n"), (4,)))
     )
@@ -288,13 +288,13 @@ def test_the_newer_switches_of_precision_do_no_harm() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Hangs in a batch, and compares by value."""
+    """A member of a batch that compares by value."""
 
     factor: float
     name: str = "s"
 
 
-def test_objects_in_a_batch_count_by_value() -> None:
+def test_objects_in_a_batch_are_compared_by_value() -> None:
     scale = changing("scale", Event.BATCH_START, lambda s: s.replace(inputs=s.inputs * s.batch["set"].factor))
     step, fast = made([scale])
     batches = [{"x": x, "y": y, "set": Settings(1.0 + number % 2)} for number, (x, y) in enumerate(make_batches(5))]

@@ -1,4 +1,4 @@
-"""Networks that a trace sees otherwise than an eager step: recurrent kernels, cached tables, anomaly detection."""
+"""Networks that behave differently in a trace than eagerly: recurrent kernels, cached tables, anomaly detection."""
 
 import functools
 from typing import Any

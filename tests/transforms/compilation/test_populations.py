@@ -1,4 +1,4 @@
-"""Populations in compiled steps: as the composed population, which is as each member alone."""
+"""Populations in compiled steps agree with the composed population, and so with each member's own run."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ from tests.transforms.compilation.compile_helpers import (
 
 
 def members(net: Any, num: int = 4) -> list[pc.State]:
-    """States of other weights, keys and learning rates."""
+    """Return states with different weights, keys and learning rates."""
     optimizer = optim.sgd(pc.hparam("lr", 0.1), momentum=0.9)
     states = [make_state(net(seed), key=seed, optimizer=optimizer, duration="6ba") for seed in range(num)]
     return [state.replace(hparams={"lr": torch.tensor(0.1 / (1 + i))}) for i, state in enumerate(states)]

@@ -1,4 +1,4 @@
-"""CUDA graphs, on a device that is made up: launches are written down while recording, and run when replayed."""
+"""CUDA graphs on a simulated device: launches are logged while recording, and run when replayed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,14 +24,14 @@ from tests.transforms.compilation.compile_helpers import (
 
 
 class Device:
-    """What a part does on it is done at once, or written down for the graph that is being recorded."""
+    """A simulated device: a launch runs immediately, or is added to the graph that is being recorded."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.recording: list[Callable[[], None]] | None = None
 
     def launch(self, fn: Callable[[list[Tensor]], Any]) -> Callable[[list[Tensor]], Any]:
-        """A function whose launches can be recorded. Its results have fixed places then, as in CUDA's pool."""
+        """Return a function whose launches can be recorded; recorded results have fixed memory, as in CUDA's pool."""
 
         def call(args: list[Tensor]) -> Any:
             if self.recording is None:
@@ -54,7 +54,7 @@ class Device:
 
 
 class Graph:
-    """Stands in for `torch.cuda.CUDAGraph`."""
+    """A replacement for `torch.cuda.CUDAGraph`."""
 
     device: Device
 
@@ -62,7 +62,7 @@ class Graph:
         self.launches: list[Callable[[], None]] = []
 
     def replay(self) -> None:
-        """Runs what was written down."""
+        """Run the recorded launches."""
         self.device.log.append("replay")
         for launch in self.launches:
             launch()
@@ -104,13 +104,13 @@ def test_it_runs_then_records_then_replays(device: Device) -> None:
     assert [second.tolist()[0] for _, second in seen] == [2, 11, 101, 1001]
 
 
-def test_results_are_nobody_elses_memory(device: Device) -> None:
+def test_results_share_no_memory(device: Device) -> None:
     replay = Replay(device.launch(lambda args: [args[0] + args[1]]), 1)
     results = [replay([torch.ones(1), torch.ones(1)])[0] for _ in range(3)]
     assert len({result.data_ptr() for result in results}) == 3
 
 
-def test_arguments_are_read_anew_and_left_alone(device: Device) -> None:
+def test_arguments_are_read_in_every_call_and_not_written(device: Device) -> None:
     replay = Replay(device.launch(lambda args: [args[1] * 2]), 1)
     inputs = [torch.tensor([float(number)]) for number in range(4)]
     results = [replay([torch.zeros(1), x])[0] for x in inputs]
@@ -148,7 +148,7 @@ def test_arguments_keep_their_strides(view: Callable[[Tensor], Tensor], device: 
     assert found == [x.stride()] * 2, "the first run and the recording"
 
 
-def test_a_recording_that_fails_is_taken_again(device: Device) -> None:
+def test_a_failed_recording_is_repeated(device: Device) -> None:
     errors: list[Exception | None] = [None, RuntimeError("no room"), None]
 
     def part(args: list[Tensor]) -> list[Tensor]:
@@ -169,7 +169,7 @@ def test_a_recording_that_fails_is_taken_again(device: Device) -> None:
 
 @pytest.fixture
 def replayed(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Parts of steps are recorded on the CPU, too, as those on a GPU are with mode="reduce-overhead"."""
+    """Record parts of steps on the CPU, too, as on a GPU with mode="reduce-overhead"."""
     compile_graph, part = LIBRARY.compile_graph, LIBRARY.CompiledPart
     monkeypatch.setattr(LIBRARY, "compile_graph", lambda *args: device.launch(compile_graph(*args)))
     monkeypatch.setattr(LIBRARY, "CompiledPart", lambda *args, replays: part(*args, replays=True))
@@ -189,7 +189,7 @@ def test_replayed_steps_in_parts_agree(replayed: Device) -> None:
     assert "replay" in replayed.log
 
 
-def test_what_users_change_is_seen_by_the_recording(replayed: Device) -> None:
+def test_the_recording_sees_changes_made_by_users(replayed: Device) -> None:
     step, fast = made()
     eager = leased = make_state(optimizer=optim.sgd(hparam("lr", 0.1), momentum=0.9))
     for number, batch in enumerate(make_batches(8)):
@@ -201,7 +201,7 @@ def test_what_users_change_is_seen_by_the_recording(replayed: Device) -> None:
     assert replayed.log.count("written down") == 1
 
 
-def test_each_lane_has_a_recording_of_its_own(replayed: Device) -> None:
+def test_each_set_of_donated_buffers_has_its_own_recording(replayed: Device) -> None:
     step, fast = made()
     eager = [make_state(key=key) for key in (0, 1)]
     leased = list(eager)

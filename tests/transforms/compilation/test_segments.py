@@ -1,4 +1,4 @@
-"""Seams: cut where the schedule varies on both sides, so that variants add."""
+"""Segments: a step is cut where the schedule varies on both sides, so that numbers of variants add up."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def num_segments(*algorithms: Algorithm) -> int:
 
 
 def variants_by_segment(*algorithms: Algorithm, donate: bool = True, num: int = 41) -> list[int]:
-    """How many variants each segment has after a run."""
+    """Return the number of variants of each segment after a run."""
     step, fast = made(algorithms, donate=donate)
     state = step.init(make_state(duration=f"{num}ba", batches_per_epoch=num))
     assert_runs_agree(step, fast, state, make_batches(num))
@@ -44,19 +44,19 @@ def test_where_only_one_side_varies_no_boundary_is_cut(algorithm: Algorithm) -> 
     assert num_segments(algorithm, noise(), decay()) == 1
 
 
-def test_two_that_vary_in_one_stretch_share_it() -> None:
+def test_two_methods_that_vary_between_the_same_events_share_a_segment() -> None:
     ends = [scaling(name, Event.BATCH_END, 0.9, period) for name, period in (("a", 2), ("b", 3))]
     assert num_segments(*ends) == 1
     assert num_segments(*ends, scaling("c", Event.AFTER_DATALOADER, 2, 2)) == 2
 
 
-def test_host_algorithms_cut_by_themselves() -> None:
+def test_host_algorithms_always_cut_the_step() -> None:
     host = changing("host", Event.BATCH_END, lambda s: s, host=True, when=every(2))
     assert num_segments(host, scaling("c", Event.AFTER_DATALOADER, 2, 2)) == 1
 
 
 @pytest.mark.parametrize("donate", [True, False])
-def test_variants_of_two_sides_add(donate: bool) -> None:
+def test_numbers_of_variants_on_two_sides_add_up(donate: bool) -> None:
     assert variants_by_segment(sam(), ema(), donate=donate) == [2, 2]
 
 
@@ -69,7 +69,7 @@ def test_variants_of_one_side_are_those_of_its_schedule() -> None:
 
 def test_an_empty_segment_before_makes_no_variants() -> None:
     early, middle = scaling("early", Event.AFTER_DATALOADER, 1.1, 2), sam()
-    # Prologue and gradient 2, SAM 1 (where it does nothing there is nothing to compile), the end 2.
+    # Prologue and gradient have 2, SAM 1 (a schedule without it has nothing to compile there), the end 2.
     assert variants_by_segment(early, middle, ema()) == [2, 1, 2]
 
 
@@ -78,7 +78,7 @@ def test_a_host_algorithm_before_makes_no_variants() -> None:
     assert variants_by_segment(host, num=5) == [1]
 
 
-def test_selective_backprop_adds_too() -> None:
+def test_variants_with_selective_backprop_add_up_too() -> None:
     chosen = alg.selective_backprop(0.2, 0.9, keep=0.5, full_every=2)
     assert num_segments(chosen, ema()) == 2
     assert variants_by_segment(chosen, ema()) == [2, 2]
@@ -96,7 +96,7 @@ def test_a_second_gradient_crosses_the_boundary(microbatches: int, donate: bool)
     assert_runs_agree(step, compiled(step, donate=donate), make_state(), make_batches(7))
 
 
-def test_parts_are_a_whole_cut_in_order() -> None:
+def test_parts_are_the_whole_program_cut_in_order() -> None:
     step = compose(loop_events, [sam(), ema(), changing("host", Event.BATCH_START, lambda s: s, host=True)])
     segments = Segments(step)
     for bits in range(4):
@@ -109,7 +109,7 @@ def test_parts_are_a_whole_cut_in_order() -> None:
         assert len(hosts) == 1 and len(hosts[0].lowered) == 1
 
 
-def test_a_program_of_nothing_has_one_segment() -> None:
+def test_an_empty_program_has_one_segment() -> None:
     assert Segments(compose(())).num == 1
     assert Segments(compose(())).stretches((), 0) == []
 

@@ -1,4 +1,4 @@
-"""Open sizes: one graph for batches of many sizes, and never for one that it is not right for."""
+"""Open sizes: one graph for batches of many sizes, which is never used for a size it does not fit."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,7 +41,7 @@ def test_the_size_is_the_first_leading_dimension() -> None:
     assert size_of({"batch": signature((torch.ones(()),))}) == 0
 
 
-def test_opened_forms_are_equal_but_for_the_size() -> None:
+def test_opened_signatures_are_equal_except_for_the_size() -> None:
     def make(size: int, *, by_columns: bool = False) -> Signature:
         x = torch.ones(4, size).t() if by_columns else torch.ones(size, 4)
         return signature({"x": x, "y": torch.ones(size), "w": torch.ones(3)})
@@ -65,7 +65,7 @@ def test_a_size_allows_what_the_trace_assumed() -> None:
     assert [n for n in (6, 7, 8, 9, 10) if size.allows(n)] == [8, 10]
 
 
-def test_forms_settle_on_a_number() -> None:
+def test_open_signatures_settle_on_a_concrete_size() -> None:
     mode = fake_mode()
     size = Size(mode, 8)
     with mode:
@@ -87,7 +87,7 @@ def test_one_variant_serves_all_sizes(donate: bool) -> None:
     assert [variant.batch for variant in fast.variants()] == ["nx2x6x6 n"]
 
 
-def test_code_that_looks_at_the_size_has_a_variant_for_each_way() -> None:
+def test_code_that_branches_on_the_size_has_a_variant_for_each_branch() -> None:
     def branch(state: State) -> State:
         factor = 2.0 if state.num_examples > 6 else 0.5
         return state.replace(inputs=state.inputs * factor * state.num_examples)
@@ -118,13 +118,13 @@ def test_code_that_uses_the_size_agrees(fn: Callable[[State], State], donate: bo
 
 
 @pytest.mark.parametrize("chance", [4, 3, 8], ids=["features", "classes", "hidden"])
-def test_sizes_that_other_dimensions_have_by_chance_agree(chance: int) -> None:
+def test_sizes_that_happen_to_equal_other_dimensions_agree(chance: int) -> None:
     step, fast = made([noise(), average()], dynamic=True)
     assert_runs_agree(step, fast, step.init(make_state(make_mlp(dropout=0.3))), of_sizes((chance, 5, 7, chance)))
 
 
 @DONATE
-def test_members_of_a_batch_that_are_no_examples_agree(donate: bool) -> None:
+def test_members_of_a_batch_without_a_dimension_of_examples_agree(donate: bool) -> None:
     weigh = changing("weigh", Event.AFTER_FORWARD, lambda s: s.replace(outputs=s.outputs * s.batch["w"].sum()))
     step, fast = made([weigh], dynamic=True, donate=donate)
     weights = torch.linspace(0, 1, 4)
@@ -166,7 +166,7 @@ def test_padded_targets_in_slices_agree() -> None:
 
 def test_sequences_of_open_number_and_changing_length_agree() -> None:
     class Mean(nn.Module):
-        """Over the sequence, whose length makes variants of its own."""
+        """A mean over the sequence, whose length has separate variants."""
 
         def __init__(self) -> None:
             super().__init__()

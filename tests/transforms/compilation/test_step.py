@@ -1,4 +1,4 @@
-"""A compiled step does what the composed one does, for everything a step can hold."""
+"""A compiled step agrees with the composed one for everything that a step can contain."""
 
 import dataclasses
 import importlib.util
@@ -53,7 +53,7 @@ def test_every_shipped_setting_agrees(text: str, task: str, donate: bool) -> Non
 
 
 @pytest.mark.parametrize("microbatches, donate", [(1, False), (3, True)])
-def test_all_at_once_agree(donate: bool, microbatches: int) -> None:
+def test_all_methods_together_agree(donate: bool, microbatches: int) -> None:
     methods = [
         alg.mixup(0.2),
         alg.selective_backprop(0.3, 0.8, keep=0.5, full_every=2),
@@ -93,7 +93,7 @@ def frozen(net: nn.Sequential) -> nn.Sequential:
 
 
 class Tied(nn.Module):
-    """The way out uses the weight of the way in."""
+    """A network whose output layer uses the weight of the input layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Tied(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Recomputes its middle, dropout included, on the way back."""
+    """A network that recomputes its middle part, dropout included, in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Checkpointed(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Has a parameter and a buffer without dimensions, and one that no output depends on."""
+    """A network with a 0-d parameter, a 0-d buffer, and a parameter that no output depends on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def test_programs_that_train_nothing_agree(program: Any, donate: bool) -> None:
     assert third.timestamp.batch == (2 if advance in program else 0)
 
 
-def test_gradients_from_outside_are_applied() -> None:
+def test_gradients_set_by_the_caller_are_applied() -> None:
     step = compose((update, advance))
     state = make_state()
     state = state.replace(grads={name: torch.ones_like(param) for name, param in state.params.items()})
@@ -233,7 +233,7 @@ def test_gradients_from_outside_are_applied() -> None:
 
 @dataclasses.dataclass
 class Example:
-    """A batch that no registry knows."""
+    """A batch of a class that is not a registered pytree."""
 
     x: Tensor
     y: Tensor
@@ -241,7 +241,7 @@ class Example:
 
 
 class Encoding(dict):
-    """As tokenizers give them: a dictionary with attributes."""
+    """A dictionary with attributes, as returned by tokenizers."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -262,7 +262,7 @@ BATCHES = {
 
 @DONATE
 @pytest.mark.parametrize("build, input_field, target_field", BATCHES.values(), ids=BATCHES)
-def test_batches_of_any_form_agree(build: Any, input_field: Any, target_field: Any, donate: bool) -> None:
+def test_batches_of_any_structure_agree(build: Any, input_field: Any, target_field: Any, donate: bool) -> None:
     def warm(state: State) -> State:
         temperature = state.batch.get("temperature", 1.0) if isinstance(state.batch, dict) else 1.0
         return state.replace(outputs=state.outputs / temperature)
@@ -295,7 +295,7 @@ def test_arrays_in_a_batch_that_change_in_place_are_seen() -> None:
 
 
 class WithLoss(nn.Module):
-    """Computes its own loss, as language models do."""
+    """A network that computes its own loss, as language models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ class WithLoss(nn.Module):
 
 
 @DONATE
-def test_models_with_a_loss_of_their_own_agree(donate: bool) -> None:
+def test_models_that_compute_their_own_loss_agree(donate: bool) -> None:
     torch.manual_seed(0)
     step, fast = made([average()], donate=donate)
     state = step.init(make_state(WithLoss(), loss=losses.model_loss))
@@ -327,7 +327,7 @@ def test_a_loss_with_weights_that_require_a_gradient_agrees_without_recording_on
     assert not any(param.requires_grad for param in end.params.values())
 
 
-# What else a step does
+# Other features of a step
 
 
 def test_fit_evaluate_and_predict_agree() -> None:
@@ -361,10 +361,10 @@ def test_the_composed_step_and_its_relatives_take_leased_states() -> None:
     assert_agree(step(kept, make_batch(1)), end)
     assert_agree(kept, fast.fire(Event.EPOCH_END, leased))
     assert str(fast.plan(leased)) == str(step.plan(kept))
-    assert_agree(fast(leased, make_batch(1)), step(kept, make_batch(1)))  # and it is not spent by any of them
+    assert_agree(fast(leased, make_batch(1)), step(kept, make_batch(1)))  # none of them has spent it
 
 
-def test_gradients_through_a_compiled_step_are_those_of_the_composed_one() -> None:
+def test_gradients_through_a_compiled_step_equal_the_composed_ones() -> None:
     step, fast = made()
     state, batch = make_state(optimizer=optim.sgd(hparam("lr", 0.1))), make_batch()
 
@@ -387,7 +387,7 @@ def test_replace_compiles_the_new_step_with_the_same_options() -> None:
     assert_agree(other.step(make_state(), make_batch()), other(make_state(), make_batch()))
 
 
-def test_a_compiled_step_says_what_it_is() -> None:
+def test_repr_describes_a_compiled_step() -> None:
     _, fast = made([noise()])
     assert "noise" in repr(fast) and "0 variants" in repr(fast)
 
@@ -406,12 +406,12 @@ def test_a_compiled_step_says_what_it_is() -> None:
         (TypeError, "eager_below", {"eager_below": 2.5}),
     ],
 )
-def test_bad_arguments_are_told_when_compiled(error: type[Exception], words: str, options: dict[str, Any]) -> None:
+def test_compile_rejects_bad_arguments(error: type[Exception], words: str, options: dict[str, Any]) -> None:
     with pytest.raises(error, match=words):
         pc.compile(compose(loop_events), **options)
 
 
-def test_what_is_no_step_is_told() -> None:
+def test_an_argument_that_is_not_a_step_is_rejected() -> None:
     step, fast = made()
     with pytest.raises(TypeError, match=r"step\.step"):
         pc.compile(fast)  # pyright: ignore[reportArgumentType]
@@ -421,18 +421,18 @@ def test_what_is_no_step_is_told() -> None:
         fast(make_batch(), step)  # pyright: ignore[reportArgumentType]
 
 
-def test_an_unknown_backend_is_told_when_compiled() -> None:
+def test_compile_rejects_an_unknown_backend() -> None:
     with pytest.raises(ValueError, match="nonsense"):
         pc.compile(compose(loop_events), backend="nonsense")
 
 
-def test_uninitialised_algorithms_are_told_as_by_the_composed_step() -> None:
+def test_uninitialised_algorithms_raise_the_error_of_the_composed_step() -> None:
     _, fast = made([counter()])
     with pytest.raises(RuntimeError, match="step.init"):
         fast(make_state(), make_batch())
 
 
-def test_inference_mode_is_told_as_by_the_composed_step() -> None:
+def test_inference_mode_raises_the_error_of_the_composed_step() -> None:
     _, fast = made()
     with torch.inference_mode(), pytest.raises(RuntimeError, match="no_grad"):
         fast(make_state(), make_batch())
@@ -453,7 +453,7 @@ def test_states_made_in_inference_mode_agree(donate: bool) -> None:
 
 
 def timed(name: str, event: Event, when: Any, host: bool) -> Algorithm:
-    """Acts when a drawn predicate says so, on what there is at the event."""
+    """Return an algorithm that acts when a drawn predicate holds, on the fields that exist at the event."""
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:

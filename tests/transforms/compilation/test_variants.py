@@ -1,4 +1,4 @@
-"""Variants: how many, built ahead, listed, limited; and short batches that make none."""
+"""Variants: their number, building them ahead, listing and limiting them; and short batches, which add none."""
 
 from typing import Any
 
@@ -91,7 +91,7 @@ def test_warmup_of_a_finished_run_builds_nothing() -> None:
 
 
 @pytest.mark.parametrize("donate", [True, False])
-def test_short_batches_run_as_composed(donate: bool) -> None:
+def test_short_batches_run_the_composed_step(donate: bool) -> None:
     step, fast = made([noise()], eager_below=8, donate=donate)
     sizes = [8, 8, 5, 8, 7, 1, 8, 9]
     assert_runs_agree(step, fast, make_state(), [make_batch(i, size) for i, size in enumerate(sizes)])
@@ -125,7 +125,7 @@ def test_short_batches_are_not_built_ahead() -> None:
 # The table
 
 
-def test_nothing_compiled_says_so() -> None:
+def test_the_table_says_that_nothing_is_compiled() -> None:
     _, fast = made()
     assert str(fast.variants()) == "nothing is compiled yet" and fast.variants() == ()
 
@@ -179,7 +179,7 @@ def test_too_many_schedules_name_the_algorithm() -> None:
     assert len(fast.variants()) == 2
 
 
-def test_too_many_forms_of_batch_name_the_batch() -> None:
+def test_too_many_signatures_of_batches_name_the_batch() -> None:
     step, fast = made([noise()], max_variants=3)
     state = make_state()
     for size in (2, 3, 4):
@@ -188,24 +188,24 @@ def test_too_many_forms_of_batch_name_the_batch() -> None:
         fast(state, make_batch(size=5))
     assert "2x4 2" in str(caught.value) and "noise" not in str(caught.value)
     kept = state.copy()
-    after = fast(state, make_batch(size=4))  # the state is usable still, with what there is
+    after = fast(state, make_batch(size=4))  # the state and the existing variants are still usable
     assert not list(tree.differences(step(kept, make_batch(size=4)), after.unleased(), tolerance=1e-5))
 
 
-def test_the_form_that_is_refused_counts() -> None:
+def test_the_refused_signature_counts_towards_the_limit() -> None:
     _, fast = made(max_variants=1)
     state = fast(make_state(), make_batch(size=8))
     with pytest.raises(VariantLimitError, match="2 forms .*8x4 8; 3x4 3"):
         fast(state, make_batch(size=3))
 
 
-def test_the_schedule_that_is_refused_counts() -> None:
+def test_the_refused_schedule_counts_towards_the_limit() -> None:
     _, fast = made([scaling("late", Event.BATCH_END, 0.9, 2)], max_variants=1)
     with pytest.raises(VariantLimitError, match="late is in 1 of 2"):
         run(fast, make_state(), make_batches(3))
 
 
-def test_names_in_a_batch_are_blamed_on_the_batch() -> None:
+def test_too_many_variants_by_names_in_a_batch_blame_the_batch() -> None:
     _, fast = made(max_variants=4)
     batches = [
         {"x": x, "y": y, "ids": [f"{number}-{i}" for i in range(8)]} for number, (x, y) in enumerate(make_batches(9))
