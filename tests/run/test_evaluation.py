@@ -1,4 +1,4 @@
-"""Evaluation and prediction: right numbers, and training never touched."""
+"""Evaluation and prediction: correct numbers, and no effect on training."""
 
 import itertools
 from typing import Any
@@ -32,7 +32,7 @@ def uneven(num=3):
 
 
 def by_hand(net, batches):
-    """(mean loss, accuracy) over all examples at once."""
+    """Return (mean loss, accuracy), computed over all examples together."""
     net = net.eval()
     inputs, targets = (torch.cat(members) for members in zip(*batches, strict=True))
     outputs = net(inputs)
@@ -58,7 +58,7 @@ def test_the_numbers_do_not_depend_on_the_batches():
 
 
 @pytest.mark.parametrize("loss_fn", [pc.losses.cross_entropy, pc.losses.CrossEntropy(ignore_index=1)])
-def test_nor_do_they_depend_on_microbatches(loss_fn):
+def test_the_numbers_do_not_depend_on_microbatches(loss_fn):
     metrics = {"accuracy": pc.metrics.accuracy, "loss": pc.metrics.mean_loss(loss_fn)}
     state, seen = make_state(make_mlp()), []
     step = compose(loop_events, [recorder(seen, "slices", Event.EVAL_BATCH_END)])
@@ -102,7 +102,7 @@ def test_models_with_their_own_loss():
 
 
 @pytest.mark.parametrize("key", [1, "label", WHOLE])
-def test_a_batch_without_a_target_reaches_metrics_whole(key):
+def test_metrics_get_the_whole_batch_if_it_has_no_target(key):
     batches = [{"x": inputs, "y": targets} for inputs, targets in uneven()]
     net, loss = make_mlp(), pc.losses.cross_entropy if key == WHOLE else pc.losses.model_loss
     state = make_state(net, loss=loss, input_field="x", target_field=key)
@@ -111,7 +111,7 @@ def test_a_batch_without_a_target_reaches_metrics_whole(key):
 
 
 class TokenLoss(torch.nn.Module):
-    """Classifies every place of a sentence; its own loss leaves out labels of -100."""
+    """A classifier of every position of a sentence, whose own loss leaves out labels of -100."""
 
     def __init__(self):
         super().__init__()
@@ -123,7 +123,7 @@ class TokenLoss(torch.nn.Module):
 
 
 def padded_batches():
-    """Sentences of which the first batch has few labels, the second many."""
+    """Return two batches of sentences, the first with few labels, the second with many."""
     generator = torch.Generator().manual_seed(3)
     lengths = [torch.tensor([1, 0, 2]), torch.tensor([5, 4])]
     batches = []
@@ -133,7 +133,7 @@ def padded_batches():
     return batches
 
 
-# "labels" is there; 1 and "label" are not, and then metrics have the batch.
+# Batches have "labels", but no 1 or "label", for which metrics get the whole batch.
 @pytest.mark.parametrize("target_field", ["labels", 1, "label"])
 @pytest.mark.parametrize("is_given", [False, True])
 def test_the_mean_of_a_models_own_loss_counts_the_labels_of_the_batch(target_field, is_given):
@@ -167,7 +167,7 @@ def test_a_models_own_loss_may_be_measured_while_another_one_trains():
     assert found["own"] == pytest.approx(evaluate(trained, batches)["loss"], rel=1e-6)
 
 
-def test_a_wrong_target_key_is_told():
+def test_a_wrong_target_key_is_an_error():
     batches = [{"x": inputs, "y": targets} for inputs, targets in uneven()]
     state = make_state(input_field="x", target_field="label")
     for metrics in (None, {"accuracy": pc.metrics.accuracy}):
@@ -185,7 +185,7 @@ def test_evaluation_mode_uses_the_running_statistics():
     assert found["loss"] == pytest.approx(by_hand(trained, batches)[0], rel=1e-5)
 
 
-def test_the_state_and_the_batches_stay():
+def test_the_state_and_the_batches_are_unchanged():
     state = run_steps(compose(loop_events), make_state(make_cnn()), make_batches(2, shape=(2, 6, 6)))
     batches = make_batches(2, shape=(2, 6, 6))
     before, batches_before, time = copied(state), copied(batches), state.timestamp
@@ -215,7 +215,7 @@ def test_an_algorithm_may_change_evaluation_batches():
     assert found["loss"] == pytest.approx(expected[0], rel=1e-6)
 
 
-def test_training_algorithms_are_not_asked():
+def test_match_of_training_algorithms_is_not_called():
     plain = evaluate(make_state(), uneven())
     assert evaluate(make_state(), uneven(), step=compose(loop_events, [noise()])) == plain
 
@@ -289,7 +289,7 @@ def test_the_result_holds_the_values_and_observers_see_them():
     assert state.metrics == {}
 
 
-def test_what_eval_end_does_is_kept_in_the_result():
+def test_changes_at_eval_end_are_kept_in_the_result():
     double = Algorithm(
         "double",
         on(Event.EVAL_END),
@@ -313,7 +313,7 @@ def test_intervals_are_positive_and_not_in_seconds(every):
 
 
 @pytest.mark.parametrize("every", [0.5, "often", None, bool])
-def test_an_interval_that_is_no_time_is_named(every):
+def test_an_interval_that_is_not_a_time_is_named(every):
     with pytest.raises((TypeError, ValueError), match=f"^Evaluator: every={every!r}: "):
         Evaluator([], every=every)
 
@@ -356,7 +356,7 @@ def test_a_step_needs_its_init_for_evaluation_too():
 
 
 class Endless:
-    """Batches without an end."""
+    """Batches that never end."""
 
     def __iter__(self):
         return itertools.cycle([make_batch(0), make_batch(1), make_batch(2)])

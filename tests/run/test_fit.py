@@ -1,4 +1,4 @@
-"""fit against the loop by hand: how runs start, stop and continue."""
+"""fit against a manual loop: how runs start, stop and continue."""
 
 import time
 from typing import Any
@@ -51,7 +51,7 @@ def rich_state(**options):
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_fit_is_the_loop_by_hand(k):
+def test_fit_equals_a_manual_loop(k):
     step, batches = rich_step(k), make_batches(4)
     found = fit(step, rich_state(), batches, duration="3ep")
     expected = by_hand(rich_step(k), rich_state(), batches, 3)
@@ -59,7 +59,7 @@ def test_fit_is_the_loop_by_hand(k):
     assert found.timestamp == expected.timestamp
 
 
-def test_fit_leaves_its_input_as_it_was():
+def test_fit_does_not_change_its_arguments():
     step = rich_step()
     state, batches = step.init(rich_state()), make_batches(3)
     before, batches_before, time = copied(state), copied(batches), state.timestamp
@@ -70,9 +70,9 @@ def test_fit_leaves_its_input_as_it_was():
 
 
 @pytest.mark.parametrize("stop", range(1, 8))
-def test_going_on_from_anywhere_equals_one_run(stop):
+def test_continuing_from_anywhere_equals_one_run(stop):
     step, batches = rich_step(), make_batches(4)
-    # The run's whole length is known from the start: schedules look at it.
+    # The run's whole length is given from the start, because schedules depend on it.
     state = rich_state(duration="2ep", batches_per_epoch=4)
     whole = fit(step, state, batches)
     middle = run_steps(step, step.init(state), (batches * 2)[:stop])
@@ -94,7 +94,7 @@ def test_two_fits_equal_one(is_sized):
         assert end.timestamp.replace(run=whole.timestamp.run) == whole.timestamp
 
 
-def test_mid_epoch_the_epoch_does_not_start_again():
+def test_fit_from_the_middle_of_an_epoch_does_not_start_it_again():
     log = []
     step, batches = compose(loop_events), make_batches(4)
     middle = fit(step, make_state(), batches, duration="2ba")
@@ -117,7 +117,7 @@ def test_evaluation_never_changes_training():
     assert_same(evaluated, plain)
 
 
-def test_a_round_of_evaluators_starts_from_what_eval_before_all_made():
+def test_evaluators_of_one_round_start_from_the_state_after_eval_before_all():
     zero = changing(
         "zero",
         Event.EVAL_BEFORE_ALL,
@@ -131,7 +131,7 @@ def test_a_round_of_evaluators_starts_from_what_eval_before_all_made():
 
     evaluators = [Evaluator(make_batches(2)), Evaluator(make_batches(1), label="other")]
     fit(compose(loop_events, [zero]), make_state(), make_batches(2), evaluate=evaluators, observers=[observer])
-    # Two rounds of two; without weights all classes are equally likely.
+    # Two rounds of two evaluators; with zero weights all classes are equally likely.
     assert losses == pytest.approx([torch.tensor(3.0).log().item()] * 4)
 
 
@@ -155,13 +155,13 @@ def test_fit_initialises_once():
     assert log == [("a", Event.INIT)]
 
 
-def test_one_observer_alone():
+def test_one_observer_needs_no_list():
     log = []
     fit(compose(loop_events), make_state(), make_batches(2), observers=lambda event, _: log.append(event))
     assert log[0] is Event.FIT_START and log[-1] is Event.FIT_END
 
 
-def test_several_evaluators_in_any_collection():
+def test_evaluators_may_come_in_any_collection():
     log = []
 
     def observer(event, _):
@@ -187,7 +187,7 @@ class Untouchable(torch.utils.data.IterableDataset):
         (3, "int"),
     ],
 )
-def test_batches_are_no_evaluator(data, came, monkeypatch):
+def test_batches_in_place_of_an_evaluator_are_rejected(data, came, monkeypatch):
     monkeypatch.setattr(pc.data.Arrays, "__iter__", Untouchable.__iter__)
     with pytest.raises(TypeError, match=rf"expected Evaluator\(data, metrics\).*got {came}; write evaluate=Evaluator"):
         fit(compose(loop_events), make_state(), make_batches(2), evaluate=data)
@@ -235,7 +235,7 @@ def test_iterations_need_a_length():
 # Durations and lengths
 
 
-def test_the_duration_is_the_whole_runs():
+def test_the_duration_is_the_length_of_the_whole_run():
     step, batches = compose(loop_events), make_batches(3)
     state = fit(step, make_state(duration="1ep"), batches)
     assert (state.timestamp.epoch, state.timestamp.batch) == (1, 3)
@@ -244,7 +244,7 @@ def test_the_duration_is_the_whole_runs():
     assert fit(step, make_state(), batches, duration="2ep").timestamp.run.duration == pc.time.Time.of("2ep")
 
 
-def test_no_duration_anywhere():
+def test_a_run_without_a_duration_is_an_error():
     with pytest.raises(ValueError, match="no duration: give State.create or fit one"):
         fit(compose(loop_events), make_state(duration=None), make_batches(2))
 
@@ -296,7 +296,7 @@ def test_fewer_batches_than_the_state_expects():
         fit(compose(loop_events), state, Unsized(make_batches(3)))
 
 
-def test_more_batches_than_the_state_expects_are_left():
+def test_batches_beyond_the_expected_number_are_not_read():
     batches = make_batches(5)
     end = fit(compose(loop_events), make_state(batches_per_epoch=2), batches, duration="2ep")
     assert_same(end.params, run_steps(compose(loop_events), make_state(), batches[:2] * 2).params)
@@ -312,7 +312,7 @@ def test_the_epochs_length_is_learnt_from_sized_data():
 
 
 class Lengthless(Unsized):
-    """Has `__len__`, and no length: as a DataLoader over a stream does."""
+    """Data that have `__len__` but no length, as a DataLoader over a stream."""
 
     epoch = 3  # an attribute of that name is not yet keyed data
 
@@ -320,12 +320,12 @@ class Lengthless(Unsized):
         raise TypeError("object of type 'Stream' has no len()")
 
 
-def test_a_length_that_cannot_be_told():
+def test_a_length_that_cannot_be_determined_is_unknown():
     end = fit(compose(loop_events), make_state(), Lengthless(make_batches(3)), duration="2ep")
     assert (end.timestamp.batch, end.timestamp.run.batches_per_epoch) == (6, None)
 
 
-def test_in_epochs_of_unknown_length_schedules_move_at_their_ends():
+def test_in_epochs_of_unknown_length_schedules_change_at_epoch_ends():
     optimizer = optim.sgd(schedule.linear())
     data = Unsized(make_batches(2))
     with pytest.warns(UserWarning, match="epochs have no known length"):
@@ -337,7 +337,7 @@ def test_in_epochs_of_unknown_length_schedules_move_at_their_ends():
 
 
 class Keyed:
-    """Data whose order follows from the run's key and the epoch."""
+    """Data whose order depends on the run's key and the epoch."""
 
     def __init__(self, batches):
         self.batches, self.asked = batches, []
@@ -348,7 +348,7 @@ class Keyed:
         return (self.batches[i] for i in order[start:])
 
 
-def test_keyed_data_go_on_in_the_same_order():
+def test_keyed_data_continue_in_the_same_order():
     step = compose(loop_events, [noise()])
     data = Keyed(make_batches(6))
     whole = fit(step, make_state(), data, duration="2ep")
@@ -362,7 +362,7 @@ def test_keyed_data_go_on_in_the_same_order():
 # Batch by batch
 
 
-def test_training_gives_every_state_and_the_last_one_is_fits():
+def test_training_yields_every_state_and_ends_with_the_result_of_fit():
     step, batches = rich_step(), make_batches(4)
     states = list(pc.training(step, rich_state(), batches, duration="2ep"))
     assert [state.timestamp.batch for state in states] == [1, 2, 3, 4, 5, 6, 7, 8, 8]
@@ -373,7 +373,7 @@ def test_training_gives_every_state_and_the_last_one_is_fits():
         assert_same(found, state)
 
 
-def test_whoever_leaves_the_loop_goes_on_with_fit():
+def test_fit_continues_a_loop_that_was_left():
     step, batches = rich_step(), make_batches(4)
     states = pc.training(step, rich_state(), batches, duration="2ep")
     left = next(state for state in states if state.timestamp.batch == 3)
@@ -387,7 +387,7 @@ def test_two_evaluators_with_one_label_are_refused():
 
 
 @pytest.mark.parametrize("is_stop", [True, False])
-def test_a_metric_that_decides_must_be_a_single_number(tmp_path, is_stop):
+def test_a_metric_used_for_decisions_must_be_a_single_number(tmp_path, is_stop):
     mean = as_metric(lambda outputs, targets: outputs.mean())
     by_class = mean._replace(compute=lambda acc: torch.zeros(3))
     decided: dict[str, Any] = {"stop": pc.EarlyStopping("eval/by_class", mode="min")}

@@ -15,7 +15,7 @@ def names(text: str) -> list[Event]:
 
 
 def events_of(num_batches, duration, *, k=1, evaluators=0, every="1ep", state=None, data=None):
-    """What observers and a recording algorithm see of a fit, in one list."""
+    """Return the events of a fit seen by observers and a recording algorithm, in one list."""
     log = []
     inner = compose(loop_events).events
     eval_inner = names("EVAL_BATCH_START EVAL_BEFORE_FORWARD EVAL_AFTER_FORWARD")
@@ -70,7 +70,7 @@ def test_the_sequence_with_evaluations_at_batches():
     found = events_of(2, "2ba", evaluators=2, every="2ba")
     expected = "FIT_START ITERATION_START EPOCH_START " + batch_events() + "BATCH_CHECKPOINT "
     expected += batch_events() + "EVAL_BEFORE_ALL " + EVALUATED * 2 + "EVAL_AFTER_ALL BATCH_CHECKPOINT "
-    # The stop is the epoch's last batch: the epoch ends, but the data are not asked again.
+    # The run stops at the epoch's last batch: the epoch ends, but no further batch is requested.
     expected += "EPOCH_END EPOCH_CHECKPOINT FIT_END"
     assert found == names(expected)
 
@@ -84,7 +84,7 @@ def test_the_final_evaluation_comes_after_fit_end():
 
 @pytest.mark.parametrize("is_sized", [True, False])
 @pytest.mark.parametrize(("num_batches", "epochs", "k"), [(1, 1, 1), (3, 1, 2), (2, 3, 1)])
-def test_the_counts(num_batches, epochs, k, is_sized):
+def test_the_numbers_of_events(num_batches, epochs, k, is_sized):
     data = make_batches(num_batches, size=4)
     data = data if is_sized else Unsized(data)
     found = Counter(events_of(num_batches, f"{epochs}ep", k=k, evaluators=2, data=data))
@@ -141,7 +141,7 @@ class Embedder(torch.nn.Module):
 
 
 def token_setting(**options):
-    """States and batches of 12 tokens each."""
+    """Return a state and batches of 12 tokens each."""
     batch = {"input_ids": torch.arange(12).reshape(4, 3) % 5, "labels": torch.tensor([0, 1, 2, 0])}
     return make_state(Embedder(), input_field="input_ids", target_field="labels", **options), [batch] * 4
 
@@ -214,8 +214,8 @@ def test_durations_in_tokens(duration, num_batches):
     ],
 )
 @pytest.mark.parametrize("is_sized", [True, False])
-def test_how_often_an_evaluator_runs(every, duration, expected, is_sized):
-    """Ten samples in batches of two; the parameters are those of the reference's own table, and a few more."""
+def test_number_of_evaluations_by_interval(every, duration, expected, is_sized):
+    """Ten samples in batches of two; the parameters are those of the reference's table, and a few more."""
     log = []
     data = make_batches(5, size=2)
     state = make_state(iteration_length="2ep", optimizer=optim.sgd(0.01))
@@ -247,14 +247,14 @@ def test_intervals_in_tokens(every, expected):
 
 
 @pytest.mark.parametrize("is_sized", [True, False])
-def test_an_interval_as_a_function_is_asked_once_for_a_point(is_sized):
+def test_a_function_as_interval_is_called_once_for_a_point_in_time(is_sized):
     asked, data = [], make_batches(3)
     evaluator = Evaluator([make_batch()], every=lambda now: bool(asked.append(now)))
     fit(compose(loop_events), make_state(), data if is_sized else Unsized(data), duration="2ep", evaluate=evaluator)
     assert len(asked) == len(set(asked)) == (6 if is_sized else 8)
 
 
-def test_an_interval_as_a_function_gives_a_bool():
+def test_a_function_as_interval_must_return_a_bool():
     evaluator = Evaluator([], every=lambda now: now.batch)  # pyright: ignore
     with pytest.raises(TypeError, match="expected a function Timestamp -> bool, got 1 from it"):
         fit(compose(loop_events), make_state(), make_batches(2), duration="1ep", evaluate=evaluator)
@@ -303,7 +303,7 @@ def test_each_evaluator_has_its_own_interval_and_numbers():
 
 
 def noting(log: list) -> pc.Algorithm:
-    """Notes the batch and the length of the run at which it acts, and adds 1 to its count of loads."""
+    """Return an algorithm that logs the batch and the run's length when it acts, and counts loads in its slot."""
 
     def apply(event, state):
         log.append((event, state.timestamp.batch, str(state.timestamp.run.duration)))
@@ -315,7 +315,7 @@ def noting(log: list) -> pc.Algorithm:
 
 
 @pytest.mark.parametrize("is_auto", [True, False])
-def test_a_run_that_goes_on_fires_the_events_of_loading_for_its_algorithms(tmp_path, is_auto):
+def test_a_resumed_run_fires_the_events_of_loading_for_its_algorithms(tmp_path, is_auto):
     seen, told = [], []
     step, start = compose(loop_events, [noting(seen)]), make_state(batches_per_epoch=3)
     checkpoints = pc.Checkpoints(tmp_path, background=False)
@@ -333,7 +333,7 @@ def test_a_run_that_goes_on_fires_the_events_of_loading_for_its_algorithms(tmp_p
     told.clear()
     end = run("2ep", "auto" if is_auto else pc.saving.newest(tmp_path))
     assert seen == [(Event.INIT, 0, "2ep"), (Event.BEFORE_LOAD, 0, "2ep"), (Event.AFTER_LOAD, 3, "2ep")]
-    assert told[0] == (Event.FIT_START, 3)  # observers, who would take the template for the run, begin here
+    assert told[0] == (Event.FIT_START, 3)  # observers start here, as they would mistake the template for the run
     assert end.slots["loads"] == 1
 
 

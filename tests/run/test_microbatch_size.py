@@ -23,13 +23,13 @@ def sizes_seen(seen: list[int]):
     ("size", "num", "expected"),
     [(4, 8, [4, 4]), (3, 8, [3, 3, 2]), (5, 8, [4, 4]), (8, 8, [8]), (100, 8, [8]), (1, 3, [1, 1, 1]), (4, 3, [3])],
 )
-def test_a_slice_has_at_most_so_many_examples(size, num, expected):
+def test_the_size_is_the_largest_number_of_examples_of_a_slice(size, num, expected):
     seen = []
     compose(loop_events, [sizes_seen(seen)], microbatch_size=size)(make_state(), make_batch(size=num))
     assert seen == expected
 
 
-def test_short_batches_have_fewer_slices_and_the_numbers_of_that_many():
+def test_short_batches_have_fewer_slices_and_the_same_results():
     batches = [make_batch(0, 12), make_batch(1, 7), make_batch(2, 3)]
     by_size = compose(loop_events, [noise()], microbatch_size=4)
     expected = found = make_state(make_mlp(dropout=0.3))
@@ -94,7 +94,7 @@ def test_populations_are_cut_by_a_members_own_batch(dynamic):
             assert not list(tree.differences(one.params, other.params, tolerance=1e-5))
 
 
-def test_a_step_tells_how_it_cuts_and_is_replaced():
+def test_attributes_of_a_step_give_number_or_size_and_can_be_replaced():
     step = compose(loop_events, microbatch_size=16)
     assert (step.microbatches, step.microbatch_size) == (None, 16)
     assert step.replace(program=loop_events[:-1]).microbatch_size == 16

@@ -1,4 +1,4 @@
-"""Microbatches found by trying, with a memory that is said to be full."""
+"""Microbatches found by trial, with simulated out-of-memory errors."""
 
 import pathlib
 import warnings
@@ -17,7 +17,7 @@ BATCHES = make_batches(4)
 
 
 def greedy(most: int, error: type[RuntimeError] = torch.OutOfMemoryError) -> pc.Algorithm:
-    """Fails where more than so many examples are computed at a time."""
+    """Return an algorithm that fails if more than `most` examples are computed at a time."""
 
     def check(state: State) -> State:
         if state.num_examples > most:
@@ -37,7 +37,7 @@ def test_batches_are_halved_until_they_fit(most: int, slices: int) -> None:
         for batch in BATCHES:
             state, plain = adaptive(state, batch), reference(plain, batch)
     assert adaptive.step.microbatches == slices
-    assert len(caught) == slices.bit_length() - 1  # told once for each halving, and remembered
+    assert len(caught) == slices.bit_length() - 1  # one warning for each halving; the number is remembered
     assert_close(state.params, plain.params)
     pc.tree.equal(state, plain)
 
@@ -49,7 +49,7 @@ def test_a_single_example_that_does_not_fit_is_an_error() -> None:
     assert any("single example" in note for note in caught.value.__notes__)
 
 
-def test_other_errors_pass() -> None:
+def test_other_errors_are_not_caught() -> None:
     def fail(state: State) -> State:
         raise RuntimeError("something else")
 
@@ -66,7 +66,7 @@ def test_a_donating_step_survives_the_failure(monkeypatch: pytest.MonkeyPatch) -
     run, failures = plan_parts.CompiledPart.run, [True]
 
     def failing(self: Any, *arguments: Any, **options: Any) -> None:
-        run(self, *arguments, **options)  # what a step has written over is written over
+        run(self, *arguments, **options)  # the step has already overwritten its buffers
         if failures:
             failures.pop()
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -92,7 +92,7 @@ def test_fit_finds_the_number_and_remembers_it_in_checkpoints(tmp_path: pathlib.
         )
     path = pc.saving.newest(tmp_path)
     assert path is not None and pc.saving.read_index(path).memory["microbatches"] == 2
-    for epochs in (2, 3):  # remembered each time, and no warning that it differs
+    for epochs in (2, 3):  # remembered each time, without a warning of a difference
         end = fit(
             compose(loop_events, [greedy(4)]),
             make_state(),

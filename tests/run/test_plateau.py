@@ -1,4 +1,4 @@
-"""ReduceOnPlateau is torch's ReduceLROnPlateau, continues exactly from a checkpoint, and serves members apart."""
+"""ReduceOnPlateau equals torch's ReduceLROnPlateau, resumes exactly, and treats members separately."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ def state_with(lr: float = 1.0, **options):
 
 
 def seen(reduce: ReduceOnPlateau, values) -> list[float]:
-    """The hparam after each epoch of a run with these values."""
+    """Return the hparam after each epoch of a run with these values."""
     state, found = reduce.init(state_with()), []
     for value in values:
         state = state.replace(timestamp=state.timestamp.advance_epoch())
@@ -32,7 +32,7 @@ def seen(reduce: ReduceOnPlateau, values) -> list[float]:
 @pytest.mark.parametrize("cooldown", [0, 2])
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("seed", range(3))
-def test_it_is_torchs(patience, cooldown, mode, seed):
+def test_it_equals_reduce_lr_on_plateau_of_torch(patience, cooldown, mode, seed):
     drawn = torch.randn(40, generator=torch.Generator().manual_seed(seed)).cumsum(0).div(4).tolist()
     drawn[7] = math.nan
     optimizer = torch.optim.SGD([torch.zeros(())], lr=1.0)
@@ -56,7 +56,7 @@ def test_it_is_torchs(patience, cooldown, mode, seed):
     assert len(set(expected)) > 2
 
 
-def test_fit_reduces_by_the_evaluations_and_goes_on_exactly(tmp_path):
+def test_fit_reduces_by_the_evaluations_and_resumes_exactly(tmp_path):
     def away(outputs, targets):
         return outputs.square().mean(1)
 
@@ -73,7 +73,7 @@ def test_fit_reduces_by_the_evaluations_and_goes_on_exactly(tmp_path):
     assert_same(resumed, whole)
 
 
-def test_members_of_a_population_fall_apart():
+def test_members_of_a_population_are_reduced_separately():
     reduce = ReduceOnPlateau("eval/loss", factor=0.5, patience="1ep")
     states = reduce.init(pc.stack_states([state_with(key=0), state_with(key=1)]))
     for values in ([1.0, 1.0], [0.5, 1.0], [0.7, 0.5]):
@@ -84,7 +84,7 @@ def test_members_of_a_population_fall_apart():
     assert first.slots[reduce.name]["best"] == 0.5
 
 
-def test_what_cannot_be_is_refused():
+def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"no hparam 'lr', only \[\].*hparam\(\"lr\", 0.1\)"):
         ReduceOnPlateau("eval/loss").init(make_state())
     with pytest.raises(ValueError, match="adjust: reduce_on_plateau.*no evaluator reports 'eval/loss'"):

@@ -1,4 +1,4 @@
-"""Early stopping and thresholds, and that they stop where they would have after continuing."""
+"""Early stopping and thresholds, which stop a resumed run at the same batch as an unbroken one."""
 
 import math
 import pathlib
@@ -18,7 +18,7 @@ BATCHES = make_batches(2)
 
 
 def stopped_after(stopper: Any, values: Sequence[float]) -> int | None:
-    """After how many epochs a run with these values stops."""
+    """Return the number of epochs after which a run with these values stops."""
     state = with_memories(make_state(duration="100ep"), (stopper,))
     for epoch, value in enumerate(values, 1):
         state = state.replace(timestamp=state.timestamp.advance_epoch())
@@ -45,12 +45,12 @@ def stopped_after(stopper: Any, values: Sequence[float]) -> int | None:
         (Threshold("eval/accuracy", 0.9), [0.1, math.nan], None),
     ],
 )
-def test_runs_stop_where_the_metric_says(stopper: Any, values: list[float], epochs: int | None) -> None:
+def test_runs_stop_when_the_metric_meets_the_condition(stopper: Any, values: list[float], epochs: int | None) -> None:
     assert stopped_after(stopper, values) == epochs
 
 
 def evaluator() -> Evaluator:
-    """Its metric is best after the first epoch: training leads away from targets that change sign."""
+    """Return an evaluator whose error is lowest after the first epoch: training leads away from its zero targets."""
     inputs, _ = BATCHES[0]
 
     def away(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ def evaluator() -> Evaluator:
     return Evaluator([(inputs, torch.zeros(8, 3))], {"error": away})
 
 
-def test_fit_stops_early_and_after_going_on_at_the_same_batch(tmp_path: pathlib.Path) -> None:
+def test_a_resumed_run_stops_early_at_the_same_batch(tmp_path: pathlib.Path) -> None:
     def run(**options: Any) -> State:
         state = make_state(duration="50ep")
         stop = EarlyStopping("eval/error", patience="2ep")
@@ -73,11 +73,11 @@ def test_fit_stops_early_and_after_going_on_at_the_same_batch(tmp_path: pathlib.
         if state.timestamp.epoch == whole.timestamp.epoch - 1:
             break
     assert_same(run(checkpoints=settings, resume="auto"), whole)
-    assert_same(run(checkpoints=settings, resume="auto"), whole)  # which has been stopped by now
+    assert_same(run(checkpoints=settings, resume="auto"), whole)  # this run has been stopped by now
 
 
 def test_two_evaluators_of_different_intervals_and_a_cut_within_the_patience(tmp_path: pathlib.Path) -> None:
-    """The verdict is that of the last evaluation, also where a run is resumed between two of them."""
+    """The last evaluation decides, also if a run is resumed between two of them."""
 
     def options() -> dict[str, Any]:
         inputs, targets = BATCHES[0]
@@ -99,7 +99,7 @@ def test_two_evaluators_of_different_intervals_and_a_cut_within_the_patience(tmp
         assert_same(again, whole)
 
 
-def test_reasons_may_come_and_go_where_a_run_goes_on(tmp_path: pathlib.Path) -> None:
+def test_conditions_for_stopping_may_be_added_or_removed_on_resumption(tmp_path: pathlib.Path) -> None:
     settings = Checkpoints(tmp_path, background=False)
     stop = Threshold("eval/error", 1e9, mode="max")
     fit(
@@ -113,14 +113,14 @@ def test_reasons_may_come_and_go_where_a_run_goes_on(tmp_path: pathlib.Path) -> 
     assert_same(fit(compose(loop_events), make_state(), BATCHES, **options).params, plain.params)
 
 
-def test_a_compiled_run_stops_there_too() -> None:
+def test_a_compiled_run_stops_at_the_same_batch() -> None:
     options: dict[str, Any] = {"evaluate": evaluator(), "stop": [EarlyStopping("eval/error", patience="2ep")]}
     slow, fast = compose(loop_events), pc.compile(compose(loop_events), backend="eager", quiet=True)
     ends = [fit(step, make_state(duration="50ep"), BATCHES, **options) for step in (slow, fast)]
     assert ends[0].timestamp == ends[1].timestamp
 
 
-def test_a_metric_that_nobody_reports_is_named() -> None:
+def test_a_metric_that_no_evaluator_reports_is_named() -> None:
     with pytest.raises(ValueError, match=r"no evaluator reports 'eval/los'; there are eval/error"):
         stop = EarlyStopping("eval/los")
         fit(compose(loop_events), make_state(), BATCHES, evaluate=evaluator(), stop=stop)
@@ -144,7 +144,7 @@ def test_metrics_of_training_decide_after_each_epoch() -> None:
         fit(step, make_state(duration="20ep"), BATCHES, stop=EarlyStopping("train/top_5"))
 
 
-def test_two_of_one_name_and_populations_are_refused() -> None:
+def test_two_conditions_of_one_name_and_populations_are_refused() -> None:
     twice = [Threshold("eval/loss", 0.1), Threshold("eval/loss", 0.2)]
     loss = Evaluator(BATCHES, {"loss": pc.losses.cross_entropy})
     with pytest.raises(ValueError, match="the same name"):
@@ -180,7 +180,9 @@ def test_bad_arguments_are_named(make: Any, said: str) -> None:
         (Threshold("eval/loss", 9.0), Threshold("eval/loss", 1e-9), 24),
     ],
 )
-def test_a_run_goes_on_where_more_is_allowed_now(first: Any, second: Any, end: int, tmp_path: pathlib.Path) -> None:
+def test_a_stopped_run_continues_under_a_more_lenient_condition(
+    first: Any, second: Any, end: int, tmp_path: pathlib.Path
+) -> None:
     step, state, data = compose(loop_events), make_state(duration="6ep"), make_batches(4)
     shared = {"evaluate": Evaluator(data), "checkpoints": Checkpoints(tmp_path, background=False)}
     stopped = fit(step, state, data, stop=first, **shared)

@@ -1,4 +1,4 @@
-"""save and load: the same bits back, and every kind of difference told."""
+"""save and load: the same bits come back, and every kind of difference is reported."""
 
 import json
 import math
@@ -76,7 +76,7 @@ def test_strides_dtypes_and_plain_values_come_back(tmp_path: pathlib.Path) -> No
     )
 
 
-def test_ties_and_aliases_are_whole(tmp_path: pathlib.Path) -> None:
+def test_ties_and_aliases_are_kept(tmp_path: pathlib.Path) -> None:
     net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 3))
     net[1].weight = net[0].weight
     state = make_state(net)
@@ -85,7 +85,7 @@ def test_ties_and_aliases_are_whole(tmp_path: pathlib.Path) -> None:
     assert_same(there_and_back(aliased, tmp_path, state.replace(slots=blank)), aliased)
 
 
-def test_populations_and_compiled_states(tmp_path: pathlib.Path) -> None:
+def test_populations_and_compiled_states_come_back(tmp_path: pathlib.Path) -> None:
     step = compose(loop_events, [counter()])
     fast = pc.compile(step, backend="eager", quiet=True)
     start = step.init(make_state())
@@ -119,10 +119,10 @@ def test_the_index_is_json_for_people(tmp_path: pathlib.Path) -> None:
 
 
 class Odd:
-    """No node of the tree."""
+    """A class that is not a registered pytree."""
 
 
-def test_what_cannot_be_saved_is_named(tmp_path: pathlib.Path) -> None:
+def test_values_that_cannot_be_saved_are_named(tmp_path: pathlib.Path) -> None:
     state = make_state()
     with pytest.raises(TypeError, match=r"state.slots\['odd'\] holds Odd, which no checkpoint can"):
         pc.save(state.replace(slots={"odd": Odd()}), tmp_path / "one")
@@ -139,10 +139,10 @@ def test_what_cannot_be_saved_is_named(tmp_path: pathlib.Path) -> None:
         compose(loop_events, [changing("inside", Event.BATCH_END, inside)])(state, make_batch())
 
 
-# What does not fit
+# Mismatches
 
 
-def test_another_model_is_told_layer_by_layer(tmp_path: pathlib.Path) -> None:
+def test_another_model_is_reported_layer_by_layer(tmp_path: pathlib.Path) -> None:
     pc.save(make_state(), tmp_path / "one")
     wider = make_state(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Dropout(0.0), nn.Linear(9, 3)))
     with pytest.raises(pc.errors.MismatchError) as caught:
@@ -153,7 +153,7 @@ def test_another_model_is_told_layer_by_layer(tmp_path: pathlib.Path) -> None:
     assert "strict=False" in text
 
 
-def test_what_fits_is_taken_over_on_request(tmp_path: pathlib.Path) -> None:
+def test_matching_tensors_are_loaded_on_request(tmp_path: pathlib.Path) -> None:
     state = make_state()
     pc.save(state, tmp_path / "one")
     other = make_state(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 5)))
@@ -163,13 +163,13 @@ def test_what_fits_is_taken_over_on_request(tmp_path: pathlib.Path) -> None:
     assert_same(found.params["3.weight"], other.params["3.weight"])
 
 
-def test_another_optimizer_is_a_mismatch_where_it_remembers_otherwise(tmp_path: pathlib.Path) -> None:
+def test_another_optimizer_with_a_different_state_is_a_mismatch(tmp_path: pathlib.Path) -> None:
     pc.save(make_state(), tmp_path / "one")
     with pytest.raises(pc.errors.MismatchError, match="optimizer: sgd"):
         pc.load(tmp_path / "one", make_state(optimizer=optim.adam(0.1)))
 
 
-def test_settings_that_differ_are_told_and_taken_over(tmp_path: pathlib.Path) -> None:
+def test_different_settings_are_reported_and_taken_over(tmp_path: pathlib.Path) -> None:
     step, other = (compose(loop_events, [algorithms.mixup(alpha)]) for alpha in (0.2, 0.4))
     state = step.init(make_state())
     pc.save(state, tmp_path / "one", step=step)
@@ -189,7 +189,7 @@ def test_an_algorithm_that_is_missing_is_named(tmp_path: pathlib.Path) -> None:
     assert any(line.startswith("state.slots['steps']") for line in caught.value.differences)
 
 
-def test_what_changed_the_model_must_be_there(tmp_path: pathlib.Path) -> None:
+def test_the_algorithm_that_changed_the_model_must_be_present(tmp_path: pathlib.Path) -> None:
     surgery = pc.Algorithm(
         "surgery", pc.on(Event.INIT), lambda event, state: state, traits=frozenset({pc.Trait.REQUIRED_ON_LOAD})
     )
@@ -238,7 +238,7 @@ def test_losses_and_functions_are_compared_without_addresses(tmp_path: pathlib.P
 # Damage
 
 
-def test_files_that_are_missing_cut_off_or_foreign(tmp_path: pathlib.Path) -> None:
+def test_missing_truncated_and_foreign_files_are_named(tmp_path: pathlib.Path) -> None:
     state, one = make_state(), tmp_path / "one"
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         pc.load(one, state)
@@ -266,7 +266,7 @@ def test_the_tensors_of_another_checkpoint_are_refused(tmp_path: pathlib.Path) -
         pc.load(tmp_path / "one", make_state())
 
 
-def test_a_later_format_is_told(tmp_path: pathlib.Path) -> None:
+def test_a_later_format_is_named(tmp_path: pathlib.Path) -> None:
     pc.save(make_state(), tmp_path / "one")
     index = tmp_path / "one" / "index.json"
     index.write_text(index.read_text().replace('"version": 1', '"version": 2'))

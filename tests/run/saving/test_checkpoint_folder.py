@@ -1,4 +1,4 @@
-"""What is cleared away beside checkpoints, what comes back, and what is nobody's to delete."""
+"""Clearing the folder of checkpoints: files removed, files restored, and files that must not be deleted."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ NAME = "ep0001-ba00000008"
 
 
 def make(path: pathlib.Path) -> pathlib.Path:
-    """Something with a checkpoint's files."""
+    """Create a folder with the files of a checkpoint."""
     path.mkdir()
     (path / "index.json").write_text(path.name)
     (path / "state.safetensors").touch()
@@ -25,7 +25,7 @@ def names(folder: pathlib.Path) -> list[str]:
 
 
 @pytest.mark.parametrize("whose", ["-11111111", ""], ids=["with a token", "as older versions wrote it"])
-def test_an_earlier_process_of_the_same_number_is_dead(tmp_path: pathlib.Path, whose: str) -> None:
+def test_files_of_an_earlier_process_with_the_same_pid_are_cleared(tmp_path: pathlib.Path, whose: str) -> None:
     make(tmp_path / f".{NAME}.{os.getpid()}{whose}-00000000.old")
     make(tmp_path / f".{NAME}.{os.getpid()}{whose}-22222222.writing")
     disk.clear(tmp_path)
@@ -33,7 +33,7 @@ def test_an_earlier_process_of_the_same_number_is_dead(tmp_path: pathlib.Path, w
     assert (tmp_path / NAME / "index.json").read_text().endswith(".old")
 
 
-def test_what_this_process_is_about_is_left_alone(tmp_path: pathlib.Path) -> None:
+def test_files_that_this_process_is_writing_are_not_touched(tmp_path: pathlib.Path) -> None:
     with disk.replaced(tmp_path / NAME) as new, disk.written(tmp_path / "notes.json") as file:
         file.touch()
         disk.clear(tmp_path)
@@ -42,17 +42,17 @@ def test_what_this_process_is_about_is_left_alone(tmp_path: pathlib.Path) -> Non
     assert names(tmp_path) == [NAME, "notes.json"]
 
 
-def test_half_written_files_and_links_go_too(tmp_path: pathlib.Path) -> None:
+def test_half_written_files_and_links_are_removed_too(tmp_path: pathlib.Path) -> None:
     store = make(tmp_path / "store")
     (tmp_path / f".weights.{os.getpid()}-11111111-00000000.writing").write_text("half")
     (tmp_path / f".{NAME}.{os.getpid()}-11111111-00000000.writing").symlink_to(store)
-    (tmp_path / ".notes.writing").touch()  # somebody's own
+    (tmp_path / ".notes.writing").touch()  # a user's file
     disk.clear(tmp_path)
     assert names(tmp_path) == [".notes.writing", "store"]
     assert names(store) == ["index.json", "state.safetensors"]
 
 
-def test_a_checkpoint_with_a_file_of_somebody_elses_is_not_removed(tmp_path: pathlib.Path) -> None:
+def test_a_checkpoint_that_contains_a_foreign_file_is_not_removed(tmp_path: pathlib.Path) -> None:
     pinned, plain = make(tmp_path / NAME), make(tmp_path / "ep0002-ba00000016")
     (pinned / "notes.txt").write_text("the one of the paper")
     disk.remove(pinned)
@@ -61,7 +61,7 @@ def test_a_checkpoint_with_a_file_of_somebody_elses_is_not_removed(tmp_path: pat
     assert names(pinned) == ["index.json", "notes.txt", "state.safetensors"]
 
 
-def test_a_link_to_a_checkpoint_is_removed_and_not_what_it_leads_to(tmp_path: pathlib.Path) -> None:
+def test_removing_a_link_to_a_checkpoint_keeps_its_target(tmp_path: pathlib.Path) -> None:
     store = make(tmp_path / "store")
     (tmp_path / NAME).symlink_to(store)
     disk.remove(tmp_path / NAME)

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: every mutation is refused in words, or harmless; none gives a wrong state, and none runs."""
+"""Damaged checkpoints: every mutation is harmless or an explained error; none gives a wrong state or runs code."""
 
 import pathlib
 import random
@@ -12,7 +12,7 @@ from tests.helpers import make_batch, make_state
 
 
 def mutated(content: bytes, draw: random.Random) -> bytes:
-    """The content with bits flipped, bytes replaced, cut off, inserted, repeated, or parts exchanged."""
+    """Return the content with bits flipped, bytes replaced, cut off, inserted or repeated, or parts exchanged."""
     data, at = bytearray(content), draw.randrange(len(content))
     match draw.randrange(7):
         case 0:
@@ -58,7 +58,7 @@ def test_no_mutation_gives_a_wrong_state(num: int, tmp_path: pathlib.Path) -> No
 
 
 def test_a_forged_index_runs_no_code_and_says_what_is_wrong(tmp_path: pathlib.Path) -> None:
-    """The checksum keeps out accidents, not people: what they write is still numbers and words."""
+    """The checksum only detects accidents; a forged index still contains nothing but numbers and strings."""
     from purecompose.run.saving.index import Index, to_json
 
     like = make_state()

@@ -1,4 +1,4 @@
-"""What a resumed run takes from its checkpoint, and what it says where it cannot."""
+"""What a resumed run restores from its checkpoint, and the messages where it cannot."""
 
 import json
 import pathlib
@@ -26,13 +26,13 @@ def start(**options: Any) -> State:
 
 
 def metrics_in(folder: pathlib.Path) -> dict[str, float]:
-    """The metric of each checkpoint."""
+    """Return the metric of each checkpoint."""
     indexes = {path.name: json.loads((path / "index.json").read_text()) for path in sorted(folder.iterdir())}
     return {name: index["metrics"].get("eval/score") for name, index in indexes.items()}
 
 
 def scores(values: Iterator[float]) -> Evaluator:
-    """An evaluator with these results, one after the other."""
+    """Return an evaluator with these results, one after the other."""
     return Evaluator(BATCHES[:1], {"score": lambda outputs, targets: torch.tensor(next(values))})
 
 
@@ -40,7 +40,7 @@ def best(folder: pathlib.Path, **options: Any) -> Checkpoints:
     return Checkpoints(folder, keep=1, best="eval/score", mode="max", background=False, **options)
 
 
-def test_a_run_that_is_over_keeps_what_was_measured_of_its_end(tmp_path: pathlib.Path) -> None:
+def test_a_finished_run_keeps_the_metrics_of_its_end(tmp_path: pathlib.Path) -> None:
     halve = changing("halve", Event.FIT_END, lambda state: state.replace(buffers=state.buffers))
     step = compose(loop_events, [halve])
     fit(step, start(), BATCHES, evaluate=scores(iter([0.5, 0.6, 0.9, 0.9])), checkpoints=best(tmp_path))
@@ -84,7 +84,9 @@ def test_a_complete_run_is_complete_in_every_unit(
     assert_same(run(longer, checkpoints=checkpoints, resume="auto"), run(longer))
 
 
-def test_one_that_was_not_written_is_not_the_best(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_was_not_written_is_not_the_best(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = disk.write
 
     def flaky(target: pathlib.Path, *arguments: Any) -> None:
@@ -99,7 +101,7 @@ def test_one_that_was_not_written_is_not_the_best(tmp_path: pathlib.Path, monkey
     assert metrics_in(tmp_path) == {"ep0002-ba00000008": pytest.approx(0.8), "ep0003-ba00000012": pytest.approx(0.5)}
 
 
-def test_a_state_saved_by_hand_has_begun(tmp_path: pathlib.Path) -> None:
+def test_a_manually_saved_state_does_not_fire_the_first_events_again(tmp_path: pathlib.Path) -> None:
     def halved(event: Event, state: State) -> State:
         return state.replace(params={name: value * 0.5 for name, value in state.params.items()})
 
@@ -112,7 +114,7 @@ def test_a_state_saved_by_hand_has_begun(tmp_path: pathlib.Path) -> None:
 
 
 def cut(step: Any, first: State, folder: pathlib.Path, **options: Any) -> Checkpoints:
-    """The checkpoints of a run that ended after five batches."""
+    """Return the checkpoints of a run that ended after five batches."""
     settings = Checkpoints(folder, every="1ba", background=False)
     for state in training(step, first, BATCHES, checkpoints=settings, **options):
         if state.timestamp.batch == 5:
@@ -124,7 +126,7 @@ def with_rate(rate: float) -> State:
     return make_state(make_mlp(), duration="3ep", optimizer=pc.optim.sgd(pc.hparam("rate", rate)))
 
 
-def test_the_checkpoints_hparams_hold_and_that_is_said(tmp_path: pathlib.Path) -> None:
+def test_the_checkpoints_hparams_are_used_with_a_message(tmp_path: pathlib.Path) -> None:
     step = compose(loop_events)
     settings = cut(step, with_rate(0.1), tmp_path)
     with pytest.warns(CheckpointWarning, match=r"hparam 'rate': 0.001 here is not taken over"):
@@ -135,7 +137,7 @@ def test_the_checkpoints_hparams_hold_and_that_is_said(tmp_path: pathlib.Path) -
         fit(step, replaced, BATCHES, duration="4ep", checkpoints=settings, resume="auto")
 
 
-def test_hparams_that_moved_on_the_way_are_no_difference(tmp_path: pathlib.Path) -> None:
+def test_hparams_that_changed_during_the_run_are_not_a_difference(tmp_path: pathlib.Path) -> None:
     moving = changing("moving", Event.BATCH_END, lambda s: s.replace(hparams={"rate": s.hparams["rate"] * 0.9}))
     step = compose(loop_events, [moving])
     settings = cut(step, with_rate(0.1), tmp_path)
@@ -145,7 +147,7 @@ def test_hparams_that_moved_on_the_way_are_no_difference(tmp_path: pathlib.Path)
     assert_same(state, fit(step, with_rate(0.1), BATCHES))
 
 
-def test_a_number_of_microbatches_that_was_found_is_told_to_whom_does_not_take_it_over(tmp_path: pathlib.Path) -> None:
+def test_a_found_number_of_microbatches_that_is_not_used_is_reported(tmp_path: pathlib.Path) -> None:
     def small(event: Event, state: State) -> State:
         if len(state.inputs) > 4:
             raise RuntimeError("out of memory")
@@ -159,7 +161,7 @@ def test_a_number_of_microbatches_that_was_found_is_told_to_whom_does_not_take_i
         fit(wide, start(), BATCHES, checkpoints=settings, resume="auto")
 
 
-def test_one_of_a_later_version_is_not_called_damaged(tmp_path: pathlib.Path) -> None:
+def test_a_checkpoint_of_a_later_version_is_not_called_damaged(tmp_path: pathlib.Path) -> None:
     step = compose(loop_events)
     fit(step, start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False))
     index = max(tmp_path.glob("*/index.json"))
@@ -170,7 +172,9 @@ def test_one_of_a_later_version_is_not_called_damaged(tmp_path: pathlib.Path) ->
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_relative_folder_stays_where_it_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_folder_does_not_follow_the_working_directory(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     states = training(compose(loop_events), start(), BATCHES, checkpoints=Checkpoints("mine", keep=1, background=False))
@@ -181,7 +185,7 @@ def test_a_relative_folder_stays_where_it_was(tmp_path: pathlib.Path, monkeypatc
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_the_same_end_twice_is_not_passed_over(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_is_due_twice_causes_no_warning(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = disk.write
 
     def slow(*arguments: Any) -> None:
@@ -199,9 +203,7 @@ def test_the_same_end_twice_is_not_passed_over(tmp_path: pathlib.Path, monkeypat
 # Signals
 
 
-def test_a_signal_while_the_last_one_is_written_waits_for_it(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_during_the_last_write_waits_for_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = disk.write
 
     def interrupted(target: pathlib.Path, *arguments: Any) -> None:
@@ -217,10 +219,10 @@ def test_a_signal_while_the_last_one_is_written_waits_for_it(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_readers_that_a_signal_ends_cost_no_batch(number: signal.Signals, tmp_path: pathlib.Path) -> None:
+def test_data_workers_ended_by_a_signal_lose_no_batch(number: signal.Signals, tmp_path: pathlib.Path) -> None:
     def batches() -> Iterator[Any]:
         yield from BATCHES[:3]
-        signal.raise_signal(number)  # it went to the whole group of processes
+        signal.raise_signal(number)  # it was sent to the whole group of processes
         raise RuntimeError("DataLoader worker exited unexpectedly")
 
     settings = Checkpoints(tmp_path, every="100ep")

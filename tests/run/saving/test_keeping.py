@@ -1,4 +1,4 @@
-"""A run's checkpoints: when they come, which stay, and what happens when the disk does not want them."""
+"""A run's checkpoints: when they are written, which are kept, and what happens if the disk fails."""
 
 import errno
 import os
@@ -39,7 +39,7 @@ def names(folder: pathlib.Path) -> list[str]:
 
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run waits for the writing thread: small runs are faster than a disk, and would pass checkpoints over."""
+    """Make the run wait for the writing thread: small runs are faster than a disk and would skip checkpoints."""
     enqueue = Keeper._enqueue
 
     def wait(self: Keeper, *arguments: Any) -> None:
@@ -60,7 +60,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     + [(lambda now: now.batch in (3, 5), [3, 5, 12])],
 )
 @pytest.mark.parametrize("background", [True, False])
-def test_one_is_written_whenever_it_is_due_and_at_the_end(
+def test_checkpoints_are_written_when_due_and_at_the_end(
     every: Any, batches: list[int], background: bool, tmp_path: pathlib.Path
 ) -> None:
     settings = Checkpoints(tmp_path, every=every, keep=None, background=background)
@@ -85,7 +85,7 @@ def found(batch: int, **metrics: float) -> disk.Found:
         (Checkpoints("x", keep=1, best="unknown"), [5]),
     ],
 )
-def test_the_newest_stay_and_the_best(settings: Checkpoints, left: list[int]) -> None:
+def test_the_newest_and_the_best_are_kept(settings: Checkpoints, left: list[int]) -> None:
     nan = float("nan")
     all_of_them = [
         found(5, accuracy=0.5, loss=nan),
@@ -110,28 +110,29 @@ def test_a_run_keeps_its_last_and_its_best(tmp_path: pathlib.Path) -> None:
     assert [int(name.partition("-ba")[2]) for name in names(tmp_path)] == sorted({best, 11, 12})
 
 
-# Going on
+# Resuming
 
 
 @pytest.mark.parametrize("stop", range(1, 13))
-def test_a_run_goes_on_to_the_same_bits_from_any_batch(stop: int, tmp_path: pathlib.Path) -> None:
+def test_a_run_resumed_from_any_batch_ends_with_the_same_bits(stop: int, tmp_path: pathlib.Path) -> None:
     whole = fit(step(), start(), BATCHES)
     settings = Checkpoints(tmp_path, every="2ba", background=False)
     for state in training(step(), start(), BATCHES, checkpoints=settings):
         if state.timestamp.batch == stop:
             break
     assert_same(fit(step(), start(), BATCHES, checkpoints=settings, resume="auto"), whole)
-    assert_same(fit(step(), start(), BATCHES, checkpoints=settings, resume="auto"), whole)  # which is over by now
+    # The run is finished by now.
+    assert_same(fit(step(), start(), BATCHES, checkpoints=settings, resume="auto"), whole)
 
 
-def test_a_run_goes_on_from_a_folder_and_to_a_later_end(tmp_path: pathlib.Path) -> None:
+def test_a_run_can_resume_from_a_folder_and_end_later(tmp_path: pathlib.Path) -> None:
     short = fit(step(), start(), BATCHES, duration="1ep", checkpoints=Checkpoints(tmp_path, background=False))
     path = newest(tmp_path)
     assert path is not None and short.timestamp.batch == 4
     assert_same(fit(step(), start(), BATCHES, resume=path), fit(step(), start(), BATCHES))
 
 
-def test_without_checkpoints_there_is_nothing_to_go_on_from(tmp_path: pathlib.Path) -> None:
+def test_resuming_without_checkpoints_is_an_error_or_a_new_run(tmp_path: pathlib.Path) -> None:
     settings = Checkpoints(tmp_path / "none", background=False)
     assert_same(fit(step(), start(), BATCHES, checkpoints=settings, resume="auto"), fit(step(), start(), BATCHES))
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
@@ -141,7 +142,7 @@ def test_without_checkpoints_there_is_nothing_to_go_on_from(tmp_path: pathlib.Pa
 
 
 @pytest.mark.usefixtures("patience")
-def test_a_damaged_one_that_was_asked_for_is_refused_and_the_one_before_it_offered(tmp_path: pathlib.Path) -> None:
+def test_a_requested_damaged_checkpoint_is_refused_with_an_earlier_one_offered(tmp_path: pathlib.Path) -> None:
     fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False))
     first, second, last = sorted(tmp_path.iterdir())
     (second / "state.safetensors").write_bytes(b"half")
@@ -151,7 +152,7 @@ def test_a_damaged_one_that_was_asked_for_is_refused_and_the_one_before_it_offer
             fit(step(), start(), BATCHES, resume=path)
 
 
-def test_a_folder_of_checkpoints_is_not_called_damaged_and_the_newest_offered(tmp_path: pathlib.Path) -> None:
+def test_a_folder_of_checkpoints_is_not_called_damaged_and_its_newest_is_offered(tmp_path: pathlib.Path) -> None:
     kept = tmp_path / "run" / "checkpoints"
     state = fit(step(), start(), BATCHES, checkpoints=Checkpoints(kept, background=False))
     last = pc.saving.newest(kept)
@@ -166,7 +167,7 @@ def test_a_folder_of_checkpoints_is_not_called_damaged_and_the_newest_offered(tm
     assert_same(pc.load(last, step().init(start())), state)
 
 
-def test_another_runs_folder_is_left_alone(tmp_path: pathlib.Path) -> None:
+def test_another_runs_folder_is_not_touched(tmp_path: pathlib.Path) -> None:
     fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False))
     before = names(tmp_path)
     with pytest.raises(FileExistsError, match="resume='auto', or give this run a folder of its own"):
@@ -174,7 +175,7 @@ def test_another_runs_folder_is_left_alone(tmp_path: pathlib.Path) -> None:
     assert names(tmp_path) == before
 
 
-def test_a_damaged_one_is_passed_over_and_told(tmp_path: pathlib.Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path: pathlib.Path) -> None:
     settings = Checkpoints(tmp_path, every="2ba", background=False)
     whole = fit(step(), start(), BATCHES, checkpoints=settings)
     newest_ones = sorted(tmp_path.iterdir())
@@ -195,7 +196,7 @@ def test_a_checkpoint_of_another_run_is_a_mismatch_not_a_gap(tmp_path: pathlib.P
         fit(compose(loop_events), start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False), resume="auto")
 
 
-def test_what_is_no_checkpoint_of_the_run_stays(tmp_path: pathlib.Path) -> None:
+def test_files_that_are_not_checkpoints_of_the_run_are_kept(tmp_path: pathlib.Path) -> None:
     mine = pc.save(step().init(start()), tmp_path / "before-finetuning")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("text")
@@ -208,7 +209,7 @@ def test_what_is_no_checkpoint_of_the_run_stays(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "thesis" / "chapter.txt").read_text() == "text"
 
 
-def test_what_is_damaged_is_put_aside_and_new_ones_are_kept(tmp_path: pathlib.Path) -> None:
+def test_damaged_checkpoints_are_put_aside_and_new_ones_are_kept(tmp_path: pathlib.Path) -> None:
     settings = Checkpoints(tmp_path, every="1ba", keep=1, background=False)
     for state in training(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path, "1ba", None, background=False)):
         if state.timestamp.batch == 7:
@@ -220,8 +221,8 @@ def test_what_is_damaged_is_put_aside_and_new_ones_are_kept(tmp_path: pathlib.Pa
     assert len(kept) == 2 and kept[0].startswith("ep0001-ba00000007.damaged-") and kept[1] == "ep0003-ba00000012"
 
 
-def test_the_best_is_written_whenever_it_comes(tmp_path: pathlib.Path) -> None:
-    """Also between two that are due, at the very end, and never taken from an evaluation of another state."""
+def test_the_best_is_written_whenever_it_occurs(tmp_path: pathlib.Path) -> None:
+    """Also between two due checkpoints and at the end; its metric is never from an evaluation of another state."""
 
     def rising(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return -torch.nn.functional.cross_entropy(outputs, targets)
@@ -238,20 +239,20 @@ def test_the_best_is_written_whenever_it_comes(tmp_path: pathlib.Path) -> None:
     assert measured[3] is measured[6] is measured[9] is None
 
 
-def test_a_best_that_nobody_measures_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_best_metric_that_no_evaluator_reports_is_refused(tmp_path: pathlib.Path) -> None:
     evaluator = Evaluator(BATCHES, {"loss": pc.losses.cross_entropy})
     with pytest.raises(ValueError, match="no evaluator reports 'eval/lss'; there are eval/loss"):
         fit(step(), start(), BATCHES, evaluate=evaluator, checkpoints=Checkpoints(tmp_path, best="eval/lss"))
 
 
-def test_data_of_another_length_are_told(tmp_path: pathlib.Path) -> None:
+def test_data_of_another_length_are_an_error(tmp_path: pathlib.Path) -> None:
     settings = Checkpoints(tmp_path, every="1ba", background=False)
     next(training(step(), start(), BATCHES, checkpoints=settings))
     with pytest.raises(pc.errors.MismatchError, match="batches_per_epoch: 4 in the checkpoint, 3 here"):
         fit(step(), start(), BATCHES[:3], checkpoints=settings, resume="auto")
 
 
-def test_what_a_killed_process_left_is_cleared_away(tmp_path: pathlib.Path) -> None:
+def test_files_left_by_a_killed_process_are_removed(tmp_path: pathlib.Path) -> None:
     settings = Checkpoints(tmp_path, every="2ba", background=False)
     whole = fit(step(), start(), BATCHES, checkpoints=settings)
     last = sorted(tmp_path.iterdir())[-1]
@@ -261,14 +262,14 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path: pathlib.Path) -> N
     last.rename(tmp_path / f".{last.name}.{whose}.old")  # killed between two renamings
     alive = tmp_path / f".{last.name}.{os.getpid()}-{process.token()}-00000000.writing"
     alive.mkdir()
-    (tmp_path / ".notes.old").mkdir()  # somebody's own
-    assert pc.saving.read_index(last).batch == 12  # brought back by whoever asks for it
+    (tmp_path / ".notes.old").mkdir()  # a user's folder
+    assert pc.saving.read_index(last).batch == 12  # restored by the first reader
     assert_same(fit(step(), start(), BATCHES, checkpoints=settings, resume="auto"), whole)
     assert last.name in names(tmp_path)
     assert [name for name in names(tmp_path) if name.startswith(".")] == sorted([".notes.old", alive.name])
 
 
-# A disk that does not want
+# Disk failures
 
 
 def full(*_: Any, **__: Any) -> None:
@@ -285,7 +286,7 @@ def full_of_safetensors(*_: Any, **__: Any) -> None:
 @pytest.mark.parametrize(
     "place, full", [("purecompose.run.saving.folder._sync", full), ("safetensors.torch.save_file", full_of_safetensors)]
 )
-def test_on_a_full_disk_training_goes_on_and_older_checkpoints_stay(
+def test_on_a_full_disk_training_continues_and_older_checkpoints_are_kept(
     place: str, full: Any, background: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = fit(step(), start(), BATCHES)
@@ -315,7 +316,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def disk_with_room_for(num: int, folder: pathlib.Path) -> Any:
-    """`_sync` of a disk that is full when a folder holds more checkpoints than this, the one being written included."""
+    """Return a `_sync` that fails as on a full disk if `folder` has more than `num` checkpoints, partial ones too."""
 
     def sync(path: pathlib.Path) -> None:
         if len(list(folder.iterdir())) > num and path.parent != folder.parent:
@@ -338,7 +339,7 @@ def test_older_checkpoints_make_room_for_the_last_one(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pc.errors.CheckpointWarning)
         fit(step(), start(), BATCHES, checkpoints=settings)
-    assert names(folder) == left  # where only one may stay, a whole one is not given up for one that may fail
+    assert names(folder) == left  # with keep=1 a complete one is not removed for one that may fail
 
 
 @pytest.mark.usefixtures("no_waiting")
@@ -355,7 +356,7 @@ def test_the_last_checkpoint_waits_for_room(tmp_path: pathlib.Path, monkeypatch:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written_to(tmp_path: pathlib.Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path: pathlib.Path) -> None:
     tmp_path.chmod(0o500)
     try:
         with pytest.warns(pc.errors.CheckpointWarning, match="Permission denied"):
@@ -364,7 +365,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: pathlib.Path) -> None:
         tmp_path.chmod(0o700)
 
 
-def test_a_file_in_the_folders_place(tmp_path: pathlib.Path) -> None:
+def test_a_file_in_the_folders_place_is_an_error(tmp_path: pathlib.Path) -> None:
     (tmp_path / "run").write_text("a file")
     with (
         pytest.warns(pc.errors.CheckpointWarning, match="training continues without it"),
@@ -375,7 +376,9 @@ def test_a_file_in_the_folders_place(tmp_path: pathlib.Path) -> None:
     assert found.timestamp.batch == 12
 
 
-def test_a_slow_disk_costs_checkpoints_not_time(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_skips_checkpoints_and_does_not_delay_the_run(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     release, write = threading.Event(), disk.write
 
     def slow(*arguments: Any) -> None:
@@ -390,7 +393,7 @@ def test_a_slow_disk_costs_checkpoints_not_time(tmp_path: pathlib.Path, monkeypa
     assert names(tmp_path)[-1].endswith("ba00000012")
 
 
-def test_a_state_that_cannot_be_saved_is_told_before_the_run(tmp_path: pathlib.Path) -> None:
+def test_a_state_that_cannot_be_saved_is_an_error_before_the_run(tmp_path: pathlib.Path) -> None:
     log: list[Any] = []
     with pytest.raises(TypeError, match=r"state.slots\['odd'\]"):
         odd = start().replace(slots={"odd": object()})
@@ -398,10 +401,10 @@ def test_a_state_that_cannot_be_saved_is_told_before_the_run(tmp_path: pathlib.P
     assert not log
 
 
-def test_what_cannot_be_saved_on_the_way_costs_checkpoints_alone(tmp_path: pathlib.Path) -> None:
+def test_values_that_cannot_be_saved_later_only_skip_checkpoints(tmp_path: pathlib.Path) -> None:
     def tell(state: State) -> State:
         odd: Any = {"odd": {1, 2}}
-        is_first = state.timestamp.batch <= 9  # the first step is watched
+        is_first = state.timestamp.batch <= 9  # the first step is checked
         return state if is_first else state.replace(metrics=odd)
 
     hiding = changing("hiding", pc.Event.BATCH_END, tell, host=True)
@@ -429,7 +432,7 @@ def test_bad_settings_are_named(options: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.usefixtures("patience")
-def test_a_donating_step_saves_what_it_had(tmp_path: pathlib.Path) -> None:
+def test_a_donating_step_saves_complete_states(tmp_path: pathlib.Path) -> None:
     whole = fit(step(), start(), BATCHES)
     settings = Checkpoints(tmp_path, every="1ba", keep=None)
     fast = pc.compile(step(), backend="eager", quiet=True)
@@ -437,6 +440,6 @@ def test_a_donating_step_saves_what_it_had(tmp_path: pathlib.Path) -> None:
         if state.timestamp.batch == 7:
             break
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", pc.errors.CheckpointWarning)  # compiled then, not now
+        warnings.simplefilter("ignore", pc.errors.CheckpointWarning)  # it was compiled then, and is not now
         again = fit(step(), start(), BATCHES, checkpoints=settings, resume="auto")
     torch.testing.assert_close(again.params, whole.params)

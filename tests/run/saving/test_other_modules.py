@@ -1,4 +1,4 @@
-"""Weights are only loaded into modules of the types that they were trained in: elsewhere they mean another function."""
+"""Weights are only loaded into modules of the types they were trained in; others would compute another function."""
 
 import pathlib
 
@@ -14,7 +14,7 @@ from tests.helpers import make_state
 
 
 def operated(name: str) -> tuple[Step, State, State]:
-    """A step with a method that operates on the network, and a state before and after its INIT."""
+    """Return a step with a method that operates on the network, and a state before and after its INIT."""
     row = SHIPPED[name]
     step = compose(loop_events, [eval(row.examples[0], dict(vars(algorithms)))])
     for task in row.accepted:
@@ -54,7 +54,7 @@ def test_the_weights_of_operated_networks_are_refused_by_plain_ones_and_the_reve
     )
 
 
-def test_standardized_filters_in_a_plain_network_are_taken_over_on_request_and_the_outputs_differ(
+def test_standardized_filters_can_be_loaded_into_a_plain_network_on_request(
     tmp_path: pathlib.Path,
 ) -> None:
     _, plain, changed = operated("weight_standardization")
@@ -76,7 +76,7 @@ def test_other_settings_of_modules_are_a_warning(tmp_path: pathlib.Path) -> None
         pc.load(tmp_path / "one", other)
 
 
-def test_a_replaced_module_is_one_difference_whatever_it_holds(tmp_path: pathlib.Path) -> None:
+def test_a_replaced_module_is_one_difference_whatever_it_contains(tmp_path: pathlib.Path) -> None:
     pc.save(make_state(nn.Sequential(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))), tmp_path / "one")
     with pytest.raises(pc.errors.MismatchError) as caught:
         pc.load(tmp_path / "one", make_state(nn.Sequential(nn.Linear(4, 3))))

@@ -1,4 +1,4 @@
-"""Which process is which: the same number may come again, and a killed process may still be in the list."""
+"""Identity of processes: a pid may be reused, and a killed process may still be in the list."""
 
 import os
 import pathlib
@@ -18,14 +18,14 @@ NEEDS_PROC = pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), re
 
 @pytest.fixture(scope="module")
 def other() -> Iterator[tuple[int, str]]:
-    """Another process of the library, alive, and what it says of itself."""
+    """Start another process of the library, and yield its pid and its token."""
     with subprocess.Popen([sys.executable, "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as it:
         assert it.stdout is not None
         yield it.pid, it.stdout.readline().strip()
         it.kill()
 
 
-def test_this_process_is_alive_and_an_earlier_one_of_its_number_is_not() -> None:
+def test_this_process_is_alive_and_an_earlier_one_with_its_pid_is_not() -> None:
     assert is_alive(os.getpid(), token())
     assert not is_alive(os.getpid(), "00000000")
     assert not is_alive(os.getpid(), None)
@@ -36,10 +36,10 @@ def test_another_process_is_known_by_its_token(other: tuple[int, str]) -> None:
     pid, its_token = other
     assert its_token != token()
     assert is_alive(pid, its_token) and is_alive(pid, None)
-    assert not is_alive(pid, "00000000")  # the number was given out again
+    assert not is_alive(pid, "00000000")  # the pid was reused
 
 
-def test_where_the_system_tells_nothing_another_process_counts_as_alive(
+def test_without_information_from_the_system_a_process_counts_as_alive(
     other: tuple[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "_from_system", lambda pid: (None, None))
@@ -53,7 +53,7 @@ def test_where_the_system_tells_nothing_another_process_counts_as_alive(
 
 
 @NEEDS_PROC
-def test_a_killed_process_is_dead_though_nobody_has_asked_for_its_end() -> None:
+def test_a_killed_process_is_dead_before_its_parent_waits_for_it() -> None:
     child = os.fork()
     if child == 0:
         os._exit(0)

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody has prepared: each is refused at once, and says why."""
+"""Maliciously prepared checkpoints: each is refused quickly, with an explanation."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Weights for others: what they read is what was trained."""
+"""Exported weights: other programs read exactly the trained weights."""
 
 import pathlib
 import warnings
@@ -38,7 +38,7 @@ def test_weights_come_back_into_a_state(tmp_path: pathlib.Path) -> None:
     assert found.opt_state is like.opt_state
 
 
-def test_ties_are_there_once(tmp_path: pathlib.Path) -> None:
+def test_tied_weights_are_written_once(tmp_path: pathlib.Path) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net[1].weight = net[0].weight
     assert list(load_file(pc.saving.save_weights(make_state(net), tmp_path / "net"))) == [
@@ -48,7 +48,7 @@ def test_ties_are_there_once(tmp_path: pathlib.Path) -> None:
     ]
 
 
-def test_what_does_not_fit_is_told(tmp_path: pathlib.Path) -> None:
+def test_weights_that_do_not_fit_are_named(tmp_path: pathlib.Path) -> None:
     state, path = make_state(), tmp_path / "net.safetensors"
     with pytest.raises(FileNotFoundError):
         pc.saving.load_weights(path, state)
@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_told(tmp_path: pathlib.Path) -> None:
     assert_same(found.params["0.weight"], make_state(make_mlp(1)).params["0.weight"])
 
 
-def test_the_live_weights_are_written_and_the_averages_where_they_are_put_first(tmp_path: pathlib.Path) -> None:
+def test_live_weights_are_written_unless_averages_are_put_in_place_first(tmp_path: pathlib.Path) -> None:
     step = pc.compose(pc.loop_events, [pc.algorithms.ema("3ba")])
     state = step.init(make_state())
     for seed in range(3):
@@ -86,7 +86,7 @@ def test_the_live_weights_are_written_and_the_averages_where_they_are_put_first(
     assert pc.to_module(state).training
 
 
-def test_a_failed_writing_leaves_the_old_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = pc.saving.save_weights(make_state(), tmp_path / "net")
 
     def fail(*_: object) -> None:
@@ -105,7 +105,7 @@ def test_onnx_computes_what_the_state_does(tmp_path: pathlib.Path) -> None:
     reference = pytest.importorskip("onnx.reference")
     state, inputs = make_state(make_cnn()), make_batch(shape=(2, 6, 6))[0]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's exporter warns of itself
+        warnings.simplefilter("ignore")  # torch's exporter warns about its own code
         path = pc.saving.export_onnx(state, inputs, tmp_path / "net.onnx")
     onnx.checker.check_model(str(path))
     session = reference.ReferenceEvaluator(str(path))
@@ -114,7 +114,7 @@ def test_onnx_computes_what_the_state_does(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
-def test_files_of_torch_save_are_known(tmp_path: pathlib.Path, options: dict[str, bool]) -> None:
+def test_files_of_torch_save_are_recognised(tmp_path: pathlib.Path, options: dict[str, bool]) -> None:
     path = tmp_path / "w.pt"
     torch.save(torch.nn.Linear(2, 1).state_dict(), path, **options)
     with pytest.raises(pc.saving.DamagedError, match=r"was written by torch\.save, .*load_state_dict"):
