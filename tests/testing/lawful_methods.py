@@ -1,6 +1,6 @@
-"""Small lawful methods of many kinds, as their authors would write them: no law may blame one.
+"""Small lawful methods of many kinds, as their authors would write them; no law may report one.
 
-They are short on purpose: each stands for a way of doing things (memory, draws, pairs, host work, surgery, outer
+They are short on purpose: each represents a technique (memory, draws, pairs, host work, surgery, outer
 events) that a law could take for a mistake.
 """
 
@@ -26,14 +26,14 @@ from purecompose.time.predicates import after, before, every, on
 __all__ = ["LAWFUL"]
 
 LAWFUL: dict[str, tuple[Callable[[], Algorithm], tuple[str, ...]]] = {}
-"""By name: the factory, and the tasks that it is tried on."""
+"""Each method's factory and the tasks it is tried on, by name."""
 
 _ALL = ("vectors", "images", "tokens", "frozen")
 _CLOSING = (Event.EVAL_START, Event.PREDICT_START)
 
 
 def lawful(match: Any, *tasks: str, **options: Any) -> Callable[[Callable[[Event, State, str], State]], Any]:
-    """Makes a factory of `apply(event, state, name)`, called like the function, and adds it to the table."""
+    """Make a factory, named like the function, from `apply(event, state, name)`, and add it to the table."""
 
     def made(apply: Callable[[Event, State, str], State]) -> Callable[[], Algorithm]:
         name = apply.__name__
@@ -482,7 +482,7 @@ def label_noise_where_it_counts(event: Event, state: State, name: str) -> State:
 
 
 class _Scaling:
-    """A method as an object with settings."""
+    """A method written as an object with settings."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -515,7 +515,7 @@ def centred_gradients(event: Event, state: State, name: str) -> State:
 
 
 class _Halved(nn.Linear):
-    """Keeps half its weights, and doubles what they give: the same function with other values under the same names."""
+    """A layer with halved weights and doubled outputs: the same function with other values under the same names."""
 
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)

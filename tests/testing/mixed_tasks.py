@@ -12,10 +12,10 @@ class Mixed(nn.Module):
     """Convolutions over a map of `channels`, then attention over the means of its columns, which have positions.
 
     Args:
-        channels: Of the map that `first` makes of the inputs.
-        first: What makes it.
-        norm: Between the convolutions.
-        last: What makes logits of what attention gives, `(batch, points, 4)`.
+        channels: Number of channels of the map that `first` makes of the inputs.
+        first: Module that makes the map.
+        norm: Module between the convolutions.
+        last: Module that makes logits of attention's output `(batch, points, 4)`.
     """
 
     def __init__(self, channels: int, first: nn.Module, norm: nn.Module, last: nn.Module) -> None:
@@ -48,7 +48,7 @@ class AsMap(nn.Module):
 
 
 class Logits(nn.Module):
-    """Of the mean point, `(batch, 3)`; or of each, `(batch, 7, points)`."""
+    """Logits of the mean point, `(batch, 3)`, or of each point, `(batch, 7, points)`."""
 
     def __init__(self, *, of_each: bool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def images_net(seed: int) -> nn.Module:
 
 
 def unmixed_images_net(seed: int) -> nn.Module:
-    """Without batch statistics, which mix examples."""
+    """Return a network without batch statistics, which would mix examples."""
     del seed
     return Mixed(2, nn.Identity(), nn.GroupNorm(2, 4), Logits(of_each=False))
 
@@ -75,7 +75,7 @@ def sequences_net(seed: int) -> nn.Module:
 
 
 def sequences(seed: int, size: int) -> tuple[Tensor, Tensor]:
-    """Embedded tokens, whose targets are those of the tokens."""
+    """Return a batch of embedded tokens with the targets of the tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size, 5, 4, generator=generator), MakeBatch("tokens")(seed, size)[1]
 

@@ -1,4 +1,4 @@
-"""Algorithms that a worker imports: well-behaved, and with faults that only show in the other process."""
+"""Algorithms that a worker imports: some correct, some with faults that only appear in the other process."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ def _elsewhere() -> bool:
 
 
 def fails_elsewhere() -> Algorithm:
-    """Raises in every process but that of the test."""
+    """Raises in every process except the test's."""
 
     def apply(event: Event, state: State) -> State:
         if _elsewhere():
@@ -39,7 +39,7 @@ def dies_elsewhere() -> Algorithm:
 
 
 def hangs_elsewhere() -> Algorithm:
-    """Does not come to an end."""
+    """Never finishes."""
 
     def apply(event: Event, state: State) -> State:
         if _elsewhere():
@@ -63,7 +63,7 @@ def talks() -> Algorithm:
 
 
 def reads_last_metrics() -> Algorithm:
-    """Reads metrics back; a step begins without any, so it never sees those of the step before."""
+    """Reads metrics back; a step begins without any, so it never sees those of the previous step."""
 
     def apply(event: Event, state: State) -> State:
         assert state.loss is not None

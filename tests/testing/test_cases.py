@@ -45,7 +45,7 @@ def test_a_case_leaves_twice_its_batches_and_one(case):
 
 @settings(max_examples=50)
 @given(st.data(), predicates())
-def test_cases_of_an_algorithm_leave_room_unless_it_acts_in_the_last_batches_alone(data, predicate):
+def test_cases_leave_room_unless_the_algorithm_only_acts_in_the_last_batches(data, predicate):
     case = data.draw(cases(algorithm=idle(predicate)))
     if not has_room(case):
         assert case.num_batches == 1
@@ -56,18 +56,18 @@ def test_cases_of_an_algorithm_leave_room_unless_it_acts_in_the_last_batches_alo
 @pytest.mark.parametrize("predicate", [LOADED & after("30ep"), LOADED & after("17ba"), LOADED & every("3ep")], ids=repr)
 @given(data=st.data())
 @settings(max_examples=20)
-def test_the_run_is_prolonged_for_what_acts_late(predicate, data):
+def test_the_run_is_prolonged_for_algorithms_that_act_late(predicate, data):
     assert has_room(data.draw(cases(algorithm=idle(predicate))))
 
 
 @pytest.mark.parametrize("predicate", [LOADED & after(0.999), on(Event.BATCH_END) & every("1dur")], ids=repr)
-def test_what_acts_in_the_runs_last_batch_alone_is_reached(predicate):
+def test_an_algorithm_that_only_acts_in_the_runs_last_batch_is_reached(predicate):
     found = find(cases(algorithm=idle(predicate)), lambda case: not has_room(case))
     assert (found.num_batches, found.start) == (1, found.batches_per_epoch * found.epochs - 1)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 9))
-def test_moments_leave_the_room_that_they_are_asked_for(batches_per_epoch, epochs, room):
+def test_moments_leave_the_requested_number_of_batches(batches_per_epoch, epochs, room):
     for predicate in (LOADED & after("5ep"), LOADED & after("11ba"), LOADED & after("23sp"), LOADED & epoch_ends()):
         found = find_moments(predicate, batches_per_epoch=batches_per_epoch, epochs=epochs, samples=2, room=room)
         assert found.acting[0] + room <= found.batches_per_epoch * found.epochs
@@ -87,7 +87,7 @@ def test_single_images_of_half_the_size_pass_batch_norm(size):
 # Laws of numbers
 
 
-def test_running_statistics_without_gradient_are_no_violation():
+def test_running_statistics_without_gradient_do_not_break_a_law():
     def scaled(state, factor):
         return state.replace(params={name: factor * param for name, param in state.params.items()})
 
@@ -103,13 +103,13 @@ def test_running_statistics_without_gradient_are_no_violation():
         gradient_exact(at(Event.BATCH_START, detached), case)
 
 
-def test_means_over_ignored_positions_are_no_violation():
+def test_means_over_ignored_positions_do_not_break_a_law():
     def noted(state, value):
         return state.replace(metrics={**state.metrics, "confidence": value})
 
     mean = at(Event.AFTER_LOSS, lambda state: noted(state, state.outputs.square().mean()))
     total = at(Event.AFTER_LOSS, lambda state: noted(state, state.outputs.square().sum()))
-    # Of 3 examples the slices have 2 and 1; of 4 tokens' rows, both slices have as many positions to ignore.
+    # For 3 examples the slices have 2 and 1; for 4 rows of tokens, both slices have equally many ignored positions.
     for task, size in (("tokens", 3), ("tokens", 4), ("vectors", 3)):
         assert microbatches_agree(mean, Case(TASKS[task], batch_size=size, microbatches=2)) is True
     for task, size in (("tokens", 4), ("vectors", 3)):
@@ -118,7 +118,7 @@ def test_means_over_ignored_positions_are_no_violation():
 
 
 @pytest.mark.parametrize("law", [microbatches_agree, gradient_exact])
-def test_slots_of_single_precision_round_as_such(law):
+def test_slots_in_single_precision_are_compared_in_single_precision(law):
     """A third in float32, summed in another order, differs by more than float64 rounds."""
 
     def add(state):
@@ -149,7 +149,7 @@ def other_settings():
     torch.set_num_threads(torch.get_num_threads() + 1)
 
 
-def test_every_setting_comes_back():
+def test_every_setting_of_torch_is_restored():
     before = process_settings()
     with process_restored():
         other_settings()
@@ -164,7 +164,7 @@ def test_every_setting_comes_back():
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def test_deterministic_algorithms_come_back_as_they_were():
+def test_the_mode_of_deterministic_algorithms_is_restored():
     with process_restored():
         torch.use_deterministic_algorithms(True, warn_only=True)
         with process_restored():

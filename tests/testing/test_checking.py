@@ -1,4 +1,4 @@
-"""check: every outcome a law can have, repeatability, and what the report says."""
+"""check: every outcome a law can have, repeatability, and the text of the report."""
 
 import io
 import json
@@ -36,7 +36,7 @@ LAWFUL = Algorithm("decay", on(Event.BATCH_END), decay)
 
 
 def make_growing() -> Algorithm:
-    """Remembers in a closure."""
+    """Make an algorithm that remembers in a closure."""
     seen: list[Event] = []
 
     def apply(event: Event, state: State) -> State:
@@ -74,7 +74,7 @@ IMAGES_ALONE = Algorithm("images_alone", on(Event.AFTER_DATALOADER), images_alon
 
 @define_law("batches are small", "take fewer examples")
 def small_batches(subject: Subject, case: Case) -> bool:
-    """Breaks on a property of the case alone, so that the smallest one is known."""
+    """Break depending only on the case, so that the smallest broken case is known."""
     del subject
     if case.batch_size > 3 and case.num_batches > 1:
         raise Broken("too large", where="batch")
@@ -104,10 +104,10 @@ def test_the_guilty_event_is_named() -> None:
     outcome = check(make_growing(), laws=["deterministic"], tasks=["vectors"])["deterministic"]
     assert outcome.status is Status.BROKEN
     assert outcome.reason == "at BATCH_END: params['0.weight']"
-    assert "closure" in outcome.details  # what to do
+    assert "closure" in outcome.details  # the remedy
 
 
-def test_what_happens_once_alone_is_kept_as_it_was_seen() -> None:
+def test_a_failure_that_happens_only_once_is_reported_as_it_was_seen() -> None:
     calls: list[Case] = []
 
     @define_law("it holds", "nothing")
@@ -129,7 +129,7 @@ def test_a_law_is_blocked_by_the_law_that_owns_the_error() -> None:
     blocked = report["deterministic"]
     assert blocked.status is Status.BLOCKED and "breaks input_untouched first" in blocked.reason
     assert blocked.num_acted == 0 and not report.ok
-    # Also where that law was not to be tried.
+    # Also if that law was not requested.
     alone = check(IN_PLACE, laws=["deterministic"], tasks=["vectors"], max_examples=2)["deterministic"]
     assert (alone.status, alone.reason) == (blocked.status, blocked.reason)
 
@@ -141,7 +141,7 @@ def test_an_error_is_shown_with_the_authors_line_and_case() -> None:
     details = report["deterministic"].details
     assert "test_checking.py:" in details and 'raise KeyError("three")' in details and "batch_size=3" in details
     assert details.count("in refuse_three at Event.AFTER_DATALOADER") == 1
-    assert str(report).count("could not be tried") == 1  # the same for all three: told once
+    assert str(report).count("could not be tried") == 1  # the same for all three, so reported once
     assert "input_untouched, deterministic, global_state_kept could not be tried" in " ".join(str(report).split())
 
 
@@ -150,7 +150,7 @@ def lose_slots(event: Event, state: State) -> State:
     return state.replace(slots={})
 
 
-def test_an_error_in_the_core_or_a_companion_says_where_to_look() -> None:
+def test_an_error_in_the_core_or_a_companion_names_its_place() -> None:
     def flatten(event: Event, state: State) -> State:
         return state.replace(inputs=state.inputs[:, :2]) if state.num_examples == 3 else state
 
@@ -171,7 +171,7 @@ def test_an_error_in_the_core_or_a_companion_says_where_to_look() -> None:
     assert "broke its company: the companion bystander fails at" in dict(outcome.rows)["to do"]
 
 
-def test_one_error_is_told_once_though_the_cases_differ() -> None:
+def test_one_error_in_different_cases_is_reported_once() -> None:
     def judge(bound: int):
         def found(subject: Subject, case: Case) -> bool:
             if case.batch_size >= bound:
@@ -188,14 +188,14 @@ def test_one_error_is_told_once_though_the_cases_differ() -> None:
     assert "from_2, from_4 could not be tried" in str(report)
 
 
-def test_a_law_about_nothing_is_not_kept() -> None:
+def test_a_law_without_an_acting_case_does_not_count_as_kept() -> None:
     never_matching = Algorithm("idle", lambda event, state: False, decay)
     report = check(never_matching, laws=["deterministic"], tasks=["vectors"], max_examples=3)
     assert report["deterministic"].status is Status.VACUOUS and not report.ok
     assert report["deterministic"].num_acted == 0
 
 
-def test_the_advice_for_what_never_acted_stands_once_below_the_table() -> None:
+def test_advice_for_algorithms_that_never_acted_is_printed_once() -> None:
     never_matching = Algorithm("idle", lambda event, state: False, decay)
     report = check(never_matching, laws=PURITY, tasks=["vectors"], max_examples=2)
     assert [o.reason for o in report.outcomes] == ["it never acted"] * 3
@@ -213,19 +213,19 @@ def made_law(is_about_option: bool = False):
     return acting
 
 
-def test_an_option_that_is_not_taken_is_skipped() -> None:
+def test_a_law_about_an_unused_option_is_skipped() -> None:
     never_matching = Algorithm("idle", lambda event, state: False, decay)
     outcome = check(never_matching, laws=[made_law(is_about_option=True)], tasks=["vectors"], max_examples=2)["acting"]
     assert (outcome.status, outcome.reason) == (Status.SKIPPED, "it has no wish in 2 cases")
 
 
-def test_what_acts_at_init_only_has_acted_when_the_case_ran() -> None:
+def test_an_algorithm_that_only_acts_at_init_counts_as_acting() -> None:
     surgery = Algorithm("surgery", on(Event.INIT), decay)
     assert check(surgery, laws=[made_law()], tasks=["vectors"], max_examples=2)["acting"].num_acted == 2
 
 
 @pytest.mark.parametrize("event", [Event.EPOCH_END, Event.EVAL_START])
-def test_no_law_is_kept_where_nothing_was_fired(event: Event) -> None:
+def test_no_law_counts_as_kept_if_no_event_was_fired(event: Event) -> None:
     outside = Algorithm("outside", on(event), decay)
     skipped = check(outside, laws=[made_law()], tasks=["vectors"], max_examples=2)["acting"]
     assert skipped.status is Status.SKIPPED and skipped.num_acted == 0
@@ -240,7 +240,7 @@ def test_a_law_that_takes_long_is_tried_on_few_cases() -> None:
     assert check(LAWFUL, laws=[slow], tasks=["vectors"])["slow"].num_cases == 2
 
 
-def test_a_refusal_by_mistake_fails_the_report_and_one_that_is_meant_does_not() -> None:
+def test_only_an_unintended_refusal_of_tasks_fails_the_report() -> None:
     def narrow(state: State) -> State:
         return state.replace(inputs=state.inputs.reshape(len(state.inputs), 4))  # torch's own error elsewhere
 
@@ -263,7 +263,7 @@ def test_a_plain_function_for_match_can_be_ok() -> None:
     assert {report[name].status for name in ("init_once", "pairs_undone")} == {Status.SKIPPED}
 
 
-def test_neutral_settings_are_no_failure() -> None:
+def test_neutral_settings_do_not_fail_the_report() -> None:
     @define_law("it acts", "act")
     def without_exemption(subject: Subject, case: Case) -> bool:
         del subject, case
@@ -291,14 +291,14 @@ def test_the_neutral_law_runs_on_the_neutral_settings() -> None:
     assert set(tried) == {repr(alg.mixup(0))}
 
 
-def test_tasks_that_are_refused_are_left_out_with_the_reason() -> None:
+def test_refused_tasks_are_left_out_with_the_reason() -> None:
     report = check(IMAGES_ALONE, laws=["deterministic"], max_examples=2)
     assert report.ok and report.tasks == ("images", "bf16_images")
     assert set(report.refused) == set(TASKS) - {"images", "bf16_images"}
     why = report.refused["tokens"]
     assert why.startswith("ValueError: expected images (in images_alone at Event.AFTER_DATALOADER; test_checking.py:")
     assert why.endswith(" in images_alone)")
-    assert f"not on {', '.join(report.refused)}: {why}" in " ".join(str(report).split())  # once for all
+    assert f"not on {', '.join(report.refused)}: {why}" in " ".join(str(report).split())  # one line for all
 
 
 def test_a_named_task_must_be_accepted() -> None:
@@ -319,7 +319,7 @@ def test_without_any_task_the_report_fails_with_every_reason() -> None:
     assert str(report).count("TypeError: no batch_end") == 1
 
 
-def test_breaking_a_law_is_no_refusal_of_the_task() -> None:
+def test_a_broken_law_does_not_count_as_a_refusal_of_the_task() -> None:
     report = check(IN_PLACE, laws=["input_untouched"], max_examples=2)
     assert report.tasks == tuple(TASKS) and report.refused == {}
 
@@ -369,7 +369,7 @@ def test_a_task_may_draw_from_the_global_generator() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_who_ends_the_program_is_told() -> None:
+def test_an_algorithm_that_ends_the_program_is_reported() -> None:
     def leave(event: Event, state: State) -> State:
         raise SystemExit(0)
 
@@ -377,7 +377,7 @@ def test_who_ends_the_program_is_told() -> None:
     assert not report.ok and "it ended the program: SystemExit(0)" in str(report)
 
 
-def test_a_blocked_law_says_what_to_do_where_its_cause_is_not_tried() -> None:
+def test_a_blocked_law_gives_a_remedy_even_if_its_cause_was_not_tried() -> None:
     def draw(event: Event, state: State) -> State:
         return scaled(state, 1 + 0.01 * torch.rand(()).item())
 
@@ -433,7 +433,7 @@ def test_a_slow_law_is_not_shrunk_for_long(monkeypatch) -> None:
     assert time.perf_counter() - start < 6
 
 
-def test_a_law_may_assume() -> None:
+def test_a_law_may_discard_cases_by_assume() -> None:
     @define_law("it holds", "nothing")
     def picky(subject: Subject, case: Case) -> bool:
         del subject
@@ -446,13 +446,13 @@ def test_a_law_may_assume() -> None:
 
 @settings(max_examples=2, suppress_health_check=[HealthCheck.nested_given])
 @given(st.integers(0, 3))
-def test_it_runs_within_a_property(seed: int) -> None:
+def test_check_runs_within_a_hypothesis_property(seed: int) -> None:
     assert check(LAWFUL, laws=["deterministic"], tasks=["vectors"], max_examples=2, seed=seed)[
         "deterministic"
     ].num_acted
 
 
-def test_progress_is_told_each_law() -> None:
+def test_progress_is_reported_after_each_law() -> None:
     told: list[tuple[str, int, int]] = []
     check(LAWFUL, laws=PURITY, tasks=["vectors"], max_examples=1, progress=lambda *news: told.append(news))
     assert told == [(one.name, index, 3) for index, one in enumerate(PURITY, 1)]
@@ -469,12 +469,12 @@ def test_progress_is_told_each_law() -> None:
         ({"neutral": 1}, TypeError, "1 is neither an Algorithm"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, error, message) -> None:
+def test_bad_arguments_are_refused(arguments, error, message) -> None:
     with pytest.raises(error, match=message):
         check(LAWFUL, **arguments)
 
 
-def test_the_report_as_data() -> None:
+def test_the_report_can_be_read_as_data() -> None:
     report = check(make_growing(), laws=["deterministic", "input_untouched"], tasks=["vectors"], max_examples=3)
     data = json.loads(report.to_json())
     assert data["ok"] is False and data["tasks"] == ["vectors"] and data["algorithm"] == "growing(rate=0.001)"

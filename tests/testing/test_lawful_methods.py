@@ -1,4 +1,4 @@
-"""No law blames a lawful method, and a few cases are enough to judge it: `check` says ok."""
+"""No law reports a lawful method, and a few cases are enough for a verdict: `check` returns ok."""
 
 import pytest
 

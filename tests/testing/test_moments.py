@@ -1,4 +1,4 @@
-"""Where algorithms act: against a step-by-step search with whole matchers."""
+"""Search for the times at which algorithms act, against a step-by-step search with whole matchers."""
 
 from dataclasses import dataclass
 
@@ -19,13 +19,13 @@ LOADED = on(Event.AFTER_DATALOADER)
 
 
 def acting_at(predicate, now):
-    """The events of the loop at which a step that begins there acts: asks the predicate itself, nothing else."""
+    """Return the events at which a step that begins at `now` acts, by evaluating only the predicate."""
     later = now.advance(1)
     return {e for e in EVENTS if predicate(e, at(later if e is Event.BATCH_END else now))}
 
 
 def walk(run, num_batches):
-    """The points of a run, from batch to batch."""
+    """Yield the points in time of a run, from batch to batch."""
     points = [Timestamp(run=run)]
     while len(points) < num_batches:
         points.append(points[-1].advance(1))
@@ -38,7 +38,7 @@ def at(timestamp):
 
 @settings(max_examples=60)
 @given(predicates(), st.integers(1, 3), st.integers(1, 4))
-def test_starts_are_those_of_a_search_batch_by_batch(predicate, batches_per_epoch, epochs):
+def test_starts_equal_those_of_a_search_batch_by_batch(predicate, batches_per_epoch, epochs):
     found = find_moments(predicate, batches_per_epoch=batches_per_epoch, epochs=epochs)
     assert found.batches_per_epoch >= batches_per_epoch and found.epochs >= epochs
     run = RunLength(f"{found.epochs}ep", found.batches_per_epoch)
@@ -79,22 +79,22 @@ def test_the_run_is_long_enough(predicate, first, least_epochs):
     assert {first - 1, first} - {-1} <= set(found.near)
 
 
-def test_samples_and_tokens_count_as_the_batches_bring_them():
+def test_samples_and_tokens_are_counted_by_batches():
     assert find_moments(LOADED & after("64sp"), batches_per_epoch=2, epochs=1, samples=4).acting[0] == 16
     found = find_moments(LOADED & after("64tok"), batches_per_epoch=2, epochs=1, samples=4, tokens=20)
     assert found.acting[0] == 4
-    # No batch of vectors brings a token: the run stays short.
+    # Batches of vectors have no tokens, so the run stays short.
     found = find_moments(LOADED & after("64tok"), batches_per_epoch=2, epochs=1, samples=4)
     assert (found.batches_per_epoch, found.epochs, found.acting) == (2, 1, ())
 
 
 @pytest.mark.parametrize("predicate", [LOADED & after("5iter"), LOADED & between(0.5, 0.5), NEVER, after("9999999ba")])
-def test_what_never_comes_leaves_the_run_as_it_was(predicate):
+def test_a_time_that_never_comes_does_not_change_the_run(predicate):
     found = find_moments(predicate, batches_per_epoch=2, epochs=2)
     assert found == (2, 2, (), (0, 1, 2, 3))
 
 
-def test_events_outside_the_loop_count_where_there_are_no_others():
+def test_outer_events_are_used_if_the_predicate_has_no_others():
     assert find_moments(on(Event.EPOCH_END) & after("5ba"), batches_per_epoch=2, epochs=2).acting[0] == 4
     assert find_moments(on(Event.EVAL_START), batches_per_epoch=2, epochs=2).acting == (0, 1, 2, 3)
     assert find_moments(on(Event.INIT), batches_per_epoch=2, epochs=2).acting == ()
@@ -108,7 +108,7 @@ class Unhashable:
 
 
 @pytest.mark.parametrize("function", [Unhashable(), lambda event, state: Unhashable()(event, state)])
-def test_plain_functions_are_never_asked_and_every_start_will_do(function):
+def test_plain_functions_are_never_called_and_every_start_is_allowed(function):
     algorithm = pc.Algorithm("custom", function, lambda event, state: state)
     assert find_moments(algorithm.predicate, batches_per_epoch=2, epochs=2).acting == (0, 1, 2, 3)
     late = algorithm.predicate & LOADED & after("20ep")
@@ -116,7 +116,7 @@ def test_plain_functions_are_never_asked_and_every_start_will_do(function):
     assert (found.epochs, found.acting[0]) == (21, 40)
 
 
-def test_a_window_of_a_fraction_needs_no_longer_run():
+def test_a_window_given_as_a_fraction_does_not_prolong_the_run():
     predicate = alg.selective_backprop(start=0.5, end=0.9, full_every=0).predicate
     found = find_moments(predicate, batches_per_epoch=10, epochs=10)
     assert (found.batches_per_epoch, found.epochs) == (10, 10)
@@ -126,7 +126,7 @@ def test_a_window_of_a_fraction_needs_no_longer_run():
 
 @dataclass(frozen=True)
 class Counted(Predicate):
-    """Another predicate, with a list of what it was asked."""
+    """A wrapper of a predicate with a list of its evaluations."""
 
     inner: Predicate
     asked: list
@@ -149,7 +149,7 @@ class Counted(Predicate):
 
 
 @pytest.mark.parametrize(("time", "first", "most"), [(after("80000ba"), 80000, 100), (every("90ep"), 269, 2000)])
-def test_a_far_start_is_found_by_few_questions(time, first, most):
+def test_a_far_start_is_found_with_few_evaluations(time, first, most):
     asked = []
     found = find_moments(Counted(LOADED & time, asked), batches_per_epoch=3, epochs=4)
     assert found.acting[0] == first

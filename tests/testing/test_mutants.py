@@ -1,4 +1,4 @@
-"""Every mutant is found out by its law, where it is wrong; and every law has mutants, else it would be none."""
+"""Every mutant is detected by its law, at the place of the mistake; and every law has mutants that break it."""
 
 import pytest
 
@@ -92,11 +92,11 @@ PLACES = {
     (Event.EVAL_AFTER_FORWARD, "batch[1]"): "smooths_test_labels",
     (Event.EVAL_AFTER_FORWARD, "outputs"): "sharpens_outputs",
     (Event.PREDICT_BEFORE_FORWARD, INPUTS): "flips_when_predicting",
-    # It takes two events, so that no single one is guilty.
+    # The mistake needs two events, so no single one is blamed.
     (None, "loss"): "densifies_when_neutral",
     (None, WEIGHT): "counts_evaluations told_by_identity",
 }
-"""Mutants by where they are found: the event and the first leaf that differs, "" where no leaf is to blame."""
+"""Mutants by the place of detection: the event and the first leaf that differs, or "" without a leaf."""
 FOUND = {name: place for place, names in PLACES.items() for name in names.split()}
 FIRST = list({wrong.breaks: wrong for wrong in reversed(MUTANTS)}.values())
 """The first mutant of each law."""
@@ -110,20 +110,20 @@ FIRST = list({wrong.breaks: wrong for wrong in reversed(MUTANTS)}.values())
         for wrong in MUTANTS
     ],
 )
-def test_a_mutant_is_found_out_by_its_law_where_it_is_wrong(wrong):
+def test_a_mutant_is_detected_by_its_law_at_the_place_of_the_mistake(wrong):
     report = check(wrong.source, laws=[wrong.breaks], tasks=[wrong.task], neutral=wrong.source)
     outcome = report[wrong.breaks]
     violation = outcome.error
     assert isinstance(violation, LawViolation), outcome
     assert (violation.event, violation.path) == FOUND[wrong.name]
-    # Enough for its author to continue: whose algorithm, on which case, what the values were or why not, the way out.
+    # The author needs the algorithm's name, the case, the values or the reason why there are none, and the remedy.
     assert violation.values or violation.what
     event = violation.event.name if violation.event else ""
     for part in (wrong.name, event, violation.path, repr(violation.case), LAW[wrong.breaks].remedy):
         assert part in outcome.details
 
 
-def test_every_law_has_mutants_and_every_mutant_says_what_is_wrong():
+def test_every_law_has_mutants_and_every_mutant_describes_its_mistake():
     assert {wrong.breaks for wrong in [*MUTANTS, *WRONG]} == LAW.keys()
     assert len({wrong.name for wrong in MUTANTS}) == len(MUTANTS)
     assert all(wrong.make.__doc__ for wrong in MUTANTS)
@@ -143,7 +143,7 @@ def test_a_change_of_the_state_is_an_algorithm_at_its_events():
     assert made().apply(Event.BATCH_END, START) is END
 
 
-def test_a_change_may_ask_for_the_event():
+def test_a_change_may_take_the_event_as_an_argument():
     made = mutant("some_law", at=(Event.INIT, Event.BATCH_END))(
         lambda event, state: END if event is Event.INIT else state
     )

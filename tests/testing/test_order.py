@@ -1,4 +1,4 @@
-"""Pairs whose answer is known: which commute, by what they differ otherwise, and who decides."""
+"""Pairs with a known answer: whether they commute, their difference if not, and which rule decides their order."""
 
 import dataclasses
 import io
@@ -33,7 +33,7 @@ def edit(name: str, change: Callable[[State], State], *events: Event, **options:
 
 
 def scale(*events: Event, name: str = "scale", factor: float = 3.0, **options: object) -> Algorithm:
-    """Multiplies the parameters."""
+    """Return an algorithm that multiplies the parameters."""
 
     def change(state: State) -> State:
         return state.replace(params={key: factor * param for key, param in state.params.items()})
@@ -42,7 +42,7 @@ def scale(*events: Event, name: str = "scale", factor: float = 3.0, **options: o
 
 
 def shift(*events: Event, name: str = "shift", by: float = 2.0, **options: object) -> Algorithm:
-    """Adds to the parameters."""
+    """Return an algorithm that adds to the parameters."""
 
     def change(state: State) -> State:
         return state.replace(params={key: param + by for key, param in state.params.items()})
@@ -79,7 +79,7 @@ def test_scaling_and_adding_do_not_commute_by_the_closed_form() -> None:
     assert answer.path.startswith("params[") and "elements differ" in answer.what
     case = answer.counterexample
     assert case is not None and (case.num_batches, case.others, case.task) == (1, (), TASKS["vectors"])
-    # 3 (x + 2) - (3 x + 2) = 4, whatever x the step has come to.
+    # 3 (x + 2) - (3 x + 2) = 4 for every x.
     added_first, scaled_first = (answer.values[order] for order in ("shift before scale", "scale before shift"))
     assert added_first - scaled_first == pytest.approx(4.0, abs=1e-12)
     plain = case.step()(case.step().init(case.state(dtype=torch.float64)), case.batch(0, torch.float64))
@@ -112,7 +112,7 @@ def test_a_small_difference_is_within_the_tolerance() -> None:
     assert not commutes(ours, theirs, tolerance=1e-13, **FEW)
 
 
-def test_the_order_of_slots_and_metrics_is_no_difference() -> None:
+def test_the_order_of_slots_and_metrics_is_ignored() -> None:
     assert commutes(bystander("one"), bystander("two"), **FEW)
 
 
@@ -122,8 +122,8 @@ def test_label_smoothing_and_mixup_commute() -> None:
     assert answer and answer.events == (Event.INIT,)
 
 
-def test_two_that_put_back_what_they_changed_are_nested() -> None:
-    """Each restores the target at AFTER_LOSS; at other events than the one in question the pair stays nested."""
+def test_two_algorithms_that_restore_their_changes_are_nested() -> None:
+    """Each restores the target at AFTER_LOSS; at events other than the tested one the pair stays nested."""
     answer = commutes(label_smoothing(0.1), label_smoothing(0.2, name="other"), "after_loss", **FEW)
     assert answer.commutes is True  # inside Grad, edits of the batch are local: nothing reads the target again
     assert commutes(label_smoothing(0.1), label_smoothing(0.2, name="other"), "before_loss", **FEW).num_cases == 3
@@ -159,7 +159,7 @@ def test_an_evaluation_is_judged_by_its_outputs() -> None:
 
 
 def needs_flag() -> Algorithm:
-    """Reads the slot that `flag` makes at the same event."""
+    """Return an algorithm that reads the slot that `flag` makes at the same event."""
     return edit("reader", lambda state: state.replace(loss=state.loss + state.slots["flag"]), Event.AFTER_LOSS)
 
 
@@ -172,7 +172,7 @@ def flag() -> Algorithm:
     return Algorithm("flag", on(Event.AFTER_LOSS, Event.BEFORE_BACKWARD), apply)
 
 
-def test_an_error_in_one_order_alone_is_a_conflict() -> None:
+def test_an_error_in_only_one_order_is_a_conflict() -> None:
     answer = commutes(needs_flag(), flag(), **FEW)
     assert answer.commutes is False and answer.counterexample is not None
     assert answer.what == "fails with reader before flag alone, with KeyError: 'flag'"
@@ -180,7 +180,7 @@ def test_an_error_in_one_order_alone_is_a_conflict() -> None:
     assert "fails with reader before flag alone" in str(answer)
 
 
-def test_an_error_in_both_orders_is_no_answer() -> None:
+def test_an_error_in_both_orders_leaves_the_pair_undecided() -> None:
     def fail(state: State) -> State:
         raise OSError("no disk")
 
@@ -191,7 +191,7 @@ def test_an_error_in_both_orders_is_no_answer() -> None:
 
 
 @pytest.mark.slow
-def test_a_pair_that_fails_alike_everywhere_is_given_up_soon_and_a_companion_is_not_blamed() -> None:
+def test_a_pair_that_always_fails_alike_is_given_up_without_blaming_a_companion() -> None:
     def flatten(state: State) -> State:
         return state.replace(inputs=state.inputs.flatten()[:, None, None])
 
@@ -208,7 +208,7 @@ def test_a_pair_that_fails_alike_everywhere_is_given_up_soon_and_a_companion_is_
     assert answer.commutes is None and len(calls) < 9 * len(TASKS)
 
 
-def test_an_error_in_a_companion_is_the_pairs_doing() -> None:
+def test_an_error_in_a_companion_is_attributed_to_the_pair() -> None:
     def lose(state: State) -> State:
         if "companion.bystander" not in state.slots:
             raise OSError("nobody here")
@@ -219,7 +219,7 @@ def test_an_error_in_a_companion_is_the_pairs_doing() -> None:
     assert "the first with OSError: nobody here; the pair broke its company: the companion bystander fails" in reason
 
 
-def test_tasks_by_name() -> None:
+def test_tasks_are_given_by_name() -> None:
     assert commutes(noise("one"), noise("two"), tasks=["vectors"], max_examples=2).num_cases == 2
     assert conflicts([scale(), shift()], tasks=["vectors"], max_examples=2).undecided
     with pytest.raises(ValueError, match="did you mean 'vectors'"):
@@ -231,7 +231,7 @@ def test_a_task_that_one_refuses_gives_no_answer() -> None:
     assert answer.commutes is None and "both orders failed" in answer.reason and "embedding" in answer.reason
 
 
-def test_what_never_acts_together_outside_of_the_step_is_undecided() -> None:
+def test_a_pair_that_never_meets_outside_the_step_is_undecided() -> None:
     even = dataclasses.replace(scale(), match=on(Event.EPOCH_END) & every(2))
     odd = dataclasses.replace(shift(), match=on(Event.EPOCH_END) & ~every(2))
     answer = commutes(even, odd, **FEW)
@@ -263,7 +263,7 @@ def test_texts_name_algorithms() -> None:
     assert commutes("mixup(0)", "label_smoothing(0.1)").reason.startswith("they never both act")
 
 
-def test_nothing_is_printed_or_warned_and_global_generators_stay(capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed_or_warned_and_global_generators_are_unchanged(capfd: pytest.CaptureFixture[str]) -> None:
     def warn(state: State) -> State:
         warnings.warn("careful", stacklevel=1)
         return state
@@ -284,10 +284,10 @@ _MAKERS: Sequence[Callable[[], Algorithm]] = (
 
 @settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.nested_given])
 @given(st.tuples(st.sampled_from(_MAKERS), st.sampled_from(_MAKERS)), st.integers(0, 3))
-def test_the_answer_does_not_depend_on_who_is_named_first(pair, seed: int) -> None:
+def test_the_answer_does_not_depend_on_the_order_of_arguments(pair, seed: int) -> None:
     a, b = (make() for make in pair)
     if a.name == b.name:
-        b = dataclasses.replace(b, name="other")  # some of these then fail in any order: that has no side either
+        b = dataclasses.replace(b, name="other")  # some pairs then fail in any order, which is symmetric, too
     given: dict = {"max_examples": 2, "tasks": [TASKS["vectors"]], "seed": seed}
     first, second = commutes(a, b, **given), commutes(b, a, **given)
     assert first == second and str(first) == str(second)
@@ -301,7 +301,7 @@ def test_everything_commutes_with_identity(make: Callable[[], Algorithm]) -> Non
     for event in make().events:
         answer = commutes(make(), watcher, event, max_examples=2, tasks=[TASKS["vectors"]])
         assert answer.commutes is not False
-        assert answer or make is needs_flag  # which works in no company but one
+        assert answer or make is needs_flag  # it only works together with `flag`
 
 
 # conflicts
@@ -311,7 +311,7 @@ def decided(answer: Conflicts) -> list[tuple[Event, tuple[str, str], str | None]
     return [(meeting.event, meeting.order, meeting.decided_by) for meeting in answer.conflicting]
 
 
-def test_the_shipped_ones() -> None:
+def test_conflicts_of_shipped_algorithms() -> None:
     answer = conflicts([mixup(0.2), label_smoothing(0.1), whole_sb()], max_examples=3)
     order = ("selective_backprop", "mixup")
     assert decided(answer) == [(ON_LOADED, order, "sort_selective_backprop_first")]
@@ -333,7 +333,7 @@ def test_the_shipped_ones() -> None:
     [({"runs_before": "shift"}, ("scale", "shift")), ({"runs_after": "shift"}, ("shift", "scale"))],
 )
 @pytest.mark.parametrize("event", [Event.BATCH_END, Event.AFTER_TRAIN_BATCH])
-def test_a_constraint_decides(given: dict, order: tuple[str, str], event: Event) -> None:
+def test_a_constraint_decides_the_order(given: dict, order: tuple[str, str], event: Event) -> None:
     pair = [scale(event, **given), shift(event)]
     for listed in (pair, pair[::-1]):
         answer = conflicts(listed, **FEW)
@@ -341,7 +341,7 @@ def test_a_constraint_decides(given: dict, order: tuple[str, str], event: Event)
         assert answer.undecided == ()
 
 
-def test_nobody_decides_and_after_events_reverse_the_list() -> None:
+def test_without_a_rule_the_list_decides_reversed_at_after_events() -> None:
     for event, order in ((Event.BATCH_END, ("scale", "shift")), (Event.AFTER_TRAIN_BATCH, ("shift", "scale"))):
         answer = conflicts([scale(event), shift(event)], **FEW)
         assert decided(answer) == [(event, order, None)]
@@ -366,18 +366,18 @@ def test_the_pass_that_decides_is_named() -> None:
     pair = [scale(), shift()]
     by_pass = conflicts(pair, passes=(*DEFAULT_PASSES, shift_first), **FEW)
     assert decided(by_pass) == [(Event.BATCH_END, ("shift", "scale"), "shift_first")]
-    # A pass afterwards that turns the order around leaves it decided, the other way round.
+    # A later pass that reverses the order leaves it decided, the other way round.
     turned = conflicts(pair, passes=(shift_first, flip), **FEW)
     assert decided(turned) == [(Event.BATCH_END, ("scale", "shift"), "shift_first")]
     assert decided(conflicts(pair, passes=(flip,), **FEW)) == [(Event.BATCH_END, ("shift", "scale"), None)]
 
 
-def test_what_a_pass_drops_does_not_meet() -> None:
+def test_algorithms_that_a_pass_drops_do_not_meet() -> None:
     answer = conflicts([scale(), shift()], passes=[lambda algorithms, event: algorithms[:1]], **FEW)
     assert answer.meetings == () and answer.cell("scale", "shift") == "-"
 
 
-def test_cells_of_pairs_that_never_meet_and_that_nothing_tells_about() -> None:
+def test_cells_of_pairs_that_never_meet_or_are_unknown() -> None:
     def fail(state: State) -> State:
         raise OSError("no disk")
 
@@ -408,7 +408,7 @@ def test_impossible_lists_are_refused() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_differences_stand_below_and_fit_the_terminal(width: int) -> None:
+def test_the_differences_are_printed_below_and_fit_the_terminal(width: int) -> None:
     answer = conflicts([scale(), shift()], **FEW)
     below = answer.text(width).partition("decided by")[2]
     assert all(len(line) <= width for line in answer.text(width).splitlines())
@@ -444,7 +444,7 @@ def test_decided_pairs_and_the_passes_of_the_step_are_silent() -> None:
     pair = [scale(), shift()]
     warn_of_conflicts([scale(runs_before="shift"), shift()], **FEW)
     warn_of_conflicts(compose(loop_events, pair, passes=[shift_first]), **FEW)
-    warn_of_conflicts(compose([Event.BATCH_START], pair), **FEW)  # a program without the event
+    warn_of_conflicts(compose([Event.BATCH_START], pair), **FEW)  # its program lacks the event
     with pytest.warns(OrderWarning, match="scale and shift"):
         assert warn_of_conflicts(pair, **FEW) is pair
 
@@ -457,7 +457,7 @@ def test_answers_are_values() -> None:
     assert hash(answer) == hash(commutes(shift(), scale(), **FEW))
 
 
-def test_those_that_act_at_different_times_or_were_never_seen_to_meet_are_soon_told():
+def test_pairs_that_act_at_different_times_are_recognised_without_a_run():
     def apply(event: Event, state: State) -> State:
         del event
         return state

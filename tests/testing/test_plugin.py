@@ -1,4 +1,4 @@
-"""The decorator `laws`, in runs of pytest on files of a user's."""
+"""The decorator `laws`, in runs of pytest on users' files."""
 
 import textwrap
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import pytest
 from purecompose.testing import plugin
 
 
-assert plugin  # imported here, so that it outlives the runs within this process
+assert plugin  # imported here to remain loaded after the runs within this process
 pytest_plugins = ["pytester"]
 
 
@@ -90,24 +90,24 @@ def test_each_law_is_a_test_with_its_name(pytester) -> None:
     ]  # fmt: skip
     assert "LawViolation: the law deterministic is broken" in done.stdout
     assert "BATCH_END" in done.stdout and "closure" in done.stdout
-    # The author's own test is all of the traceback: no frame of the library or of Hypothesis.
+    # The traceback only shows the author's test: no frame of the library or of Hypothesis.
     assert "purecompose/testing" not in done.stdout and "hypothesis/core.py" not in done.stdout
     assert done.stdout.count("test_user.py:1") >= 1
 
 
-def test_selection_by_name(pytester) -> None:
+def test_laws_can_be_selected_by_name(pytester) -> None:
     done = run_pytest(pytester, GOOD_AND_BAD, "-k", "deterministic and good")
     assert done.returncode == 0 and lines_with(done.stdout, "PASSED") == ["test_good[deterministic]"]
 
 
 @pytest.mark.slow
-def test_a_run_in_several_processes(pytester) -> None:
+def test_laws_run_in_several_processes(pytester) -> None:
     pytest.importorskip("xdist")
     done = run_pytest(pytester, GOOD_AND_BAD, "-n", "2")
     assert "3 passed" in done.stdout and "1 failed" in done.stdout
 
 
-def test_a_body_that_does_not_call_the_law_tests_as_much(pytester) -> None:
+def test_a_test_body_that_does_not_call_the_law_still_tests_it(pytester) -> None:
     done = run_pytest(
         pytester,
         """
@@ -143,7 +143,7 @@ def test_bodies_fixtures_and_classes(pytester) -> None:
     assert "2 passed" in done.stdout, done.stdout
 
 
-def test_what_does_not_apply_is_skipped_and_what_cannot_be_judged_fails(pytester) -> None:
+def test_laws_that_do_not_apply_are_skipped_and_undecidable_ones_fail(pytester) -> None:
     done = run_pytest(
         pytester,
         """
@@ -177,6 +177,6 @@ def test_what_does_not_apply_is_skipped_and_what_cannot_be_judged_fails(pytester
     assert "vectors: TypeError: no such batch" in done.stdout
 
 
-def test_a_wrong_argument_is_told_when_the_file_is_imported(pytester) -> None:
+def test_a_wrong_argument_is_an_error_on_import(pytester) -> None:
     done = run_pytest(pytester, '@laws(good, laws=["determinstic"])\ndef test_good(law): law()')
     assert done.returncode == 2 and "did you mean 'deterministic'" in done.stdout

@@ -1,4 +1,4 @@
-"""The table of shipped algorithms: complete, and true in what it says of settings and tasks."""
+"""The table of shipped algorithms: complete, and correct about settings and tasks."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from purecompose.time.predicates import NEVER
 from tests.shipped_examples import examples
 
 
-# What comes of a task that an algorithm does not accept; methods on images all say the same.
+# Errors of algorithms on tasks that they do not accept; all methods on images have the same.
 NO_MIXING = (TypeError, r"the inputs are int64\[4, 5\], as token ids are")
 REFUSALS = {("mixup", "tokens"): NO_MIXING, ("mixup", "bf16_tokens"): NO_MIXING}
 NO_SEQUENCES = (TypeError, r"expected sequences, token ids as integers .* got (float32|float64|bfloat16)\[4, ")
@@ -87,9 +87,9 @@ def test_valid_settings_build_print_and_run(row, data):
     algorithm = data.draw(row.algorithms(task.kind))
     assert repr(algorithm).startswith(f"{row.name}(")
     if not collect(dict(algorithm.config), (Hparam, Product, Schedule)):  # pyright: ignore[reportArgumentType]
-        # What is made of literals alone prints as what makes it again.
+        # An algorithm made only of literals prints as an expression that rebuilds it.
         assert dict(Subject.of(repr(algorithm)).algorithm.config) == dict(algorithm.config)
-    # A single row that is cut to its first position may have nothing but an ignored label: a mean over nothing.
+    # A single row that is cut to its first position may only have an ignored label, and then the mean is empty.
     case = data.draw(cases([task], algorithm).filter(lambda case: case.batch_size > 1))
     assert torch.isfinite(loss_after_a_step(algorithm, case))
 
@@ -97,13 +97,13 @@ def test_valid_settings_build_print_and_run(row, data):
 @pytest.mark.parametrize("row", SHIPPED.values(), ids=SHIPPED)
 @settings(max_examples=3)
 @given(data=st.data())
-def test_settings_for_vectors_serve_every_task(row, data):
+def test_settings_for_vectors_work_on_every_task(row, data):
     algorithm, name = data.draw(row.algorithms()), data.draw(st.sampled_from(row.accepted))
     assert torch.isfinite(loss_after_a_step(algorithm, Case(TASKS[name])))
 
 
 def test_edge_values_are_among_the_settings():
-    """Found by search, so that a strategy that stops to draw them is noticed."""
+    """They are found by search, so that a strategy that no longer draws them is noticed."""
 
     def drawn(name, kind, condition):
         return find(SHIPPED[name].settings_for(kind), condition, settings=settings(max_examples=1000, database=None))

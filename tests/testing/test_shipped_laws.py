@@ -13,7 +13,7 @@ each_example = pytest.mark.parametrize(("row", "source"), examples())
 each_law = pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 
 
-@functools.cache  # which tasks an algorithm accepts is tried out once, not for each law
+@functools.cache  # the accepted tasks of an algorithm are determined once, not for each law
 def trials_of(row, source, max_examples, seed):
     return trials(source, neutral=row.neutral, tasks=row.accepted, max_examples=max_examples, seed=seed)
 
@@ -28,7 +28,7 @@ def check_kept(law, prepared):
     ("row", "source", "law"),
     [
         # One law in twelve of each method, and one method in twelve of each law; all of them in the slow tests. The law
-        # that counts what grows over hundreds of steps takes as long as all others.
+        # `memory_bounded`, which needs hundreds of steps, takes as long as all others together.
         pytest.param(row, source, law, marks=[] if is_quick else pytest.mark.slow, id=f"{law.name}-{source}")
         for number, row in enumerate(SHIPPED.values())
         for source in row.examples

@@ -1,4 +1,4 @@
-"""Every two shipped methods in one step: they train together, twice to the same bits, and continue exactly."""
+"""Every two shipped methods train together in one step, reproducibly, and resume exactly."""
 
 import itertools
 import warnings
@@ -14,10 +14,10 @@ from tests.testing.mixed_tasks import MIXED_TASKS
 
 NUM_STEPS = 20
 
-# One pair in so many is among the quick tests.
+# One pair in QUICK is among the quick tests.
 QUICK = 20
 
-# On which task a pair is tried: the first that both accept; where there is none, one with layers for both.
+# A pair is tried on the first task that both accept, or else on one with layers for both.
 ORDER = ("images", "tokens", "vectors", "bf16_images", "bf16_tokens")
 
 SEQUENCES = ("alibi", "seq_length_warmup")
@@ -36,7 +36,7 @@ def task_of(first: Row, second: Row) -> Task:
 
 ROWS = [row for row in SHIPPED.values() if not row.is_alone]
 EVERY_PAIR = list(itertools.combinations(ROWS, 2))
-# What has nothing to act on together: images are not sequences, and batch statistics have no gradient for each example.
+# Pairs without a common task: images are not sequences, and batch statistics have no per-example gradients.
 REFUSED = [
     *[{first, second} for first in SEQUENCES for second in IMAGES],
     {"ghost_batchnorm", "per_example_clipping"},
@@ -51,7 +51,7 @@ PAIRS = [
 
 
 def start(first: Row, second: Row, task: Task) -> tuple[Step, State]:
-    # ALiBi's first example cuts sequences into several, which mixed targets are not cut with; its second does not.
+    # ALiBi's first example cuts sequences into several, which mixed targets do not support; its second does not.
     number = -1 if {first.name, second.name} == {"alibi", "mixup"} else 0
     algorithms = [Subject.of(row.examples[number]).algorithm for row in (first, second)]
     step = compose(loop_events, algorithms, microbatches=2)
@@ -69,13 +69,13 @@ def run(step: Step, state: State, task: Task, numbers: range) -> State:
 def test_two_methods_train_together(first: Row, second: Row) -> None:
     task = task_of(first, second)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what a method says of the other's layers, it says in a test of its own
+        warnings.simplefilter("ignore")  # warnings about the other method's layers have separate tests
         step, state = start(first, second, task)
         before = state.copy()
         middle = run(step, state, task, range(NUM_STEPS // 2))
         end = run(step, middle, task, range(NUM_STEPS // 2, NUM_STEPS))
         assert not tree.diff(before, state)
-        # From a copy of the middle: nothing that the rest needs lives outside of the state.
+        # Continue from a copy of the middle state: the rest must not need anything outside of the state.
         again = run(start(first, second, task)[0], middle.copy(), task, range(NUM_STEPS // 2, NUM_STEPS))
     assert not tree.diff(end, again)
     assert end.loss is not None and torch.isfinite(end.loss)
@@ -83,7 +83,7 @@ def test_two_methods_train_together(first: Row, second: Row) -> None:
 
 
 @pytest.mark.parametrize("names", REFUSED, ids=lambda names: ", ".join(sorted(names)))
-def test_what_has_nothing_to_act_on_together_is_refused(names: set[str]) -> None:
+def test_pairs_without_a_common_task_are_refused(names: set[str]) -> None:
     first, second = sorted(names)
     task = MIXED_TASKS["images"]
     with pytest.raises((TypeError, ValueError), match="expected sequences|treats each example separately"):

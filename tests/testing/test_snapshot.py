@@ -30,7 +30,7 @@ def template(case: Case) -> State:
 
 @given(cases())
 @settings(max_examples=10)
-def test_a_state_comes_back_whole_into_one_with_other_values(case: Case) -> None:
+def test_a_snapshot_restores_a_state_with_other_values(case: Case) -> None:
     state = after_steps(case)
     loaded = from_bytes(to_bytes(state), like=template(case))
     assert tree.equal(loaded, state)
@@ -38,7 +38,7 @@ def test_a_state_comes_back_whole_into_one_with_other_values(case: Case) -> None
     assert loaded.context == state.context
 
 
-def test_the_frozen_names_come_back() -> None:
+def test_the_frozen_names_are_restored() -> None:
     state = Case().state().replace(frozen=frozenset({"0.weight"}))
     loaded = from_bytes(to_bytes(state), like=Case().state())
     assert loaded.context.trainable == state.context.trainable == ("0.bias", "3.weight", "3.bias")
@@ -51,7 +51,7 @@ def test_the_run_keeps_the_templates_length() -> None:
     assert (loaded.timestamp.batch, loaded.timestamp.epoch, loaded.timestamp.batch_in_epoch) == (3, 1, 1)
 
 
-def test_memory_formats_stay() -> None:
+def test_memory_formats_are_kept() -> None:
     state = Case().state()
     slot = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     state = state.replace(slots={"a": slot, "b": torch.ones(1).expand(4)})
@@ -87,7 +87,7 @@ def test_leaves_that_do_not_fit_are_named(saved: State, like: State, complaint: 
         from_bytes(to_bytes(saved), like=like)
 
 
-def test_what_is_neither_tensor_nor_plain_is_not_saved() -> None:
+def test_values_other_than_tensors_and_plain_data_are_not_saved() -> None:
     with pytest.raises(SnapshotError, match=r"state.slots\['method'\]\['a'\] holds object"):
         to_bytes(with_slot(a=object()))
     with pytest.raises(SnapshotError, match="state.metrics/m holds object"):
@@ -95,7 +95,7 @@ def test_what_is_neither_tensor_nor_plain_is_not_saved() -> None:
 
 
 class Spy:
-    """Would be run by a careless unpickler."""
+    """An object that a careless unpickler would execute."""
 
     ran = False
 
@@ -111,7 +111,7 @@ def test_nothing_is_executed_on_loading() -> None:
     assert not Spy.ran
 
 
-def test_other_bytes_are_refused() -> None:
+def test_bytes_that_are_not_a_snapshot_are_refused() -> None:
     buffer = io.BytesIO()
     torch.save({"leaves": {}}, buffer)
     for data in (b"", b"abc", buffer.getvalue(), to_bytes(Case().state())[:-300]):

@@ -1,4 +1,4 @@
-"""Strategies: what they draw is valid, varied enough, and shrinks to the plainest thing."""
+"""Strategies: their examples are valid, varied enough, and shrink to the simplest one."""
 
 import time
 from typing import Any
@@ -27,7 +27,7 @@ def smallest(drawn: st.SearchStrategy[Any], condition=lambda value: True) -> Any
 
 
 def sample(drawn: st.SearchStrategy[Any], count: int = 100) -> list[Any]:
-    """What is drawn, the same in every run."""
+    """Return drawn examples, the same in every run."""
     found = []
 
     @settings(max_examples=count, database=None, derandomize=True, phases=[Phase.generate])
@@ -68,7 +68,7 @@ def test_counters_fit_each_other(point):
         assert point.iteration == 0 and point.epoch_in_iteration == point.epoch
 
 
-def test_timestamps_shrink_to_the_start_and_come_everywhere():
+def test_timestamps_shrink_to_the_start_and_cover_the_run():
     assert smallest(strategy.timestamps()) == Timestamp(run=RunLength("1ep"))
     run_length = RunLength("2ep", batches_per_epoch=4)
     assert smallest(strategy.timestamps(run_length), lambda point: point.epoch == 1).batch == 4
@@ -99,7 +99,7 @@ def point_state(point: Timestamp) -> Any:
     return type("Moment", (), {"timestamp": point})
 
 
-def test_predicates_are_of_all_forms():
+def test_predicates_cover_all_forms():
     assert smallest(strategy.predicates()) == on(Event.AFTER_DATALOADER)
     drawn = [repr(predicate) for predicate in sample(strategy.predicates(), 300)]
     for part in ("after(", "before(", "every(", "epoch_ends", "in_epoch", " & ", " | ", "~"):
@@ -166,7 +166,7 @@ def test_states_vary_and_shrink():
     assert late.timestamp.batch == 2
 
 
-def test_states_hold_the_slots_of_algorithms():
+def test_states_contain_the_slots_of_algorithms():
     counter = pc.Algorithm(
         "counter",
         on(Event.INIT),
@@ -189,7 +189,7 @@ def test_an_algorithm_shrinks_to_common_settings():
     assert repr(smallest(strategy.algorithms("mixup"))) == "mixup(alpha=0.2, interpolate_loss=False)"
 
 
-def test_algorithms_are_those_that_the_task_accepts():
+def test_drawn_algorithms_are_accepted_by_the_task():
     drawn = {algorithm.name for algorithm in sample(strategy.algorithms(task=TASKS["tokens"]), 300)}
     assert drawn == {name for name, row in SHIPPED.items() if row.accepts(TASKS["tokens"])} >= {"label_smoothing"}
     assert "mixup" not in drawn
@@ -241,7 +241,7 @@ def has_own_k(program):
 # Cases
 
 
-def test_cases_shrink_to_the_plainest():
+def test_cases_shrink_to_the_simplest():
     assert smallest(strategy.cases()) == Case(batch_size=2, num_batches=1, batches_per_epoch=1, epochs=3)
     found = smallest(strategy.cases(), lambda case: case.microbatches > 1 and case.others)
     expected = Case(microbatches=2, others=("bystander",), batch_size=2, batches_per_epoch=1, epochs=3)
@@ -251,7 +251,7 @@ def test_cases_shrink_to_the_plainest():
 
 
 @given(strategy.cases())
-def test_cases_leave_room_for_what_laws_do_after_their_steps(case):
+def test_cases_leave_room_for_the_further_steps_of_laws(case):
     assert case.start + 2 * case.num_batches + 1 <= case.epochs * case.batches_per_epoch
 
 
@@ -288,7 +288,7 @@ def test_most_cases_let_the_algorithm_act(algorithm):
 
 
 def fires(algorithm: pc.Algorithm, case: Case) -> bool:
-    """Whether it acts at its rarest event in the case's steps, by the matcher alone."""
+    """Return whether it acts at its rarest event in the case's steps, according to the matcher."""
     rarest = Event.BATCH_END if algorithm.name in ("rare_end", "plain") else Event.AFTER_DATALOADER
     step, now = case.step(algorithm), case.state().timestamp
     for _ in range(case.num_batches):
@@ -311,4 +311,4 @@ def test_an_example_takes_a_few_milliseconds(name):
     drawn = getattr(strategy, name)()
     begun = time.process_time()
     count = len(sample(drawn))
-    assert (time.process_time() - begun) / count < 0.3  # a hundred times what it is on a quiet machine
+    assert (time.process_time() - begun) / count < 0.3  # a hundred times the duration on an idle machine

@@ -1,4 +1,4 @@
-"""The laws of absence: what they show, and that they are fair to what they do not concern."""
+"""The laws of absence: their reports, and that they ignore algorithms they do not concern."""
 
 import dataclasses
 
@@ -22,31 +22,31 @@ from tests.testing.mutants.absence import forgets_everything, splits_the_key_at_
 CASE = Case(seed=3, batch_size=6, num_batches=2, microbatches=2, others=("noise", "shrink"), place=1)
 
 
-def test_what_a_mutant_changed_is_named() -> None:
+def test_the_leaf_that_a_mutant_changed_is_named() -> None:
     with pytest.raises(LawViolation) as caught:
         draws_independent(splits_the_key_at_init(), CASE)
     assert (caught.value.event, caught.value.path) == (Event.INIT, "key")
     assert list(caught.value.values) == ["at the start", "afterwards"] and caught.value.values["at the start"] == 3
 
 
-def test_slots_of_others_are_seen_by_the_witnesses() -> None:
+def test_witnesses_detect_changes_of_other_algorithms_slots() -> None:
     with pytest.raises(LawViolation, match="slots.'early_witness'"):
         draws_independent(forgets_everything(), CASE)
 
 
-def test_an_algorithm_out_of_its_time_is_absent_but_can_act() -> None:
+def test_an_algorithm_outside_its_period_is_absent_but_can_act() -> None:
     late = alg.selective_backprop(start=0.9, end=1.0, full_every=0)
     assert absent_when_unmatched(late, CASE)
     assert not draws_independent(bystander("late"), dataclasses.replace(CASE, num_batches=0))
 
 
-def test_what_never_matches_is_nothing_to_be_absent() -> None:
+def test_the_law_of_absence_exempts_algorithms_that_never_match() -> None:
     assert not absent_when_unmatched(identity(), CASE)
     assert absent_when_unmatched.exempt(identity()) == draws_independent.exempt(identity())
     assert neutral_setting.exempt(identity()) is None
 
 
-def test_what_acts_at_init_alone_is_exempt() -> None:
+def test_an_algorithm_that_only_acts_at_init_is_exempt() -> None:
     orthogonal = Algorithm("orthogonal", on(Event.INIT), lambda event, state: state)
     assert "INIT only" in (absent_when_unmatched.exempt(orthogonal) or "")
     assert absent_when_unmatched.exempt(alg.mixup()) is None

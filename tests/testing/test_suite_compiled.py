@@ -1,4 +1,4 @@
-"""compiled_agrees: what it shows, what is nobody's fault, and how it sees to it that there is something to see."""
+"""compiled_agrees: its reports, differences that are not the algorithm's fault, and its choice of cases."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ MUTANT = {mutant.name: mutant for mutant in MUTANTS}
 
 
 def at(events, fn, name="subject", **options):
-    """An algorithm that applies `fn` at an event, or where a predicate says."""
+    """Return an algorithm that applies `fn` at an event, or where a predicate holds."""
     match = on(events) if isinstance(events, Event) else events
     return Algorithm(name, match, lambda _, state: fn(state), **options)
 
@@ -71,7 +71,7 @@ def test_lawful_algorithms_agree(algorithm, seed, num_slices):
     assert compiled_agrees(algorithm, Case(seed=seed, num_batches=2, microbatches=num_slices)) is True
 
 
-def test_neutral_settings_are_exempt_and_nothing_is_judged_where_nothing_acts():
+def test_neutral_settings_are_exempt_and_inactive_algorithms_are_not_judged():
     assert compiled_agrees.exempt(alg.mixup(0)) == "its settings are neutral: it never acts"
     assert compiled_agrees.exempt(at(Event.BATCH_START, lambda state: state, host=True)) is None
     assert compiled_agrees(identity(), Case()) is False
@@ -80,7 +80,7 @@ def test_neutral_settings_are_exempt_and_nothing_is_judged_where_nothing_acts():
 
 
 class Reading(nn.Module):
-    """A network that no graph can hold."""
+    """A network that cannot be traced."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ def test_a_network_that_cannot_be_traced_is_not_the_algorithms_fault():
     assert compiled_agrees(alg.label_smoothing(0.1), Case(task=task)) is False
 
 
-def test_what_a_plain_step_raises_is_no_violation():
+def test_an_error_of_the_plain_step_is_not_a_violation():
     def fail(state):
         raise KeyError("a mistake of another kind")
 
@@ -103,7 +103,7 @@ def test_what_a_plain_step_raises_is_no_violation():
         compiled_agrees(at(Event.BATCH_START, fail), Case())
 
 
-# What breaks it
+# Violations
 
 
 @pytest.mark.parametrize("seed", [0, 3], ids=["donated in parts", "kept"])
@@ -115,7 +115,7 @@ def test_mistakes_that_other_laws_see_too_would_be_baked_in(name, seed):
         compiled_agrees(MUTANT[name].source, Case(seed=seed, num_batches=2))
 
 
-def test_what_cannot_be_traced_is_told_with_event_and_torchs_reason():
+def test_untraceable_code_is_reported_with_its_event_and_torchs_reason():
     with pytest.raises(LawViolation, match="raised only where the step is compiled: TraceError") as caught:
         compiled_agrees(at(Event.AFTER_TRAIN_BATCH, by_value), Case())
     assert caught.value.event is Event.AFTER_TRAIN_BATCH
@@ -151,7 +151,7 @@ def test_integers_agree_exactly():
     assert caught.value.path == "metrics['value']"
 
 
-def test_what_an_earlier_run_left_in_a_closure_is_not_there():
+def test_values_left_in_a_closure_by_an_earlier_run_are_removed():
     cached = MUTANT["weights_in_a_cache"]
     algorithm = cached()
     case = Case(task=TASKS["images"])
@@ -164,7 +164,7 @@ def test_what_an_earlier_run_left_in_a_closure_is_not_there():
 # Choices on the edge
 
 
-def test_a_choice_that_rounding_tips_ends_the_comparison(monkeypatch):
+def test_a_choice_that_rounding_flips_ends_the_comparison(monkeypatch):
     """The compiled run gets rounded params; choosing between them and the exact ones is not a fault."""
     plain = compiled.compile_step
 
@@ -187,16 +187,16 @@ def test_a_choice_that_rounding_tips_ends_the_comparison(monkeypatch):
         is_above = (state.params["0.weight"].to(first) > first).any()
         return scaled(state, torch.where(is_above, 0.9, 1.0).to(first))
 
-    # At the very first step the params are where the choice tips.
+    # At the very first step the params are where the choice flips.
     assert compiled_agrees(at(Event.BATCH_START, tipped), Case()) is False
     assert compiled_agrees(at(Event.BATCH_END, by_clock), Case()) is True
 
 
-# How it looks
+# Options of the compiled step
 
 
 def options_of(monkeypatch, seed):
-    """The options of the compiled step, and the step after the law has run."""
+    """Return the options of the compiled step, and the step after the law has run."""
     made = []
     plain = compiled.compile_step
 
@@ -214,7 +214,7 @@ def test_the_seed_decides_on_donation(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_step_has_parts_and_variants_whose_graphs_serve_again(monkeypatch, seed):
+def test_the_step_has_parts_and_variants_whose_graphs_are_reused(monkeypatch, seed):
     step, _ = options_of(monkeypatch, seed)
     variants = step.variants()
     assert len({variant.segment for variant in variants}) == 3
@@ -222,7 +222,7 @@ def test_the_step_has_parts_and_variants_whose_graphs_serve_again(monkeypatch, s
 
 
 @pytest.mark.parametrize("seed", [2, 3])
-def test_or_it_is_one_graph_as_most_steps_are(monkeypatch, seed):
+def test_without_parts_the_step_is_one_graph_as_most_steps_are(monkeypatch, seed):
     step, _ = options_of(monkeypatch, seed)
     assert [variant.hits for variant in step.variants()] == [4]
 
@@ -237,7 +237,7 @@ def test_donation_is_real_in_the_law(monkeypatch):
     assert twice.params["0.weight"].isfinite().all()
 
 
-def test_narrowed_subjects_are_made_anew_as_narrow():
+def test_a_narrowed_subject_is_rebuilt_with_its_narrowed_events():
     subject = Subject.of("mixup(0.2)")
     narrow = subject.only_at(Event.BEFORE_LOSS)
     made = narrow.made_anew()

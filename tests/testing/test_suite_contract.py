@@ -1,4 +1,4 @@
-"""The laws of the contract: what they show, and what they allow."""
+"""The laws of the contract: their reports, and what they allow."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.testing.mutants.contract import late_slot, widens_params
 LAWS = [structure_kept, own_slot, buffers_kept, init_once]
 
 
-def test_forms_are_shown_before_and_after() -> None:
+def test_shapes_are_shown_before_and_after() -> None:
     with pytest.raises(LawViolation) as caught:
         structure_kept(widens_params(), Case())
     assert caught.value.values == {"before": "float32[6, 4]", "after": "float64[6, 4]"}
@@ -37,7 +37,7 @@ def test_a_slot_may_have_a_temporary_part_within_the_step() -> None:
     assert structure_kept(Algorithm("passing", events, apply), Case(num_batches=2))
 
 
-def test_the_loss_keeps_its_form() -> None:
+def test_the_loss_keeps_its_shape_and_dtype() -> None:
     def apply(event, state):
         del event
         return state.replace(loss=state.loss.double())
@@ -47,7 +47,7 @@ def test_the_loss_keeps_its_form() -> None:
     assert (caught.value.path, caught.value.event) == ("loss", Event.AFTER_TRAIN_BATCH)
 
 
-def test_an_hparam_that_it_names_is_its_own() -> None:
+def test_an_algorithm_may_change_an_hparam_that_it_names() -> None:
     def apply(event, state):
         del event
         return state.replace(hparams={**state.hparams, "lr": state.hparams["lr"] * 0.5})
@@ -65,7 +65,7 @@ def test_the_companion_itself_keeps_the_laws() -> None:
     assert all([law(bystander(), case) for law in LAWS])
 
 
-def test_what_gives_no_evidence() -> None:
+def test_algorithms_that_give_no_evidence() -> None:
     idle = Algorithm("idle", on(Event.EVAL_BATCH_START), lambda event, state: state)
     assert [law(idle, Case()) for law in (structure_kept, own_slot, buffers_kept)] == [False] * 3
     shrinks = Algorithm("nothing", on(Event.BATCH_END), lambda event, state: state)

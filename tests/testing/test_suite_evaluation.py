@@ -1,4 +1,4 @@
-"""The laws about leaks: kept by averaged weights and by what is put back, and what they show."""
+"""The laws about leaks: averaged weights and restored changes keep them; and their reports."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ SPANNED = (Event.EVAL_START, Event.PREDICT_START)
 
 
 def ema() -> Algorithm:
-    """Averages the weights and evaluates with the averages."""
+    """Return an algorithm that averages the weights and evaluates with the averages."""
 
     def apply(event: Event, state: State) -> State:
         if event in SPANNED:
@@ -36,7 +36,7 @@ def ema() -> Algorithm:
 
 
 def weight_noise(closing: Event = Event.AFTER_FORWARD) -> Algorithm:
-    """Perturbs the weights for the forward pass, and puts the kept ones back."""
+    """Return an algorithm that perturbs the weights for the forward pass and restores the kept ones."""
 
     def apply(event: Event, state: State) -> State:
         if event is Event.BEFORE_FORWARD:
@@ -67,7 +67,7 @@ def test_a_leak_into_training_names_the_runs() -> None:
     ]
 
 
-def test_what_replaced_the_targets_is_told_with_its_events() -> None:
+def test_replaced_targets_are_reported_with_their_event() -> None:
     with pytest.raises(LawViolation, match="float32.* and .*int64") as caught:
         pairs_undone(restores_by_argmax(), dataclasses.replace(CASE, task=TASKS["soft"]))
     assert caught.value.event is Event.AFTER_LOSS and caught.value.path == "batch[1]"
@@ -83,7 +83,7 @@ def test_algorithms_without_a_pair_are_exempt(algorithm: Algorithm) -> None:
     assert "never" in (pairs_undone.exempt(identity()) or "")
 
 
-def test_weights_that_the_optimizer_moves_are_no_concern_of_a_pair() -> None:
+def test_weights_that_the_optimizer_updates_need_not_be_restored_by_a_pair() -> None:
     def apply(event: Event, state: State) -> State:
         factor = 2.0 if event is Event.BATCH_START else 0.5
         return state.replace(params={name: param * factor for name, param in state.params.items()})
@@ -91,7 +91,7 @@ def test_weights_that_the_optimizer_moves_are_no_concern_of_a_pair() -> None:
     assert not pairs_undone(Algorithm("scaled", on(Event.BATCH_START, Event.BATCH_END), apply), CASE)
 
 
-def test_what_is_changed_at_the_closing_event_alone_may_stay() -> None:
+def test_a_change_made_only_at_the_closing_event_may_remain() -> None:
     def apply(event: Event, state: State) -> State:
         return state.replace(inputs=2 * state.inputs) if event is Event.AFTER_FORWARD else state
 

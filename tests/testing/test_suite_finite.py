@@ -1,4 +1,4 @@
-"""stays_finite: what becomes NaN is named, and what the plain step does by itself is nobody's fault."""
+"""stays_finite: leaves that become NaN are named, and NaNs of the plain step are not the algorithm's fault."""
 
 import dataclasses
 
@@ -24,13 +24,13 @@ def test_lawful_algorithms_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
-def test_what_becomes_nan_is_named_with_event_and_leaf(factor: float) -> None:
+def test_a_leaf_that_becomes_nan_is_named_with_its_event(factor: float) -> None:
     with pytest.raises(LawViolation) as caught:
         stays_finite(decay_by(factor), Case())
     assert (caught.value.event, caught.value.path) == (Event.BATCH_END, "params['0.weight']")
 
 
-def test_a_loss_that_is_not_finite() -> None:
+def test_a_loss_that_is_not_finite_is_a_violation() -> None:
     def apply(event: Event, state: State) -> State:
         del event
         assert state.loss is not None
@@ -40,7 +40,7 @@ def test_a_loss_that_is_not_finite() -> None:
         stays_finite(Algorithm("lossy", on(Event.BATCH_END), apply), Case())
 
 
-def test_a_task_that_is_not_finite_by_itself_is_no_fault() -> None:
+def test_a_task_that_is_not_finite_by_itself_is_not_a_violation() -> None:
     plain = TASKS["vectors"]
 
     def batch(seed: int, size: int):

@@ -1,4 +1,4 @@
-"""The laws of matching: what they show, and what they allow."""
+"""The laws of matching: their reports, and what they allow."""
 
 from dataclasses import dataclass
 
@@ -43,13 +43,13 @@ def test_a_match_by_kept_losses_is_found_once_a_loss_rises() -> None:
     [(match_pure, matches_by_loss, MatchError), (time_from_clock, reads_timestamp, SealedTimeError)],
     ids=["match", "apply"],
 )
-def test_a_read_value_is_told_by_the_librarys_own_errors(law: Law, wrong: Mutant, error: type[Exception]) -> None:
+def test_reading_a_value_is_reported_by_the_librarys_errors(law: Law, wrong: Mutant, error: type[Exception]) -> None:
     with pytest.raises(LawViolation) as caught:
         law(wrong(), Case())
     assert isinstance(caught.value.__cause__, error)
 
 
-def test_answers_are_shown_with_what_they_are() -> None:
+def test_answers_are_shown_with_their_meaning() -> None:
     with pytest.raises(LawViolation) as caught:
         match_pure(matches_by_key(), Case(seed=4))
     assert caught.value.values == {"for one state": True, "for another seed's, of equal shapes": False}
@@ -58,7 +58,7 @@ def test_answers_are_shown_with_what_they_are() -> None:
 
 @dataclass(frozen=True)
 class _Forgetful(Predicate):
-    """Every second batch; but it says of any stretch that nothing changes in it."""
+    """A predicate for every second batch that wrongly reports each stretch of batches as constant."""
 
     @property
     def is_timed(self) -> bool:
@@ -90,7 +90,7 @@ def test_time_by_schedule_predicates_and_clock_is_lawful(case: Case) -> None:
 
     algorithm = Algorithm("lawful", on(Event.AFTER_TRAIN_BATCH, Event.BATCH_END) & every(2), apply)
     assert match_pure(algorithm, case) == (case.epochs * case.batches_per_epoch > 1)
-    time_from_clock(algorithm, case)  # raises nothing; a case of one step may lie between the times
+    time_from_clock(algorithm, case)  # raises nothing; a case of one step may be between the times
 
 
 def test_match_by_shapes_is_lawful() -> None:
@@ -102,7 +102,7 @@ def test_match_by_shapes_is_lawful() -> None:
     assert match_pure(algorithm, Case(batch_size=2)) is False
 
 
-def test_who_is_exempt() -> None:
+def test_host_and_neutral_algorithms_are_exempt() -> None:
     host = Algorithm("host", on(Event.BATCH_END), lambda event, state: state, host=True)
     assert match_pure.exempt(host) is None and "host" in (time_from_clock.exempt(host) or "")
     assert all(law.exempt(identity()) is not None for law in LAWS)

@@ -1,4 +1,4 @@
-"""The laws of numbers: what they show, how small an error they see, and that they do not cry wolf."""
+"""The laws of numbers: their reports, the smallest errors they detect, and that they raise no false alarms."""
 
 from typing import Any
 
@@ -18,12 +18,12 @@ LAWS = (microbatches_agree, ranks_agree, vmap_agrees, gradient_exact)
 
 
 def at(event, fn, name="subject", **options):
-    """An algorithm that applies `fn` at one event."""
+    """Return an algorithm that applies `fn` at one event."""
     return Algorithm(name, on(event), lambda _, state: fn(state), **options)
 
 
 def looking():
-    """A list, and an algorithm that appends the number of examples to it at BEFORE_FORWARD."""
+    """Return a list, and an algorithm that appends the number of examples to it at BEFORE_FORWARD."""
     seen = []
 
     def look(state):
@@ -34,7 +34,7 @@ def looking():
 
 
 def scaled_grads(factor):
-    """An algorithm that multiplies the gradients by `factor(state)`."""
+    """Return an algorithm that multiplies the gradients by `factor(state)`."""
     return at(
         Event.AFTER_TRAIN_BATCH,
         lambda state: state.replace(grads={key: factor(state) * grad for key, grad in state.grads.items()}),
@@ -42,7 +42,7 @@ def scaled_grads(factor):
 
 
 def scaled_params(factor):
-    """An algorithm that multiplies the params by `factor(state)` after the update."""
+    """Return an algorithm that multiplies the params by `factor(state)` after the update."""
     return at(
         Event.BATCH_END,
         lambda state: state.replace(params={key: factor(state) * param for key, param in state.params.items()}),
@@ -50,7 +50,7 @@ def scaled_params(factor):
 
 
 def values_of(violation: LawViolation) -> Any:
-    """The two values that a violation shows."""
+    """Return the two values that a violation shows."""
     first, second = violation.values.values()
     return first, second
 
@@ -59,7 +59,7 @@ def values_of(violation: LawViolation) -> Any:
 
 
 @pytest.mark.parametrize("law", LAWS, ids=repr)
-def test_neutral_settings_are_exempt_and_nothing_is_judged_where_nothing_acts(law):
+def test_neutral_settings_are_exempt_and_inactive_algorithms_are_not_judged(law):
     assert law.exempt(alg.mixup(0)) == "its settings are neutral: it never acts"
     assert law.exempt(alg.mixup(0.2)) is None
     assert law(identity(), Case()) is False
@@ -76,7 +76,7 @@ def test_host_algorithms_may_read_values(law):
 
 
 @pytest.mark.parametrize("law", LAWS, ids=repr)
-def test_what_a_plain_step_raises_is_no_violation(law):
+def test_an_error_of_the_plain_step_is_not_a_violation(law):
     def fail(state):
         raise KeyError("a mistake of another kind")
 
@@ -85,7 +85,7 @@ def test_what_a_plain_step_raises_is_no_violation(law):
 
 
 class Mixing(nn.Module):
-    """Its outputs depend on the whole batch, on a value, and on no derivative: no law of numbers holds for it."""
+    """A network for which no law of numbers holds: its outputs use the whole batch, a value, and no derivative."""
 
     def __init__(self):
         super().__init__()
@@ -129,20 +129,20 @@ def test_a_broken_law_is_found_in_float32_too():
 
 
 @pytest.mark.parametrize("given_number, taken", [(1, 2), (2, 2), (3, 3)])
-def test_the_cases_microbatches_are_taken_or_two(given_number, taken):
+def test_the_microbatches_of_the_case_are_used_or_else_two(given_number, taken):
     sizes, look = looking()
     assert microbatches_agree(look, Case(batch_size=6, microbatches=given_number))
     assert sizes == [6] + taken * [6 // taken]
 
 
-def test_batch_norm_is_out_of_the_way_and_the_rest_of_the_network_is_judged():
+def test_batch_norm_is_disabled_and_the_rest_of_the_network_is_judged():
     case = Case(task=TASKS["images"], batch_size=4)
     assert microbatches_agree(alg.label_smoothing(0.1), case)
     with pytest.raises(LawViolation, match="grads"):
         microbatches_agree(at(Event.BEFORE_FORWARD, lambda s: s.replace(inputs=s.inputs - s.inputs.mean(0))), case)
 
 
-def test_an_error_in_slices_alone_breaks_the_law():
+def test_an_error_only_in_slices_breaks_the_law():
     weights = torch.linspace(0, 1, 4)[:, None]
     weighted = at(Event.BEFORE_FORWARD, lambda state: state.replace(inputs=state.inputs * weights))
     with pytest.raises(LawViolation, match="raised only with 2 microbatches: RuntimeError") as caught:
@@ -151,7 +151,7 @@ def test_an_error_in_slices_alone_breaks_the_law():
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_metrics_of_single_numbers_agree_and_others_are_free():
+def test_metrics_that_are_single_numbers_agree_and_others_may_differ():
     def report(state):
         return state.replace(metrics={**state.metrics, "loss": state.loss, "size": state.outputs[:1]})
 
@@ -172,14 +172,14 @@ def test_processes_share_the_batch(seed, sizes):
     assert seen[: len(sizes) + 1] == [5, *sizes]
 
 
-def test_processes_that_come_apart_are_told():
+def test_processes_that_diverge_are_reported():
     own_outputs = scaled_params(lambda state: 1 - 1e-3 * state.outputs.abs().mean())
     with pytest.raises(LawViolation, match="params") as caught:
         ranks_agree(own_outputs, Case())
     assert list(caught.value.values) == ["in process 0", "in process 1"]
 
 
-def test_processes_that_wait_for_each_other_are_told():
+def test_processes_that_wait_for_each_other_are_reported():
     def report(state):
         own = {} if state.first_example == 0 else {"later": state.loss}
         return state.replace(metrics={**state.metrics, **own})
@@ -224,7 +224,7 @@ def test_lawful_factors_of_the_gradients_pass(factor):
 
 
 def lr_kink(state):
-    """A kink in the rate at its start, 0.1 in float32, where torch takes one side's derivative."""
+    """Return a factor with a kink at the initial rate, 0.1 in float32, where torch takes a one-sided derivative."""
     return 1 - 0.1 * (state.hparams["lr"] - torch.tensor(0.1)).relu()
 
 
@@ -241,7 +241,7 @@ def lr_in_float32(state):
 
 
 @pytest.mark.parametrize("factor", [lr_kink, lr_jump, lr_kink_beside, lr_in_float32], ids=lambda f: f.__name__)
-def test_what_differences_cannot_tell_is_not_judged(factor):
+def test_gradients_that_finite_differences_cannot_resolve_are_not_judged(factor):
     assert gradient_exact(scaled_params(factor), Case()) is False
 
 
@@ -258,7 +258,7 @@ def test_the_leaf_of_a_wrong_gradient_is_named():
         bias = state.params["3.bias"]
         return state.replace(params={**state.params, "3.bias": bias - 0.1 * bias.detach()})
 
-    # With rate 0 the loss depends on the first params alone, so the rate's own gradient is right.
+    # With rate 0 the loss only depends on the first params, so the rate's gradient is right.
     def still(state):
         return state.replace(grads={key: 0 * grad for key, grad in state.grads.items()})
 
@@ -277,7 +277,7 @@ def test_a_loss_that_is_not_finite_is_not_judged():
     assert gradient_exact(scaled_params(lambda state: float("inf")), Case()) is False
 
 
-def test_an_error_under_grad_alone_breaks_the_law():
+def test_an_error_only_under_grad_breaks_the_law():
     class Square(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -299,7 +299,7 @@ def test_an_error_under_grad_alone_breaks_the_law():
 
 
 def wrong_by(inputs_of, *, is_for_half=True):
-    """Replaces inputs under BEFORE_FORWARD, in half precision or where there is none."""
+    """Return an algorithm that replaces inputs at BEFORE_FORWARD, either in half precision or otherwise."""
     return at(
         Event.BEFORE_FORWARD,
         lambda s: s.replace(inputs=inputs_of(s.inputs)) if (s.context.precision == "bf16") == is_for_half else s,
@@ -324,14 +324,14 @@ def test_mapped_steps_are_compared_in_the_precision_of_the_task():
         vmap_agrees(wrong_by(lambda inputs: inputs * float(inputs.mean() > 0)), case)
 
 
-def test_what_cannot_be_judged_in_half_precision_is_skipped_with_the_reason():
+def test_laws_undecidable_in_half_precision_are_skipped_with_the_reason():
     tokens, full = TASKS["bf16_tokens"], TASKS["tokens"]
     assert gradient_exact.unsuited(tokens) == "differences are lost in the rounding of half precision"
     assert gradient_exact.unsuited(full) is None
     assert gradient_exact(scaled_grads(lambda state: 0.5), Case(tokens)) is False
 
 
-def test_a_choice_that_half_precision_tips_under_vmap_is_not_judged():
-    """It ranks examples by losses of which two are as close as rounding under vmap is."""
+def test_a_choice_that_half_precision_flips_under_vmap_is_not_judged():
+    """It ranks examples by losses, two of which differ by no more than the rounding under vmap."""
     case = Case(TASKS["bf16_tokens"], batch_size=6, num_batches=3, batches_per_epoch=1, epochs=7)
     assert vmap_agrees("selective_backprop(0, 1.0, full_every=0)", case) is True

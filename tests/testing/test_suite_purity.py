@@ -1,4 +1,4 @@
-"""The laws of purity: what they show, and that they leave the process as it was."""
+"""The laws of purity: their reports, and that they do not change the process."""
 
 import os
 
@@ -22,7 +22,7 @@ LAWS = [deterministic, global_state_kept, input_untouched]
 
 
 @pytest.mark.parametrize("law", LAWS, ids=repr)
-def test_what_never_acts_is_exempt_and_what_does_not_act_is_no_evidence(law: Law) -> None:
+def test_neutral_algorithms_are_exempt_and_inactive_ones_give_no_evidence(law: Law) -> None:
     assert law.exempt(identity()) is not None
     assert law.exempt(Algorithm("idle", on(Event.FIT_END), lambda event, state: state)) is None
     assert law(Algorithm("idle", on(Event.EVAL_START), lambda event, state: state), Case()) is False
@@ -52,14 +52,14 @@ CARELESS = [
 
 
 @pytest.mark.parametrize(("law", "mutant"), CARELESS, ids=lambda value: value.name)
-def test_the_process_is_left_as_it_was(law: Law, mutant: Mutant) -> None:
+def test_the_process_is_not_changed(law: Law, mutant: Mutant) -> None:
     before = process_settings()
     with pytest.raises(LawViolation):
         law(mutant(), Case())
     assert tree.equal(before, process_settings())
 
 
-def test_the_environment_is_told_by_names_alone_and_comes_back() -> None:
+def test_the_environment_is_reported_by_names_only_and_restored() -> None:
     def setting(event: Event, state: State) -> State:
         del event
         os.environ["A_NEW_VARIABLE"] = "a secret"

@@ -29,7 +29,7 @@ from tests.testing.mutants.mutant import Mutant
 
 
 MIDDLE = Case(start=1, batches_per_epoch=5, num_batches=2, seed=3, microbatches=2, others=("bystander", "noise"))
-"""One batch of an epoch is done at the start, three when it breaks off."""
+"""One batch of an epoch is done at the start, three at the interruption."""
 
 
 def ours(name: str) -> str:
@@ -39,19 +39,19 @@ def ours(name: str) -> str:
 @pytest.mark.parametrize(
     "mutant", [wrong.normalises_by_the_first_batch, wrong.salts_by_hash, wrong.seeds_by_process], ids=lambda m: m.name
 )
-def test_only_a_new_process_shows_some(mutant: Mutant) -> None:
+def test_some_mutants_are_only_detected_in_a_new_process(mutant: Mutant) -> None:
     assert resume_exact(mutant(), MIDDLE)
     with pytest.raises(LawViolation) as caught:
         resume_exact(mutant.source, MIDDLE)
     assert list(caught.value.values) == ["without a break", "resumed"]
 
 
-def test_without_a_source_a_closure_is_found_here() -> None:
+def test_without_source_a_mistake_in_a_closure_is_found_in_this_process() -> None:
     with pytest.raises(LawViolation, match="params"):
         resume_exact(wrong.averages_in_closure(), MIDDLE)
 
 
-def test_a_task_that_cannot_be_sent_is_tried_here() -> None:
+def test_a_task_that_cannot_be_pickled_is_tried_in_this_process() -> None:
     task = Task("local", lambda seed: make_mlp(seed), TASKS["vectors"].batch)
     case = dataclasses.replace(MIDDLE, task=task)
     with pytest.raises(Unportable, match="cannot be pickled"):
@@ -59,7 +59,7 @@ def test_a_task_that_cannot_be_sent_is_tried_here() -> None:
     assert resume_exact("mixup(0.2)", case)
 
 
-def test_what_the_main_module_defines_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_definitions_of_the_main_module_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unportable, match="source text"):
         resumed_elsewhere(Subject(identity(), "__main__:mine"), MIDDLE, b"", 0, 1)
 
@@ -79,23 +79,23 @@ def test_cases_on_the_tasks_survive_pickling() -> None:
         assert pickle.loads(pickle.dumps(case)) == case
 
 
-def test_neutral_settings_are_exempt_and_inactive_ones_do_not_count() -> None:
+def test_neutral_settings_are_exempt_and_inactive_cases_do_not_count() -> None:
     assert resume_exact.exempt(Subject.of("mixup(0)").algorithm) is not None
     assert resume_exact.exempt(Subject.of("mixup(0.2)").algorithm) is None
     late = Algorithm("late", on(Event.BATCH_END) & between(0.9, 1.0), lambda event, state: state)
     assert not resume_exact(late, MIDDLE)
 
 
-def test_metrics_of_the_step_before_are_seen_by_nobody() -> None:
+def test_metrics_of_the_previous_step_are_invisible() -> None:
     assert resume_exact(ours("reads_last_metrics"), MIDDLE)
 
 
-def test_a_subject_narrowed_to_an_event_is_narrow_elsewhere_too() -> None:
+def test_a_subject_narrowed_to_an_event_is_narrowed_in_the_worker_too() -> None:
     narrow = Subject.of(ours("plain")).only_at(Event.BATCH_END)
     assert resume_exact(narrow, MIDDLE)
 
 
-def test_the_bits_hold_for_other_settings_of_torch() -> None:
+def test_runs_resume_exactly_under_other_settings_of_torch() -> None:
     torch.set_num_threads(2)
     torch.use_deterministic_algorithms(True)
     torch.set_default_dtype(torch.float64)
@@ -114,7 +114,7 @@ def test_the_bits_hold_for_other_settings_of_torch() -> None:
     ("name", "found"),
     [("fails_elsewhere", "LookupError: no cache here"), ("dies_elsewhere", "the process ended with status 7")],
 )
-def test_a_run_that_fails_elsewhere_breaks_the_law(name: str, found: str) -> None:
+def test_a_run_that_fails_in_the_worker_breaks_the_law(name: str, found: str) -> None:
     with pytest.raises(LawViolation) as caught:
         resume_exact(ours(name), MIDDLE)
     assert found in caught.value.what and caught.value.event is Event.BATCH_END
@@ -132,7 +132,7 @@ def test_a_run_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert workers._worker is before
 
 
-def test_an_algorithm_that_cannot_be_made_elsewhere_is_an_error_of_the_setup() -> None:
+def test_an_algorithm_that_the_worker_cannot_make_is_an_error_of_the_setup() -> None:
     with pytest.raises(WorkerError, match="no_such_module"):
         resume_exact(Subject(Subject.of("mixup(0.2)").algorithm, "no_such_module:mine"), MIDDLE)
 
@@ -148,16 +148,16 @@ def test_a_worker_that_died_is_replaced() -> None:
     assert workers._worker is not worker
 
 
-def test_every_try_runs_in_a_process_of_its_own() -> None:
+def test_every_try_runs_in_its_own_process() -> None:
     mutant = wrong.counts_in_a_global
     subject, state = Subject.of(mutant.source), MIDDLE.step(mutant()).init(MIDDLE.state())
-    # One step each: in one process the second would be that in which the gradient is doubled.
+    # Each try runs one step; in a single process the second step would double the gradient.
     ends = [resumed_elsewhere(subject, MIDDLE, to_bytes(state), 0, 1) for _ in range(2)]
     assert tree.equal(*(from_bytes(end, like=state) for end in ends))
 
 
 @pytest.mark.slow
-def test_without_forks_the_law_holds_too_and_a_worker_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_law_works_without_forks_and_a_worker_leaves_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Worker(fork=False)
     monkeypatch.setattr(workers, "_worker", own)
     assert resume_exact("mixup(0.2)", MIDDLE)
@@ -208,17 +208,17 @@ def _is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    with open(f"/proc/{pid}/stat") as stat:  # the dead that nobody has waited for count as gone
+    with open(f"/proc/{pid}/stat") as stat:  # zombies count as ended
         return stat.read().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_installed_modules_are_at_hand_for_the_next_try_and_own_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_modules_stay_imported_between_tries_and_user_modules_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("colorsys", "tests.testing.resume_subjects"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     workers._import(["colorsys", "tests.testing.resume_subjects", "no_such_module"])
     assert "colorsys" in sys.modules and "tests.testing.resume_subjects" not in sys.modules
 
 
-def test_errors_of_the_run_are_told_from_errors_of_the_setup() -> None:
+def test_errors_of_the_run_and_of_the_setup_are_distinguished() -> None:
     with pytest.raises(RemoteError, match="not a snapshot"):
         resumed_elsewhere(Subject.of("mixup(0.2)"), MIDDLE, b"none", 0, 1)

@@ -1,4 +1,4 @@
-"""Tasks: networks and batches that fit, made from seeds, that print and pickle."""
+"""Tasks: matching networks and batches that are made from seeds, can be printed and pickled."""
 
 import pickle
 
@@ -16,7 +16,7 @@ def own_batch(seed, size):
 
 
 @given(tasks(), st.integers(0, 99), st.integers(1, 6))
-def test_a_step_runs_on_every_task_from_seeds_alone(task, seed, size):
+def test_a_step_runs_on_every_task_made_from_seeds(task, seed, size):
     before = torch.get_rng_state()
     ends = [compose(loop_events)(task.make_state(seed), task.make_batch(seed, size)) for _ in range(2)]
     assert torch.equal(before, torch.get_rng_state())
@@ -26,20 +26,20 @@ def test_a_step_runs_on_every_task_from_seeds_alone(task, seed, size):
 
 
 @given(tasks())
-def test_a_task_prints_as_what_rebuilds_it_and_pickles(task):
+def test_a_task_prints_as_an_expression_that_rebuilds_it_and_pickles(task):
     assert eval(repr(task), {"TASKS": TASKS, "make_task": make_task}) == task
     twin = pickle.loads(pickle.dumps(task))
     assert twin == task and repr(twin) == repr(task) and hash(twin) == hash(task)
 
 
-def test_own_tasks_print_by_name_and_pickle():
+def test_user_defined_tasks_print_by_name_and_pickle():
     task = Task("own", make_mlp, own_batch)
     assert repr(task) == "Task('own')" and task.kind is None
     assert pickle.loads(pickle.dumps(task)) == task
     assert repr(Task("vectors", make_mlp, own_batch)) == "Task('vectors')"
 
 
-def test_the_tasks_between_them_have_what_breaks_algorithms():
+def test_together_the_tasks_have_the_features_that_break_algorithms():
     assert [name for name, task in TASKS.items() if task.has_buffers] == ["images", "bf16_images"]
     assert [name for name in TASKS if name not in FULL_TASKS] == ["bf16_images", "bf16_tokens"]
     assert {task.kind for task in TASKS.values()} == set(KINDS)
@@ -66,7 +66,7 @@ def test_targets_fit_outputs(kind, form):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_half_precision_is_that_of_the_forward_pass_alone(kind):
+def test_half_precision_only_applies_to_the_forward_pass(kind):
     task = make_task(kind, precision="bf16")
     assert task.is_half and not make_task(kind, precision="tf32").is_half and not make_task(kind).is_half
     assert repr(task) == f"make_task({kind!r}, precision='bf16')" and task != make_task(kind)
@@ -100,6 +100,6 @@ def test_images_may_be_smaller():
         (lambda: MakeNet("images", tied=True), "tied=True.*images.*kind='tokens'"),
     ],
 )
-def test_what_does_not_exist_is_refused(make, message):
+def test_unknown_names_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""Methods that are wrong as researchers' methods are: each is found, by the law that is about its mistake."""
+"""Realistic wrong methods: each is detected by the law about its mistake."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from purecompose.testing import LAWS, LawViolation, check
 from tests.testing.wrong_methods import WRONG
 
 
-# A law that counts what grows over hundreds of steps takes as long as all others.
+# The law `memory_bounded`, which needs hundreds of steps, takes as long as all others.
 QUICK = [wrong for wrong in WRONG if wrong.breaks != "memory_bounded"][::6]
 
 
@@ -25,7 +25,7 @@ def test_a_wrong_method_is_found_by_its_law(wrong):
     )
 
 
-def test_the_table_is_large_and_says_what_is_wrong():
+def test_the_table_is_large_and_describes_every_mistake():
     assert len({wrong.name for wrong in WRONG}) == len(WRONG) >= 60
     assert all(wrong.make.__doc__ for wrong in WRONG)
     assert {wrong.breaks for wrong in WRONG} <= {law.name for law in LAWS}

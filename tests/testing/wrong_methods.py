@@ -1,8 +1,8 @@
 # pyright: reportOptionalOperand=false, reportOptionalMemberAccess=false, reportOperatorIssue=false
 """Methods that are wrong in ways that researchers' methods really are, beyond `mutants.MUTANTS`.
 
-Each names the law that finds it, and says what is wrong. They are grouped by what it takes to see the mistake: events
-outside the step, richer cases, all that a law's text promises, the process, or quantities no other law looks at.
+Each names the law that detects it, and describes the mistake. They are grouped by what is needed to detect it: events
+outside the step, richer cases, the full text of a law, the process, or quantities that no other law compares.
 """
 
 import functools
@@ -33,11 +33,11 @@ _PREDICTING = (Event.EVAL_START, Event.PREDICT_START)
 
 
 def wrong(breaks: str, **options: Any) -> Any:
-    """`mutant`, and adds it to the table."""
+    """Make a `mutant` and add it to the table."""
 
     def decorate(mistake: Any) -> Any:
         WRONG.append(mutant(breaks, **options)(mistake))
-        return WRONG[-1] if "at" in options else mistake  # as its author has it: a factory that may take a name
+        return WRONG[-1] if "at" in options else mistake  # the author's form, a factory that may take a name
 
     return decorate
 
@@ -64,7 +64,7 @@ def averages_epochs_in_a_closure() -> Any:
 
 @wrong("fit_repeats", at=(Event.FIT_START, Event.BATCH_END))
 def starts_once() -> Any:
-    """Remembers in a closure that the run has begun: a second run in the process begins without."""
+    """Remembers in a closure that the run has begun, so that a second run in the process skips its start."""
     begun: list[bool] = []
 
     def change(event: Event, state: State) -> State:
@@ -115,7 +115,7 @@ def seeds_each_epoch(state: State) -> State:
 
 @wrong("global_state_kept", at=Event.FIT_START)
 def benchmarks_cudnn(state: State) -> State:
-    """Switches cuDNN's benchmark mode on for speed: it is the program's to choose."""
+    """Switches cuDNN's benchmark mode on for speed, which is the program's choice."""
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
     return state
 
@@ -136,7 +136,7 @@ def silences_warnings(state: State) -> State:
 
 @wrong("global_state_kept", at=Event.BATCH_START)
 def ignores_numpy_errors(state: State) -> State:
-    """Lets NumPy divide by zero in silence from now on."""
+    """Makes NumPy ignore divisions by zero from now on."""
     import numpy
 
     numpy.seterr(all="ignore", divide="ignore" if numpy.geterr()["divide"] != "ignore" else "warn")
@@ -159,7 +159,7 @@ def shrinks_in_place_each_epoch(state: State) -> State:
 
 @wrong("stays_finite", at=Event.EPOCH_START)
 def divides_by_elapsed(state: State) -> State:
-    """Divides by the elapsed part of the run, which is 0 when the first epoch starts."""
+    """Divides by the elapsed fraction of the run, which is 0 when the first epoch starts."""
     assert state.clock is not None
     return scaled_params(state, 1 - 1e-3 / state.clock.elapsed)
 
@@ -192,7 +192,7 @@ def counts_slots_each_epoch(state: State) -> State:
 
 @wrong("match_pure")
 def acts_while_matching() -> Algorithm:
-    """Shrinks the weights in a match that does not hold."""
+    """Shrinks the weights inside a match that returns False."""
 
     def match(event: Event, state: State) -> bool:
         if event is Event.BATCH_START and state.timestamp.batch >= 1:
@@ -213,7 +213,7 @@ def normalises_each_gradient(state: State) -> State:
 
 @wrong("stays_finite", at=Event.AFTER_TRAIN_BATCH, task="zero_head")
 def trust_ratio_without_a_guard(state: State) -> State:
-    """LARS without its guard: the norm of weights over that of gradients."""
+    """LARS without its guard: the norm of the weights divided by the norm of the gradients, which may be 0."""
     return state.replace(grads={k: g * (state.params[k].norm() / g.norm()) for k, g in (state.grads or {}).items()})
 
 
@@ -244,7 +244,7 @@ def speed_by_the_rate(event: Event, state: State) -> State:
 
 @wrong("structure_kept", at=Event.BATCH_END, task="double")
 def casts_to_float(state: State) -> State:
-    """Casts weights to float32 for a computation, and leaves them so."""
+    """Casts weights to float32 for a computation, and does not cast them back."""
     return state.replace(params={k: p.float() * 0.99 for k, p in state.params.items()})
 
 
@@ -272,7 +272,7 @@ def floats_all_slots(state: State) -> State:
 
 @wrong("own_slot", at=Event.BATCH_END)
 def reduces_all_slots(state: State) -> State:
-    """Halves and doubles floating slots, as a mean over two processes would: integers are cut."""
+    """Changes slots as a mean over two processes would, which corrupts integers."""
     return state.replace(slots=tree.map(lambda leaf: leaf if leaf.is_floating_point() else leaf * 0 + 1, state.slots))
 
 
@@ -291,16 +291,16 @@ def weighs_by_the_target(state: State) -> State:
 
 @wrong("mixtures_taken", at=Event.BEFORE_LOSS)
 def smooths_first_term_only(state: State) -> State:
-    """Takes the first thing in the targets it can find, which fails on a Mixture."""
+    """Takes the first element of the targets, which fails on a Mixture."""
     return state.replace(targets=F.one_hot(state.targets, state.outputs.shape[1]) * 0.9 + 0.1 / 3)
 
 
-# Laws as wide as their text
+# Laws to the full extent of their text
 
 
 @wrong("pairs_undone", at=(Event.INIT, Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH))
 def ascent_not_undone(event: Event, state: State) -> State:
-    """SAM's climb by hand: climbs before the gradient, and comes back by a factor."""
+    """A manual SAM ascent by a factor before the gradient, which another factor does not undo."""
     name = "ascent_not_undone"
     if event is Event.INIT:
         return with_slot(state, name, dict(state.params))
@@ -355,7 +355,7 @@ def one_name_for_all_gradients(state: State) -> State:
 
 @wrong("draws_keyed", at=Event.AFTER_DATALOADER)
 def one_name_for_strength_and_order(state: State) -> State:
-    """Draws the mixing share and the partners under one name."""
+    """Draws the mixing coefficient and the partners under one name."""
     rng = state.rng("one_name_for_strength_and_order")
     share = random.uniform(rng, ())
     order = random.permutation(rng, state.num_examples)
@@ -364,7 +364,7 @@ def one_name_for_strength_and_order(state: State) -> State:
 
 @wrong("draws_keyed")
 def name_is_hard_coded(name: str = "name_is_hard_coded") -> Algorithm:
-    """Takes a name, and draws under a fixed one: two of a kind draw the same."""
+    """Takes a name, but draws under a fixed one: two instances draw the same numbers."""
 
     def apply(event: Event, state: State) -> State:
         noise = random.normal(state.example_rng("name_is_hard_coded"), tuple(state.inputs.shape))
@@ -375,7 +375,7 @@ def name_is_hard_coded(name: str = "name_is_hard_coded") -> Algorithm:
 
 @wrong("own_slot")
 def slot_is_hard_coded(name: str = "slot_is_hard_coded") -> Algorithm:
-    """Takes a name, and keeps its slot under a fixed one: two of a kind share it."""
+    """Takes a name, but keeps its slot under a fixed one: two instances share it."""
 
     def apply(event: Event, state: State) -> State:
         old = torch.zeros(()) if event is Event.INIT else state.slots["slot_is_hard_coded"]
@@ -398,7 +398,7 @@ def host_generator_by_batch() -> Algorithm:
 
 @wrong("draws_keyed")
 def host_numpy_by_batch() -> Algorithm:
-    """The same with NumPy's generator."""
+    """Draws on the host from a NumPy generator that the batch's number seeds, not the run's key."""
 
     def apply(event: Event, state: State) -> State:
         import numpy
@@ -415,7 +415,7 @@ class _Wide(nn.Linear):
 
 @wrong("init_once", at=Event.INIT)
 def reinitialises_by_surgery(state: State) -> State:
-    """Puts a layer of another type in place of each linear one, with new weights under the same names."""
+    """Replaces each linear layer by one of another type, with new weights under the same names."""
 
     def made(layer: nn.Linear, site: Any) -> nn.Module | None:
         del site
@@ -432,7 +432,7 @@ def reinitialises_by_surgery(state: State) -> State:
 
 @wrong("init_once", at=Event.INIT, task="images")
 def reinitialises_norms_by_surgery(state: State) -> State:
-    """Puts InstanceNorm-like group norms in place of BatchNorm, and forgets its scale."""
+    """Replaces BatchNorm by InstanceNorm-like group norms, and loses its scale."""
 
     def made(norm: nn.BatchNorm2d, site: Any) -> nn.Module:
         del site
@@ -446,7 +446,7 @@ def reinitialises_norms_by_surgery(state: State) -> State:
 
 @wrong("match_pure")
 def matches_by_elapsed_calls() -> Algorithm:
-    """Asks in match how often it has been asked, to act in every other batch."""
+    """Counts the calls of match to act in every other batch."""
     calls: list[int] = []
 
     def match(event: Event, state: State) -> bool:
@@ -473,19 +473,19 @@ def warms_up_by_the_counter(state: State) -> State:
 
 @wrong("ranks_agree", at=Event.AFTER_TRAIN_BATCH)
 def scales_by_the_rank(state: State) -> State:
-    """Lets the first process alone add its decay, which it tells by RANK."""
+    """Adds its decay only in the first process, identified by RANK."""
     return scaled_grads(state, 0.9 if os.environ.get("RANK", "0") == "0" else 1.0)
 
 
 @wrong("deterministic", at=Event.AFTER_TRAIN_BATCH)
 def salts_by_the_process(state: State) -> State:
-    """Draws another noise in each process, by its number."""
+    """Draws different noise in each process, by the process id."""
     return scaled_grads(state, 1 + 1e-3 * (os.getpid() % 7))
 
 
 @wrong("deterministic", at=Event.AFTER_TRAIN_BATCH)
 def scales_by_the_environment(state: State) -> State:
-    """Multiplies gradients by WORLD_SIZE, as it did for another library's means."""
+    """Multiplies gradients by WORLD_SIZE, as another library's means require."""
     return scaled_grads(state, float(os.environ.get("WORLD_SIZE", "1")))
 
 
@@ -515,7 +515,7 @@ def entropy_of_detached_outputs(state: State) -> State:
 
 @wrong("loss_differentiated", at=Event.BEFORE_BACKWARD)
 def reports_another_loss(state: State) -> State:
-    """Divides the loss for the record, through a number: the gradient is that of another loss."""
+    """Halves the reported loss by subtracting a constant: the gradient belongs to another loss."""
     return state.replace(loss=state.loss - 0.5 * state.loss.detach())
 
 
@@ -534,7 +534,7 @@ def entropy_over_padding(state: State) -> State:
 
 @wrong("ignored_stay_ignored", at=Event.AFTER_DATALOADER, task="tokens")
 def noise_in_ignored_labels(state: State) -> State:
-    """Replaces labels at random, and with them those that are to be ignored."""
+    """Replaces labels at random, including those that should be ignored."""
     name, shape = "noise_in_ignored_labels", tuple(state.targets.shape)
     drawn = random.randint(state.example_rng(f"{name}.what"), shape, 0, 7)
     return state.replace(targets=drawn)
@@ -565,7 +565,7 @@ def averages_for_evaluation_only(event: Event, state: State) -> State:
 
 @wrong("evaluation_blind", at=(Event.INIT, Event.BATCH_END, *_PREDICTING), task="images")
 def old_statistics_for_prediction(event: Event, state: State) -> State:
-    """Puts averaged buffers in place for prediction alone."""
+    """Puts averaged buffers in place for prediction only."""
     name = "old_statistics_for_prediction"
     if event is Event.EVAL_START:
         return state
@@ -576,7 +576,7 @@ def old_statistics_for_prediction(event: Event, state: State) -> State:
 
 @wrong("memory_bounded", at=Event.BATCH_END)
 def logs_in_a_list() -> Any:
-    """Appends each loss to a list that nobody reads."""
+    """Appends each loss to a list that is never read."""
     seen: list[Tensor] = []
 
     def change(state: State) -> State:
@@ -632,7 +632,7 @@ def collects_in_attributes() -> Algorithm:
     return Algorithm("collects_in_attributes", on(Event.BATCH_END), _Recorder())
 
 
-# Others of the same kinds, at other places
+# Further mistakes of the same kinds at other places
 
 
 @wrong("microbatches_agree", at=Event.AFTER_LOSS)
@@ -674,19 +674,19 @@ def alternates_in_a_closure() -> Algorithm:
 
 @wrong("neutral_setting", at=Event.AFTER_TRAIN_BATCH)
 def rounds_through_half(state: State) -> State:
-    """Sends gradients through float16, whatever its settings."""
+    """Rounds gradients to float16 with all settings."""
     return state.replace(grads={k: g.half().to(g) for k, g in (state.grads or {}).items()})
 
 
 @wrong("draws_independent", at=Event.BATCH_END)
 def advances_the_key(state: State) -> State:
-    """Hands on a key that it has used up."""
+    """Replaces the run's key by one derived from it."""
     return state.replace(key=random.fold_in(state.key, 1))
 
 
 @wrong("resume_exact", at=Event.BATCH_END)
 def notes_by_object() -> Any:
-    """Knows weights by `id`, which no checkpoint keeps."""
+    """Identifies weights by `id`, which no checkpoint keeps."""
     known: dict[int, float] = {}
 
     def change(state: State) -> State:
@@ -698,7 +698,7 @@ def notes_by_object() -> Any:
 
 @wrong("resume_exact", at=Event.AFTER_TRAIN_BATCH)
 def scales_by_hash(state: State) -> State:
-    """Tells layers apart by the hash of their names, which is another in each process."""
+    """Distinguishes layers by the hash of their names, which differs between processes."""
     grads = state.grads or {}
     return state.replace(grads={k: g * (1 - 0.01 * (hash(k) % 997) / 997) for k, g in grads.items()})
 

@@ -1,6 +1,6 @@
-"""Algorithms that are wrong on purpose, by the law that finds them out.
+"""Algorithms that are wrong on purpose, by the law that detects them.
 
-They prove that each law can be broken, and serve those who write laws of their own.
+They prove that each law can be broken, and help authors of new laws.
 """
 
 from tests.testing.mutants import (

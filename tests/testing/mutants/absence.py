@@ -1,4 +1,4 @@
-"""Mutants that are felt where they should not be: when idle or neutral, in others' draws, by their place."""
+"""Mutants with an effect where there should be none: when idle or neutral, on others' draws, or by their position."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def permutes_when_neutral(state: State) -> State:
 
 @mutant("neutral_setting", at=(Event.BEFORE_LOSS, Event.AFTER_LOSS), task="tokens")
 def densifies_when_neutral(event: Event, state: State) -> State:
-    """Smoothing 0 turns class indices into dense targets all the same, which the loss sums up in another order."""
+    """Smoothing 0 still turns class indices into dense targets, which the loss sums in another order."""
     name, targets = "densifies_when_neutral", state.targets
     if event is Event.AFTER_LOSS:
         slots = {**state.slots}
@@ -85,7 +85,7 @@ def densifies_when_neutral(event: Event, state: State) -> State:
 
 @mutant("neutral_setting", at=Event.BATCH_END)
 def normalises_when_neutral(state: State) -> State:
-    """Brings the weights to their own norm: dividing and multiplying by one number rounds twice."""
+    """Rescales the weights to their own norm: dividing and multiplying by one number rounds twice."""
     return state.replace(params={name: p / p.norm() * p.norm() for name, p in state.params.items()})
 
 
@@ -110,19 +110,19 @@ def splits_the_key_at_init(event: Event, state: State) -> State:
 
 @mutant("draws_independent", at=(Event.EPOCH_START, Event.BATCH_END))
 def splits_the_key_each_epoch(event: Event, state: State) -> State:
-    """Takes a new key for each epoch, so that everybody's draws change."""
+    """Takes a new key for each epoch, so that the draws of all algorithms change."""
     return _next_key(state) if event is Event.EPOCH_START else state
 
 
 @mutant("draws_independent", at=Event.BATCH_END)
 def forgets_everything(state: State) -> State:
-    """Clears its slot at the end of a batch, and with it those of all others."""
+    """Clears its slot at the end of a batch, and the slots of all other algorithms with it."""
     return state.replace(slots=tree.map(torch.zeros_like, state.slots))
 
 
 @mutant("draws_independent", at=Event.BEFORE_FORWARD)
 def renumbers_examples(state: State) -> State:
-    """Numbers its examples again for draws of its own, and lets the numbers stand."""
+    """Renumbers the examples for its own draws, and does not restore the numbers."""
     return state.replace(first_example=(state.first_example or 0) + state.num_examples)
 
 
@@ -145,7 +145,7 @@ def constant_key(state: State) -> State:
 
 @mutant("draws_keyed", at=Event.AFTER_TRAIN_BATCH)
 def ignores_batch_number(state: State) -> State:
-    """Folds its own number into the run's key, not the batch's: the noise is the same in each step."""
+    """Folds its own number into the run's key, not the batch number: the noise is the same in each step."""
     key = random.fold_in(state.key, 7)
     grads = {name: g + 0.01 * random.normal(key, tuple(g.shape)).to(g) for name, g in (state.grads or {}).items()}
     return state.replace(grads=grads)
@@ -153,7 +153,7 @@ def ignores_batch_number(state: State) -> State:
 
 @mutant("draws_keyed", at=Event.BATCH_END)
 def draws_as_network(state: State) -> State:
-    """Draws by the name under which the network draws its dropout: the two share their numbers."""
+    """Draws under the name that the network uses for dropout, so that both share their random numbers."""
     return scaled_params(state, 1 + 0.01 * random.uniform(state.rng(".forward"), ()))
 
 
@@ -162,14 +162,14 @@ def draws_as_network(state: State) -> State:
 
 @mutant("list_position_free", at=Event.BATCH_END)
 def counts_slots(state: State) -> State:
-    """Draws under a number that it takes for its own: how many algorithms have a slot."""
+    """Draws under the number of algorithms that have a slot, which it assumes to be its own number."""
     factor = random.uniform(state.rng(f"counts_slots{len(state.slots)}"), ())
     return scaled_params(state, 1 + 0.01 * factor)
 
 
 @mutant("list_position_free", at=(Event.INIT, Event.BATCH_START))
 def reads_the_first_slot(event: Event, state: State) -> State:
-    """Looks for its memory in the first slot, which is its own as long as it stands alone."""
+    """Looks for its memory in the first slot, which is its own as long as it is the only algorithm."""
     name = "reads_the_first_slot"
     if event is Event.INIT:
         return with_slot(state, name, {"count": torch.zeros((), device=state.device)})
@@ -179,7 +179,7 @@ def reads_the_first_slot(event: Event, state: State) -> State:
 
 @mutant("list_position_free", at=Event.AFTER_TRAIN_BATCH)
 def averages_metrics(state: State) -> State:
-    """Scales the gradients by the mean of the metrics, meaning its own one but taking all there are."""
+    """Scales the gradients by the mean of all metrics, although only its own one was meant."""
     assert state.loss is not None
     metrics = {**state.metrics, "averages_metrics/loss": state.loss}
     mean = torch.stack([value.float() for value in metrics.values()]).mean()
@@ -188,7 +188,7 @@ def averages_metrics(state: State) -> State:
 
 @mutant("list_position_free", at=(Event.INIT, Event.BATCH_END))
 def numbers_itself(event: Event, state: State) -> State:
-    """Takes its place in the list of algorithms for the number of its random stream."""
+    """Uses its position in the list of algorithms as the number of its random stream."""
     if event is Event.INIT:
         return state
     number = state.context.initialised.index("numbers_itself")

@@ -1,4 +1,4 @@
-"""Algorithms that change the form of what lasts, or what is not theirs."""
+"""Algorithms that change the structure of lasting fields, or fields of others."""
 
 import torch
 from torch import Tensor, nn
@@ -23,26 +23,26 @@ def late_slot(state: State) -> State:
 
 @mutant("structure_kept", at=Event.BATCH_END)
 def widens_params(state: State) -> State:
-    """Scales weights by a float64 tensor of one element, as comes out of NumPy: they become float64."""
+    """Scales weights by a float64 tensor of one element, as converted from NumPy: they become float64."""
     return scaled_params(state, torch.tensor([0.99], dtype=torch.float64))
 
 
 @mutant("structure_kept", at=Event.BATCH_END)
 def wraps_params(state: State) -> State:
-    """Wraps new weights in `nn.Parameter`, as a module would: they leave the step asking for gradients."""
+    """Wraps new weights in `nn.Parameter`, as a module would: they leave the step with `requires_grad=True`."""
     return state.replace(params={name: nn.Parameter(param * 0.99) for name, param in state.params.items()})
 
 
 @mutant("structure_kept", at=Event.BATCH_END, task="images")
 def drops_buffers(state: State) -> State:
-    """Hands on the floating buffers only, after averaging them."""
+    """Averages the floating buffers and drops all others."""
     kept = {name: buffer for name, buffer in state.buffers.items() if buffer.is_floating_point()}
     return state.replace(buffers=kept)
 
 
 @mutant("structure_kept", at=Event.BATCH_END, task="images")
 def averages_counters(state: State) -> State:
-    """Averages all buffers with the last ones, integer counters too: `num_batches_tracked` becomes float."""
+    """Averages all buffers with the previous ones, integer counters too: `num_batches_tracked` becomes float."""
     return state.replace(buffers={name: 0.5 * (buffer + buffer) for name, buffer in state.buffers.items()})
 
 
@@ -70,14 +70,14 @@ def freezes_by_context(state: State) -> State:
 
 @mutant("structure_kept", at=Event.BATCH_END)
 def flips_strides(state: State) -> State:
-    """Leaves matrices transposed in memory, as a product from the other side does: values and shapes are as before."""
+    """Leaves matrices transposed in memory, as a product from the other side does; values and shapes are unchanged."""
     flipped = {name: p.t().contiguous().t() if p.ndim == 2 else p for name, p in state.params.items()}
     return scaled_params(state.replace(params=flipped), 0.99)
 
 
 @mutant("structure_kept", at=(Event.INIT, Event.BATCH_END))
 def inference_slot(event: Event, state: State) -> State:
-    """Averages the weights under `torch.inference_mode`: no later step may differentiate or save what it leaves."""
+    """Averages the weights under `torch.inference_mode`: no later step may differentiate or save these tensors."""
     with torch.inference_mode():
         old = state.params if event is Event.INIT else state.slots["inference_slot"]
         averages = {name: 0.9 * old[name] + 0.1 * param for name, param in state.params.items()}
@@ -97,14 +97,14 @@ def decays_all_slots(event: Event, state: State) -> State:
 
 @mutant("own_slot", at=(Event.INIT, Event.BATCH_END))
 def replaces_slots(event: Event, state: State) -> State:
-    """Sets `slots={name: ...}`, without the others: whoever was initialised before has lost its memory."""
+    """Sets `slots={name: ...}`, without the others: algorithms initialised before lose their memory."""
     count = torch.zeros(()) if event is Event.INIT else state.slots["replaces_slots"] + 1
     return state.replace(slots={"replaces_slots": count})
 
 
 @mutant("own_slot")
 def fixed_slot_name() -> Algorithm:
-    """Has `name=` in its factory, but a slot of fixed name, so that two of a kind share it."""
+    """Has `name=` in its factory, but a slot with a fixed name, so that two instances share it."""
 
     def factory(name: str = "average") -> Algorithm:
         def apply(event: Event, state: State) -> State:
@@ -120,7 +120,7 @@ def fixed_slot_name() -> Algorithm:
 
 @mutant("own_slot", at=Event.AFTER_DATALOADER)
 def splits_key(state: State) -> State:
-    """Splits `state.key` and hands on the rest, as in JAX: adding it changes everybody's draws."""
+    """Splits `state.key` and passes on the rest, as in JAX: adding it changes the draws of all algorithms."""
     own, rest = random.split(state.key)
     inputs: Tensor = state.inputs
     return state.replace(inputs=inputs + 0.1 * random.normal(own, tuple(inputs.shape)).to(inputs), key=rest)
@@ -134,13 +134,13 @@ def halves_learning_rate(state: State) -> State:
 
 @mutant("own_slot", at=Event.BATCH_END)
 def drops_metrics(state: State) -> State:
-    """Sets `metrics={name: ...}`, without the others: what was measured before it is in no record."""
+    """Sets `metrics={name: ...}`, without the others: metrics measured before it are not recorded."""
     return state.replace(metrics={"drops_metrics/loss": state.loss})
 
 
 @mutant("own_slot", at=(Event.INIT, Event.BATCH_END))
 def overwrites_loss(event: Event, state: State) -> State:
-    """Smooths the loss for the record, in its place: what is logged is not what was differentiated."""
+    """Replaces the loss by a smoothed one: the logged loss is not the differentiated one."""
     name = "overwrites_loss"
     if event is Event.INIT:
         return with_slot(state, name, torch.zeros((), device=state.device))
@@ -154,14 +154,14 @@ def overwrites_loss(event: Event, state: State) -> State:
 
 @mutant("buffers_kept", at=Event.AFTER_DATALOADER, task="images")
 def second_forward(state: State) -> State:
-    """Looks at the outputs by a forward pass in training mode and keeps its buffers: statistics see a batch twice."""
+    """Keeps the buffers of an extra forward pass in training mode: running statistics see a batch twice."""
     outputs, buffers = state.run_model(state.inputs, train=True, rng_name="second_forward")
     return state.replace(buffers=buffers, metrics={**state.metrics, "outputs": outputs.mean()})
 
 
 @mutant("buffers_kept", at=Event.AFTER_TRAIN_BATCH, task="images")
 def resets_statistics(state: State) -> State:
-    """Sets running statistics back to where they began, as before a recalibration that never comes."""
+    """Resets running statistics to their first values, as before a recalibration that never happens."""
     begun = {
         name: torch.ones_like(buffer) if name.endswith("running_var") else torch.zeros_like(buffer)
         for name, buffer in state.buffers.items()
@@ -189,7 +189,7 @@ def decays_frozen(state: State) -> State:
 
 @mutant("frozen_kept", at=Event.AFTER_TRAIN_BATCH, task="frozen")
 def grads_for_frozen(state: State) -> State:
-    """Takes gradients again with respect to all of `state.params`: the optimizer then moves the frozen ones, too."""
+    """Takes gradients again with respect to all of `state.params`: the optimizer then updates the frozen ones, too."""
 
     def loss_of(params: dict[str, Tensor]) -> Tensor:
         outputs = state.replace(params=params).forward(state.inputs)
@@ -203,20 +203,20 @@ def grads_for_frozen(state: State) -> State:
 
 @mutant("init_once", at=Event.INIT)
 def rescales_at_init(state: State) -> State:
-    """Multiplies the weights it finds at INIT: pretrained ones are lost, and a second INIT does it again."""
+    """Multiplies the weights at INIT: pretrained weights are lost, and a second INIT scales them again."""
     return scaled_params(state, 0.5)
 
 
 @mutant("init_once", at=Event.INIT)
 def slot_by_position(state: State) -> State:
-    """Notes at INIT how many slots there are already, to number itself: its memory depends on the order of listing."""
+    """Counts the slots at INIT to number itself, so that its memory depends on the order of the algorithms."""
     number = torch.tensor(float(len([name for name in state.slots if name != "slot_by_position"])))
     return with_slot(state, "slot_by_position", number)
 
 
 @mutant("init_once", at=Event.INIT)
 def counts_inits(state: State) -> State:
-    """Adds to its slot at INIT if there is one: INIT done twice is not INIT done once."""
+    """Adds to its slot at INIT if it exists: two INITs differ from one."""
     return with_slot(state, "counts_inits", state.slots.get("counts_inits", torch.zeros(())) + 1)
 
 
@@ -233,7 +233,7 @@ class _InHalf(nn.Module):
 
 @mutant("init_once", at=Event.INIT, task="bf16_tokens")
 def wraps_norms_again(state: State) -> State:
-    """Puts layer norms into half precision by a layer around them, and at a second INIT does so to the one inside."""
+    """Wraps layer norms in a half-precision layer, and at a second INIT wraps the one inside again."""
     if state.context.precision not in AUTOCAST:
         return state
     return surgery.operate(state, {nn.LayerNorm: lambda norm, site: _InHalf(norm)}, name="wraps_norms_again")[0]

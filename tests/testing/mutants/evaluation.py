@@ -1,4 +1,4 @@
-"""Mutants that leak into evaluation or out of it, and mutants that leave behind what they put up for a while."""
+"""Mutants that leak into or out of evaluation, and mutants that do not undo a temporary change."""
 
 from typing import Any
 
@@ -17,19 +17,19 @@ from tests.testing.mutants.mutant import mutant, scaled_grads, with_slot
 
 @mutant("evaluation_blind", at=(Event.AFTER_DATALOADER, Event.EVAL_BATCH_START))
 def augments_test_data(state: State) -> State:
-    """Adds noise to every batch there is, those of evaluation included."""
+    """Adds noise to every batch, including those of evaluation."""
     return state.replace(inputs=_noisy(state, "augments_test_data"))
 
 
 @mutant("evaluation_blind", at=(Event.AFTER_FORWARD, Event.EVAL_AFTER_FORWARD))
 def sharpens_outputs(state: State) -> State:
-    """Trains with a temperature and leaves it on where evaluation reads the outputs."""
+    """Trains with a temperature that is still applied where evaluation reads the outputs."""
     return state.replace(outputs=batches.map_tensors(lambda outputs: 2 * outputs, state.outputs))
 
 
 @mutant("evaluation_blind", at=(Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.EVAL_AFTER_FORWARD))
 def smooths_test_labels(event: Event, state: State) -> State:
-    """Label smoothing that is left on in evaluation, whose loss then is another one."""
+    """Applies label smoothing in evaluation too, which changes the evaluated loss."""
     name = "smooths_test_labels"
     if event is Event.AFTER_LOSS:
         return _without_slot(state, name).replace(targets=state.slots[name])
@@ -71,7 +71,7 @@ def averages_in_place(event: Event, state: State) -> State:
 
 @mutant("pairs_undone", at=(Event.BEFORE_LOSS, Event.AFTER_LOSS), task="soft")
 def restores_by_argmax(event: Event, state: State) -> State:
-    """Smooths dense targets, and computes the original back as the likeliest class."""
+    """Smooths dense targets, and restores the original as the likeliest class."""
     if event is Event.AFTER_LOSS:
         return state.replace(targets=state.targets.argmax(1))
     return state.replace(targets=smooth_labels(state.outputs, state.targets, 0.1))
@@ -79,7 +79,7 @@ def restores_by_argmax(event: Event, state: State) -> State:
 
 @mutant("pairs_undone", at=(Event.BEFORE_FORWARD, Event.AFTER_FORWARD))
 def keeps_noisy_inputs(event: Event, state: State) -> State:
-    """Perturbs the inputs for the forward pass, and forgets to put back the clean ones that it has kept."""
+    """Perturbs the inputs for the forward pass, and forgets to restore the clean ones that it has kept."""
     name = "keeps_noisy_inputs"
     if event is Event.AFTER_FORWARD:
         return _without_slot(state, name)
@@ -88,7 +88,7 @@ def keeps_noisy_inputs(event: Event, state: State) -> State:
 
 @mutant("pairs_undone", at=(Event.BEFORE_FORWARD, Event.AFTER_FORWARD))
 def restores_in_double(event: Event, state: State) -> State:
-    """Doubles the inputs for the forward pass; what comes back has the right values in another dtype."""
+    """Doubles the inputs for the forward pass; the restored inputs have the right values in another dtype."""
     if event is Event.BEFORE_FORWARD:
         return state.replace(inputs=2 * state.inputs)
     return state.replace(inputs=state.inputs.double() / 2)
@@ -104,7 +104,7 @@ def subtracts_weight_noise(event: Event, state: State) -> State:
 
 @mutant("pairs_undone")
 def misses_the_end() -> Algorithm:
-    """Raises the learning rate in every second batch by the timestamp, which at BATCH_END is a batch further."""
+    """Raises the learning rate in every second batch by the timestamp, which has advanced by a batch at BATCH_END."""
 
     def match(event: Event, state: State) -> bool:
         return event in (Event.BATCH_START, Event.BATCH_END) and state.timestamp.batch % 2 == 0

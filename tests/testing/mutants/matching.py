@@ -1,4 +1,4 @@
-"""Algorithms whose `match` wants more than time and shapes, or whose apply learns the time by another way."""
+"""Algorithms whose `match` reads more than time and shapes, or whose `apply` gets the time in another way."""
 
 import random as python_random
 
@@ -22,7 +22,7 @@ def _shrunk(event: Event, state: State) -> State:
 
 @mutant("match_pure")
 def counts_matches() -> Algorithm:
-    """Acts in every second step by counting how often it was asked."""
+    """Acts in every second step by counting the calls of `match`."""
     asked = 0
 
     def match(event: Event, state: State) -> bool:
@@ -38,7 +38,7 @@ def counts_matches() -> Algorithm:
 
 @mutant("match_pure")
 def acts_once() -> Algorithm:
-    """Notes for which batch it was asked last, to act once in each: asked again about the same one it says no."""
+    """Remembers the batch of the last `match` call to act once per batch: a second call for the same batch is False."""
     last = -1
 
     def match(event: Event, state: State) -> bool:
@@ -63,7 +63,7 @@ def matches_by_loss() -> Algorithm:
 
 @mutant("match_pure")
 def matches_by_kept_loss() -> Algorithm:
-    """Goes round the seal: apply keeps the last two losses in a closure, match reads them there with `.tolist()`."""
+    """Bypasses the sealed values: apply keeps the last two losses in a closure, where match reads them."""
     kept: list[Tensor] = []
 
     def match(event: Event, state: State) -> bool:
@@ -82,7 +82,7 @@ def matches_by_kept_loss() -> Algorithm:
 
 @mutant("match_pure")
 def matches_by_key() -> Algorithm:
-    """Reads the run's key at INIT and acts in runs with an even seed only, so that a schedule hangs on the seed."""
+    """Reads the run's key at INIT and acts only in runs with an even seed, so that the schedule depends on the seed."""
     seen = {"seed": 0}
 
     def match(event: Event, state: State) -> bool:
@@ -100,7 +100,7 @@ def matches_by_key() -> Algorithm:
 
 @mutant("match_pure")
 def matches_by_global_draw() -> Algorithm:
-    """Acts in half of the steps by Python's generator."""
+    """Acts in half of the steps, chosen by Python's random generator."""
 
     def match(event: Event, state: State) -> bool:
         del state
@@ -111,7 +111,7 @@ def matches_by_global_draw() -> Algorithm:
 
 @mutant("match_pure")
 def host_match_writes() -> Algorithm:
-    """A host algorithm whose match notes its answer in `state.metrics`."""
+    """A host algorithm whose match writes its answer into `state.metrics`."""
 
     def match(event: Event, state: State) -> bool:
         acts = event is Event.BATCH_END
@@ -141,7 +141,7 @@ def opens_the_seal(state: State) -> State:
 
 @mutant("time_from_clock")
 def time_by_match() -> Algorithm:
-    """Its match leaves the time in a closure, where apply reads it as a Python number."""
+    """Its match stores the time in a closure, where apply reads it as a Python number."""
     moment: dict[str, Timestamp] = {}
 
     def match(event: Event, state: State) -> bool:
@@ -157,7 +157,7 @@ def time_by_match() -> Algorithm:
 
 @mutant("time_from_clock")
 def warms_up_by_match() -> Algorithm:
-    """The same with a number: match works out the fraction of the run, apply scales the gradients by it."""
+    """Its match computes the fraction of the run, a Python number, by which apply scales the gradients."""
     share = 0.0
 
     def match(event: Event, state: State) -> bool:

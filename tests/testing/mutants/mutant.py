@@ -1,4 +1,4 @@
-"""What a mutant is, the decorator that makes one of a mistake, and what many mistakes do."""
+"""The class of mutants, the decorator that makes one from a mistake, and helpers that many mistakes use."""
 
 import functools
 import inspect
@@ -19,11 +19,11 @@ __all__ = ["Mutant", "mutant", "scaled", "scaled_grads", "scaled_params", "with_
 
 @dataclass(frozen=True)
 class Mutant:
-    """An algorithm that is wrong on purpose, and the law that must find it out; called, it makes the algorithm.
+    """An algorithm that is wrong on purpose, and the law that must detect it; calling it makes the algorithm.
 
     Args:
-        make: Makes the algorithm; its docstring says what is wrong and how it comes about.
-        breaks: The law's name.
+        make: Factory of the algorithm; its docstring describes the mistake and its cause.
+        breaks: Name of the law.
         task: The name of a task on which it can be seen.
     """
 
@@ -41,22 +41,22 @@ class Mutant:
 
     @property
     def source(self) -> str:
-        """The text that makes it again, for `Subject.of`."""
+        """The source text that rebuilds it, for `Subject.of`."""
         return f"{self.make.__module__}:{self.make.__name__}"
 
 
 def mutant(
     breaks: str, *, at: Event | tuple[Event, ...] | Predicate | None = None, task: str = "vectors"
 ) -> Callable[[Callable[..., Any]], Mutant]:
-    """Makes a mutant of the function below it, which gives the algorithm its name.
+    """Make a mutant of the decorated function, which gives the algorithm its name.
 
     With `at`, the function is the mistake itself, `change(state)` or `change(event, state)`; or, without arguments,
     it makes such a function again for each algorithm, which then may remember in a closure. Without `at` it makes
     the whole algorithm.
 
     Args:
-        breaks: The name of the law that finds it out.
-        at: Where it acts: an event, several, or a predicate.
+        breaks: Name of the law that detects it.
+        at: Event, events or predicate at which it acts.
         task: The name of a task on which it can be seen.
 
     Example:
@@ -89,7 +89,7 @@ def _apply(change: Callable[..., State]) -> Callable[[Event, State], State]:
     if _arity(change) == 2:
         return change
 
-    @functools.wraps(change)  # whose file an error is looked for in
+    @functools.wraps(change)  # errors are located by this function's file
     def apply(event: Event, state: State) -> State:
         del event
         return change(state)
@@ -102,20 +102,20 @@ def _arity(function: Callable[..., Any]) -> int:
 
 
 def scaled(by_name: Mapping[str, Tensor] | None, factor: Any) -> dict[str, Tensor]:
-    """The tensors times a number."""
+    """Return the tensors times a number."""
     return {name: tensor * factor for name, tensor in (by_name or {}).items()}
 
 
 def scaled_params(state: State, factor: Any) -> State:
-    """The state with its params times a number."""
+    """Return the state with its params times a number."""
     return state.replace(params=scaled(state.params, factor))
 
 
 def scaled_grads(state: State, factor: Any) -> State:
-    """The state with its gradients times a number."""
+    """Return the state with its gradients times a number."""
     return state.replace(grads=scaled(state.grads, factor))
 
 
 def with_slot(state: State, name: str, slot: Any) -> State:
-    """The state with a slot of that name."""
+    """Return the state with a slot of that name."""
     return state.replace(slots={**state.slots, name: slot})

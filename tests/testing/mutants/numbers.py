@@ -1,4 +1,4 @@
-"""Mutants of the laws of numbers: steps that change in slices, under vmap or where they are differentiated."""
+"""Mutants of the laws of numbers: steps that change in slices, under vmap or when differentiated."""
 
 import torch
 
@@ -13,14 +13,14 @@ from tests.testing.mutants.mutant import mutant, scaled_grads, scaled_params, wi
 
 @mutant("microbatches_agree", at=Event.BEFORE_FORWARD)
 def noise_drawn_per_slice(state: State) -> State:
-    """Draws noise for the inputs at BEFORE_FORWARD by `state.rng`, so that every slice gets the same numbers."""
+    """Draws noise for the inputs at BEFORE_FORWARD with `state.rng`, so that every slice gets the same numbers."""
     draws = random.normal(state.rng("noise_drawn_per_slice"), tuple(state.inputs.shape))
     return state.replace(inputs=state.inputs + 0.1 * draws.to(state.inputs))
 
 
 @mutant("microbatches_agree", at=Event.BEFORE_FORWARD)
 def inputs_centred_by_slice(state: State) -> State:
-    """Takes the mean over the current examples, which between BEFORE_FORWARD and AFTER_BACKWARD are a slice's."""
+    """Takes the mean over the current examples, which between BEFORE_FORWARD and AFTER_BACKWARD are only a slice."""
     return state.replace(inputs=state.inputs - state.inputs.mean(0))
 
 
@@ -52,7 +52,7 @@ def decay_times_examples(state: State) -> State:
 
 @mutant("ranks_agree", at=(Event.INIT, Event.AFTER_BACKWARD))
 def mean_kept_as_a_mean(event: Event, state: State) -> State:
-    """Remembers the mean of the losses, slice by slice, where a sum and a count could be added up over processes."""
+    """Remembers the mean loss of each slice, although only sums and counts can be added up over processes."""
     name = "mean_kept_as_a_mean"
     zero = torch.zeros((), dtype=torch.float64, device=state.device)
     if event is Event.INIT:
@@ -65,7 +65,7 @@ def mean_kept_as_a_mean(event: Event, state: State) -> State:
 
 @mutant("ranks_agree", at=Event.BATCH_END)
 def decay_by_the_outputs(state: State) -> State:
-    """Shrinks the weights by how large the outputs are, of which every process has its own."""
+    """Shrinks the weights by the size of the outputs, which differ between processes."""
     return scaled_params(state, 1 - 1e-3 * batches.tensors(state.outputs)[0].abs().mean().clamp(max=1))
 
 
@@ -74,7 +74,7 @@ def decay_by_the_outputs(state: State) -> State:
 
 @mutant("vmap_agrees", at=Event.AFTER_LOSS)
 def branch_on_the_loss(state: State) -> State:
-    """Asks a tensor for its truth in an `if`."""
+    """Uses a tensor as the condition of an `if`."""
     assert state.loss is not None
     if state.loss > 0:
         return state.replace(loss=2 * state.loss)
@@ -83,7 +83,7 @@ def branch_on_the_loss(state: State) -> State:
 
 @mutant("vmap_agrees", at=Event.AFTER_TRAIN_BATCH)
 def loss_read_as_number(state: State) -> State:
-    """Scales the gradients by `loss.item()`: a number under no transform."""
+    """Scales the gradients by `loss.item()`, which is impossible under transforms."""
     assert state.loss is not None
     return scaled_grads(state, state.loss.item())
 
@@ -98,7 +98,7 @@ def large_gradients_by_mask(state: State) -> State:
 
 @mutant("vmap_agrees", at=Event.AFTER_TRAIN_BATCH, task="soft")
 def value_or_default(state: State) -> State:
-    """Reads a value where that is possible, and continues with a default where it raises, silently another method."""
+    """Reads a value if possible, and uses a default where that raises, which silently is a different method."""
     assert state.loss is not None
     try:
         factor = min(1.0, 0.5 / state.loss.item())
@@ -125,14 +125,14 @@ def calls_counted_in_closure():
 
 @mutant("gradient_exact", at=Event.BATCH_END)
 def decay_without_gradient(state: State) -> State:
-    """Shrinks the params under `torch.no_grad`, as imperative loops must: nothing before it has a gradient."""
+    """Shrinks the params under `torch.no_grad`, as imperative loops must: earlier operations lose their gradient."""
     with torch.no_grad():
         return scaled_params(state, 0.99)
 
 
 @mutant("gradient_exact", at=Event.BATCH_END, task="images")
 def decay_of_data(state: State) -> State:
-    """Subtracts a share of `param.data`, so that the derivative misses that share alone."""
+    """Subtracts a fraction of `param.data`, so that the derivative misses only that term."""
     return state.replace(params={name: param - 0.01 * param.data for name, param in state.params.items()})
 
 

@@ -1,4 +1,4 @@
-"""Algorithms that are impure: they write into what they are given, draw or remember outside the state."""
+"""Impure algorithms: they write into their arguments, or draw or remember outside the state."""
 
 import random as python_random
 from typing import Any
@@ -25,7 +25,7 @@ def decays_in_place(state: State) -> State:
 
 @mutant("input_untouched", at=Event.BATCH_END)
 def clamps_through_data(state: State) -> State:
-    """Clips weights through `param.data`, where torch counts no write, so that only the values tell."""
+    """Clips weights through `param.data`, where torch counts no write, so that only the values show it."""
     for param in state.params.values():
         param.data.clamp_(-0.05, 0.05)
     return state
@@ -49,7 +49,7 @@ def replaces_entry(state: State) -> State:
 
 @mutant("input_untouched", at=Event.AFTER_TRAIN_BATCH)
 def flips_gradients_in_place(state: State) -> State:
-    """Negates gradients in place: others that look at the state of before see the new ones."""
+    """Negates gradients in place: other holders of the previous state see the new ones."""
     return state.replace(grads={name: grad.neg_() for name, grad in (state.grads or {}).items()})
 
 
@@ -63,7 +63,7 @@ def remembers_batch_view(event: Event, state: State) -> State:
 
 @mutant("input_untouched", at=Event.AFTER_TRAIN_BATCH)
 def stashes_on_tensor(state: State) -> State:
-    """Leaves gradients in `param.grad`, where imperative code would look: on the caller's own tensors."""
+    """Stores gradients in `param.grad`, as imperative code expects, that is on the caller's tensors."""
     for name, grad in (state.grads or {}).items():
         state.params[name].grad = grad.clone()
     return scaled_grads(state, 0.99)
@@ -74,7 +74,7 @@ def stashes_on_tensor(state: State) -> State:
 
 @mutant("deterministic", at=Event.AFTER_DATALOADER)
 def torch_noise(state: State) -> State:
-    """Draws with `torch.randn`, from torch's global generator."""
+    """Draws with `torch.randn` from torch's global generator."""
     inputs: Tensor = state.inputs
     return state.replace(inputs=inputs + 0.1 * torch.randn(inputs.shape))
 
@@ -87,8 +87,8 @@ def python_coin(state: State) -> State:
 
 @mutant("deterministic", at=Event.AFTER_DATALOADER)
 def numpy_mixing(state: State) -> State:
-    """Takes the mixing coefficient from `numpy.random.beta`, as many a published MixUp does."""
-    import numpy  # the library needs it for this one mistake only
+    """Takes the mixing coefficient from `numpy.random.beta`, as many published versions of MixUp do."""
+    import numpy  # the library only needs it for this mistake
 
     inputs: Tensor = state.inputs
     share = float(numpy.random.beta(1.0, 1.0))
@@ -110,7 +110,7 @@ def counts_in_closure():
 
 @mutant("deterministic", at=Event.AFTER_DATALOADER)
 def caches_statistics():
-    """Standardises inputs by a mean that the first call makes and each further one moves, kept in a closure."""
+    """Standardises inputs by a running mean kept in a closure."""
     cache: dict[str, Tensor] = {}
 
     def change(state: State) -> State:
@@ -142,7 +142,7 @@ _RECORD: dict[str, Any] = {"rounds": 0}
 
 @mutant("deterministic", at=Event.BATCH_END)
 def module_global(state: State) -> State:
-    """Anneals by a counter in a global of its module."""
+    """Anneals by a counter in a module-level global."""
     _RECORD["rounds"] += 1
     return scaled_params(state, 0.5 ** (_RECORD["rounds"] % 7))
 
@@ -152,7 +152,7 @@ def module_global(state: State) -> State:
 
 @mutant("global_state_kept", at=Event.BATCH_END)
 def seeds_in_apply(state: State) -> State:
-    """Calls `torch.manual_seed` to be reproducible: whoever draws after it repeats itself."""
+    """Calls `torch.manual_seed` to be reproducible: later draws from torch's generator repeat."""
     torch.manual_seed(0)
     return scaled_params(state, 0.999)
 
@@ -173,7 +173,7 @@ def sets_default_dtype(state: State) -> State:
 
 @mutant("global_state_kept", at=Event.BATCH_END)
 def leaves_grad_mode(state: State) -> State:
-    """Switches gradients on for a computation of its own, and leaves them so."""
+    """Switches gradients on for its own computation, and does not switch them off again."""
     torch.set_grad_enabled(True)
     return scaled_params(state, 0.999)
 

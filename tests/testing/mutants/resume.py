@@ -1,4 +1,4 @@
-"""Mutants that a run which continues in a new process finds out."""
+"""Mutants that are detected by resuming a run in a new process."""
 
 import itertools
 import os
@@ -17,7 +17,7 @@ from tests.testing.mutants.mutant import mutant, scaled_grads, scaled_params, wi
 
 @mutant("resume_exact", at=Event.BATCH_END)
 def averages_in_closure():
-    """Pulls weights to their running average, which lives in a closure: a resumed run begins a new average."""
+    """Pulls weights to their running average, which is kept in a closure: a resumed run begins a new average."""
     averages: dict[str, Tensor] = {}
 
     def change(state: State) -> State:
@@ -31,7 +31,7 @@ def averages_in_closure():
 
 @mutant("resume_exact", at=(Event.INIT, Event.BATCH_END))
 def anchors_in_closure():
-    """Decays weights towards those at INIT, kept in a closure: who resumes has other weights there at INIT."""
+    """Decays weights towards those at INIT, kept in a closure: a resumed run has other weights at INIT."""
     anchors: dict[str, Tensor] = {}
 
     def change(event: Event, state: State) -> State:
@@ -45,10 +45,10 @@ def anchors_in_closure():
 
 @mutant("resume_exact", at=Event.AFTER_DATALOADER)
 def normalises_by_the_first_batch():
-    """Normalises inputs by statistics of the first batch that ever came, cached for good.
+    """Normalises inputs by statistics of the first batch, cached permanently.
 
-    The subtle one: within one process the cache holds, and a resumed run agrees; a new process fills it again from the
-    first batch after the break.
+    This one is subtle: within one process the cache remains, and a resumed run agrees; a new process fills it from the
+    first batch after the interruption.
     """
     cache: list[tuple[Tensor, Tensor]] = []
 
@@ -66,12 +66,12 @@ _CALLS = itertools.count(1)
 
 @mutant("resume_exact", at=Event.AFTER_TRAIN_BATCH)
 def counts_in_a_global(state: State) -> State:
-    """Doubles the gradient in every second step, by a count of its own calls in a global, not by the clock."""
+    """Doubles the gradient in every second step, by a global count of its calls instead of the clock."""
     return scaled_grads(state, 2.0 if next(_CALLS) % 2 == 0 else 1.0)
 
 
 class _Ramp:
-    """Grows with each call."""
+    """A factor that grows with each call."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -83,7 +83,7 @@ class _Ramp:
 
 @mutant("resume_exact", at=(Event.INIT, Event.AFTER_TRAIN_BATCH))
 def warms_up_by_its_own_count():
-    """Warms up by an object's own count, and only reports it in the slot, from where nobody reads it back."""
+    """Warms up by an object's count; the slot only reports it and is never read back."""
     ramp = _Ramp()
 
     def change(event: Event, state: State) -> State:
@@ -97,26 +97,26 @@ def warms_up_by_its_own_count():
 
 @mutant("resume_exact", at=Event.AFTER_DATALOADER)
 def salts_by_hash(state: State) -> State:
-    """Draws noise by `hash` of its name, which Python seeds again in each process."""
+    """Draws noise by `hash` of its name, which Python seeds differently in each process."""
     return _with_noise(state, random.fold_in(state.key, hash("salts_by_hash") % 2**31))
 
 
 @mutant("resume_exact", at=Event.AFTER_DATALOADER)
 def seeds_by_process(state: State) -> State:
-    """Draws noise by the process's number, to have workers draw apart; a process that resumes has another one."""
+    """Draws noise by the process id, to have workers draw different numbers; a resumed process has another id."""
     return _with_noise(state, random.fold_in(state.key, os.getpid()))
 
 
 @mutant("resume_exact", at=Event.AFTER_DATALOADER)
 def seeds_by_clock():
-    """Draws noise by the time at which it was made: deterministic while it lives, and never again."""
+    """Draws noise by its time of creation: deterministic within a process, but not after it."""
     seed = time.time_ns() % 2**31
     return lambda state: _with_noise(state, random.fold_in(state.key, seed))
 
 
 @mutant("resume_exact")
 def remembers_losses_in_a_list() -> Algorithm:
-    """A host algorithm that holds weights back when the loss is above its average so far, kept in a list."""
+    """A host algorithm that shrinks weights by the loss relative to its average so far, kept in a list."""
     losses: list[float] = []
 
     def apply(event: Event, state: State) -> State:
