@@ -1,4 +1,4 @@
-"""What the tests of methods that average weights share: runs of a network with BatchNorm, and what all of them keep."""
+"""Helpers for the tests of methods that average weights: runs of a network with BatchNorm, and shared checks."""
 
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -14,16 +14,16 @@ from tests.helpers import assert_close, assert_same, make_batches, make_cnn, mak
 
 
 BATCHES = make_batches(12, shape=(2, 6, 6))
-"""Three epochs of four."""
+"""Batches of three epochs of four."""
 
 
 def cnn_state(**options: Any) -> State:
-    """Of a network with BatchNorm, in a run over the batches."""
+    """Return the state of a network with BatchNorm, in a run over the batches."""
     return make_state(make_cnn(), **{"duration": "3ep", "batches_per_epoch": 4, "key": 3, **options})
 
 
 def states_after(algorithms: Algorithm | Sequence[Algorithm], state: State, batches: Sequence[Any]) -> list[State]:
-    """The states after INIT and after each batch."""
+    """Return the states after INIT and after each batch."""
     step = compose(loop_events, [algorithms] if isinstance(algorithms, Algorithm) else algorithms)
     states = [step.init(state)]
     for batch in batches:
@@ -32,20 +32,20 @@ def states_after(algorithms: Algorithm | Sequence[Algorithm], state: State, batc
 
 
 def weights_of(state: State) -> dict[str, Tensor]:
-    """Trainable parameters and floating buffers, in float64."""
+    """Return trainable parameters and floating buffers, in float64."""
     floating = {name: buffer for name, buffer in state.buffers.items() if buffer.is_floating_point()}
     trained = {name: state.params[name] for name in state.context.trainable}
     return {name: tensor.double() for name, tensor in (*trained.items(), *floating.items())}
 
 
 def averages_of(state: State, name: str) -> dict[str, Tensor]:
-    """What a method has averaged, in float64."""
+    """Return the averages of a method, in float64."""
     found = averages_in(state, name)
     return {key: tensor.double() for key, tensor in (*found.params.items(), *found.buffers.items())}
 
 
 def check_training_is_the_plain_one(method: Algorithm, state: State | None = None) -> None:
-    """Weights, buffers, the optimizer's memory and the losses are those without the method, bit for bit."""
+    """Check that weights, buffers, optimizer state and losses equal those without the method, bit for bit."""
     state = cnn_state() if state is None else state
     for plain, ours in zip(states_after([], state, BATCHES), states_after(method, state, BATCHES), strict=True):
         for field in ("params", "buffers", "opt_state", "loss"):
@@ -53,7 +53,7 @@ def check_training_is_the_plain_one(method: Algorithm, state: State | None = Non
 
 
 def check_resumes_exactly(make: Callable[[], Algorithm], folder: pathlib.Path, state: State | None = None) -> None:
-    """Saved after any batch, loaded into a new run and continued: the same bits at the end."""
+    """Check that a run saved after any batch, loaded into a new run and continued, ends with the same bits."""
     state = cnn_state() if state is None else state
     step = compose(loop_events, [make()])
     states = states_after(make(), state, BATCHES)
@@ -66,7 +66,7 @@ def check_resumes_exactly(make: Callable[[], Algorithm], folder: pathlib.Path, s
 
 
 def check_evaluation_sees_averages(method: Algorithm) -> None:
-    """`evaluate`, `predict` and fit's evaluators do, the training state stays, and another evaluation does not."""
+    """Check that only `evaluate`, `predict` and fit's evaluators see averages, and that training does not change."""
     step, data = compose(loop_events, [method]), BATCHES[:2]
     state = states_after(method, cnn_state(), BATCHES)[-1]
     before = state.copy()
@@ -92,7 +92,7 @@ def check_evaluation_sees_averages(method: Algorithm) -> None:
 
 
 def check_populations(method: Algorithm) -> None:
-    """Each member has the averages that it would have alone, and evaluation sees them."""
+    """Check that each member has the averages of its single run, and that evaluation sees them."""
     step = compose(loop_events, [method])
     starts = [cnn_state(key=key) for key in range(2)]
     starts[1] = starts[1].replace(params={name: 1.5 * param for name, param in starts[1].params.items()})
@@ -109,7 +109,7 @@ def check_populations(method: Algorithm) -> None:
 
 
 def check_compiled(method: Algorithm, state: State | None = None, **options: Any) -> None:
-    """A compiled run ends where the eager one does; by default with the graphs as they were traced."""
+    """Check that a compiled run ends like the eager one; by default its graphs are only traced."""
     state = cnn_state() if state is None else state
     step = pc.compile(compose(loop_events, [method]), quiet=True, **{"backend": "eager", **options})
     found = run_steps(step, step.init(state), BATCHES).unleased()
@@ -117,7 +117,7 @@ def check_compiled(method: Algorithm, state: State | None = None, **options: Any
 
 
 def check_init(method: Algorithm, surgery: Callable[[], Algorithm], state: State) -> None:
-    """Beside surgery, in either order, the averages are those of the new network; INIT twice is INIT once."""
+    """Check that with surgery, in either order, the new network is averaged, and that a second INIT has no effect."""
     for algorithms in ([method, surgery()], [surgery(), method]):
         step = compose(loop_events, algorithms)
         begun = step.init(state)
@@ -128,5 +128,5 @@ def check_init(method: Algorithm, surgery: Callable[[], Algorithm], state: State
 
 
 def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Equality of float32 results and float64 formulas."""
+    """Assert that float32 results equal float64 formulas."""
     assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""What the tests of methods on the model share: what every surgery keeps, and steps around one."""
+"""Helpers for the tests of methods on the model: invariants of every surgery, and steps before and after one."""
 
 import copy
 import pickle
@@ -25,23 +25,23 @@ from purecompose import (
 
 
 def make_state(net: nn.Module, *, key: int = 0, **options: Any) -> State:
-    """Of a network that gives class scores or images, by SGD with momentum."""
+    """Return a state, with SGD with momentum, of a network that returns class scores or images."""
     settings = {"loss": losses.cross_entropy, "optimizer": optim.sgd(0.1, momentum=0.9), "duration": "8ba", **options}
     return State.create(net, key=key, **settings)
 
 
 def make_images(seed: int = 0, num: int = 6, channels: int = 2, size: int = 6) -> Tensor:
-    """Normal float32 images (num, channels, size, size)."""
+    """Return normally distributed float32 images (num, channels, size, size)."""
     return torch.randn(num, channels, size, size, generator=torch.Generator().manual_seed(seed))
 
 
 def make_batch(seed: int = 0, num: int = 6, **shape: int) -> tuple[Tensor, Tensor]:
-    """Images and class indices of three classes."""
+    """Return images and class indices of three classes."""
     return make_images(seed, num, **shape), torch.arange(num) % 3
 
 
 def trained(state: State, num: int = 2, **shape: int) -> State:
-    """The state after some plain steps."""
+    """Return the state after some plain steps."""
     step = compose(loop_events)
     state = step.init(state)
     for seed in range(num):
@@ -50,13 +50,13 @@ def trained(state: State, num: int = 2, **shape: int) -> State:
 
 
 def operated(net: nn.Module, rules: surgery.Rules) -> tuple[Any, surgery.Report]:
-    """The architecture, and what was done."""
+    """Return the new architecture and the report of the surgery."""
     state, report = surgery.operate(make_state(net), rules, name="method")
     return state.model.module, report
 
 
 def hooked(module: nn.Module) -> nn.Module:
-    """The module, with a hook that doubles what it gives."""
+    """Return the module with a hook that doubles its output."""
 
     def double(module: nn.Module, inputs: Any, output: Any) -> Any:
         del module, inputs
@@ -67,7 +67,7 @@ def hooked(module: nn.Module) -> nn.Module:
 
 
 def patched(module: nn.Module) -> nn.Module:
-    """The module, with a forward on the instance that doubles what it gives."""
+    """Return the module with a forward on the instance that doubles its output."""
 
     def doubled(self: Any, input: Tensor) -> Tensor:
         output: Any = type(self).forward(self, input)
@@ -78,7 +78,7 @@ def patched(module: nn.Module) -> nn.Module:
 
 
 def check_leaves(net: nn.Module, rules: surgery.Rules, num: int) -> None:
-    """A surgery finds `num` modules, leaves them all, and says so."""
+    """Check that a surgery finds `num` modules, replaces none of them, and warns."""
     state, images = make_state(net), make_images()
     with pytest.warns(UserWarning, match=f"kept all {num}: none"):
         after, report = surgery.operate(state, rules, name="method")
@@ -87,7 +87,7 @@ def check_leaves(net: nn.Module, rules: surgery.Rules, num: int) -> None:
 
 
 def check_shows(layer: nn.Module, inner: nn.Module, name: str) -> None:
-    """A layer around another shows the public attributes of that one, copies and pickles included."""
+    """Check that a wrapping layer shows the inner layer's public attributes, also in copies and pickles."""
     for copied in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(cast(Any, copied).weight, cast(Any, inner).weight)
         assert getattr(copied, name) == getattr(inner, name)
@@ -100,8 +100,8 @@ def check_shows(layer: nn.Module, inner: nn.Module, name: str) -> None:
 def check_keeps_all(
     state: State, rules: surgery.Rules, *, dropped: Collection[str] = ()
 ) -> tuple[State, surgery.Report]:
-    """One surgery, of which is asserted what all promise: nothing old is touched, tensors and momentum are kept, but
-    for those that are to be dropped, what was frozen is frozen and nothing else, and a second surgery changes nothing.
+    """Do one surgery and check its invariants: the old state is untouched, tensors and momentum are kept except for
+    dropped ones, exactly the frozen parameters stay frozen, and a second surgery changes nothing.
     """
     before, text = state.copy(), str(state.model.module)
     after, report = surgery.operate(state, rules, name="method")
@@ -115,13 +115,13 @@ def check_keeps_all(
         if was in state.params:
             assert after.opt_state["momentum"][name] is state.opt_state["momentum"][was]
     assert after.context.frozen == {name for name, was in report.kept.items() if was in state.context.frozen}
-    again, second = surgery.operate(after, rules, name="method")  # warnings are errors: it says nothing
+    again, second = surgery.operate(after, rules, name="method")  # warnings are errors, so it does not warn
     assert again is after and not second.replaced
     return after, report
 
 
 def check_at_init(method: Algorithm, net: nn.Module) -> State:
-    """The state after INIT, which a checkpoint of the run needs, and where the method has no more to do."""
+    """Return the state after INIT; check that checkpoints require the method and that a second INIT has no effect."""
     assert Trait.REQUIRED_ON_LOAD in method.traits
     step = compose(loop_events, [method])
     state = make_state(net)

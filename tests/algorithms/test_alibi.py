@@ -1,4 +1,4 @@
-"""ALiBi: the surgery on a GPT, what is kept by it, longer sequences than before, and shorter ones for training."""
+"""ALiBi: the surgery on a GPT and its invariants, longer sequences than before, and shorter ones for training."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ def trained(state: pc.State, *algorithms: pc.Algorithm, num: int = 2) -> pc.Stat
 
 
 def seen_batch(batch: Any, *algorithms: pc.Algorithm, **options: Any) -> Any:
-    """The batch as it comes to the model."""
+    """Return the batch that the model sees."""
     seen = []
     spy = pc.Algorithm("spy", pc.on("batch_start"), lambda _, state: seen.append(state.batch) or state)
     step = pc.compose(pc.loop_events, [*algorithms, spy])
@@ -63,7 +63,7 @@ def seen_batch(batch: Any, *algorithms: pc.Algorithm, **options: Any) -> Any:
     return seen[0]
 
 
-def test_positions_go_and_all_else_is_kept() -> None:
+def test_positional_embeddings_are_removed_and_all_else_is_kept() -> None:
     before = trained(make_state())
     copied = before.copy()
     after, report = surgery.operate(before, alibi_rules(), name="alibi")
@@ -92,7 +92,7 @@ def test_two_networks_of_one_architecture_are_equal_after_it() -> None:
     assert first.model == second.model != make_state().model
 
 
-def test_a_network_without_attention_is_told() -> None:
+def test_a_network_without_attention_is_warned_about() -> None:
     state = state_of(nn.Linear(2, 2))
     with pytest.warns(UserWarning, match="looked for SelfAttention or PositionEmbedding or GPT2Model or GPT2Attention"):
         surgery.operate(state, alibi_rules(), name="alibi")
@@ -102,7 +102,7 @@ def test_a_network_without_attention_is_told() -> None:
 
 
 class Unknown(nn.Module):
-    """Positions, and attention that the method does not know."""
+    """A network with positions and an attention layer that the method does not know."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Gated(SelfAttention):
 
 
 class Narrow(SelfAttention):
-    """Of its own nothing but how it is built."""
+    """A subclass that only changes the constructor."""
 
     def __init__(self) -> None:
         super().__init__(8, 2)
@@ -172,7 +172,7 @@ def test_sequences_may_be_longer_than_before() -> None:
     assert logits.shape == (4, VOCABULARY, 3 * LENGTH) and bool(logits.isfinite().all())
     long = pc.evaluate(state, [make_batch(length=3 * LENGTH)], metrics={"accuracy": pc.metrics.accuracy})
     assert 0 <= long["accuracy"] <= 1
-    # What a token sees does not depend on how much comes after it.
+    # The context of a token does not depend on the number of later tokens.
     torch.testing.assert_close(state.forward(ids[:, :LENGTH]), logits[..., :LENGTH], rtol=1e-4, atol=1e-6)
 
 
@@ -190,17 +190,17 @@ def test_it_stays_causal(length: int, data: st.DataObject) -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 12), st.integers(0, 5))
-def test_with_equal_tokens_places_do_not_count(length: int, seed: int) -> None:
-    """Nothing but the distances to other tokens tells where one stands."""
+def test_with_equal_tokens_all_positions_are_alike(length: int, seed: int) -> None:
+    """Positions enter only through distances to other tokens."""
     state = trained(make_state(), alibi(), num=0)
     ids = torch.full((1, length), seed % VOCABULARY)
     logits = state.forward(ids)
-    # All values are the same one, so that every mean of them is it, whatever the weights of the attention.
+    # All values are equal, so every mean of them is the same, whatever the attention weights.
     torch.testing.assert_close(logits, logits[..., :1].expand_as(logits), rtol=1e-4, atol=1e-6)
 
 
-def test_without_slopes_the_order_of_what_came_before_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last place of a single causal layer takes a mean over all, in which nothing but distances has an order."""
+def test_without_slopes_the_order_of_earlier_tokens_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last position of a single causal layer takes a mean over all tokens, whose order only enters by distances."""
     torch.manual_seed(0)
     net = ClassesSecond(gpt(VOCABULARY, LENGTH, width=8, depth=1, num_heads=2))
     for param in net.parameters():
@@ -233,11 +233,11 @@ def test_rows_are_cut_and_nothing_is_moved(num: int, length: int, thousandths: i
 
 def test_decimal_shares_give_whole_lengths() -> None:
     batch = make_batch(length=100)
-    for percent in (7, 28, 29, 55, 57, 58):  # of which a product with 100 may miss the whole number
+    for percent in (7, 28, 29, 55, 57, 58):  # their products with 100 may not be exact integers
         assert seen_batch(batch, alibi(percent / 100))[0].shape[1] == percent
 
 
-def test_the_states_input_says_how_long_sequences_are() -> None:
+def test_the_states_input_determines_the_length_of_sequences() -> None:
     ids, labels = make_batch()
     batch = {"input_ids": torch.zeros(4, 3, dtype=torch.int64), "text": ids, "labels": labels}
     with pytest.raises(ValueError, match=r"a position for each of 4x8 tokens, got int64\[4, 3\]"):
@@ -272,7 +272,7 @@ def test_a_quarter_by_default_and_mappings_too() -> None:
     assert seen["scale"] is batch["scale"] and batch["input_ids"] is ids
 
 
-def test_time_counts_what_the_loader_gave_and_evaluation_is_whole() -> None:
+def test_time_counts_the_loaders_batches_and_evaluation_is_not_cut() -> None:
     state = trained(make_state(), alibi(), num=2)
     assert state.timestamp.sample == 8
     shapes = []
@@ -281,7 +281,7 @@ def test_time_counts_what_the_loader_gave_and_evaluation_is_whole() -> None:
     assert shapes == [(4, LENGTH)]
 
 
-def test_scaling_by_one_leaves_batches_of_any_kind_alone() -> None:
+def test_scaling_by_one_leaves_batches_of_any_kind_unchanged() -> None:
     algorithm = alibi(1)
     assert algorithm.events == (pc.Event.INIT,)
     batch = make_batch()
@@ -311,13 +311,13 @@ def test_labels_of_whole_sequences_are_refused() -> None:
         seen_batch(batch, alibi(), input_field="input_ids", target_field="labels")
 
 
-def test_inputs_that_are_no_sequences_are_refused() -> None:
+def test_inputs_that_are_not_sequences_are_refused() -> None:
     with pytest.raises(TypeError, match=r"alibi: expected sequences, .* got float32\[4, 8\]"):
         seen_batch((torch.zeros(4, 8), torch.zeros(4, 8)), alibi())
 
 
 def test_it_trains_on_short_sequences_for_long_ones() -> None:
-    """Repeats of one token after another, which any length can learn."""
+    """The data repeat tokens, a pattern that sequences of any length can learn."""
     state = make_state(optimizer=optim.adam(0.02), duration="80ba")
     step = pc.compose(pc.loop_events, [alibi(0.25)])
     state = step.init(state)

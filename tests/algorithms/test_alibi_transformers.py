@@ -30,8 +30,8 @@ BY = ("eager", "sdpa")
 
 
 def make_net(kind: str, by: str = "sdpa", *, dropout: float = 0.0, **options: Any) -> Any:
-    """Two layers of three heads, and eight positions."""
-    # Greater weights than usual, so that logits are as great as biases.
+    """Return a network with two layers of three heads, and eight positions."""
+    # Larger weights than usual, so that logits are as large as biases.
     common = {
         "initializer_range": 0.5,
         "vocab_size": VOCABULARY,
@@ -60,7 +60,7 @@ def make_state(net: nn.Module, **options: Any) -> pc.State:
 
 
 def with_biases(net: nn.Module) -> Any:
-    """The network after the surgery, as a module of its own."""
+    """Return the network after the surgery as a separate module."""
     return pc.to_module(surgery.operate(make_state(net), alibi_rules(), name="alibi")[0]).eval()
 
 
@@ -69,7 +69,7 @@ def make_ids(num: int = 2, length: int = LENGTH, seed: int = 0) -> Tensor:
 
 
 def bert_by_hand(attention: nn.Module, hidden: Tensor, is_valid: Tensor) -> Tensor:
-    """The first mixing of values in BERT with -m |i - j|, in float64; `is_valid` (N, L) says where tokens are."""
+    """Return BERT's first attention output with biases -m |i - j|, in float64; `is_valid` (N, L) marks the tokens."""
     slopes = torch.tensor([2.0**-4, 2.0**-8, 2.0**-2], dtype=torch.float64)  # of three heads
 
     def heads(name: str) -> Tensor:
@@ -119,7 +119,7 @@ def test_both_ways_of_computing_agree_and_padding_is_not_seen(kind: str) -> None
 
 
 @pytest.mark.parametrize("by", BY)
-def test_gpt2_is_causal_and_goes_on_from_its_cache(by: str) -> None:
+def test_gpt2_is_causal_and_continues_from_its_cache(by: str) -> None:
     net, ids = with_biases(make_net("gpt2", by)), make_ids(2, 12)
     whole = net(input_ids=ids).logits
     other = ids.clone()
@@ -205,14 +205,16 @@ LAYERS = {
 
 
 def of_kind(net: nn.Module, *kinds: str) -> list[Any]:
-    """The modules of classes with these names."""
+    """Return the modules of classes with these names."""
     return [module for module in net.modules() if type(module).__name__ in kinds]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", [hooked, patched])
 @pytest.mark.parametrize("is_inside", [True, False])
-def test_gated_units_leave_what_does_more_than_its_class(kind: str, change: Any, is_inside: bool) -> None:
+def test_gated_units_do_not_replace_modules_that_do_more_than_their_class(
+    kind: str, change: Any, is_inside: bool
+) -> None:
     net, (block, layer) = make_net(kind), LAYERS[kind]
     first, second = of_kind(net, block)
     change(getattr(first, layer) if is_inside else first)
@@ -262,7 +264,7 @@ def test_cross_attention_has_no_distances() -> None:
     assert not any("crossattention" in name for name in report.replaced) and len(report.replaced) == 3
 
 
-def test_what_cannot_be_done_is_said() -> None:
+def test_unsupported_settings_are_refused_with_a_reason() -> None:
     relative = make_net("bert", position_embedding_type="relative_key")
     with pytest.raises(ValueError, match="expected absolute positions, got 'relative_key'"):
         with_biases(relative)

@@ -1,4 +1,4 @@
-"""AugMix: the core against a loop written by hand, its bounds, the factory."""
+"""AugMix: the core against a manual loop, its bounds, the factory."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.algorithms.method_helpers import make_images
 SEEDS = st.integers(0, 2**64 - 1)
 KEEP = Primitive("keep", lambda levels, amount: levels, lambda strength: strength.share)
 COUNT = Primitive("count", lambda levels, amount: levels + 1, lambda strength: strength.share)
-"""Adds a level: the result tells how many operations there were."""
+"""Add one level, so that the result counts the operations."""
 
 
 @given(SEEDS, st.floats(0, 10), st.sampled_from([-1, 1, 2]), st.integers(1, 4), st.floats(0.05, 5))
@@ -36,7 +36,7 @@ def test_form_and_range_stay(seed: int, severity: float, depth: int, width: int,
 
 @given(SEEDS, st.integers(1, 2), st.integers(1, 3), st.floats(0.2, 3))
 def test_it_is_the_mixture_of_the_chains(seed: int, depth: int, width: int, alpha: float) -> None:
-    """Against float64, image by image and chain by chain, from the documented draws."""
+    """The reference computes in float64, image by image and chain by chain, from the documented draws."""
     batch, rng = make_images(5), random.Rng(random.key(seed))
     chains = batch.repeat(width, 1, 1, 1)
     for step in range(depth):
@@ -97,7 +97,7 @@ def test_with_no_share_of_the_chains_it_is_the_image(monkeypatch: pytest.MonkeyP
 @given(SEEDS, st.integers(1, 3))
 def test_constant_images_stay_constant(seed: int, width: int) -> None:
     batch = torch.full((6, 3, 8, 8), 90, dtype=torch.uint8)
-    kept = ("autocontrast", "equalize", "color", "sharpness")  # which leave such an image as it is
+    kept = ("autocontrast", "equalize", "color", "sharpness")  # they do not change such an image
     assert torch.equal(augmix_batch(random.key(seed), batch, width=width, augmentation_set=kept), batch)
 
 
@@ -119,7 +119,7 @@ def test_each_chain_may_have_any_depth() -> None:
     )
     for chain in (first, second):
         assert (chain.bincount(minlength=4)[1:] - 300).abs().max() < 60
-    # The chains of one image have nothing to do with each other: all nine pairs of depths are as frequent.
+    # The chains of one image are independent: all nine pairs of depths are equally frequent.
     pairs = ((first - 1) * 3 + second - 1).bincount(minlength=9)
     assert (pairs - 100).abs().max() < 40
 
@@ -164,7 +164,7 @@ def test_bad_settings_are_refused_where_they_are_given(settings: Any, error: typ
         augmix_batch(random.key(0), make_images(), **settings)
 
 
-def test_a_step_trains_on_what_the_core_makes_of_its_key() -> None:
+def test_a_step_trains_on_the_images_of_the_core_with_its_key() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(192, 3))
     state = State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), key=5, duration="9ba")
@@ -173,7 +173,7 @@ def test_a_step_trains_on_what_the_core_makes_of_its_key() -> None:
     step = compose(loop_events, [augmix(5, width=2)])
     by_method, by_hand = step(step.init(state), batch), compose(loop_events)(state, (changed, batch[1]))
     assert all(torch.equal(by_method.params[name], by_hand.params[name]) for name in state.params)
-    rising = compose(loop_events, [augmix(10 * linear(0.0, 1.0))])  # where the severity is still 0
+    rising = compose(loop_events, [augmix(10 * linear(0.0, 1.0))])  # the severity is still 0 there
     plain, first = compose(loop_events)(state, batch), rising(rising.init(state), batch)
     assert all(torch.equal(first.params[name], plain.params[name]) for name in first.params)
 

@@ -1,4 +1,4 @@
-"""Batch size warm-up: sizes against exact arithmetic, steps against steps on what is left, and company."""
+"""Batch size warm-up: sizes against exact arithmetic, steps against steps on the kept examples, other methods."""
 
 from fractions import Fraction
 
@@ -19,7 +19,7 @@ BATCH = helpers.make_batch(num=20)
 
 
 def run(algorithms, num=10, state=None, batch=BATCH, **options):
-    """The batches that were trained on, and the states after INIT and each step; a run of ten batches."""
+    """Return the batches trained on and the states after INIT and each step of a run of ten batches."""
     seen = []
     step = compose(loop_events, [*algorithms, helpers.spy(seen, "batch_start")], **options)
     states = [step.init(helpers.make_state(duration="10ba") if state is None else state)]
@@ -84,7 +84,7 @@ def test_a_step_is_a_step_on_the_first_examples():
     torch.testing.assert_close(after.loss, loss.detach())
 
 
-def test_time_counts_the_batch_as_it_came():
+def test_time_counts_the_loaders_batches():
     _, states = run([batch_size_warmup(1.0, 0.1, 1)], 3)
     assert [(state.timestamp.batch, state.timestamp.sample) for state in states] == [(n, 20 * n) for n in range(4)]
 
@@ -92,13 +92,13 @@ def test_time_counts_the_batch_as_it_came():
 @pytest.mark.parametrize(
     ("duration", "options"), [("10ba", {}), ("2ep", {"batches_per_epoch": 5}), ("200sp", {"batches_per_epoch": None})]
 )
-def test_any_unit_of_a_runs_length_will_do(duration, options):
+def test_any_unit_of_a_runs_length_works(duration, options):
     options = {"batches_per_epoch": None, **options}
     seen, _ = run([batch_size_warmup(1.0, 0, 2)], state=helpers.make_state(duration=duration, **options))
     assert sizes_of(seen) == [2, 2, 4, 6, 8, 10, 12, 14, 16, 18]
 
 
-def test_whatever_is_per_example_is_taken_and_all_else_stays():
+def test_all_per_example_members_are_cut_and_the_others_are_kept():
     batch = {
         "x": BATCH[0],
         "y": BATCH[1],
@@ -169,7 +169,7 @@ def test_a_learning_rate_grows_with_the_batch_by_a_schedule_of_the_same_line():
         assert warmup_batch_size(number / 700, 7000, multiple=1) == pytest.approx(7000 * share(now), abs=1)
 
 
-# What is refused
+# Refused settings
 
 
 @pytest.mark.parametrize("duration", [None, "60sec"])

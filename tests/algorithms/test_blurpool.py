@@ -1,4 +1,4 @@
-"""BlurPool: the layers against scipy and windows by hand, the surgery, shifts, the factory in a run."""
+"""BlurPool: the layers against scipy and manual windows, the surgery, shifts, the factory in a run."""
 
 import itertools
 from typing import Any
@@ -49,7 +49,7 @@ def drawn(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64)
 
 
 def smoothed(images: Tensor, kernel: Any = FILTER) -> Tensor:
-    """By scipy, an image and a channel after the other, in float64."""
+    """Return the images smoothed by scipy, one image and channel after the other, in float64."""
     planes = images.double().flatten(0, -3).numpy()
     kernels = np.broadcast_to(kernel, (images.shape[-3], *np.shape(kernel)[-2:]))
     rows = [
@@ -59,9 +59,9 @@ def smoothed(images: Tensor, kernel: Any = FILTER) -> Tensor:
 
 
 def windows_by_hand(image: Tensor, window: Any, steps: Any, around: Any, holes: Any, size: Any) -> Tensor:
-    """The greatest value of the window at each place that a strided smoothing of `size` results can see."""
+    """Return the window's maximum at each place that is used by a strided smoothing with `size` results."""
     shape = [(size[i] - 1) * pair(steps)[i] + 1 for i in (0, 1)]
-    # Up to the last window that begins in the image or its padding, and no further than windows fit, or the last one.
+    # Up to the last window that fits and begins in the image or its padding, or the last one.
     fits = [image.shape[i] + 2 * pair(around)[i] - pair(holes)[i] * (pair(window)[i] - 1) for i in (0, 1)]
     shape = [max(there, fit) for there, fit in zip(shape, fits, strict=True)]
     rows = [[-float("inf")] * shape[1] for _ in range(shape[0])]
@@ -87,7 +87,7 @@ def test_smoothing_is_scipys_of_every_stride_th_place(seed, shape, stride):
 
 
 @given(SEEDS, SHAPES, st.sampled_from([(1, 1), (3, 1), (5, 3)]), st.booleans())
-def test_kernels_of_ones_own(seed, shape, sides, is_each):
+def test_user_defined_kernels(seed, shape, sides, is_each):
     images, kernel = drawn(seed, shape), drawn(seed + 1, (shape[1], *sides))
     kernel = kernel if is_each else kernel[0]
     torch.testing.assert_close(blur_2d(images, kernel=kernel), smoothed(images, kernel.numpy()), rtol=1e-9, atol=1e-9)
@@ -131,11 +131,11 @@ def poolings(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(SEEDS, st.integers(1, 8), st.integers(1, 8), poolings())
-def test_max_pooling_is_that_of_windows_smoothed_and_has_torchs_shape(seed, height, width, pooling):
+def test_max_pooling_equals_smoothed_windows_and_has_torchs_shape(seed, height, width, pooling):
     images = drawn(seed, (1, 1, height, width))
     for side, window, around in zip((height, width), pooling["kernel_size"], pooling["padding"], strict=True):
         assume(side + 2 * around > pooling["dilation"] * (window - 1))
-        assume(side > pooling["dilation"] * (window - 1))  # else a window may hold nothing but padding
+        assume(side > pooling["dilation"] * (window - 1))  # otherwise a window may contain only padding
     plain = F.max_pool2d(images, **pooling)
     result = blurmax_pool2d(images, **pooling)
     assert result.shape == plain.shape
@@ -181,7 +181,7 @@ def test_convolutions_are_the_formulas_with_all_settings_kept(seed, side, stride
     torch.testing.assert_close(result, after if is_first else before, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # which torch's own forward mode uses
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own forward mode uses it
 @pytest.mark.parametrize("is_first", [True, False])
 def test_gradients_transforms_and_compiled_code(is_first):
     torch.manual_seed(0)
@@ -196,7 +196,7 @@ def test_gradients_transforms_and_compiled_code(is_first):
     torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(images), layer(images))
 
 
-def test_a_shifted_image_gives_an_answer_less_different():
+def test_a_shifted_image_changes_the_output_less():
     torch.manual_seed(0)
     conv, distances = nn.Conv2d(3, 8, 3, 2, 1), []
     images = make_images(0, 32, 3, 16)
@@ -240,7 +240,7 @@ def make_net() -> nn.Sequential:
     ],
 )
 @pytest.mark.parametrize("is_first", [True, False])
-def test_what_skips_places_is_replaced_and_nothing_else(settings, names, is_first):
+def test_only_layers_with_a_stride_are_replaced(settings, names, is_first):
     rules = blurpool_rules(blur_first=is_first, **{"min_channels": 1, **settings})
     state = trained(make_state(make_net()))
     after, report = check_keeps_all(state, rules)
@@ -252,7 +252,7 @@ def test_what_skips_places_is_replaced_and_nothing_else(settings, names, is_firs
     assert compose(loop_events)(after, make_batch(5)).timestamp.batch == 3
 
 
-def test_what_it_leaves():
+def test_layers_that_are_not_replaced():
     class Transposed(nn.Sequential):
         def __init__(self) -> None:
             super().__init__(nn.ConvTranspose2d(2, 2, 2, 2), nn.MaxPool2d(2, return_indices=True), nn.MaxPool2d(3, 1))
@@ -263,7 +263,7 @@ def test_what_it_leaves():
 
 
 class Lowest(nn.MaxPool2d):
-    """A pooling with a forward of its own."""
+    """A pooling layer with its own forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         return -F.max_pool2d(-input, self.kernel_size, self.stride)
@@ -276,13 +276,13 @@ class Fixed(nn.Conv2d):
         return F.conv2d(input, self.weight, self.bias, 2, 1)
 
 
-def test_forwards_of_their_own_hooks_and_parametrized_tensors_stay():
+def test_layers_with_own_forwards_hooks_or_parametrizations_are_kept():
     check_leaves(nn.Sequential(Lowest(2), hooked(nn.MaxPool2d(2)), patched(nn.MaxPool2d(1, 3))), blurpool_rules(), 3)
     wide, convs = blurpool_rules(blur_first=False, min_channels=1), [nn.Conv2d(2, 2, 3, 2, 1) for _ in range(2)]
     parametrized = parametrizations.weight_norm(nn.Conv2d(2, 2, 3, 2, 1))
     net = nn.Sequential(Fixed(2, 2, 3, 2, 1), hooked(convs[0]), patched(convs[1]), parametrized)
     check_leaves(net, wide, 4)
-    # Wrapped whole, they continue doing what they do.
+    # Wrapped as a whole, they keep their behaviour.
     state = make_state(net[:1])
     after, report = surgery.operate(state, blurpool_rules(min_channels=1), name="blur")
     assert report.replaced == ("0",)
@@ -298,7 +298,7 @@ def test_a_convolution_can_be_read_where_it_was(is_first):
     assert conv.stride == (2, 2) and BlurConv2d(conv, is_first).conv._parameters["weight"] is conv.weight
 
 
-def test_a_network_that_is_a_convolution_and_one_that_stands_in_two_places():
+def test_a_convolution_may_be_the_network_or_be_used_in_two_places():
     module, report = operated(nn.Conv2d(2, 2, 3, 2), blurpool_rules(min_channels=1))
     assert isinstance(module, BlurConv2d) and report.kept == {"conv.weight": "weight", "conv.bias": "bias"}
     shared = nn.Conv2d(2, 2, 3, 2, 1)
@@ -373,6 +373,6 @@ def test_the_method_is_the_surgery_at_init():
         (lambda: blur_2d(torch.zeros(1, 2, 3, 3), kernel=torch.ones(3)), ValueError, "expected a kernel"),
     ],
 )
-def test_what_cannot_be_is_refused(make, error, message):
+def test_bad_settings_are_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()

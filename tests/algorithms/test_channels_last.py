@@ -1,4 +1,4 @@
-"""Channels last: strides change, and nothing else."""
+"""Channels last: only strides change."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def test_images_have_other_strides_and_the_same_values(shape):
 
 
 @pytest.mark.parametrize("optimizer", [pc.optim.sgd(0.1, momentum=0.9), pc.optim.adam(0.01)], ids=["sgd", "adam"])
-def test_values_stay_and_the_form_lasts_through_steps(optimizer: Any):
+def test_values_are_kept_and_the_format_lasts_through_steps(optimizer: Any):
     before = make_state(optimizer)
     copied, step = before.copy(), compose(loop_events, [channels_last()])
     after = step.init(before)
@@ -66,7 +66,7 @@ def test_values_stay_and_the_form_lasts_through_steps(optimizer: Any):
     torch.testing.assert_close(before.forward(make_batch()[0]), after.forward(make_batch()[0]))
 
 
-def test_the_optimizers_groups_stay():
+def test_the_optimizers_groups_are_kept():
     optimizer = pc.optim.sgd(0.1, momentum=0.9, groups={"0.weight": {"momentum": 0.0}, "*.bias": {"lr": 0.5}})
     before = make_state(optimizer)
     after = compose(loop_events, [channels_last()]).init(before)
@@ -88,7 +88,7 @@ def test_gradients_are_those_of_the_usual_form():
     assert_close(first.grads, second.grads)
 
 
-def test_a_resumed_run_has_the_same_bits_and_a_run_without_it_can_go_on(tmp_path: Any):
+def test_a_resumed_run_has_the_same_bits_and_may_continue_without_the_method(tmp_path: Any):
     step = compose(loop_events, [channels_last()])
     state = step(step.init(make_state()), make_batch(0))
     save(state, tmp_path / "state", step=step)
@@ -115,13 +115,13 @@ def test_a_population_with_group_normalisation_runs():
     assert_close(after.params, step(start, make_batch()).params)
 
 
-def test_it_comes_behind_what_changes_the_model():
+def test_it_comes_after_methods_that_change_the_model():
     methods = [channels_last(), no_op_model(), squeeze_excite(2, 4)]
     ordered = compose(loop_events, methods).order(methods, pc.Event.INIT)
     assert [algorithm.name for algorithm in ordered] == ["no_op_model", "squeeze_excite", "channels_last"]
 
 
-def test_networks_without_images_are_a_warning_and_other_ranks_stay():
+def test_networks_without_images_are_warned_about_and_other_ranks_kept():
     net = nn.Sequential(nn.Conv3d(1, 2, 2), nn.Flatten(), nn.Linear(2, 2))
     with pytest.warns(UserWarning, match="channels_last has no effect: it looked for tensors of four dimensions"):
         state = compose(loop_events, [channels_last()]).init(make_state(net=net))
@@ -140,7 +140,7 @@ def test_a_single_example_is_traced_through_group_norm():
 
 
 def test_group_norms_behind_frozen_layers_and_of_images_have_gradients() -> None:
-    """Torch's own backward pass ends the process there."""
+    """Torch's own backward pass crashes the process in this case."""
     frozen = [nn.Conv2d(2, 4, 3).requires_grad_(False), nn.GroupNorm(1, 4)]
     for first in (frozen, [nn.GroupNorm(1, 2), nn.Conv2d(2, 4, 3)]):
         net = nn.Sequential(*first, nn.Flatten(), nn.Linear(64, 3))

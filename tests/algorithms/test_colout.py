@@ -1,4 +1,4 @@
-"""ColOut: what is kept, shown by images of places; masks, mixtures and labels as targets; the factory in a step."""
+"""ColOut: kept rows and columns, shown by numbered pixels; masks, mixtures and labels as targets; the factory."""
 
 import math
 from fractions import Fraction
@@ -28,7 +28,7 @@ DTYPES = [torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float
 
 
 def places(*shape: int) -> Tensor:
-    """Images (N, C, H, W) in which every pixel has a number of its own; in the last two dims 1000 row + column."""
+    """Return images (N, C, H, W) with a different number in every pixel; in the last two dims 1000 row + column."""
     num, channels, height, width = shape
     pixels = 1000 * torch.arange(height).view(-1, 1) + torch.arange(width)
     return pixels.expand(num, channels, height, width).contiguous()
@@ -39,7 +39,7 @@ def exact_count(p: float, size: int) -> int:
 
 
 def kept(image: Tensor) -> tuple[list[int], list[int]]:
-    """The rows and columns that an image of places (H', W') shows."""
+    """Return the rows and columns that an image of places (H', W') contains."""
     return (image[:, 0] // 1000).tolist(), (image[0] % 1000).tolist()
 
 
@@ -64,7 +64,7 @@ def test_sorted_rows_and_columns_of_the_exact_number_stay(seed, shape, p_row, p_
 
 
 @given(SEEDS, SHAPES, st.sampled_from(DTYPES), st.booleans())
-def test_a_share_of_zero_is_the_identity_and_dtypes_stay(seed, shape, dtype, per_example):
+def test_a_share_of_zero_is_the_identity_and_dtypes_are_kept(seed, shape, dtype, per_example):
     images = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed % 2**32)).to(dtype)
     assert colout_batch(random.key(seed), images, p_row=0, p_col=0, per_example=per_example) is images
     got = colout_batch(random.key(seed), images, p_row=0.5, p_col=0, per_example=per_example)
@@ -74,7 +74,7 @@ def test_a_share_of_zero_is_the_identity_and_dtypes_stay(seed, shape, dtype, per
 @pytest.mark.parametrize(
     ("p", "size", "count"), [(0.9, 10, 1), (0.7, 10, 3), (1 / 7, 224, 192), (0.15, 32, 27), (1, 10, 1), (0.99, 10, 1)]
 )
-def test_numbers_of_rows_are_what_one_would_say(p, size, count):
+def test_numbers_of_kept_rows_have_no_rounding_errors(p, size, count):
     got = colout_batch(random.key(0), torch.zeros(1, size, size), p_row=p, p_col=p)
     assert got.shape == (1, count, count)
 
@@ -127,7 +127,7 @@ def test_many_keys_under_vmap_and_a_traced_call_equal_a_loop(per_example):
 
 
 @pytest.mark.parametrize("per_example", [False, True])
-def test_the_gradient_is_one_where_a_pixel_stays(per_example):
+def test_the_gradient_is_one_for_kept_pixels(per_example):
     images = places(2, 1, 6, 7).double().requires_grad_()
     got = colout_batch(random.key(0), images, p_row=0.5, p_col=0.3, per_example=per_example)
     (gradient,) = torch.autograd.grad(got.sum(), images)
@@ -156,7 +156,7 @@ def test_masks_lose_the_same_rows_and_columns(seed, shape, p, per_example, resiz
     "target",
     [
         torch.arange(4),
-        torch.zeros(4, 4),  # as long as the images are wide, but no mask
+        torch.zeros(4, 4),  # as long as the width of the images, but not a mask
         torch.zeros(4, 3, 4, 5),
         torch.zeros(4, 5),
         torch.zeros(()),
@@ -174,7 +174,7 @@ def test_other_targets_come_back_as_the_object_that_they_are(target):
     assert same is images
 
 
-def test_a_mask_of_a_single_image_is_resized_when_told_so():
+def test_a_mask_of_a_single_image_is_resized_on_request():
     image = places(1, 3, 6, 8)[0]
     got, mask = colout_batch(random.key(4), image, image[0], resize_target=True)
     assert torch.equal(got[0], mask) and mask.shape == (5, 6)
@@ -213,7 +213,7 @@ class Segmenter(nn.Module):
 
 
 @pytest.mark.parametrize("per_example", [False, True])
-def test_a_step_trains_on_what_the_core_returns(per_example):
+def test_a_step_trains_on_the_images_of_the_core(per_example):
     settings = {"p_row": 0.4, "p_col": 0.2, "per_example": per_example}
     state = State.create(Segmenter(), loss=losses.cross_entropy, optimizer=optim.sgd(0.1), key=3, duration="4ba")
     images = torch.randn(5, 2, 10, 10)
@@ -225,7 +225,7 @@ def test_a_step_trains_on_what_the_core_returns(per_example):
     assert tree.equal(after.params, compose(loop_events, [])(state, smaller).params)
 
 
-def test_labels_are_shared_members_named_and_what_came_is_left_alone():
+def test_labels_are_shared_members_are_named_and_the_input_is_unchanged():
     seen: list[Any] = []
     images, labels = TASKS["images"].make_batch(0, 4)
     batch = {"x": images, "y": labels, "depth": images[:, 0]}
@@ -322,7 +322,7 @@ def test_bad_arguments_of_the_core_are_refused():
             colout_batch(key, images, target, per_example=True, resize_target=resize_target)
 
 
-def test_a_step_names_what_does_not_fit():
+def test_a_step_names_the_target_that_does_not_fit():
     step = compose(loop_events, [colout(name="mine")])
     with pytest.raises(TypeError, match=r"mine: expected images, one tensor \(N, C, H, W\), got float32\[4, 4\]"):
         step(step.init(TASKS["vectors"].make_state(0, duration="8ba")), TASKS["vectors"].make_batch(0, 4))

@@ -36,7 +36,7 @@ def image_batch(kind="index", num=8):
 
 
 def by_hand(state, batch, **settings):
-    """One step on what `cutmix_batch` draws at the documented place, with soft targets made here."""
+    """Take one step on the images of `cutmix_batch` with the documented key, with soft targets made here."""
     images, targets = batch
     mixed, mixture = cutmix_batch(state.rng("cutmix"), images, targets, **settings)
     assert isinstance(mixture, Mixture)
@@ -185,7 +185,7 @@ def test_bad_settings_are_refused_when_built(settings, error):
         cutmix(**settings)
 
 
-def test_losses_that_cannot_follow_are_refused_at_init():
+def test_losses_without_support_for_mixtures_are_refused_at_init():
     with pytest.raises(TypeError, match="mine: .*ModelLoss"):
         compose(loop_events, [cutmix(name="mine")]).init(image_state(loss=losses.model_loss))
     state = image_state(loss=lambda outputs, targets: F.cross_entropy(outputs, targets))
@@ -194,7 +194,7 @@ def test_losses_that_cannot_follow_are_refused_at_init():
         compose(loop_events, [cutmix(interpolate_loss=True)]).init(state)
 
 
-def test_a_step_refuses_what_is_no_image():
+def test_a_step_refuses_inputs_that_are_not_images():
     step = compose(loop_events, [cutmix(name="mine")])
     with pytest.raises(TypeError, match=r"mine: expected images, one tensor \(N, C, H, W\), got float32\[8, 72\]"):
         step(step.init(image_state()), (torch.zeros(8, 72), torch.zeros(8, dtype=torch.long)))

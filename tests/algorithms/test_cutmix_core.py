@@ -1,4 +1,4 @@
-"""`cutmix_batch` and the box that it draws, against plain loops over pixels."""
+"""`cutmix_batch` and its drawn box, against plain loops over pixels."""
 
 from fractions import Fraction
 
@@ -30,7 +30,7 @@ def make_images(shape, seed=0, dtype=torch.float32) -> Tensor:
 
 
 def by_hand(images: Tensor, order: Tensor, boxes: list[list[int]]) -> Tensor:
-    """Pixel by pixel."""
+    """Paste pixel by pixel."""
     mixed = images.clone()
     for i, (top, left, bottom, right) in enumerate(boxes):
         for row in range(top, bottom):
@@ -40,7 +40,7 @@ def by_hand(images: Tensor, order: Tensor, boxes: list[list[int]]) -> Tensor:
 
 
 def drawn(seed, shape, *, per_example, **settings) -> tuple[Tensor, list[list[int]]]:
-    """The order and the boxes of a key, by the documented names."""
+    """Return the order and the boxes of a key, drawn under the documented names."""
     num, _, height, width = shape
     order = random.permutation(Rng(random.key(seed)).named("permutation"), num)
     boxes = cutmix_box(random.key(seed), height, width, num=num if per_example else None, **settings)
@@ -52,7 +52,7 @@ def area_of(box) -> int:
 
 
 @given(SEEDS, SIZES, HOW_MUCH, SETTINGS, st.sampled_from([torch.float32, torch.uint8, torch.bfloat16, torch.int64]))
-def test_pastes_pixel_by_pixel_and_keeps_what_comes_in(seed, shape, how_much, settings, dtype):
+def test_pastes_pixel_by_pixel_and_does_not_change_its_arguments(seed, shape, how_much, settings, dtype):
     images, targets = make_images(shape, seed, dtype), torch.arange(shape[0]) % 3
     before = images.clone(), targets.clone()
     mixed, mixture = cutmix_batch(random.key(seed), images, targets, **how_much, **settings)
@@ -98,20 +98,20 @@ def test_length_is_the_side(seed, height, width, length, uniform_sampling):
     assert torch.equal(boxes, given_by_tensor)
     for box in boxes.tolist():
         for start, stop, size in ((box[0], box[2], height), (box[1], box[3], width)):
-            side = int(length * size + 1e-14)  # rounding alone takes no pixel away
+            side = int(length * size + 1e-14)  # rounding errors remove no pixel
             assert stop - start == side or (stop - start < side and (start == 0 or stop == size))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 @pytest.mark.parametrize(("length", "size", "side"), [(0.53, 100, 53), (0.29, 100, 29), (1 - 0.9, 10, 1), (0.3, 10, 3)])
-def test_rounding_takes_no_pixel_of_a_decimal_length_away(length, size, side, dtype):
+def test_rounding_errors_remove_no_pixel_of_a_decimal_length(length, size, side, dtype):
     for given_as in (length, torch.tensor(length, dtype=dtype)):
         boxes = cutmix_box(random.key(0), size, size, length=given_as, num=50)
         assert (boxes[:, 2] - boxes[:, 0]).max() == side
 
 
 def test_half_the_length_is_a_quarter_of_the_area():
-    """The original has boxes of 0.87 of the side here."""
+    """The original implementation has boxes of 0.87 of the side here."""
     boxes = cutmix_box(random.key(3), 32, 32, length=0.5, num=500)
     whole = [box for box in boxes.tolist() if 0 < box[0] and 0 < box[1] and box[2] < 32 and box[3] < 32]
     assert len(whole) > 50 and all(area_of(box) == 16 * 16 for box in whole)
@@ -135,7 +135,7 @@ def test_uniform_sampling_takes_all_pixels_alike_and_the_default_those_in_the_mi
 
 @pytest.mark.parametrize("alpha", [0.3, 1.0, 3.0])
 def test_the_boxs_area_follows_a_beta_distribution_before_it_is_cut(alpha):
-    # Of a large image, those boxes that reach no edge; shorter boxes reach it less often, so sides alone are compared.
+    # Only boxes of a large image that touch no edge; shorter boxes touch it less often, so only sides are compared.
     rng = Rng(random.key(2))
     boxes = cutmix_box(rng, 10**6, 10**6, alpha=alpha, num=2000, uniform_sampling=True)
     ratio = random.beta(rng.named("area").per_example(torch.arange(2000)), alpha, alpha, (2000,))
@@ -226,7 +226,7 @@ def test_maps_of_another_size_are_mixed():
 
 @given(SEEDS, st.booleans())
 def test_mixed_maps_are_pasted_in_their_dense_form(seed, per_example):
-    """Shares of a mixture that differ by example go with the pixels."""
+    """Weights of a mixture that differ between examples are pasted with the pixels."""
     generator = torch.Generator().manual_seed(seed % 2**32)
     images, masks = make_images((4, 1, 5, 5)), torch.randint(3, (4, 5, 5), generator=generator)
     share = torch.rand(4 if per_example else (), generator=generator)
@@ -291,7 +291,7 @@ def test_bad_arguments_are_refused(settings, error, says):
         cutmix_batch(random.key(0), torch.zeros(2, 1, 3, 3), torch.arange(2), **settings)
 
 
-def test_what_cannot_be_cut_is_refused():
+def test_inputs_that_cannot_be_cut_are_refused():
     images, targets, masks = torch.zeros(2, 1, 3, 3), torch.arange(2), torch.zeros(2, 3, 3, dtype=torch.long)
     key = random.key(0)
     with pytest.raises(TypeError, match=r"expected images, one tensor \(N, C, H, W\), got float32\[2, 3\]"):

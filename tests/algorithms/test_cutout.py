@@ -1,4 +1,4 @@
-"""Cutout: the core against slices written by hand, its chances against closed forms, the factory in a step."""
+"""Cutout: the core against manual slices, its probabilities against closed forms, the factory in a step."""
 
 import itertools
 from typing import Any
@@ -31,7 +31,7 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def by_hand(images: Tensor, centers: Any, half: int, fill: float = 0.0) -> Tensor:
-    """One image after the other, one hole after the other."""
+    """Cut one image after the other, one hole after the other."""
     result = images.clone()
     height, width = images.shape[-2:]
     for image, holes in zip(result, centers, strict=True):
@@ -43,7 +43,7 @@ def by_hand(images: Tensor, centers: Any, half: int, fill: float = 0.0) -> Tenso
 
 
 def covered(seed: int, height: int, width: int, **settings: Any) -> Tensor:
-    """Which pixels of a single image are covered, bool (H, W)."""
+    """Return which pixels of a single image are covered, bool (H, W)."""
     return cutout_batch(random.key(seed), ones(1, height, width), **settings)[0] == 0
 
 
@@ -51,7 +51,9 @@ def covered(seed: int, height: int, width: int, **settings: Any) -> Tensor:
 
 
 @given(SEEDS, SHAPES, LENGTHS, st.integers(0, 3), st.booleans(), st.booleans(), st.sampled_from(DTYPES))
-def test_elements_are_kept_or_zero_and_the_form_stays(seed, shape, length, num_holes, uniform, per_example, dtype):
+def test_elements_are_kept_or_zero_and_shape_and_dtype_are_kept(
+    seed, shape, length, num_holes, uniform, per_example, dtype
+):
     images = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed % 2**32)).to(dtype)
     before = images.clone()
     settings = {"num_holes": num_holes, "length": length, "uniform_sampling": uniform, "per_example": per_example}
@@ -61,7 +63,7 @@ def test_elements_are_kept_or_zero_and_the_form_stays(seed, shape, length, num_h
     assert ((result == images) | (result == 0)).all()
     again = cutout_batch(random.key(seed), images, **settings)
     assert torch.equal(result, again)
-    # The draws depend on sizes alone, so ones show where the holes are.
+    # The draws only depend on sizes, so images of ones show where the holes are.
     holes = cutout_batch(random.key(seed), ones(*shape), **settings) == 0
     assert torch.equal(result, images.masked_fill(holes, 0))
     assert (holes == holes[:, :1]).all()
@@ -147,14 +149,14 @@ def test_chances_are_those_of_the_closed_form(length):
             assert stats.binomtest(hits, num, chance).pvalue > 1e-5
 
 
-def test_each_image_has_holes_of_its_own_whatever_the_batch_is():
+def test_each_image_has_its_own_holes_whatever_the_batch_is():
     images = ones(16, 2, 12, 12)
     result = cutout_batch(random.key(3), images, num_holes=2, per_example=True)
     masks = result[:, 0].flatten(1)
     assert len({tuple(mask.tolist()) for mask in masks}) > 10
     part = cutout_batch(random.key(3), images[:5], num_holes=2, per_example=True)
     assert torch.equal(part, result[:5])
-    # With numbers of its own, a part draws what the whole would have drawn.
+    # With the examples' numbers, a part draws the same as the whole batch.
     rng = random.Rng(random.key(3))
     whole = cutout_batch(rng.per_example(torch.arange(16)), images, per_example=True)
     rest = cutout_batch(rng.per_example(torch.arange(9, 16)), images[9:], per_example=True)
@@ -184,7 +186,7 @@ def test_the_gradient_is_the_mask(seed, per_example):
     assert torch.equal(gradient, (result != 0).double())
 
 
-def test_holes_hold_the_fill_and_no_nan():
+def test_holes_contain_the_fill_and_no_nan():
     images = torch.full((2, 3, 8, 8), float("nan"))
     centers = torch.tensor([[4, 4]])
     result = cutout_batch(None, images, centers=centers, fill=(0.5, -1, 2))
@@ -194,7 +196,7 @@ def test_holes_hold_the_fill_and_no_nan():
     assert whole.dtype == torch.uint8 and whole[0, :, 4, 4].tolist() == [125, 0, 255]
 
 
-def test_what_covers_nothing_is_the_identity():
+def test_settings_that_cover_nothing_are_the_identity():
     images = torch.randn(2, 1, 9, 9)
     assert cutout_batch(random.key(0), images, num_holes=0) is images
     assert cutout_batch(random.key(0), images, length=0.15) is images  # one pixel
@@ -227,7 +229,7 @@ def test_many_keys_under_vmap_and_a_traced_call_equal_a_loop(per_example):
 # In a step
 
 
-def test_a_step_trains_on_what_the_core_returns():
+def test_a_step_trains_on_the_images_of_the_core():
     seen: list[Any] = []
     settings = {"num_holes": 2, "length": 0.7, "per_example": True, "fill": (0.5, -1.0)}
     step = compose(loop_events, [cutout(**settings), spy(seen, Event.BATCH_START)])
@@ -243,7 +245,7 @@ def test_a_step_trains_on_what_the_core_returns():
     assert not tree.equal(after.params, compose(loop_events, [])(make_image_state(), batch).params)
 
 
-def test_batches_and_names_draw_anew_and_bytes_stay_bytes():
+def test_batches_and_names_have_different_draws_and_bytes_stay_bytes():
     seen: list[Any] = []
     images = torch.full((4, 2, 6, 6), 200, dtype=torch.uint8)
     to_floats = Algorithm(
@@ -321,7 +323,7 @@ def test_bad_arguments_of_the_core_are_refused():
             cutout_batch(None, images, centers=centers)
 
 
-def test_a_step_refuses_what_is_no_image_and_keys_that_only_read():
+def test_a_step_refuses_inputs_that_are_not_images_and_read_only_keys():
     step = compose(loop_events, [cutout(name="mine")])
     with pytest.raises(TypeError, match=r"mine: expected images, one tensor \(N, C, H, W\), got float32\[4, 4\]"):
         step(step.init(TASKS["vectors"].make_state(0, duration="8ba")), TASKS["vectors"].make_batch(0, 4))

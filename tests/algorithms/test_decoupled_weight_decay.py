@@ -1,4 +1,4 @@
-"""Decoupled weight decay as a method: the decoupled optimizers' numbers, with any optimizer, and no decay unasked."""
+"""Decoupled weight decay as a method: same numbers as decoupled optimizers, any optimizer, no unrequested decay."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def test_it_is_the_decoupled_optimizer(pair: str) -> None:
     assert_same(ours.opt_state, theirs.opt_state)
 
 
-def test_weights_without_a_gradient_of_their_loss_shrink_by_the_factor_alone() -> None:
+def test_weights_without_a_gradient_of_the_loss_only_shrink_by_the_factor() -> None:
     zero = {"w": torch.zeros(3, dtype=torch.float64)}
     params: dict[str, Tensor] = {"w": torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)}
     for share, lr in [(1.0, 0.1), (0.5, 0.1), (1.0, 0.0)]:
@@ -63,7 +63,7 @@ def test_another_learning_rate_decays_alike_and_another_schedule_does_not() -> N
 
 
 @pytest.mark.parametrize("optimizer", [optim.lion(0.01), optim.rmsprop(0.01), optim.from_torch(torch.optim.Adamax)])
-def test_it_goes_with_optimizers_that_have_no_such_decay(optimizer: Any) -> None:
+def test_it_works_with_optimizers_that_have_no_decoupled_decay(optimizer: Any) -> None:
     state = cnn_state(optimizer=optimizer)
     start = compose(loop_events, [decoupled_weight_decay(0.002)]).init(state)
     params = {name: value - 0.002 * value for name, value in start.params.items()}
@@ -73,7 +73,7 @@ def test_it_goes_with_optimizers_that_have_no_such_decay(optimizer: Any) -> None
     assert_close(ours, theirs, rtol=1e-7, atol=0)
 
 
-def test_only_what_is_asked_for_decays() -> None:
+def test_only_matching_weights_decay() -> None:
     (moved, big, kept, none) = (
         after(method, optim.sgd(0.0))
         for method in (
@@ -105,12 +105,12 @@ def test_names_are_those_of_the_network_after_surgery(turn: int) -> None:
         started("0.weight")
 
 
-def test_where_nothing_decays_the_optimizer_moves_alone() -> None:
+def test_without_matching_weights_the_step_is_the_optimizers() -> None:
     ours = after(decoupled_weight_decay(0.1, min_dims=9), optim.sgd(0.1, groups={"*.bias": {"lr": 0.2}}))
     assert_same(ours.params, after([], optim.sgd(0.1, groups={"*.bias": {"lr": 0.2}})).params)
 
 
-def test_frozen_weights_and_those_of_layers_that_are_frozen_later_stay() -> None:
+def test_frozen_weights_and_layers_frozen_later_do_not_decay() -> None:
     methods = [alg.layer_freezing(0.0, 1.0), decoupled_weight_decay(0.1)]
     states = states_after(methods, cnn_state(), BATCHES)
     for earlier, later in zip(states[:-1], states[1:], strict=True):
@@ -165,7 +165,8 @@ def test_several_optimizers_in_one_decay_are_refused() -> None:
     for inner in (several, Guarded(several)):
         with pytest.raises(ValueError, match="Decaying: expected one optimizer, .* use it inside by_pattern"):
             Decaying(inner, rules)
-    assert Decaying(Guarded(optim.by_pattern({}, optim.adam(0.01))), rules).rules == rules  # one alone is none too many
+    # A single optimizer is accepted.
+    assert Decaying(Guarded(optim.by_pattern({}, optim.adam(0.01))), rules).rules == rules
 
 
 def test_init_once_more_changes_nothing_and_two_of_them_both_act() -> None:
@@ -230,6 +231,6 @@ def test_a_pattern_that_matches_nothing_is_refused_at_init() -> None:
         (optim.sgd(0.001), "takes 1 % off every weight in every step"),
     ],
 )
-def test_what_is_likely_a_slip_is_warned_of(optimizer: Any, words: str) -> None:
+def test_likely_mistakes_are_warned_about(optimizer: Any, words: str) -> None:
     with pytest.warns(UserWarning, match=f"^decoupled_weight_decay: .*{words}"):
         compose(loop_events, [decoupled_weight_decay(0.01)]).init(cnn_state(optimizer=optimizer))

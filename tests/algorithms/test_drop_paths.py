@@ -1,4 +1,4 @@
-"""Stochastic depth and ghost batch norm on blocks of timm and Hugging Face: stand-ins of their form, and theirs."""
+"""Stochastic depth and ghost batch norm on blocks of timm and Hugging Face: imitations, and the real ones."""
 
 import importlib
 import warnings
@@ -15,11 +15,11 @@ from tests.helpers import assert_same
 
 
 class TimmDropPath(nn.Identity):
-    """What timm puts in for a rate above 0."""
+    """The module that timm inserts for a rate above 0."""
 
 
 class Transformer(nn.Module):
-    """The form of timm's ViT block."""
+    """A block with the structure of timm's ViT block."""
 
     def __init__(self, path: type[nn.Module] = nn.Identity) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Transformer(nn.Module):
 
 
 class Residual(nn.Module):
-    """The form of timm's ResNet block, where `None` leaves nothing out."""
+    """A block with the structure of timm's ResNet block, where `None` drops nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_rates_count_blocks_and_parameters_keep_their_names() -> None:
 
 
 @pytest.mark.parametrize("method", ["block", "sample"])
-def test_branches_are_left_out_as_often_as_the_rate_says(method: str) -> None:
+def test_branches_are_dropped_with_the_frequency_of_the_rate(method: str) -> None:
     layer, ones = DropPath(method, 0.25), torch.ones(8, 2, 3)
     torch.manual_seed(0)
     rows = torch.stack([layer(ones) for _ in range(500)])
@@ -103,17 +103,17 @@ def test_branches_are_left_out_as_often_as_the_rate_says(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["block", "sample"])
-def test_microbatches_draw_what_the_batch_would_have(method: str) -> None:
+def test_microbatches_draw_the_same_numbers_as_the_batch(method: str) -> None:
     state = pc.State.create(network(), loss=pc.losses.mse, optimizer=pc.optim.sgd(0.1), key=0, duration="4ba")
     step = compose(loop_events, [alg.stochastic_depth(method, 0.5)])
     state, batch = step.init(state), (INPUTS[:8], INPUTS[:8])
     whole = step(state, batch)
-    if method == "sample":  # a decision about the batch is drawn for each slice apart
+    if method == "sample":  # a decision for the whole batch is drawn separately for each slice
         torch.testing.assert_close(step.replace(microbatches=8)(state, batch).params, whole.params)
     assert_same(step(state, batch).params, whole.params)
 
 
-def test_the_warning_names_what_blocks_look_like() -> None:
+def test_the_warning_describes_the_structure_of_blocks() -> None:
     with pytest.warns(UserWarning, match="drop_path, as in timm"):
         functional.apply_stochastic_depth(nn.Linear(2, 2))
 
@@ -122,7 +122,7 @@ def test_the_warning_names_what_blocks_look_like() -> None:
 
 
 def imported(name: str):
-    """The package, or a skip; beside a torch that it was not built for, torchvision raises RuntimeError."""
+    """Import the package or skip; with a torch that it was not built for, torchvision raises RuntimeError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -1,4 +1,4 @@
-"""EMA: its formula in float64, time in all units, and that training never notices."""
+"""EMA: its formula in float64, time in all units, and no effect on training."""
 
 import functools
 import math
@@ -35,7 +35,7 @@ NUMBERS = st.lists(st.floats(-1e3, 1e3, width=32), min_size=2, max_size=2)
 
 
 def expected_averages(weights: list[dict[str, Tensor]], factors: list[float]) -> dict[str, Tensor]:
-    """The closed form: the first weights count for the product of all factors, later ones for 1 - s times the rest."""
+    """Return the closed form: first weights times the product of all factors, later ones times 1 - s and the rest."""
     total = {name: torch.zeros_like(value) for name, value in weights[0].items()}
     for index, sample in enumerate(weights):
         rest = math.prod(factors[index:])
@@ -63,7 +63,7 @@ def test_the_core_is_the_formula_element_by_element(smoothing, as_tensor):
 
 
 @given(pair=NUMBERS, smoothing=SHARES)
-def test_averages_lie_between_and_constant_weights_stay(pair, smoothing):
+def test_averages_are_between_the_weights_and_constants_are_kept(pair, smoothing):
     average, weight = torch.tensor(pair)
     found = compute_ema({"a": average}, {"a": weight}, smoothing)["a"]
     assert min(pair) <= found.item() <= max(pair)
@@ -90,7 +90,7 @@ def test_an_average_without_a_weight_is_an_error():
         compute_ema({"a": torch.zeros(())}, {}, 0.5)
 
 
-# What is averaged, and when
+# Averaged tensors and times
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.5, 0.9, 1.0])
@@ -104,7 +104,7 @@ def test_the_method_is_the_closed_form_of_weights_and_statistics(smoothing):
         assert states[num].slots["ema"].averages.num.item() == num
 
 
-# Twelve batches of eight, four an epoch: how much of a half-life goes by between two updates.
+# Twelve batches of eight, four per epoch: the fraction of a half-life between two updates.
 @pytest.mark.parametrize(
     ("half_life", "interval", "every", "passed"),
     [
@@ -133,7 +133,7 @@ def test_half_lives_in_every_unit_beside_intervals_in_another(half_life, interva
     assert_near(averages_of(states[-1], "ema"), expected)
 
 
-def test_half_lives_in_samples_and_tokens_count_what_comes():
+def test_half_lives_in_samples_and_tokens_count_the_loaded_data():
     batches = [make_batch(seed, size) for seed, size in enumerate((8, 4, 2, 8))]
     states = states_after(ema("8sp"), make_state(), batches)
     expected = expected_averages([weights_of(state) for state in states[1:]], [2**-0.5, 2**-0.25, 2**-1])
@@ -164,17 +164,17 @@ def test_averaging_begins_with_the_first_update_from_the_start_on(start, interva
     assert all(state.slots["ema"].averages.num.item() == 0 for state in states[:first])
     assert_same(averages_of(states[first], "ema"), weights_of(states[first]))
     step = compose(loop_events, [method])
-    for state in states[:first]:  # until then evaluation sees what trains
+    for state in states[:first]:  # until then evaluation sees the training weights
         assert_same(step.replace(program=pc.loop.eval_events).fire(Event.EVAL_START, state), state)
 
 
-def test_a_run_without_a_length_will_do():
+def test_a_run_without_a_length_works():
     states = states_after(ema("2ba"), make_state(duration=None), make_batches(3))
     assert states[-1].slots["ema"].averages.num.item() == 3
 
 
-def test_a_longer_run_goes_on_with_the_averages_and_its_own_half_life():
-    """Half-lives that are shares of the run get longer with it; what has been remembered still holds."""
+def test_a_longer_run_continues_with_the_averages_and_its_own_half_life():
+    """Half-lives that are fractions of the run get longer with it; the averages so far stay valid."""
     method = ema("0.25dur")
     step, batches = compose(loop_events, [method]), make_batches(3)
     start = make_state(duration="4ep", batches_per_epoch=3)
@@ -185,7 +185,7 @@ def test_a_longer_run_goes_on_with_the_averages_and_its_own_half_life():
 
 
 @pytest.mark.filterwarnings("ignore:epochs have no known length")
-def test_a_run_that_learns_the_length_of_its_epochs_goes_on_in_time():
+def test_a_run_that_learns_the_length_of_its_epochs_continues_correctly():
     # Without it the half-life is counted in epochs, with it in batches.
     step, batches = compose(loop_events, [ema("1ep")]), make_batches(4)
     state = step.init(make_state(duration="8ep", batches_per_epoch=None))
@@ -203,7 +203,7 @@ def test_a_run_from_these_weights_whose_time_starts_again_keeps_the_averages():
     step = compose(loop_events, [method])
     old = states_after(method, make_state(), make_batches(5))[-1]
     again = step(old.replace(timestamp=make_state().timestamp), make_batch(9))
-    assert_same(averages_of(again, "ema"), averages_of(old, "ema"))  # no time that is known has gone by
+    assert_same(averages_of(again, "ema"), averages_of(old, "ema"))  # no known time has passed
     after = step(again, make_batch(10))
     expected = expected_averages([averages_of(old, "ema"), weights_of(after)], [2**-0.5])
     assert_near(averages_of(after, "ema"), expected)
@@ -229,11 +229,11 @@ def test_saving_and_evaluating_at_any_interval_leave_training_as_it_was(every, i
         assert_same(getattr(found, field), getattr(plain, field))
 
 
-def test_evaluation_sees_averages_and_leaves_training_alone():
+def test_evaluation_sees_averages_and_does_not_change_training():
     check_evaluation_sees_averages(ema("2ba"))
 
 
-def test_of_two_averages_the_later_one_is_seen():
+def test_evaluation_sees_the_later_one_of_two_averages():
     methods = [ema("1ba", name="fast"), ema("10ba", name="slow")]
     state = states_after(methods, cnn_state(), BATCHES)[-1]
     step = compose(loop_events, methods)
@@ -275,7 +275,7 @@ def test_counters_are_the_live_ones():
 
 
 class Masked(nn.Module):
-    """With a mask of infinities among its buffers, as language models have."""
+    """A network with a mask of infinities among its buffers, as in language models."""
 
     mask: Tensor
 
@@ -288,7 +288,7 @@ class Masked(nn.Module):
         return self.linear(torch.where(self.mask.isinf(), 0.0, inputs))
 
 
-def test_masks_of_infinities_stay_what_they_are():
+def test_masks_of_infinities_are_unchanged():
     state = states_after(ema("2ba"), make_state(Masked()), make_batches(3))[-1]
     assert torch.equal(pc.with_weights(state, "ema").buffers["mask"], state.buffers["mask"])
 
@@ -297,12 +297,12 @@ def test_graphs_that_torch_rewrites_average_too():
     check_compiled(ema("3ba"), backend="aot_eager", donate=False)
 
 
-def test_it_averages_what_surgery_leaves():
+def test_it_averages_the_network_after_surgery():
     check_init(ema("2ba"), lambda: alg.squeeze_excite(min_channels=1), cnn_state())
 
 
 def test_gradients_flow_through_averages():
-    """Hyper-gradients of what evaluation sees, against the difference quotient."""
+    """Hypergradients through the evaluated weights, against the difference quotient."""
     step = compose(loop_events, [ema(smoothing=0.5)])
     start = step.init(make_state(make_mlp(dtype=torch.float64), optimizer=optim.sgd(pc.hparam("lr", 0.1))))
 
@@ -358,7 +358,7 @@ def test_settings_are_checked_when_it_is_built(settings, error, words):
         ({"every": "1ep"}, {}, "every.'1ep'. cannot be counted in batches in this run"),
     ],
 )
-def test_times_that_the_run_cannot_tell_are_errors(settings, options, words):
+def test_times_that_the_run_cannot_determine_are_errors(settings, options, words):
     with pytest.raises((ValueError, pc.errors.MatchError), match=words):
         states_after(ema(**settings), make_state(**options), make_batches(1))
 

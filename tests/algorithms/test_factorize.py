@@ -1,4 +1,4 @@
-"""Factorize: which layers, what stays of them, and ranks lowered by data."""
+"""Factorize: which layers are replaced, how well, and ranks lowered by data."""
 
 import copy
 from typing import Any
@@ -58,7 +58,7 @@ def test_the_greatest_ranks_that_save_something():
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 3), st.integers(1, 40))
-def test_a_layer_is_worth_it_exactly_where_multiplications_are_saved(fan, out, kernel, latent):
+def test_a_layer_is_factorized_exactly_if_that_saves_multiplications(fan, out, kernel, latent):
     conv = nn.Conv2d(fan, out, kernel, device="meta")
     fewer = latent * (fan * kernel**2 + out) < fan * kernel**2 * out
     assert factorizing_could_speedup(conv, latent) is fewer
@@ -114,8 +114,8 @@ def test_a_convolution_of_full_rank_is_the_convolution(kernel, stride, padding, 
 
 
 @given(st.integers(2, 8), st.integers(2, 8), st.integers(1, 7), st.integers(0, 99))
-def test_factors_miss_by_the_singular_values_that_are_left_out(out, width, rank, seed):
-    """Eckart and Young: the squared error of the best of rank k is the sum of the other squared values."""
+def test_the_error_of_factors_is_given_by_the_dropped_singular_values(out, width, rank, seed):
+    """Eckart and Young: the squared error of the best rank-k matrix is the sum of the other squared singular values."""
     weight = torch.randn(out, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     rank = min(rank, out, width)
     first, second = split_weight(weight, rank)
@@ -123,7 +123,7 @@ def test_factors_miss_by_the_singular_values_that_are_left_out(out, width, rank,
     torch.testing.assert_close((weight - second @ first).square().sum(), left, rtol=1e-6, atol=1e-12)
 
 
-def test_the_old_state_stays_and_momentum_survives_and_twice_is_once():
+def test_the_old_state_and_momentum_are_kept_and_a_second_surgery_does_nothing():
     before = trained(make_state(), channels=3, size=8)
     after, report = check_keeps_all(before, factorize_rules(**SMALL), dropped=("2.weight", "7.weight"))
     assert report.kept["7.second.bias"] == "7.bias"
@@ -163,7 +163,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=repr)
-def test_it_comes_after_what_looks_for_whole_layers_whatever_that_is_named(other: pc.Algorithm):
+def test_it_comes_after_methods_that_look_for_whole_layers(other: pc.Algorithm):
     for methods in ([factorize(**SMALL), other], [other, factorize(**SMALL)]):
         ordered = compose(loop_events, methods).order(methods, pc.Event.INIT)
         assert [a.name for a in ordered] == ["mine", "factorize"]
@@ -177,7 +177,7 @@ def test_two_of_them_keep_their_order():
 
 @pytest.mark.parametrize("how", ["hook", "pre-hook", "own forward", "parametrized"])
 @pytest.mark.parametrize("index", [2, 7])
-def test_layers_with_which_something_is_called_stay(how: str, index: int):
+def test_layers_that_are_passed_as_arguments_are_kept(how: str, index: int):
     net = make_net()
     layer: Any = net[index]
     if how == "hook":
@@ -197,7 +197,7 @@ def test_layers_with_which_something_is_called_stay(how: str, index: int):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_layers_of_zeros_and_of_a_low_rank_train(rank: int):
-    """Two factors of zeros would have gradients of zero, for ever."""
+    """Two zero factors would always have zero gradients."""
     torch.manual_seed(0)
     linear, conv = nn.Linear(16, 12, bias=False), nn.Conv2d(4, 12, 3, bias=False)
     for layer in (linear, conv):
@@ -244,7 +244,7 @@ def test_factors_are_contiguous(width, out, seed):
 
 
 def test_evaluation_of_torchs_encoder_reads_the_product():
-    """Its fast path takes `linear1.weight`, which only the product can give."""
+    """Its fast path reads `linear1.weight`, which must be the product of the factors."""
     torch.manual_seed(0)
     encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval()
     x = torch.randn(2, 3, 8)
@@ -268,12 +268,12 @@ def test_a_product_of_the_rank_that_is_asked_for_is_found(rank, seed):
 
 def test_errors_fall_with_the_rank_and_with_turns():
     x, _, weight = data(64, 40, 40)
-    y = x @ weight + 0.5 * x.square() @ data(64, 40, 40, 1)[2]  # of which no product gives all
+    y = x @ weight + 0.5 * x.square() @ data(64, 40, 40, 1)[2]  # which no product fits exactly
     ranks = [factorize_matrix(x, y, weight, rank=rank).nmse for rank in (1, 4, 16, 32)]
     turns = [factorize_matrix(x, y, weight, rank=4, n_iters=n).nmse for n in (0, 1, 2, 4)]
     assert ranks == sorted(ranks, reverse=True) and ranks[0] < 1
     assert turns == sorted(turns, reverse=True) and turns[1] < turns[0]
-    best = torch.linalg.lstsq(x.double(), y.double()).solution  # closed form: the fitted outputs, cut to the rank
+    best = torch.linalg.lstsq(x.double(), y.double()).solution  # closed form: the fitted outputs, truncated to the rank
     fitted = x.double() @ best
     vectors = torch.linalg.svd(fitted, full_matrices=False).Vh[:4]
     left = (y - fitted @ vectors.T @ vectors).square().sum() / y.double().square().sum()
@@ -283,7 +283,7 @@ def test_errors_fall_with_the_rank_and_with_turns():
 
 def test_a_bias_is_fitted_where_there_is_one():
     x, y, weight = data(40, 6, 6)
-    x = x + 3.0  # so that a bias matters
+    x = x + 3.0  # makes the bias matter
     shift = torch.arange(6.0)
     exact = factorize_matrix(x, x @ weight + shift, weight, bias=torch.zeros(6), rank=6)
     assert exact.second is None and exact.rank == -1 and exact.nmse < 1e-9 and exact.bias is not None
@@ -303,7 +303,7 @@ def test_special_ranks():
     y = x @ first @ second
     assert factorize_matrix(x, y, first, second, rank=4).first is first
     assert factorize_matrix(x, y, first, second, rank=0.25).rank == 2
-    assert factorize_matrix(x, y, first, second, rank=0.9).rank == -1  # 7 of 8 inputs, of which there are 4
+    assert factorize_matrix(x, y, first, second, rank=0.9).rank == -1  # 7 of 8 inputs, but only 4 are independent
     assert factorize_matrix(x, y, weight, rank=6).second is None
     with pytest.raises(RuntimeError, match="inputs: expected a matrix"):
         factorize_matrix(x[None], y, weight)
@@ -406,16 +406,16 @@ def test_a_layer_takes_the_factors_of_a_solution(kind: type[nn.Module], has_bias
     assert type(two) is type(layer) and type(one) is kind
     assert_same(dict(layer.state_dict()), dict(before))
     for new in (two, one):
-        # What was frozen stays so; a bias where there was none trains.
+        # Frozen parameters stay frozen; a newly added bias trains.
         free = {name for name, param in new.named_parameters() if param.requires_grad}
         assert free == {name for name, _ in new.named_parameters() if name.endswith("bias")}
         assert len(free) == has_bias and not any(module.training for module in new.modules())
         assert all(param.is_contiguous() for param in new.parameters())
 
 
-def test_factors_that_go_are_not_copied():
+def test_removed_factors_are_not_copied():
     layer: Any = FactorizedLinear(nn.Linear(6, 4), 3)
-    layer.tag, layer.first.open = "mine", (number for number in ())  # a generator, of which there is no copy
+    layer.tag, layer.first.open = "mine", (number for number in ())  # a generator, which cannot be copied
     before = dict(layer.named_parameters())
     solution = LowRankSolution(torch.ones(6, 2), torch.ones(2, 4), torch.ones(4), 2, 0.0)
     new: Any = layer.with_solution(solution)

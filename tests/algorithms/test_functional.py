@@ -1,4 +1,4 @@
-"""What the cores' overview says is what they are, and the loop that shows them draws again in every batch."""
+"""The overview of the cores matches their signatures, and the page's loop draws again in every batch."""
 
 import dataclasses
 import inspect
@@ -18,13 +18,13 @@ DOCS = ROOT / "docs"
 
 
 def overview() -> dict[str, list[str]]:
-    """The parameters that the docstring shows, by function."""
+    """Return the parameters that the docstring shows, by function."""
     assert functional.__doc__ is not None
     rows = re.findall(r"^    (\w+)\((.*?)\) -> ", functional.__doc__, re.M)
     return {name: parameters.split(", ") if parameters else [] for name, parameters in rows}
 
 
-def test_every_core_stands_in_the_overview() -> None:
+def test_every_core_is_in_the_overview() -> None:
     assert sorted(overview()) == sorted(functional.__all__) == functional.__all__
 
 
@@ -42,7 +42,7 @@ def test_every_method_that_has_a_core_or_a_transform_shares_it_here() -> None:
 
 
 def run_page() -> dict[str, Any]:
-    """The names that the blocks of the page on methods leave."""
+    """Return the names defined by the code blocks of the page on methods."""
     names: dict[str, Any] = {}
     with torch.random.fork_rng():
         for block in re.findall(r"```python\n(.*?)```", (DOCS / "algorithms.md").read_text(), re.S):

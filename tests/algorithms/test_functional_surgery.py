@@ -52,7 +52,7 @@ def applied(name, net, **settings):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_it_is_what_the_method_makes_of_a_state(name):
+def test_the_function_gives_the_network_that_the_method_makes(name):
     make, settings, more = METHODS[name]
     net = make()
     before = copy.deepcopy(net)
@@ -69,13 +69,13 @@ def test_it_is_what_the_method_makes_of_a_state(name):
     assert storages.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in new.state_dict().values())
 
 
-def test_there_is_one_for_every_method_on_the_model():
+def test_there_is_a_function_for_every_method_on_the_model():
     by_rules = {name.removesuffix("_rules") for name in functional.__all__ if name.endswith("_rules")}
     without = {"no_op_model", "weight_standardization_undo"}
     assert by_rules - without | {"channels_last"} == set(METHODS)
 
 
-def test_modes_frozen_parameters_and_ties_stay():
+def test_modes_frozen_parameters_and_ties_are_kept():
     net = convolutional()
     net[3].weight.requires_grad_(False)
     net[1].eval()
@@ -89,13 +89,13 @@ def test_modes_frozen_parameters_and_ties_stay():
     assert new[0].weight is new[1].weight is not tied[0].weight
 
 
-def test_new_weights_are_drawn_with_the_key_alone():
+def test_new_weights_only_depend_on_the_key():
     first, again, other = (functional.apply_squeeze_excite(key, convolutional(), 2, 8) for key in (1, 1, 2))
     assert_same(first.state_dict(), again.state_dict())
     assert not all(map(torch.equal, first.parameters(), other.parameters()))
 
 
-def test_twice_is_once_and_it_trains():
+def test_a_second_call_changes_nothing_and_the_network_trains():
     net: Any = functional.apply_blurpool(convolutional(), min_channels=8)
     again: Any = functional.apply_blurpool(net, min_channels=8)
     assert repr(again) == repr(net)

@@ -1,4 +1,4 @@
-"""Gated linear units: the block's numbers by hand in double precision, and what the surgery keeps and makes."""
+"""Gated linear units: the block against a formula in double precision, and the surgery's kept and new weights."""
 
 import copy
 from collections.abc import Callable
@@ -32,7 +32,7 @@ BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Block(nn.Module):
-    """LayerNorm of a feed-forward block and its input, as in BERT."""
+    """LayerNorm of the sum of a feed-forward block and its input, as in BERT."""
 
     def __init__(self, act: Callable[[Tensor], Tensor] | None = None, dropout: float = 0.0) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def gated(state: pc.State, *args: Any, **options: Any) -> pc.State:
 
 
 def changed(state: pc.State, **params: Tensor) -> pc.State:
-    """The state with other values of some of the feed-forward block's parameters."""
+    """Return the state with other values of some of the feed-forward block's parameters."""
     given = {f"feed_forward.{name.replace('__', '.')}": value for name, value in params.items()}
     assert given.keys() <= state.params.keys()
     return state.replace(params={**state.params, **given})
@@ -65,7 +65,7 @@ def make_inputs(seed: int, *lead: int) -> Tensor:
 
 
 def by_hand(state: pc.State, input: Tensor, act: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """The product and the block's output in float64, from matrices and means alone."""
+    """Return the product and the block's output in float64, computed only from matrices and means."""
     p = {name.removeprefix("feed_forward."): value.detach().double() for name, value in state.params.items()}
     x = input.double()
     none = torch.zeros(6, dtype=torch.float64)
@@ -150,7 +150,7 @@ def test_new_weights_are_drawn_with_the_runs_key() -> None:
     assert torch.equal(first.params[gate], again.params[gate]) and first.model == again.model
     assert not torch.equal(first.params[gate], other.params[gate])
     assert not torch.equal(first.params[gate], first.params["feed_forward.up.linear.weight"])
-    assert bool((first.params[gate].abs() <= 4**-0.5).all())  # as a linear layer of torch begins
+    assert bool((first.params[gate].abs() <= 4**-0.5).all())  # as initialised by torch's linear layer
 
 
 def test_a_second_surgery_changes_nothing_and_warns_nothing() -> None:
@@ -200,7 +200,7 @@ def test_dropout_stays_on_the_product() -> None:
 
 
 class Reads(FeedForward):
-    """A forward of its own, which reads what a gated unit has not."""
+    """A subclass whose own forward reads attributes that a gated unit does not have."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self.down(torch.relu(nn.functional.linear(input, self.up.weight)))
@@ -214,7 +214,7 @@ class Double(nn.Module):
 
 
 def tied_elsewhere(block: Any) -> nn.Module:
-    """The block, whose first layer's weight is that of another layer in it, too."""
+    """Return the block with the weight of its first layer tied to another layer in it."""
     block.act = nn.Sequential(nn.GELU(), nn.Linear(6, 4, bias=False), nn.Linear(4, 6, bias=False))
     block.act[2].weight = block.up.weight
     return block
@@ -237,7 +237,7 @@ LEFT: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("make", LEFT.values(), ids=LEFT)
-def test_blocks_that_do_more_than_their_class_stay(make: Callable[[], nn.Module]) -> None:
+def test_blocks_that_do_more_than_their_class_are_kept(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     net, input = nn.Sequential(make(), FeedForward(4, 6)), make_inputs(0, 5)
     before = make_state(net)
@@ -268,7 +268,7 @@ def test_blocks_with_one_first_layer_have_one_gate_and_their_own_activations(bia
     assert [type(unit.act) for unit in units] == [nn.ReLU, nn.Tanh, nn.GELU]
     assert not any(name.startswith("1.up") for name in after.params)
     assert {param.dtype for param in after.params.values()} == {torch.float64}
-    # The same rules for another network have nothing in common with the first.
+    # The same rules for another network share nothing with the first one.
     other = gated(make_state(net, key=4))
     assert not torch.equal(other.params["0.up.gate.weight"], after.params["0.up.gate.weight"])
     input = make_inputs(0, 5).double()
@@ -292,18 +292,18 @@ def test_a_gpt_has_one_matrix_more_in_each_block() -> None:
     after = gated(state)
     hidden = state.params["blocks.0.feed_forward.up.bias"].numel()
     before, now = (sum(param.numel() for param in one.params.values()) for one in (state, after))
-    assert now - before == 2 * (hidden * 8 - hidden)  # biases go
+    assert now - before == 2 * (hidden * 8 - hidden)  # biases are removed
     assert after.forward(torch.zeros(2, 8, dtype=torch.int64)).shape == (2, 8, 7)
 
 
-def test_a_network_without_blocks_is_told() -> None:
+def test_a_network_without_blocks_is_warned_about() -> None:
     with pytest.warns(
         UserWarning, match="looked for FeedForward or BertIntermediate or RobertaIntermediate or GPT2MLP"
     ):
         gated(make_state(nn.Linear(2, 2)))
 
 
-def test_settings_that_are_none_are_refused() -> None:
+def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="gated_linear_units: act_fn: expected one of 'gelu', .* got 'swish'"):
         gated_linear_units("swish")
     for act in (3, nn.ReLU):

@@ -35,13 +35,13 @@ CHANNELS = 2
 
 
 def drawn(seed: int, num: int, dims: int) -> Tensor:
-    """Inputs (num, 2, 3, ...) of float64."""
+    """Return inputs (num, 2, 3, ...) in float64."""
     shape = num, CHANNELS, *[3] * dims
     return 2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 1
 
 
 def norm_of(dims: int, seed: int = 0, **options: Any) -> Any:
-    """In float64, with weights and statistics that are not those of the start."""
+    """Return a layer in float64, with weights and statistics other than the initial ones."""
     norm = NORMS[dims](CHANNELS, dtype=torch.float64, **options)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -52,14 +52,14 @@ def norm_of(dims: int, seed: int = 0, **options: Any) -> Any:
 
 
 def parts_of(num: int, size: int) -> list[slice]:
-    """Where the parts are, by division with remainder: the first ones have one more."""
+    """Return the slices of the parts, by division with remainder: the first ones have one more."""
     count = math.ceil(num / size)
     ends = np.cumsum([num // count + (index < num % count) for index in range(count)]).tolist()
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def by_hand(inputs: Tensor, size: int, norm: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The answer, the running mean and the running variance, in numpy."""
+    """Return the output, the running mean and the running variance, computed in numpy."""
     parts = parts_of(len(inputs), size)
     mean, variance = norm.running_mean.numpy().copy(), norm.running_var.numpy().copy()
     weight, bias = norm.weight.detach().numpy(), norm.bias.detach().numpy()
@@ -78,7 +78,7 @@ def by_hand(inputs: Tensor, size: int, norm: Any) -> tuple[Tensor, Tensor, Tenso
 
 
 @given(SEEDS, DIMS, st.integers(1, 13), st.integers(1, 14))
-def test_parts_are_normalised_by_themselves_and_the_statistics_step_for_each(seed, dims, num, size):
+def test_parts_are_normalised_separately_and_each_updates_the_statistics(seed, dims, num, size):
     inputs, norm = drawn(seed, num, dims), norm_of(dims, seed)
     expected, mean, variance = by_hand(inputs, size, norm)
     layer = GhostBatchNorm(copy.deepcopy(norm), size)
@@ -131,7 +131,7 @@ def test_evaluation_is_that_of_the_plain_layer(seed, dims, num, size):
 
 
 @given(SEEDS, st.permutations(range(4)))
-def test_examples_of_a_part_may_change_places_and_those_of_two_may_not(seed, order):
+def test_swapping_examples_matters_only_between_parts(seed, order):
     inputs, layer = drawn(seed, 8, 2), GhostBatchNorm(nn.BatchNorm2d(CHANNELS, dtype=torch.float64), 4)
     within = [*order, 4, 5, 6, 7]
     torch.testing.assert_close(layer(inputs[within]), layer(inputs)[within], rtol=1e-9, atol=1e-9)
@@ -139,7 +139,7 @@ def test_examples_of_a_part_may_change_places_and_those_of_two_may_not(seed, ord
     assert not torch.allclose(layer(inputs[across]), layer(inputs)[across], atol=1e-4)
 
 
-def test_without_running_statistics_parts_are_those_of_evaluation_too():
+def test_without_running_statistics_evaluation_uses_parts_too():
     norm = nn.BatchNorm2d(CHANNELS, track_running_stats=False, momentum=None, dtype=torch.float64)
     layer, inputs = GhostBatchNorm(norm, 2), drawn(0, 4, 2)
     expected = torch.cat([norm(inputs[:2]), norm(inputs[2:])])
@@ -154,7 +154,7 @@ def test_inputs_of_another_rank_and_parts_of_one_value_are_refused():
         GhostBatchNorm(nn.BatchNorm1d(2), 1)(torch.zeros(6, 2))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # which torch's own forward mode uses
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own forward mode uses it
 def test_gradients_transforms_and_compiled_code():
     layer = GhostBatchNorm(nn.BatchNorm2d(CHANNELS, track_running_stats=False, dtype=torch.float64), 2)
     inputs = drawn(0, 5, 2).requires_grad_()
@@ -186,7 +186,7 @@ def make_net() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("size", [2, 3, 32])
-def test_every_batch_normalisation_is_replaced_and_nothing_is_made(size):
+def test_every_batch_normalisation_is_replaced_without_new_tensors(size):
     state = trained(make_state(make_net()))
     after, report = check_keeps_all(state, ghost_batchnorm_rules(size))
     assert report.replaced == ("1", "4") and report.made == ()
@@ -214,7 +214,7 @@ def test_a_step_does_what_the_formula_says(seed, size):
     torch.testing.assert_close(end.loss.detach(), loss, rtol=1e-9, atol=0)
 
 
-def test_microbatches_are_parted_by_themselves():
+def test_microbatches_are_divided_separately():
     step = compose(loop_events, [ghost_batchnorm(2)], microbatches=2)
     net = make_net()
     net[4] = nn.Identity()
@@ -223,17 +223,17 @@ def test_microbatches_are_parted_by_themselves():
 
 
 class WithActivation(nn.BatchNorm2d):
-    """A subclass with a forward of its own."""
+    """A subclass with its own forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()
 
 
 class Named(nn.BatchNorm2d):
-    """A subclass that computes what its base does."""
+    """A subclass that computes the same as its base class."""
 
 
-def test_what_it_leaves():
+def test_layers_that_are_not_replaced():
     net = nn.Sequential(WithActivation(2), nn.InstanceNorm2d(2), nn.GroupNorm(1, 2), nn.SyncBatchNorm(2))
     with pytest.warns(
         UserWarning, match="looked for BatchNorm1d or BatchNorm2d or BatchNorm3d to replace, and kept all 1"
@@ -244,7 +244,7 @@ def test_what_it_leaves():
     assert [part.training for part in (module[0], module[0].batchnorm, module[1].batchnorm)] == [False, False, True]
 
 
-def test_forwards_of_their_own_and_hooks_stay():
+def test_layers_with_own_forwards_or_hooks_are_kept():
     net = nn.Sequential(WithActivation(2), hooked(nn.BatchNorm2d(2)), patched(nn.BatchNorm2d(2)))
     check_leaves(net, ghost_batchnorm_rules(2), 3)
 
@@ -278,7 +278,7 @@ def test_layers_of_other_kinds_are_refused(norm):
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, "2", True, None])
-def test_what_cannot_be_is_refused(size):
+def test_bad_settings_are_refused(size):
     with pytest.raises((TypeError, ValueError), match="GhostBatchNorm: ghost_batch_size: expected an int >= 1, got "):
         GhostBatchNorm(nn.BatchNorm1d(2), size)
     with pytest.raises((TypeError, ValueError), match="ghost_batchnorm: ghost_batch_size: expected an int >= 1, got "):

@@ -1,4 +1,4 @@
-"""Gradient accumulation against the whole batch and torch's loop; what weighs a batch, and what happens in between."""
+"""Gradient accumulation against the whole batch and torch's loop; weights of batches, and steps between updates."""
 
 from collections.abc import Mapping
 
@@ -30,7 +30,7 @@ def wide_net() -> nn.Sequential:
 
 
 def groups(num: int = 3, size: int = 12) -> list[Batch]:
-    """Whole batches, float64."""
+    """Return whole batches in float64."""
     inputs, targets = helpers.make_batch(num=num * size)
     return list(zip(inputs.double().split(size), targets.split(size), strict=True))
 
@@ -59,7 +59,7 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], rt
 
 
 def assert_as_whole(sizes: list[int], *others, optimizer=OPTIMIZERS[0], make_state=None, **options) -> State:
-    """Groups of batches of these sizes train as whole batches do; returns the end."""
+    """Check that groups of batches of these sizes train like whole batches; return the last state."""
     make_state = make_state or (lambda: helpers.make_state(wide_net()))
     whole = compose(loop_events, others)
     step = compose(loop_events, [gradient_accumulation(len(sizes)), *others], **options)
@@ -95,7 +95,7 @@ def test_slices_of_the_parts_make_no_difference(k):
 
 
 def test_it_is_torchs_loop():
-    """Losses over the number of batches, one backward pass each, one step of the optimizer for all."""
+    """Losses are divided by the number of batches; one backward pass each, one optimizer step for all."""
     net, num = wide_net(), 3
     step = compose(loop_events, [gradient_accumulation(num)])
     state = started(step, helpers.make_state(net), optim.adamw(0.02))
@@ -109,7 +109,7 @@ def test_it_is_torchs_loop():
         assert_close(state.params, {name: param.detach() for name, param in net.named_parameters()})
 
 
-# What a batch weighs
+# Weights of batches
 
 
 class Words(nn.Module):
@@ -124,7 +124,7 @@ class Words(nn.Module):
 
 
 def sentences(lengths: list[int]) -> Batch:
-    """Ids of sentences of these lengths; what is beyond does not count."""
+    """Return ids of sentences of these lengths; positions beyond them do not count."""
     ids = torch.randint(5, (len(lengths), 6), generator=torch.Generator().manual_seed(1))
     return ids, torch.where(torch.arange(6) < torch.tensor(lengths)[:, None], ids, -100)
 
@@ -136,7 +136,7 @@ LENGTHS = [6, 5, 1, 0, 0, 0, 3, 2]
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("sizes", [[4, 4], [1, 7], [3, 2, 3]], ids=str)
 def test_batches_of_sentences_weigh_their_tokens(sizes, k, methods):
-    """Those that count; a batch of which none does, whose loss is NaN, weighs nothing."""
+    """Only counted tokens matter; a batch without any, whose loss is NaN, has weight 0."""
     batch, whole = sentences(LENGTHS), compose(loop_events, methods)
     step = compose(loop_events, [gradient_accumulation(len(sizes)), *methods], microbatches=k)
     expected = whole(started(whole, helpers.make_state(Words())), batch)
@@ -168,7 +168,7 @@ def test_a_models_own_loss_weighs_its_labels():
     assert_close(state.params, expected.params)
 
 
-def test_a_group_in_which_nothing_counts_is_no_gradient():
+def test_a_group_without_counted_tokens_makes_no_update():
     step = compose(loop_events, [gradient_accumulation(2)])
     state = start = started(step, helpers.make_state(Words()), optim.sgd(0.1, momentum=0.9))
     for part in parts(sentences([0, 0, 0, 0]), [2, 2]):
@@ -177,7 +177,7 @@ def test_a_group_in_which_nothing_counts_is_no_gradient():
 
 
 @pytest.mark.parametrize("nothing", [torch.nan, 0.0])
-def test_a_mean_of_nothing_whose_gradient_is_nan_is_left_out(nothing):
+def test_an_empty_mean_whose_gradient_is_nan_is_left_out(nothing):
     params = {"w": torch.ones(2)}
     slot = AccumulatedGradients.empty(params).counted(4).added({"w": torch.tensor([2.0, 4.0])}, 7)
     slot = slot.counted(0).added({"w": torch.full((2,), nothing)}, 3)
@@ -198,7 +198,7 @@ def test_without_an_event_that_counts_terms_batches_weigh_their_examples():
     assert_close(state.params, expected.params)
 
 
-# In between
+# Between updates
 
 
 @each_optimizer
@@ -214,8 +214,8 @@ def test_between_updates_weights_and_optimizer_are_the_same_bits(optimizer):
             assert state.loss is not None and state.loss.isfinite() and not tree.equal(state.loss, before.loss)
 
 
-def test_weight_decay_and_schedules_act_in_the_updates_alone_at_their_time():
-    """The rate is that of the update's own batch."""
+def test_weight_decay_and_schedules_act_only_in_updates_at_their_time():
+    """The learning rate is that of the update's batch."""
     rate = 0.4 * pc.schedule.linear(1.0, 0.0, "4ba")
     step = compose(loop_events, [gradient_accumulation(2)])
     state = start = started(step, helpers.make_state(wide_net()), optim.sgd(rate))
@@ -239,11 +239,11 @@ def test_batch_statistics_count_every_batch():
         assert state.buffers["1.num_batches_tracked"].item() == number
 
 
-# In company
+# With other methods
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_what_is_clipped_is_the_mean(is_first):
+def test_the_mean_gradient_is_clipped(is_first):
     both = [gradient_accumulation(2), gradient_clipping("norm", 0.05)]
     whole, step = compose(loop_events, both[1:]), compose(loop_events, both if is_first else both[::-1])
     (batch,) = groups(1)
@@ -270,7 +270,7 @@ def test_with_sam_each_batch_has_its_own_point_nearby(is_first):
     assert_close(state.params, {name: param + total[name] / 12 for name, param in start.params.items()})
 
 
-def test_a_batch_that_overflows_is_left_out_of_its_group_and_nobody_else():
+def test_only_a_batch_that_overflows_is_left_out_of_its_group():
     step = compose(loop_events, [gradient_accumulation(2), alg.loss_scaling(2.0**8)])
     state = start = started(step, helpers.make_state())
     good, skipped = helpers.make_batch(), []
@@ -296,7 +296,7 @@ def test_without_overflow_loss_scaling_changes_no_bit():
     assert tree.equal((first.params, first.opt_state), (second.params, second.opt_state))
 
 
-def test_averages_are_taken_in_steps_with_an_update_where_their_interval_says_so():
+def test_averages_are_taken_at_their_interval_in_steps_with_an_update():
     step = compose(loop_events, [gradient_accumulation(2), ema("4ba", every="2ba")])
     whole = compose(loop_events, [ema("2ba", every="1ba")])
     first, second = (started(one, helpers.make_state(wide_net())) for one in (whole, step))
@@ -323,8 +323,8 @@ def test_the_norm_that_is_reported_is_the_means_and_zero_in_between():
 
 @pytest.mark.filterwarnings("ignore:gradient_accumulation acts at AFTER_LOSS")
 @pytest.mark.parametrize("is_together", [True, False])
-def test_of_two_players_those_wait_whose_gradients_come_before_the_event(is_together):
-    """Both players' gradients before it, or the second's alone: the first one then moves in every step."""
+def test_of_two_players_those_with_gradients_before_the_event_wait(is_together):
+    """Both players' gradients come before it, or only the second's; then the first one updates in every step."""
     first, second = Grad(pc.loop.forward, pc.loop.loss, wrt="0.*"), Grad(pc.loop.forward, pc.loop.loss, wrt="2.*")
     start, end = Event.BATCH_START, (Event.AFTER_TRAIN_BATCH, update(wrt="2.*"), advance)
     if is_together:
@@ -353,7 +353,7 @@ def test_of_two_players_those_wait_whose_gradients_come_before_the_event(is_toge
     assert_close(state.params, expected)
 
 
-# Its memory
+# The slot
 
 
 def test_sums_of_half_precision_are_float32():
@@ -372,7 +372,7 @@ def test_frozen_parameters_have_no_sum():
     assert torch.equal(state.params["0.weight"], net[0].weight.detach())  # pyright: ignore
 
 
-def test_what_is_frozen_later_stays_and_what_is_thawed_later_is_an_error():
+def test_params_may_be_frozen_later_but_thawing_them_is_an_error():
     step = compose(loop_events, [gradient_accumulation(2)])
     (batch,) = groups(1)
     first, second = parts(batch, [6, 6])
@@ -387,7 +387,7 @@ def test_what_is_frozen_later_stays_and_what_is_thawed_later_is_an_error():
         step(state.replace(frozen=()), first)
 
 
-# Ways to compute it
+# Transforms and programs
 
 
 def test_gradients_flow_through_a_group():
@@ -407,7 +407,7 @@ def test_gradients_flow_through_a_group():
 
 
 def test_a_program_with_two_gradients_to_collect_is_refused():
-    """The second player's would be taken for those of another batch, and never trained."""
+    """The second player's gradients would be mistaken for those of another batch, and never used."""
     turn = (Grad(pc.loop.forward, pc.loop.loss), Event.AFTER_TRAIN_BATCH, update)
     program = (Event.BATCH_START, *turn, *turn, advance)
     with pytest.raises(ValueError, match=r"^gradient_accumulation adds up .*AFTER_TRAIN_BATCH 2 times: fire it once"):
@@ -418,12 +418,12 @@ def test_a_program_with_two_gradients_to_collect_is_refused():
 # Settings and programs
 
 
-def test_one_batch_a_group_never_matches():
+def test_groups_of_one_batch_never_match():
     assert gradient_accumulation(1).match == NEVER
 
 
 @pytest.mark.filterwarnings("ignore:gradient_accumulation acts at AFTER_LOSS")
-def test_a_program_without_a_gradient_before_the_event_still_says_so():
+def test_a_program_without_a_gradient_before_the_event_is_still_an_error():
     program = (Event.BATCH_START, Event.AFTER_TRAIN_BATCH, update, advance)
     step = compose(program, [gradient_accumulation(2)])
     with pytest.raises(RuntimeError, match="comes before any Grad"):

@@ -1,4 +1,4 @@
-"""Gradient clipping against torch's own and formulas by hand; what it bounds, keeps and leaves alone."""
+"""Gradient clipping against torch's own and formulas; its bounds, and gradients that it does not change."""
 
 import math
 
@@ -31,7 +31,7 @@ def clipped(kind: str, grads, params, threshold):
 
 
 def units(tensor: Tensor) -> Tensor:
-    """One row for each unit."""
+    """Return one row for each unit."""
     return tensor.flatten(1) if tensor.ndim > 1 else tensor.reshape(1, -1)
 
 
@@ -78,7 +78,7 @@ def test_norm_bounds_the_whole_and_keeps_its_direction(seed, threshold):
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_what_is_below_the_threshold_is_untouched(kind):
+def test_gradients_below_the_threshold_are_untouched(kind):
     grads, params = random_tensors(0, 1e-4), random_tensors(1)
     assert tree.equal(clipped(kind, grads, params, 5.0), grads)
 
@@ -92,7 +92,7 @@ def test_a_long_gradient_has_the_norm_of_the_threshold(scale):
 
 
 @given(seed=seeds, threshold=thresholds)
-def test_value_bounds_each_element_and_keeps_signs_and_what_is_inside(seed, threshold):
+def test_value_bounds_each_element_and_keeps_signs_and_small_elements(seed, threshold):
     grads = in_one(random_tensors(seed, 3.0))
     found = in_one(clip_by_value(random_tensors(seed, 3.0), threshold))
     assert found.abs().max() <= threshold and torch.equal(found.sign(), grads.sign())
@@ -115,7 +115,7 @@ def test_a_threshold_beyond_the_dtype_is_the_largest_number_in_it(dtype, thresho
 
 
 @pytest.mark.parametrize("threshold", [1e5, hparam("bound", 1e5)])
-def test_a_large_threshold_goes_with_half_precision(threshold):
+def test_a_large_threshold_works_in_half_precision(threshold):
     step = compose(loop_events, [gradient_clipping("value", threshold)])
     net, (inputs, targets) = nn.Linear(6, 4).half(), BATCH
     state = step.init(State.create(net, loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(0.1)))
@@ -145,7 +145,7 @@ def test_adaptive_by_known_numbers():
 
 @pytest.mark.parametrize("shape", [(1, 2, 2), (1, 2, 2, 1), (1, 1, 2, 2)])
 def test_adaptive_in_three_and_four_dimensions_by_known_numbers(shape):
-    """Weights (3, 8, 2, 2) of norm 9 and a gradient of norm 6: a third of 9 is half of 6."""
+    """For weights (3, 8, 2, 2) of norm 9 and a gradient of norm 6, a third of 9 is half of 6."""
     weight, grad = torch.tensor([3.0, 8.0, 2.0, 2.0]).view(shape), torch.tensor([1.0, 1.0, 3.0, 5.0]).view(shape)
     found = clip_adaptively({"w": grad}, {"w": weight}, 1 / 3)["w"]
     torch.testing.assert_close(found, grad / 2)
@@ -158,7 +158,7 @@ def test_adaptive_of_a_vector_or_a_number_takes_the_whole():
     assert_close(clip_adaptively(grads, params, 1.0), expected, rtol=1e-6)
 
 
-def test_zero_weights_have_a_floor_and_are_not_frozen_for_ever():
+def test_zero_weights_have_a_floor_and_are_not_frozen_forever():
     zeros, grads = {"bias": torch.zeros(4)}, {"bias": torch.tensor([0.0, 3.0, 0.0, 4.0])}
     found = clip_adaptively(grads, zeros, 0.01)["bias"]
     torch.testing.assert_close(found, torch.tensor([0.0, 0.6e-5, 0.0, 0.8e-5]))
@@ -186,8 +186,8 @@ def test_adaptive_scales_with_weights_and_gradients_above_the_floor(seed, factor
 
 @pytest.mark.parametrize("kind", TYPES)
 @given(seed=seeds, threshold=thresholds)
-def test_twice_is_once(kind, seed, threshold):
-    """But for the 1e-6 that is added to the common norm."""
+def test_clipping_twice_equals_clipping_once(kind, seed, threshold):
+    """Except for the 1e-6 that is added to the common norm."""
     params = random_tensors(seed + 1)
     once = clipped(kind, random_tensors(seed), params, threshold)
     twice = clipped(kind, once, params, threshold)
@@ -244,7 +244,7 @@ def test_a_gradient_without_weights_is_an_error():
 
 
 def raw_gradients(net: nn.Module | None = None) -> tuple[dict[str, Tensor], State]:
-    """By torch alone, and the state they are of."""
+    """Return the gradients, computed only by torch, and their state."""
     state = helpers.make_state(net)
     module = pc.to_module(state)
     nn.functional.cross_entropy(module(BATCH[0]), BATCH[1]).backward()
@@ -268,7 +268,7 @@ def test_the_optimizer_is_given_clipped_gradients_of_the_whole_batch(kind, micro
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_what_is_excluded_is_neither_clipped_nor_counted(kind):
+def test_excluded_parameters_are_neither_clipped_nor_counted(kind):
     grads, state = raw_gradients()
     after = after_step(state, gradient_clipping(kind, 0.02, exclude=("2.*",)))
     inner = clipped(kind, {name: grads[name] for name in ("0.weight", "0.bias")}, state.params, 0.02)
@@ -289,7 +289,7 @@ def test_a_pattern_that_fits_nothing_is_an_error_that_shows_names():
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_frozen_parameters_stay_out_of_it(kind):
+def test_frozen_parameters_are_left_out(kind):
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     net[0].weight.requires_grad_(False)  # pyright: ignore
     grads, state = raw_gradients(net)
@@ -346,7 +346,7 @@ def test_thresholds_may_follow_a_schedule(kind):
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_gradients_flow_to_the_threshold_and_through_the_norms(kind):
-    """Against difference quotients, in the threshold and along a direction of the weights."""
+    """Compared with difference quotients, in the threshold and along a direction of the weights."""
     step = compose(loop_events, [gradient_clipping(kind, hparam("bound", 0.1))])
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
@@ -400,7 +400,7 @@ def test_patterns_are_a_sequence_of_texts(patterns):
         gradient_clipping("norm", 1.0, exclude=patterns)
 
 
-def test_it_prints_what_it_was_made_of():
+def test_it_prints_its_settings():
     assert repr(gradient_clipping("norm", 1.0, exclude=["2.*"])) == (
         "gradient_clipping(clipping_type='norm', clipping_threshold=1.0, exclude=('2.*',))"
     )

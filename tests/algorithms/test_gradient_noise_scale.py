@@ -1,4 +1,4 @@
-"""The gradient noise scale: exact formulas, estimates with the right mean, and training as it was."""
+"""The gradient noise scale: exact formulas, unbiased estimates, and no effect on training."""
 
 import math
 from typing import Any
@@ -28,7 +28,7 @@ BATCH = helpers.make_batch()
 
 
 def double(state: State) -> State:
-    """In float64, also what the optimizer and the loss begin with."""
+    """Return the state in float64, including the initial optimizer state and loss."""
     return tree.map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, state)
 
 
@@ -37,7 +37,7 @@ def wide(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def measured(state: State, name: str = NAME) -> tuple[float, float, float]:
-    """Critical batch size, |G|^2 and tr(Sigma), as reported."""
+    """Return the critical batch size, |G|^2 and tr(Sigma), as reported."""
     size, squared_norm, trace = (
         float(state.metrics[f"{name}/{key}"]) for key in ("critical_batch_size", "squared_norm", "trace")
     )
@@ -50,7 +50,7 @@ def stepped(batch: Any, *algorithms: Algorithm, decay: float = 0.95, state: Stat
 
 
 def squared(net: nn.Module, inputs: Tensor, targets: Tensor) -> float:
-    """|g|^2 of the mean loss, by torch alone."""
+    """Return |g|^2 of the mean loss, computed only by torch."""
     net.zero_grad()
     nn.functional.cross_entropy(net(inputs), targets).backward()
     return sum(param.grad.square().sum().item() for param in net.parameters() if param.grad is not None)
@@ -76,7 +76,7 @@ def test_the_critical_batch_size_of_estimates_that_make_no_sense():
 
 @pytest.mark.parametrize("cut", [{"microbatches": 2}, {"microbatches": 3}, {"microbatch_size": 4}], ids=str)
 def test_a_step_of_unequal_slices_is_the_papers_formula(cut):
-    """Ten examples, in 5 + 5 or 4 + 3 + 3: the small batch's norm is the mean weighted by examples, of size B / k."""
+    """For 10 = 5 + 5 or 4 + 3 + 3 examples, the small batch has size B / k and the mean norm weighted by examples."""
     net = pc.to_module(double(helpers.make_state()))
     inputs, targets = wide(BATCH)
     sizes = [5, 5] if cut.get("microbatches") == 2 else [4, 3, 3]
@@ -93,7 +93,7 @@ def test_a_step_of_unequal_slices_is_the_papers_formula(cut):
 
 
 @pytest.mark.parametrize("num", [4, 9, 10])
-def test_a_step_that_is_not_cut_finds_what_two_slices_find(num):
+def test_a_step_without_slices_finds_the_same_as_two_slices(num):
     net = pc.to_module(double(helpers.make_state()))
     inputs, targets = batch = wide(helpers.make_batch(num=num))
     half = -(-num // 2)
@@ -106,7 +106,7 @@ def test_a_step_that_is_not_cut_finds_what_two_slices_find(num):
 
 
 def test_parts_weigh_as_their_terms_do():
-    """A language model's loss is a mean over tokens: by torch alone, with w_i the parts' shares of the tokens."""
+    """A language model's loss is a mean over tokens; the reference uses torch, with w_i the parts' shares of tokens."""
     ids = torch.randint(7, (6, 5), generator=torch.Generator().manual_seed(3))
     labels = ids.roll(-1, 1)
     labels[0, 1:], labels[1, 2:] = -100, -100  # 1 + 2 + 5 tokens in the first part, 15 in the second
@@ -146,14 +146,14 @@ def test_averages_have_no_bias_and_are_divided_last(decay):
 
 
 def linear_state(dim: int) -> State:
-    """Its loss is the mean of w x_i, so that example i's gradient is x_i, wherever the weights are."""
+    """Return a state whose loss is the mean of w x_i, so that example i's gradient is x_i for all weights."""
     net = nn.Linear(dim, 1, bias=False).double()
     return State.create(net, loss=lambda outputs, targets, reduction="mean": outputs.mean(), optimizer=optim.sgd(0.1))
 
 
 @pytest.mark.parametrize("cut", [{"microbatches": 2}, {"microbatches": 4}, {"microbatch_size": 7}, {}], ids=str)
 def test_the_mean_of_estimates_is_the_truth(cut):
-    """Gradients with mean G and covariance diag(s^2): the mean over 400 steps is within 4 of its standard errors."""
+    """For gradients with mean G and covariance diag(s^2), the mean over 400 steps is within 4 standard errors."""
     dim, num, steps = 5, 18, 400
     mean = torch.linspace(-0.4, 0.8, dim, dtype=torch.float64)
     deviation = torch.linspace(0.5, 1.5, dim, dtype=torch.float64)
@@ -167,10 +167,10 @@ def test_the_mean_of_estimates_is_the_truth(cut):
     truth = torch.stack([mean.square().sum(), deviation.square().sum()])
     error = estimates.std(0) / steps**0.5
     assert ((estimates.mean(0) - truth).abs() < 4 * error).all(), (estimates.mean(0), truth, error)
-    assert (error < 0.1 * truth).all()  # so that the comparison says something
+    assert (error < 0.1 * truth).all()  # makes the comparison meaningful
 
 
-# Training, and what others do
+# Training and other methods
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -186,8 +186,8 @@ def test_it_sees_gradients_before_others_change_them(other, is_first):
     assert measured(found) == pytest.approx(measured(stepped(wide(BATCH), microbatches=2)), rel=1e-9)
 
 
-def test_the_half_that_is_taken_again_draws_what_it_drew():
-    """With dropout, a step that is not cut still finds what two slices find."""
+def test_the_recomputed_half_has_the_same_draws():
+    """With dropout, a step without slices still finds the same as two slices."""
     net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4)).double()
     state = helpers.make_state(net)
     whole, sliced = stepped(wide(BATCH), state=state), stepped(wide(BATCH), state=state, microbatches=2)
@@ -195,7 +195,7 @@ def test_the_half_that_is_taken_again_draws_what_it_drew():
 
 
 @pytest.mark.parametrize("cut", [{}, {"microbatches": 2}], ids=str)
-def test_a_step_that_is_not_finite_leaves_the_averages(cut):
+def test_a_step_that_is_not_finite_does_not_change_the_averages(cut):
     step = compose(loop_events, [gradient_noise_scale(0.5)], **cut)
     before = step(step.init(helpers.make_state()), BATCH)
     after = step(before, (BATCH[0] * torch.inf, BATCH[1]))
@@ -203,18 +203,18 @@ def test_a_step_that_is_not_finite_leaves_the_averages(cut):
 
 
 @pytest.mark.parametrize(("num", "cut"), [(3, {}), (1, {"microbatches": 2}), (4, {"microbatch_size": 8})], ids=str)
-def test_without_two_sizes_there_is_no_estimate(num, cut):
+def test_without_two_batch_sizes_the_estimate_is_nan(num, cut):
     after = stepped(helpers.make_batch(num=num), state=helpers.make_state(), **cut)
     assert all(math.isnan(value) for value in measured(after))
     assert tree.equal(after.slots[NAME], NoiseScale(*[torch.zeros(())] * 3))
 
 
-def test_a_slice_in_which_nothing_counts_has_no_part_in_it():
+def test_a_slice_without_counted_terms_is_ignored():
     inputs, targets = wide(helpers.make_batch(num=9))
     targets = targets.index_fill(0, torch.arange(3, 6), -100)
     kept = [*range(3), *range(6, 9)]
     found = stepped((inputs, targets), microbatches=3)
-    # By the rest, whose batch has no weight on the slice: of two parts of three examples, half a share each.
+    # Computed from the rest, without weight on the slice: two parts of three examples, each with share one half.
     expected = stepped((inputs[kept], targets[kept]), microbatches=2)
     assert measured(found) == pytest.approx(measured(expected), rel=1e-9)
 

@@ -1,4 +1,4 @@
-"""The gradient's norm, as the update has taken it."""
+"""The norm of the gradient that the update uses."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ BATCH = helpers.make_batch()
 
 
 def by_hand() -> dict[str, torch.Tensor]:
-    """The gradients by torch alone."""
+    """Return the gradients, computed only by torch."""
     net = pc.to_module(helpers.make_state())
     torch.nn.functional.cross_entropy(net(BATCH[0]), BATCH[1]).backward()
     return {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
@@ -38,7 +38,7 @@ def test_it_is_the_norm_of_all_gradients(microbatches):
     torch.testing.assert_close(after.metrics, {"gradient_norm": expected})
 
 
-def test_each_parameter_has_its_own():
+def test_each_parameter_has_its_own_norm():
     after = compose(loop_events, [gradient_norm(total=False, each=True)])(helpers.make_state(), BATCH)
     expected = {f"gradient_norm/{name}": grad.norm() for name, grad in by_hand().items()}
     torch.testing.assert_close(after.metrics, expected)
@@ -51,7 +51,7 @@ def test_it_sees_clipped_gradients(clip_first):
     assert after.metrics["gradient_norm"].item() == pytest.approx(0.01, rel=1e-5)
 
 
-def test_it_sees_true_gradients_under_loss_scaling_and_tells_of_those_that_overflow():
+def test_it_sees_unscaled_gradients_under_loss_scaling_and_reports_overflow():
     step = compose(loop_events, [gradient_norm(), loss_scaling()])
     state = step.init(helpers.make_state())
     alone = compose(loop_events, [gradient_norm()])(helpers.make_state(), BATCH)
@@ -67,7 +67,7 @@ def test_it_changes_nothing_else_and_compiles_to_the_same():
     assert not list(tree.differences(after.metrics, fast.metrics, tolerance=1e-6))
 
 
-def test_half_precision_is_added_up_in_float32():
+def test_half_precision_is_summed_in_float32():
     large = torch.full((100,), 6e4, dtype=torch.float16)
     assert norm_of([large]).item() == pytest.approx(6e5, rel=1e-3)
     assert norm_of([large]).dtype is torch.float32
@@ -75,7 +75,7 @@ def test_half_precision_is_added_up_in_float32():
     assert norm_of([]).item() == 0
 
 
-def test_nothing_asked_for_never_matches():
+def test_it_never_matches_if_nothing_is_requested():
     assert gradient_norm(total=False).match == NEVER
     with pytest.raises(TypeError, match="gradient_norm: each: expected True or False, got 1"):
         gradient_norm(each=1)  # pyright: ignore[reportArgumentType]

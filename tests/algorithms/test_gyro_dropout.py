@@ -27,7 +27,7 @@ PLACE = "gyro_dropout_place"
 
 
 class Probe(nn.Module):
-    """Gives what dropout makes of its inputs; the weight is there for the optimizer."""
+    """A network that returns its inputs after dropout; the weight only exists for the optimizer."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ def started(net, *algorithms, microbatches=1, **options):
 
 
 def watched_masks(algorithm, num_batches, num=8, width=64, *, microbatches=1):
-    """What the layer of a `Probe` does to ones in each batch of a run of so many."""
+    """Return the outputs of a `Probe` for inputs of ones in each batch of a run of `num_batches`."""
     seen = []
     spy = Algorithm("spy", on("after_forward"), lambda event, s: seen.append(s.outputs.detach()) or s)
     options = {"duration": f"{num_batches}ba", "batches_per_epoch": None, "loss": pc.losses.mse}
@@ -66,7 +66,7 @@ def rows(masks):
 # Surgery
 
 
-def test_replaces_dropout_and_nothing_else_and_leaves_the_callers_network_alone():
+def test_replaces_only_dropout_and_does_not_change_the_callers_network():
     class Mine(nn.Dropout):
         pass
 
@@ -98,7 +98,7 @@ def test_replaces_dropout_and_nothing_else_and_leaves_the_callers_network_alone(
     assert found["mine"].p == 0.4 and found["mine"].training and not found["silent"].training
     assert after.model.skeleton(False).module.training is False
     assert repr(net) == repr(before) and [m.training for m in net.modules()] == [m.training for m in before.modules()]
-    # Weights, optimizer and frozen names are those of before, the same tensors; the layers share one buffer.
+    # Weights, optimizer and frozen names are the previous ones, with the same tensors; the layers share one buffer.
     assert all(after.params[name] is param for name, param in state.params.items())
     assert after.opt_state is state.opt_state and after.context.frozen == state.context.frozen
     assert list(after.buffers) == [f"a.1.{PLACE}"] and state.buffers == {}
@@ -115,7 +115,7 @@ def test_init_is_idempotent_and_silent_when_done():
 
 
 @pytest.mark.parametrize("net", [nn.Linear(6, 4), nn.Sequential(nn.Linear(6, 4), nn.Dropout1d())])
-def test_a_network_without_dropout_layers_is_told(net):
+def test_a_network_without_dropout_layers_is_warned_about(net):
     step = compose(loop_events, [gyro_dropout()])
     with pytest.warns(UserWarning, match=r"no effect: it looked for torch.nn.Dropout modules .* network of .*Linear"):
         state = step.init(make_state(net))
@@ -131,7 +131,7 @@ def test_a_network_that_is_a_dropout_layer_is_replaced_too():
 # Numbers
 
 
-def test_a_step_equals_the_one_by_hand():
+def test_a_step_equals_a_manual_one():
     batch = make_batch(num=10)
     step, state = started(make_net(), gyro_dropout(0.25, 8, 4))
     weights = {name: param.clone().requires_grad_() for name, param in state.params.items()}
@@ -148,7 +148,7 @@ def test_a_step_equals_the_one_by_hand():
         torch.testing.assert_close(after.params[name], (weight - LR * grad).detach())
 
 
-def test_layers_have_masks_of_their_own():
+def test_layers_have_different_masks():
     masks = [
         gyro_dropout_mask(random.Rng(random.key(7), draw=random.salt("gyro_dropout", path)), (4, 64))
         for path in ("1", "3")
@@ -158,7 +158,7 @@ def test_layers_have_masks_of_their_own():
 
 @settings(max_examples=10)
 @given(st.integers(1, 24), st.integers(1, 6), st.data())
-def test_a_run_changes_its_choice_at_the_ends_of_periods_alone(total, sigma, data):
+def test_a_run_changes_its_choice_only_at_the_ends_of_periods(total, sigma, data):
     tau = data.draw(st.integers(1, sigma))
     length = gyro_dropout_period(total, sigma, tau)
     seen = watched_masks(gyro_dropout(0.5, sigma, tau), total)
@@ -167,7 +167,7 @@ def test_a_run_changes_its_choice_at_the_ends_of_periods_alone(total, sigma, dat
     for batch in range(total):
         assert torch.equal(seen[batch], seen[batch - batch % length])
         assert set(seen[batch].unique().tolist()) <= {0.0, 2.0}
-    if 2 * tau < sigma:  # one of these periods has another choice than the first
+    if 2 * tau < sigma:  # one of these periods has a different choice from the first
         assert total < 10 * length or len(set().union(*choices)) > tau
 
 
@@ -200,8 +200,8 @@ def test_rows_of_one_example_stay_together_in_microbatches():
     torch.testing.assert_close(ends[0], ends[2])
 
 
-def test_selection_sees_the_same_masks_however_batches_are_cut():
-    # Its ranking pass runs before BATCH_START, on the buffer that the step before left.
+def test_selection_sees_the_same_masks_for_any_number_of_microbatches():
+    # Its ranking pass runs before BATCH_START, on the previous step's buffer.
     ends = []
     for microbatches in (1, 2):
         methods = [gyro_dropout(0.5, 4, 2), selective_backprop(0.0, 1.0, full_every=0)]
@@ -234,7 +234,7 @@ def test_zero_is_the_plain_step_with_its_own_dropout():
     assert tree.equal(step(state, make_batch()).params, plain.params)
 
 
-# Resuming, populations, compiled, checkpointed
+# Resuming, populations, compilation, activation checkpointing
 
 
 @pytest.mark.parametrize("cut", [3, 4])
@@ -317,7 +317,7 @@ def test_bad_settings_are_refused_when_built(arguments, error):
         gyro_dropout(**arguments)
 
 
-def test_a_feature_dim_that_inputs_lack_is_told_in_the_first_step():
+def test_a_feature_dim_that_inputs_lack_is_an_error_in_the_first_step():
     step, state = started(make_net(), gyro_dropout(feature_dim=2))
     with pytest.raises(ValueError, match=r"feature_dim=2: .* dims 1 to 1 of inputs of shape \(10, 8\)"):
         step(state, make_batch())

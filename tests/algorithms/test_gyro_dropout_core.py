@@ -10,7 +10,7 @@ from purecompose import random
 from purecompose.algorithms._gyro_dropout import gyro_drop, gyro_dropout_mask, gyro_dropout_period
 
 
-WIDE = 64  # two random masks of so many elements are equal with chance 2**-64
+WIDE = 64  # two random masks of this size are equal with probability 2**-64
 banks = st.integers(1, 12).flatmap(lambda sigma: st.tuples(st.just(sigma), st.integers(1, sigma)))
 
 
@@ -41,7 +41,7 @@ def test_rows_come_in_consecutive_groups_of_nearly_equal_size(num, bank):
 
 
 def test_the_repeat_length_is_not_the_number_of_masks():
-    # The original's own test has 16 of each.
+    # The original's test has 16 of each.
     mask = gyro_dropout_mask(random.key(0), (12, WIDE), tau=3)
     for group in mask.split(4):
         assert (group == group[0]).all()
@@ -51,7 +51,7 @@ def test_the_repeat_length_is_not_the_number_of_masks():
 @given(banks, st.lists(st.integers(0, 10**6), min_size=1, max_size=12, unique=True), st.integers(0, 2**32))
 def test_a_run_has_sigma_masks_and_a_period_tau_of_them(bank, periods, seed):
     sigma, tau = bank
-    # All of the bank, by choosing sigma of sigma.
+    # The whole bank, by choosing sigma of sigma masks.
     whole = distinct(gyro_dropout_mask(random.key(seed), (sigma, WIDE), sigma=sigma, tau=sigma))
     assert len(whole) == sigma
     seen = set()
@@ -72,7 +72,7 @@ def test_every_mask_is_chosen_equally_often():
 
 
 @given(st.sampled_from([0.1, 0.5, 0.8]), st.integers(0, 2**32))
-def test_share_that_stays_and_the_mean_are_right(p, seed):
+def test_the_kept_fraction_and_the_mean_are_right(p, seed):
     masks = gyro_dropout_mask(random.key(seed), (256, 400), p=p, tau=256)
     num = masks.numel()
     deviation = math.sqrt(p * (1 - p) / num)
@@ -82,8 +82,8 @@ def test_share_that_stays_and_the_mean_are_right(p, seed):
     assert (dropped.mean(0) - 1).abs().max() < 6 * math.sqrt(p / (1 - p) / 256)
 
 
-def test_sizes_and_counts_leave_a_mask_what_it_is():
-    """Mask j depends on the key, on j and on its element alone."""
+def test_a_mask_does_not_depend_on_sizes_and_counts():
+    """Mask j only depends on the key, on j and on the element."""
     long = distinct(gyro_dropout_mask(random.key(2), (8, WIDE), sigma=8, tau=8))
     short = distinct(gyro_dropout_mask(random.key(2), (8, 32), sigma=8, tau=8))
     assert {row[:32] for row in long} == short
@@ -92,7 +92,7 @@ def test_sizes_and_counts_leave_a_mask_what_it_is():
     assert long.isdisjoint(distinct(gyro_dropout_mask(random.key(3), (8, WIDE), sigma=8, tau=8)))
 
 
-def test_an_rngs_batch_and_examples_do_not_matter_and_its_name_does():
+def test_an_rngs_name_matters_but_not_its_batch_and_examples():
     rng = random.Rng(random.key(0)).named("layer")
     mask = gyro_dropout_mask(rng, (8, WIDE))
     later = random.Rng(random.key(0), batch=7).named("layer").per_example(torch.arange(8))
@@ -110,14 +110,14 @@ def test_every_rank_has_a_decision_for_each_element(shape):
 
 
 @pytest.mark.parametrize(("shape", "dim", "expected"), [((4, 3, 5, 6), 1, (4, 3, 1, 1)), ((4, 5, 6), -1, (4, 1, 6))])
-def test_a_feature_dim_is_all_that_masks_vary_along(shape, dim, expected):
+def test_masks_only_vary_along_the_feature_dim(shape, dim, expected):
     mask = gyro_dropout_mask(random.key(0), shape, sigma=4, tau=4, feature_dim=dim)
     assert mask.shape == expected and 0 < mask.sum() < mask.numel()
     dropped = gyro_drop(random.key(0), torch.ones(shape), sigma=4, tau=4, feature_dim=dim)
     assert torch.equal(dropped, (2.0 * mask).expand(shape))
 
 
-def test_groups_say_which_mask_a_row_takes():
+def test_groups_determine_the_mask_of_a_row():
     groups = torch.tensor([2, 0, 2, 1, 0])
     mask = gyro_dropout_mask(random.key(0), (5, WIDE), tau=3, groups=groups)
     plain = gyro_dropout_mask(random.key(0), (3, WIDE), tau=3)
@@ -140,7 +140,7 @@ def test_gradient_is_the_scaled_mask():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_dtype_stays(dtype):
+def test_the_dtype_is_kept(dtype):
     assert gyro_drop(random.key(0), torch.ones(4, 8, dtype=dtype)).dtype is dtype
 
 
@@ -154,7 +154,7 @@ def test_dtype_stays(dtype):
         (19600.0, 256, 16, 1216),
         (2560, 256, 16, 160),
         (256, 256, 16, 16),
-        (255, 256, 16, 15),  # below sigma the product is rounded alone
+        (255, 256, 16, 15),  # below sigma the product is only rounded
         (100, 256, 16, 6),
         (10, 256, 16, 1),
         (0.5, 256, 16, 1),

@@ -21,12 +21,12 @@ SMOOTHINGS = [0.0, 0.1, 0.5, 0.9, 1.0]
 
 
 def spy(seen, *events):
-    """Writes down the targets that pass by, and whether there is a slot."""
+    """Return an algorithm that records the targets and whether there is a slot."""
     return Algorithm("spy", on(*events), lambda event, state: seen.append((event, state.targets)) or state)
 
 
 def hand_loss(state, batch, smoothing):
-    """(1 - a) CE(y) + a mean_c(-log p_c), over the examples that count."""
+    """Return (1 - a) CE(y) + a mean_c(-log p_c), averaged over the counted examples."""
     inputs, targets = batch
     logp = torch.log_softmax(to_module(state)(inputs), dim=1)
     kept = targets >= 0
@@ -63,7 +63,7 @@ def test_values_from_indices_and_from_one_hot(smoothing, num_classes, rest):
 
 
 @given(st.floats(0, 0.99), st.integers(2, 6), st.integers(0, 99))
-def test_the_order_of_soft_targets_stays(smoothing, num_classes, seed):
+def test_the_order_of_soft_targets_is_kept(smoothing, num_classes, seed):
     rank = torch.rand(5, num_classes, generator=torch.Generator().manual_seed(seed)).argsort(1)
     soft = (rank + 1.0) / (rank + 1.0).sum(1, keepdim=True)
     smoothed = smooth_labels(torch.zeros(5, num_classes), soft, smoothing)
@@ -132,7 +132,7 @@ def test_step_is_the_closed_form(smoothing, ignored):
         torch.testing.assert_close(after.params[name], (param - LR * grad).detach())
 
 
-def test_the_loss_names_its_own_index_to_ignore():
+def test_the_index_to_ignore_is_the_losss():
     state = make_state(loss=losses.CrossEntropy(ignore_index=3))
     inputs, targets = make_batch()
     assert (targets == 3).any()
@@ -147,7 +147,7 @@ def test_originals_are_back_after_the_loss(kind):
     algorithms = [spy(seen, "before_loss", "after_loss"), label_smoothing(0.1)]
     state, batch = make_state(), make_batch(kind)
     kept = batch[1].clone()
-    # Without passes the order is that of the list: the spy comes first at both events.
+    # Without passes algorithms run in the order of the list: the spy comes first at both events.
     after = one_step(algorithms, state, batch, passes=())
     assert seen[0][1] is batch[1] and seen[1][1].shape == (10, 4) and seen[1][1].dtype == torch.float32
     seen.clear()
@@ -165,7 +165,7 @@ def test_a_mixture_comes_back_as_the_same_object():
     assert seen[0][1] is mixture
 
 
-def test_slots_of_others_stay_as_they_are():
+def test_slots_of_other_algorithms_are_unchanged():
     def apply(event, state):
         if event is Event.INIT:
             return state.replace(slots={**state.slots, "count": torch.tensor(0)})
@@ -188,7 +188,7 @@ def test_two_smoothings_compose_and_unwind():
 def test_microbatches_add_up(kind):
     state, (inputs, targets) = make_state(), make_batch(kind)
     if kind == "index":
-        targets[:4] = -100  # a microbatch of nothing, and one of less than the others
+        targets[:4] = -100  # one microbatch is empty, and one has fewer targets
     expected = one_step([label_smoothing(0.1)], state, (inputs, targets))
     for k in (3, 10):
         after = one_step([label_smoothing(0.1)], state, (inputs, targets), microbatches=k)
@@ -224,7 +224,7 @@ def test_an_hparam_gives_the_same_step_and_its_gradient():
 
 def test_an_hparam_of_zero_is_a_point_with_a_slope():
     step = compose(loop_events, [label_smoothing(hparam("smoothing", 0.0))])
-    # A place where a learned strength may come by is not a reason to be absent; only the number 0 is neutral.
+    # A learned strength may pass through 0, which must not make the method absent; only the number 0 is neutral.
     assert label_smoothing(hparam("smoothing", 0.0)).match != NEVER
     assert label_smoothing(0 * hparam("smoothing", 0.1)).match != NEVER
     state, batch = step.init(make_state()), make_batch()
@@ -254,7 +254,7 @@ def test_the_slope_in_the_smoothing_knows_mixtures_and_ignored_positions(k):
         assert after.loss is not None
         return after.loss
 
-    # Two steps: through the loss itself, and through the parameters that the first step moved.
+    # Two steps: through the loss itself, and through the parameters that the first step updated.
     value, size = torch.tensor(0.2, dtype=torch.float64), 1e-4
     expected = (loss_of(value + size) - loss_of(value - size)) / (2 * size)
     assert expected.abs() > 1e-3
@@ -293,7 +293,7 @@ def test_keys_and_other_names():
         assert tree.equal(after.params, expected.params)
 
 
-def test_other_draws_do_not_move():
+def test_other_draws_do_not_change():
     state = make_state()
     step = compose(loop_events, [label_smoothing()])
     inner = step.init(state)

@@ -1,4 +1,4 @@
-"""Layer freezing: which layers when, against loops by hand, and in company."""
+"""Layer freezing: which layers are frozen when, against manual loops, and with other methods."""
 
 import functools
 from fractions import Fraction
@@ -39,7 +39,7 @@ def make_state(net: nn.Module | None = None, duration: str = "20ba", **options) 
 
 
 def run(algorithms: list[Algorithm], state: State, num: int = 20, make=lambda step: step, **options) -> list[State]:
-    """The states after INIT and after each step."""
+    """Return the states after INIT and after each step."""
     step = make(compose(loop_events, algorithms, **options))
     states = [step.init(state)]
     for _ in range(num):
@@ -48,7 +48,7 @@ def run(algorithms: list[Algorithm], state: State, num: int = 20, make=lambda st
 
 
 def constant_from(states: list[State]) -> dict[str, int]:
-    """After how many steps a parameter moved for the last time."""
+    """Return the number of steps after which each parameter changed for the last time."""
     last = dict.fromkeys(states[0].params, 0)
     for number, (old, new) in enumerate(zip(states, states[1:], strict=False), 1):
         last |= {name: number for name in last if not torch.equal(old.params[name], new.params[name])}
@@ -86,7 +86,7 @@ def test_depths_are_those_of_exact_arithmetic_and_never_fall(total, start, level
 
 
 class Parted(nn.Module):
-    """Parameters of its own beside its children's, a shared child, a tie, and a child with nothing to train."""
+    """A network with its own and its children's parameters, a shared child, a tie, and a child without parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_layers_are_in_the_order_of_definition_and_shared_ones_count_where_they_
     assert frozen_layers(Parted(), 1) == ("token", "norm.weight", "norm.bias", "first.weight", "first.bias")
 
 
-def test_what_does_not_train_is_no_layer():
+def test_modules_without_trainable_parameters_are_not_layers():
     net = four_layers()
     net[2].requires_grad_(False)
     net[4].bias.requires_grad_(False)
@@ -125,7 +125,7 @@ def test_what_does_not_train_is_no_layer():
 
 
 class Scaling(nn.Module):
-    """A parametrization with parameters of its own, one of them parametrized in turn."""
+    """A parametrization with its own parameters, one of which is parametrized in turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Scaling(nn.Module):
         return self.factor(weight)
 
 
-def test_a_parametrized_tensor_is_its_modules():
+def test_a_parametrized_tensor_belongs_to_its_module():
     net = four_layers()
     plain = [set(layer) for layer in layers_of(net)]
     parametrizations.weight_norm(net[0])
@@ -176,7 +176,7 @@ def test_the_bias_beside_a_parametrized_weight_in_the_last_layer_trains_to_the_e
     assert {name for name, number in last.items() if number == 22} == {name for name in last if name.startswith("6.")}
 
 
-def test_standardized_convolutions_are_the_layers_that_they_were():
+def test_standardized_convolutions_stay_the_same_layers():
     state = make_state(models.build("cnn", in_shape=(3, 8, 8), num_classes=10, seed=0))
     changed = compose(loop_events, [weight_standardization()]).init(state)
     assert changed.model != state.model
@@ -200,13 +200,13 @@ def test_frozen_layers_stay_bit_for_bit_and_the_others_train():
     # Of three layers, floor(3 u): from u = 1/3 and 2/3 on, that is from batches 14 and 17 of 20.
     found = constant_from(states)
     assert [{found[name] for name in layer} for layer in LAYERS] == [{14}, {17}, {20}, {20}]
-    for name in LAYERS[0]:  # their momentum waits
+    for name in LAYERS[0]:  # their momentum is kept
         assert torch.equal(states[14].opt_state["momentum"][name], states[20].opt_state["momentum"][name])
         assert states[14].opt_state["momentum"][name].abs().max() > 0
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_training_is_a_loop_by_hand(microbatches):
+def test_training_equals_a_manual_loop(microbatches):
     net = four_layers()
     *_, end = run([layer_freezing(0.25, num_stages=None)], make_state(net), microbatches=microbatches)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05)
@@ -257,7 +257,7 @@ def test_the_backward_pass_ends_at_the_last_frozen_layer():
 
 
 def test_the_last_layer_never_freezes():
-    states = run([layer_freezing(0, num_stages=None)], make_state(), 30)  # beyond its end
+    states = run([layer_freezing(0, num_stages=None)], make_state(), 30)  # beyond the run's end
     found = constant_from(states)
     assert [found[name] for layer in LAYERS for name in layer] == [7, 7, 14, 14, 20, 20, 30, 30]
     (alone,) = run([layer_freezing(0, num_stages=None)], make_state(nn.Linear(6, 4), "4ba"), 4)[-1:]
@@ -274,7 +274,7 @@ def test_depth_and_share_are_reported():
         assert state.metrics["f/percentage_frozen"].item() == pytest.approx(share)
 
 
-def test_between_steps_the_state_has_the_form_that_it_began_with():
+def test_between_steps_the_state_has_its_initial_structure():
     states = run([layer_freezing(0)], make_state())
     for state in states:
         assert state.context == states[0].context and not state.context.paused
@@ -299,7 +299,7 @@ def test_applying_it_twice_is_applying_it_once():
     assert isinstance(twice, State) and twice.context == once.context
 
 
-def test_what_the_user_froze_stays_so_and_does_not_count():
+def test_parameters_frozen_by_the_user_stay_frozen_and_do_not_count():
     net = four_layers()
     net[0].requires_grad_(False)
     states = run([layer_freezing(0, num_stages=None)], make_state(net))
@@ -308,7 +308,7 @@ def test_what_the_user_froze_stays_so_and_does_not_count():
     assert states[-1].context.frozen == set(LAYERS[0])
 
 
-def test_statistics_of_frozen_layers_go_on_moving():
+def test_statistics_of_frozen_layers_are_still_updated():
     net = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
     before, after = run([layer_freezing(0, num_stages=None)], make_state(net), 22)[-2:]
     assert after.metrics["layer_freezing/layers_frozen"] == 2
@@ -332,7 +332,7 @@ def test_a_tied_embedding_trains_as_long_as_its_last_place():
     assert found["embedding.weight"] == found["head.bias"] == 10
 
 
-def test_a_longer_run_thaws_what_is_not_due():
+def test_a_longer_run_thaws_layers_that_are_not_yet_due():
     states = run([layer_freezing(num_stages=None)], make_state())
     longer = states[-1].replace(timestamp=Timestamp(batch=20, run=make_state(duration="40ba").timestamp.run))
     assert set(constant_from(run([layer_freezing(num_stages=None)], longer, 1)).values()) == {1}
@@ -351,7 +351,7 @@ def test_neutral_settings_are_the_plain_step(settings):
 
 
 def second_gradient(seen: list[set[str]]) -> Algorithm:
-    """Steps by the gradient at a point nearby, as SAM does."""
+    """Return an algorithm that steps by the gradient at a nearby point, as SAM does."""
 
     def apply(event, state):
         del event
@@ -364,7 +364,7 @@ def second_gradient(seen: list[set[str]]) -> Algorithm:
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_other_methods_see_gradients_of_what_trains_alone(microbatches):
+def test_other_methods_only_see_gradients_of_training_layers(microbatches):
     seen: list[set[str]] = []
     methods = [layer_freezing(0, num_stages=None), second_gradient(seen), gradient_norm(each=True)]
     states = run([*methods, loss_scaling(2.0**10)], make_state(), microbatches=microbatches)
@@ -377,7 +377,7 @@ def test_other_methods_see_gradients_of_what_trains_alone(microbatches):
 
 
 @pytest.mark.parametrize("optimizer", [optim.adamw(0.01), optim.sgd(0.1)])
-def test_any_optimizer_leaves_frozen_layers_alone(optimizer):
+def test_no_optimizer_changes_frozen_layers(optimizer):
     states = run([layer_freezing(0, num_stages=None)], make_state(optimizer=optimizer))
     assert [constant_from(states)[layer[0]] for layer in LAYERS] == [7, 14, 20, 20]
 
@@ -415,14 +415,14 @@ def test_a_compiled_step_has_a_variant_for_each_depth(donate):
 
 
 class OfUnknownLength:
-    """A loader of three batches that does not say so."""
+    """A loader of three batches without `__len__`."""
 
     def __iter__(self):
         return iter([BATCH] * 3)
 
 
 @pytest.mark.filterwarnings("ignore:epochs have no known length")
-def test_in_epochs_of_unknown_length_the_depth_moves_at_their_ends():
+def test_in_epochs_of_unknown_length_the_depth_changes_at_their_ends():
     depths: list[int] = []
     look = Algorithm("look", on(Event.BATCH_END), lambda _, s: depths.append(int(s.metrics["d/layers_frozen"])) or s)
     pc.fit(
@@ -433,10 +433,10 @@ def test_in_epochs_of_unknown_length_the_depth_moves_at_their_ends():
     assert depths == [0] * 6 + [1] * 3 + [2] * 3  # floor(3 / 4), floor(6 / 4), floor(9 / 4)
 
 
-# What is refused
+# Refused settings
 
 
-def test_a_player_with_all_layers_frozen_has_nothing_to_differentiate_in():
+def test_a_player_with_all_layers_frozen_is_an_error():
     (scope,) = [node for node in loop_events if isinstance(node, pc.loop.Microbatches)]
     body = [pc.loop.Grad(*node.body, wrt="0.*") if isinstance(node, pc.loop.Grad) else node for node in scope.body]
     program = [pc.loop.Microbatches(*body) if node is scope else node for node in loop_events]

@@ -1,4 +1,4 @@
-"""Lookahead against a loop by hand; its every, its memory, and who is left alone."""
+"""Lookahead against a manual loop; its interval, its slot, and tensors that it does not change."""
 
 import pytest
 import torch
@@ -44,8 +44,8 @@ def slow_of(state: State) -> dict[str, Tensor]:
     ids=["sgd", "adam"],
 )
 @pytest.mark.parametrize(("alpha", "every"), [(0.5, 3), (0.8, 1), (0.0, 2)])
-def test_it_is_the_loop_by_hand_around_torchs_optimizer(mine, torchs, settings, alpha, every):
-    """What the optimizer remembers stays as it is at a synchronisation."""
+def test_it_equals_a_manual_loop_around_torchs_optimizer(mine, torchs, settings, alpha, every):
+    """The optimizer state is not changed by a synchronisation."""
     net, step = wide_net(), compose(loop_events, [lookahead(alpha, every)])
     state, optimizer = started(step, helpers.make_state(net), mine), torchs(net.parameters(), **settings)
     slow = [param.detach().clone() for param in net.parameters()]
@@ -63,7 +63,7 @@ def test_it_is_the_loop_by_hand_around_torchs_optimizer(mine, torchs, settings, 
             torch.testing.assert_close(slow_of(state)[name], low, rtol=1e-10, atol=1e-12)
 
 
-def test_between_synchronisations_the_steps_are_plain_and_the_memory_stays():
+def test_between_synchronisations_steps_are_plain_and_the_slot_is_unchanged():
     plain, step = compose(loop_events), compose(loop_events, [lookahead(0.5, 3)])
     state = started(step, helpers.make_state())
     for number, batch in enumerate(BATCHES, start=1):
@@ -76,7 +76,7 @@ def test_between_synchronisations_the_steps_are_plain_and_the_memory_stays():
         assert tree.equal(alone.opt_state, state.opt_state)
 
 
-def test_all_of_the_way_back_is_no_training_and_none_of_it_never_matches():
+def test_alpha_0_undoes_all_training_and_alpha_1_never_matches():
     step = compose(loop_events, [lookahead(0.0, 1)])
     start = started(step, helpers.make_state())
     assert tree.equal(step(step(start, BATCHES[0]), BATCHES[1]).params, start.params)
@@ -93,7 +93,7 @@ def test_the_points_between_are_exact_at_both_ends():
         pull_back({"v": torch.ones(1)}, fast, 0.5)
 
 
-def test_frozen_parameters_and_statistics_are_left_alone():
+def test_frozen_parameters_and_statistics_are_unchanged():
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     net[0].weight.requires_grad_(False)  # pyright: ignore
     step = compose(loop_events, [lookahead(0.5, 2)])
@@ -105,7 +105,7 @@ def test_frozen_parameters_and_statistics_are_left_alone():
     assert tree.equal(state.buffers, plain.buffers)
 
 
-def test_what_is_frozen_later_stays_where_it_is():
+def test_parameters_frozen_later_are_unchanged():
     step = compose(loop_events, [lookahead(0.5, 2)])
     state = step(started(step, helpers.make_state()), BATCHES[0])
     frozen = state.replace(frozen=("0.weight",))
@@ -113,7 +113,7 @@ def test_what_is_frozen_later_stays_where_it_is():
         frozen = step(frozen, batch)
     assert torch.equal(frozen.params["0.weight"], state.params["0.weight"])
     assert not torch.equal(frozen.params["0.bias"], state.params["0.bias"])
-    # Trained again, it begins there: half of one step's way is left.
+    # When thawed, it continues from there: half of one step's change remains.
     thawed = frozen.replace(frozen=())
     plain = compose(loop_events)(thawed, BATCHES[4])
     later = compose(loop_events, [lookahead(0.5, 1)])(thawed, BATCHES[4])
@@ -121,7 +121,7 @@ def test_what_is_frozen_later_stays_where_it_is():
     torch.testing.assert_close(later.params["0.weight"], expected)
 
 
-def test_the_memory_is_of_the_weights_at_init():
+def test_the_slot_begins_with_the_weights_at_init():
     state = compose(loop_events, [lookahead()]).init(helpers.make_state())
     assert tree.equal(slow_of(state), state.params)
     assert all(slow_of(state)[name] is not param for name, param in state.params.items())
@@ -129,7 +129,7 @@ def test_the_memory_is_of_the_weights_at_init():
 
 @pytest.mark.parametrize("average", [alg.ema(smoothing=0.0, name="mean"), alg.swa(0.0, 1.0, "1ba", name="mean")])
 @pytest.mark.parametrize("turn", [1, -1])
-def test_averages_see_the_weights_after_the_way_back(average, turn):
+def test_averages_see_the_weights_after_synchronisation(average, turn):
     step = compose(loop_events, [average, lookahead(0.0, 1)][::turn])
     state = started(step, helpers.make_state())
     for batch in BATCHES[:2]:
@@ -139,7 +139,7 @@ def test_averages_see_the_weights_after_the_way_back(average, turn):
 
 
 def test_it_counts_batches_where_updates_are_fewer():
-    """With an update for every two batches and a synchronisation in every fourth: after every second update."""
+    """With an update every two batches and a synchronisation every four, it follows every second update."""
     both = [gradient_accumulation(2), lookahead(0.5, 4)]
     step, once = compose(loop_events, both), compose(loop_events, [lookahead(0.5, 2)])
     state = started(step, helpers.make_state(wide_net()))

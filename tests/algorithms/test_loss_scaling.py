@@ -1,4 +1,4 @@
-"""Loss scaling against torch's GradScaler, and in company: slices, clipping, second gradients, populations."""
+"""Loss scaling against torch's GradScaler, and with slices, clipping, second gradients and populations."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ SCHEDULE = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
 
 
 def broken(batch: tuple[Tensor, Tensor] = BATCH, value: float = torch.inf, row: int = 0) -> tuple[Tensor, Tensor]:
-    """A batch with one example whose loss and gradients are not finite."""
+    """Return a batch with one example whose loss and gradients are not finite."""
     inputs = batch[0].clone()
     inputs[row, 0] = value
     return inputs, batch[1]
@@ -33,7 +33,7 @@ def momentum_state(net: nn.Module | None = None, **options) -> State:
 
 
 def started(step, state: State) -> State:
-    """Initialised, with the optimizer's state for momentum."""
+    """Return the initialised state, with the optimizer's state for momentum."""
     return step.init(state.replace(opt_state=state.optimizer.init(state.params)))
 
 
@@ -88,8 +88,8 @@ def test_the_scale_stays_finite_and_has_a_finite_inverse():
     assert low.item() == 2.0**-126 and torch.isfinite(1 / low)
 
 
-def test_training_is_grad_scalers():
-    """Every third batch is broken: the same scales, weights and momentum as torch's own loop."""
+def test_training_equals_grad_scalers():
+    """Every third batch is broken; scales, weights and momentum equal those of torch's loop."""
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     step = made(loss_scaling(2.0**8, **{**SCHEDULE, "growth_interval": 2}))
     state = started(step, momentum_state(net))
@@ -133,7 +133,7 @@ def test_another_scale_rounds_and_no_more():
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_a_step_that_overflows_moves_time_and_the_scale_alone(value):
+def test_a_step_that_overflows_only_changes_the_time_and_the_scale(value):
     step = made(loss_scaling(**SCHEDULE))
     before = step(started(step, momentum_state()), BATCH)
     after = step(before, broken(value=value))
@@ -145,7 +145,7 @@ def test_a_step_that_overflows_moves_time_and_the_scale_alone(value):
 
 def test_batch_norm_counts_a_skipped_batch_as_with_torch():
     net = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    step = made(loss_scaling(2.0**127))  # an honest batch, at a scale far too high
+    step = made(loss_scaling(2.0**127))  # a regular batch, with a scale that is far too large
     before = step.init(helpers.make_state(net, loss=lambda o, t, reduction="mean": 1e3 * losses.cross_entropy(o, t)))
     after = step(before, BATCH)
     assert after.metrics["loss_scaling/skipped"].item() == 1 and tree.equal(before.params, after.params)
@@ -155,7 +155,7 @@ def test_batch_norm_counts_a_skipped_batch_as_with_torch():
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_the_loss_that_others_see_and_edit_is_scaled_once_all_is_added(place):
-    """Wherever it is listed: a term added at BEFORE_BACKWARD counts in full, and AFTER_BACKWARD sees true gradients."""
+    """At any place in the list: a term added at BEFORE_BACKWARD is scaled, and AFTER_BACKWARD sees true gradients."""
     seen = {}
 
     def penalise(state: State) -> State:
@@ -173,10 +173,10 @@ def test_the_loss_that_others_see_and_edit_is_scaled_once_all_is_added(place):
     assert tree.equal(seen[0], seen[len(seen) - 1])
 
 
-# In company
+# With other methods
 
 
-def test_one_slice_that_overflows_skips_the_step():
+def test_a_single_slice_that_overflows_skips_the_step():
     step = made(loss_scaling(), microbatches=5)
     before = started(step, momentum_state())
     after = step(before, broken(row=9))
@@ -200,7 +200,7 @@ def test_clipping_sees_true_gradients_and_hides_no_overflow(clip_first):
 
 
 def climb(state: State) -> State:
-    """A second gradient, at a point so far off where the batch asks for it that it overflows."""
+    """Take a second gradient, at a point so far away that it overflows if the batch requests it."""
     far = torch.where(state.inputs.amax() > 50, torch.inf, 0.05)
     grads = state.grads or {}
     new, loss = state.gradient({k: p + far * grads[k] for k, p in state.params.items()})
@@ -221,8 +221,8 @@ def test_second_gradients_are_true_ones_and_their_overflow_skips():
     assert scale_of(after) == 2.0**15
 
 
-def test_gradients_that_an_update_has_used_count_as_well():
-    """Of two players the first overflows: its own update is skipped, the other's is not, and the scale falls."""
+def test_overflow_in_gradients_that_were_already_used_counts_too():
+    """The first of two players overflows: its update is skipped, the other's is not, and the scale falls."""
     twice = (
         pc.loop.Grad(pc.loop.forward, pc.loop.loss, Event.BEFORE_BACKWARD, wrt="0.*"),
         Event.AFTER_BACKWARD,
@@ -272,7 +272,7 @@ def test_each_member_of_a_population_has_its_own_scale():
 
 
 def small_loss(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """So small that float16 has no gradient of it."""
+    """Return a loss so small that its gradient vanishes in float16."""
     return 1e-7 * losses.cross_entropy(outputs, targets, reduction=reduction)
 
 

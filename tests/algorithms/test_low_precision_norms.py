@@ -73,7 +73,7 @@ def test_all_are_replaced_with_their_weights_and_settings(factory: Any, layer: A
 
 @pytest.mark.parametrize(("precision", "dtype"), NARROW)
 @given(seed=st.integers(0, 99), is_affine=st.booleans())
-def test_layer_norm_is_narrow_under_autocast_alone(precision: str, dtype: Any, seed: int, is_affine: bool):
+def test_layer_norm_is_narrow_only_under_autocast(precision: str, dtype: Any, seed: int, is_affine: bool):
     del precision
     torch.manual_seed(seed)
     norm = nn.LayerNorm(16, elementwise_affine=is_affine)
@@ -93,7 +93,7 @@ def test_layer_norm_is_narrow_under_autocast_alone(precision: str, dtype: Any, s
 
 @pytest.mark.parametrize(("precision", "dtype"), NARROW)
 @given(seed=st.integers(0, 99), groups=st.sampled_from([1, 2, 4]), is_affine=st.booleans())
-def test_group_norm_is_narrow_under_autocast_alone(precision: str, dtype: Any, seed: int, groups: int, is_affine: bool):
+def test_group_norm_is_narrow_only_under_autocast(precision: str, dtype: Any, seed: int, groups: int, is_affine: bool):
     del precision
     torch.manual_seed(seed)
     norm = nn.GroupNorm(groups, 4, affine=is_affine)
@@ -110,7 +110,7 @@ def test_group_norm_is_narrow_under_autocast_alone(precision: str, dtype: Any, s
 
 
 def slopes(norm: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Gradients of a weighted sum, with respect to the input and the parameters."""
+    """Return the gradients of a weighted sum with respect to the input and the parameters."""
     x = x.clone().requires_grad_()
     weights = torch.linspace(-1, 1, x.numel()).view_as(x)
     return list(torch.autograd.grad((norm(x).float() * weights).sum(), [x, *norm.parameters()]))
@@ -137,7 +137,7 @@ def test_gradients_are_the_plain_layers(factory: Any, layer: Any, plain: Any, is
 
 
 def test_large_rows_do_not_overflow_float16():
-    """Their variance, 1e8, is not a float16: it is summed in float32."""
+    """Their variance, 1e8, exceeds float16 and is summed in float32."""
     x = 1e4 * torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     with torch.autocast("cpu", torch.float16):
         found = LowPrecisionLayerNorm(64)(x), LowPrecisionGroupNorm(4, 64)(x)
@@ -147,7 +147,7 @@ def test_large_rows_do_not_overflow_float16():
 
 @CASES
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
-def test_in_full_precision_it_says_that_it_changes_nothing(factory: Any, layer: Any, plain: Any, precision: str):
+def test_in_full_precision_it_warns_that_it_changes_nothing(factory: Any, layer: Any, plain: Any, precision: str):
     del layer, plain
     method, state = factory(name="mine"), make_state(precision=precision)
     with pytest.warns(UserWarning, match=f"^mine has no effect under precision='{precision}'.*bf16") as caught:
@@ -156,7 +156,7 @@ def test_in_full_precision_it_says_that_it_changes_nothing(factory: Any, layer: 
 
 
 @CASES
-def test_nothing_to_replace_is_told_in_every_precision(factory: Any, layer: Any, plain: Any):
+def test_nothing_to_replace_is_warned_about_in_every_precision(factory: Any, layer: Any, plain: Any):
     del layer
     for precision in ("fp32", "bf16"):
         with pytest.warns(UserWarning, match=f"looked for {plain.__name__} to replace") as caught:
@@ -165,7 +165,7 @@ def test_nothing_to_replace_is_told_in_every_precision(factory: Any, layer: Any,
 
 
 @pytest.mark.parametrize("rules", [low_precision_layernorm_rules, low_precision_groupnorm_rules])
-def test_momentum_survives_and_twice_is_once_and_the_old_state_stays(rules: Any):
+def test_momentum_and_the_old_state_are_kept_and_a_second_surgery_does_nothing(rules: Any):
     step = compose(loop_events)
     before = step(step(make_state(), make_batch(0)), make_batch(1))
     copied = before.copy()
@@ -178,7 +178,7 @@ def test_momentum_survives_and_twice_is_once_and_the_old_state_stays(rules: Any)
     assert_close(step(after, make_batch(2)).params, step(before, make_batch(2)).params, rtol=0.1, atol=0.05)
 
 
-def test_subclasses_with_a_forward_of_their_own_stay():
+def test_subclasses_with_their_own_forward_are_kept():
     class Mine(nn.LayerNorm):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(input)
@@ -188,7 +188,7 @@ def test_subclasses_with_a_forward_of_their_own_stay():
 
 
 @CASES
-def test_subclasses_keep_what_they_have(factory: Any, layer: Any, plain: Any):
+def test_subclasses_keep_their_attributes(factory: Any, layer: Any, plain: Any):
     class Gained(plain):  # type: ignore
         def __init__(self, *sizes: int) -> None:
             super().__init__(*sizes)
@@ -214,7 +214,7 @@ def test_subclasses_keep_what_they_have(factory: Any, layer: Any, plain: Any):
 
 @CASES
 @pytest.mark.parametrize("how", ["hook", "backward hook", "own forward", "parametrized"])
-def test_what_is_called_with_a_layer_stays(factory: Any, layer: Any, plain: Any, how: str):
+def test_layers_that_are_passed_as_arguments_are_kept(factory: Any, layer: Any, plain: Any, how: str):
     del layer
     norm: Any = plain(6) if plain is nn.LayerNorm else plain(2, 6)
     if how == "hook":
@@ -235,7 +235,7 @@ def test_what_is_called_with_a_layer_stays(factory: Any, layer: Any, plain: Any,
 
 
 def test_compiled_and_in_a_population_they_are_the_same():
-    """Together: torch's own group norm, widened by autocast, has no backward pass under vmap in this network."""
+    """Not separately: torch's group norm, widened by autocast, has no backward pass under vmap in this network."""
     step = compose(loop_events, [low_precision_layernorm(), low_precision_groupnorm()])
     start = step.init(make_state())
     expected = step(start, make_batch())

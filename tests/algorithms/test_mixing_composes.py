@@ -32,7 +32,7 @@ Linear = Callable[[Tensor], Tensor]
 
 
 def make_algorithms(order: Sequence[str], **settings: Any) -> list[Algorithm]:
-    """In this order at AFTER_DATALOADER, where there are no passes."""
+    """Return the methods in this order at AFTER_DATALOADER when there are no passes."""
     made = {
         "mixup": mixup(0.7, **settings),
         "cutmix": cutmix(**settings),
@@ -61,7 +61,7 @@ def dense(targets: Tensor) -> Tensor:
 
 
 def mixings(state: State, per_example: bool) -> dict[str, tuple[Linear, Linear]]:
-    """What each method draws from this state, as matrices (N, N) of the examples' weights in images and in targets."""
+    """Return each method's draws as matrices (N, N) of the examples' weights in images and in targets."""
     one = torch.eye(NUM, dtype=torch.float64)
     rng, num = state.rng("mixup"), NUM if per_example else None
     place = rng.named("mixing").per_example(torch.arange(NUM)) if per_example else rng.named("mixing")
@@ -91,7 +91,7 @@ def mixings(state: State, per_example: bool) -> dict[str, tuple[Linear, Linear]]
 
 
 def closed_form(state: State, order: Sequence[str], batch: Any, per_example: bool = False) -> tuple[Tensor, Any]:
-    """One step of gradient descent by hand: the loss and the parameters."""
+    """Return the loss and the parameters after one manual step of gradient descent."""
     images, soft = batch[0], dense(batch[1])
     drawn = mixings(state, per_example)
     for name in order:
@@ -108,7 +108,7 @@ def closed_form(state: State, order: Sequence[str], batch: Any, per_example: boo
 
 
 def assert_is(after: State, expected: tuple[Tensor, Any]) -> None:
-    # Shares are drawn in float32, and where targets are indices one minus a share is rounded to it.
+    # Weights are drawn in float32, and for index targets one minus a weight is rounded to float32.
     torch.testing.assert_close((after.loss, after.params), expected, rtol=1e-6, atol=2e-7)
 
 
@@ -129,7 +129,7 @@ def test_every_order_is_the_closed_form(order, kind, interpolate_loss):
 
 @pytest.mark.parametrize("order", ORDERS, ids=" ".join)
 @pytest.mark.parametrize("per_example", [False, True])
-def test_maps_of_classes_too(order, per_example):
+def test_every_order_is_the_closed_form_for_maps_of_classes_too(order, per_example):
     state, batch = image_state(net=nn.Conv2d(2, CLASSES, 3, padding=1).double()), make_batch("maps")
     step = compose(loop_events, make_algorithms(order, per_example=per_example), passes=())
     state = step.init(state)
@@ -137,8 +137,8 @@ def test_maps_of_classes_too(order, per_example):
 
 
 @pytest.mark.parametrize("order", [("mixup", "cutmix"), ("cutmix", "mixup")], ids=" ".join)
-def test_where_one_of_two_mixes_losses_both_do(order):
-    """For a loss that is quadratic in its targets, in which mean and mean square of the targets mix linearly."""
+def test_if_one_of_two_methods_mixes_losses_both_do(order):
+    """The loss is quadratic in its targets, so that mean and mean square of the targets mix linearly."""
     images, targets = make_batch("soft")
     for by_mixup, by_cutmix in ((True, False), (False, True)):
         made = {"mixup": mixup(0.7, interpolate_loss=by_mixup), "cutmix": cutmix(interpolate_loss=by_cutmix)}
@@ -152,7 +152,7 @@ def test_where_one_of_two_mixes_losses_both_do(order):
         outputs = to_module(state)(inputs)
         expected = (outputs**2 - 2 * outputs * first + second).mean().detach()
         torch.testing.assert_close(after.loss, expected, rtol=1e-6, atol=1e-7)
-        # Mixed targets have another loss.
+        # Mixed targets have a different loss.
         assert not torch.isclose(expected, (outputs - first).square().mean(), rtol=1e-3)
 
 

@@ -25,7 +25,7 @@ SEEDS = st.integers(0, 2**64 - 1)
 
 
 def drawn_by(state, name="mixup", alpha=0.2, num=10):
-    """The share and the order that a step from this state draws, by the documented names."""
+    """Return the share and the order that a step from this state draws under the documented names."""
     rng = state.rng(name)
     share = random.beta(rng.named("mixing"), alpha, alpha)
     return min(share.item(), 1 - share.item()), random.permutation(rng.named("permutation"), num)
@@ -36,7 +36,7 @@ def dense(targets):
 
 
 def imperative_step(state, batch, share, order, smoothing=0.0):
-    """One step of gradient descent on the closed form, written by hand."""
+    """Take one manual step of gradient descent on the closed form."""
     inputs, targets = batch
     mixed = (1 - share) * inputs + share * inputs[order]
     soft = (1 - share) * dense(targets) + share * dense(targets)[order]
@@ -52,7 +52,7 @@ def imperative_step(state, batch, share, order, smoothing=0.0):
 
 
 @given(SEEDS, SHAPES, st.floats(0.05, 4))
-def test_mixes_element_by_element_and_keeps_what_comes_in(seed, shape, alpha):
+def test_mixes_element_by_element_and_does_not_change_its_arguments(seed, shape, alpha):
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(seed % 2**32))
     targets = torch.arange(shape[0]) % 3
     before = inputs.clone(), targets.clone()
@@ -123,7 +123,7 @@ def test_a_share_of_one_is_exactly_the_partner():
     assert torch.equal(mixture.soft(torch.zeros(10, 4)), F.one_hot(targets[order], 4).float())
 
 
-def test_integers_become_floats_and_halves_stay():
+def test_integers_become_floats_and_half_precision_is_kept():
     targets, order = torch.tensor([0, 1]), torch.tensor([1, 0])
     whole = torch.tensor([[0], [200]], dtype=torch.uint8)
     mixed, _ = mixup_batch(None, whole, targets, mixing=0.25, indices=order)
@@ -178,7 +178,7 @@ def test_with_label_smoothing_in_either_order_it_is_the_closed_form(kind, is_mix
     torch.testing.assert_close(after.params, params)
 
 
-def test_interpolated_losses_differ_from_soft_targets_where_the_loss_is_no_linear_one():
+def test_interpolated_losses_differ_from_soft_targets_for_nonlinear_losses():
     order, inputs = torch.tensor([1, 0]), torch.zeros(2, 1)
     targets = torch.tensor([[0.0], [2.0]])
     for interpolate_loss, expected in ((True, 0.75 * 0 + 0.25 * 4), (False, 0.5**2)):
@@ -352,7 +352,7 @@ def test_keys_that_can_only_read_are_refused_when_built(keys):
 
 
 @pytest.mark.parametrize("role", ["input_field", "target_field"])
-def test_the_states_own_keys_that_can_only_read_are_refused_at_init(role):
+def test_read_only_keys_of_the_state_are_refused_at_init(role):
     keys: dict[str, Any] = {role: read_first}
     with pytest.raises(TypeError, match=f"{role}=.*is read-only"):
         compose(loop_events, [mixup()]).init(make_state(**keys))

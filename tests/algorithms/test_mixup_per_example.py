@@ -20,13 +20,13 @@ SEEDS = st.integers(0, 2**64 - 1)
 
 
 def drawn(rng, alpha, num):
-    """The shares and the order, by the documented names."""
+    """Return the shares and the order, drawn under the documented names."""
     z = random.beta(rng.named("mixing").per_example(torch.arange(num)), alpha, alpha, (num,))
     return torch.minimum(z, 1 - z), random.permutation(rng.named("permutation"), num)
 
 
 @given(SEEDS, st.integers(2, 9), st.sampled_from([(), (3,), (2, 3, 1)]), st.floats(0.05, 4))
-def test_each_row_has_a_share_of_its_own(seed, num, rest, alpha):
+def test_each_row_has_its_own_share(seed, num, rest, alpha):
     inputs = torch.randn(num, *rest, generator=torch.Generator().manual_seed(seed % 2**32))
     targets = torch.arange(num) % 3
     mixed, mixture = mixup_batch(random.key(seed), inputs, targets, alpha=alpha, per_example=True)

@@ -1,4 +1,4 @@
-"""No-op model: one number, whose path has a closed form."""
+"""No-op model: a single parameter, whose path has a closed form."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def started(state: State, *others: Any) -> tuple[Any, State]:
 targets = st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=6).map(torch.tensor)
 
 
-def test_one_parameter_is_left_and_the_old_state_stays():
+def test_one_parameter_is_left_and_the_old_state_is_unchanged():
     before = make_state(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), optimizer=pc.optim.sgd(0.1, momentum=0.9))
     copied = before.copy()
     _, after = started(before)
@@ -41,7 +41,7 @@ def test_one_parameter_is_left_and_the_old_state_stays():
 
 
 @given(targets)
-def test_outputs_are_targets_times_the_weight_and_inputs_play_no_part(y):
+def test_outputs_are_targets_times_the_weight_and_inputs_are_ignored(y):
     step, state = started(make_state())
     ends = [step.fold(state, (x, y)) for x in (torch.zeros(len(y), 4), torch.full((len(y), 4), torch.nan))]
     for end in ends:
@@ -98,7 +98,7 @@ def test_metrics_of_classes_have_scores_of_classes(values: list[int]):
 
 
 @pytest.mark.parametrize("loss", [pc.losses.mse, pc.losses.binary_cross_entropy])
-def test_other_losses_have_targets_as_they_are(loss: Any):
+def test_other_losses_have_unchanged_targets(loss: Any):
     _, state = started(make_state(loss=loss))
     assert torch.equal(state.forward(torch.tensor([0, 1, 2])), torch.tensor([0, 1, 2]))
 
@@ -121,7 +121,7 @@ def test_a_models_own_loss_has_the_target_that_it_names():
     assert folded.loss.item() == pytest.approx((1 + 4) / 2)
 
 
-def test_groups_go_from_an_optimizer_inside_of_another():
+def test_groups_are_removed_from_an_optimizer_inside_another():
     inner = pc.optim.adamw(0.01, groups={"*bias": {"weight_decay": 0.0}})
     step, state = started(make_state(optimizer=Guarded(inner)))
     assert isinstance(state.context.optimizer, Guarded)
@@ -146,7 +146,7 @@ def test_dictionaries_dtypes_groups_and_networks_without_weights():
     assert list(started(make_state(nn.Flatten()))[1].params) == ["weight"]
 
 
-def test_it_comes_first_so_that_others_meet_the_number():
+def test_it_comes_first_so_that_other_methods_see_the_parameter():
     scaling = loss_scaling()
     step = compose(loop_events, [scaling, no_op_model()])
     assert [a.name for a in step.order(step.algorithms, pc.Event.INIT)] == ["no_op_model", "loss_scaling"]
@@ -154,7 +154,7 @@ def test_it_comes_first_so_that_others_meet_the_number():
     assert step(state, (torch.zeros(2, 4), torch.tensor([1, 2]))).params["weight"].item() < 1.5
 
 
-def test_mixed_targets_are_refused_in_words():
+def test_mixed_targets_are_refused_with_an_explanation():
     step, state = started(make_state(), mixup(0.2, input_field=0))
     with pytest.raises(TypeError, match="no_op_model: expected a tensor as target, got Mixture"):
         step(state, (torch.zeros(2, 4), torch.tensor([1, 2])))

@@ -1,4 +1,4 @@
-"""Per-example clipping against loops over single examples, and in company: draws, mixtures, slices, noise."""
+"""Per-example clipping against loops over single examples, and with draws, mixtures, slices and noise."""
 
 import math
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def mlp(dropout: float = 0.0) -> nn.Module:
 
 
 def ended(algorithms: Sequence[Algorithm], state: State, batch: Any, **cut: Any) -> State:
-    """The end of a step, where its gradients are still there."""
+    """Return the state at the end of a step, which still has its gradients."""
     step = compose(loop_events, algorithms, **cut)
     return step.fold(step.init(state), batch)
 
@@ -51,7 +51,7 @@ def grads_of(state: State) -> dict[str, Tensor]:
 
 
 def by_hand(net: nn.Module, losses_of: Sequence[Any], max_norm: float) -> tuple[dict[str, Tensor], list[float]]:
-    """The mean of clipped gradients, and their norms, by a backward pass for each example's loss."""
+    """Return the mean of clipped gradients and their norms, with a backward pass for each example's loss."""
     params = {name: param for name, param in net.named_parameters() if param.requires_grad}
     total, norms = {name: torch.zeros_like(param) for name, param in params.items()}, []
     for loss_of in losses_of:
@@ -91,7 +91,7 @@ def test_an_example_that_is_not_finite_is_not_clipped_away(bad):
     assert clip_per_example(grads, 0.1)["a"][0].isnan()
 
 
-def test_gradients_of_zero_stay_and_have_a_derivative():
+def test_gradients_of_zero_are_kept_and_have_a_derivative():
     zeros = torch.zeros(3, 2, dtype=torch.float64, requires_grad=True)
     found = clip_per_example({"a": zeros}, 1.0)["a"]
     assert found.tolist() == [0, 0]
@@ -132,7 +132,7 @@ def test_chunks_make_no_difference(chunk_size):
 
 
 def example_noise() -> Algorithm:
-    """Noise on inputs, drawn for each example of a slice."""
+    """Return an algorithm that adds noise to inputs, drawn for each example of a slice."""
 
     def apply(event: Event, state: State) -> State:
         del event
@@ -155,8 +155,8 @@ COMPANY = {
 
 @MICROBATCHES
 @pytest.mark.parametrize("company", COMPANY)
-def test_where_nothing_is_long_it_is_the_batchs_gradient(company, microbatches):
-    """With dropout: so an example's draws, its mixture and its loss are those that it had in the batch."""
+def test_without_clipped_examples_the_gradient_is_that_of_the_batch(company, microbatches):
+    """With dropout, this shows that an example's draws, mixture and loss are the same as in the batch."""
     batch, state = wide(helpers.make_batch()), helpers.make_state(mlp(0.5))
     plain = ended(COMPANY[company], state, batch, microbatches=microbatches)
     clipped = ended([*COMPANY[company], per_example_clipping(1e6)], state, batch, microbatches=microbatches)
@@ -166,7 +166,7 @@ def test_where_nothing_is_long_it_is_the_batchs_gradient(company, microbatches):
 
 
 def test_a_mixture_is_an_example():
-    """The loop over mixtures, as MixUp leaves them in the batch."""
+    """The reference loops over mixtures, as MixUp leaves them in the batch."""
     seen: list[Any] = []
     net, batch = mlp(), wide(helpers.make_batch())
     state = ended(
@@ -179,7 +179,7 @@ def test_a_mixture_is_an_example():
 
 
 def test_examples_of_a_loss_per_token_count_the_same():
-    """Each by the mean over its own tokens; one without any has a gradient of 0, as in torch's loss of a batch."""
+    """Each has the mean over its own tokens; one without any has a gradient of 0, as in torch's loss of a batch."""
     net = make_task("tokens", tied=True).make_net(0).double()
     ids = torch.randint(7, (4, 5), generator=torch.Generator().manual_seed(3))
     labels = ids.roll(-1, 1)
@@ -207,7 +207,7 @@ def test_frozen_parameters_have_no_gradient_and_no_part_in_the_norm():
 
 
 class OwnLoss(nn.Module):
-    """Computes its loss from labels among its inputs, one number for the batch."""
+    """A model that computes its loss, one number for the batch, from labels among its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class OwnLoss(nn.Module):
 
 
 @MICROBATCHES
-def test_a_model_that_computes_its_loss_is_asked_for_single_examples(microbatches):
+def test_a_model_that_computes_its_loss_is_called_with_single_examples(microbatches):
     net, (inputs, labels) = OwnLoss(), wide(helpers.make_batch())
     state = State.create(net, loss=losses.model_loss, optimizer=optim.sgd(0.1))
     found = ended([per_example_clipping(0.3)], state, {"inputs": inputs, "labels": labels}, microbatches=microbatches)
@@ -226,7 +226,7 @@ def test_a_model_that_computes_its_loss_is_asked_for_single_examples(microbatche
     assert_close(grads_of(found), by_hand(net, each, 0.3)[0])
 
 
-def test_members_that_all_examples_share_stay_whole():
+def test_members_shared_by_all_examples_are_not_cut():
     class Weighted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -250,7 +250,7 @@ def test_members_that_all_examples_share_stay_whole():
 
 
 def noise_of(settings: dict[str, Any], batch: Any, state: State | None = None, **cut: Any) -> dict[str, Tensor]:
-    """What the noise has added to the gradients."""
+    """Return the noise that was added to the gradients."""
     state = helpers.make_state(mlp()) if state is None else state
     noisy = grads_of(ended([per_example_clipping(0.5, **settings)], state, batch, **cut))
     clean = grads_of(ended([per_example_clipping(0.5)], state, batch, **cut))
@@ -258,7 +258,7 @@ def noise_of(settings: dict[str, Any], batch: Any, state: State | None = None, *
 
 
 def test_noise_has_its_deviation_and_is_normal():
-    """sigma C / N in each element: 40 000 of them, by their second and fourth moments within 4 standard errors."""
+    """It is sigma C / N: second and fourth moments of 40 000 elements agree within 4 standard errors."""
     net = nn.Sequential(nn.Linear(6, 2000), nn.ReLU(), nn.Linear(2000, 14), nn.Linear(14, 4)).double()
     found = noise_of({"noise_multiplier": 0.8}, wide(helpers.make_batch()), helpers.make_state(net))
     draws = torch.cat([noise.flatten() for noise in found.values()]) / (0.8 * 0.5 / 10)
@@ -269,7 +269,7 @@ def test_noise_has_its_deviation_and_is_normal():
     assert abs(draws.pow(4).mean().item() - 3) < 4 * (96 / num) ** 0.5
 
 
-def test_noise_is_drawn_once_for_a_step_and_anew_in_the_next():
+def test_noise_is_drawn_once_in_each_step():
     batch, state = wide(helpers.make_batch()), helpers.make_state(mlp())
     once = noise_of({"noise_multiplier": 1.0}, batch, state)
     for cut in ({"microbatches": 2}, {"microbatches": 5}):
@@ -315,7 +315,7 @@ def test_statistics_of_instances_are_refused_where_they_are_kept():
         helpers.one_step(per_example_clipping(1.0), helpers.make_state(net), IMAGES)
 
 
-def test_layers_that_treat_examples_alone_will_do():
+def test_layers_that_treat_examples_separately_are_accepted():
     net = normed(nn.GroupNorm(1, 2), nn.InstanceNorm2d(2), nn.BatchNorm2d(2).eval()).double()
     inputs, targets = wide(IMAGES)
     each = [lambda net, i=i: nn.functional.cross_entropy(net(inputs[i : i + 1]), targets[i : i + 1]) for i in range(5)]
@@ -324,7 +324,7 @@ def test_layers_that_treat_examples_alone_will_do():
 
 
 @pytest.mark.parametrize("clip_first", [True, False])
-def test_surgery_may_take_batch_normalisation_away(clip_first):
+def test_surgery_may_remove_batch_normalisation(clip_first):
     def operate(event: Event, state: State) -> State:
         del event
         rules: surgery.Rules = {nn.BatchNorm2d: lambda norm, site: nn.GroupNorm(1, norm.num_features)}
@@ -336,7 +336,7 @@ def test_surgery_may_take_batch_normalisation_away(clip_first):
     assert after.loss is not None and after.loss.isfinite()
 
 
-def test_what_cannot_be_mapped_is_told_the_way_out():
+def test_networks_that_vmap_refuses_get_an_error_with_a_remedy():
     class Peeking(nn.Module):
         def __init__(self) -> None:
             super().__init__()

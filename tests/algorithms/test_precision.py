@@ -1,4 +1,4 @@
-"""Half precision: what is narrow and what stays wide."""
+"""Half precision: which tensors are narrow and which stay wide."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ DIGITS = {"bf16": 2**-7, "fp16": 2**-10}
 
 
 class Watching(nn.Module):
-    """Two layers; notes the dtypes within."""
+    """A network of two layers that records the dtypes inside it."""
 
     seen: list[torch.dtype] = []
 
@@ -29,7 +29,7 @@ class Watching(nn.Module):
         return self.second(hidden.tanh())
 
 
-def test_the_precisions_are():
+def test_the_known_precisions():
     assert PRECISIONS == ("fp32", "tf32", "bf16", "fp16")
 
 
@@ -45,7 +45,7 @@ def test_the_forward_pass_is_narrow_and_all_else_wide(precision, dtype):
 
 
 @pytest.mark.parametrize(("precision", "dtype"), NARROW)
-def test_outputs_are_those_of_torchs_autocast(precision, dtype):
+def test_outputs_equal_those_of_torchs_autocast(precision, dtype):
     net, (inputs, _) = make_mlp(), make_batch()
     with torch.autocast("cpu", dtype):
         expected = net(inputs)
@@ -67,7 +67,7 @@ def test_a_step_is_that_of_fp32_up_to_rounding(precision, make_net):
 
 @pytest.mark.parametrize("precision", AUTOCAST)
 def test_a_loss_beyond_the_narrow_range_is_finite(precision):
-    """cross_entropy works on widened outputs: 1e6 is not a float16."""
+    """cross_entropy works on widened outputs: 1e6 exceeds float16."""
     state = make_state(precision=precision, loss=lambda o, t, reduction="mean": 1e6 * pc.losses.cross_entropy(o, t))
     loss = compose(loop_events).fold(state, make_batch()).loss
     assert loss is not None and loss.dtype is torch.float32 and 1e5 < loss.item() < 1e7

@@ -34,7 +34,7 @@ def make_batch(height=32, width=32, num=4):
 
 
 def run(step, state, batch, num):
-    """The sizes that the network saw, and the states after each step."""
+    """Return the sizes that the network saw, and the states after each step."""
     seen, spy = [], Algorithm("spy", on("batch_start"), lambda event, s: seen.append(s.inputs.shape[2:]) or s)
     spying = step.replace(algorithms=[*step.algorithms, spy])
     states = [spying.init(state)]
@@ -66,7 +66,7 @@ def test_it_is_absent_when_images_have_their_full_size():
     ("run_length", "moves_within"),
     [({"duration": "2ep", "batches_per_epoch": 10}, True), ({"duration": "80sp"}, True), ({"duration": "2ep"}, False)],
 )
-def test_time_moves_within_epochs_where_their_length_is_known(run_length, moves_within):
+def test_the_scale_changes_within_epochs_if_their_length_is_known(run_length, moves_within):
     step = compose(loop_events, [progressive_resizing(delay_fraction=0)])
     if moves_within:
         sizes, _ = run(step, make_state(**run_length), make_batch(), 10)
@@ -96,7 +96,7 @@ def test_one_variant_is_compiled_for_each_size():
         eager, state = step(eager, make_batch()), fast(state, make_batch())
         seen.add(int(eager.metrics.get("progressive_resizing/height", torch.tensor(32))))
     assert seen == {16, 20, 24, 28, 32}
-    assert len(fast.variants()) == len(seen)  # the whole images of the last part are not variant more
+    assert len(fast.variants()) == len(seen)  # the full-size images of the last part add no variant
     torch.testing.assert_close(state.unleased().params, eager.params)
 
 
@@ -143,7 +143,7 @@ def test_a_model_that_computes_its_own_loss_needs_no_target(method, named):
     spy = Algorithm("spy", on("before_train_batch"), lambda event, s: seen.append(s.inputs) or s)
     step = compose(loop_events, [method, spy])
     step(step.init(state), {"x": images} if named else images)
-    # No row of the images is taken for a mask.
+    # Rows of the images are not mistaken for masks.
     assert seen[0].shape == (4, 3, 4, 4) and all(torch.isin(seen[0][row], images[row]).all() for row in range(4))
 
 
@@ -180,7 +180,7 @@ def test_bad_settings_are_refused_when_built(settings, error):
         progressive_resizing(**settings)
 
 
-def test_a_target_key_that_can_only_read_serves_images_alone():
+def test_a_read_only_target_key_works_for_images_without_masks():
     assert progressive_resizing(target_field=len).config["target_field"] is len
     with pytest.raises(TypeError, match="target_field=.*is read-only"):
         progressive_resizing(resize_targets=True, target_field=len)

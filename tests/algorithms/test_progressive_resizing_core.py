@@ -20,7 +20,7 @@ KEY = random.key(3)
 
 
 def numbered(*shape, dtype=torch.float32):
-    """Pixels that are all different, each image like the others."""
+    """Return images whose pixels are all different; all images are alike."""
     height, width = shape[-2:]
     return torch.arange(height * width).reshape(height, width).expand(shape).to(dtype)
 
@@ -53,7 +53,7 @@ def test_the_scale_is_the_closed_form(finetune, delay, elapsed):
 
 
 @pytest.mark.parametrize(("finetune", "delay"), [(0.5, 0.5), (0.3, 0.7), (0.9, 0.1), (0, 1), (1, 0)])
-def test_nothing_between_delay_and_fine_tuning_is_a_jump(finetune, delay):
+def test_without_time_between_delay_and_fine_tuning_the_scale_jumps(finetune, delay):
     scales = [progressive_scale(i / 1000, finetune_fraction=finetune, delay_fraction=delay) for i in range(1001)]
     assert set(scales) <= {0.5, 1.0} and scales[-1] == 1 and sum(scale == 0.5 for scale in scales) == 1000 * delay
 
@@ -82,7 +82,7 @@ def test_sides_are_the_nearest_multiples_that_fit(height, width, scale, incremen
     for old, new in zip((height, width), small.shape[2:], strict=True):
         assert 1 <= new <= old
         if increment > old:
-            assert max(1, int(old * scale)) <= new <= max(1, int(old * scale + 1e-9))  # a side loses none to rounding
+            assert max(1, int(old * scale)) <= new <= max(1, int(old * scale + 1e-9))  # rounding errors remove none
         elif new < old:
             assert new % increment == 0
         wanted = old * scale
@@ -125,7 +125,7 @@ def test_nearest_takes_the_pixel_in_the_middle(height, width, scale):
 
 @given(SIDES, SIDES, st.integers(1, 3), SCALES)
 def test_bilinear_is_antialiased(height, width, channels, scale):
-    """Each new pixel is the mean under a tent that reaches to the middles of its neighbours."""
+    """Each new pixel is the mean weighted by a tent that reaches to the centres of its neighbours."""
     inputs = torch.rand(2, channels, height, width, dtype=torch.float64)
     small, _ = resize_batch(None, inputs, None, scale)
 
@@ -142,7 +142,7 @@ def test_bilinear_is_antialiased(height, width, channels, scale):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8])
 @pytest.mark.parametrize("interpolation", ["bilinear", "nearest"])
 @pytest.mark.parametrize("mode", ["resize", "crop"])
-def test_dtypes_stay_and_values_are_those_of_wide_ones(dtype, interpolation, mode):
+def test_dtypes_are_kept_and_values_equal_those_of_wide_dtypes(dtype, interpolation, mode):
     inputs = (255 * torch.rand(2, 3, 9, 9)).to(dtype)
     small, _ = resize_batch(KEY, inputs, None, 0.5, mode=mode, interpolation=interpolation)
     wide, _ = resize_batch(KEY, inputs.double(), None, 0.5, mode=mode, interpolation=interpolation)
@@ -161,7 +161,7 @@ def test_a_crop_is_a_window_and_repeats_itself(seed, height, width, scale):
     assert torch.equal(resize_batch(random.key(seed), inputs, None, scale, mode="crop")[0], small)
 
 
-def test_crops_lie_at_every_place_equally_often():
+def test_crops_are_at_every_position_equally_often():
     keys = random.split(random.key(1), 3000)
     inputs = numbered(1, 1, 8, 6)
     small = torch.func.vmap(lambda key: resize_batch(key, inputs, None, 0.5, mode="crop")[0])(keys)

@@ -73,7 +73,7 @@ def test_no_severity_is_the_identity(name: str) -> None:
     assert torch.equal(PRIMITIVES[name](levels, none), levels)
 
 
-def test_the_sets() -> None:
+def test_the_named_sets_of_operations() -> None:
     assert [len(SETS[name]) for name in ("all", "safe", "original")] == [13, 9, 13]
     enhancing = {"color", "contrast", "brightness", "sharpness"}
     assert {one.name for one in SETS["all"]} - {one.name for one in SETS["safe"]} == enhancing
@@ -84,7 +84,9 @@ def test_the_sets() -> None:
 
 
 @given(SEEDS, st.floats(0, 10), st.integers(0, 3), st.sampled_from([1, 2, 3]), st.integers(1, 20))
-def test_form_range_and_what_came_in_stay(seed: int, severity: float, depth: int, channels: int, num: int) -> None:
+def test_shape_and_range_are_kept_and_the_arguments_are_unchanged(
+    seed: int, severity: float, depth: int, channels: int, num: int
+) -> None:
     batch = make_images(num, channels)
     before = batch.clone()
     changed = randaugment_batch(random.key(seed), batch, severity=severity, depth=depth)
@@ -119,7 +121,7 @@ def test_no_operation_and_no_severity_keep_every_bit(seed: int, severity: int) -
 
 
 @given(SEEDS, st.integers(1, 3))
-def test_a_depth_is_so_many_single_ones_after_each_other(seed: int, depth: int) -> None:
+def test_a_depth_equals_that_many_single_operations_in_sequence(seed: int, depth: int) -> None:
     batch, rng = make_images(), random.Rng(random.key(seed))
     scale = images.Scale.of(batch)
     step_by_step = batch
@@ -130,7 +132,7 @@ def test_a_depth_is_so_many_single_ones_after_each_other(seed: int, depth: int) 
 
 @given(SEEDS)
 def test_the_drawn_operation_is_applied_with_the_drawn_strength(seed: int) -> None:
-    """Written by hand, image by image, from the documented draws."""
+    """The reference goes image by image, from the documented draws."""
     batch, rng = make_images(7), random.Rng(random.key(seed))
     step = rng.named(0)
     shares, coins = random.uniform(step.named("share"), 7), random.bernoulli(step.named("coin"), 0.5, 7)
@@ -157,7 +159,7 @@ def test_operations_are_equally_likely() -> None:
         assert stats.chisquare(image.bincount(minlength=13).numpy()).pvalue > 1e-3
 
 
-def test_the_batch_is_cut_nowhere_and_one_image_is_a_batch() -> None:
+def test_the_batch_is_not_modified_in_place_and_may_be_one_image() -> None:
     image = make_images(1)[0]
     changed = randaugment_batch(random.key(1), image)
     assert torch.equal(changed, randaugment_batch(random.key(1), image.unsqueeze(0))[0])
@@ -210,7 +212,7 @@ def after_a_step(method: Algorithm, state: State, batch: Any) -> State:
     return step(step.init(state), batch)
 
 
-def test_a_step_trains_on_what_the_core_makes_of_its_key() -> None:
+def test_a_step_trains_on_the_images_of_the_core_with_its_key() -> None:
     batch = make_images(dtype=torch.float32), torch.arange(12) % 3
     state = make_state()
     changed = randaugment_batch(state.rng("randaugment"), batch[0], severity=5, depth=1)
@@ -220,10 +222,10 @@ def test_a_step_trains_on_what_the_core_makes_of_its_key() -> None:
     assert all(torch.equal(by_method.params[name], by_hand.params[name]) for name in state.params)
 
 
-def test_severity_may_move() -> None:
+def test_the_severity_may_follow_a_schedule() -> None:
     batch = make_images(dtype=torch.float32), torch.arange(12) % 3
     rising = randaugment(10 * linear(0.0, 1.0), 1)
-    first = after_a_step(rising, make_state(), batch)  # where the severity is still 0
+    first = after_a_step(rising, make_state(), batch)  # the severity is still 0 there
     plain = compose(loop_events)(make_state(), batch)
     assert all(torch.equal(first.params[name], plain.params[name]) for name in first.params)
     assert randaugment(hparam("severity", 3.0)).hparams[0].default == 3.0
@@ -252,7 +254,7 @@ def test_images_are_changed_one_by_one_before_they_are_mixed(order: tuple[int, .
 
 
 @pytest.mark.parametrize("names", ["all", ("equalize",)])
-def test_a_pixel_that_is_nan_harms_its_own_image_alone(names: Any) -> None:
+def test_a_nan_pixel_only_affects_its_own_image(names: Any) -> None:
     batch = make_images(4, dtype=torch.float32)
     batch[1, 0, 2, 2] = torch.nan
     for seed in range(5):
@@ -274,7 +276,7 @@ def test_odd_settings_are_named() -> None:
         randaugment(augmentation_set=[["rotate"]])  # pyright: ignore[reportArgumentType]
 
 
-def test_the_core_compiles_whole_in_a_loop_of_ones_own() -> None:
+def test_the_core_compiles_as_a_whole_in_a_users_loop() -> None:
     batch, names = make_images(6), ("rotate", "equalize", "sharpness")
 
     def changed(key: torch.Tensor) -> torch.Tensor:

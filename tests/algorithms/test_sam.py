@@ -1,4 +1,4 @@
-"""SAM against closed forms and torch's own optimizers, and in company: draws, slices, statistics, scales, resuming."""
+"""SAM against closed forms and torch's optimizers, and with draws, slices, statistics, loss scales, resuming."""
 
 import dataclasses
 
@@ -31,13 +31,13 @@ def wide_net(**options) -> nn.Module:
 
 
 def started(step, state: State, optimizer=None) -> State:
-    """Initialised, with this optimizer; by default SGD with momentum."""
+    """Return the initialised state with this optimizer, by default SGD with momentum."""
     optimizer = optimizer or optim.sgd(0.3, momentum=0.9)
     return step.init(state.replace(optimizer=optimizer, opt_state=optimizer.init(state.params)))
 
 
 class OfWeights(nn.Module):
-    """A loss of the weights alone: its outputs."""
+    """A network whose outputs are a loss that only depends on the weights."""
 
     def __init__(self, start, fn):
         super().__init__()
@@ -58,13 +58,13 @@ def state_of(fn, start=(1.0, -2.0, 0.5), **options) -> State:
 
 
 def moved(grads: dict[str, Tensor], rho: float = RHO, epsilon: float = 1e-12) -> dict[str, Tensor]:
-    """What is added to the weights, by hand."""
+    """Return the perturbation of the weights, computed manually."""
     norm = torch.cat([grad.flatten() for grad in grads.values()]).norm()
     return {name: rho * grad / (norm + epsilon) for name, grad in grads.items()}
 
 
 def gradients(loss_of, params: dict[str, Tensor], names=None) -> tuple[dict[str, Tensor], Tensor]:
-    """By torch alone."""
+    """Return the gradients, computed only by torch."""
     leaves = {name: param.detach().clone().requires_grad_() for name, param in params.items()}
     loss = loss_of(leaves)
     chosen = list(leaves) if names is None else list(names)
@@ -73,7 +73,7 @@ def gradients(loss_of, params: dict[str, Tensor], names=None) -> tuple[dict[str,
 
 
 def two_gradients(loss_of, params: dict[str, Tensor], rho: float = RHO, names=None):
-    """The second gradient by hand, and the loss at both points."""
+    """Return the manually computed second gradient, and the loss at both points."""
     first, loss = gradients(loss_of, params, names)
     away = moved(first, rho)
     there = {name: param + away.get(name, 0) for name, param in params.items()}
@@ -82,7 +82,7 @@ def two_gradients(loss_of, params: dict[str, Tensor], rho: float = RHO, names=No
 
 
 def plain_loss(net: nn.Module):
-    """The batch's loss of any parameters."""
+    """Return the batch's loss as a function of the parameters."""
     inputs, targets = wide_batch()
     return lambda params: F.cross_entropy(torch.func.functional_call(net, params, (inputs,)), targets)
 
@@ -91,7 +91,7 @@ def plain_loss(net: nn.Module):
 
 
 def test_on_a_quadratic_it_is_the_closed_form():
-    """Gradient A w: each step's is A (w + rho A w / |A w|), and momentum is of these."""
+    """The gradient is A w, so each step uses A (w + rho A w / |A w|), which momentum accumulates."""
     matrix = torch.tensor([[3.0, 1.0, 0.0], [1.0, 2.0, -1.0], [0.0, -1.0, 4.0]], dtype=torch.float64)
     step = compose(loop_events, [sam(RHO)])
     state = started(step, state_of(lambda w: w @ matrix @ w / 2), optim.sgd(0.05, momentum=0.9))
@@ -117,7 +117,7 @@ def test_on_a_quadratic_it_is_the_closed_form():
     ],
     ids=["sgd", "adam", "adamw"],
 )
-def test_the_optimizer_is_torchs_given_second_gradients(mine, torchs):
+def test_it_equals_torchs_optimizer_on_second_gradients(mine, torchs):
     settings = {
         torch.optim.SGD: {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
         torch.optim.Adam: {"lr": 0.01},
@@ -160,14 +160,14 @@ def test_a_gradient_without_a_parameter_is_an_error():
 
 
 def test_half_precision_weights_keep_their_dtype_and_their_norm_its_range():
-    grads = {"w": torch.full((100,), 6e4, dtype=torch.float16)}  # whose norm is not a float16
+    grads = {"w": torch.full((100,), 6e4, dtype=torch.float16)}  # their norm exceeds float16
     there = perturb_params({"w": torch.zeros(100, dtype=torch.float16)}, grads, 1.0)["w"]
     assert there.dtype is torch.float16
     torch.testing.assert_close(there, torch.full((100,), 0.1, dtype=torch.float16))
 
 
 def test_a_loss_linear_in_the_weights_gives_the_plain_step():
-    """Also under a schedule of the learning rate, which reaches the one optimizer that there is."""
+    """Also under a schedule of the learning rate, which applies to the only optimizer."""
     slope = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
     optimizer = optim.adam(0.1 * pc.schedule.linear())
     plain, second = compose(loop_events), compose(loop_events, [sam(10.0)])
@@ -195,7 +195,7 @@ def test_a_loss_of_exactly_zero_is_a_loss():
 
 
 def test_weights_are_never_moved_and_back():
-    """With a learning rate of 0 they are the same bits."""
+    """With a learning rate of 0 they keep their bits."""
     step = compose(loop_events, [sam(0.37)])
     before = state = started(step, helpers.make_state(), optim.sgd(0.0, momentum=0.9))
     for _ in range(4):
@@ -238,7 +238,7 @@ MASKS: list[Tensor] = []
 
 
 class Noisy(nn.Module):
-    """Drops inputs, and writes down which."""
+    """A network that drops inputs and records which."""
 
     def __init__(self):
         super().__init__()
@@ -251,7 +251,7 @@ class Noisy(nn.Module):
 
 
 def test_both_gradients_are_of_one_mixture_with_one_dropout():
-    """By hand from what was drawn: the mixture, the dropped inputs."""
+    """The reference is computed from the draws: the mixture and the dropped inputs."""
     MASKS.clear()
     seen: list = []
     step = compose(loop_events, [sam(RHO), alg.mixup(0.5), helpers.spy(seen, Event.BEFORE_FORWARD)])
@@ -293,7 +293,7 @@ def test_the_loss_is_that_at_the_weights_and_others_see_the_second_gradient():
 
 
 def test_memory_of_other_methods_counts_the_step_once():
-    """What acts within the gradient acts twice, and its second memory is thrown away."""
+    """Methods inside the gradient act twice; their slots from the second time are discarded."""
 
     def count(event, state):
         count = torch.zeros(()) if event is Event.INIT else state.slots["count"] + 1
@@ -303,11 +303,11 @@ def test_memory_of_other_methods_counts_the_step_once():
     assert helpers.one_step([counter, sam(0.5)], helpers.make_state(), BATCH).slots["count"].item() == 1
 
 
-# In company
+# With other methods
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_clipping_bounds_the_second_gradient_alone(is_first):
+def test_clipping_bounds_only_the_second_gradient(is_first):
     net, bound = wide_net(), 0.05
     both = [gradient_clipping("norm", bound), sam(RHO)]
     step = compose(loop_events, both if is_first else both[::-1])
@@ -323,8 +323,8 @@ def test_clipping_bounds_the_second_gradient_alone(is_first):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_step_of_which_the_second_gradient_alone_overflows_is_skipped(is_first):
-    """In float16: a point so far off that the outputs there are no numbers."""
+def test_a_step_in_which_only_the_second_gradient_overflows_is_skipped(is_first):
+    """In float16, at a point so far away that the outputs are not finite."""
     both = [alg.loss_scaling(2.0**8), sam(hparam("rho", 0.05))]
     step = compose(loop_events, both if is_first else both[::-1])
     state = step(started(step, helpers.make_state(precision="fp16")), BATCH)
@@ -358,7 +358,7 @@ def test_loss_scaling_changes_no_bit_of_a_good_step():
 
 
 def test_of_two_players_the_last_one_before_the_event_is_perturbed():
-    """The other's gradients are used by then, and move nothing."""
+    """The other player's gradients are already used by then, and have no effect."""
     net = wide_net()
     body = (pc.loop.forward, pc.loop.loss)
     program = (
@@ -376,7 +376,7 @@ def test_of_two_players_the_last_one_before_the_event_is_perturbed():
 
 
 class Counting(nn.Module):
-    """A model that computes its loss, and gives it in a dictionary."""
+    """A model that computes its loss and returns it in a dictionary."""
 
     def __init__(self):
         super().__init__()
@@ -420,7 +420,7 @@ def test_rho_may_follow_a_schedule():
             torch.testing.assert_close(state.params[name], param, rtol=1e-6, atol=1e-9)
 
 
-def test_members_of_a_population_have_a_rho_each():
+def test_each_member_of_a_population_has_its_own_rho():
     step = compose(loop_events, [sam(hparam("rho", 0.1))])
     states = [with_rho(step.init(helpers.make_state(wide_net())), rho) for rho in (0.0, 0.1, 1.0)]
     together = pc.population(step, 3)(pc.stack_states(states), wide_batch())
@@ -433,7 +433,7 @@ def test_members_of_a_population_have_a_rho_each():
 
 
 def test_gradients_flow_to_rho_and_through_the_norm():
-    """Against difference quotients, in rho and along a direction of the weights."""
+    """Compared with difference quotients, in rho and along a direction of the weights."""
     step = compose(loop_events, [sam(hparam("rho", 0.1))])
     start = step.init(helpers.make_state(wide_net()))
     direction = {name: torch.randn_like(param) for name, param in start.params.items()}

@@ -32,17 +32,17 @@ def at_the_start_of(duration: str) -> pc.time.Timestamp:
 
 
 def rate(state: State, batch: int | None = None) -> float:
-    """The learning rate at a batch of the state's run, now if none is given."""
+    """Return the learning rate at a batch of the state's run, by default the current one."""
     now = state.timestamp if batch is None else state.timestamp.replace(batch=batch, epoch=batch // PER_EPOCH)
     return float(schedule.resolve(state.optimizer.lr, hparams=state.hparams, scheduled=lambda curve: curve(now)))
 
 
 def rates(state: State, data: Any = BATCHES, step: Any = None, **options: Any) -> list[float]:
-    """The learning rates of the batches of a whole run, and the one after it."""
+    """Return the learning rates of the batches of a whole run, and the one after it."""
     found = [rate(state, 0)]
     for one in training(step or compose(loop_events), state, data, **options):
         found.append(rate(one))
-    return found[:-1]  # the last state comes twice
+    return found[:-1]  # the last state occurs twice
 
 
 CURVES = [
@@ -91,7 +91,7 @@ def test_the_run_is_of_the_length_times_the_ratio(ratio: float, epochs: int, uni
     assume(value * ratio >= 1)
     state = fit(compose(loop_events), scale_schedule(start(0.1, f"{value}{unit}"), ratio), BATCHES)
     assert str(state.timestamp.run.duration) == f"{int(value * ratio)}{unit}"
-    # The first batch at whose end the counter has come to int(D r).
+    # The first batch at whose end the counter has reached int(D r).
     assert int(value * ratio) <= state.timestamp.get(unit) < int(value * ratio) + 8
 
 
@@ -107,7 +107,7 @@ def test_a_ratio_of_1_is_the_plain_run_bit_for_bit(scale_warmup: bool) -> None:
 
 
 def test_steps_and_milestones_are_not_rounded() -> None:
-    """A step of 3 epochs becomes one of 1.5, milestones at 2 and 7 epochs 1 and 3.5; an epoch has 4 batches."""
+    """A step of 3 epochs becomes 1.5, milestones at 2 and 7 epochs become 1 and 3.5; an epoch has 4 batches."""
     half = scale_schedule(start(schedule.step("3ep")), 0.5)
     assert rates(half) == pytest.approx([1] * 6 + [0.1] * 6 + [0.01] * 5)
     half = scale_schedule(start(schedule.multi_step(["2ep", "7ep"])), 0.5)
@@ -115,7 +115,7 @@ def test_steps_and_milestones_are_not_rounded() -> None:
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_an_exponential_decay_goes_by_the_longer_epochs(ratio: float) -> None:
+def test_an_exponential_decay_counts_the_stretched_epochs(ratio: float) -> None:
     found = rates(scale_schedule(start(schedule.exponential(0.9)), ratio))
     assert found == pytest.approx([0.9 ** (t / PER_EPOCH / ratio) for t in range(len(found))])
     assert len(found) == 8 * PER_EPOCH * ratio + 1 and found[-1] == pytest.approx(0.9**8)
@@ -126,24 +126,24 @@ def test_the_warm_up_is_stretched_on_request(ratio: float) -> None:
     state = start(schedule.linear(warmup="4ba"))
     plain, whole = rates(state), rates(scale_schedule(state, ratio, scale_warmup=True))
     assert whole[:: max(1, int(ratio))] == pytest.approx(plain[:: max(1, int(1 / ratio))])
-    # Otherwise it takes as long as before, and leads to the top and into the descent.
+    # Otherwise it takes as long as before, and then the curve continues.
     kept = rates(scale_schedule(state, ratio))
     assert kept[:5] == [0, 0.25, 0.5, 0.75, 1] and kept == rates(
         start(schedule.linear(warmup="4ba"), f"{int(8 * ratio)}ep")
     )
 
 
-# What other libraries stumble over
+# Cases that other libraries get wrong
 
 
 @pytest.mark.parametrize("t_max", ["32ba", "8ep", "1dur"])
-def test_a_warm_up_and_an_absolute_end_go_together_in_a_shorter_run(t_max: str) -> None:
+def test_a_warm_up_and_an_absolute_end_both_work_in_a_shorter_run(t_max: str) -> None:
     found = rates(scale_schedule(start(schedule.cosine(t_max=t_max, warmup="3ba")), 0.5))
     assert found[3] == 1 and found[-1] == 0 and len(found) == 17
 
 
-def test_a_warm_up_that_the_unscaled_run_would_not_have_room_for() -> None:
-    """It is 10 of 8 batches before, and 5 of 16 after stretching the run alone: nobody evaluates what was before."""
+def test_a_warm_up_that_is_too_long_for_the_unscaled_run_is_accepted() -> None:
+    """It has 10 of 8 batches before, and 5 of 16 after stretching the run; the schedule before is never evaluated."""
     state = scale_schedule(start(schedule.cosine(warmup="10ba"), "8ba"), 2)
     assert rates(state)[10] == 1
     assert state.context.schedules == (schedule.cosine(warmup="10ba"),)
@@ -158,7 +158,7 @@ def test_short_schedules_keep_their_steps() -> None:
     assert rates(scale_schedule(start(schedule.cosine_warm_restarts("1ep"), "8ep"), 0.25)) == [1.0] * 9
 
 
-def test_it_happens_once_however_the_run_goes_on(tmp_path: pathlib.Path) -> None:
+def test_it_happens_once_however_the_run_continues(tmp_path: pathlib.Path) -> None:
     step, folder = compose(loop_events, [mixup(0.2)]), tmp_path / "run"
     checkpoints = Checkpoints(folder, every="1ba", keep=None, background=False)
 
@@ -182,10 +182,10 @@ def test_it_happens_once_however_the_run_goes_on(tmp_path: pathlib.Path) -> None
         scale_schedule(loaded, 0.5)
 
 
-# Where it stands
+# Place in the program
 
 
-def test_the_state_that_came_in_stays_and_the_rest_is_shared() -> None:
+def test_the_given_state_is_unchanged_and_the_rest_is_shared() -> None:
     state = start(0.1 * schedule.step("2ep"))
     copied, before = state.copy(), state.timestamp
     half = scale_schedule(state, 0.5)
@@ -197,7 +197,7 @@ def test_the_state_that_came_in_stays_and_the_rest_is_shared() -> None:
     assert state.context.schedules == (schedule.step("2ep"),)
 
 
-def test_in_a_plain_loop() -> None:
+def test_it_works_in_a_plain_loop() -> None:
     step = compose(loop_events)
     state = step.init(scale_schedule(start(0.1 * schedule.linear(t_max="8ep")), 0.5))
     while not state.timestamp.is_finished():
@@ -207,7 +207,7 @@ def test_in_a_plain_loop() -> None:
     assert_same(state, fit(step, scale_schedule(start(0.1 * schedule.linear(t_max="8ep")), 0.5), BATCHES))
 
 
-def test_the_duration_that_fit_is_given_is_the_whole_runs() -> None:
+def test_the_duration_given_to_fit_is_that_of_the_whole_run() -> None:
     state = scale_schedule(start(schedule.sequence([schedule.cosine(), 0.5], ["4ep"])), 0.5)
     found = rates(state, duration="3ep")
     assert len(found) == 13 and found[8:] == [0.5] * 5
@@ -254,7 +254,7 @@ def test_compiled_and_in_a_population_it_is_the_same() -> None:
         torch.testing.assert_close(mapped.params[name], param.expand(2, *param.shape))
 
 
-# What is refused
+# Refused settings
 
 
 call: Any = scale_schedule
@@ -277,7 +277,9 @@ call: Any = scale_schedule
         (lambda: scale_schedule(start(schedule.scheduled(float_of)), 0.5), ValueError, "float_of.*plain function"),
     ],
 )
-def test_what_cannot_be_stretched(make: Callable[[], State], error: type[Exception], message: str) -> None:
+def test_schedules_that_cannot_be_stretched_are_refused(
+    make: Callable[[], State], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         make()
 
@@ -286,13 +288,13 @@ def float_of(timestamp: pc.time.Timestamp) -> float:
     return float(timestamp.batch)
 
 
-def test_without_a_duration_schedules_alone_are_stretched() -> None:
+def test_without_a_duration_only_schedules_are_stretched() -> None:
     half = scale_schedule(start(schedule.step("2ep"), None), 0.5)
     assert half.timestamp.run.duration is None and rate(half, 4) == 0.1
     assert scale_schedule(start(duration=None), 1).timestamp.run.duration is None
 
 
-def test_a_state_that_is_initialised_comes_too_late() -> None:
+def test_an_initialised_state_is_refused() -> None:
     step = compose(loop_events, [gyro_dropout()])
     with pytest.raises(ValueError, match="INIT is over for gyro_dropout.*before step.init"):
         scale_schedule(step.init(start(dropout=0.5)), 0.5)
@@ -303,5 +305,5 @@ def test_a_length_that_is_rounded_leaves_absolute_times_behind() -> None:
     with pytest.warns(UserWarning, match=r"0.5 \* 3ep is 1.5ep, and the run ends after 1ep"):
         state = scale_schedule(start(schedule.linear(t_max="3ep"), "3ep"), 0.5)
     assert rate(state, 4) == pytest.approx(1 / 3)
-    scale_schedule(start(schedule.linear(), "3ep"), 0.5)  # nothing to say
+    scale_schedule(start(schedule.linear(), "3ep"), 0.5)  # no warning
     scale_schedule(start(schedule.linear(t_max="10ep"), "10ep"), 0.7)  # 7.000000000000001 is whole

@@ -28,12 +28,12 @@ DOUBLE = make_batches(8, dtype=torch.float64)
 
 
 def sgd_move(rate: Callable[[int], float], weight_decay: float = 0.0) -> Move:
-    """What plain gradient descent adds, with its weight decay taken where the gradient is."""
+    """Return the update of plain gradient descent, with weight decay at the point of the gradient."""
     return lambda y, grads, at: [-rate(at) * (g + weight_decay * p) for p, g in zip(y, grads, strict=True)]
 
 
 def adamw_move(rate: Callable[[int], float], beta2: float, weight_decay: float, eps: float = 1e-8) -> Move:
-    """What AdamW without a first moment adds: g over the root of the corrected mean of squares, and decay at y."""
+    """Return AdamW's update without a first moment: g over the root of the corrected mean square, and decay at y."""
     squares: dict[int, Tensor] = {}
 
     def move(y: Params, grads: Params, at: int) -> Params:
@@ -48,7 +48,7 @@ def adamw_move(rate: Callable[[int], float], beta2: float, weight_decay: float, 
 
 
 def by_hand(beta: float, move: Move, rate: Callable[[int], float]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """y and x after the batches, by the paper's three lines; its weights are squares of the greatest rate so far."""
+    """Return y and x after the batches, by the paper's three lines, weighted by the squared largest rate so far."""
     net = make_mlp(dtype=torch.float64)
     names = [name for name, _ in net.named_parameters()]
     z = [param.detach().clone() for param in net.parameters()]
@@ -72,7 +72,7 @@ def double_state(optimizer: object, **options: object) -> State:
 
 
 def warm(peak: float, batches: int = 4) -> Callable[[int], float]:
-    """From 0 up to the peak."""
+    """Return a schedule that rises from 0 to the peak."""
     return lambda at: peak * min(1.0, at / batches)
 
 
@@ -95,7 +95,7 @@ def test_the_core_is_three_lines_of_the_paper(beta):
 
 @pytest.mark.parametrize("beta", [0.0, 0.9])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_gradient_descent_is_that_by_hand(beta, weight_decay):
+def test_gradient_descent_equals_the_written_out_algorithm(beta, weight_decay):
     state = double_state(optim.sgd(0.3, weight_decay=weight_decay))
     end = states_after(schedule_free(beta), state, DOUBLE)[-1]
     y, x = by_hand(beta, sgd_move(lambda at: 0.3, weight_decay), lambda at: 0.3)
@@ -104,7 +104,7 @@ def test_gradient_descent_is_that_by_hand(beta, weight_decay):
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_adamw_with_a_warm_up_is_that_by_hand(weight_decay):
+def test_adamw_with_a_warm_up_equals_the_written_out_algorithm(weight_decay):
     rate = warm(0.05)
     rising = schedule.constant(warmup="4ba")
     assert [0.05 * rising(pc.time.Timestamp(batch=at)) for at in range(6)] == pytest.approx(
@@ -117,7 +117,7 @@ def test_adamw_with_a_warm_up_is_that_by_hand(weight_decay):
     assert_close(averages_of(end, "schedule_free"), x, rtol=1e-9, atol=1e-11)
 
 
-def test_a_rate_that_falls_weighs_what_the_greatest_did():
+def test_weights_of_a_falling_rate_are_those_of_the_largest_rate():
     rates = [0.4, 0.2, 0.3, 0.0, 0.1, 0.5, 0.1, 0.1]
     falling = schedule.scheduled(lambda timestamp: rates[timestamp.batch] if timestamp.batch < 8 else 0.0)
     end = states_after(schedule_free(0.5), double_state(optim.sgd(falling)), DOUBLE)[-1]
@@ -134,7 +134,7 @@ def test_the_average_of_a_constant_rate_is_the_plain_mean_of_z():
 
 
 def test_with_beta_0_training_is_the_plain_one():
-    """z is what trains, and the optimizer's own; averages cost nothing of it but rounding."""
+    """z then trains as under the plain optimizer; averages only add rounding errors."""
     plain = states_after([], double_state(optim.sgd(0.3)), DOUBLE)[-1]
     ours = states_after(schedule_free(0.0), double_state(optim.sgd(0.3)), DOUBLE)[-1]
     assert_close(ours.params, plain.params, rtol=1e-12, atol=1e-14)
@@ -172,7 +172,7 @@ def test_an_optimizer_without_a_rate_has_plain_means():
 
 
 def test_it_finds_a_minimum_that_the_last_iterate_of_a_constant_rate_misses():
-    """A noisy parabola: x comes nearer to its bottom than plain gradient descent at the same rate."""
+    """On a noisy parabola, x is nearer to the minimum than plain gradient descent at the same rate."""
 
     def square(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         losses = (outputs - targets).square().sum(-1)
@@ -189,10 +189,10 @@ def test_it_finds_a_minimum_that_the_last_iterate_of_a_constant_rate_misses():
     assert distance([schedule_free()], "schedule_free") < 0.3 * distance([], None)
 
 
-# In company, and other ways to run
+# Other methods, and other ways to run
 
 
-def test_evaluation_sees_the_average_and_leaves_training_alone():
+def test_evaluation_sees_the_average_and_does_not_change_training():
     method = schedule_free()
     state = states_after(method, cnn_state(optimizer=optim.sgd(0.1)), BATCHES)[-1]
     before, step = state.copy(), compose(loop_events, [method])
@@ -210,7 +210,7 @@ def test_evaluation_sees_the_average_and_leaves_training_alone():
 @pytest.mark.parametrize(
     "methods", [[schedule_free(), gradient_accumulation(2)], [gradient_accumulation(2), schedule_free()]]
 )
-def test_steps_whose_gradients_are_kept_for_later_count_for_nothing(methods):
+def test_steps_whose_gradients_are_kept_for_later_do_not_count(methods):
     found = states_after(methods, double_state(optim.sgd(0.3)), DOUBLE)
     pairs = [tuple(map(torch.cat, zip(*DOUBLE[i : i + 2], strict=True))) for i in range(0, 8, 2)]
     whole = states_after(schedule_free(), double_state(optim.sgd(0.3)), pairs)
@@ -222,7 +222,7 @@ def test_steps_whose_gradients_are_kept_for_later_count_for_nothing(methods):
     )
 
 
-def test_it_goes_beside_loss_scaling():
+def test_it_works_with_loss_scaling():
     state = cnn_state(optimizer=optim.sgd(0.1))
     alone = states_after(schedule_free(), state, BATCHES)[-1]
     scaled = states_after([alg.loss_scaling(2.0**10), schedule_free()], state, BATCHES)[-1]
@@ -230,7 +230,7 @@ def test_it_goes_beside_loss_scaling():
     assert_same(scaled.slots["schedule_free"].total, alone.slots["schedule_free"].total)
 
 
-def test_a_population_has_rates_of_its_own():
+def test_members_of_a_population_have_their_own_rates():
     step = compose(loop_events, [schedule_free()])
     start = cnn_state(optimizer=optim.sgd(pc.hparam("lr", 0.1) * schedule.constant(warmup="3ba")))
     both = pc.population(step, 2)
@@ -245,12 +245,12 @@ def test_graphs_that_torch_rewrites_do_the_same():
     check_compiled(schedule_free(), cnn_state(optimizer=optim.sgd(0.1)), backend="aot_eager", donate=False)
 
 
-def test_init_twice_is_once_and_sees_what_surgery_leaves():
+def test_a_second_init_does_nothing_and_init_sees_the_network_after_surgery():
     check_init(schedule_free(), lambda: alg.squeeze_excite(min_channels=1), cnn_state(optimizer=optim.sgd(0.1)))
 
 
-def test_weights_put_in_after_init_are_what_it_goes_on_from():
-    """z takes over whatever moved y, and the first x is z."""
+def test_weights_replaced_after_init_are_the_new_starting_point():
+    """z follows every other change of y, and the first x is z."""
     step = compose(loop_events, [schedule_free()])
     loaded = make_mlp(seed=5, dtype=torch.float64)
     begun = step.init(double_state(optim.sgd(0.3)))
@@ -270,7 +270,7 @@ def test_frozen_parameters_stay_and_are_in_no_average():
 
 
 def test_in_half_precision_z_and_x_are_float32():
-    """Steps of x that bfloat16 would round away are kept."""
+    """Changes of x that bfloat16 would round away are kept."""
     state = make_state(make_mlp(dtype=torch.bfloat16), optimizer=optim.sgd(0.1))
     states = states_after(schedule_free(), state, make_batches(8, dtype=torch.bfloat16))
     own = states[-1].slots["schedule_free"]
@@ -306,7 +306,7 @@ def test_a_step_that_is_skipped_changes_nothing_of_it(guard):
     assert not torch.equal(step(state, BATCHES[3]).params["0.weight"], state.params["0.weight"])
 
 
-def test_what_is_frozen_stays_with_all_that_is_remembered_of_it():
+def test_frozen_parameters_and_their_memory_are_unchanged():
     step = compose(loop_events, [schedule_free()])
     state = run_steps(step, step.init(cnn_state(optimizer=optim.sgd(0.1))), BATCHES[:3])
     after = run_steps(step, state.replace(frozen=["0.weight"]), BATCHES[3:6])
@@ -320,7 +320,7 @@ def test_what_is_frozen_stays_with_all_that_is_remembered_of_it():
         assert held == [name == "0.weight"] * 3, name
 
 
-def test_layers_that_are_frozen_in_time_stay():
+def test_layers_frozen_during_the_run_are_unchanged():
     methods = [alg.layer_freezing(0.0, 1.0, num_stages=None), schedule_free()]
     states = states_after(methods, cnn_state(optimizer=optim.sgd(0.1)), BATCHES)
     for earlier, later in zip(states[4:-1], states[5:], strict=True):
@@ -348,7 +348,7 @@ def test_other_averages_come_after_it(turn):
     ],
 )
 @pytest.mark.filterwarnings("default")
-def test_momentum_is_warned_of_once_at_init(optimizer):
+def test_momentum_is_warned_about_once_at_init(optimizer):
     for algorithms in ([schedule_free()], [alg.loss_scaling(), schedule_free()]):
         with pytest.warns(
             UserWarning, match="schedule_free: beta takes the place of momentum, but .*(sgd|adamw)"
@@ -358,7 +358,7 @@ def test_momentum_is_warned_of_once_at_init(optimizer):
 
 
 def momentum_move(rate: float, momentum: float) -> Move:
-    """What gradient descent with momentum adds."""
+    """Return the update of gradient descent with momentum."""
     buffers: dict[int, Tensor] = {}
 
     def move(y: Params, grads: Params, at: int) -> Params:

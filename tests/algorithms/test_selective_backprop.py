@@ -33,14 +33,14 @@ def always(**settings: Any) -> Algorithm:
 
 
 def selected(algorithm, state, batch):
-    """The batch as training sees it."""
+    """Return the batch that training sees."""
     seen = []
     one_step([algorithm, spy(seen, "before_forward")], state, batch)
     return seen[0]
 
 
 def row_numbers(rows, table):
-    """Where each row stands in the table, by comparing all with all."""
+    """Return the index of each row in the table, by comparing all pairs."""
     return [next(i for i, own in enumerate(table) if torch.equal(own, row)) for row in rows]
 
 
@@ -103,7 +103,7 @@ def test_selects_pairs_of_the_batch(kind, num, keep):
     assert torch.equal(y, targets[rows])
 
 
-def test_every_member_of_the_batch_keeps_in_step():
+def test_the_same_rows_of_every_member_are_selected():
     inputs, targets = make_batch()
     mixture = Mixture.of(targets).mixed_with(torch.arange(10).flip(0), 0.25)
     batch = {
@@ -159,7 +159,7 @@ def test_microbatches_cut_what_was_selected(microbatches):
     torch.testing.assert_close(after.loss, expected.loss)
 
 
-def test_batchnorm_statistics_see_the_chosen_rows_alone():
+def test_batchnorm_statistics_only_see_the_chosen_rows():
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     state, batch = make_state(net), make_batch()
     x, _ = selected(always(), state, batch)
@@ -180,7 +180,7 @@ def test_ranking_pass_draws_dropout_by_its_own_name():
     example_losses = F.cross_entropy(outputs, targets, reduction="none")
     chosen = choose_by_loss(state.rng("selective_backprop"), example_losses)
     assert tree.equal(first, (inputs[chosen], targets[chosen]))
-    # The forward pass that is trained on draws what it would have drawn without selection.
+    # The forward pass for training draws the same numbers as without selection.
     outputs = []
     watch = Algorithm("spy", on("after_forward"), lambda event, s: outputs.append(s.outputs) or s)
     one_step([always(), watch], state, batch)
@@ -278,7 +278,7 @@ def test_a_loss_without_losses_per_example_is_refused_at_init(loss):
         select_using_loss(random.key(0), *make_batch(), lambda x: x, loss)
 
 
-def test_inputs_that_are_no_images_are_refused_in_the_first_batch():
+def test_inputs_that_are_not_images_are_refused_in_the_first_batch():
     # The selection itself would start halfway through the run.
     step = compose(loop_events, [selective_backprop(scale_factor=0.5)])
     with pytest.raises(ValueError, match=r"shape \(10, 6\); use scale_factor=1"):
@@ -320,7 +320,7 @@ def test_keys_that_the_batch_lacks_are_refused_in_the_first_batch(keys):
 
 
 def test_the_checks_add_no_schedule():
-    # On and off: as many schedules as the selection has by itself.
+    # On and off: the number of schedules of the selection itself.
     step = compose(loop_events, [selective_backprop(start=0.5, end=0.9, full_every=0)])
     state = step.init(make_state())
     for _ in range(20):
@@ -328,7 +328,7 @@ def test_the_checks_add_no_schedule():
     assert len(step._cache.operations) == 2
 
 
-def test_lists_with_an_entry_for_each_example_keep_in_step():
+def test_the_same_entries_of_per_example_lists_are_selected():
     inputs, targets = make_batch()
     names = [f"example {i}" for i in range(10)]
     batch = {"x": inputs, "y": targets, "name": names, "meta": {"id": tuple(range(10)), "set": "train"}}

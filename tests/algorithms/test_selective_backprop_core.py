@@ -10,7 +10,7 @@ from purecompose.algorithms._selective_backprop import choose_by_loss, select_us
 
 
 def identity_losses(outputs, targets, reduction="mean"):
-    """The outputs are the losses."""
+    """Return the outputs as the losses."""
     del targets
     return outputs if reduction == "none" else outputs.mean()
 
@@ -20,7 +20,7 @@ def test_choice_is_a_sample_without_replacement_and_repeats_itself(num, keep, se
     example_losses = torch.randn(num, generator=torch.Generator().manual_seed(seed))
     kept = example_losses.clone()
     chosen = choose_by_loss(random.key(seed), example_losses, keep=keep)
-    num_kept = int(keep * num + 1e-14)  # rounding alone takes no example away
+    num_kept = int(keep * num + 1e-14)  # rounding errors remove no example
     assert chosen.shape == (max(1, num_kept),) and chosen.dtype == torch.int64
     assert len(set(chosen.tolist())) == len(chosen) and set(chosen.tolist()) <= set(range(num))
     assert torch.equal(chosen, choose_by_loss(random.key(seed), example_losses, keep=keep))
@@ -54,7 +54,7 @@ def test_keeping_all_is_a_random_order():
     assert len(orders) > 10 and all(sorted(order) == [0, 1, 2, 3, 4] for order in orders)
 
 
-def test_only_the_order_of_the_losses_counts():
+def test_only_the_order_of_the_losses_matters():
     example_losses = torch.tensor([3.0, -1.0, 0.5, 7.0, 2.0, 2.5])
     order = torch.tensor([4, 2, 0, 5, 1, 3])
     chosen = choose_by_loss(random.key(1), example_losses)
@@ -126,7 +126,7 @@ def test_no_gradient_flows_through_the_choice():
 
     x, _ = select_using_loss(random.key(0), inputs, torch.zeros(6), forward_fn, identity_losses)
     assert not recorded[0].requires_grad
-    x.sum().backward()  # the rows themselves stay part of the caller's graph
+    x.sum().backward()  # the rows themselves remain in the caller's graph
     assert weight.grad is None and inputs.grad is not None and inputs.grad.sum() == 3
 
 

@@ -32,7 +32,7 @@ class Output:
 
 
 class ModelOutput(collections.OrderedDict):
-    """Behaves as those of Hugging Face: a mapping whose entries are attributes, and that refuses `update`."""
+    """An output as in Hugging Face: a mapping whose entries are attributes, without `update`."""
 
     def __getattr__(self, name):
         try:
@@ -53,7 +53,7 @@ def as_model_output(loss, logits):
 
 
 class TinyGPT(nn.Module):
-    """One causal layer; with labels it computes the loss of each next token, as Hugging Face's do."""
+    """One causal layer; with labels it computes the next-token loss, as Hugging Face's models do."""
 
     def __init__(self, output: Any = Output, *, shift: int = 1, reduction: str = "mean"):
         super().__init__()
@@ -76,7 +76,7 @@ class TinyGPT(nn.Module):
 
 
 def make_batch(num=8, seed=0):
-    """Sentences of 3 to 6 tokens, padded at the end."""
+    """Return sentences of 3 to 6 tokens, padded at the end."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCABULARY, (num, LENGTH), generator=generator)
     mask = (torch.arange(LENGTH) < torch.randint(3, LENGTH + 1, (num, 1), generator=generator)).long()
@@ -93,7 +93,7 @@ def token_loss(outputs, targets, reduction="mean"):
 
 
 def row_losses(logits, labels, shift=0):
-    """Row by row: torch's mean leaves out -100."""
+    """Return the loss of each row; torch's mean leaves out -100."""
     pairs = zip(logits[:, : logits.shape[1] - shift], labels[:, shift:], strict=True)
     return torch.stack(
         [F.cross_entropy(row, target) if (target != -100).any() else row.sum() * 0 for row, target in pairs]
@@ -143,7 +143,7 @@ def test_rows_are_ranked_by_the_mean_over_the_tokens_that_count(input_field, see
     expected = choose_by_loss(state.rng("selective_backprop"), row_losses(logits, batch["labels"]), keep=keep)
     by_hand = rows_of(batch, expected)
     assert tree.equal(texts(selected(state, batch, always(keep=keep))), texts(by_hand))
-    # A loss of tokens gives the same: padding has no part in the rows' means.
+    # A loss per token gives the same, because padding does not enter the rows' means.
 
     @dataclasses.dataclass(frozen=True)
     class TokenLoss:
@@ -161,7 +161,7 @@ def test_rows_are_ranked_by_the_mean_over_the_tokens_that_count(input_field, see
 
 @given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 1000))
 def test_padding_does_not_change_what_is_selected(num, extra, seed):
-    """Ignored positions at the end: with a mean over all of them long rows would win."""
+    """There are ignored positions at the end; with a mean over all positions long rows would be preferred."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(num, VOCABULARY, LENGTH, generator=generator)
     targets = torch.randint(VOCABULARY, (num, LENGTH), generator=generator)
@@ -225,7 +225,7 @@ def test_other_losses_that_a_model_returns_are_taken_as_they_are():
     loss_fn, batch = losses.ModelLoss(labels="labels", shift=1), {"labels": torch.zeros(3, 4, dtype=torch.int64)}
     own = torch.tensor([3.0, 1.0, 2.0])
     assert model_losses("test", loss_fn, {"loss": own}, batch) is own
-    pieces = torch.arange(6.0).reshape(3, 2)  # no shape of the labels: a mean over all
+    pieces = torch.arange(6.0).reshape(3, 2)  # not of the labels' shape: a mean over all
     assert model_losses("test", loss_fn, {"loss": pieces}, batch).tolist() == [0.5, 2.5, 4.5]
 
 

@@ -18,7 +18,7 @@ from purecompose.time.predicates import NEVER, on
 
 
 class Bigram(nn.Module):
-    """Predicts each token from the one before; computes its own loss where it is given labels."""
+    """A model that predicts each token from the previous one, and computes its own loss if it gets labels."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ def make_batch(length=16, num=4):
 
 
 def run(method, state, batch, num, **options):
-    """What the network was given in each step, and the states after them."""
+    """Return the inputs of the network in each step, and the states after the steps."""
     seen, spy = [], Algorithm("spy", on("batch_start"), lambda event, s: seen.append(s.batch) or s)
     step = compose(loop_events, [method, spy], **options)
     states = [step.init(state)]
@@ -56,14 +56,14 @@ def run(method, state, batch, num, **options):
 def test_lengths_follow_the_ramp_and_are_reported():
     seen, states = run(seq_length_warmup(0.5, 2, 12, 3), make_state(), make_batch(), 8)
     lengths = [batch["input_ids"].shape[1] for batch in seen]
-    assert lengths == [2, 2, 5, 8, 11, 12, 12, 12]  # and cut to 12 ever after
+    assert lengths == [2, 2, 5, 8, 11, 12, 12, 12]  # and cut to 12 from then on
     for length, state in zip(lengths, states[1:], strict=True):
         assert state.metrics["seq_length_warmup/curr_seq_len"] == length
         assert state.metrics["seq_length_warmup/curr_bs"] == 4
 
 
 @pytest.mark.parametrize("truncate", [True, False])
-def test_a_step_is_gradient_descent_on_what_is_left(truncate):
+def test_a_step_is_gradient_descent_on_the_shortened_batch(truncate):
     batch = make_batch(10)
     _, (state, after) = run(seq_length_warmup(0.5, 4, 8, 1, truncate=truncate), make_state(), batch, 1)
     rows = {key: value[:, :4] if truncate else value.reshape(-1, 4) for key, value in batch.items()}
@@ -77,7 +77,7 @@ def test_a_step_is_gradient_descent_on_what_is_left(truncate):
 
 
 @pytest.mark.parametrize("truncate", [True, False])
-def test_time_counts_the_batch_as_it_came(truncate):
+def test_time_counts_the_loaders_batches(truncate):
     _, states = run(seq_length_warmup(1.0, 4, 16, truncate=truncate), make_state(), make_batch(), 3)
     assert [(s.timestamp.sample, s.timestamp.token) for s in states] == [(4 * n, 64 * n) for n in range(4)]
 
@@ -92,7 +92,7 @@ def test_time_counts_the_batch_as_it_came(truncate):
         ("5iter", {"iteration_length": "128tok"}),
     ],
 )
-def test_any_unit_of_a_runs_length_will_do(duration, options):
+def test_any_unit_of_a_runs_length_works(duration, options):
     seen, _ = run(seq_length_warmup(0.6, 2, 14, 2), make_state(duration, **options), make_batch(), 10)
     lengths = [batch["input_ids"].shape[1] for batch in seen]
     if duration == "5iter":  # moves with every iteration, of two batches
@@ -130,12 +130,12 @@ def test_one_variant_is_compiled_for_each_length():
         eager, state = step(eager, make_batch()), fast(state, make_batch())
     assert [variant.batch for variant in fast.variants()] == [f"4x{n} 4x{n}" for n in (4, 8, 12, 16)]
     torch.testing.assert_close(state.unleased().params, eager.params)
-    for length in (13, 14, 15):  # what batches are cut from makes no variant
+    for length in (13, 14, 15):  # the original length adds no variant
         state = fast(state.replace(timestamp=state.timestamp.replace(batch=4)), make_batch(length))
         assert len(fast.variants()) == 4
 
 
-def test_too_many_lengths_are_told():
+def test_too_many_lengths_exceed_the_variant_limit():
     step = compose(loop_events, [seq_length_warmup(1.0, 1, 16, 1)])
     fast = pc.compile(step, backend="eager", quiet=True, max_variants=3)
     state = step.init(make_state("16ba"))
@@ -154,7 +154,7 @@ def test_a_model_with_its_own_loss_sees_ids_and_labels_cut_alike():
     torch.testing.assert_close(after.loss, expected.detach())
 
 
-def test_pairs_of_tensors_and_other_names_serve():
+def test_pairs_of_tensors_and_other_names_are_accepted():
     batch = make_batch()
     pair = (batch["input_ids"], batch["labels"])
     seen, _ = run(seq_length_warmup(0.5, 5, 16), make_state(input_field=0, target_field=1), pair, 1)
@@ -180,7 +180,7 @@ def test_no_warm_up_is_the_plain_step():
 
 
 @pytest.mark.parametrize("inputs", [torch.rand(4, 6), torch.rand(4, 2, 6, 6), torch.ones(4, 6, dtype=torch.bool)])
-def test_inputs_that_are_no_sequences_are_refused(inputs):
+def test_inputs_that_are_not_sequences_are_refused(inputs):
     state = make_state(input_field=0, target_field=1)
     with pytest.raises(TypeError, match="mine: expected sequences.*got"):
         run(seq_length_warmup(name="mine"), state, (inputs, torch.zeros(4)), 1)

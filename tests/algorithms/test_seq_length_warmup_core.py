@@ -18,7 +18,7 @@ RANGES = st.tuples(st.integers(1, 40), st.integers(1, 40)).map(sorted)
 
 
 def ids_of(num, length):
-    """Tokens that are all different."""
+    """Return tokens that are all different."""
     return torch.arange(num * length).reshape(num, length)
 
 
@@ -76,7 +76,7 @@ def test_nothing_divides_by_zero(settings):
 
 
 @given(NUMS, LENGTHS, LENGTHS)
-def test_truncation_keeps_a_prefix_and_leaves_the_batch_alone(num, length, wanted):
+def test_truncation_keeps_a_prefix_and_does_not_change_the_batch(num, length, wanted):
     ids = ids_of(num, length)
     batch = {"input_ids": ids, "labels": ids + 1, "attention_mask": torch.ones_like(ids), "name": "x"}
     before = dict(batch)
@@ -92,7 +92,7 @@ def test_truncation_keeps_a_prefix_and_leaves_the_batch_alone(num, length, wante
     assert short["input_ids"].is_contiguous()
 
 
-def test_what_has_no_position_stays_and_masks_are_cut_on_both_sides():
+def test_members_without_positions_are_kept_and_masks_cut_on_both_sides():
     ids = ids_of(3, 8)
     batch = {
         "input_ids": ids,
@@ -136,7 +136,7 @@ class Sequences:
 
 
 @pytest.mark.parametrize("truncate", [True, False])
-def test_batches_of_any_form(truncate):
+def test_batches_of_any_structure_are_cut(truncate):
     ids, short = ids_of(2, 6), ids_of(2, 6)[:, :3] if truncate else torch.arange(12).reshape(4, 3)
 
     def shortened(batch):
@@ -178,7 +178,7 @@ def test_it_works_under_vmap():
 # Ends
 
 
-def test_the_end_of_a_row_comes_along():
+def test_the_end_of_a_row_is_kept():
     ids = torch.tensor([[10, 11, 12, 13, 14, 15], [20, 21, 0, 0, 0, 0], [30, 31, 32, 33, 0, 0], [0] * 6])
     mask = torch.tensor([[1] * 6, [1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0], [0] * 6])
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids * 10, "one": torch.arange(6)[None]}
@@ -189,7 +189,7 @@ def test_the_end_of_a_row_comes_along():
     assert short["one"].tolist() == [[0, 1, 2]]  # common to all rows, whose ends differ
 
 
-def test_the_end_is_found_where_padding_stands_on_the_left():
+def test_the_end_is_found_if_padding_is_on_the_left():
     batch = {"input_ids": torch.tensor([[0, 0, 7, 8, 9]]), "attention_mask": torch.tensor([[0, 0, 1, 1, 1]])}
     short = set_batch_sequence_length(batch, 4, preserve_end_of_sequence=True)
     assert short["input_ids"].tolist() == [[0, 0, 7, 9]] and short["attention_mask"].tolist() == [[0, 0, 1, 1]]
@@ -235,7 +235,7 @@ def test_rows_hold_all_tokens_in_order_but_fewer_than_one_row(num, length, wante
     "member",
     [torch.arange(2), torch.rand(2, 5), torch.arange(6)[None], torch.ones(2, 6, 6, dtype=torch.bool), ["a", "b"]],
 )
-def test_what_cannot_follow_into_rows_is_refused(member):
+def test_members_that_cannot_be_cut_into_rows_are_refused(member):
     with pytest.raises(ValueError, match="truncate=False: .*use truncate=True"):
         set_batch_sequence_length({"input_ids": ids_of(2, 6), "member": member}, 4, truncate=False)
 

@@ -1,4 +1,4 @@
-"""Skipping: what a bad step leaves as it was, in what company, and that a good one is the plain step."""
+"""Skipping: fields that a bad step keeps, combinations with other methods, and good steps equal the plain step."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ LASTING = ("params", "buffers", "opt_state", "hparams")
 
 
 def broken(value: float = torch.inf, row: int = 0) -> tuple[Tensor, Tensor]:
-    """A batch with one example whose loss and gradients are not finite."""
+    """Return a batch with one example whose loss and gradients are not finite."""
     inputs = BATCH[0].clone()
     inputs[row, 0] = value
     return inputs, BATCH[1]
@@ -39,7 +39,7 @@ def made(*algorithms: Algorithm, **options):
 
 
 def fresh(step, **options) -> State:
-    """Initialised, with momentum and weight decay, so that a step moves all that an optimizer has."""
+    """Return an initialised state with momentum and weight decay, so that a step changes all optimizer state."""
     optimizer = optim.sgd(0.3, momentum=0.9, weight_decay=0.01)
     state = helpers.make_state(options.pop("net", None) or net(), **options).replace(optimizer=optimizer)
     return step.init(state.replace(opt_state=optimizer.init(state.params)))
@@ -69,12 +69,12 @@ def check_skipped(before: State, after: State) -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_a_bad_step_moves_the_time_alone(value, microbatches):
+def test_a_bad_step_only_advances_time(value, microbatches):
     step = made(skip_nonfinite(), microbatches=microbatches)
     before = step(fresh(step), BATCH)
     after = step(before, broken(value, row=9))
     check_skipped(before, after)
-    assert after.loss is not None and not after.loss.isfinite()  # reported as it was
+    assert after.loss is not None and not after.loss.isfinite()  # reported unchanged
 
 
 def test_without_it_such_a_step_spoils_everything():
@@ -97,7 +97,7 @@ def test_good_steps_are_the_plain_ones(microbatches):
     assert count_of(second) == 0
 
 
-def test_training_goes_on_as_if_bad_batches_had_not_come():
+def test_training_continues_as_if_bad_batches_had_not_occurred():
     plain, step = made(), made(skip_nonfinite())
     first, second = fresh(plain), fresh(step)
     for batch in (BATCH, broken(), OTHER, broken(torch.nan), broken(row=3), BATCH):
@@ -140,11 +140,11 @@ def test_an_optimizer_that_was_replaced_is_refused():
         step(state.replace(optimizer=optim.sgd(0.1, momentum=0.9)), BATCH)
 
 
-# In company
+# With other methods
 
 
 def moving_average(name: str = "average", *, field: str = "params") -> Algorithm:
-    """Averages weights or statistics at the end of each batch; one that is not finite would stay in it for ever."""
+    """Return an average of weights or statistics, updated in each batch; a non-finite value would stay forever."""
 
     def apply(event: Event, state: State) -> State:
         found = {key: value.double() for key, value in getattr(state, field).items()}
@@ -157,7 +157,7 @@ def moving_average(name: str = "average", *, field: str = "params") -> Algorithm
 
 @pytest.mark.parametrize("field", ["params", "buffers"])
 @pytest.mark.parametrize("place", [0, 1])
-def test_averages_take_what_stayed_wherever_they_are_listed(place, field):
+def test_averages_use_the_kept_weights_wherever_they_are_listed(place, field):
     others = [moving_average(field=field)]
     step = made(*others[:place], skip_nonfinite(), *others[place:])
     before = step(fresh(step), BATCH)
@@ -174,7 +174,7 @@ def test_clipping_by_value_hides_nothing(skip_first):
     step = made(*(both if skip_first else both[::-1]))
     before = step(fresh(step), BATCH)
 
-    # One gradient alone is infinite, and clipping would make 0.01 of it.
+    # Only one gradient is infinite, and clipping would turn it into 0.01.
     def with_infinity(state: State) -> State:
         grads = state.grads or {}
         return state.replace(grads={**grads, "3.bias": grads["3.bias"] + torch.inf})
@@ -186,7 +186,7 @@ def test_clipping_by_value_hides_nothing(skip_first):
 
 
 @pytest.mark.parametrize("skip_first", [True, False])
-def test_a_second_gradient_that_overflows_is_seen(skip_first):
+def test_a_second_gradient_that_overflows_is_detected(skip_first):
     def climb(state: State) -> State:
         there = {key: param + torch.inf for key, param in state.params.items()}
         return state.replace(grads=state.gradient(there)[0])
@@ -201,7 +201,7 @@ def test_a_second_gradient_that_overflows_is_seen(skip_first):
 
 
 @pytest.mark.parametrize("turn", [1, -1])
-def test_of_a_group_of_batches_the_bad_one_is_left_out(turn):
+def test_the_bad_batch_of_a_group_is_left_out(turn):
     step = made(*[gradient_accumulation(2), skip_nonfinite()][::turn])
     first = fresh(step)
     good = step(step(first, BATCH), BATCH)
@@ -210,8 +210,8 @@ def test_of_a_group_of_batches_the_bad_one_is_left_out(turn):
         states.append(step(states[-1], batch))
         skipped.append(states[-1].metrics["skip_nonfinite/skipped"].item())
     assert skipped == [1, 0] and count_of(states[-1]) == 1
-    assert tree.diff(lasting(first), lasting(states[1])) == []  # the bad batch moved no buffer either
-    # The mean of the good batch alone is that of the batch twice.
+    assert tree.diff(lasting(first), lasting(states[1])) == []  # the bad batch changed no buffer either
+    # The mean of only the good batch equals that of the good batch twice.
     torch.testing.assert_close(states[-1].params, good.params)
     assert int(states[-1].buffers["1.num_batches_tracked"]) == 1
     worst = step(step(first, broken()), broken())
@@ -273,7 +273,7 @@ def test_in_a_program_without_its_other_events_updates_are_guarded():
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_compiled_steps_skip_too(microbatches, donate):
-    # What comes and goes cuts the step in parts, so that what is remembered crosses seams.
+    # Algorithms that act only sometimes cut the step into parts, so slots cross their boundaries.
     turns = on(Event.AFTER_TRAIN_BATCH, Event.BATCH_END) & pc.every(3) | on(Event.BATCH_START) & pc.every(2**40)
     step = made(skip_nonfinite(), Algorithm("turns", turns, lambda _, state: state), microbatches=microbatches)
     fast = pc.compile(step, backend="eager", quiet=True, donate=donate)

@@ -41,7 +41,7 @@ def layer_of(seed: int, channels: int, latent: float = 3) -> SqueezeExcite2d:
 
 
 def by_hand(images: Tensor, layer: SqueezeExcite2d) -> Any:
-    """In numpy, an example after the other."""
+    """Return the output, computed in numpy, one example after the other."""
     first, second = (linear.weight.detach().double().numpy() for linear in (layer.squeeze, layer.excite))
     results = []
     for image in images.double().numpy():
@@ -69,11 +69,11 @@ def test_attention_is_between_0_and_1_and_keeps_signs(seed, shape):
     images = drawn(seed, *shape)
     share = layer_of(seed, shape[1])(images) / images
     assert ((share > 0) & (share < 1)).all()
-    torch.testing.assert_close(share, share[..., :1, :1].expand_as(share))  # one number for a channel
+    torch.testing.assert_close(share, share[..., :1, :1].expand_as(share))  # one number per channel
 
 
 @given(SEEDS, SHAPES, st.randoms(use_true_random=False))
-def test_places_that_change_places_do_so_in_the_answer(seed, shape, shuffler):
+def test_permuting_positions_permutes_the_output(seed, shape, shuffler):
     images, layer = drawn(seed, *shape), layer_of(seed, shape[1])
     order = list(range(shape[2] * shape[3]))
     shuffler.shuffle(order)
@@ -82,14 +82,14 @@ def test_places_that_change_places_do_so_in_the_answer(seed, shape, shuffler):
 
 
 @given(SEEDS, SHAPES)
-def test_an_example_depends_on_itself_alone(seed, shape):
+def test_examples_do_not_influence_each_other(seed, shape):
     images, layer = drawn(seed, *shape), layer_of(seed, shape[1])
     others = torch.cat([images[:1], drawn(seed + 100, *shape)])
     torch.testing.assert_close(layer(others)[0], layer(images)[0])
 
 
 @given(SEEDS, SHAPES)
-def test_without_a_second_weight_all_is_halved(seed, shape):
+def test_a_zero_second_weight_halves_the_input(seed, shape):
     images, layer = drawn(seed, *shape), layer_of(seed, shape[1])
     with torch.no_grad():
         layer.excite.weight.zero_()
@@ -100,12 +100,12 @@ def test_without_a_second_weight_all_is_halved(seed, shape):
     ("latent", "channels", "width"),
     [(64, 8, 64), (1, 8, 1), (1.0, 8, 1), (0.5, 8, 4), (0.99, 8, 7), (0.01, 16, 1), (0.29, 100, 29), (0.125, 128, 16)],
 )
-def test_the_width_between(latent, channels, width):
+def test_the_width_of_the_hidden_layer(latent, channels, width):
     layer = SqueezeExcite2d(channels, latent)
     assert layer.squeeze.weight.shape == (width, channels) and layer.excite.weight.shape == (channels, width)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # which torch's own forward mode uses
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own forward mode uses it
 def test_gradients_transforms_and_compiled_code():
     torch.manual_seed(1)
     layer = SqueezeExciteConv2d(nn.Conv2d(2, 3, 3), 2).double()
@@ -184,7 +184,7 @@ def test_new_weights_have_the_convolutions_dtype_and_bound():
     assert 0.9 * 50**-0.5 < weight.abs().max() <= 50**-0.5  # as nn.Linear: uniform up to 1 / sqrt(C)
 
 
-def test_what_it_leaves():
+def test_layers_that_are_not_replaced():
     net = nn.Sequential(nn.Conv2d(2, 2, 1), nn.ConvTranspose2d(4, 4, 1), nn.Conv1d(4, 4, 1))
     with pytest.warns(UserWarning, match="looked for Conv2d to replace, and kept all 1: none"):
         assert not operated(net, squeeze_excite_rules(2, 4))[1].replaced
@@ -232,6 +232,6 @@ def test_the_method_is_the_surgery_at_init():
         (lambda: UNTYPED(8, 2.0), TypeError, "squeeze_excite: min_channels: expected an int >= 1, got 2.0"),
     ],
 )
-def test_what_cannot_be_is_refused(make, error, message):
+def test_bad_settings_are_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()

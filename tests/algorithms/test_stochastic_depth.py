@@ -1,4 +1,4 @@
-"""Stochastic depth: what a block gives, how often, at which rates, and what surgery leaves alone."""
+"""Stochastic depth: outputs of a block, frequencies, rates, and modules that surgery does not change."""
 
 import copy
 from typing import Any
@@ -23,7 +23,7 @@ SEEDS = st.integers(0, 2**31)
 
 
 class Bottleneck(nn.Module):
-    """The form of torchvision's: names, order and activations that work in place."""
+    """A block with torchvision's names and order, and activations that work in place."""
 
     def __init__(self, channels: int = 4, *, stride: int = 1, convs: int = 3) -> None:
         super().__init__()
@@ -83,12 +83,12 @@ def make_block(kind: str, stride: int = 1, seed: int = 0) -> nn.Module:
 
 
 def make_images(num: int = 6, seed: int = 0) -> Tensor:
-    """What follows a ReLU: nothing below zero."""
+    """Return non-negative images, as after a ReLU."""
     return torch.randn(num, 4, 6, 6, generator=torch.Generator().manual_seed(seed)).relu()
 
 
 def parts(block: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-    """F(x) and S(x), by a copy of the block."""
+    """Return F(x) and S(x), computed by a copy of the block."""
     mine = copy.deepcopy(block)
     if isinstance(mine, Bottleneck):
         return mine.branch(images), mine.by_pass(images)
@@ -115,7 +115,7 @@ def rates_of(state: pc.State) -> list[float]:
 
 @given(blocks, st.sampled_from([1, 2]), st.sampled_from(METHODS), st.booleans(), SEEDS)
 @settings(max_examples=25)
-def test_at_rate_0_a_block_gives_what_it_gave(kind: str, stride: int, method: str, train: bool, seed: int) -> None:
+def test_at_rate_0_a_block_is_unchanged(kind: str, stride: int, method: str, train: bool, seed: int) -> None:
     block, images = make_block(kind, stride), make_images(seed=seed)
     wrapped = StochasticDepth(copy.deepcopy(block), method, 0.0)
     assert torch.equal(wrapped.train(train)(images), block.train(train)(images))
@@ -124,7 +124,9 @@ def test_at_rate_0_a_block_gives_what_it_gave(kind: str, stride: int, method: st
 @pytest.mark.parametrize("make_shortcut", [nn.Identity, lambda: nn.Conv2d(4, 4, 1)])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("train", [True, False])
-def test_at_rate_0_a_branch_in_place_gives_the_gradients_it_gave(make_shortcut: Any, method: str, train: bool) -> None:
+def test_at_rate_0_a_branch_that_works_in_place_has_the_same_gradients(
+    make_shortcut: Any, method: str, train: bool
+) -> None:
     torch.manual_seed(0)
     block, images = InPlace(make_shortcut()), (make_images() - 0.5).requires_grad_()
     wrapped = StochasticDepth(copy.deepcopy(block), method, 0.0)
@@ -137,7 +139,7 @@ def test_at_rate_0_a_branch_in_place_gives_the_gradients_it_gave(make_shortcut: 
 
 @given(blocks, st.sampled_from([1, 2]), st.sampled_from(METHODS), SEEDS)
 @settings(max_examples=25)
-def test_at_rate_1_the_shortcut_is_left(kind: str, stride: int, method: str, seed: int) -> None:
+def test_at_rate_1_only_the_shortcut_is_left(kind: str, stride: int, method: str, seed: int) -> None:
     block, images = make_block(kind, stride), make_images(seed=seed) - 0.5  # below zero as well
     wrapped = StochasticDepth(copy.deepcopy(block), method, 1.0)
     _, by_pass = parts(block, images)
@@ -148,7 +150,7 @@ def test_at_rate_1_the_shortcut_is_left(kind: str, stride: int, method: str, see
 @pytest.mark.parametrize("make", [lambda: make_block("ours"), lambda: make_block("bottleneck"), lambda: Affine(6)])
 def test_at_rate_1_the_input_comes_out_bit_for_bit_whatever_the_branch_gives(make: Any) -> None:
     images = make_images() - 0.5
-    images[0, 0, 0] = torch.tensor([-0.0, 0.0, 1e-45, torch.nan, torch.inf, -torch.inf])  # of which branches make NaN
+    images[0, 0, 0] = torch.tensor([-0.0, 0.0, 1e-45, torch.nan, torch.inf, -torch.inf])  # branches turn them into NaN
     output = StochasticDepth(make(), "block", 1.0)(images)
     assert torch.equal(output.view(torch.int32), images.view(torch.int32))
 
@@ -167,7 +169,7 @@ def test_evaluation_takes_the_branch_as_often_as_it_is_kept(
 
 @given(blocks, st.sampled_from([1, 2]), SEEDS)
 @settings(max_examples=25)
-def test_each_example_is_one_that_was_kept_or_dropped(kind: str, stride: int, seed: int) -> None:
+def test_each_example_is_either_kept_or_dropped(kind: str, stride: int, seed: int) -> None:
     block, images = make_block(kind, stride), make_images(8, seed=seed)
     branch, by_pass = parts(block, images)
     torch.manual_seed(seed)
@@ -178,7 +180,7 @@ def test_each_example_is_one_that_was_kept_or_dropped(kind: str, stride: int, se
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_as_many_are_kept_as_the_rate_says(method: str) -> None:
+def test_the_kept_fraction_is_one_minus_the_rate(method: str) -> None:
     block, images = make_block("ours", 2).requires_grad_(False), make_images(1)
     wrapped = StochasticDepth(block.eval(), method, 0.3)
     wrapped.training = True  # batch norm stays in evaluation
@@ -225,9 +227,9 @@ def test_a_branch_that_is_kept_counts_the_batch() -> None:
     assert_same({n: v for n, v in wrapped.state_dict().items() if n != "drop_rate"}, dict(expected.state_dict()))
 
 
-def test_other_modules_are_no_blocks() -> None:
+def test_other_modules_are_not_blocks() -> None:
     block = Bottleneck()
-    block.extra = nn.ReLU()  # what it does is not known
+    block.extra = nn.ReLU()  # its effect is unknown
     assert not residuals(block)
     scaled, counted, gated = Bottleneck(), make_block("ours"), make_block("basic")
     scaled.alpha = nn.Parameter(torch.tensor(0.1))
@@ -245,7 +247,7 @@ def test_other_modules_are_no_blocks() -> None:
 
 
 class Affine(nn.Module):
-    """x + attention(norm1(x)), then with norm2 and feed_forward, all of them affine: so is the mean over draws."""
+    """x + attention(norm1(x)), then with norm2 and feed_forward, all affine, and so is the mean over draws."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -271,28 +273,28 @@ class NormedAfter(nn.Module):
 
 
 class Masked(Affine):
-    """Its forward takes a mask besides."""
+    """A block whose forward also takes a mask."""
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         return super().forward(input if mask is None else input * mask)
 
 
 class Several(Affine):
-    """Its forward takes as many arguments as it is given."""
+    """A block whose forward takes any number of arguments."""
 
     def forward(self, *inputs: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().forward(sum(inputs[1:], inputs[0]))
 
 
 class ByName(Affine):
-    """Its forward takes an argument by name alone."""
+    """A block whose forward takes keyword-only arguments."""
 
     def forward(self, **inputs: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().forward(inputs["input"])
 
 
 class ByPlace(Affine):
-    """Its forward takes an argument by its place alone."""
+    """A block whose forward takes a positional-only argument."""
 
     def forward(self, input: Tensor, /) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().forward(input)
@@ -320,24 +322,24 @@ def batch_for(name: str, seed: int = 0, num: int = 6) -> tuple[Tensor, Tensor]:
 
 
 def with_drops(state: pc.State, method: str, rate: float, distribution: str = "uniform") -> nn.Module:
-    """The network of a state, with its blocks replaced."""
+    """Return the network of a state, with its blocks replaced."""
     rules = functional.stochastic_depth_rules(state.model.module, method, rate, distribution)
     return pc.to_module(surgery.operate(state, rules, name="drop")[0])
 
 
 def make_transformer_block(dropout: float = 0.0, *, seed: int = 0, is_causal: bool = True) -> models.TransformerBlock:
-    """In double precision, with branches of about the size of what they are added to."""
+    """Return a block in double precision, with branches about as large as their shortcuts."""
     torch.manual_seed(seed)
     return models.TransformerBlock(8, 2, is_causal=is_causal, dropout=dropout).double()
 
 
 def make_places(num: int = 6, seed: int = 0) -> Tensor:
-    """(N, L, d)"""
+    """Return inputs (N, L, d)."""
     return torch.randn(num, 5, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def outcomes(block: models.TransformerBlock, places: Tensor) -> Tensor:
-    """(4, N, L, d): what is given with neither branch, with the second alone, with the first alone, with both."""
+    """Return the outputs (4, N, L, d) with neither branch, only the second, only the first, and both."""
     found = []
     for attends in (0, 1):
         attended = places + attends * block.attention(block.norm1(places))
@@ -346,21 +348,21 @@ def outcomes(block: models.TransformerBlock, places: Tensor) -> Tensor:
 
 
 def which(output: Tensor, expected: Tensor) -> Tensor:
-    """(N,), int64: which of the outcomes each example has; it has exactly one."""
+    """Return the index of each example's outcome, (N,) int64; each example has exactly one."""
     is_one = (output - expected).abs().amax((2, 3)) < 1e-9
     assert torch.equal(is_one.sum(0), torch.ones(len(output), dtype=torch.int64))
     return is_one.int().argmax(0)
 
 
 @given(nets, st.sampled_from(METHODS), st.booleans(), SEEDS)
-def test_at_rate_0_a_transformer_gives_what_it_gave(name: str, method: str, train: bool, seed: int) -> None:
+def test_at_rate_0_a_transformer_is_unchanged(name: str, method: str, train: bool, seed: int) -> None:
     state, (inputs, _) = make_transformer(name), batch_for(name, seed)
     expected = pc.to_module(state).train(train)(inputs)
     assert torch.equal(with_drops(state, method, 0.0).train(train)(inputs), expected)
 
 
 @given(st.sampled_from(METHODS), st.sampled_from([0.0, 0.3]), st.booleans(), SEEDS)
-def test_at_rate_1_what_enters_a_transformers_block_leaves_it(
+def test_at_rate_1_a_transformers_block_is_the_identity(
     method: str, dropout: float, is_causal: bool, seed: int
 ) -> None:
     places = make_places(seed=seed).requires_grad_()
@@ -373,7 +375,7 @@ def test_at_rate_1_what_enters_a_transformers_block_leaves_it(
 
 @pytest.mark.parametrize("name", sorted(NETS))
 @pytest.mark.parametrize("method", METHODS)
-def test_at_rate_1_a_transformer_is_what_surrounds_its_blocks(name: str, method: str) -> None:
+def test_at_rate_1_a_transformer_consists_of_the_layers_around_its_blocks(name: str, method: str) -> None:
     state, (inputs, _) = make_transformer(name), batch_for(name)
     without = pc.to_module(state)
     for inner in without.modules():
@@ -394,8 +396,8 @@ def test_evaluation_takes_both_branches_as_often_as_they_are_kept(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_branches_of_a_transformers_block_are_left_out_apart(method: str) -> None:
-    """Each in 0.3 of all draws, both in 0.09; counts of 1000 within 3.5 standard deviations."""
+def test_the_branches_of_a_transformers_block_are_dropped_independently(method: str) -> None:
+    """Each is dropped in 0.3 of all draws, both in 0.09; counts of 1000 agree within 3.5 standard deviations."""
     block, places, rate = make_transformer_block(), make_places(4), 0.3
     wrapped, expected = StochasticDepth(block, method, rate), outcomes(block, places)
     torch.manual_seed(0)
@@ -420,11 +422,11 @@ def test_the_mean_over_draws_of_two_affine_branches_is_what_evaluation_gives(met
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_examples_that_are_mapped_over_decide_apart(method: str) -> None:
+def test_examples_under_vmap_decide_separately(method: str) -> None:
     block, places = make_transformer_block(), make_places(32)
     wrapped = StochasticDepth(block, method, 0.5)
     torch.manual_seed(0)
-    with sdpa_kernel(SDPBackend.MATH):  # vmap runs the others in a loop, and warns
+    with sdpa_kernel(SDPBackend.MATH):  # vmap runs the other backends in a loop, and warns
         output = torch.func.vmap(lambda place: wrapped(place[None])[0], randomness="different")(places)
     assert len(which(output, outcomes(block, places)).unique()) == 4
 
@@ -463,7 +465,7 @@ def test_the_network_has_the_rates_of_its_blocks(distribution: str) -> None:
     assert rates_of(state) == pytest.approx(functional.stochastic_depth_rates(3, 0.6, distribution))
 
 
-def test_blocks_inside_of_one_that_is_done_have_no_rate() -> None:
+def test_blocks_inside_a_replaced_block_have_no_rate() -> None:
     outer: Any = models.ResidualBlock(4, 4)
     outer.branch = nn.Sequential(models.ResidualBlock(4, 4))
     net = nn.Sequential(models.ResidualBlock(4, 4), StochasticDepth(outer, "block", 0.9), models.ResidualBlock(4, 4))
@@ -545,7 +547,7 @@ def test_microbatches_and_members_of_a_transformer_draw_as_the_whole_and_alone(n
 
 @pytest.mark.parametrize("make_other", [lambda: alg.alibi(1), lambda: alg.gated_linear_units()])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_what_is_inside_of_a_transformers_blocks_may_change(make_other: Any, is_first: bool) -> None:
+def test_layers_inside_a_transformers_blocks_may_be_replaced(make_other: Any, is_first: bool) -> None:
     methods = [stochastic_depth("sample", 0.5), make_other()]
     step = compose(loop_events, methods if is_first else methods[::-1], passes=[])
     state = step.init(make_transformer("gpt"))
@@ -562,7 +564,7 @@ def test_a_traced_step_of_a_transformer_is_the_eager_one(name: str, method: str)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # which torch's compiler uses
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's compiler uses it
 def test_a_compiled_step_of_a_transformer_is_the_eager_one() -> None:
     check_compiled("gpt", "sample", "inductor")
 
@@ -595,9 +597,9 @@ def test_parameters_keep_names_values_and_momentum(method: str) -> None:
 
 @given(st.sampled_from(METHODS), st.sampled_from([2, 3, 4]), SEEDS)
 @settings(max_examples=10, deadline=None)
-def test_microbatches_draw_what_the_batch_would_have(method: str, parts: int, seed: int) -> None:
+def test_microbatches_draw_the_same_numbers_as_the_batch(method: str, parts: int, seed: int) -> None:
     algorithm = stochastic_depth(method, 0.5, "uniform")
-    # Without batch norm, whose statistics are of the microbatch.
+    # Without batch norm, whose statistics depend on the microbatch.
     net = nn.Sequential(nn.Flatten(), *(_linear_block(seed + i) for i in range(4)), nn.Linear(12, 5))
     state = pc.State.create(
         net, loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(0.1), key=seed % 1000, duration="4ba"
@@ -615,7 +617,7 @@ def _linear_block(seed: int) -> nn.Module:
     return block
 
 
-def test_draws_are_of_the_run_and_of_the_batch() -> None:
+def test_draws_depend_on_the_run_and_the_batch() -> None:
     step = compose(loop_events, [stochastic_depth("sample", 0.5, "uniform")])
     first, second = (step(step.init(make_state()), make_batch()) for _ in range(2))
     assert_same(first.params, second.params)

@@ -1,4 +1,4 @@
-"""SWA: means of samples, when they are taken, the way of the learning rate, and statistics of the averaged network."""
+"""SWA: means of samples and their times, the learning rate, and statistics of the averaged network."""
 
 import dataclasses
 import math
@@ -70,7 +70,7 @@ def test_double_precision_keeps_its_digits():
     assert means["a"].item() == pytest.approx(3.0, rel=1e-15)
 
 
-# What is averaged, and when
+# Averaged tensors and times
 
 
 # Twelve batches of eight, four an epoch. Weights are taken at the end, too, as in the original, which tests for the end
@@ -130,7 +130,7 @@ def test_until_the_end_statistics_are_those_of_the_live_network_at_the_last_upda
         assert seen["1.num_batches_tracked"].item() == now
 
 
-def test_before_the_first_update_evaluation_sees_what_trains():
+def test_before_the_first_update_evaluation_sees_the_training_weights():
     states = states_after(swa("6ba", 1.0, "1ba"), cnn_state(), BATCHES)
     for state in states[:6]:
         assert_same(pc.with_weights(state, "swa"), state)
@@ -142,7 +142,7 @@ def test_before_the_first_update_evaluation_sees_what_trains():
     ("start", "end"), [(0.7, 0.97), (0.5, 1.0), (0.0, "2ba"), ("20ba", 0.3), ("2ep", "9ba"), (0.97, 1.0), (1.0, "99ba")]
 )
 def test_init_warns_exactly_of_runs_that_take_no_weights(duration, interval, start, end):
-    """Against asking the match about every batch."""
+    """Compared with calling the match for every batch."""
     method: Any = swa(start, end, interval)
     point, takes_some = Timestamp(run=RunLength(duration, batches_per_epoch=4)), False
     while point < duration:
@@ -155,7 +155,7 @@ def test_init_warns_exactly_of_runs_that_take_no_weights(duration, interval, sta
     assert len(told) == (not takes_some)
 
 
-def test_the_warning_says_where_batches_lie_and_what_to_set():
+def test_the_warning_gives_the_times_of_batches_and_a_remedy():
     words = (
         r"swa: averages no weights in this run: from start=0.7dur on, the first batch to average with every=1ep is "
         r"12, but end=0.97dur is batch 11.64 and the run has 12. Set"
@@ -165,7 +165,7 @@ def test_the_warning_says_where_batches_lie_and_what_to_set():
 
 
 @pytest.mark.parametrize("options", [{"duration": None}, {"batches_per_epoch": None}, {"duration": "10sec"}])
-def test_runs_that_cannot_tell_get_no_warning(options):
+def test_runs_of_unknown_length_get_no_warning(options):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compose(loop_events, [swa()]).init(cnn_state(**options))
@@ -175,12 +175,12 @@ def test_runs_that_cannot_tell_get_no_warning(options):
 
 
 @pytest.mark.parametrize("interval", ["1ba", "3ba", "1ep"])
-def test_without_a_rate_of_its_own_training_is_the_plain_one(interval):
+def test_without_its_own_rate_training_is_unchanged(interval):
     check_training_is_the_plain_one(swa("2ba", "8ba", interval))
 
 
 @pytest.mark.parametrize("end", [1.0, "9ba"])
-def test_evaluation_sees_averages_and_leaves_training_alone(end):
+def test_evaluation_sees_averages_and_does_not_change_training(end):
     check_evaluation_sees_averages(swa("2ba", end, "1ba"))
 
 
@@ -188,7 +188,7 @@ def test_graphs_that_torch_rewrites_average_too():
     check_compiled(swa("2ba", "9ba", "1ba"), backend="aot_eager", donate=False)
 
 
-def test_it_averages_what_surgery_leaves():
+def test_it_averages_the_network_after_surgery():
     check_init(swa(), lambda: alg.squeeze_excite(min_channels=1), cnn_state())
 
 
@@ -213,7 +213,7 @@ def test_averages_of_half_precision_are_float32():
 
 @pytest.mark.parametrize("num", [1, 3, 6])
 def test_after_the_end_statistics_are_the_means_of_the_averaged_network(num):
-    """Against a pass by torch alone over the batches since then."""
+    """Compared with a pass of plain torch over the batches since then."""
     states = states_after(swa("2ba", "6ba", "1ba"), cnn_state(), BATCHES)
     net = pc.to_module(states[6], weights="swa")
     torch.optim.swa_utils.update_bn(BATCHES[6 : 6 + num], net)
@@ -224,7 +224,7 @@ def test_after_the_end_statistics_are_the_means_of_the_averaged_network(num):
 
 
 class Twice(nn.Module):
-    """Calls one BatchNorm twice in a pass, by a keyword."""
+    """A network that calls one BatchNorm twice in a pass, with a keyword argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ def test_a_layer_called_twice_by_keyword_has_the_mean_over_its_calls():
 @pytest.mark.parametrize("guards", [[], [alg.skip_nonfinite()]])
 @pytest.mark.parametrize("at", [6, 8])
 def test_a_bad_batch_is_left_out_of_the_statistics(guards, at):
-    """Against runs without it: the average does not change any more, so that all see the same batches."""
+    """Compared with runs without it; the average no longer changes, so all see the same batches."""
     bad = [*BATCHES[:at], (torch.full_like(BATCHES[0][0], torch.inf), BATCHES[0][1]), *BATCHES[at:11]]
     found = states_after([swa("2ba", "6ba", "1ba"), *guards], cnn_state(), bad)[-1].slots["swa"]
     expected = states_after([swa("2ba", "6ba", "1ba"), *guards], cnn_state(), BATCHES[:11])[-1].slots["swa"]
@@ -257,8 +257,8 @@ def test_a_bad_batch_is_left_out_of_the_statistics(guards, at):
     assert_same(found, expected)
 
 
-def test_statistics_that_are_not_finite_do_not_stay():
-    """Those of the live network, taken with its weights, are NaN after a bad batch; its gradients are left out here."""
+def test_statistics_that_are_not_finite_are_replaced():
+    """Statistics of the live network are NaN after a bad batch, whose gradients are left out here."""
     calm = pc.Algorithm("calm", pc.on(Event.AFTER_TRAIN_BATCH), _without_bad_gradients)
     bad = [*BATCHES[:4], (torch.full_like(BATCHES[0][0], torch.inf), BATCHES[0][1]), *BATCHES[5:]]
     states = states_after([swa("5ba", "6ba", "5ba"), calm], cnn_state(), bad)
@@ -275,7 +275,7 @@ CALLS = []
 
 
 class Counted(nn.Linear):
-    """Counts its forward passes."""
+    """A linear layer that counts its forward passes."""
 
     def forward(self, input: Tensor) -> Tensor:
         CALLS.append(1)
@@ -283,7 +283,7 @@ class Counted(nn.Linear):
 
 
 @pytest.mark.parametrize(("net", "passes"), [(Counted(4, 3), 1), (nn.Sequential(Counted(4, 3), nn.BatchNorm1d(3)), 2)])
-def test_networks_without_statistics_are_spared_the_second_pass(net, passes):
+def test_networks_without_statistics_need_no_second_pass(net, passes):
     step = compose(loop_events, [swa(0, "2ba", "1ba")])
     state = run_steps(step, step.init(make_state(net, batches_per_epoch=4)), make_batches(3))
     CALLS.clear()
@@ -306,17 +306,17 @@ def test_the_pass_for_statistics_changes_no_draw_and_no_weight():
 
 
 def progress_at(rate: Scalar, point: Timestamp) -> float:
-    """What the schedules of a rate make of it at a point of a run, by which weights decay."""
+    """Return the factor of a rate's schedules at a point of a run, by which weights decay."""
     return float(progress(rate, lambda it: rate_at(it, point)))
 
 
 def rate_at(rate: Scalar, point: Timestamp) -> float:
-    """A learning rate without hparams at a point of a run."""
+    """Return a learning rate without hparams at a point of a run."""
     return float(schedule.resolve(rate, hparams={}, scheduled=lambda it: it(point)))
 
 
 def rates_of(optimizer: object, method: pc.Algorithm) -> list[float]:
-    """The learning rate before each batch, as the state's optimizer tells it."""
+    """Return the learning rate before each batch, according to the state's optimizer."""
     lr = compose(loop_events, [method]).init(cnn_state(optimizer=optimizer)).optimizer.lr
     return [rate_at(lr, Timestamp(batch=at, epoch=at // 4, sample=8 * at, run=RUN)) for at in range(13)]
 
@@ -365,17 +365,17 @@ def test_the_rate_goes_from_the_schedules_own_to_the_given_one(strategy, start, 
         (optim.sgd(0.2 * schedule.cosine()), [alg.decoupled_weight_decay(0.05)]),
     ],
 )
-def test_before_the_start_training_is_that_of_the_schedule_alone(optimizer, others):
+def test_before_the_start_training_only_follows_the_schedule(optimizer, others):
     plain = states_after(others, cnn_state(optimizer=optimizer), BATCHES)
     ours = states_after([swa(0.5, 1.0, "1ba", 0.001), *others], cnn_state(optimizer=optimizer), BATCHES)
-    for at in range(7):  # the step from the start itself has the schedule's rate still
+    for at in range(7):  # the step at the start itself still has the schedule's rate
         assert_same(plain[at].params, ours[at].params)
     assert not torch.equal(plain[8].params["0.weight"], ours[8].params["0.weight"])
 
 
 @pytest.mark.parametrize("base", [0.4, 0.4 * schedule.cosine(), 0.4 * schedule.cosine() * schedule.linear()])
-def test_weight_decay_by_schedule_goes_the_way_of_the_rate(base):
-    """What decays is lr_t / lr_0: from the schedule's own to the last rate over the first."""
+def test_weight_decay_by_schedule_follows_the_rate(base):
+    """The decay is scaled by lr_t / lr_0: from the schedule's own value to the last rate over the first."""
     state = compose(loop_events, [swa(0.5, 1.0, "1ba", 0.1, anneal_steps=2)]).init(cnn_state(optimizer=optim.sgd(base)))
     for at in range(13):
         point = Timestamp(batch=at, epoch=at // 4, run=RUN)
@@ -388,7 +388,7 @@ def test_weight_decay_by_schedule_goes_the_way_of_the_rate(base):
 
 
 def test_training_follows_the_rate_in_float64():
-    """Plain gradient descent by hand, with the rate of the formula."""
+    """The reference is manual gradient descent with the rate of the formula."""
     net = make_mlp(dtype=torch.float64)
     batches = make_batches(12, dtype=torch.float64)
     state = make_state(net, optimizer=optim.sgd(0.3), batches_per_epoch=4, duration="3ep")
@@ -431,11 +431,11 @@ def test_a_rate_that_is_a_torch_classs_default_goes_to_another_too():
     optimizer = optim.from_torch(torch.optim.Adamax, groups={"*.bias": {"lr": 0.2}})
     state = compose(loop_events, [swa(0.5, 1.0, "1ba", 0.02, anneal_steps=2)]).init(cnn_state(optimizer=optimizer))
     half = Timestamp(batch=7, epoch=1, run=RUN)
-    assert rate_at(dict(state.optimizer.settings)["lr"], half) == pytest.approx(0.011)  # half way from 0.002
+    assert rate_at(dict(state.optimizer.settings)["lr"], half) == pytest.approx(0.011)  # halfway from 0.002
     assert rate_at(dict(state.optimizer.groups[0][1])["lr"], half) == pytest.approx(0.11)
 
 
-def test_init_once_more_leaves_the_rate_and_two_methods_nest():
+def test_a_second_init_keeps_the_rate_and_two_methods_nest():
     state = cnn_state(optimizer=optim.sgd(0.1))
     method = swa(0.5, 1.0, "1ba", 0.02)
     once: Any = method.apply(pc.Event.INIT, state)
@@ -492,7 +492,7 @@ def test_schedules_may_be_stretched_before_or_after():
     assert rate_at(after.lr, times[2]) == pytest.approx(0.05)
 
 
-def test_a_way_that_the_run_cannot_measure_is_an_error():
+def test_an_annealing_period_that_the_run_cannot_measure_is_an_error():
     step = compose(loop_events, [swa("5sp", "20sp", "1ba", 0.01)])
     with pytest.raises(ValueError, match="start=5sp and 10ba of annealing have no unit in common"):
         step(step.init(cnn_state()), BATCHES[0])

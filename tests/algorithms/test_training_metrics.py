@@ -1,4 +1,4 @@
-"""Metrics of training outputs against sums by hand."""
+"""Metrics of training outputs against manual sums."""
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ from tests.algorithms import method_helpers as helpers
 
 
 NUM = 4
-"""Batches in an epoch."""
+"""Number of batches in an epoch."""
 
 
 def make_batches(num: int = 2 * NUM) -> list[tuple[Tensor, Tensor]]:
-    """Different batches, the last of each epoch a short one."""
+    """Return different batches; the last one of each epoch is short."""
     generator = torch.Generator().manual_seed(3)
     sizes = [5 if number % NUM == NUM - 1 else 10 for number in range(num)]
     return [(torch.randn(s, 6, generator=generator), torch.randint(4, (s,), generator=generator)) for s in sizes]
@@ -27,12 +27,12 @@ def start(net: nn.Module | None = None, **options) -> State:
 
 
 def hits(state: State, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Which examples the network of a state gets right."""
+    """Return which examples the network of a state classifies correctly."""
     return pc.to_module(state)(batch[0]).argmax(1) == batch[1]
 
 
 def expected_runs(period: int | None, batches) -> list[float]:
-    """The accuracy so far after each batch, by hand, in plain training."""
+    """Return the manually computed accuracy so far after each batch of plain training."""
     plain, state, seen, found = compose(loop_events), start(), [], []
     for number, batch in enumerate(batches):
         if period and number % period == 0:
@@ -75,8 +75,8 @@ def test_fit_reports_whole_epochs_also_of_unknown_length():
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_mixed_targets_count_by_their_heavier_class(microbatches):
-    """Against the mixed batch itself, taken down after MixUp; smoothing acts on the loss alone."""
+def test_mixed_targets_count_as_their_heavier_class(microbatches):
+    """Compared with the mixed batch, recorded after MixUp; smoothing only acts on the loss."""
     seen = []
 
     def take(event: pc.Event, state: State) -> State:
@@ -130,7 +130,7 @@ def test_a_second_gradient_counts_no_example_twice():
     assert state.slots["training_metrics"]["accuracy"].number.item() == 10
 
 
-def test_a_model_with_a_loss_of_its_own_shows_its_batch():
+def test_metrics_of_a_model_with_its_own_loss_get_the_batch():
     class Own(nn.Module):
         def __init__(self):
             super().__init__()

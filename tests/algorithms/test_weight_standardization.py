@@ -1,4 +1,4 @@
-"""Weight standardization: the layers against the formula, the last convolutions, the way back, the factory in a run."""
+"""Weight standardization: the layers against the formula, the last convolutions, undoing it, the factory in a run."""
 
 import copy
 import pickle
@@ -58,14 +58,14 @@ def drawn(seed: int, *shape: int) -> Tensor:
 
 
 def spread(seed: int, shape: tuple[int, ...]) -> Tensor:
-    """Weights of which no filter is so narrow that the 1e-10 below the root shows."""
+    """Return weights whose filters all have a variance so large that the 1e-10 below the root is negligible."""
     weight = drawn(seed, *shape)
     assume(weight.flatten(1).var(1, correction=0).min() > 0.01)
     return weight
 
 
 def by_hand(weight: Tensor) -> Tensor:
-    """In numpy, a filter after the other."""
+    """Return standardized filters, computed in numpy, one after the other."""
     rows = weight.detach().double().numpy().reshape(len(weight), -1)
     rows = [(row - row.sum() / len(row)) / np.sqrt(np.var(row) + 1e-10) for row in rows]
     return torch.tensor(np.stack(rows)).view(weight.shape)
@@ -75,7 +75,7 @@ def by_hand(weight: Tensor) -> Tensor:
 
 
 @given(SEEDS, SHAPES)
-def test_filters_are_the_formulas(seed, shape):
+def test_filters_equal_the_formula(seed, shape):
     weight = drawn(seed, *shape)
     torch.testing.assert_close(standardized(weight), by_hand(weight), rtol=1e-10, atol=1e-10)
 
@@ -89,7 +89,7 @@ def test_single_precision_is_as_good_as_it_can_be(seed, shape):
 
 
 @given(SEEDS, WIDE)
-def test_filters_have_mean_0_and_variance_1_and_stay_so(seed, shape):
+def test_filters_have_mean_0_and_variance_1_and_keep_them(seed, shape):
     filters = standardized(spread(seed, shape))
     rows = filters.flatten(1)
     assert rows.sum(1).abs().max() < 1e-9
@@ -98,14 +98,14 @@ def test_filters_have_mean_0_and_variance_1_and_stay_so(seed, shape):
 
 
 @given(SEEDS, WIDE, st.floats(0.1, 10), st.floats(-5, 5))
-def test_a_scale_and_a_shift_make_no_difference_and_a_sign_turns_them(seed, shape, scale, shift):
+def test_a_scale_and_a_shift_make_no_difference_and_a_sign_flips_filters(seed, shape, scale, shift):
     weight = spread(seed, shape)
     torch.testing.assert_close(standardized(scale * weight + shift), standardized(weight), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(standardized(-scale * weight), -standardized(weight), rtol=1e-5, atol=1e-6)
 
 
 @given(SEEDS, WIDE)
-def test_so_do_a_scale_and_a_shift_of_each_filters_own(seed, shape):
+def test_a_scale_and_a_shift_per_filter_make_no_difference_either(seed, shape):
     weight, each = spread(seed, shape), (shape[0], *[1] * (len(shape) - 1))
     scale, shift = drawn(seed + 1, *each).exp(), 3 * drawn(seed + 2, *each)
     torch.testing.assert_close(standardized(scale * weight + shift), standardized(weight), rtol=1e-5, atol=1e-6)
@@ -168,12 +168,12 @@ def test_convolutions_keep_their_settings(kind, options):
     assert torch.equal(loaded(inputs), new(inputs))
 
 
-def test_a_constant_gives_nothing():
+def test_a_constant_image_gives_zeros():
     layer: Any = standardized_conv(nn.Conv2d(3, 5, 3, bias=False, dtype=torch.float64))
     assert layer(torch.full((1, 3, 6, 6), 7.0, dtype=torch.float64)).abs().max() < 1e-9
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # which torch's own forward mode uses
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own forward mode uses it
 def test_gradients_transforms_and_compiled_code():
     torch.manual_seed(0)
     layer = standardized_conv(nn.Conv2d(2, 3, 3, dtype=torch.float64))
@@ -213,7 +213,7 @@ NAMES = ("0", "2.0", "3", "5")
 
 
 @pytest.mark.parametrize("last", [0, 1, 3])
-def test_all_but_the_last_are_standardized_and_names_and_values_stay(last):
+def test_all_but_the_last_are_standardized_and_names_and_values_are_kept(last):
     state = trained(make_state(make_net()))
     after, report = check_keeps_all(state, weight_standardization_rules(last))
     assert report.replaced == NAMES[: len(NAMES) - last]
@@ -251,7 +251,7 @@ def test_a_step_moves_the_raw_weights_by_the_chain_rule():
 
 
 @pytest.mark.parametrize("last", [0, 2])
-def test_the_way_back(last):
+def test_undoing_the_surgery_restores_the_network(last):
     state = trained(make_state(make_net()))
     after, _ = surgery.operate(state, weight_standardization_rules(last), name="ws")
     back, report = surgery.operate(after, weight_standardization_undo_rules(), name="undo")
@@ -269,11 +269,11 @@ def test_the_way_back(last):
 
 
 class Counted(nn.Sequential):
-    """Tells how often its modules were listed."""
+    """A network that counts how often its modules are listed."""
 
     listed = 0
 
-    def named_modules(self, *args: Any, **options: Any) -> Any:  # of which `modules` makes use
+    def named_modules(self, *args: Any, **options: Any) -> Any:  # `modules` uses it
         Counted.listed += 1
         return super().named_modules(*args, **options)
 
@@ -289,7 +289,7 @@ def test_a_network_is_listed_as_often_whatever_the_number_of_its_convolutions():
 
 
 class Renamed(nn.Conv2d):
-    """A subclass that computes what its base does."""
+    """A subclass that computes the same as its base class."""
 
     @property
     def fan_in(self) -> int:
@@ -297,7 +297,7 @@ class Renamed(nn.Conv2d):
 
 
 class Cautious(nn.Conv2d):
-    """A subclass with a forward of its own."""
+    """A subclass with its own forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.conv2d(input, self.weight * 0.5, self.bias)
@@ -310,7 +310,7 @@ class Double(nn.Module):
         return 2 * weight
 
 
-def test_what_it_leaves():
+def test_layers_that_are_not_replaced():
     scaled = parametrize.register_parametrization(nn.Conv2d(2, 2, 1), "weight", Double())
     net = nn.Sequential(Cautious(2, 2, 1), scaled, nn.ConvTranspose2d(2, 2, 1), nn.Linear(2, 2))
     with pytest.warns(UserWarning, match="looked for Conv1d or Conv2d or Conv3d to replace, and kept all 2"):
@@ -324,13 +324,13 @@ def test_what_it_leaves():
     assert report.replaced == ("0",) and module[0] is module[1] and type(module[2]) is nn.Conv2d
 
 
-def test_forwards_of_their_own_hooks_and_parametrized_tensors_stay():
+def test_layers_with_own_forwards_hooks_or_parametrizations_are_kept():
     scaled = parametrize.register_parametrization(nn.Conv2d(2, 2, 1), "bias", Double())
     net = nn.Sequential(hooked(nn.Conv2d(2, 2, 1)), patched(nn.Conv2d(2, 2, 1)), scaled, Cautious(2, 2, 1))
     check_leaves(net, weight_standardization_rules(), 4)
 
 
-def test_subclasses_keep_what_they_have_and_come_back():
+def test_subclasses_keep_their_attributes_and_are_restored():
     state = make_state(nn.Sequential(Renamed(2, 3, 3), Renamed(3, 3, 1), nn.Flatten()))
     after, _ = check_keeps_all(state, weight_standardization_rules())
     images = make_batch()[0]
@@ -367,7 +367,7 @@ def test_baked_filters_are_tied_where_the_raw_ones_were():
         assert list(compose(loop_events)(baked, batch).params) == ["0.weight"]
 
 
-def test_it_goes_with_blurpool_and_squeeze_excite_in_any_order():
+def test_it_works_with_blurpool_and_squeeze_excite_in_any_order():
     rules = {
         "ws": weight_standardization_rules(),
         "blur": blurpool_rules(min_channels=1, blur_first=False),
@@ -409,6 +409,6 @@ def test_the_method_is_the_surgery_at_init():
         (lambda: standardized(torch.zeros(3)), ValueError, r"standardized: expected a weight .* shape \(3,\)"),
     ],
 )
-def test_what_cannot_be_is_refused(make, error, message):
+def test_bad_settings_are_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()

@@ -1,4 +1,4 @@
-"""Each image operation agrees with Pillow's own to within one grey level."""
+"""Each image operation agrees with Pillow's to within one grey level."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +48,7 @@ CASES: list[tuple[Callable[..., Tensor], Any, Callable[[Image.Image], Image.Imag
 
 
 def pictures(height: int, width: int, channels: int) -> Tensor:
-    """Noise, a smooth picture of few levels, and a flat one."""
+    """Return noise, a smooth picture of few levels, and a flat one."""
     generator = torch.Generator().manual_seed(height * width + channels)
     noise = torch.randint(0, 256, (channels, height, width), generator=generator)
     rows, columns = torch.arange(height).view(-1, 1), torch.arange(width)
@@ -75,7 +75,7 @@ def test_within_one_level(ours: Any, amount: Any, theirs: Any, size: tuple[int, 
     got = ours(batch) if amount is None else ours(batch, amount)
     assert got.dtype == torch.uint8 and got.shape == batch.shape
     assert (got.int() - expected).abs().max() <= 1
-    # The same images as floats, on a scale of their own.
+    # The same images as floats, on another scale.
     floats = batch / 255
     scaled = {"value_range": (0.0, 1.0)}
     loose = ours(floats, **scaled) if amount is None else ours(floats, amount, **scaled)

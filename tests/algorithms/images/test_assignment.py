@@ -1,4 +1,4 @@
-"""Treatments are spread evenly, each with the same chance for each image, and by the same indices on every path."""
+"""Treatments are spread evenly, with equal chances for each image, and with the same indices on every path."""
 
 import torch
 from hypothesis import given, strategies as st
@@ -13,13 +13,13 @@ def rng(seed: int) -> random.Rng:
 
 
 def owners(seed: int, num: int, num_treatments: int) -> torch.Tensor:
-    """The treatment that each image gets."""
+    """Return the treatment of each image."""
     marks = [lambda images, index, mark=mark: images + mark for mark in range(num_treatments)]
     return treated(rng(seed), torch.zeros(num, dtype=torch.int64), marks)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 40), st.integers(1, 15))
-def test_every_image_gets_one_and_treatments_are_spread_evenly(seed: int, num: int, num_treatments: int) -> None:
+def test_every_image_gets_one_treatment_and_they_are_spread_evenly(seed: int, num: int, num_treatments: int) -> None:
     counts = owners(seed, num, num_treatments).bincount(minlength=num_treatments)
     assert len(counts) == num_treatments and counts.sum() == num
     assert counts.max() - counts.min() <= 1
@@ -35,14 +35,14 @@ def test_images_come_back_in_their_places(seed: int, num: int, num_treatments: i
 
 
 @given(st.integers(0, 2**32), st.integers(1, 40), st.integers(1, 15))
-def test_the_lists_are_of_one_length_and_hold_everyone(seed: int, num: int, num_treatments: int) -> None:
+def test_the_lists_have_equal_lengths_and_contain_every_image(seed: int, num: int, num_treatments: int) -> None:
     lists, places = assigned(rng(seed), num, num_treatments, torch.device("cpu"))
     assert {len(chosen) for chosen in lists} == {-(-num // num_treatments)}
     assert torch.equal(torch.cat(lists)[places], torch.arange(num))
 
 
 @given(st.integers(0, 2**32), st.integers(1, 20), st.integers(1, 6))
-def test_mapped_it_is_the_same(seed: int, num: int, num_treatments: int) -> None:
+def test_vmap_gives_the_same_assignment(seed: int, num: int, num_treatments: int) -> None:
     marks = [lambda images, index, mark=mark: images + mark for mark in range(num_treatments)]
     zeros = torch.zeros(num, dtype=torch.int64)
     keys = torch.stack([random.key(seed), random.key(seed + 1)])

@@ -1,4 +1,4 @@
-"""Parts of sides against exact fractions; what counts as images."""
+"""Fractions of sides against exact fractions; which tensors count as images."""
 
 import math
 from fractions import Fraction
@@ -28,7 +28,7 @@ def test_quotients_of_whole_numbers_lose_no_pixel(whole, data, factor):
 
 
 @given(st.floats(0, 1), SIZES)
-def test_it_is_the_whole_part_or_one_pixel_that_rounding_took(share, size):
+def test_a_part_is_rounded_down_except_for_rounding_errors(share, size):
     assert 0 <= whole_part(share, size) - int(share * size) <= 1
     assert whole_part(share, size) <= share * size + 1e-9
 

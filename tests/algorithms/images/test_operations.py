@@ -1,4 +1,4 @@
-"""What all image operations keep: shape, dtype, range, the caller's tensors; and where they are the identity."""
+"""Properties of all image operations: shape, dtype, range and the caller's tensors are kept; neutral amounts."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from purecompose.algorithms import images
 
 
-# For each operation: the amount that changes nothing (None: there is no amount), and some that may.
+# For each operation, the amount that changes nothing (None if it has no amount), and some other amounts.
 AMOUNTS: dict[str, tuple[float | None, list[float]]] = {
     "autocontrast": (None, []),
     "equalize": (None, []),
@@ -73,7 +73,7 @@ def test_the_neutral_amount_keeps_every_bit(name: str, dtype: torch.dtype) -> No
 
 
 @given(calls(), st.integers(0, 99), st.integers(2, 4))
-def test_each_image_is_treated_alone(called: tuple[str, float | None], seed: int, num: int) -> None:
+def test_each_image_is_treated_separately(called: tuple[str, float | None], seed: int, num: int) -> None:
     name, amount = called
     batch = make_images(seed, (num, 3, 8, 5))
     alone = torch.stack([call(name, image, amount) for image in batch])
@@ -81,7 +81,7 @@ def test_each_image_is_treated_alone(called: tuple[str, float | None], seed: int
 
 
 @given(st.sampled_from(WITH_AMOUNT), st.data(), st.integers(0, 99))
-def test_each_image_may_have_an_amount_of_its_own(name: str, data: st.DataObject, seed: int) -> None:
+def test_each_image_may_have_its_own_amount(name: str, data: st.DataObject, seed: int) -> None:
     neutral, others = AMOUNTS[name]
     amounts = data.draw(st.lists(st.sampled_from([neutral, *others]), min_size=3, max_size=3))
     batch = make_images(seed, (3, 3, 6, 8))
@@ -115,7 +115,7 @@ def test_gradients_are_finite_where_nothing_varies(name: str, fill: str) -> None
 @pytest.mark.parametrize(
     ("name", "amount"), [("translate_x", -3), ("translate_y", 2), ("shear_x", 2.0), ("shear_y", -2.0), ("rotate", 45.0)]
 )
-def test_what_comes_into_view_is_black_beside_pixels_that_are_not_there(name: str, amount: float) -> None:
+def test_pixels_from_outside_the_image_are_black(name: str, amount: float) -> None:
     batch = torch.ones(1, 1, 6, 6)
     is_black = call(name, batch, amount, value_range=(0.0, 1.0)) == 0
     frame = torch.ones(6, 6, dtype=torch.bool)
@@ -160,7 +160,7 @@ def test_the_scale_of_floats_does_not_matter(
 ) -> None:
     name, amount = called
     if name in ("posterize", "solarize", "equalize"):
-        return  # steps: what lies on one by rounding may fall to either side
+        return  # steps: values at a boundary may be rounded to either side
     pixels = make_images(seed, (2, 3, 6, 6), torch.float64)
     plain = call(name, pixels, amount, value_range=(0.0, 1.0))
     scaled = call(name, pixels * extent + low, amount, value_range=(low, low + extent))
@@ -216,5 +216,5 @@ def test_bad_input_is_named(make: Any, error: type[Exception], message: str) -> 
         make()
 
 
-def test_no_images_are_no_work() -> None:
+def test_an_empty_batch_of_images_is_returned_empty() -> None:
     assert images.equalize(torch.zeros(0, 3, 4, 4)).shape == (0, 3, 4, 4)

@@ -1,4 +1,4 @@
-"""Methods as transforms of samples: PIL images and tensors stay what they are, keys decide, masks go along."""
+"""Methods as transforms of samples: PIL images and tensors keep their type, keys decide, masks are transformed too."""
 
 import pickle
 from collections import namedtuple
@@ -55,7 +55,7 @@ def make_pil(mode: str = "RGB", height: int = 20, width: int = 15, seed: int = 0
 
 
 def pixels_of(image: Image.Image) -> list[Any]:
-    """By Pillow's own slow way."""
+    """Return the pixels, read by Pillow's slow method."""
     return [image.getpixel((x, y)) for y in range(image.height) for x in range(image.width)]
 
 
@@ -73,7 +73,7 @@ def size_after(name: str) -> tuple[int, int]:
         *[(name, mode) for name in ("colout",) for mode in ("LA", "RGBA", "CMYK", "YCbCr", "HSV")],
     ],
 )
-def test_a_pil_image_stays_one_of_its_mode(name, mode):
+def test_a_pil_image_stays_a_pil_image_of_its_mode(name, mode):
     image = make_pil(mode)
     before = pixels_of(image)
     changed = TRANSFORMS[name](image, KEY)
@@ -107,7 +107,7 @@ def test_a_pil_image_and_its_tensor_become_the_same(name, mode):
 
 
 @given(st.sampled_from(["L", "RGB"]), st.integers(1, 9), st.integers(1, 9), st.integers(0, 99))
-def test_images_and_tensors_are_two_forms_of_one_thing(mode, height, width, seed):
+def test_pil_images_and_tensors_give_the_same_result(mode, height, width, seed):
     image = make_pil(mode, height, width, seed)
     tensor = as_tensor(image)
     for y in range(height):
@@ -119,7 +119,7 @@ def test_images_and_tensors_are_two_forms_of_one_thing(mode, height, width, seed
     assert pixels_of(like_before(larger, image)) == 2 * pixels_of(image)
 
 
-def test_what_comes_along_with_an_image_is_kept():
+def test_attributes_of_an_image_are_kept():
     image = make_pil("RGB")
     image.info["dpi"] = (72, 72)
     assert TRANSFORMS["colout"](image, KEY).info == {"dpi": (72, 72)}
@@ -129,7 +129,7 @@ def test_what_comes_along_with_an_image_is_kept():
 
 
 @each_method
-def test_the_image_is_found_in_a_sample_and_the_rest_stays(name):
+def test_the_image_is_found_in_a_sample_and_the_rest_is_unchanged(name):
     transform, image = TRANSFORMS[name], make_pixels()
     expected, label = transform(image, KEY), object()
     for sample in ((image, label), [image, label], (image,), Pair(image, label)):
@@ -164,7 +164,7 @@ def test_masks_lose_the_rows_and_columns_of_their_image(seed, height, width, mod
         assert smaller.getpalette() == mask.getpalette()
 
 
-def test_masks_of_any_kind_go_along_and_others_stay():
+def test_masks_of_any_kind_are_transformed_and_other_targets_are_not():
     image, mask, small = make_pil("RGB"), make_pil("L", seed=1), make_pil("L", 5, 5)
     sample = {"image": image, "masks": [mask, make_pixels(1), small, "name", 3]}
     transform = colout_transform(0.2, 0.4, input_field="image", target_field="masks")
@@ -175,7 +175,7 @@ def test_masks_of_any_kind_go_along_and_others_stay():
     assert changed["masks"][1].shape == (1, 16, 9) and changed["masks"][2].size == (5, 5)
     assert changed["masks"][3:] == ["name", 3] and sample["masks"][0] is mask
 
-    # A target without a mask in it is the object that it was; so is one that is not looked at.
+    # A target without a mask is returned as the same object, and so is a target that is ignored.
     for target in (7, None, [small, 3], {"box": (1, 2)}):
         assert colout_transform()((image, target), KEY)[1] is target
     assert colout_transform(resize_target=False)((image, mask), KEY)[1] is mask
@@ -187,7 +187,7 @@ def test_masks_of_any_kind_go_along_and_others_stay():
         insisted(image, KEY)
 
 
-# Where randomness comes from
+# Sources of randomness
 
 
 @each_method
@@ -207,7 +207,7 @@ def test_the_same_source_gives_the_same_and_others_differ(name):
         assert len({tuple(result.flatten().tolist()) for result in results}) > 3
 
 
-def test_a_key_leaves_the_global_generator_alone():
+def test_a_key_does_not_advance_the_global_generator():
     before = torch.get_rng_state()
     for transform in TRANSFORMS.values():
         transform(make_pil(), KEY)
@@ -226,7 +226,7 @@ class Pictures:
 
 
 class Opened:
-    """A transform, and its results as tensors, which can be collated."""
+    """A transform that returns tensors, which can be collated."""
 
     def __init__(self, transform: Any) -> None:
         self.transform = transform
@@ -249,7 +249,7 @@ def test_workers_give_the_same_bits(rng):
         assert epochs[0][0].shape != untouched.shape or not torch.equal(epochs[0][0], untouched)
 
 
-def test_samples_and_epochs_draw_anew():
+def test_samples_and_epochs_have_different_draws():
     class Same:
         def __len__(self) -> int:
             return 4
@@ -295,7 +295,7 @@ def test_bad_keys_are_refused_when_made():
             colout_transform(**keys)
 
 
-def test_what_is_no_image_or_no_source_is_refused():
+def test_arguments_other_than_images_and_sources_are_refused():
     transform = SampleTransform(lambda key, image: rotate(image, 90.0))
     for sample in (3, "image.png", (None, 1), {"image": make_pil()}):
         with pytest.raises(TypeError, match="expected an image, from PIL or as a tensor"):
@@ -326,7 +326,7 @@ def test_floats_out_of_range_are_refused_and_not_cut_off(make):
     with pytest.raises(ValueError, match="to inf"):
         make()(torch.where(image == image.max(), torch.inf, image), KEY)
     assert make(value_range=(-2, 2))(normalised, KEY).shape == image.shape
-    # For each channel, with what half precision rounds away, and with pixels that are not there.
+    # For each channel, with values that half precision rounds away, and with pixels that are NaN.
     bounds = ((0.0, 1.0, 2.0), (1.0, 2.0, 3.0))
     shifted = image + torch.arange(3.0).view(3, 1, 1)
     assert make(value_range=bounds)(shifted.half(), KEY).dtype == torch.float16
@@ -335,12 +335,12 @@ def test_floats_out_of_range_are_refused_and_not_cut_off(make):
     with_nan = torch.where(image == image.max(), torch.nan, image)
     assert make()(with_nan, KEY).shape == image.shape
     assert make()(torch.zeros(3, 0, 4), KEY).shape == (3, 0, 4)
-    # Pixels are moved or covered whatever they are.
+    # Pixels are moved or covered whatever their values are.
     for transform in (colout_transform(), cutout_transform()):
         transform(normalised, KEY)
 
 
-def test_two_methods_draw_apart_from_one_source():
+def test_two_methods_draw_different_numbers_from_one_source():
     share_of_equal = 0
     one = randaugment_transform(depth=1, augmentation_set=("brightness",))
     two = augmix_transform(depth=1, width=1, augmentation_set=("brightness",))

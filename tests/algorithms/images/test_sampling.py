@@ -1,4 +1,4 @@
-"""The operator that stands for `grid_sample` in compiled steps: its values, gradients and rows are those of torch's."""
+"""The operator that replaces `grid_sample` in compiled steps: values, gradients and rows equal those of torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,14 +33,14 @@ def test_values_are_those_of_grid_sample() -> None:
     assert torch.equal(sampled(levels, grid), reference(levels, grid))
 
 
-def test_it_is_an_operator_as_torch_wants_it() -> None:
+def test_the_operator_passes_torchs_opcheck() -> None:
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     checked = torch.library.opcheck(torch.ops.purecompose.sampled.default, make_case(2), test_utils=tests)
     assert set(checked.values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0), (1, 2)])
-def test_mapped_it_is_a_loop(in_dims: tuple[int | None, int | None]) -> None:
+def test_vmap_equals_a_loop(in_dims: tuple[int | None, int | None]) -> None:
     levels, grid = make_case(3, 2)
     given = [
         value[0] if dim is None else value.movedim(0, dim) for value, dim in zip((levels, grid), in_dims, strict=True)
@@ -52,7 +52,7 @@ def test_mapped_it_is_a_loop(in_dims: tuple[int | None, int | None]) -> None:
     assert torch.equal(torch.func.vmap(operator, in_dims)(*given), torch.stack(alone))
 
 
-def test_a_traced_turn_calls_it_and_gives_the_same() -> None:
+def test_a_traced_rotation_uses_the_operator_and_gives_the_same_result() -> None:
     images = (uniform(key(2), (4, 3, 9, 8)) * 255).to(torch.uint8)
     degrees = torch.tensor([0.0, 90.0, -17.0, 200.0])
     graphs: list[torch.fx.GraphModule] = []
@@ -94,7 +94,7 @@ def test_autograd_compiles() -> None:
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # which torch's own forward mode uses
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own forward mode uses it
 def test_forward_mode_is_right_where_torch_has_it() -> None:
     images, degrees = uniform(key(2), (2, 3, 9, 8)), torch.tensor([20.0, 35.0])
 

@@ -1,4 +1,4 @@
-"""What lies around a call has no part in it, and results own their memory: for augmentations of whole batches."""
+"""Augmentations of whole batches do not depend on the modes around a call, and their results own their memory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,7 +53,7 @@ SURROUNDINGS: dict[str, Callable[[], Any]] = {
 @each_maker
 @pytest.mark.parametrize("around", SURROUNDINGS.values(), ids=SURROUNDINGS)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float16, torch.float64])
-def test_what_lies_around_changes_nothing(maker: Callable[..., Tensor], around: Any, dtype: torch.dtype) -> None:
+def test_modes_around_a_call_change_nothing(maker: Callable[..., Tensor], around: Any, dtype: torch.dtype) -> None:
     batch = make_batch(dtype)
     expected = maker(KEY, batch, value_range=RANGE)
     with around():
@@ -70,7 +70,7 @@ def test_constants_of_the_host_are_made_on_the_cpu() -> None:
 
 @each_maker
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_results_have_no_more_memory_than_they_need(maker: Callable[..., Tensor], dtype: torch.dtype) -> None:
+def test_results_use_no_more_memory_than_needed(maker: Callable[..., Tensor], dtype: torch.dtype) -> None:
     for batch in (make_batch(dtype), make_batch(dtype)[:1], make_batch(dtype)[0]):
         changed = maker(KEY, batch, severity=5.0)
         assert changed.untyped_storage().nbytes() == changed.numel() * changed.element_size()
@@ -79,7 +79,7 @@ def test_results_have_no_more_memory_than_they_need(maker: Callable[..., Tensor]
 
 
 @each_maker
-def test_a_severity_of_ones_own_may_be_mapped(maker: Callable[..., Tensor]) -> None:
+def test_a_severity_per_member_may_be_mapped(maker: Callable[..., Tensor]) -> None:
     grey = make_batch()[:, :1]
     for names in (("color", "rotate"), ("contrast", "color"), ("sharpness", "rotate")):
 
@@ -117,7 +117,7 @@ def test_operations_may_compute_in_another_dtype(maker: Callable[..., Tensor]) -
         assert maker(KEY, make_batch(), augmentation_set=own, value_range=RANGE).dtype == torch.float32
 
 
-def test_lists_that_were_given_may_be_changed_afterwards() -> None:
+def test_later_changes_of_given_lists_have_no_effect() -> None:
     names, fill, bounds = ["rotate"], [0.0, 0.5, 1.0], [0.0, 1.0]
     batch = make_batch()
     methods = [
