@@ -1,4 +1,4 @@
-"""In-memory batches: every example once an epoch, in an order that (key, epoch) decides, resumed anywhere."""
+"""In-memory batches: every example once per epoch, in an order given by (key, epoch), resumed anywhere."""
 
 import itertools
 from typing import Any
@@ -12,13 +12,13 @@ from purecompose.random import key
 
 
 def numbered(num_examples: int, batch_size: int, **options: Any) -> Arrays:
-    """A data set whose targets are the examples' numbers and whose inputs can be checked against them."""
+    """Return a data set whose targets are the examples' numbers and whose inputs can be checked against them."""
     targets = torch.arange(num_examples)
     return arrays(torch.stack([targets * 2.0, -targets.float()], dim=1), targets, batch_size, **options)
 
 
 def dealt(batches) -> list[list[int]]:
-    """The examples' numbers, batch by batch, after checking that inputs and targets still pair."""
+    """Return the examples' numbers, batch by batch, after checking that inputs and targets still match."""
     rows = []
     for inputs, targets in batches:
         assert torch.equal(inputs, torch.stack([targets * 2.0, -targets.float()], dim=1))
@@ -68,7 +68,7 @@ def test_plain_iteration_and_shuffle_off_keep_the_stored_order():
     assert dealt(numbered(10, 4, shuffle=False).epoch(key(0), 5)) == stored
 
 
-def test_order_is_a_function_of_key_and_epoch_alone():
+def test_the_order_only_depends_on_key_and_epoch():
     data = numbered(50, 7)
     order = data.order(key(0), 0)
     torch.manual_seed(99)
@@ -79,7 +79,7 @@ def test_order_is_a_function_of_key_and_epoch_alone():
 
 
 def test_orders_of_many_epochs_are_uniform():
-    # Each of the 24 orders of four examples is due 2400 / 24 = 100 times; chi-square with 23 degrees of
+    # Each of the 24 orders of four examples is expected 2400 / 24 = 100 times; chi-square with 23 degrees of
     # freedom exceeds 59 once in 20 000 seeds.
     data, counts = numbered(4, 2), dict.fromkeys(itertools.permutations(range(4)), 0)
     for epoch in range(2400):
@@ -87,7 +87,7 @@ def test_orders_of_many_epochs_are_uniform():
     assert sum((count - 100) ** 2 / 100 for count in counts.values()) < 59
 
 
-def test_dealing_leaves_data_and_global_generator_alone():
+def test_iteration_does_not_change_data_and_global_generator():
     data = numbered(9, 4)
     inputs, targets, before = data.inputs.clone(), data.targets.clone(), torch.get_rng_state()
     for batch_inputs, batch_targets in data.epoch(key(0), 0):
@@ -113,7 +113,7 @@ def test_order_is_the_same_on_the_accelerator():
     assert [targets.tolist() for _, targets in on_device] == dealt(data.epoch(key(0), 4))
 
 
-# What a type checker would refuse, to see that it is refused at run time as well.
+# Values that a type checker would refuse, to test that they are refused at run time too.
 WRONG: Any = {"float": 2.5, "list": [1.0]}
 
 
@@ -150,7 +150,7 @@ def test_wrong_types_are_refused_at_once(make_fn, message):
 
 
 @given(num_examples=st.integers(2, 60), seed=seeds, draw=st.data())
-def test_split_by_count_parts_the_examples(num_examples, seed, draw):
+def test_split_by_count_divides_the_examples(num_examples, seed, draw):
     count = draw.draw(st.integers(1, num_examples - 1))
     data = numbered(num_examples, 1)
     parts = split(data.inputs, data.targets, count, seed=seed)
@@ -176,6 +176,6 @@ def test_split_by_fraction_and_seed():
     [(size, ValueError) for size in (0, 4, -1, 0.0, 1.0, 0.05, float("nan"))]
     + [(True, TypeError), ("half", TypeError)],
 )
-def test_split_refuses_sizes_that_leave_a_part_empty(size, error):
+def test_split_refuses_sizes_with_an_empty_part(size, error):
     with pytest.raises(error, match="split: expected size"):
         split(torch.zeros(4), torch.zeros(4), size, seed=0)

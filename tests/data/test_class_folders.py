@@ -1,4 +1,4 @@
-"""Folders of images by class: what is read, and what is refused."""
+"""Folders of images by class: files that are read, and files that are refused."""
 
 import pathlib
 
@@ -39,7 +39,7 @@ def test_images_and_labels(tmp_path, mode, channels, test):
     torch.testing.assert_close(found.train_inputs.mean((0, 2, 3)), torch.zeros(channels), atol=1e-5, rtol=0)
 
 
-def test_what_cannot_be_read_is_named(tmp_path):
+def test_files_that_cannot_be_read_are_named(tmp_path):
     folder = make_folder(tmp_path)
     draw(folder / "train" / "dog" / "9.png", 0, size=(5, 5))
     with pytest.raises(ValueError, match=r"dog.9.png is 5 x 5, and .*0.png is 6 x 4: expected images of one size"):

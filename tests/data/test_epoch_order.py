@@ -1,4 +1,4 @@
-"""Orders and seeds follow from (key, epoch) and the thing's own number."""
+"""Orders and seeds depend on (key, epoch) and an index."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from purecompose.random import key
 
 
 @pytest.mark.parametrize("num_examples", [1, 7, 40])
-def test_an_order_is_a_permutation_and_that_of_arrays(num_examples):
+def test_an_order_is_a_permutation_and_equals_that_of_arrays(num_examples):
     order = epoch_order(key(3), 2, num_examples)
     assert sorted(order.tolist()) == list(range(num_examples))
     values = torch.arange(num_examples)
@@ -22,7 +22,7 @@ def test_orders_and_seeds_differ_between_epochs_and_keys():
     assert len({epoch_seed(*place) for place in places}) == 3
 
 
-def test_words_of_a_place_follow_from_every_part_of_it():
+def test_words_of_a_place_depend_on_every_part_of_it():
     place = ((5, 6), 1, 2, 7)
     others = [((4, 6), 1, 2, 7), ((5, 7), 1, 2, 7), ((5, 6), 2, 2, 7), ((5, 6), 1, 3, 7), ((5, 6), 1, 2, 8)]
     assert seed_words(*place) == seed_words(*place)

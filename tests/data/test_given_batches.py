@@ -1,4 +1,4 @@
-"""Data that are not batches are refused where it is given."""
+"""Data that are not batches are refused where they are given."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ class Stream(IterableDataset):
         (list, "got <class 'list'>"),
     ],
 )
-def test_what_is_no_batches_is_refused(given, message):
+def test_arguments_that_are_not_batches_are_refused(given, message):
     with pytest.raises(TypeError, match=f"^fit: data: expected batches, .*{message}"):
         check_batches(given, "fit: data")
     with pytest.raises(TypeError, match="^Evaluator: data: expected batches"):
@@ -52,7 +52,7 @@ def test_what_is_no_batches_is_refused(given, message):
     ],
     ids=lambda given: type(given).__name__,
 )
-def test_batches_of_every_kind_pass(given):
+def test_batches_of_every_kind_are_accepted(given):
     check_batches(given, "fit: data")
 
 

@@ -1,4 +1,4 @@
-"""By their description a resumed run finds out that the data are other ones."""
+"""A resumed run detects different data by their description."""
 
 import pathlib
 import warnings
@@ -23,7 +23,7 @@ def dealt(**changes: object) -> pc_data.Arrays:
     return pc_data.arrays(**{"inputs": INPUTS, "targets": TARGETS, "batch_size": 4, **changes})  # pyright: ignore
 
 
-def test_the_same_data_made_anew_have_one_description() -> None:
+def test_equal_data_have_equal_descriptions() -> None:
     assert describe_data(dealt()) == describe_data(dealt(inputs=INPUTS.clone()))
     assert differences(describe_data(dealt()), describe_data(dealt())) == []
 
@@ -38,13 +38,13 @@ def test_the_same_data_made_anew_have_one_description() -> None:
         ({"shuffle": False}, "shuffle"),
     ],
 )
-def test_other_data_are_told_by_name(changes: dict[str, object], named: str) -> None:
+def test_differences_between_data_are_named(changes: dict[str, object], named: str) -> None:
     (line,) = differences(describe_data(dealt()), describe_data(dealt(**changes)))
     assert line.startswith(f"data: {named}: ") and "in the checkpoint" in line
 
 
 @given(st.integers(0, 15))
-def test_any_example_of_few_counts(row: int) -> None:
+def test_every_example_of_small_data_matters(row: int) -> None:
     changed = INPUTS.clone()
     changed[row, 0] += 1
     assert differences(describe_data(dealt()), describe_data(dealt(inputs=changed)))
@@ -61,12 +61,12 @@ def test_loaders_are_described_without_being_read() -> None:
     assert describe_data(pc_data.loader(set_of_16, 4))["batch_size"] == "4"
 
 
-def test_iterators_and_older_checkpoints_say_nothing() -> None:
+def test_iterators_and_older_checkpoints_cause_no_warning() -> None:
     assert describe_data(iter([1])) == {}
     assert differences({}, describe_data(dealt())) == []
 
 
-def test_going_on_with_other_data_warns(tmp_path: pathlib.Path) -> None:
+def test_resuming_with_other_data_warns(tmp_path: pathlib.Path) -> None:
     step, settings = compose(loop_events), Checkpoints(tmp_path)
     start = make_state(make_mlp())
     fit(step, start, dealt(), duration="1ep", checkpoints=settings)
@@ -78,7 +78,7 @@ def test_going_on_with_other_data_warns(tmp_path: pathlib.Path) -> None:
 
 
 class Odd:
-    """Data whose attributes mean something else, or nothing at all."""
+    """Data whose attributes have another meaning, or none."""
 
     inputs = torch.tensor(3)  # a number, not examples
     targets = torch.eye(5).to_sparse()
@@ -114,7 +114,7 @@ class Unreadable(torch.Tensor):
     ],
     ids=["a number", "sparse", "unreadable"],
 )
-def test_what_cannot_be_described_is_left_out(inputs: torch.Tensor) -> None:
+def test_properties_that_cannot_be_described_are_left_out(inputs: torch.Tensor) -> None:
     odd = Odd()
     odd.inputs = inputs
     assert describe_data(odd) == {"kind": "Odd", "dataset": "Unopened"}

@@ -1,4 +1,4 @@
-"""Image sets: the digits, archives and IDX folders, each read right and each refused with its own words."""
+"""Image sets: the digits, archives and IDX folders are read correctly or refused with a specific error."""
 
 import gzip
 import struct
@@ -51,7 +51,7 @@ def write_npz(path: Path, **changes: np.ndarray) -> Path:
 
 
 def check_small_set(data: ImageData) -> None:
-    """Against the same normalisation written out in float64 numpy."""
+    """Compare with the same normalisation written out in float64 numpy."""
     train, train_labels, test, test_labels = small_set()
     mean, std = train.astype(np.float64).mean(), train.astype(np.float64).std()
     for inputs, raw in ((data.train_inputs, train), (data.test_inputs, test)):
@@ -71,7 +71,7 @@ def test_digits_are_those_of_scikit_learn():
     bunch = datasets.load_digits()
     inputs = torch.cat([data.train_inputs, data.test_inputs])
     targets = torch.cat([data.train_targets, data.test_targets])
-    # Put back on the scale 0 to 16 (whole numbers, two of whose values reveal it), images and labels are all
+    # Rescaled to 0 to 16 (integers, two of whose values determine the scale), all images and labels are
     # there.
     raw = (inputs - inputs.min()) / (inputs.max() - inputs.min()) * 16
     found = sorted(
@@ -132,7 +132,7 @@ def test_npz_in_colour_is_normalised_channel_by_channel(tmp_path):
     np.testing.assert_allclose(data.test_inputs[:, 1], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_class_seen_in_the_test_set_alone_counts(tmp_path):
+def test_a_class_that_is_only_in_the_test_set_counts(tmp_path):
     assert load(write_npz(tmp_path / "a.npz", y_test=np.array([3, 0, 8]))).num_classes == 9
 
 
@@ -155,7 +155,7 @@ def test_mnist():
         5851,
         5949,
     ]
-    # The mean and standard deviation that everyone quotes for MNIST, 0.1307 and 0.3081, on the scale 0 to 1.
+    # The commonly quoted mean and standard deviation of MNIST, 0.1307 and 0.3081, on the scale 0 to 1.
     assert float(data.train_inputs.min()) == pytest.approx(-0.1307 / 0.3081, abs=1e-3)
     assert float(data.train_inputs.max()) == pytest.approx((1 - 0.1307) / 0.3081, abs=1e-3)
 
@@ -172,8 +172,8 @@ def test_unknown_name_lists_what_is_known(tmp_path):
         load(tmp_path / "a.csv")
 
 
-def test_a_file_that_unpacks_to_more_than_it_promises_is_not_unpacked_whole(tmp_path):
-    """4 GB of zeros in 4 MB: unpacked whole, it would take seconds and all that memory."""
+def test_a_file_that_unpacks_to_more_than_declared_is_not_fully_unpacked(tmp_path):
+    """The file has 4 GB of zeros in 4 MB; unpacking all of it would take seconds and that much memory."""
     write_idx(tmp_path)
     path = tmp_path / "train-images-idx3-ubyte"
     header = path.read_bytes()[:16]
@@ -207,7 +207,7 @@ def test_damaged_idx_file_is_named(tmp_path, damage, message):
         load(tmp_path)
 
 
-def test_idx_folder_that_lacks_a_file(tmp_path):
+def test_an_idx_folder_that_lacks_a_file_is_refused(tmp_path):
     write_idx(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
     with pytest.raises(FileNotFoundError, match=r"neither t10k-labels-idx1-ubyte nor t10k-labels-idx1-ubyte.gz"):
@@ -215,7 +215,7 @@ def test_idx_folder_that_lacks_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 3, 40])
-def test_cut_off_gz_file_is_named(tmp_path, keep):
+def test_a_truncated_gz_file_is_named(tmp_path, keep):
     write_idx(tmp_path, packed=True)
     path = tmp_path / "t10k-images-idx3-ubyte.gz"
     path.write_bytes(path.read_bytes()[:keep])
@@ -251,7 +251,7 @@ def test_npz_whose_arrays_do_not_fit_is_named(tmp_path, changes, message):
         load(write_npz(tmp_path / "a.npz", **changes))
 
 
-def test_npz_that_is_none(tmp_path):
+def test_a_file_that_is_not_an_npz_archive_is_refused(tmp_path):
     np.savez(tmp_path / "a.npz", images=np.zeros(3))
     with pytest.raises(ValueError, match=r"a\.npz .*expected x_train, .*; found images"):
         load(tmp_path / "a.npz")

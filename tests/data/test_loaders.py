@@ -1,4 +1,4 @@
-"""Loaders without a generator draw by the run's key; the global generator and loaders with their own are left alone."""
+"""Loaders without a generator draw by the run's key; the global generator and loaders' own ones are unchanged."""
 
 import gc
 import multiprocessing
@@ -36,7 +36,7 @@ class Noisy(Dataset):
 
 
 class Stream(IterableDataset):
-    """Examples one by one; says when it is closed."""
+    """A stream of single examples that records when it is closed."""
 
     def __init__(self):
         self.inputs, self.targets = make_batch(0, 12)
@@ -62,25 +62,25 @@ def test_the_same_key_and_epoch_give_the_same_batches():
         assert not torch.equal(next(other)[0], first[0][0])
 
 
-def test_all_examples_come_once_in_another_order():
+def test_every_example_occurs_once_in_a_different_order():
     loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=5, shuffle=True)
     orders = [torch.cat([batch[0] for batch in keyed_batches(loader, KEY, epoch)]).tolist() for epoch in range(3)]
     assert all(sorted(order) == list(range(12)) for order in orders)
     assert len({tuple(order) for order in orders}) == 3
 
 
-def test_the_global_generator_stays_and_does_not_matter():
+def test_the_global_generator_is_unchanged_and_does_not_matter():
     expected = list(keyed_batches(shuffled(), KEY, 0))
     found, before = [], torch.get_rng_state()
     for seed, batch in enumerate(keyed_batches(shuffled(), KEY, 0)):
         found.append(batch)
-        torch.manual_seed(seed)  # between batches it is the caller's own
+        torch.manual_seed(seed)  # between batches the caller may use it
         before = torch.get_rng_state()
     assert torch.equal(torch.get_rng_state(), before)
     assert_same(found, expected)
 
 
-def test_the_global_generator_stays_when_the_data_fail():
+def test_the_global_generator_is_unchanged_when_the_data_fail():
     class Failing(Noisy):
         def __getitem__(self, index):
             torch.randn(3)
@@ -101,17 +101,17 @@ def test_an_early_break_closes_the_inner_iterator():
     assert data.is_closed
 
 
-def test_what_draws_globally():
+def test_loaders_that_draw_globally_are_recognised():
     assert draws_globally(shuffled())
     assert not draws_globally(shuffled(generator=torch.Generator()))
     assert not draws_globally([1, 2])
 
 
-# Going on in the middle
+# Starting in the middle
 
 
 class AnyNoise(Noisy):
-    """Draws from all three generators, and counts what is read."""
+    """A data set that draws from all three generators, and counts its reads."""
 
     def __init__(self):
         super().__init__()
@@ -163,7 +163,7 @@ def test_every_start_gives_the_tail_and_reads_no_more(name, workers):
             assert data.read <= size * (2 * len(whole) - start)
 
 
-def test_the_order_is_the_samplers_under_the_epochs_seed():
+def test_the_order_is_that_of_the_sampler_under_the_epochs_seed():
     seeds = []
 
     class Told(WeightedRandomSampler):
@@ -177,7 +177,7 @@ def test_the_order_is_the_samplers_under_the_epochs_seed():
     assert torch.equal(drawn, torch.multinomial(torch.ones(12), 12, True, generator=generator))
 
 
-def test_python_and_numpy_generators_stay():
+def test_python_and_numpy_generators_are_unchanged():
     random.seed(1)
     np.random.seed(1)
     expected = random.random(), np.random.rand()
@@ -187,7 +187,7 @@ def test_python_and_numpy_generators_stay():
     assert (random.random(), np.random.rand()) == expected
 
 
-def test_workers_are_told_of_the_users_data_set():
+def test_worker_info_contains_the_users_data_set():
     class Opened(Dataset):
         extra = 0.0
 
@@ -206,7 +206,7 @@ def test_workers_are_told_of_the_users_data_set():
     assert next(keyed_batches(loader, KEY, 0)).tolist() == [5.0] * 4
 
 
-def test_kept_workers_go_with_their_loader():
+def test_persistent_workers_end_with_their_loader():
     loader = DataLoader(Noisy(), 4, shuffle=True, num_workers=1, persistent_workers=True)
     next(keyed_batches(loader, KEY, 0))
     seen = weakref.ref(loader)
@@ -245,7 +245,7 @@ class Iterated:
         (DataLoader(TensorDataset(torch.arange(3)), generator=torch.Generator()), "DataLoader over Tens"),
     ],
 )
-def test_what_cannot_start_in_the_middle_is_read_and_dropped_with_a_warning(data, named):
+def test_loaders_that_cannot_start_in_the_middle_read_and_drop_with_a_warning(data, named):
     with pytest.warns(SkippingWarning, match=f"batch 1 of epoch 4: the 1 before it are read from {named}"):
         batches = epoch_batches(data, KEY, 4, 1)
     assert len(list(batches)) == 2
@@ -257,7 +257,7 @@ def test_lists_start_in_the_middle(data):
 
 
 class Told:
-    """Shuffles by the epoch that it is told of, as Hugging Face's streams and distributed samplers do."""
+    """Data that shuffle by `set_epoch`, as Hugging Face's streams and distributed samplers do."""
 
     def __init__(self):
         self.epochs = []
@@ -276,7 +276,7 @@ class ToldStream(Told, IterableDataset):
     pass
 
 
-def test_data_loaders_and_samplers_are_told_the_epoch():
+def test_data_loaders_and_samplers_get_the_epoch():
     alone, stream, sampler = Told(), ToldStream(), Told()
     assert list(epoch_batches(alone, KEY, 5)) == [[5, 0], [5, 1], [5, 2]]
     list(epoch_batches(DataLoader(stream), KEY, 6))
@@ -289,7 +289,7 @@ def test_data_loaders_and_samplers_are_told_the_epoch():
 
 
 def trained(loader, duration="2ep", state=None):
-    state = make_state() if state is None else state  # layers start from global draws
+    state = make_state() if state is None else state  # layers are initialised by global draws
     before = torch.get_rng_state()
     end = fit(compose(loop_events), state, loader, duration=duration)
     assert torch.equal(torch.get_rng_state(), before)
@@ -305,7 +305,7 @@ def test_fit_repeats_bit_for_bit_and_leaves_the_generator():
 
 
 @pytest.mark.parametrize("stop", ["1ba", "2ba", "3ba", "5ba"])
-def test_going_on_within_an_epoch_equals_one_run(stop):
+def test_continuing_within_an_epoch_equals_one_run(stop):
     whole = trained(shuffled())
     middle = trained(shuffled(), stop)
     torch.manual_seed(5)
@@ -318,7 +318,7 @@ def test_workers_repeat_too():
     assert_same(trained(shuffled(num_workers=1), state=middle), whole)
 
 
-def test_persistent_workers_can_be_left_and_taken_up():
+def test_persistent_workers_can_be_interrupted_and_reused():
     data = TensorDataset(*make_batch(0, 12))
     loader = DataLoader(data, 4, shuffle=True, num_workers=1, persistent_workers=True)
     end = trained(loader, state=trained(loader, "4ba"))
@@ -328,7 +328,7 @@ def test_persistent_workers_can_be_left_and_taken_up():
     assert loader.generator is None
 
 
-def test_a_loader_with_its_own_generator_is_left_alone():
+def test_a_loader_with_its_own_generator_is_not_changed():
     def batches():
         generator = torch.Generator().manual_seed(3)
         return DataLoader(TensorDataset(*make_batch(0, 12)), 4, shuffle=True, generator=generator)
@@ -337,7 +337,7 @@ def test_a_loader_with_its_own_generator_is_left_alone():
     end = fit(step, state, batches())
     loader, expected = batches(), state
     for _ in range(2):
-        for inputs, targets in islice(loader, 3):  # a fourth that is not there would draw, and fit does not ask for it
+        for inputs, targets in islice(loader, 3):  # requesting a missing fourth one would draw, and fit does not
             expected = step(expected, (inputs, targets))
     assert_same(end.params, expected.params)
 
@@ -351,7 +351,7 @@ def test_streams_of_unknown_length():
     assert_same(trained(loader, state=middle).params, end.params)
 
 
-def test_a_break_after_some_batches_draws_no_more_than_they_need():
+def test_a_break_after_some_batches_draws_only_for_these():
     taken = list(islice(keyed_batches(shuffled(), KEY, 0), 2))
     assert_same(taken, list(keyed_batches(shuffled(), KEY, 0))[:2])
 
@@ -360,7 +360,7 @@ def test_a_break_after_some_batches_draws_no_more_than_they_need():
 
 
 class Shuffling(IterableDataset):
-    """Draws from all three generators, and shuffles by the epoch that it is told of."""
+    """A stream that draws from all three generators and shuffles by `set_epoch`."""
 
     def __init__(self):
         self.epoch = 0
@@ -377,7 +377,7 @@ class Shuffling(IterableDataset):
 
 
 class Owned(DataLoader):
-    """A loader with an iteration of its own, over the one it inherits."""
+    """A loader with its own iteration, which wraps the inherited one."""
 
     def __iter__(self) -> Any:
         for batch in super().__iter__():
@@ -386,7 +386,7 @@ class Owned(DataLoader):
 
 @pytest.mark.parametrize("kind", [DataLoader, Owned])
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
-def test_an_epoch_of_a_stream_does_not_depend_on_those_before_it(kind, options):
+def test_an_epoch_of_a_stream_does_not_depend_on_earlier_ones(kind, options):
     loader = kind(Shuffling(), 4, **options)
     first, second = (list(epoch_batches(loader, KEY, epoch)) for epoch in (0, 1))
     random.seed(5)
@@ -399,7 +399,7 @@ def test_an_epoch_of_a_stream_does_not_depend_on_those_before_it(kind, options):
     assert not torch.equal(torch.cat(first)[:, 2:], torch.cat(second)[:, 2:])
 
 
-def test_streams_leave_python_and_numpy_as_they_were():
+def test_streams_do_not_change_the_generators_of_python_and_numpy():
     random.seed(1)
     np.random.seed(1)
     expected = random.random(), np.random.rand()

@@ -22,7 +22,7 @@ from tests.helpers import assert_same, make_batch, make_state
 
 
 KEY = pc.random.key(11)
-# This machine may have fewer processors than the workers that a test wants.
+# The machine may have fewer processors than a test has workers.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 
@@ -41,7 +41,7 @@ class Augmented(Dataset):
 
 
 class Whole(Augmented):
-    """Reads a batch at once."""
+    """A data set that reads a whole batch in one call."""
 
     def __init__(self, size=10):
         super().__init__(size)
@@ -58,7 +58,7 @@ def jitter(sample, rng):
 
 
 def by_index(batches, order, size):
-    """Each sample's inputs by its index."""
+    """Return each sample's inputs by its index."""
     chosen = order.split(size)
     return {
         i: x
@@ -75,7 +75,7 @@ def global_states():
 # Order
 
 
-def test_the_order_is_that_of_arrays():
+def test_the_order_equals_that_of_arrays():
     inputs, targets = make_batch(0, 11)
     held = arrays(inputs, targets, 4)
     read = loader(TensorDataset(inputs, targets), 4)
@@ -136,7 +136,7 @@ def test_samples_epochs_and_keys_differ():
         ("key", lambda _, rng: pc.random.uniform(rng.named("shift"), ())),
     ],
 )
-def test_transforms_draw_from_what_they_are_given(rng, draw):
+def test_transforms_draw_from_their_second_argument(rng, draw):
     whole = next(loader(range(4), 4, shuffle=False, transform=draw, rng=rng).epoch(KEY, 3))
     for globals_too in (True, False):
         read = loader(range(4), 1, shuffle=False, transform=draw, rng=rng, seed_globals=globals_too)
@@ -156,7 +156,7 @@ def test_a_transform_of_one_argument_draws_globally():
     assert_same(list(read.epoch(KEY, 0, 2)), first[2:])
 
 
-def test_the_transforms_generator_does_not_repeat_the_global_one():
+def test_the_transforms_generator_differs_from_the_global_one():
     both = next(iter(loader(range(8), 8, transform=lambda _, rng: (torch.rand(()), torch.rand((), generator=rng)))))
     assert len(set(torch.cat(both).tolist())) == 16
 
@@ -173,7 +173,7 @@ def test_collating_is_seeded_too():
     assert not torch.equal(other, first[0])
 
 
-def test_global_generators_stay_with_and_without_workers():
+def test_global_generators_are_unchanged_with_and_without_workers():
     for workers in (0, 1):
         before = global_states()
         read = loader(Augmented(), 4, transform=jitter, workers=workers)
@@ -185,7 +185,7 @@ def test_global_generators_stay_with_and_without_workers():
         assert global_states() == before
 
 
-def test_unseeded_globals_are_left_to_the_caller():
+def test_without_seeding_the_caller_controls_the_global_generators():
     read = loader(Augmented(), 4, seed_globals=False)
     with kept_globals():
         torch.manual_seed(0)
@@ -195,10 +195,10 @@ def test_unseeded_globals_are_left_to_the_caller():
         assert not torch.equal(next(iter(read))[0], first[0])
 
 
-# Many at once
+# Reading many samples in one call
 
 
-def test_a_data_set_that_reads_many_at_once_is_asked_so_and_repeats():
+def test_a_data_set_with_getitems_reads_many_at_once_and_repeats():
     data = Whole()
     read = loader(data, 4, transform=jitter)
     first = list(read.epoch(KEY, 0))
@@ -206,7 +206,7 @@ def test_a_data_set_that_reads_many_at_once_is_asked_so_and_repeats():
     assert_same(list(read.epoch(KEY, 0, 1)), first[1:])
 
 
-def test_a_subset_is_read_as_what_it_is_part_of():
+def test_a_subset_is_read_like_its_data_set():
     data = Whole()
     list(loader(Subset(data, range(4)), 2, shuffle=False))
     assert data.asked == [[0, 1], [2, 3]]
@@ -217,7 +217,7 @@ def test_a_subset_is_read_as_what_it_is_part_of():
 
 
 class Rows:
-    """What a Hugging Face `datasets.Dataset` offers: columns by name, rows by number, many rows at once."""
+    """An imitation of Hugging Face's `datasets.Dataset`: columns by name, rows by number, many rows in one call."""
 
     def __init__(self, columns):
         self.columns = columns
@@ -252,7 +252,8 @@ def test_hugging_face_data_sets():
     datasets, pyarrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
     columns = {"input": [0.5 * number for number in range(10)], "label": list(range(10))}
     table = datasets.table.InMemoryTable(pyarrow.table(columns))
-    data = datasets.Dataset(table, fingerprint="given")  # from_dict would pickle pyarrow, which not every dill can
+    # `from_dict` would pickle pyarrow, which some versions of dill cannot do.
+    data = datasets.Dataset(table, fingerprint="given")
     like = loader(Rows(columns), 4)
     assert_same(list(loader(data, 4).epoch(KEY, 0)), list(like.epoch(KEY, 0)))
     assert_same(list(loader(data, 4, workers=1).epoch(KEY, 0, 1)), list(like.epoch(KEY, 0, 1)))
@@ -265,8 +266,8 @@ def test_hugging_face_data_sets():
 
 @pytest.fixture
 def children():
-    """Gives the workers started in this test that are alive."""
-    gc.collect()  # other tests' workers, which may hang on tracebacks
+    """Return the workers started in this test that are alive."""
+    gc.collect()  # other tests' workers, which tracebacks may keep alive
     before = set(multiprocessing.active_children())
     return lambda: [child for child in multiprocessing.active_children() if child not in before]
 
@@ -274,12 +275,12 @@ def children():
 @pytest.mark.parametrize("workers", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_workers_change_no_bit(workers):
     alone, many = (loader(Augmented(), 3, transform=jitter, workers=count) for count in (0, workers))
-    for epoch, start in [(0, 0), (1, 0), (1, 2), (0, 0)]:  # the same workers, whatever they did before
+    for epoch, start in [(0, 0), (1, 0), (1, 2), (0, 0)]:  # the same workers, independent of their earlier work
         assert_same(list(many.epoch(KEY, epoch, start)), list(alone.epoch(KEY, epoch, start)))
     assert_same(list(many), list(alone))
 
 
-def test_workers_stay_between_epochs_until_they_are_closed(children):
+def test_workers_are_kept_between_epochs_until_they_are_closed(children):
     read = loader(range(6), 2, workers=1, transform=lambda sample, rng: os.getpid())
     first, second = next(read.epoch(KEY, 0)), torch.cat(list(read.epoch(KEY, 1)))
     assert len(children()) == 1 and set(first.tolist()) == set(second.tolist())
@@ -291,7 +292,7 @@ def test_workers_stay_between_epochs_until_they_are_closed(children):
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-def test_an_iterator_can_be_left_and_leaves_no_worker_behind(persistent, children):
+def test_an_abandoned_iterator_leaves_no_worker(persistent, children):
     read = loader(Augmented(), 2, workers=1, persistent_workers=persistent)
     batches = read.epoch(KEY, 0)
     next(batches)
@@ -302,7 +303,7 @@ def test_an_iterator_can_be_left_and_leaves_no_worker_behind(persistent, childre
     assert not children()
 
 
-def test_workers_end_with_a_loader_that_hangs_on_a_traceback(children):
+def test_workers_end_with_a_loader_that_a_traceback_keeps_alive(children):
     def fail():
         read = loader(Augmented(), 2, workers=1)
         next(read.epoch(KEY, 0))
@@ -320,7 +321,7 @@ def test_workers_end_with_a_loader_that_hangs_on_a_traceback(children):
     assert time.monotonic() - start < 4
 
 
-def test_two_readings_at_a_time_do_not_disturb_each_other():
+def test_two_simultaneous_iterations_do_not_affect_each_other():
     read, alone = loader(Augmented(), 2, workers=1), loader(Augmented(), 2)
     outer = read.epoch(KEY, 0)
     found = [next(outer)]
@@ -329,7 +330,7 @@ def test_two_readings_at_a_time_do_not_disturb_each_other():
 
 
 class Shy(Dataset):
-    """Knows itself in a worker, and fails on one sample."""
+    """A data set that detects that it is in a worker, and fails on one sample."""
 
     def __len__(self):
         return 6
@@ -343,7 +344,7 @@ class Shy(Dataset):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_errors_name_the_sample_and_the_next_epoch_goes_well(workers):
+def test_errors_name_the_sample_and_the_next_epoch_works(workers):
     read = loader(Shy(), 2, shuffle=False, workers=workers)
     batches = read.epoch(KEY, 3)
     assert next(batches).tolist() == [0, 1]
@@ -371,7 +372,7 @@ def trained(data, duration="2ep", state=None):
 
 @pytest.mark.parametrize("stop", ["1ba", "2ba", "4ba", "5ba"])
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_run_that_goes_on_within_an_epoch_equals_one_run(stop, workers):
+def test_a_run_resumed_within_an_epoch_equals_one_run(stop, workers):
     whole = trained(loader(Augmented(), 3, transform=jitter))
     middle = trained(loader(Augmented(), 3, transform=jitter, workers=workers), stop)
     torch.manual_seed(3)
@@ -439,7 +440,7 @@ def test_options_that_are_refused(options, message):
         loader([1, 2, 3], **{"batch_size": 2, **options})
 
 
-def test_places_outside_the_epoch_are_refused_at_once():
+def test_positions_outside_the_epoch_are_refused_immediately():
     read = loader([1, 2, 3], 2)
     with pytest.raises(ValueError, match="start"):
         read.epoch(KEY, 0, 3)
@@ -464,7 +465,7 @@ def test_samples_that_do_not_fit_together_are_shown(samples, message, workers):
         list(loader(samples, 3, workers=workers))
 
 
-def test_errors_in_the_users_collate_say_where():
+def test_errors_in_the_users_collate_name_the_place():
     with pytest.raises(ZeroDivisionError, match=r"samples \[0, 1\], collating"):
         list(loader([1, 2], 2, collate=lambda samples: 1 // 0))
 

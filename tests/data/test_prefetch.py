@@ -1,4 +1,4 @@
-"""Batches sent ahead: their order, their number, and what a source raises."""
+"""Batches sent ahead: their order, their number, and errors of a source."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Pair:
 
 
 class Source:
-    """Counts what is read of it; raises at a batch, if told so."""
+    """A source that counts its reads, and raises at a given batch, if any."""
 
     def __init__(self, num: int, fails_at: int | None = None) -> None:
         self.num, self.fails_at, self.read = num, fails_at, 0
@@ -36,7 +36,7 @@ class Source:
 
 
 def sent_late(batch: Any) -> _Sent:
-    """Stands for a copy that is under way."""
+    """Simulate a copy that is still in progress."""
     return _Sent(lambda: batch, True)
 
 
@@ -45,9 +45,7 @@ def sent_at_once(batch: Any) -> _Sent:
 
 
 @given(num=st.integers(0, 9), size=st.integers(1, 4), is_late=st.lists(st.booleans(), min_size=9, max_size=9))
-def test_every_batch_comes_once_in_order_and_no_more_than_the_size_are_ahead(
-    num: int, size: int, is_late: list[bool]
-) -> None:
+def test_every_batch_comes_once_in_order_and_at_most_size_are_ahead(num: int, size: int, is_late: list[bool]) -> None:
     source, taken = Source(num), []
     for batch in _ahead(source, lambda i: _Sent(lambda: i, is_late[i]), size):
         taken.append(batch)
@@ -64,7 +62,7 @@ def test_copies_are_made_ahead_of_the_batch_that_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 5])
-def test_what_needs_no_copy_is_not_read_ahead(size: int) -> None:
+def test_batches_that_need_no_copy_are_not_read_ahead(size: int) -> None:
     source = Source(9)
     stream = _ahead(source, sent_at_once, size)
     assert [next(stream), next(stream)] == [0, 1]
@@ -97,7 +95,7 @@ def test_closing_early_closes_the_source() -> None:
     assert list(stream) == []
 
 
-def test_on_a_cpu_batches_of_every_form_come_as_they_are() -> None:
+def test_on_a_cpu_batches_of_every_structure_are_unchanged() -> None:
     batches = [(torch.ones(2), [torch.zeros(1)]), {"x": torch.ones(2), "n": 3}, Pair(torch.ones(2), "a")]
     assert all(a is b for a, b in zip(prefetch(batches, "cpu"), batches, strict=True))
 
@@ -144,7 +142,7 @@ def test_on_a_gpu_the_values_are_those_of_the_host_while_it_works(size: int) -> 
 
 
 @needs_cuda
-def test_on_a_gpu_layouts_stay_and_what_is_there_is_passed_on() -> None:
+def test_on_a_gpu_layouts_are_kept_and_tensors_already_there_are_passed_on() -> None:
     image = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     there = torch.ones(3, device="cuda")
     first, second = prefetch([(image, there), (torch.ones(1).expand(4), there)], "cuda")

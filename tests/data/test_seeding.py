@@ -39,7 +39,7 @@ def test_torch_draws_as_after_manual_seed():
         assert torch.equal(seeded, torch.rand(5))
 
 
-def test_generators_are_put_back_even_after_an_error():
+def test_generators_are_restored_even_after_an_error():
     with kept_globals():
         seed_globals([1, 2, 3, 4])
         with pytest.raises(OSError), kept_globals():
@@ -51,7 +51,7 @@ def test_generators_are_put_back_even_after_an_error():
 
 
 @pytest.mark.parametrize("torch_only", [True, False])
-def test_a_stream_goes_on_where_it_stopped_and_moves_nothing_outside(torch_only):
+def test_a_stream_continues_where_it_stopped_and_changes_nothing_outside(torch_only):
     def taken(count, is_disturbed):
         stream, found = Stream([1, 2, 3, 4], 5, torch_only), []
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""Text as tokens in windows: nothing lost, nothing twice, each label the token that follows."""
+"""Text as tokens in windows: every token occurs once, and each label is the next token."""
 
 import math
 from pathlib import Path
@@ -19,7 +19,7 @@ from purecompose.random import key
 SHAKESPEARE = Path(__file__).parents[2].parent / "shared" / "data" / "tinyshakespeare.txt"
 NAMES = ("input_ids", "labels")
 
-# Halves of surrogate pairs have no form in UTF-8, and the mark of the byte order is not a text.
+# Halves of surrogate pairs cannot be encoded in UTF-8, and the byte order mark is not text.
 texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\ufeff"), min_size=1, max_size=300)
 
 
@@ -63,7 +63,7 @@ def test_the_order_of_the_characters_is_that_of_the_tokens(characters: list[str]
         (3, TypeError, "a text, got 3"),
     ],
 )
-def test_vocabularies_that_cannot_be(characters: str, kind: type[Exception], said: str) -> None:
+def test_bad_vocabularies_are_refused(characters: str, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         CharacterVocabulary(characters)
 
@@ -75,7 +75,7 @@ def test_tokens_outside_the_vocabulary_are_refused(token: int) -> None:
 
 
 @given(num_tokens=st.integers(2, 200), length=st.integers(1, 60))
-def test_windows_are_the_text_cut_and_labels_what_follows(num_tokens: int, length: int) -> None:
+def test_windows_are_the_cut_text_and_labels_the_next_tokens(num_tokens: int, length: int) -> None:
     tokens = torch.arange(num_tokens)
     if num_tokens <= length:
         with pytest.raises(ValueError, match=f"too few for a window of {length}"):
@@ -99,7 +99,9 @@ def test_windows_are_the_text_cut_and_labels_what_follows(num_tokens: int, lengt
         (torch.arange(9), 2.0, TypeError, "text_windows: length"),
     ],
 )
-def test_tokens_that_cannot_be_cut(tokens: torch.Tensor, length: int, kind: type[Exception], said: str) -> None:
+def test_tokens_that_cannot_be_cut_are_refused(
+    tokens: torch.Tensor, length: int, kind: type[Exception], said: str
+) -> None:
     with pytest.raises(kind, match=said):
         text_windows(tokens, length)
 
@@ -129,7 +131,7 @@ def test_the_parts_are_the_files_start_and_end(
     assert (data.in_shape, data.num_classes) == ((length,), len(set(text)))
 
 
-def test_line_ends_stay_and_the_byte_order_mark_goes(tmp_path: Path) -> None:
+def test_line_ends_are_kept_and_the_byte_order_mark_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_bytes(b"\xef\xbb\xbf" + b"a\r\nb" * 10)
     assert load_text(path, 2).vocabulary.characters == "\n\rab"
@@ -144,7 +146,7 @@ def test_another_text_takes_a_given_vocabulary(tmp_path: Path) -> None:
         load_text(path, 4, vocabulary=CharacterVocabulary("a"))
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no file"):
         load_text(tmp_path / "nowhere.txt")
     with pytest.raises(OSError, match="cannot be read: Is a directory"):
@@ -158,7 +160,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @given(seed=st.integers(0, 2**32), batch_size=st.integers(1, 7), start=st.integers(0, 2))
-def test_batches_with_keys_are_those_without(seed: int, batch_size: int, start: int) -> None:
+def test_batches_with_keys_equal_those_without(seed: int, batch_size: int, start: int) -> None:
     inputs, labels = text_windows(torch.arange(64), 3)
     pairs = arrays(inputs, labels, batch_size, drop_last=True)
     named = arrays(inputs, labels, batch_size, drop_last=True, names=NAMES)
@@ -182,7 +184,7 @@ def test_batches_with_keys_are_those_without(seed: int, batch_size: int, start: 
         (("a", "a"), ValueError, "got 'a' twice"),
     ],
 )
-def test_names_that_cannot_be(names: tuple[str, str], kind: type[Exception], said: str) -> None:
+def test_bad_names_are_refused(names: tuple[str, str], kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         arrays(torch.zeros(3), torch.zeros(3), 1, names=names)
 
@@ -202,7 +204,7 @@ def test_perplexity_is_the_exponential_of_the_mean_loss() -> None:
         metrics.perplexity(3)  # pyright: ignore[reportArgumentType]
 
 
-def test_classes_come_second_and_nothing_else_moves() -> None:
+def test_classes_come_second_and_nothing_else_changes() -> None:
     embedding = torch.nn.Embedding(9, 7)
     ids = torch.arange(8).reshape(2, 4)
     outputs = ClassesSecond(embedding)(ids)
@@ -237,7 +239,7 @@ def test_methods_for_sequences_take_the_batches() -> None:
     after = evaluate(state, data, {"perplexity": metrics.perplexity(), "accuracy": metrics.accuracy})
     assert lengths == [4] * 10 + [7] * 10 + [10] * 20
     assert state.timestamp.token == 40 * 8 * 10
-    # The text is a circle of eight, which a table of what follows what knows by heart.
+    # The text is a cycle of eight characters, which a table of next characters predicts exactly.
     assert before["accuracy"] < 0.5 and after["accuracy"] == 1.0 and after["perplexity"] < 1.5
 
 

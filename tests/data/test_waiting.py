@@ -1,4 +1,4 @@
-"""Data that do not come are spoken of while they are waited for."""
+"""A message appears while the run waits for slow data."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from tests.helpers import Batch, make_batch, make_state
 
 
 class Slow:
-    """Three batches, the second of which takes its time."""
+    """Three batches, the second of which takes long."""
 
     def __iter__(self) -> Iterator[Batch]:
         for index in range(3):
@@ -22,7 +22,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("is_training", [True, False])
-def test_a_batch_that_takes_long_is_warned_of_once(is_training, monkeypatch):
+def test_a_batch_that_takes_long_is_warned_about_once(is_training, monkeypatch):
     monkeypatch.setattr(waiting, "LONGEST", 0.1)
     with pytest.warns(
         UserWarning, match=r"still waiting for batch 1 of this pass from Slow after 0\.1 s.*timeout"
@@ -38,9 +38,9 @@ def watching() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "purecompose data"}
 
 
-def test_nobody_watches_data_in_memory_or_after_the_end(monkeypatch):
+def test_data_in_memory_and_finished_passes_are_not_watched(monkeypatch):
     monkeypatch.setattr(waiting, "LONGEST", 0.01)
-    before = watching()  # another test may have left a pass over its data unfinished
+    before = watching()  # another test may have an unfinished pass over its data
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         batches = waiting.watched(iter([1, 2]), [1, 2])

@@ -1,6 +1,6 @@
-"""Networks that researchers write and libraries trip over, each with its batches, as tasks for the laws."""
+"""Networks that researchers write and that break libraries, each with its batches, as tasks for the laws."""
 
-# What modules hold is Tensor | Module to a type checker, in every line of these.
+# For a type checker, attributes of modules are Tensor | Module, in every line below.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
 
@@ -24,7 +24,7 @@ CLASSES = 3
 
 
 class Around(nn.Module):
-    """Vectors of 4 go through `inner` at width 6, between two layers of torch's."""
+    """Vectors of 4 pass through `inner` at width 6, between two layers of torch."""
 
     def __init__(self, inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Around(nn.Module):
 
 
 class RunningMean(nn.Module):
-    """Centres by a mean of its own, written by `how`."""
+    """Centres inputs by its own running mean, which it writes in the way `how`."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -92,11 +92,11 @@ class ListedBuffers(nn.Module):
         return x * self.scales[0] * self.scales[1] + self.shifts["low"] - self.shifts["high"]
 
 
-# Attributes that forward changes: the library puts them back and says so
+# Attributes that forward changes: the library restores them with a warning
 
 
 class RotaryCache(nn.Module):
-    """Rotates pairs by a table that it computes at the first call and keeps."""
+    """Rotates pairs by a table that it computes and caches at the first call."""
 
     def __init__(self, holder: str = "attribute") -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class RotaryCache(nn.Module):
 
 
 class LastActivation(nn.Module):
-    """Leaves its activation and a count for those who look."""
+    """Stores its activation and a count in attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class Fourier(nn.Module):
 
 
 class FunctionalDropout(nn.Module):
-    """Dropout in all the ways but modules, one in place."""
+    """Dropout in every form except modules, one of them in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.dropout(x, 0.2, self.training)
@@ -227,7 +227,7 @@ class FunctionalDropout(nn.Module):
 
 
 class SometimesNoise(nn.Module):
-    """Draws at every second call alone, as a buffer says (stochastic depth with a Python branch)."""
+    """Draws only at every second call, counted by a buffer (stochastic depth with a Python branch)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class Recomputed(nn.Module):
 
 
 class Sentences(nn.Module):
-    """A recurrent or attending core over (batch, 5) ids, with padding: the logits of the whole sentence."""
+    """A recurrent or attention core over padded (batch, 5) ids, which returns logits of the whole sentence."""
 
     def __init__(self, core: nn.Module) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ class Binarised(nn.Module):
 
 
 class ByShape(nn.Module):
-    """Python that asks for shapes, and other layers for other shapes."""
+    """Python branches on shapes, with other layers for other shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ def reading(make: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
 
 
 class AsItIs(Task):
-    """A task whose network keeps its dtypes, which differ."""
+    """A task whose network keeps its mixed dtypes."""
 
     def make_state(self, seed: int, *, dtype: torch.dtype = torch.float32, **options: Any) -> State:
         if dtype is not torch.float32:

@@ -1,4 +1,4 @@
-"""Networks taken apart and put together: ties, buffers, modes, and what cannot be taken apart."""
+"""Networks split into skeleton and tensors and rebuilt: ties, buffers, modes, and networks that cannot be split."""
 
 import collections
 import copy
@@ -68,7 +68,7 @@ def run(parts: Parts, x: Tensor, train: bool = True) -> tuple[Tensor, dict[str, 
 
 
 def on_meta(model: Model) -> bool:
-    """Whether both skeletons hold nothing but twins."""
+    """Return whether both skeletons contain only meta twins."""
     modules = [model.skeleton(train).module for train in (True, False)]
     return all(t.is_meta for module in modules for t in (*module.parameters(), *module.buffers()))
 
@@ -81,7 +81,7 @@ def inputs() -> Tensor:
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_a_bound_skeleton_computes_what_the_module_does(train):
+def test_a_bound_skeleton_computes_the_same_as_the_module(train):
     net = make()
     parts = from_module(net)
     reference = copy.deepcopy(net).train(train)
@@ -91,7 +91,7 @@ def test_a_bound_skeleton_computes_what_the_module_does(train):
     assert on_meta(parts.model)
 
 
-def test_tensors_are_copies_by_qualified_name_and_the_module_stays():
+def test_tensors_are_copies_by_qualified_name_and_the_module_is_unchanged():
     net = make()
     before = copy.deepcopy(net.state_dict())
     parts = from_module(net)
@@ -105,7 +105,7 @@ def test_tensors_are_copies_by_qualified_name_and_the_module_stays():
     assert {t.device.type for t in net.parameters()} == {"cpu"}
 
 
-def test_ties_stay_ties():
+def test_ties_are_kept():
     net = make(Tied)
     parts = from_module(net)
     assert list(parts.params) == ["embed.weight"] and list(parts.buffers) == ["scale"]
@@ -229,7 +229,7 @@ def test_a_network_wholly_in_eval_mode_trains_in_training_mode():
     assert all(flags(model.skeleton(True).module)) and not any(flags(model.skeleton(False).module))
 
 
-def test_a_head_set_to_train_on_a_network_in_eval_mode_trains_alone():
+def test_only_a_head_set_to_train_on_a_network_in_eval_mode_trains():
     net = make().eval()
     net.second.train()
     assert flags(from_module(net).model.skeleton(True).module) == [False, False, False, True]
@@ -242,11 +242,11 @@ def test_parameters_without_gradient_are_frozen():
     assert from_module(net).frozen == {"embed.weight"}
 
 
-# What forward does to the module
+# Changes of the module by forward
 
 
 class InPlace(Net):
-    """Counts in a buffer in place, and rebinds another."""
+    """A network that counts in a buffer in place, and rebinds another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ def test_buffers_written_in_place_or_rebound_come_back():
 
 
 class Caching(Net):
-    """Writes to every kind of container that is not a buffer."""
+    """A network that writes to every kind of container that is not a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class Caching(Net):
         self.register_buffer("cache", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        offset = 0 if self.cache is None else 100  # shows whether anything survived
+        offset = 0 if self.cache is None else 100  # shows whether anything was kept
         offset += 100 * (self.last is not None) + 100 * len(self.seen)
         self.last, self.cache, self.table["b"] = x, x, 2
         self.seen.append(x)
@@ -290,7 +290,7 @@ class Caching(Net):
         return super().forward(x) + offset
 
 
-def test_what_forward_keeps_elsewhere_is_put_back_and_named_once():
+def test_other_attributes_that_forward_writes_are_restored_and_named_once():
     parts = from_module(make(Caching))
     with pytest.warns(UserWarning, match="neither a parameter nor a buffer") as caught:
         first, _ = run(parts, inputs())
@@ -307,7 +307,7 @@ def test_what_forward_keeps_elsewhere_is_put_back_and_named_once():
 
 
 @pytest.mark.parametrize("name", ["cache", "made"])
-def test_a_buffer_that_forward_registers_does_not_stay(name):
+def test_a_buffer_that_forward_registers_is_removed(name):
     class Registering(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -376,7 +376,7 @@ class Emptying(Masked):
         return outputs
 
 
-def test_a_buffer_that_forward_removes_is_an_error_and_comes_back():
+def test_a_buffer_that_forward_removes_is_an_error_and_is_restored():
     parts = take_apart(Emptying(), warns=True)
     with pytest.warns(UserWarning, match="forward changed masks"):
         with pytest.raises(RuntimeError, match="removed the buffer 'masks.0'"):
@@ -395,7 +395,7 @@ def test_two_sets_of_weights_share_a_skeleton_without_disturbing_each_other():
     skeleton = parts.model.skeleton(True)
     buffers = {name: value.clone() for name, value in parts.buffers.items()}
     with skeleton.bound(parts.params, buffers) as module:
-        assert torch.equal(run(other, inputs())[0], alone[1])  # bound within a binding
+        assert torch.equal(run(other, inputs())[0], alone[1])  # bound inside another binding
         buffers.update({name: value.clone() for name, value in parts.buffers.items()})
         assert torch.equal(module(inputs()), alone[0])
     assert not torch.equal(*alone) and on_meta(parts.model)
@@ -570,7 +570,7 @@ class Viewing(nn.Module):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm:FutureWarning", "ignore::DeprecationWarning")
-def test_what_cannot_be_taken_apart_is_a_clear_error(factory, error, said):
+def test_networks_that_cannot_be_taken_apart_are_a_clear_error(factory, error, said):
     with pytest.raises(error, match=said):
         from_module(factory())
 
@@ -635,14 +635,14 @@ def test_other_architectures_and_settings_are_unequal(first, second):
     assert from_module(make(first)).model != from_module(make(second)).model
 
 
-def test_a_model_is_immutable_under_copies_and_prints_short():
+def test_a_model_is_immutable_is_its_own_copy_and_prints_briefly():
     model = from_module(make()).model
     assert copy.deepcopy(model) is model
     assert repr(model) == "Model(Net, 6 parameters)"
     assert model != "Model"
 
 
-def test_fingerprints_of_things_that_are_no_modules():
+def test_fingerprints_of_objects_that_are_not_modules():
     def function() -> None: ...
 
     class Setting:
@@ -687,7 +687,7 @@ class _Named(dict[str, Any]):
         ),
     ],
 )
-def test_fingerprints_tell_values_and_types_apart(first, second):
+def test_fingerprints_distinguish_values_and_types(first, second):
     assert fingerprint(first) == fingerprint(copy.deepcopy(first)) != fingerprint(second)
 
 
@@ -705,7 +705,7 @@ def test_networks_with_other_constants_are_unequal():
 
 
 class Counter:
-    """A plain object of the user's."""
+    """A plain user-defined object."""
 
     def __init__(self) -> None:
         self.count, self.log = 0, []
@@ -742,7 +742,7 @@ MEMORIES: list[Any] = [
 
 
 @pytest.mark.parametrize("memory, use", MEMORIES, ids=["list", "nested", "tuple", "deque", "object", "deep"])
-def test_what_forward_keeps_deep_inside_attributes_is_put_back(memory, use):
+def test_nested_attributes_that_forward_writes_are_restored(memory, use):
     parts = from_module(Remembering(memory, use))
     with pytest.warns(UserWarning, match="forward changed memory"):
         first, _ = run(parts, inputs())
@@ -759,7 +759,7 @@ class Renaming(nn.Module):
         return x
 
 
-def test_a_renamed_attribute_is_put_back():
+def test_a_renamed_attribute_is_restored():
     parts = from_module(Renaming())
     with pytest.warns(UserWarning, match="forward changed before, after"):
         run(parts, inputs())
@@ -771,7 +771,7 @@ def _count(module: Any, args: object, outputs: Tensor) -> Tensor:
     return outputs * module.count
 
 
-def test_what_a_hook_writes_on_a_module_of_torch_is_put_back():
+def test_attributes_that_a_hook_writes_on_a_module_of_torch_are_restored():
     net = nn.Linear(4, 3)
     net.register_forward_hook(_count)
     parts = from_module(net)
@@ -781,7 +781,7 @@ def test_what_a_hook_writes_on_a_module_of_torch_is_put_back():
 
 
 class Equal:
-    """Equal to everything, as a broken or lazy `__eq__` makes it."""
+    """An object equal to everything, as with a broken or lazy `__eq__`."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -836,7 +836,7 @@ def with_global() -> nn.Module:
 
 
 class Calling:
-    """An object of the user's that keeps a function."""
+    """A user-defined object that keeps a function."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -882,7 +882,7 @@ def test_functions_that_keep_the_network_are_refused(factory, said):
         from_module(factory())
 
 
-def test_functions_and_methods_that_keep_nothing_of_the_network_are_fine():
+def test_functions_and_methods_that_do_not_keep_the_network_are_accepted():
     outside = nn.Linear(4, 4)
     for make_function in (lambda net: net.forward, lambda net: F.relu, lambda net: lambda x: outside(x)):
         from_module(with_attribute(make_function))

@@ -1,4 +1,4 @@
-"""Other modules in a skeleton's places: what stays, what is named again, and the original left alone."""
+"""Replaced modules in a skeleton: kept tensors, new names, and the unchanged original."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def meta(*shape):
     return torch.zeros(shape, device="meta")
 
 
-def test_a_module_is_replaced_wherever_it_stands_and_the_rest_stays():
+def test_a_module_is_replaced_at_all_its_places_and_the_rest_is_kept():
     parts = from_module(Tied())
     model = parts.model.with_modules({"act": nn.Tanh()})
     module = model.module
@@ -53,7 +53,7 @@ def test_a_module_is_replaced_wherever_it_stands_and_the_rest_stays():
     assert torch.equal(whole(x), reference(x))
 
 
-def test_new_tensors_get_names_and_ties_among_them_stay():
+def test_new_tensors_get_names_and_their_ties_are_kept():
     parts = from_module(nn.Sequential(nn.ReLU(), nn.Linear(2, 2), nn.ReLU(), nn.ReLU()))
     shared = meta(2)
     model = parts.model.with_modules({"0": Shift(shared), "3": Shift(shared), "2": nn.Linear(2, 2, device="meta")})
@@ -70,8 +70,8 @@ def test_new_tensors_get_names_and_ties_among_them_stay():
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=5))
-def test_modes_are_those_of_what_was_replaced(modes):
-    # One more in training mode: a network all of whose parts are in evaluation mode is taken to train.
+def test_new_modules_have_the_modes_of_replaced_ones(modes):
+    # One more module is in training mode: a network entirely in evaluation mode would count as training.
     net = nn.Sequential(*[nn.Dropout().train(mode) for mode in modes], nn.Linear(1, 1))
     model = from_module(net).model.with_modules({str(i): nn.AlphaDropout() for i in range(len(modes))})
     assert [model.module.get_submodule(str(i)).training for i in range(len(modes))] == modes
@@ -84,12 +84,12 @@ def test_the_root_can_be_replaced_and_nothing_is_a_copy():
     assert parts.model.with_modules({}) == parts.model
 
 
-def test_a_name_that_is_none_is_an_error():
+def test_an_unknown_name_is_an_error():
     with pytest.raises(AttributeError, match="nowhere"):
         from_module(nn.Sequential(nn.ReLU())).model.with_modules({"nowhere": nn.Tanh()})
 
 
-def test_a_real_weight_is_no_skeletons():
+def test_a_module_with_real_weights_is_refused():
     model = from_module(nn.Sequential(nn.ReLU())).model
     with pytest.raises(ValueError, match=r"expected 0\.weight on meta"):
         model.with_modules({"0": nn.Linear(2, 2)})

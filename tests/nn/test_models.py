@@ -1,4 +1,4 @@
-"""The plain networks: shapes, the counts of their weights, and first weights that come from a seed alone."""
+"""The plain networks: shapes, numbers of weights, and initial weights that only depend on a seed."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ FOR_IMAGES = sorted(set(SMALL) - {"gpt"})
 
 
 def build_small(name: str, *, seed: int = 0) -> nn.Module:
-    """For 3 classes or tokens, and images 1x8x8 or sequences of 8."""
+    """Build a network for 3 classes or tokens, and images 1x8x8 or sequences of 8."""
     return models.build(name, in_shape=(8,) if name == "gpt" else (1, 8, 8), num_classes=3, seed=seed, **SMALL[name])
 
 
@@ -37,7 +37,7 @@ def flat_weights(net: nn.Module) -> torch.Tensor:
 
 
 def residual_weights(depth: int, in_channels: int, num_classes: int, width: int) -> int:
-    """Counted stage by stage: convolutions without bias, two numbers per BatchNorm channel."""
+    """Return the number of weights, stage by stage: convolutions without bias, two numbers per BatchNorm channel."""
     total = 9 * in_channels * width + 2 * width
     channels = width
     for stage_width in (width, 2 * width, 4 * width):
@@ -70,7 +70,7 @@ def test_every_model_maps_images_to_logits(name, channels, size, num_classes, ba
     hidden=st.lists(st.integers(1, 20), max_size=3),
     num_classes=st.integers(1, 9),
 )
-def test_mlp_is_the_chain_of_its_matrices(in_features, hidden, num_classes):
+def test_mlp_equals_the_chain_of_its_matrices(in_features, hidden, num_classes):
     net = models.mlp(in_features, hidden, num_classes)
     inputs = torch.randn(4, in_features, generator=torch.Generator().manual_seed(0))
     values = inputs
@@ -103,14 +103,14 @@ def test_resnet_sizes_named_in_the_docstrings():
 
 
 def test_large_resnets_have_the_known_numbers_of_weights():
-    """Those of the models of torchvision."""
+    """They are those of torchvision's models."""
     with torch.device("meta"):
         assert num_weights(models.resnet18(3, 1000)) == 11_689_512
         assert num_weights(models.resnet50(3, 1000)) == 25_557_032
 
 
 def stage_weights(channels_in: int, width: int, *, is_bottleneck: bool) -> tuple[int, int]:
-    """Weights of the first block of a stage and of another one, by hand."""
+    """Return the manually counted weights of the first block of a stage and of another one."""
     out = 4 * width if is_bottleneck else width
     last = 9 * width**2 + width * out + 2 * out if is_bottleneck else 9 * width**2
     norms = 4 * width
@@ -150,7 +150,7 @@ def test_a_bottleneck_adds_branch_and_shortcut(seed, stride, in_channels):
     values = inputs
     for conv in (layer for layer in block.branch if isinstance(layer, nn.Conv2d)):
         values = nn.functional.conv2d(values, conv.weight, stride=conv.stride, padding=conv.padding)
-        values = values / (1 + 1e-5) ** 0.5  # a norm that has seen nothing
+        values = values / (1 + 1e-5) ** 0.5  # a norm with initial statistics
         values = values.clamp(min=0) if conv.out_channels == 2 else values
     torch.testing.assert_close(block(inputs), (values + block.shortcut(inputs)).clamp(min=0))
     assert isinstance(block.shortcut, nn.Identity) == (stride == 1 and in_channels == 8)
@@ -170,7 +170,7 @@ def test_one_cnn_serves_several_image_sizes():
     assert [tuple(net(torch.zeros(2, 1, size, size)).shape) for size in (4, 8, 17, 28)] == [(2, 10)] * 4
 
 
-def test_options_of_the_cnn():
+def test_the_cnn_has_options():
     assert not list(models.cnn(1, 3, batch_norm=False).buffers())
     assert list(models.cnn(1, 3).buffers())
     (dropout,) = [m for m in models.cnn(1, 3, dropout=0.25).modules() if isinstance(m, nn.Dropout)]
@@ -189,7 +189,7 @@ def test_no_layer_works_in_place(name):
 
 
 @pytest.mark.parametrize("name", sorted(models.MODELS))
-def test_seed_decides_the_weights_and_the_global_generator_stays(name):
+def test_the_seed_decides_the_weights_and_the_global_generator_is_unchanged(name):
     def build(seed: int) -> torch.Tensor:
         return flat_weights(build_small(name, seed=seed))
 
@@ -202,7 +202,7 @@ def test_seed_decides_the_weights_and_the_global_generator_stays(name):
     assert not torch.equal(build(6), first)
 
 
-def test_build_leaves_the_generator_alone_when_it_fails():
+def test_build_does_not_advance_the_generator_when_it_fails():
     before = torch.get_rng_state()
     with pytest.raises(TypeError, match="widht"):
         models.build("cnn", in_shape=(1, 8, 8), num_classes=3, seed=0, widht=3)
@@ -215,7 +215,7 @@ def test_build_is_on_the_cpu_whatever_the_default_device():
     assert {param.device.type for param in net.parameters()} == {"cpu"}
 
 
-def test_build_hands_options_on():
+def test_build_passes_options_on():
     narrow = models.build("cnn", in_shape=(1, 8, 8), num_classes=3, seed=0, width=2)
     assert num_weights(narrow) == num_weights(models.cnn(1, 3, width=2))
 
@@ -244,12 +244,12 @@ def test_unknown_name_lists_the_known_and_the_closest():
         ("resnet8", {"in_channels": 3}, r"resnet8 has no option 'in_channels'; its options are resnet8\(width=16\)"),
     ],
 )
-def test_an_option_that_there_is_not_shows_those_that_there_are(name, options, message):
+def test_an_unknown_option_lists_the_known_ones(name, options, message):
     with pytest.raises(TypeError, match=message):
         models.build(name, in_shape=(1, 8, 8), num_classes=3, seed=0, **options)
 
 
-def test_a_description_holds_the_defaults():
+def test_a_description_contains_the_defaults():
     assert models.describe("resnet20") == "resnet20(width=16)"
     described = models.build("mlp", in_shape=(1, 8, 8), num_classes=3, seed=0, hidden=(256, 128), dropout=0.0)
     plain = models.build("mlp", in_shape=(1, 8, 8), num_classes=3, seed=0)

@@ -1,4 +1,4 @@
-"""The transformers: what they see, the counts and first values of their weights, and that they train everywhere."""
+"""The transformers: their contexts, the numbers and initial values of their weights, and training in all forms."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ def num_weights(net: nn.Module) -> int:
 
 
 def block_weights(width: int) -> int:
-    """Queries, keys, values and output; up and down with four times the width between; two norms."""
+    """Return the number of weights: queries, keys, values, output; two layers with hidden width 4 * `width`; two norms."""
     return (4 * width**2 + 4 * width) + (8 * width**2 + 5 * width) + 4 * width
 
 
@@ -89,7 +89,7 @@ def test_no_logit_sees_a_later_token(length, data, seed):
 
 
 @given(length=st.integers(1, 10), seed=st.integers(0, 99))
-def test_a_beginning_is_read_as_it_would_be_alone(length, seed):
+def test_the_logits_of_a_prefix_do_not_depend_on_the_rest(length, seed):
     torch.manual_seed(seed)
     net, tokens = models.gpt(TOKENS, 10, **SMALL), tokens_of(seed, 2, 10)
     torch.testing.assert_close(net(tokens[:, :length]), net(tokens)[:, :length], rtol=1e-5, atol=1e-6)
@@ -103,20 +103,20 @@ def patches_in_order(images: Tensor, order: list[int], side: int) -> Tensor:
 
 
 @given(order=st.permutations(range(4)), pool=st.sampled_from(["token", "mean"]), seed=st.integers(0, 99))
-def test_without_positions_the_order_of_patches_means_nothing(order, pool, seed):
+def test_without_positions_the_order_of_patches_does_not_matter(order, pool, seed):
     torch.manual_seed(seed)
     net, images = models.vit(IMAGE, 5, pool=pool, has_positions=False, **SMALL), images_of(seed, 3, *IMAGE)
     torch.testing.assert_close(net(patches_in_order(images, order, 4)), net(images), rtol=1e-4, atol=1e-6)
 
 
 @given(order=st.permutations(range(4)).filter(lambda order: order != [0, 1, 2, 3]), seed=st.integers(0, 99))
-def test_with_positions_it_does(order, seed):
+def test_with_positions_the_order_of_patches_matters(order, seed):
     torch.manual_seed(seed)
     net, images = models.vit(IMAGE, 5, **SMALL), images_of(seed, 3, *IMAGE)
     assert (net(patches_in_order(images, order, 4)) - net(images)).abs().max() > 1e-6
 
 
-def test_without_positions_all_sizes_that_the_patches_fit():
+def test_without_positions_images_of_all_multiples_of_the_patch_size_work():
     net = models.vit(IMAGE, 5, has_positions=False, **SMALL)
     assert [tuple(net(images_of(0, 2, 3, *size)).shape) for size in ((4, 4), (8, 12), (16, 8))] == [(2, 5)] * 3
     with pytest.raises(ValueError, match=r"vit: patches of 4x4 do not fit images of 8x10; resize them"):
@@ -136,7 +136,7 @@ def test_first_weights_of_a_gpt_have_gpt_2s_deviations():
 
 def test_first_weights_of_a_vision_transformer_are_truncated():
     net = models.build("vit", in_shape=(3, 32, 32), num_classes=300, seed=0, width=128, depth=1, num_heads=2)
-    # The deviation that is left between two deviations on either side.
+    # The deviation of a normal distribution truncated at two deviations on either side.
     left = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
     for name, param in net.named_parameters():
         if param.ndim in (2, 4):
@@ -178,7 +178,7 @@ def test_dropout_is_everywhere_or_nowhere(dropout, name):
         (lambda: models.vit(IMAGE, 4)(images_of(0, 1, 3, 4, 4)), r"vit: expected images of 8x8, .* got 4x4; resize"),
     ],
 )
-def test_refused(make_fn, message):
+def test_bad_arguments_are_refused(make_fn, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make_fn()
 
@@ -195,11 +195,12 @@ class TokenLoss:
 
 
 def task(name: str, dropout: float = 0.0) -> tuple[list[State], Any]:
-    """Two states in float64 and a batch."""
+    """Return two states in float64 and a batch."""
     if name == "gpt":
         shape, loss, batch = (6,), TokenLoss(), (tokens_of(1, 4, 6), tokens_of(2, 4, 6))
     else:
-        side = 8 if name == "vit" else 64  # below, norms over four numbers would be all that a ResNet's slope is
+        # For smaller images a ResNet's gradient would be dominated by norms over four numbers.
+        side = 8 if name == "vit" else 64
         shape, loss = (3, side, side), pc.losses.cross_entropy
         batch = images_of(1, 4, *shape).double(), tokens_of(2, 4)
     options: dict[str, Any] = {**SMALL, "dropout": dropout} if name in ("gpt", "vit") else {"width": 2}
@@ -217,8 +218,8 @@ TASKS = [("gpt", 0.0), ("gpt", 0.3), ("vit", 0.0), ("vit", 0.3), ("resnet18", 0.
 
 
 @pytest.mark.parametrize(("name", "dropout"), TASKS)
-def test_a_population_of_two_is_two_runs(name, dropout):
-    """Without a warning about kernels that run in a loop."""
+def test_a_population_of_two_equals_two_runs(name, dropout):
+    """It gives no warning about kernels that run in a loop."""
     states, batch = task(name, dropout)
     step = pc.compose(pc.loop_events, [])
     alone = [step.init(state) for state in states]
@@ -254,7 +255,7 @@ def test_dropout_is_drawn_with_the_states_key(name):
 @settings(max_examples=8)
 @given(name=st.sampled_from(["gpt", "vit"]), dropout=st.sampled_from([0.0, 0.3]), lr=st.floats(0.01, 0.5))
 def test_gradients_flow_through_two_steps(name, dropout, lr):
-    """Second derivatives of attention, against differences."""
+    """Second derivatives of attention are compared with differences."""
     (state, _), batch = task(name, dropout)
     step = pc.compose(pc.loop_events, [])
     state = step.init(state)
@@ -277,20 +278,20 @@ def assert_compiled_is_eager(name: str, dropout: float, backend: str) -> None:
     assert_near(compiled(compiled(state, batch), batch), step(step(state, batch), batch), 1e-7)
 
 
-@pytest.mark.parametrize(("name", "dropout"), TASKS[:-1])  # fifty layers take long to trace
-def test_traced_is_eager(name, dropout):
+@pytest.mark.parametrize(("name", "dropout"), TASKS[:-1])  # tracing fifty layers takes long
+def test_traced_equals_eager(name, dropout):
     assert_compiled_is_eager(name, dropout, "eager")
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # which torch's compiler uses
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's compiler uses it
 @pytest.mark.parametrize(("name", "dropout"), TASKS)
-def test_compiled_is_eager(name, dropout):
+def test_compiled_equals_eager(name, dropout):
     assert_compiled_is_eager(name, dropout, "inductor")
 
 
 def test_a_gpt_learns_a_sequence():
-    """Twenty steps on one text: the loss falls below that of guessing."""
+    """After twenty steps on one text, the loss is below that of guessing."""
     net = models.build("gpt", in_shape=(6,), num_classes=TOKENS, seed=0, **SMALL)
     text = torch.arange(7).repeat(4, 1)
     state = State.create(net, loss=TokenLoss(), optimizer=optim.adam(0.01), key=0, duration="20ba")

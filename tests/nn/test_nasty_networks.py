@@ -1,4 +1,4 @@
-"""Nasty networks against loops by hand, through the laws, and those that are refused."""
+"""Nasty networks against manual loops, under the laws, and refused ones."""
 
 import contextlib
 import copy
@@ -23,7 +23,7 @@ from tests.helpers import assert_close, assert_same
 from tests.nn.nasty_networks import NETWORKS, Around, RunningMean, vectors
 
 
-# What the library says of them, once per network.
+# The library's warnings about them, once per network.
 WARNED = {
     "tensors in lists": "neither parameter nor buffer: it becomes a buffer",
     "cache in an attribute": "forward changed .*table, which is neither",
@@ -60,7 +60,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @contextlib.contextmanager
 def warning_of(name: str) -> Iterator[None]:
-    """Expects the warnings of a network that has some; of others none are bearable (they are errors)."""
+    """Expect the warnings of a network that has some; for others every warning is an error."""
     with pytest.warns(UserWarning, match=WARNED[name]) if name in WARNED else contextlib.nullcontext():
         yield
 
@@ -80,7 +80,7 @@ def by_hand(task: Task, net: nn.Module, batches: Sequence[Any]) -> None:
         optimizer.step()
 
 
-def test_three_steps_equal_the_loop_by_hand_or_its_own_repetition(name):
+def test_three_steps_equal_a_manual_loop_or_their_repetition(name):
     task = NETWORKS[name]
     batches = [task.make_batch(seed, 5) for seed in range(3)]
     net, step = task.make_net(3), compose(loop_events)
@@ -104,7 +104,7 @@ def test_three_steps_equal_the_loop_by_hand_or_its_own_repetition(name):
         assert key not in end.context.frozen or torch.equal(end.params[key], old)
 
 
-def test_evaluation_is_the_modules_own_and_leaves_the_state(name):
+def test_evaluation_equals_the_modules_and_does_not_change_the_state(name):
     task = NETWORKS[name]
     batches = [task.make_batch(seed, 4) for seed in range(2)]
     with warning_of(name):
@@ -136,7 +136,7 @@ def test_slices_give_the_whole_batch(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*neither:UserWarning", "ignore:There is a performance drop:UserWarning")
-def test_mapped_states_are_states_alone(name):
+def test_mapped_states_equal_single_states(name):
     task, step = NETWORKS[name], compose(loop_events)
     first, second = task.make_state(1, key=9), task.make_state(2, key=9)
     members = [first, second.replace(static=first.static)]
@@ -170,7 +170,7 @@ OTHERS = (
 
 def subjects(name: str) -> list[Algorithm]:
     found = [shrink()]
-    if name != "keyword inputs":  # noise takes a tensor
+    if name != "keyword inputs":  # noise expects a tensor
         found.append(noise())
     if name not in NOT_MIXED:
         found.append(algorithms.mixup(0.2))
@@ -249,7 +249,7 @@ class Packed(nn.Module):
 
 
 class ShapedByTheBatch(Around):
-    """Keeps its last input in a buffer, whose shape is the batch's."""
+    """A network that keeps its last input in a buffer of the batch's shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ def with_a_closure() -> nn.Module:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_refused_networks_are_told_why(make, error, message):
+def test_errors_of_refused_networks_give_the_reason(make, error, message):
     task = Task("refused", lambda _: make(), vectors)
     with pytest.raises(error, match=message):
         compose(loop_events)(task.make_state(0), task.make_batch(0, 5))

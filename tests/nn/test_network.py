@@ -1,4 +1,4 @@
-"""One forward pass: what it may not write to, when it draws, and what it gives back."""
+"""One forward pass: forbidden writes, random draws, and results."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.helpers import assert_same, changing, copied, make_batch, make_batche
 
 
 class Net(nn.Module):
-    """Subclasses change what `forward` does."""
+    """A network whose subclasses change what `forward` does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Frozen(Net):
 
 
 class Momentum(Net):
-    """A momentum encoder as in MoCo's own code."""
+    """A momentum encoder as in MoCo's code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_a_write_into_a_parameter_is_stopped_while_compiling(factory):
 
 
 class Counting(Net):
-    """Assigns to the `.data` of a buffer."""
+    """A network that assigns to the `.data` of a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def doubled(module: nn.Module, args: Any, outputs: Tensor) -> Tensor:
 
 
 class Shifting(Net):
-    """Writes into the attributes of layers, by `how`."""
+    """A network that writes into the attributes of layers in the way `how`."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -195,11 +195,11 @@ class Shifting(Net):
         ("hook", "last._forward_hooks"),
     ],
 )
-def test_what_forward_writes_into_torchs_layers_is_put_back_and_named(how, name):
+def test_attributes_that_forward_writes_into_torchs_layers_are_restored(how, name):
     state, x = make_state(Shifting(how)), make_batch()[0]
     with pytest.warns(UserWarning, match=f"forward changed {name}.*, which is neither"):
         first = state.forward(x, train=True)
-    for _ in range(2):  # these passes are not watched
+    for _ in range(2):  # these passes are not checked
         assert torch.equal(state.forward(x, train=True), first)
 
 
@@ -207,7 +207,7 @@ def test_what_forward_writes_into_torchs_layers_is_put_back_and_named(how, name)
 
 
 def tripled(module: nn.Module, *args: Any) -> tuple[Tensor, ...]:
-    """Three times the first of what comes last: inputs, or gradients of inputs or outputs."""
+    """Return three times the first element of the last argument: inputs, or gradients of inputs or outputs."""
     (first, *_) = args[0]
     return (3 * first,)
 
@@ -250,7 +250,7 @@ def test_a_write_into_a_parameter_is_stopped_under_transforms(transform):
     assert_same(state.params, before)
 
 
-def test_a_write_that_comes_later_is_told():
+def test_a_write_in_a_later_pass_is_reported():
     class Late(Net):
         def forward(self, x: Tensor) -> Tensor:
             if len(x) > 4:
@@ -282,7 +282,7 @@ def switched(state: State) -> State:
 
 
 @pytest.mark.parametrize("factory", [ByShape, ByBuffer])
-def test_a_network_that_draws_at_times_has_no_memory_of_other_times(factory):
+def test_a_network_that_only_sometimes_draws_is_checked_in_every_pass(factory):
     state, twin = make_state(factory()), make_state(factory())
     quiet, loud, generator = make_batch(0, 4), make_batch(1, 8), torch.get_rng_state()
 
@@ -291,7 +291,7 @@ def test_a_network_that_draws_at_times_has_no_memory_of_other_times(factory):
 
     fresh = pc.compose(loop_events)(last(twin.replace(params=state.params)), loud)
     step = compose(loop_events)
-    step(state, quiet)  # watched, and remembered as one that draws nothing
+    step(state, quiet)  # checked, and recorded as a pass that draws nothing
     again = last(state)
     assert torch.equal(again.forward(loud[0], train=True), again.forward(loud[0], train=True))
     step(state, quiet)
@@ -328,7 +328,7 @@ def test_a_swallowed_error_does_not_hide_a_draw():
     assert torch.equal(outputs, state.forward(x, train=True))
 
 
-def test_the_first_pass_computes_the_bits_of_all_others():
+def test_the_first_pass_computes_the_same_bits_as_all_others():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -344,7 +344,7 @@ def test_the_first_pass_computes_the_bits_of_all_others():
 
 
 class Normed(nn.Module):
-    """A block with batch norm, and one that reads a buffer which it has written; computed again if asked."""
+    """A block with batch norm, and one that reads a buffer it has written; recomputed if requested."""
 
     def __init__(self, around: Any) -> None:
         super().__init__()
@@ -370,7 +370,7 @@ def plainly(fn: Any, *args: Any) -> Any:
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_recomputation_repeats_the_pass_and_leaves_its_buffers_alone(k):
+def test_recomputation_repeats_the_pass_without_changing_its_buffers(k):
     step = compose(loop_events, microbatches=k)
     plain, recomputed = (
         run_steps(step, make_state(Normed(f)), make_batches(3)) for f in (plainly, pc.layers.checkpoint)
@@ -432,7 +432,7 @@ def test_a_buffer_bound_to_a_view_of_the_batch_is_a_copy():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_autocast_around_the_pass_has_no_say(precision):
+def test_an_autocast_around_the_pass_has_no_effect(precision):
     state, x = make_state(precision=precision), make_batch()[0]
     expected = state.forward(x)
     with torch.autocast("cpu", torch.float16):
@@ -441,7 +441,7 @@ def test_an_autocast_around_the_pass_has_no_say(precision):
 
 
 class TakesBatch(nn.Module):
-    """A network with the whole batch for its argument."""
+    """A network whose argument is the whole batch."""
 
     def __init__(self) -> None:
         super().__init__()

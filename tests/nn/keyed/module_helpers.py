@@ -1,4 +1,4 @@
-"""What the tests of keyed modules share: seeded modules and inputs."""
+"""Helpers for the tests of keyed modules: seeded modules and inputs."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ Fn = Callable[[Tensor], Tensor]
 
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    """A float64 module with the same weights in every run, made without moving the global generator."""
+    """Return a float64 module with the same weights in every run, without advancing the global generator."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return make().double()
@@ -21,5 +21,5 @@ def images(n: int = 6) -> Tensor:
 
 
 def sequences(x: Tensor) -> Tensor:
-    """(n, 18, 8) from images."""
+    """Return sequences (n, 18, 8) made from images."""
     return x.reshape(len(x), 18, 8)

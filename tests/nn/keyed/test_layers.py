@@ -1,4 +1,4 @@
-"""The keyed forms of the random layers against torch's own, and against their laws."""
+"""The keyed forms of the random layers against torch's, and against their laws."""
 
 from typing import Any
 
@@ -100,7 +100,7 @@ def test_recurrent_layers_with_p_1_are_those_of_torch(module: nn.RNNBase) -> Non
     torch.testing.assert_close(new_state, state)
 
 
-def test_an_lstm_is_its_layers_with_dropout_between() -> None:
+def test_an_lstm_equals_its_layers_with_dropout_between_them() -> None:
     s = sequences(images())
     lstm = seeded(lambda: nn.LSTM(8, 5, 2, dropout=0.4, batch_first=True))
     layers = [
@@ -179,7 +179,7 @@ def test_in_place_dropout_of_a_leaf_is_torchs_error() -> None:
 
 
 def attention_inputs(heads: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    """Values are the identity, so that the output is the matrix of weights."""
+    """Return inputs whose values are the identity, so that the output is the matrix of weights."""
     q, k = images(3).reshape(3, heads, -1, 9)[:, :, :4], images(3).cos().reshape(3, heads, -1, 9)[:, :, :4]
     return q, k, torch.eye(4, dtype=torch.float64).expand(3, heads, 4, 4)
 
@@ -229,7 +229,7 @@ def test_attention_in_half_precision_follows_the_fused_kernel() -> None:
     torch.testing.assert_close(out.where(out != 0, expected), expected, rtol=3e-2, atol=1e-2)
 
 
-def test_attention_refuses_what_torch_refuses_and_names_masks_it_does_not_know() -> None:
+def test_attention_refuses_the_same_as_torch_and_names_unknown_masks() -> None:
     q, k, v = attention_inputs()
     with pytest.raises(ValueError, match="not both"):
         run(lambda q: F.scaled_dot_product_attention(q, k, v, BAND, 0.3, is_causal=True), q)

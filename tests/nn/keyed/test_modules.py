@@ -1,4 +1,4 @@
-"""Random functions in modules' forwards draw from keys: what they give, leave alone and refuse."""
+"""Random functions in modules' forwards draw from keys: their results, side effects and errors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -87,7 +87,7 @@ DIFFERENTIABLE: dict[str, Fn] = {
     "RNN relu": lambda x: RELU_RNN(sequences(x))[0],
 }
 
-# Draws that take no more than a shape, or probabilities, from the input.
+# Draws that only take a shape or probabilities from the input.
 DRAWS: dict[str, Fn] = {
     "rand": lambda x: torch.rand(len(x), 3),
     "rand tuple": lambda x: torch.rand((len(x), 3), dtype=torch.float16),
@@ -160,7 +160,7 @@ def test_a_microbatch_draws_the_rows_of_the_whole_batch(name: str, first_example
     whole = run(fn, x)
     part = run(fn, x[2:4], num_examples=2, first_example=first_example)
     rows = whole.unflatten(0, (6, -1))[2:4].flatten(0, 1)
-    # Matrix products of another size may round otherwise: there, and only there, a tolerance.
+    # Matrix products of another size may round differently; only these need a tolerance.
     has_products = name.startswith(("sdpa", "Multi", "Transformer", "LSTM", "GRU", "RNN"))
     tolerance = 1e-12 if has_products else 0.0
     torch.testing.assert_close(part, rows, rtol=tolerance, atol=tolerance)
@@ -271,7 +271,7 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_key_is_named_with_its_module(name: str) -> None:
+def test_a_random_function_without_a_keyed_form_is_named_with_its_module(name: str) -> None:
     fn, named = REFUSED[name]
     before = torch.get_rng_state()
     with keyed(Rng(key(0))), detect(), pytest.raises(UnkeyedRandomError, match=rf"(?s){named}") as caught:
@@ -280,13 +280,13 @@ def test_what_has_no_key_is_named_with_its_module(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_generator_of_none_is_no_generator() -> None:
+def test_a_generator_argument_of_none_is_accepted() -> None:
     with keyed(Rng(key(0))) as record:
         torch.rand(3, generator=None)
     assert record.draws == 1
 
 
-def test_detect_lets_idle_operations_pass_and_names_the_first_that_is_not() -> None:
+def test_detect_ignores_operations_that_draw_nothing_and_names_the_first_draw() -> None:
     x = images()
     with detect() as detector:
         F.dropout(x, 0.5, training=False)

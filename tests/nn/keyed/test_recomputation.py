@@ -79,7 +79,7 @@ def test_a_checkpoint_can_be_computed_again_more_than_once() -> None:
         assert torch.equal(F.dropout(x), after)
 
 
-def test_a_checkpoint_leaves_the_global_generator_alone_and_passes_keywords() -> None:
+def test_a_checkpoint_keeps_the_global_generator_and_passes_keywords() -> None:
     x, before = images().requires_grad_(), torch.get_rng_state()
     with keyed(Rng(key(0))):
         out = checkpoint(F.dropout, x, p=0.25)

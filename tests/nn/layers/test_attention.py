@@ -11,7 +11,7 @@ from purecompose.nn.layers import FeedForward, PositionEmbedding, SelfAttention
 
 
 def attention_by_hand(layer: SelfAttention, input: Tensor) -> Tensor:
-    """Head by head and place by place, in float64."""
+    """Return the output, computed head by head and position by position in float64."""
     weight, bias = layer.qkv.weight.double(), layer.qkv.bias.double()
     (length, width), size = input.shape[1:], input.shape[2] // layer.num_heads
     results = torch.zeros(input.shape, dtype=torch.float64)
@@ -42,13 +42,13 @@ def test_attention_is_its_formula(heads, size, length, is_causal, seed):
 
 
 @given(order=st.permutations(range(6)), seed=st.integers(0, 99))
-def test_attention_that_is_not_causal_knows_no_order(order, seed):
+def test_attention_that_is_not_causal_ignores_the_order(order, seed):
     torch.manual_seed(seed)
     layer, input = SelfAttention(8, 2), torch.randn(3, 6, 8)
     torch.testing.assert_close(layer(input[:, order]), layer(input)[:, order])
 
 
-def test_dropout_is_of_the_training_alone():
+def test_dropout_only_acts_in_training():
     torch.manual_seed(0)
     layer, input = SelfAttention(8, 2, dropout=0.5), torch.randn(2, 5, 8)
     assert not torch.equal(layer(input), layer(input))
@@ -57,8 +57,8 @@ def test_dropout_is_of_the_training_alone():
 
 
 @given(share=st.floats(0.1, 0.9), seed=st.integers(0, 9))
-def test_dropout_leaves_the_mean(share, seed):
-    """With all values equal, the mean over places is that value; dropped weights are made up for by the others."""
+def test_dropout_keeps_the_mean(share, seed):
+    """With all values equal, the mean over positions is that value; the other weights compensate for dropped ones."""
     torch.manual_seed(seed)
     layer = SelfAttention(2, 1, dropout=share)
     with torch.no_grad():
@@ -122,6 +122,6 @@ def test_layers_show_their_settings():
         ),
     ],
 )
-def test_refused(make_fn, message):
+def test_bad_arguments_are_refused(make_fn, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make_fn()

@@ -7,14 +7,14 @@ from purecompose.nn.layers import BlurMaxPool2d
 
 
 class Gained(nn.MaxPool2d):
-    """A subclass that pools as its class does, and has something besides."""
+    """A subclass that pools like its base class and has an additional attribute."""
 
     def __init__(self) -> None:
         super().__init__((3, 2), 2, 1, ceil_mode=True)
         self.gain, self.inner, self.tag = nn.Parameter(torch.ones(2)), nn.Linear(2, 2), "mine"
 
 
-def test_one_of_another_layer_has_its_settings_and_what_it_has_besides() -> None:
+def test_a_layer_made_from_another_has_its_settings_and_attributes() -> None:
     torch.manual_seed(0)
     pool, images = Gained().eval(), torch.randn(2, 3, 7, 6)
     blurred = BlurMaxPool2d.of(pool)

@@ -14,7 +14,7 @@ LENGTHS = st.integers(1, 12)
 
 
 def slopes_of_the_paper(num_heads: int) -> list[float]:
-    """As the paper tells it: of a power of two, and else of the one below with every second of the one above."""
+    """Return the paper's slopes: for a power of two, and otherwise of the next lower one and every second of the next."""
     power = 1
     while 2 * power <= num_heads:
         power *= 2
@@ -30,7 +30,7 @@ def make_attention(seed: int = 0, num_heads: int = 3, *, is_causal: bool = True)
 
 
 def attention_by_hand(layer: SelfAttention, input: torch.Tensor) -> torch.Tensor:
-    """The layer's output with biases, head by head and query by query, in float64."""
+    """Return the layer's output with biases, head by head and query by query, in float64."""
     weight, bias = layer.qkv.weight.double(), layer.qkv.bias.double()
     num, length, width = input.shape
     size = width // layer.num_heads
@@ -48,7 +48,7 @@ def attention_by_hand(layer: SelfAttention, input: torch.Tensor) -> torch.Tensor
 
 
 @given(HEADS)
-def test_slopes_are_the_papers(num_heads: int) -> None:
+def test_slopes_equal_the_papers(num_heads: int) -> None:
     slopes = alibi_slopes(num_heads)
     assert slopes.shape == (num_heads,) and bool(((slopes > 0) & (slopes < 1)).all())
     expected = torch.tensor(slopes_of_the_paper(num_heads), dtype=torch.float64)
@@ -114,7 +114,7 @@ def test_causal_biases_by_the_keys_place_give_the_same_softmax(num_heads: int, l
     torch.testing.assert_close(mine, (logits + by_place).masked_fill(ahead, -math.inf).softmax(-1))
 
 
-def test_near_distances_are_told_apart_in_half_precision() -> None:
+def test_near_distances_are_distinguished_in_half_precision() -> None:
     bias = alibi_bias(2, 4000, dtype=torch.bfloat16)
     assert torch.equal(bias[:, -1, -5:], alibi_bias(2, 5).to(torch.bfloat16)[:, -1])
 
@@ -138,7 +138,7 @@ def test_attention_takes_over_the_parameters_and_settings() -> None:
     assert after.state_dict().keys() == layer.state_dict().keys()
 
 
-def test_attention_drops_weights_in_training_alone() -> None:
+def test_attention_drops_weights_only_in_training() -> None:
     layer = AlibiAttention(SelfAttention(8, 2, dropout=0.5))
     input = torch.randn(4, 6, 8)
     assert not torch.equal(layer(input), layer(input))
@@ -171,14 +171,14 @@ def test_no_positions_is_zero_for_any_length_and_dtype() -> None:
         assert torch.equal(hidden + layer(hidden), hidden) and (hidden + layer(7)).dtype == dtype
 
 
-def test_heads_that_are_none_are_refused() -> None:
+def test_bad_numbers_of_heads_are_refused() -> None:
     with pytest.raises(ValueError, match=r"alibi_slopes: num_heads: expected an int >= 1, got 0 \(int\)"):
         alibi_slopes(0)
     with pytest.raises(TypeError, match="num_heads: expected an int"):
         alibi_bias(1.5, 3)  # pyright: ignore[reportArgumentType]
 
 
-def test_lengths_that_are_none_are_refused() -> None:
+def test_bad_lengths_are_refused() -> None:
     with pytest.raises(TypeError, match=r"alibi_bias: length: expected an int >= 0, got 2.5"):
         alibi_bias(1, 2.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="alibi_bias: num_queries: expected an int >= 0, got -1"):
