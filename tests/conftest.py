@@ -1,4 +1,4 @@
-"""Settings that hold for every test: one Hypothesis profile, one thread count, the `slow` mark."""
+"""Settings for all tests: one Hypothesis profile, one thread count, the `slow` mark."""
 
 import os
 
@@ -13,7 +13,7 @@ settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=
 PROFILE = "ci" if os.environ.get("CI") else "dev"
 settings.load_profile(PROFILE)
 
-# Bit-for-bit laws hold for a fixed number of threads, so the suite fixes one.
+# Results are equal bit for bit only with a fixed number of threads, so the suite fixes one.
 torch.set_num_threads(1)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the loop share: small networks, batches, states and algorithms, all made from seeds."""
+"""Helpers for the tests: small networks, batches, states and algorithms, all made from seeds."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Routed(nn.Module):
-    """Sends each example through one of two branches, by its sign; has a parameter that it never uses."""
+    """A network that sends each example through one of two branches, by its sign, with an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,13 +31,13 @@ class Routed(nn.Module):
 
 
 def make_mlp(seed: int = 0, *, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """4 -> 8 -> 3, weights by the seed."""
+    """Return a network 4 -> 8 -> 3 with weights from the seed."""
     layers: list[nn.Module] = [nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)]
     return _reset(nn.Sequential(*layers).to(dtype), seed)
 
 
 def make_cnn(seed: int = 0) -> nn.Sequential:
-    """Two convolutions with BatchNorm on 2x6x6 images, 3 classes; no bias that BatchNorm would cancel."""
+    """Return two convolutions with BatchNorm for 2x6x6 images and 3 classes; no biases that BatchNorm would cancel."""
     net = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, bias=False),
         nn.BatchNorm2d(4),
@@ -51,19 +51,19 @@ def make_cnn(seed: int = 0) -> nn.Sequential:
 
 
 def make_batch(seed: int = 0, size: int = 8, shape: Sequence[int] = (4,), dtype: torch.dtype = torch.float32) -> Batch:
-    """Inputs (size, *shape) and class indices (size,) of three classes."""
+    """Return inputs (size, *shape) and class indices (size,) of three classes."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, *shape, generator=generator, dtype=dtype)
     return inputs, torch.randint(3, (size,), generator=generator)
 
 
 def make_batches(num: int = 5, size: int = 8, **options: Any) -> list[Batch]:
-    """Different batches."""
+    """Return different batches."""
     return [make_batch(seed, size, **options) for seed in range(num)]
 
 
 class Unsized:
-    """Batches whose number nobody knows."""
+    """Batches of unknown number."""
 
     def __init__(self, batches):
         self.batches = batches
@@ -73,7 +73,7 @@ class Unsized:
 
 
 def make_state(net: nn.Module | None = None, **options: Any) -> State:
-    """A state for classification by SGD with momentum, unless told otherwise."""
+    """Return a state for classification, by default with SGD with momentum."""
     options = {
         "loss": pc.losses.cross_entropy,
         "optimizer": optim.sgd(0.1, momentum=0.9),
@@ -84,7 +84,7 @@ def make_state(net: nn.Module | None = None, **options: Any) -> State:
 
 
 def run_steps(step: Any, state: State, batches: Sequence[Any]) -> State:
-    """The step over all batches."""
+    """Apply the step to all batches."""
     for batch in batches:
         state = step(state, batch)
     return state
@@ -93,13 +93,13 @@ def run_steps(step: Any, state: State, batches: Sequence[Any]) -> State:
 def changing(
     name: str, event: Event, fn: Callable[[State], State], *, when: Predicate | None = None, **options: Any
 ) -> Algorithm:
-    """An algorithm that applies `fn` at one event."""
+    """Return an algorithm that applies `fn` at one event."""
     match = on(event) if when is None else on(event) & when
     return Algorithm(name, match, lambda _, state: fn(state), **options)
 
 
 def noise(name: str = "noise", scale: float = 0.1, **options: Any) -> Algorithm:
-    """Adds keyed noise, drawn per example, to the inputs."""
+    """Return an algorithm that adds keyed noise, drawn per example, to the inputs."""
 
     def add(state: State) -> State:
         draws = pc.random.normal(state.example_rng(name), tuple(state.inputs.shape))
@@ -109,13 +109,13 @@ def noise(name: str = "noise", scale: float = 0.1, **options: Any) -> Algorithm:
 
 
 def loss_of(state: State) -> Tensor:
-    """The loss that a step has set."""
+    """Return the loss that a step has set."""
     assert state.loss is not None
     return state.loss
 
 
 def counter(name: str = "counter") -> Algorithm:
-    """Counts the batches in its slot."""
+    """Return an algorithm that counts the batches in its slot."""
 
     def apply(event: Event, state: State) -> State:
         count = torch.zeros(()) if event is Event.INIT else state.slots[name] + 1
@@ -125,7 +125,7 @@ def counter(name: str = "counter") -> Algorithm:
 
 
 def decay(name: str = "decay", factor: float = 0.99, **options: Any) -> Algorithm:
-    """Shrinks the parameters after the update."""
+    """Return an algorithm that shrinks the parameters after the update."""
 
     def shrink(state: State) -> State:
         return state.replace(params={key: param * factor for key, param in state.params.items()})
@@ -134,7 +134,7 @@ def decay(name: str = "decay", factor: float = 0.99, **options: Any) -> Algorith
 
 
 def recorder(log: list[Any], name: str = "recorder", *events: Event, **options: Any) -> Algorithm:
-    """Writes (its name, event) into a list at these events, or at all."""
+    """Return an algorithm that appends (name, event) to a list at these events, by default at all."""
 
     def apply(event: Event, state: State) -> State:
         log.append((name, event))
@@ -144,20 +144,20 @@ def recorder(log: list[Any], name: str = "recorder", *events: Event, **options: 
 
 
 def assert_same(first: Any, second: Any) -> None:
-    """Bit for bit equality, with the differences in words."""
+    """Assert bit for bit equality, with a description of the differences."""
     differences = pc.tree.diff(first, second)
     assert not differences, "\n".join(differences)
 
 
 def assert_close(first: Any, second: Any, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """Equality of two mappings of tensors within a tolerance."""
+    """Assert that two mappings of tensors are equal within a tolerance."""
     assert first.keys() == second.keys()
     for name in first:
         torch.testing.assert_close(first[name].detach(), second[name].detach(), rtol=rtol, atol=atol, msg=name)
 
 
 def copied(tree: Any) -> Any:
-    """The same tree with copies of its tensors."""
+    """Return the same tree with copies of its tensors."""
     return pc.tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 

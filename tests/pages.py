@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def run_page(name: str) -> dict[str, Any]:
-    """The names that a page's blocks leave, run one after the other; each complaint has the page's own line."""
+    """Run a page's blocks one after the other and return their names; errors have the page's line numbers."""
     text = (ROOT / "docs" / name).read_text()
     names: dict[str, Any] = {}
     with torch.random.fork_rng():

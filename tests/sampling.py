@@ -10,12 +10,12 @@ __all__ = ["one_in"]
 
 
 def one_in(rate: int, members: Iterable[Any], name: Callable[[Any], str] | None = None) -> list[Any]:
-    """Return parameters for all members, of which one in so many is quick.
+    """Return parameters for all members, one in `rate` of which is quick.
 
     Args:
-        rate: One member in so many is quick.
-        members: The table.
-        name: Returns a member's id; by default pytest makes it.
+        rate: One member in `rate` is quick.
+        members: Members of the table.
+        name: Function that returns a member's id; by default pytest makes it.
     """
     return [
         pytest.param(member, id=name(member) if name else None, marks=pytest.mark.slow if number % rate else [])

@@ -1,4 +1,4 @@
-"""Examples of the shipped methods for tests: the first of each, on its first task; others are for the slow tests."""
+"""Examples of the shipped methods for tests: the first of each on its first task is quick, the others are slow."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ __all__ = ["computes_in_half", "examples", "examples_on_tasks"]
 
 
 def examples() -> list[Any]:
-    """Parameters (row, text) for every example."""
+    """Return parameters (row, text) for every example."""
     return [
         pytest.param(row, text, id=text, marks=[] if text == row.examples[0] else pytest.mark.slow)
         for row in SHIPPED.values()
@@ -27,10 +27,10 @@ def computes_in_half(task: str) -> bool:
 
 
 def examples_on_tasks(*, quick: int = 1) -> list[Any]:
-    """Parameters (text, task) for every example on every task of its row.
+    """Return parameters (text, task) for every example on every task of its row.
 
     Args:
-        quick: One in so many methods is among the quick tests.
+        quick: One in `quick` methods is among the quick tests.
     """
     return [
         pytest.param(

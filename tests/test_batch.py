@@ -29,7 +29,7 @@ class Data:
 
 @dataclass
 class Checked:
-    """A dataclass that refuses what is not a tensor, and computes a field of its own."""
+    """A dataclass that refuses fields that are not tensors, and computes one of its fields."""
 
     x: Tensor
     y: Tensor
@@ -42,7 +42,7 @@ class Checked:
 
 
 class ModelOutputLike(OrderedDict):
-    """Like the outputs of Hugging Face models: item and attribute at once, and no `update`."""
+    """Like the outputs of Hugging Face models: entries are also attributes, and there is no `update`."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
@@ -129,7 +129,7 @@ def test_the_whole_batch_is_a_member():
     assert batches.put(batch, batches.WHOLE, (1, 2)) == (1, 2)
 
 
-def test_the_rows_of_a_tensor_are_examples_and_no_members():
+def test_the_rows_of_a_tensor_are_examples_and_not_members():
     rows = torch.arange(6.0).reshape(3, 2)
     assert batches.get(rows, 0) is rows
     assert batches.put(rows, 0, "other") == "other"
@@ -140,7 +140,7 @@ def test_the_rows_of_a_tensor_are_examples_and_no_members():
             batches.put(rows, key, rows)
 
 
-def test_what_a_dataclass_or_a_mapping_holds_besides_its_members_is_kept():
+def test_other_contents_of_a_dataclass_or_mapping_are_kept():
     assert batches.put(Data(1, 2, "other"), "y", 3) == Data(1, 3, "other")
     assert batches.split(Data(torch.ones(4), torch.ones(4), "other"), 2)[1].note == "other"
     assert batches.put(filled(torch.ones(1), torch.ones(1)), "x", 1)["new"] == []
@@ -159,26 +159,26 @@ def test_what_a_dataclass_or_a_mapping_holds_besides_its_members_is_kept():
         ({"image": 1}, 0, ["dict", "'image'"]),
     ],
 )
-def test_a_missing_member_is_an_error_that_lists_what_there_is(batch, key, names):
+def test_a_missing_member_is_an_error_that_lists_the_members(batch, key, names):
     for action in (lambda: batches.get(batch, key), lambda: batches.put(batch, key, 5)):
         with pytest.raises(KeyError) as caught:
             action()
         assert all(name in str(caught.value) for name in [*names, "input_field", "target_field"])
 
 
-def test_a_getter_alone_cannot_write():
+def test_a_getter_without_a_setter_cannot_write():
     assert batches.get({"a": 1}, operator.itemgetter("a")) == 1
     with pytest.raises(TypeError, match="getter, setter"):
         batches.put({"a": 1}, operator.itemgetter("a"), 2)
 
 
 @pytest.mark.parametrize("key", [0, -1, "x", [0, "x"], len, (len, max)])
-def test_keys(key):
+def test_supported_keys(key):
     batches.check_field(key, "input_field")
 
 
 @pytest.mark.parametrize("key", [True, None, 1.5, (0, 1), (len,), (len, max, min), torch.ones(1)])
-def test_what_is_no_key(key):
+def test_arguments_that_are_not_keys_are_refused(key):
     with pytest.raises(TypeError, match="input_field="):
         batches.check_field(key, "input_field")
 
@@ -198,7 +198,7 @@ def test_batches_without_a_common_leading_dimension(batch, found):
 
 
 @pytest.mark.parametrize("num_parts", [0, -1, 4])
-def test_splitting_into_impossible_numbers(num_parts):
+def test_splitting_into_impossible_numbers_is_refused(num_parts):
     with pytest.raises(ValueError, match=f"3 examples into {num_parts}"):
         batches.split(torch.ones(3), num_parts)
 
@@ -220,7 +220,7 @@ def names(num: int) -> list[str]:
     return [f"name {i}" for i in range(num)]
 
 
-# The batch, and where its per-example members are: each of 12 examples, and none of them one tensor.
+# The batch, and its per-example members: each has 12 examples, and none is a single tensor.
 PER_EXAMPLE = {
     "list in a dict": ({"x": torch.arange(12), "id": names(12)}, lambda b: b["id"]),
     "tuple beside tensors": ((torch.arange(12), torch.ones(12), tuple(names(12))), lambda b: b[2]),
@@ -261,7 +261,7 @@ def test_arrays_are_cut_and_chosen_from():
     assert batches.take(batch, torch.tensor([3, 1]))["id"].tolist() == ["d", "b"]
 
 
-def test_what_is_common_to_all_examples_goes_into_each_part():
+def test_members_shared_by_all_examples_are_in_each_part():
     common = {"text": "abcd", "number": 4, "size": [32, 32], "none": None, "pair": Named(1, 2), "settings": Data(1, 2)}
     batch = {"x": torch.arange(4), **common}
     for part in [*batches.split(batch, 2), batches.take(batch, torch.tensor([1]))]:
@@ -297,7 +297,7 @@ UNEQUAL = {
 
 
 @pytest.mark.parametrize("batch, key", UNEQUAL.values(), ids=list(UNEQUAL))
-def test_where_tensors_disagree_the_input_counts_and_others_stay_whole(batch, key):
+def test_if_lengths_disagree_the_input_decides_and_other_members_are_not_cut(batch, key):
     with pytest.raises(ValueError, match="share their leading dimension.*input_field="):
         batches.num_examples(batch)
     assert batches.num_examples(batch, key) == 8
@@ -309,7 +309,7 @@ def test_where_tensors_disagree_the_input_counts_and_others_stay_whole(batch, ke
             assert all(len(new) == num if sizes[id(old)] == 8 else new is old for old, new in pairs)
 
 
-def test_a_key_does_not_help_where_the_input_has_no_leading_dimension():
+def test_a_key_does_not_help_if_the_input_has_no_leading_dimension():
     batch = {"x": torch.tensor(1.0), "y": torch.ones(2), "z": torch.ones(3)}
     with pytest.raises(ValueError, match=r"found \[2, 3\]"):
         batches.num_examples(batch, "x")

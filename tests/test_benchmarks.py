@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/ run in their short form, and write rows that say what they measured."""
+"""The scripts in benchmarks/ run in their short form, and write rows that describe their measurements."""
 
 import json
 import os
@@ -19,7 +19,7 @@ Run = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a script with the eager backend, and gives its rows."""
+    """Run a script with the eager backend, and return its rows."""
 
     def run_script(name: str, *arguments: str) -> list[dict[str, Any]]:
         given = ["--short", "--backend", "eager", "--out", str(tmp_path), *arguments]
@@ -38,7 +38,7 @@ def run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run_script
 
 
-# torch.compile warns of itself: of modules on their way out, of gradients that it looks for.
+# torch.compile warns about its own code: deprecated modules, gradients that it accesses.
 @pytest.mark.filterwarnings("ignore")
 def test_step_overhead_measures_five_sides_without_and_with_methods(run: Run) -> None:
     rows = run("step_overhead")
@@ -50,7 +50,7 @@ def test_step_overhead_measures_five_sides_without_and_with_methods(run: Run) ->
         assert bool(row["of plain"]) is (row["methods"] != "none")
 
 
-def test_unmatched_compares_sleeping_algorithms_with_none(run: Run) -> None:
+def test_unmatched_compares_inactive_algorithms_with_none(run: Run) -> None:
     rows = run("unmatched")
     assert [row["algorithms"] for row in rows] == ["none", "five", "none again"]
 
@@ -80,7 +80,7 @@ def test_killed_runs_end_with_the_same_bits(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_run_overhead_tells_what_is_left_over(run: Run) -> None:
+def test_run_overhead_reports_the_remainder(run: Run) -> None:
     rows = run("run_overhead", "--examples", "600")
     timed = ["fit alone", "with both", "with a run's folder", "an evaluation", "a checkpoint"]
     assert [row["what"] for row in rows] == [*timed, "left over with both", "left over with a run's folder"]
@@ -96,7 +96,7 @@ def test_products_measures_torch(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
 def test_many_leaves_measures_with_and_without_donation(run: Run) -> None:
     rows = run("many_leaves")
     assert [row["donated"] for row in rows] == [False, True]
-    # The graphs are there on one side and gone on the other.
+    # The graphs exist on one side and are removed on the other.
     assert all(0 < row["hollow us"] < row["whole us"] and row["graphs alone us"] > 0 for row in rows)
 
 
@@ -107,7 +107,7 @@ def test_layer_freezing_compares_frozen_steps_with_plain_ones(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_surgery_tells_time_and_memory(run: Run) -> None:
+def test_surgery_reports_time_and_memory(run: Run) -> None:
     (row,) = run("surgery", "--blocks", "2")
     assert row["seconds"] > 0
     assert 0 < row["new_mb"] <= row["peak_mb"] <= row["allocated_mb"]
@@ -120,7 +120,7 @@ def test_alibi_lengths_evaluates_at_lengths_beyond_those_of_training(run: Run) -
     assert all(rows[name]["loss_at_32"] > 0 for name in ("alibi", "learned", "learned, full length"))
 
 
-def test_algorithms_cost_has_rows_for_what_an_algorithm_takes(run: Run) -> None:
+def test_algorithms_cost_has_rows_for_the_cost_of_each_algorithm(run: Run) -> None:
     rows = run("algorithms_cost", "--algorithm", "label_smoothing")
     assert [(row["algorithm"], row["network"].partition(" ")[0]) for row in rows] == [
         ("label_smoothing(0.1)", "MLP"),
@@ -139,6 +139,6 @@ def test_compile_time_starts_two_processes(run: Run) -> None:
 
 @pytest.mark.slow
 def test_peers_agree_with_each_other(run: Run) -> None:
-    rows = run("peers")  # which stops where two sides disagree about the loss
+    rows = run("peers")  # it stops if two sides disagree about the loss
     assert [row["side"] for row in rows][:2] == ["by hand", "by hand + torch.compile"]
     assert all(row["us a step"] > 0 for row in rows)

@@ -1,7 +1,7 @@
-"""No step waits for the device: on a GPU torch itself says so, elsewhere the meta device stands in for one.
+"""No step waits for the device: on a GPU torch itself detects it, elsewhere the meta device replaces one.
 
-On the meta device tensors have no values: whatever reads one fails there, and copies between it and the host are
-seen. What torch's operators do inside their CUDA kernels only a GPU tells.
+On the meta device tensors have no values: reading one fails there, and copies between it and the host are
+detected. The behaviour inside torch's CUDA kernels can only be tested on a GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,11 +42,11 @@ OPTIMIZERS = {
 
 
 class Waits(RuntimeError):
-    """Something would have made the host wait for a GPU."""
+    """Raised if an operation would make the host wait for a GPU."""
 
 
 class _HostData(TorchFunctionMode):
-    """Refuses to make tensors of the device from numbers of the host: on a GPU a copy from pageable memory."""
+    """Refuse to make device tensors from host numbers, which on a GPU is a copy from pageable memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -58,7 +58,7 @@ class _HostData(TorchFunctionMode):
 
 
 class _Copies(TorchDispatchMode):
-    """Refuses what brings host and device together, but for a copy to the device that need not be waited for."""
+    """Refuse operations that combine host and device, except asynchronous copies to the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -79,14 +79,14 @@ class _Copies(TorchDispatchMode):
 
 @contextmanager
 def on_meta() -> Iterator[torch.device]:
-    """The meta device, watched."""
+    """Yield the meta device, with checks for waiting."""
     with _Copies(), _HostData():
         yield torch.device("meta")
 
 
 @contextmanager
 def on_gpu() -> Iterator[torch.device]:
-    """The GPU, where torch raises for what waits."""
+    """Yield the GPU, where torch raises for operations that wait."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -108,7 +108,7 @@ def run_watched(state: State, algorithms: Any, data: list[Any], device: str, wat
     state = step.init(state).to(device)
     data = [batches.map_tensors(lambda tensor: tensor.to(device), batch) for batch in data]
     first = start = state
-    for batch in data:  # each schedule has a first run of its own, in which the library looks for itself
+    for batch in data:  # each schedule has its own first run, in which the library does its checks
         first = step(first, batch)
     with watch():
         for batch in data:
@@ -152,7 +152,7 @@ def test_optimizers_do_not_wait(optimizer: str, device: str, watch: Watch) -> No
 
 
 @needs_cuda
-def test_an_optimizer_of_torch_steps_there_as_here() -> None:
+def test_an_optimizer_of_torch_gives_the_same_step_on_the_gpu() -> None:
     """It reads its rate back in every step, so it is not among those that do not wait."""
     chosen = TASKS["vectors"]
     optimizer = optim.from_torch(torch.optim.Adamax, lr=0.01 * cosine())
@@ -219,8 +219,8 @@ def _copies(state: State) -> State:
 
 @pytest.mark.parametrize(("device", "watch"), DEVICES)
 @pytest.mark.parametrize("fn", [_reads, _chooses, _makes, _looks_up, _decides, _copies])
-def test_what_waits_is_found(fn: Callable[[State], State], device: str, watch: Watch) -> None:
-    # From the second time on: the run before the watched one must pass, on a device without values too.
+def test_operations_that_wait_are_found(fn: Callable[[State], State], device: str, watch: Watch) -> None:
+    # Only from the second time on: the run before the checked one must pass, also on a device without values.
     times: list[int] = []
 
     def late(state: State) -> State:
@@ -247,7 +247,7 @@ def test_the_step_leaves_channels_last_as_it_is() -> None:
     for optimizer in OPTIMIZERS.values():
         state = make_state(net, optimizer=optimizer, duration="3ba", batches_per_epoch=3)
         strides = layout(state)
-        assert strides["params.0.weight"] == (18, 1, 6, 2)  # the channels lie closest, three pixels a row
+        assert strides["params.0.weight"] == (18, 1, 6, 2)  # channels are contiguous, three pixels per row
         step = compose(loop_events)
         state = step.init(state)
         for seed in range(3):
@@ -264,7 +264,7 @@ def layout(state: State) -> dict[str, Any]:
 
 @needs_cuda
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
-def test_training_on_a_gpu_is_training_on_the_cpu(precision: str) -> None:
+def test_training_on_a_gpu_equals_training_on_the_cpu(precision: str) -> None:
     data = [
         (torch.randn(8, 2, 6, 6, generator=torch.Generator().manual_seed(s)), torch.arange(8) % 3) for s in range(4)
     ]
@@ -295,7 +295,7 @@ def test_fp32_on_a_gpu_has_all_its_digits() -> None:
 
 
 @needs_cuda
-def test_dropout_on_a_gpu_draws_what_the_cpu_draws() -> None:
+def test_dropout_on_a_gpu_draws_the_same_as_on_the_cpu() -> None:
     net = make_mlp(dropout=0.5)
     batch = (torch.randn(6, 4), torch.arange(6) % 3)
     step = compose(loop_events)

@@ -1,4 +1,4 @@
-"""What the pages in docs/ print is what runs, and what they link to is there."""
+"""The code of the pages in docs/ runs with the printed results, and their links lead to existing files."""
 
 import contextlib
 import importlib
@@ -27,7 +27,7 @@ CARD_HEADS = [
     "Source",
 ]
 CARDS = {page.stem: page for page in (ROOT / "docs" / "algorithms").glob("*.md")}
-# One is a function of the state.
+# One of them is a function of the state.
 METHODS = {**FACTORIES, "scale_schedule": pc.algorithms.scale_schedule}
 
 
@@ -50,13 +50,13 @@ def test_methods_act_where_their_page_says() -> None:
 
 @pytest.fixture(scope="module")
 def own_method() -> tuple[dict[str, Any], str]:
-    """The names of the page on your own methods, whose last block asserts what every method keeps; its output."""
+    """Run the page on your own methods, whose last block asserts the laws; return its names and its output."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         names = run_page("own_method.md")
     return names, printed.getvalue()
 
 
-def test_a_method_of_your_own(own_method: tuple[dict[str, Any], str]) -> None:
+def test_the_page_on_your_own_methods(own_method: tuple[dict[str, Any], str]) -> None:
     names, printed = own_method
     assert printed.count("('gradient_noise', 'clip')\n") == 2
     assert (
@@ -107,11 +107,11 @@ def test_the_pages_scope_is_truncated_backpropagation_through_time(own_method: t
 
 
 def without_numbers(text: str) -> str:
-    """Words and marks alone, on one line: values and line breaks differ from machine to machine."""
+    """Return only words and punctuation, on one line: values and line breaks differ between machines."""
     return " ".join(re.sub(r"-?\d+(\.\d+)?(e-?\d+)?", "0", text).split())
 
 
-def test_laws(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_on_laws(capsys: pytest.CaptureFixture[str]) -> None:
     names = run_page("laws.md")
     printed = without_numbers(capsys.readouterr().out)
     page = (ROOT / "docs" / "laws.md").read_text()
@@ -124,7 +124,7 @@ def test_laws(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows == [(law.name, law.promise) for law in names["LAWS"]]
 
 
-def test_training(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_on_training(capsys: pytest.CaptureFixture[str]) -> None:
     names = run_page("training.md")
     printed = capsys.readouterr().out
     assert "3.0/3 ep" in printed  # the progress observer
@@ -144,8 +144,8 @@ def test_the_pages_gradient_through_two_steps_is_the_difference_quotient() -> No
     torch.testing.assert_close(gradient, quotient, rtol=0.02, atol=1e-3)
 
 
-def test_compiled_steps(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "110")  # as where there is no terminal; a worker process may think that it has one
+def test_the_page_on_compiled_steps(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")  # as without a terminal; a worker process may appear to have one
     names = run_page("compile.md")
     shown = capsys.readouterr()
     page = (ROOT / "docs" / "compile.md").read_text()
@@ -157,7 +157,7 @@ def test_compiled_steps(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     assert names["state"].timestamp.batch == 28
 
 
-def test_half_precision() -> None:
+def test_the_page_on_half_precision() -> None:
     assert run_page("precision.md")["state"].metrics["loss_scaling/skipped"].item() == 0
 
 
@@ -178,7 +178,7 @@ def test_the_page_on_models(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     names = run_page("models.md")
     assert capsys.readouterr().out.startswith("torch.Size([4, 100, 65])\n")
-    assert names["state"].loss < 4.1  # it began at log 65
+    assert names["state"].loss < 4.1  # its first value was log 65
 
 
 def test_the_page_on_data(capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +208,7 @@ def test_cards_have_one_form_and_all_settings(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CARDS)
-def test_what_a_methods_card_shows_runs(name: str) -> None:
+def test_the_code_of_a_methods_card_runs(name: str) -> None:
     names = run_page(f"algorithms/{name}.md")
     assert name in str(names) and len(CARDS[name].read_text().splitlines()) < 70
 

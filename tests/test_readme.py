@@ -1,4 +1,4 @@
-"""What the README prints is what runs."""
+"""The README's code runs with the printed results."""
 
 import pathlib
 import re
@@ -13,7 +13,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 def batches(count: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Ten classes that a linear network can tell apart."""
+    """Return batches of ten classes that a linear network can separate."""
     keys = pc.random.split(pc.random.key(5), count + 1)
     centres = pc.random.normal(keys[-1], (10, 64))
     made = []
@@ -33,7 +33,7 @@ def test_the_readmes_code_blocks_run_one_after_the_other(capsys) -> None:
     accuracy = float(re.search(r"'accuracy': ([\d.]+)", printed)[1])  # pyright: ignore[reportOptionalSubscript]
     assert accuracy > 0.9
     assert "AFTER_DATALOADER" in printed and "selective_backprop" in printed
-    assert re.search(r"^ok: \d+ kept, \d+ skipped", printed, re.M)  # the laws, on the method of your own
+    assert re.search(r"^ok: \d+ kept, \d+ skipped", printed, re.M)  # the laws, on the user-defined method
     state, step = names["state"], names["step"]
     assert isinstance(state, pc.State) and isinstance(step, pc.Step)
     assert "noise" in str(step.plan(state.replace(timestamp=state.timestamp.replace(batch=1, epoch=0))))

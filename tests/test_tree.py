@@ -1,4 +1,4 @@
-"""Pytree helpers: both registries agree, and differences are told apart to the bit."""
+"""Pytree helpers: both registries agree, and differences are found to the bit."""
 
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Pair(NamedTuple):
 
 
 class Box:
-    """A node of our own: two children, one static part."""
+    """A custom node: two children, one static part."""
 
     def __init__(self, first: Any, second: Any, label: str) -> None:
         self.first, self.second, self.label = first, second, label
@@ -83,7 +83,7 @@ def test_a_registered_node_keeps_its_static_part_and_its_paths():
     assert gradient.first.tolist() == [2.0, 2.0] and gradient.label == "kept"
 
 
-def test_optrees_own_order_is_left_alone():
+def test_optrees_own_order_is_not_changed():
     value: Any = {"z": 1, "a": 2}
     assert optree.tree_leaves(value) == [2, 1] and tree.leaves(value) == [1, 2]
 
@@ -129,7 +129,7 @@ class Data:
 
 
 class Slotted:
-    """Compares tensors in a place that nobody can look into."""
+    """An object that compares tensors in slots, which cannot be inspected."""
 
     __slots__ = ("x",)
 
@@ -162,13 +162,13 @@ def test_objects_that_hold_tensors_are_compared_member_by_member(make, path):
     assert list(tree.leaves_with_paths({"b": make(1)}, into_objects=True)) == ["['b']"]
 
 
-def test_what_is_no_tensor_in_such_an_object_counts_as_well():
+def test_other_attributes_of_such_an_object_are_compared_too():
     x = torch.ones(2)
     assert tree.diff(Data(x, "a"), Data(x, "b")) == [".note: 'a' and 'b'"]
     assert not tree.equal(UserDict(x=x), {"x": x}) and not tree.equal(Data(x), SimpleNamespace(x=x, note=None))
 
 
-def test_values_that_cannot_be_compared_plainly():
+def test_values_that_cannot_be_compared_with_equality():
     one, two = Slotted(torch.ones(2)), Slotted(torch.ones(2))
     assert tree.equal(one, one) and not tree.equal(one, two)
     numpy = pytest.importorskip("numpy")
@@ -178,7 +178,7 @@ def test_values_that_cannot_be_compared_plainly():
     assert not tree.equal(array, array[None]) and not tree.equal(array, [1.0, nan])
 
 
-def test_diff_says_where_and_stops_at_the_limit():
+def test_diff_names_the_places_and_stops_at_the_limit():
     first = {"a": torch.zeros(3), "b": torch.zeros(2), "c": 1, "e": [1]}
     second = {"a": torch.tensor([0.0, 2.0, 0.0]), "b": torch.zeros(2, dtype=torch.int64), "d": 1, "e": (1,)}
     found = tree.diff(first, second)
@@ -201,7 +201,7 @@ def test_global_norm_is_the_norm_of_all_numbers_together(rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_global_norm_of_half_precision_is_added_up_in_float32(dtype):
+def test_global_norm_of_half_precision_is_summed_in_float32(dtype):
     large = torch.full((100,), 6e4, dtype=dtype)
     norm = tree.global_norm({"a": large, "b": torch.zeros(1)})
     assert norm.dtype is torch.float32 and torch.equal(norm, tree.global_norm(large.float()))
@@ -214,7 +214,7 @@ def test_a_tolerance_is_a_share_of_the_largest_magnitude():
     assert found.what == "1 of 2 elements differ, first at 1"
 
 
-def test_a_tolerance_may_have_a_floor_and_hang_on_the_dtype():
+def test_a_tolerance_may_have_a_floor_and_depend_on_the_dtype():
     def rounding(dtype):
         return tree.Tolerance(0.0, 1e-3) if dtype is torch.float32 else tree.Tolerance(1e-9)
 
@@ -231,7 +231,7 @@ def test_a_tolerance_may_have_a_floor_and_hang_on_the_dtype():
     assert [difference.path for difference in found] == ["['a']", "['b']", "['c']", "['d']"]
 
 
-def test_a_tensor_in_words():
+def test_tensors_are_described_in_words():
     assert tree.describe(torch.zeros(2, 3)) == "float32[2, 3]"
     assert tree.describe(torch.zeros((), dtype=torch.int64, device="meta")) == "int64[] on meta"
     assert tree.describe(torch.zeros(1, device="meta"), with_device=False) == "float32[1]"

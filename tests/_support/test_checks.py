@@ -1,4 +1,4 @@
-"""Arguments are checked in one form of words."""
+"""Argument checks use uniform error messages."""
 
 import math
 
@@ -13,7 +13,7 @@ class Index:
         return 3
 
 
-def test_what_fits_comes_back():
+def test_valid_arguments_are_returned():
     assert check_flag(True, "f: x") is True
     assert check_whole(3, "f: x", 0, 3) == check_whole(Index(), "f: x") == 3
     assert check_number(2, "f: x", 2, 3) == 2.0 and type(check_number(2, "f: x")) is float
@@ -51,12 +51,12 @@ def test_what_fits_comes_back():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(call, error, message):
+def test_invalid_arguments_are_refused(call, error, message):
     with pytest.raises(error) as caught:
         call()
     assert str(caught.value) == message
 
 
-def test_a_bool_is_no_number_and_long_values_are_cut():
+def test_a_bool_is_not_a_number_and_long_values_are_truncated():
     assert is_number(1.5) and not is_number(True)
     assert shown("a" * 200) == f"'{'a' * 76}... (str)"

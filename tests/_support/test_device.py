@@ -1,4 +1,4 @@
-"""Numbers sent to a device, and the switches of TensorFloat-32, which a machine without a GPU has too."""
+"""Numbers sent to a device, and the switches of TensorFloat-32, which also exist without a GPU."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ MKLDNN = BACKENDS.mkldnn.matmul
 
 
 def old(read: Callable[[], Any]) -> Any:
-    """A switch by its older name, which raises where the newer ones say what it cannot."""
+    """Return a switch by its older name, which raises if the newer ones have values that it cannot represent."""
     try:
         return read()
     except RuntimeError:
@@ -38,7 +38,7 @@ def switches() -> list[Any]:
 
 
 def multiplied() -> list[bool]:
-    """Whether matrix products, convolutions and recurrent layers use TensorFloat-32."""
+    """Return whether matrix products, convolutions and recurrent layers use TensorFloat-32."""
     return [operator.fp32_precision == "tf32" for operator in OPERATORS]
 
 
@@ -65,7 +65,7 @@ STARTS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(autouse=True)
 def torch_defaults() -> Iterator[None]:
-    """The switches as torch starts with them, before and after each test."""
+    """Set the switches to torch's defaults before and after each test."""
     for is_first in (True, False):
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = True
@@ -77,7 +77,7 @@ def torch_defaults() -> Iterator[None]:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("start", STARTS)
-def test_cuda_multiplies_as_the_precision_says_and_afterwards_as_before(start: str, precision: str) -> None:
+def test_the_precision_sets_the_switches_for_cuda_and_restores_them(start: str, precision: str) -> None:
     STARTS[start]()
     before = switches()
     with arithmetic(precision, CUDA):
@@ -90,7 +90,7 @@ def test_cuda_multiplies_as_the_precision_says_and_afterwards_as_before(start: s
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("start", [name for name in STARTS if name != "newer names, off"])
-def test_what_reads_the_older_names_meanwhile_finds_them_in_agreement(start: str, precision: str) -> None:
+def test_the_older_names_agree_with_the_newer_ones_meanwhile(start: str, precision: str) -> None:
     STARTS[start]()
     if multiplied() == [precision == "tf32"] * 3 and "raises" in switches():
         pytest.skip("nothing is to be switched, and the caller's own mix stays")
@@ -100,7 +100,7 @@ def test_what_reads_the_older_names_meanwhile_finds_them_in_agreement(start: str
         assert torch.get_float32_matmul_precision() in (["high", "medium"] if precision == "tf32" else ["highest"])
 
 
-def test_an_error_leaves_the_switches_as_they_were() -> None:
+def test_the_switches_are_restored_after_an_error() -> None:
     before = switches()
     with pytest.raises(OSError), arithmetic("tf32", CUDA):
         raise OSError
@@ -115,7 +115,7 @@ def test_other_devices_have_no_such_switch() -> None:
 
 
 class Watched(torch.autograd.Function):
-    """The identity; notes the switches on the way there and back."""
+    """The identity; records the switches in the forward and backward pass."""
 
     seen: list[list[bool]] = []
 
@@ -141,7 +141,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_step_forward_and_backward_runs_within_the_scope(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["purecompose.core.compose"]  # in the package, the function has its name
+    module = sys.modules["purecompose.core.compose"]  # the package's attribute of this name is the function
     devices = []
 
     def on_cuda(asked: str, device: torch.device) -> Any:
@@ -151,7 +151,7 @@ def test_a_step_forward_and_backward_runs_within_the_scope(precision: str, monke
     monkeypatch.setattr(module, "arithmetic", on_cuda)
     before, step, state = switches(), compose(loop_events), make_state(Net(), precision=precision)
     Watched.seen = []
-    for seed in (0, 1):  # the watched step, and the next one
+    for seed in (0, 1):  # the checked step, and the next one
         state = step(state, make_batch(seed))
     assert Watched.seen[-2:] == [[precision == "tf32"] * 3] * 2 and len(Watched.seen) >= 4
     assert all(seen == [precision == "tf32"] * 3 for seen in Watched.seen)
@@ -159,7 +159,7 @@ def test_a_step_forward_and_backward_runs_within_the_scope(precision: str, monke
 
 
 @pytest.mark.parametrize("numbers", [[1, 2], [[0.5], [float("inf")]], []])
-def test_numbers_arrive(numbers: list[Any]) -> None:
+def test_numbers_arrive_on_the_device(numbers: list[Any]) -> None:
     there = sent(numbers, torch.float64, CPU)
     assert there.tolist() == numbers and there.dtype is torch.float64
     elsewhere = sent(numbers, torch.float64, torch.device("meta"))
@@ -175,14 +175,14 @@ def test_numbers_arrive_on_a_gpu_without_waiting() -> None:
         arrived = []
         for i in range(200):
             busy = torch.tanh(busy @ busy)
-            arrived.append(sent([i], torch.float64, CUDA))  # pinned memory that is used again is not written too soon
+            arrived.append(sent([i], torch.float64, CUDA))  # reused pinned memory is not overwritten too soon
     finally:
         torch.cuda.set_sync_debug_mode(mode)
     assert torch.cat(arrived).tolist() == list(range(200))
 
 
 class Widths(nn.Module):
-    """Notes the dtypes that it computes in."""
+    """A network that records the dtypes that it computes in."""
 
     seen: list[torch.dtype] = []
 

@@ -1,4 +1,4 @@
-"""Reading files that somebody else may have prepared."""
+"""Reading untrusted files."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 from purecompose._support.files import is_nested_deeper, opened, read_whole
 
 
-def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: pathlib.Path) -> None:
+def test_files_that_are_not_regular_are_refused_without_waiting(tmp_path: pathlib.Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")

@@ -28,7 +28,7 @@ def step() -> Any:
 
 
 def raising(number: signal.Signals, batch: int) -> Any:
-    """An observer in whose batch a signal comes."""
+    """Return an observer that raises a signal in a batch."""
 
     def observer(event: Event, state: State) -> None:
         if event is Event.BATCH_END and state.timestamp.batch == batch:
@@ -56,12 +56,12 @@ def test_a_signal_saves_and_ends_the_run(number: signal.Signals, background: boo
     assert_same(fit(step(), start(), BATCHES, checkpoints=settings, resume="auto"), fit(step(), start(), BATCHES))
 
 
-def test_without_checkpoints_signals_are_left_alone() -> None:
+def test_without_checkpoints_signals_are_not_handled() -> None:
     with pytest.raises(KeyboardInterrupt):
         fit(step(), start(), BATCHES, observers=raising(signal.SIGINT, 1))
 
 
-def test_a_second_signal_acts_at_once(tmp_path: pathlib.Path) -> None:
+def test_a_second_signal_acts_immediately(tmp_path: pathlib.Path) -> None:
     def twice(event: Event, state: State) -> None:
         if event is Event.BATCH_END:
             signal.raise_signal(signal.SIGINT)
@@ -81,8 +81,8 @@ def test_other_threads_may_train_with_checkpoints(tmp_path: pathlib.Path) -> Non
     assert_same(ends[0], fit(step(), start(), BATCHES))
 
 
-def test_between_two_states_signals_act_as_ever(tmp_path: pathlib.Path) -> None:
-    """Also with several runs at a time, and with one that was left and is still held."""
+def test_between_two_states_signals_act_as_usual(tmp_path: pathlib.Path) -> None:
+    """Also with several simultaneous runs, and with one that was abandoned but still has a reference."""
     handlers = [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)]
     runs = [
         pc.training(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path / name, background=False))
@@ -106,7 +106,7 @@ def test_a_signal_during_the_last_evaluation_is_obeyed(tmp_path: pathlib.Path) -
     assert caught.value.code == 143 and "ba00000008" in caught.value.__notes__[0]
 
 
-def test_a_child_of_the_run_dies_of_its_signal(tmp_path: pathlib.Path) -> None:
+def test_a_child_of_the_run_is_ended_by_its_signal(tmp_path: pathlib.Path) -> None:
     codes: list[int | None] = []
 
     def observer(event: Event, state: State) -> None:
@@ -115,7 +115,7 @@ def test_a_child_of_the_run_dies_of_its_signal(tmp_path: pathlib.Path) -> None:
             is_there = context.Event()
             child = context.Process(target=lambda: (is_there.set(), time.sleep(60)))
             child.start()
-            assert is_there.wait(20)  # Python drops what reaches a child while it is being forked
+            assert is_there.wait(20)  # Python drops signals that reach a child during the fork
             child.terminate()
             child.join(20)
             codes.append(child.exitcode)
@@ -124,7 +124,7 @@ def test_a_child_of_the_run_dies_of_its_signal(tmp_path: pathlib.Path) -> None:
     assert codes == [-signal.SIGTERM]
 
 
-def test_a_run_that_could_not_be_saved_says_so(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_could_not_be_saved_reports_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
@@ -136,7 +136,7 @@ def test_a_run_that_could_not_be_saved_says_so(tmp_path: pathlib.Path, monkeypat
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_after_the_last_look_for_one_ends_the_process_all_the_same(
+def test_a_signal_after_the_last_check_still_ends_the_process(
     number: signal.Signals, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[int] = []
@@ -145,7 +145,7 @@ def test_a_signal_after_the_last_look_for_one_ends_the_process_all_the_same(
     def late(self: Run, state: State) -> None:
         look(self, state)
         looks.append(state.timestamp.batch)
-        if looks.count(4) == 3:  # the last batch, the end, and what was measured there
+        if looks.count(4) == 3:  # the last batch, the end, and the evaluation there
             signal.raise_signal(number)
 
     def halved(event: Event, state: State) -> State:
@@ -155,16 +155,16 @@ def test_a_signal_after_the_last_look_for_one_ends_the_process_all_the_same(
     last = [*pc.training(at_the_end, start(), BATCHES, duration="1ep")][-2]
     monkeypatch.setattr(Run, "_obey", late)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        evaluator = pc.Evaluator(BATCHES[:1], every="9ep")  # so at the end alone
+        evaluator = pc.Evaluator(BATCHES[:1], every="9ep")  # only at the end
         fit(at_the_end, start(), BATCHES, duration="1ep", evaluate=evaluator, checkpoints=Checkpoints(tmp_path))
     saved = pc.load(tmp_path / "ep0001-ba00000004", last, step=at_the_end)
-    assert pc.tree.equal(saved.params, last.params)  # not what FIT_END made of it
+    assert pc.tree.equal(saved.params, last.params)  # without the changes of FIT_END
     assert looks[-3:] == [4, 4, 4]
     assert [path.name for path in tmp_path.iterdir()] == ["ep0001-ba00000004"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_in_fit_a_signal_between_two_batches_is_noted_as_well(number: signal.Signals, tmp_path: pathlib.Path) -> None:
+def test_in_fit_a_signal_between_two_batches_is_noticed_too(number: signal.Signals, tmp_path: pathlib.Path) -> None:
     settings = Checkpoints(tmp_path, every="1ep")
     states = _states(True, step(), start(), BATCHES, checkpoints=settings)
     with pytest.raises((KeyboardInterrupt, SystemExit)):

@@ -1,4 +1,4 @@
-"""Calls written as text: what is written comes back, and nothing is run."""
+"""Calls written as text: they are parsed back exactly, and nothing is executed."""
 
 import inspect
 import keyword
@@ -26,12 +26,12 @@ calls = st.builds(Call, names, st.lists(literals, max_size=2).map(tuple), st.dic
 
 
 @given(st.lists(calls, max_size=4).map(tuple), st.sampled_from([",", ", ", " ,\n  ", ",\t"]))
-def test_what_is_written_is_what_is_read(written: tuple[Call, ...], separator: str) -> None:
+def test_written_calls_are_read_back(written: tuple[Call, ...], separator: str) -> None:
     assert parse(separator.join(map(str, written))) == written
 
 
 @given(st.text(max_size=40))
-def test_any_text_is_calls_or_an_error_of_one_kind(text: str) -> None:
+def test_any_text_is_a_list_of_calls_or_a_spec_error(text: str) -> None:
     try:
         found = parse(text)
     except SpecError:
@@ -40,7 +40,7 @@ def test_any_text_is_calls_or_an_error_of_one_kind(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "  ", "none", " None\n"])
-def test_nothing_can_be_asked_for(text: str) -> None:
+def test_the_list_may_be_empty(text: str) -> None:
     assert parse(text) == ()
 
 
@@ -56,7 +56,7 @@ def test_arguments_are_literals_with_their_types() -> None:
         ("[3ep, 10m], {5BA: 1h20m}, .5dur", (["3ep", "10m"], {"5BA": "1h20m"}, ".5dur")),
         ("1_000sp, 2.tok, 7sec, 1iter", ("1_000sp", "2.tok", "7sec", "1iter")),
         (r"""'3ep 4ba', 'it\'s 3ep', "3ep' 4ba" """, ("3ep 4ba", "it's 3ep", "3ep' 4ba")),
-        # What Python reads as numbers stays numbers.
+        # Text that Python reads as numbers stays numbers.
         ("1e5, 2j, 0x1f, 1_0, 0b1, 3.", (1e5, 2j, 31, 10, 1, 3.0)),
     ],
 )
@@ -70,7 +70,7 @@ def test_a_time_is_read_the_same_with_and_without_quotes(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["f(\ufb01)", "f(_)", "f(___)", "f(ep)"])
-def test_no_name_is_a_time(text: str) -> None:
+def test_names_are_not_read_as_times(text: str) -> None:
     with pytest.raises(SpecError, match="is not a literal"):
         parse(text)
 
@@ -80,7 +80,7 @@ def test_no_name_is_a_time(text: str) -> None:
     [
         ("mixup(alpha=x)", "alpha=x at column 13 is not a literal"),
         ("  mixup(alpha=x)", "at column 15"),
-        ("f('é', alpha=x)", "at column 14"),  # characters, though the parser counts bytes
+        ("f('é', alpha=x)", "at column 14"),  # in characters, although the parser counts bytes
         ("mixup(alpha=1+1)", "is not a literal"),
         ("mixup(*[1])", "is not a literal"),
         ("mixup(**{'a': 1})", "write the arguments out"),
@@ -99,7 +99,7 @@ def test_no_name_is_a_time(text: str) -> None:
         ("(" * 5000, "cannot read"),
     ],
 )
-def test_errors_say_what_and_where(text: str, part: str) -> None:
+def test_errors_name_the_problem_and_its_place(text: str, part: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse(text)
     message = str(caught.value)
@@ -107,7 +107,7 @@ def test_errors_say_what_and_where(text: str, part: str) -> None:
     assert "\n" not in message and len(message) < 250
 
 
-def test_text_is_not_run(tmp_path) -> None:
+def test_text_is_not_executed(tmp_path) -> None:
     target = tmp_path / "written"
     for text in (f"open({str(target)!r}, 'w')", f"mixup(alpha=open({str(target)!r}, 'w'))"):
         with pytest.raises(SpecError):
@@ -140,7 +140,7 @@ def test_a_factory_gets_the_arguments() -> None:
         ("selective_backprop(keep='x')", ["selective_backprop", "'x'"]),
     ],
 )
-def test_what_a_factory_refuses_is_reported_with_its_name(text: str, parts: list[str]) -> None:
+def test_errors_of_a_factory_are_reported_with_its_name(text: str, parts: list[str]) -> None:
     with pytest.raises(SpecError) as caught:
         build(parse_one(text), FACTORIES, "algorithm")
     for part in parts:

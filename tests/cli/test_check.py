@@ -1,4 +1,4 @@
-"""The command `check`: exit statuses, refusals in one line, JSON, what a terminal shows."""
+"""The command `check`: exit statuses, refusals in one line, JSON, output on a terminal."""
 
 import importlib
 import json
@@ -44,7 +44,7 @@ QUICK = ("--laws", "input_untouched,deterministic", "--tasks", "vectors", "--max
 
 @pytest.fixture
 def here(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
-    """A folder with a user's modules, which is the current one."""
+    """Change to a folder with a user's modules."""
     (tmp_path / "cli_algorithms.py").write_text(MODULE)
     (tmp_path / "cli_missing.py").write_text("import no_such_package")
     (tmp_path / "cli_syntax.py").write_text("x = (")
@@ -70,7 +70,7 @@ def test_a_lawful_algorithm(here, capsys) -> None:
     assert sorted(path.name for path in here.iterdir() if path.suffix == "" and path.name != "__pycache__") == []
 
 
-def test_a_broken_law_gives_status_1_and_says_what_to_do(here, capsys) -> None:
+def test_a_broken_law_gives_status_1_and_a_remedy(here, capsys) -> None:
     status, out, _ = run(capsys, "cli_algorithms:bad", *QUICK)
     assert status == 1
     for part in ("BROKEN", "the law deterministic is broken", "event      BATCH_END", "to do      "):
@@ -130,7 +130,7 @@ def test_json(here, capsys) -> None:
         ("cli_algorithms:good --json nowhere/report.json", "--json: nowhere/report.json: there is no folder nowhere"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(here, capsys, arguments, expected) -> None:
+def test_bad_arguments_are_refused_in_one_line(here, capsys, arguments, expected) -> None:
     status, out, err = run(capsys, *arguments.split())
     assert (status, out) == (2, "")
     assert len(err.splitlines()) == 1 and expected in err
@@ -157,11 +157,11 @@ def test_without_hypothesis_one_line_says_what_to_install(here, capsys, monkeypa
     )
 
 
-def test_progress_is_shown_to_a_terminal_alone(here, capsys, monkeypatch) -> None:
+def test_progress_is_only_shown_on_a_terminal(here, capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     status, _, err = run(capsys, "cli_algorithms:good", *QUICK, "--json", "-")
     assert status == 0 and "[1/2] input_untouched" in err and "[2/2] deterministic" in err
-    assert err.endswith("\r\x1b[K")  # the line is gone in the end
+    assert err.endswith("\r\x1b[K")  # the line is erased at the end
 
 
 def test_other_commands_do_not_load_hypothesis() -> None:

@@ -1,4 +1,4 @@
-"""What shells complete: the script is asked by a bash, as when a user presses the key."""
+"""Shell completion: bash runs the script as when a user presses the key."""
 
 import pathlib
 import shlex
@@ -33,7 +33,7 @@ def bash(text: str, command: str, folder: pathlib.Path) -> str:
 
 @pytest.fixture
 def completed(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path):
-    """The completions of the last of some words, as bash has cut them."""
+    """Return the completions of the last word, with words split as by bash."""
     text = script(capsys, "bash")
     for name in ("ep0001-ba00000022", "ep0002-ba00000044"):
         (tmp_path / "run a" / "checkpoints" / name).mkdir(parents=True)
@@ -83,7 +83,7 @@ def test_bash_completes_each_of_a_list_of_algorithms(completed) -> None:
     assert completed("train", "--algorithms", "") == {*FACTORIES, "none"}
     assert completed("train", "--algorithms", "mixup,lab") == {"mixup,label_smoothing"}
     assert completed("train", "--algorithms", "mixup,") == {f"mixup,{name}" for name in (*FACTORIES, "none")}
-    # A quote that is open yet is the shell's; within parentheses, commas separate arguments.
+    # A quote that is still open belongs to the shell; within parentheses, commas separate arguments.
     assert completed("train", "--algorithms", '"mixup(alpha=0.2), lab') == {"mixup(alpha=0.2), label_smoothing"}
     assert completed("train", "--algorithms", '"mixup(0.2, lab') == set()
 
@@ -105,7 +105,7 @@ def test_bash_falls_back_to_names_of_files(capsys, tmp_path: pathlib.Path) -> No
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_every_shell_is_told_the_values(capsys, shell: str) -> None:
+def test_every_shell_completes_the_values(capsys, shell: str) -> None:
     text = script(capsys, shell)
     for words in (MODELS, ("newest", "best"), ("cpu", "cuda", "mps")):
         assert " ".join(words) in text

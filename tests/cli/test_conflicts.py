@@ -1,4 +1,4 @@
-"""`plan --conflicts`: what it prints, and how it fails."""
+"""`plan --conflicts`: its output and its errors."""
 
 import pathlib
 import sys
@@ -93,6 +93,6 @@ def test_a_missing_package_is_one_line_and_status_1(capsys, monkeypatch) -> None
     assert "purecompose[testing]" in err and err.count("\n") == 1
 
 
-def test_only_plan_has_it(capsys) -> None:
+def test_only_plan_has_the_option(capsys) -> None:
     assert main(["train", "--conflicts"]) == 2
     assert "unrecognized arguments: --conflicts" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is meant, and which one is the best."""
+"""Selection of a run's checkpoint, and which one is the best."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ def make_state() -> State:
 
 
 def make_run(folder: pathlib.Path, *metrics: dict[str, Any]) -> pathlib.Path:
-    """A run's folder with checkpoints that have these metrics, the oldest first."""
+    """Make a run's folder with checkpoints that have these metrics, the oldest first."""
     folder.mkdir()
     (folder / "config.toml").write_text("seed = 7\n")
     for number, found in enumerate(metrics, 1):
@@ -49,7 +49,7 @@ def make_run(folder: pathlib.Path, *metrics: dict[str, Any]) -> pathlib.Path:
         (TEXT, "eval/loss", (math.inf, NAN), math.inf),
     ],
 )
-def test_the_best_one_is_the_best_of_those_that_can_be_compared(
+def test_the_best_one_is_chosen_among_comparable_checkpoints(
     kind: Any, name: str, values: tuple[float, ...], best: float, tmp_path: pathlib.Path
 ) -> None:
     run = make_run(tmp_path / "a", *({name: value} for value in values))
@@ -58,7 +58,7 @@ def test_the_best_one_is_the_best_of_those_that_can_be_compared(
     assert newest == values[-1] or math.isnan(newest) and math.isnan(values[-1])
 
 
-def test_of_equal_ones_the_earliest_is_the_best(tmp_path: pathlib.Path) -> None:
+def test_the_earliest_of_equal_checkpoints_is_the_best(tmp_path: pathlib.Path) -> None:
     run = make_run(tmp_path / "a", *({"eval/accuracy": 0.5, "eval/loss": float(loss)} for loss in (1, 2, 3)))
     assert index_of(run, "best", IMAGES).metrics["eval/loss"] == 1.0
 
@@ -72,14 +72,14 @@ def test_of_equal_ones_the_earliest_is_the_best(tmp_path: pathlib.Path) -> None:
         ({}, "has a number for accuracy"),
     ],
 )
-def test_where_there_is_no_best_one_it_is_refused(metrics: Any, message: str, tmp_path: pathlib.Path) -> None:
+def test_best_is_refused_if_no_checkpoint_has_the_metric(metrics: Any, message: str, tmp_path: pathlib.Path) -> None:
     run = make_run(tmp_path / "a", metrics, metrics)
     with pytest.raises(UsageError, match=message):
         index_of(run, "best", IMAGES)
     assert index_of(run, "newest", IMAGES).batch == 0
 
 
-def test_a_checkpoint_is_found_from_wherever_one_stands(
+def test_a_checkpoint_is_found_from_any_working_directory(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "a", {"eval/loss": 1.0}, {"eval/loss": 2.0})
@@ -97,7 +97,7 @@ def test_a_checkpoint_is_found_from_wherever_one_stands(
         assert index_of(path, "ep0001-ba00000001", IMAGES).metrics == {"eval/loss": 1.0}
 
 
-def test_of_a_checkpoint_no_other_one_can_be_meant(tmp_path: pathlib.Path) -> None:
+def test_the_path_of_a_checkpoint_cannot_select_another_one(tmp_path: pathlib.Path) -> None:
     run = make_run(tmp_path / "a", {"eval/accuracy": 1.0}, {"eval/accuracy": 0.5})
     for which in ("best", "ep0001-ba00000001"):
         with pytest.raises(UsageError, match=f"ba00000002 is a checkpoint itself; for {which} give the run's folder"):
@@ -106,7 +106,7 @@ def test_of_a_checkpoint_no_other_one_can_be_meant(tmp_path: pathlib.Path) -> No
         load_run(tmp_path / "b", "best")
 
 
-def test_prepared_settings_are_refused_at_once(tmp_path: pathlib.Path) -> None:
+def test_malicious_settings_are_refused_immediately(tmp_path: pathlib.Path) -> None:
     run = make_run(tmp_path / "a", {"eval/accuracy": 1.0})
     (run / "config.toml").unlink()
     os.mkfifo(run / "config.toml")

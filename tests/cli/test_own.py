@@ -1,4 +1,4 @@
-"""Code of the user's own on the command line, and when it is run."""
+"""User-defined code on the command line, and when it is executed."""
 
 import importlib
 import pathlib
@@ -47,7 +47,7 @@ SHORT = ("--duration", "2ba", "--batch-size", "8", "--quiet")
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """The current folder, with a module."""
+    """Change to a folder with a module."""
     (tmp_path / "own_code.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -55,7 +55,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
     return tmp_path
 
 
-def test_own_code_trains(folder, capsys):
+def test_user_defined_code_trains(folder, capsys):
     assert main(["train", *OWN, *SHORT, "--out", "run"]) == 0
     run = load_run("run", allow_imports=True)
     assert run.state.timestamp.batch == 2 and [*run.state.params] == ["1.weight", "1.bias", "3.weight", "3.bias"]
@@ -86,7 +86,7 @@ def test_code_that_a_file_names_is_not_run_unless_allowed(command, folder, capsy
     assert main([*command, "--allow-imports"]) == 0
 
 
-def test_what_the_command_line_names_itself_is_allowed(folder):
+def test_code_named_on_the_command_line_is_allowed(folder):
     assert main(["train", *OWN, *SHORT, "--out", "run"]) == 0
     assert main(["train", *OWN, *SHORT, "--duration", "3ba", "--out", "run", "--resume"]) == 0
     assert main(["train", *OWN[2:], *SHORT, "--out", "run", "--resume"]) == 2
@@ -106,7 +106,7 @@ def test_what_the_command_line_names_itself_is_allowed(folder):
         (("--algorithms", "own_code:fixed(2)"), "--algorithms: own_code:fixed"),
     ],
 )
-def test_what_own_code_lacks_is_one_line(arguments, said, folder, capsys):
+def test_missing_attributes_of_user_code_are_reported_in_one_line(arguments, said, folder, capsys):
     assert main(["train", *SHORT, *arguments]) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1

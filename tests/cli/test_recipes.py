@@ -43,7 +43,7 @@ def test_the_published_hot_recipe_is_a_sum() -> None:
     compose(loop_events, [*recipe("mild")[:3], *recipe("hot")])
 
 
-def test_a_recipe_and_a_list_are_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_together_with_a_list_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--recipe", "mild", "--algorithms", "mixup", *NETWORK]) == 2
     assert "--recipe: a recipe is a list of algorithms, as is --algorithms; give one" in capsys.readouterr().err
 

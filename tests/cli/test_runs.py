@@ -28,7 +28,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A command in an empty folder: its status, output and error output."""
+    """Run commands in an empty folder; return status, output and error output."""
     monkeypatch.chdir(tmp_path)
 
     def command(*arguments: str) -> tuple[int, str, str]:
@@ -45,7 +45,7 @@ def checksum(out: str) -> str:
     return found[1]
 
 
-def test_a_run_has_a_folder_that_tells_all(run: Run) -> None:
+def test_a_run_has_a_folder_with_all_records(run: Run) -> None:
     status, out, err = run("train", *SMALL, "--out", "a")
     assert (status, err) == (0, "")
     folder = pathlib.Path("a")
@@ -63,7 +63,7 @@ def test_a_run_has_a_folder_that_tells_all(run: Run) -> None:
         (signal.SIGINT, 130, "interrupted"),
     ],
 )
-def test_a_stopped_run_goes_on_to_the_same_bits(
+def test_a_stopped_run_resumes_to_the_same_bits(
     run: Run, number: signal.Signals, status: int, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = checksum(run("train", *SMALL)[1])
@@ -89,7 +89,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
     assert (status, checksum(out)) == (0, whole), err
 
 
-def test_resume_starts_where_there_is_nothing_and_refuses_what_is_there_without(run: Run) -> None:
+def test_resume_starts_a_new_run_and_is_required_for_an_existing_one(run: Run) -> None:
     status, out, _ = run("train", *SMALL, "--out", "a", "--resume")
     assert status == 0
     status, _, err = run("train", *SMALL, "--out", "a")
@@ -101,18 +101,18 @@ def test_resume_starts_where_there_is_nothing_and_refuses_what_is_there_without(
     assert status == 2 and "give the folder of the run, --out FOLDER" in err
 
 
-def test_a_checkpoint_of_another_network_is_told(run: Run) -> None:
+def test_a_checkpoint_of_another_network_is_an_error(run: Run) -> None:
     run("train", *SMALL, "--out", "a")
     status, _, err = run("train", "--out", "a", "--resume", "--quiet", "--set", "model.hidden=8")
     assert status == 2 and "--model: mlp(hidden=16) in the run, mlp(hidden=8) here" in err
-    # Tensors of the same shapes are another network's all the same.
+    # Tensors of the same shapes may still belong to another network.
     status, _, err = run("train", "--out", "a", "--resume", "--quiet", "--set", "model.dropout=0.1")
     assert status == 2 and "--model: mlp(hidden=16) in the run" in err
     assert run("train", "--out", "a", "--resume", "--quiet", "--model", "mlp( hidden = 16 )")[0] == 0
 
 
 @pytest.mark.slow
-def test_settings_that_may_change_are_told_and_not_blamed(run: Run) -> None:
+def test_settings_that_may_change_are_reported_and_are_not_errors(run: Run) -> None:
     run("train", *SMALL, "--out", "a")
     changes = ("--duration", "3ep", "--keep", "5")
     status, _, err = run("train", "--out", "a", "--resume", *changes, "--optimizer", "sgd(0.1, momentum=0.9)")
@@ -146,14 +146,14 @@ def test_checkpoints_are_evaluated(run: Run) -> None:
         assert status == 2 and said in err
 
 
-def test_a_damaged_checkpoint_is_an_error_of_its_own(run: Run) -> None:
+def test_a_damaged_checkpoint_is_a_separate_error(run: Run) -> None:
     run("train", *SMALL, "--out", "a")
     pathlib.Path("a/checkpoints/ep0002-ba00000044/state.safetensors").write_bytes(b"no")
     status, _, err = run("evaluate", "a")
     assert status == 1 and "not whole" in err
 
 
-def test_a_run_goes_on_in_python(run: Run) -> None:
+def test_a_run_can_be_resumed_in_python(run: Run) -> None:
     run("train", *SMALL, "--out", "a")
     told = json.loads(run("evaluate", "a", "--json")[1])
     loaded = load_run("a")
@@ -197,7 +197,7 @@ def test_populations_train_from_the_shell(run: Run) -> None:
     accuracy = re.search(r"test accuracy\W+([\d.]+)%", alone)
     told = json.loads(run("evaluate", "many", "--json")[1])
     assert accuracy is not None and len(told["accuracy"]) == 3
-    # Members draw what single runs draw; their batches come in the first one's order.
+    # Members draw the same numbers as single runs; their batches are in the first one's order.
     assert all(0.3 < share <= 1 for share in told["accuracy"])
     status, _, err = run("predict", "many")
     assert status == 2 and "population" in err
@@ -239,7 +239,7 @@ def test_a_run_shows_its_plan(run: Run) -> None:
 def test_a_run_stops_early(run: Run) -> None:
     arguments = ("--model", "mlp", "--algorithms", "none", "--optimizer", "sgd(lr=0.0)", "--patience", "2ep")
     _, out, _ = run("train", *arguments, "--schedule", "constant", "--duration", "30ep", "--quiet")
-    assert re.search(r"steps\W+66,", out)  # the loss of the first epoch is never bettered
+    assert re.search(r"steps\W+66,", out)  # the loss of the first epoch is never improved
 
 
 def test_compiled_and_in_half_precision(run: Run) -> None:
@@ -271,7 +271,7 @@ def test_cards(run: Run) -> None:
         ],
     ),
 )
-def test_a_complete_run_says_so_and_stays_as_it_is(run: Run, settings: tuple[str, ...]) -> None:
+def test_a_complete_run_is_reported_and_not_changed(run: Run, settings: tuple[str, ...]) -> None:
     def contents() -> dict[str, bytes]:
         return {str(path): path.read_bytes() for path in pathlib.Path("a").rglob("*") if path.is_file()}
 
@@ -283,7 +283,7 @@ def test_a_complete_run_says_so_and_stays_as_it_is(run: Run, settings: tuple[str
 
 
 @pytest.mark.slow
-def test_a_refused_resume_leaves_the_folder_as_it_was(run: Run) -> None:
+def test_a_refused_resume_does_not_change_the_folder(run: Run) -> None:
     run("train", *SMALL, "--out", "a")
     before = {path.name: path.read_bytes() for path in pathlib.Path("a").glob("*.t*")}
     status, _, err = run("train", "--out", "a", "--resume", "--quiet", "--optimizer", "sgd(0.1)")
@@ -299,7 +299,7 @@ def test_a_refused_resume_leaves_the_folder_as_it_was(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_stretched_run_is_that_of_the_other_length_and_its_schedules(run: Run) -> None:
+def test_a_stretched_run_equals_one_of_that_length_with_stretched_schedules(run: Run) -> None:
     curve = ("--schedule", "multi_step(milestones=['2ep'])")
     whole = ("--schedule", "multi_step(milestones=['1ep'])", "--duration", "2ep")
     shorter = (*curve, "--duration", "4ep", "--scale-schedule", "0.5")
@@ -331,7 +331,7 @@ def test_a_run_that_diverges_fails(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_data_may_be_set_aside_to_decide_by(run: Run) -> None:
+def test_data_may_be_held_out_for_decisions(run: Run) -> None:
     status, out, _ = run("train", *SMALL, "--validation", "0.2", "--patience", "5ep", "--out", "a")
     assert status == 0 and "best validation accuracy" in out and "evaluate a --checkpoint best" in out
     records = pathlib.Path("a/records.jsonl").read_text()
@@ -344,7 +344,7 @@ def test_data_may_be_set_aside_to_decide_by(run: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_a_disk_that_is_full_to_the_end_fails_the_run_and_the_table_names_what_is_missing(
+def test_a_full_disk_fails_the_run_and_the_table_names_missing_checkpoints(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync = folder._sync
@@ -360,5 +360,5 @@ def test_a_disk_that_is_full_to_the_end_fails_the_run_and_the_table_names_what_i
     assert status == 1
     assert "a/report.html" not in out and re.search(r"could not be written\W+checkpoints/ep0002-\S+\W+report.html", out)
     assert "the run in a is not whole, checkpoints/ep0002-" in err
-    # The best one is that of the second epoch, and was not written.
+    # The best checkpoint is the second epoch's, which was not written.
     assert "--checkpoint best" not in out and "its checkpoint was not written" in out

@@ -1,4 +1,4 @@
-"""Settings come from the command line, a file and the defaults, in that order, and say what is wrong with them."""
+"""Settings come from the command line, a file and the defaults, in that order; wrong ones are named."""
 
 import argparse
 import pathlib
@@ -42,7 +42,7 @@ def test_a_file_may_have_a_table_and_a_list_of_algorithms(tmp_path: pathlib.Path
     assert found == {"algorithms": "mixup(0.2), label_smoothing", "microbatches": "4", "compile": True}
 
 
-def test_set_reaches_into_calls() -> None:
+def test_set_changes_arguments_of_calls() -> None:
     settings: dict[str, Any] = {
         "algorithms": "mixup(0.2),label_smoothing",
         "optimizer": "sgd(lr=0.1)",
@@ -99,7 +99,7 @@ def test_set_changes_the_methods_of_a_recipe() -> None:
         ("train = 3", "expected settings"),
     ],
 )
-def test_files_that_cannot_be_used(content: str, said: str, tmp_path: pathlib.Path) -> None:
+def test_files_that_cannot_be_used_are_refused(content: str, said: str, tmp_path: pathlib.Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(content)
     with pytest.raises(UsageError, match=said):
@@ -115,18 +115,18 @@ def test_files_that_cannot_be_used(content: str, said: str, tmp_path: pathlib.Pa
         (["--config", "nowhere.toml"], "No such file"),
     ],
 )
-def test_options_that_cannot_be_used(arguments: list[str], said: str) -> None:
+def test_options_that_cannot_be_used_are_refused(arguments: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         chosen(options(*arguments))
 
 
-def test_an_argument_of_nothing_is_named() -> None:
+def test_an_argument_of_an_absent_method_is_named() -> None:
     settings = {"algorithms": "mixup", "optimizer": "sgd", "model": "cnn", "schedule": "cosine"}
     with pytest.raises(UsageError, match="no cutmix in this run; there are optimizer, schedule, model, mixup"):
         with_arguments({**settings, "within": {"cutmix": {"alpha": 1}}}, FACTORIES)
 
 
-def test_the_command_says_what_is_no_default() -> None:
+def test_the_command_only_contains_settings_that_are_not_defaults() -> None:
     settings = {"data": "digits", "seed": 3, "compile": True, "algorithms": "mixup(alpha=0.2)", "patience": None}
     words = shlex.split(command_of(settings, pathlib.Path("runs/my run")))
     assert words[:4] == ["python", "-m", "purecompose", "train"]

@@ -17,7 +17,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A command in a folder with a text: its status, output and error output."""
+    """Run commands in a folder with a text; return status, output and error output."""
     monkeypatch.chdir(tmp_path)
     pathlib.Path("book.txt").write_text("".join(f"{i} is {'even' if i % 2 == 0 else 'odd'};\n" for i in range(180)))
 
@@ -39,7 +39,7 @@ def test_windows_of_another_length_are_evaluated(run: Run) -> None:
         assert status == 2 and said in err and err.count("\n") == 1
 
 
-def test_a_network_with_learned_places_takes_no_longer_windows(run: Run) -> None:
+def test_a_network_with_learned_positions_refuses_longer_windows(run: Run) -> None:
     run("train", *SHORT, "--out", "a")
     status, _, err = run("evaluate", "a", "--length", "32")
     assert status == 2 and "--length" in err and err.count("\n") == 1

@@ -38,7 +38,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A command in a folder with a text: its status, output and error output."""
+    """Run commands in a folder with a text; return status, output and error output."""
     monkeypatch.chdir(tmp_path)
     pathlib.Path("book.txt").write_text(TEXT)
 
@@ -52,7 +52,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The folder of a run, for all tests that only read it; what it printed lies beside it."""
+    """Return the folder of a run, for all tests that only read it, with its output in a file beside it."""
     folder = tmp_path_factory.mktemp("trained")
     printed = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
@@ -74,7 +74,7 @@ def value(out: str, name: str) -> float:
     return float(found[1])
 
 
-def test_a_run_tells_what_a_language_model_is_measured_by(run: Run) -> None:
+def test_a_run_reports_the_metrics_of_a_language_model(run: Run) -> None:
     status, out, err = run("train", *SHORT[:-1])
     assert (status, err) == (0, "")
     assert f"{TRAIN_WINDOWS} windows in batches of 8" in out
@@ -125,7 +125,7 @@ def test_a_folder_keeps_the_vocabulary_and_the_command_stays_short(run: Run, tra
     assert checksum(run("train", "--config", str(trained / "config.toml"), "--quiet")[1]) == first
 
 
-def test_a_vocabulary_of_ones_own_is_part_of_the_command(run: Run) -> None:
+def test_a_given_vocabulary_is_part_of_the_command(run: Run) -> None:
     larger = f"{''.join(sorted(set(TEXT)))}xyz"
     first = run("train", *SHORT, "--vocabulary", larger, "--out", "a")[1]
     words = shlex.split(pathlib.Path("a/command.txt").read_text())[3:]
@@ -141,7 +141,7 @@ def test_evaluation_of_the_run_and_of_another_text(run: Run, trained: pathlib.Pa
     assert (status, err) == (0, "")
     assert found["loss"] == pytest.approx(value(out, "loss"), rel=1e-3)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-9)
-    # Another text may lack characters: those that it has keep their numbers.
+    # Another text may lack characters; the others keep their numbers.
     pathlib.Path("other.txt").write_text("2 is even;\n" * 60)
     status, told, err = run("evaluate", a, "--data", "other.txt", "--json")
     assert (status, err) == (0, "") and json.loads(told)["loss"] != found["loss"]
@@ -152,7 +152,7 @@ def test_evaluation_of_the_run_and_of_another_text(run: Run, trained: pathlib.Pa
     assert status == 2 and "digits holds images" in err
 
 
-def test_a_stopped_run_goes_on_to_the_same_bits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_resumes_to_the_same_bits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = checksum(run("train", *SHORT)[1])
     observer = RunFolder.observer.fget
     assert observer is not None
@@ -176,7 +176,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(run: Run, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_the_best_checkpoint_has_the_lowest_loss(run: Run) -> None:
-    # So high a rate that the loss goes up again.
+    # A rate so high that the loss rises again.
     arguments = ("--optimizer", "adam(0.3)", "--schedule", "constant", "--duration", "4ep", "--keep", "4")
     out = run("train", *SHORT, *arguments, "--out", "a")[1]
     paths = sorted(path.name for path in pathlib.Path("a/checkpoints").iterdir() if path.is_dir())
@@ -199,7 +199,7 @@ def test_predictions_are_characters(run: Run, trained: pathlib.Path) -> None:
     assert share == pytest.approx(found["accuracy"], abs=1e-6)
 
 
-def test_a_prompt_is_gone_on_with_by_seed(run: Run, trained: pathlib.Path) -> None:
+def test_a_prompt_is_continued_depending_on_the_seed(run: Run, trained: pathlib.Path) -> None:
     def written(*arguments: str) -> str:
         status, out, err = run("predict", str(trained), "--prompt", "7 is", *arguments)
         assert (status, err) == (0, "")
@@ -214,8 +214,8 @@ def test_a_prompt_is_gone_on_with_by_seed(run: Run, trained: pathlib.Path) -> No
 
 
 @pytest.mark.slow
-def test_a_prompt_needs_the_settings_and_the_checkpoint_alone(run: Run) -> None:
-    # The warm-up fits the run by its number of batches, which no text is there to tell.
+def test_a_prompt_only_needs_the_settings_and_the_checkpoint(run: Run) -> None:
+    # The warm-up depends on the run's number of batches, which is unknown without the text.
     settings = ("--schedule", "cosine(warmup=12ba)", "--validation", "0.25")
     assert run("train", *SHORT, *settings, "--out", "a")[0] == 0
     wanted = ("predict", "a", "--prompt", "7 is", "--length", "20")
@@ -226,8 +226,8 @@ def test_a_prompt_needs_the_settings_and_the_checkpoint_alone(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_predictions_and_texts_are_those_of_averaged_weights(run: Run) -> None:
-    assert run("train", *SHORT, "--algorithms", "ema(smoothing=1.0)", "--out", "a")[0] == 0  # holds the first weights
+def test_predictions_and_texts_use_averaged_weights(run: Run) -> None:
+    assert run("train", *SHORT, "--algorithms", "ema(smoothing=1.0)", "--out", "a")[0] == 0  # keeps the first weights
     assert run("train", *SHORT, "--optimizer", "sgd(lr=0.0)", "--out", "b")[0] == 0
     asked = ("--prompt", "7 is", "--length", "30")
     assert run("predict", "a", *asked) == run("predict", "b", *asked)
@@ -236,8 +236,8 @@ def test_predictions_and_texts_are_those_of_averaged_weights(run: Run) -> None:
     assert not torch.equal(live, held)
 
 
-def test_a_text_is_what_prediction_character_by_character_gives(run: Run, trained: pathlib.Path) -> None:
-    # Of the network alone, by a module of its own: the first character above the draw in the running sum of shares.
+def test_a_text_equals_prediction_character_by_character(run: Run, trained: pathlib.Path) -> None:
+    # By the network only, as a plain module: the first character whose cumulative probability exceeds the draw.
     written = run("predict", str(trained), "--prompt", "7 is", "--length", "30", "--seed", "3")[1]
     net = models.build("gpt", in_shape=(16,), num_classes=len(VOCABULARY), seed=0, width=8, depth=1, num_heads=2)
     net = layers.ClassesSecond(net).eval()
@@ -257,7 +257,7 @@ def test_a_text_is_what_prediction_character_by_character_gives(run: Run, traine
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("always::UserWarning")
-def test_what_a_method_warns_of_is_a_line_and_told_by_the_run_alone(run: Run) -> None:
+def test_a_methods_warning_is_one_line_and_only_printed_by_the_run(run: Run) -> None:
     status, _, err = run("train", *SHORT, "--algorithms", "squeeze_excite", "--out", "a")
     assert status == 0 and err.startswith("warning: ") and err.count("\n") == 1 and "Conv2d" in err
     assert run("plan", "a")[2] == err
@@ -266,9 +266,9 @@ def test_what_a_method_warns_of_is_a_line_and_told_by_the_run_alone(run: Run) ->
 
 @pytest.mark.slow
 def test_draws_have_the_networks_probabilities(run: Run) -> None:
-    # Trained until it knows by heart what follows, it writes that and nothing else.
+    # Trained until it predicts every next character, it writes exactly the text.
     pathlib.Path("book.txt").write_text("abcdefgh" * 100)
-    # Windows of 15 begin at each of the eight characters, so that it cannot go by the place alone.
+    # Windows of 15 begin at each of the eight characters, so that positions are not enough.
     settings = ("--length", "15", "--batch-size", "4", "--duration", "10ep", "--set", "optimizer.lr=0.03")
     out = run("train", *SHORT, *settings, "--out", "a")[1]
     assert value(out, "perplexity") < 1.1
@@ -295,7 +295,7 @@ def test_methods_train_an_epoch(run: Run, algorithms: str) -> None:
 
 def test_settings_are_checked_together(run: Run) -> None:
     out = run("train", *SHORT, "--set", "length=8", "--set", "model.width=4", "--duration", "200tok")[1]
-    assert re.search(r"steps\W+4,", out)  # 8 windows of 8 tokens each, until 200 are over
+    assert re.search(r"steps\W+4,", out)  # 8 windows of 8 tokens each, until 200 are exceeded
     status, out, err = run("plan", *SHORT[:-1], "--algorithms", "seq_length_warmup")
     assert status == 0 and "seq_length_warmup" in out
 
@@ -316,7 +316,7 @@ def test_a_text_is_found_by_its_name(run: Run) -> None:
     assert "--vocabulary: digits holds images" in run("train", "--vocabulary", "ab")[2]
 
 
-def test_a_share_is_set_aside_to_decide_by(run: Run) -> None:
+def test_a_share_is_held_out_for_decisions(run: Run) -> None:
     status, out, err = run("train", *SHORT, "--validation", "0.25", "--patience", "3ep")
     assert (status, err) == (0, "") and "best validation loss" in out
     num = 2 * ((TRAIN_WINDOWS - round(0.25 * TRAIN_WINDOWS)) // 8)
@@ -346,7 +346,7 @@ def test_usage_errors_are_one_line_and_status_2(run: Run, arguments: list[str], 
     assert said in err
 
 
-def test_what_images_are_refused(run: Run) -> None:
+def test_settings_for_text_are_refused_for_images(run: Run) -> None:
     for arguments, said in (
         (("--model", "gpt"), "--model: gpt is a network for text, but the data are images"),
         (("--vocabulary", "ab"), "--vocabulary: digits holds images"),
@@ -368,7 +368,7 @@ def test_what_images_are_refused(run: Run) -> None:
         (["--prompt", "7", "--data", "book.txt"], "--data: a prompt is continued without data"),
     ],
 )
-def test_prompts_that_cannot_be(run: Run, trained: pathlib.Path, arguments: list[str], said: str) -> None:
+def test_bad_prompts_are_refused(run: Run, trained: pathlib.Path, arguments: list[str], said: str) -> None:
     status, out, err = run("predict", str(trained), *arguments)
     assert (status, out) == (2, "") and said in err
 
@@ -383,7 +383,7 @@ def test_a_prompt_for_images_is_refused(run: Run) -> None:
     ("method", "said"),
     [("mixup", "mixup: the inputs are int64[8, 16], as token ids are"), ("cutout", "cutout: expected images")],
 )
-def test_methods_for_images_say_so(run: Run, method: str, said: str) -> None:
+def test_methods_for_images_are_refused_for_text(run: Run, method: str, said: str) -> None:
     status, out, err = run("train", *SHORT, "--algorithms", method)
     assert (status, out, err.count("\n")) == (1, "", 1) and said in err
 
@@ -399,7 +399,7 @@ def test_a_network_that_does_not_fit_names_what_changed(run: Run, monkeypatch: p
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention under vmap, on a CPU
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # for attention under vmap on a CPU
 def test_seeds_train_a_population(run: Run) -> None:
     status, out, _ = run("train", *SHORT, "--seeds", "2", "--duration", "3ba", "--out", "a")
     assert status == 0 and re.search(r"test loss\W+[\d.]+ on average, spread", out)

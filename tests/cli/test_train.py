@@ -76,7 +76,7 @@ def test_the_command_is_the_hand_written_loop(capsys) -> None:
     assert found_checksum(out) == checksum(state.params)
 
 
-def test_microbatches_change_the_result_by_rounding_alone(capsys) -> None:
+def test_microbatches_change_the_result_only_by_rounding(capsys) -> None:
     arguments = ("train", "--duration", "1ep", "--model", "mlp", "--algorithms", "none", "--quiet")
     whole, cut = (run(capsys, *arguments, "--microbatches", k) for k in ("1", "4"))
     accuracies = [re.search(r"accuracy\W+([\d.]+)%", out) for out in (whole, cut)]
@@ -85,7 +85,7 @@ def test_microbatches_change_the_result_by_rounding_alone(capsys) -> None:
     assert found_checksum(whole) != found_checksum(cut)
 
 
-def test_the_process_is_left_as_it_was(capsys) -> None:
+def test_the_process_is_not_changed(capsys) -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     run(capsys, "train", "--duration", "3ba", "--threads", "2", "--quiet")
@@ -268,7 +268,7 @@ def test_the_module_runs_and_passes_on_the_status() -> None:
     assert result.stderr.count("\n") == 1 and "did you mean 'cnn'?" in result.stderr
 
 
-def test_checksums_see_names_dtypes_shapes_and_bits() -> None:
+def test_checksums_depend_on_names_dtypes_shapes_and_bits() -> None:
     one = torch.tensor([[1.0, 2.0]])
     different = [
         {"w": one},
@@ -280,7 +280,7 @@ def test_checksums_see_names_dtypes_shapes_and_bits() -> None:
         {"w": torch.tensor(1.0)},
     ]
     assert len({checksum(params) for params in different}) == len(different)
-    # What is equal is equal: not order of names, not strides, not identity.
+    # They do not depend on the order of names, strides or identity.
     strided = torch.tensor([[1.0, 0.0, 2.0, 0.0]])[:, ::2]
     assert checksum({"a": one, "b": one}) == checksum({"b": strided, "a": one.clone()})
 
@@ -316,6 +316,6 @@ def test_epochs_and_evaluations_may_be_limited(capsys, monkeypatch) -> None:
         assert "expected a number of batches" in capsys.readouterr().err
 
 
-def test_the_network_may_be_looked_at(capsys) -> None:
+def test_the_network_can_be_printed(capsys) -> None:
     out = run(capsys, "train", "--model", "mlp", "--summary")
     assert "float32[64, 10]" in out and "50,826 parameters, 50,826 trainable" in out

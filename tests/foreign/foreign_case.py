@@ -1,4 +1,4 @@
-"""What the sweep tries: a network and a loss as people write them, with batches, and what plain PyTorch computes."""
+"""The cases of the sweep: realistic networks and losses with batches, and the results of plain PyTorch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,17 +17,17 @@ Loss = Callable[..., Tensor]
 NUM_BATCHES = 3
 
 READS = {"compiled": "a tensor's number is read", "population": "a number is read"}
-"""How what reads a number is refused."""
+"""Pattern of the message for code that reads a number."""
 
 SHAPES = {"compiled": "a result's shape depends on numbers", "population": "a result's shape depends on numbers"}
-"""How a shape that depends on numbers is refused."""
+"""Pattern of the message for a shape that depends on numbers."""
 
 WRITES = "forward wrote into the parameter"
 FUNCTION = {"population": "an autograd.Function cannot be mapped as it is"}
 
 
 def called(net: nn.Module, batch: Batch) -> Any:
-    """The network's outputs for the batch's first member; a list of several inputs is spread."""
+    """Return the network's outputs for the batch's first member; a list of several inputs is unpacked."""
     inputs = batch[0]
     return net(*inputs) if isinstance(inputs, list) else net(inputs)
 
@@ -37,20 +37,20 @@ class Case:
     """A network, a loss and batches of four examples.
 
     Attributes:
-        name: Its name.
-        make: Makes the network, with weights from torch's generator.
-        make_batch: Makes a batch.
+        name: Name of the case.
+        make: Function that makes the network, with weights from torch's generator.
+        make_batch: Function that makes a batch.
         loss: `(outputs, targets) -> 0-d`, a mean over examples.
-        call: How plain PyTorch calls the network with a batch.
+        call: Function by which plain PyTorch calls the network with a batch.
         options: More arguments of `State.create`.
-        adam: Whether it trains by AdamW with weight decay, not by SGD with momentum.
-        draws: Whether it draws, so that plain PyTorch is not a reference; compared are the modes with the eager step.
-        sliced: Why slices of a batch compute something else than the batch, where they do. Then microbatches are
-            compared with slices in plain PyTorch, and processes only with each other.
-        inductor: Whether it is compiled by Inductor as well.
-        refused: For a mode that refuses it, a pattern of the message; or one for all modes.
-        is_float: Whether it computes in float32, for what takes no float64.
-        rtol: The tolerance, for what rounds more than its dtype does.
+        adam: True to train by AdamW with weight decay, not by SGD with momentum.
+        draws: True if it draws, so that the modes are compared with the eager step instead of plain PyTorch.
+        sliced: Reason why slices of a batch differ from the whole batch, if they do. Then microbatches are
+        compared with slices in plain PyTorch, and processes only with each other.
+        inductor: True if it is compiled by Inductor as well.
+        refused: Pattern of the message for each mode that refuses it, or one pattern for all modes.
+        is_float: True to compute in float32, for operations without float64.
+        rtol: Tolerance, for operations that round more than their dtype.
     """
 
     name: str
@@ -68,14 +68,14 @@ class Case:
     rtol: float = 0.0
 
     def refusal(self, mode: str) -> str | None:
-        """The pattern of the message by which a mode refuses the case."""
+        """Return the pattern of the message by which a mode refuses the case, if it does."""
         if isinstance(self.refused, str):
             return self.refused
         return self.refused.get("compiled" if mode == "inductor" else mode)
 
     @property
     def tolerance(self) -> float:
-        """Relative, of losses and parameters."""
+        """Relative tolerance of losses and parameters."""
         return self.rtol or (1e-3 if self.is_float else 1e-6)
 
     @property
@@ -84,22 +84,22 @@ class Case:
         return torch.float32 if self.is_float else torch.float64
 
     def net(self, seed: int = 0) -> nn.Module:
-        """A new network."""
+        """Return a new network."""
         torch.manual_seed(seed)
         return self.make()
 
     def batches(self) -> list[Batch]:
-        """The batches of a run."""
+        """Return the batches of a run."""
         return [self.make_batch(torch.Generator().manual_seed(100 + index)) for index in range(NUM_BATCHES)]
 
     def loss_of(self, net: nn.Module, batch: Batch) -> Tensor:
-        """The loss in plain PyTorch."""
+        """Return the loss in plain PyTorch."""
         target = batch[1] if isinstance(batch, tuple) else batch
         return self.loss(self.call(net, batch), target)
 
 
 def mapped(make: MakeBatch, change: Callable[[Any, Any], Batch]) -> MakeBatch:
-    """Batches made of the inputs and targets of others."""
+    """Make batches from the inputs and targets of others."""
     return lambda generator: change(*make(generator))
 
 

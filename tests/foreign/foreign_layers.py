@@ -1,6 +1,6 @@
 """Cases: torch.nn's layers, one or a few at a time."""
 
-# What modules hold is Tensor | Module to a type checker.
+# For a type checker, attributes of modules are Tensor | Module.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ BATCH_NORM = "batch normalization sees slices"
 
 
 def on_vectors(*layers: Callable[[], nn.Module], width: int = 8) -> Callable[[], nn.Module]:
-    """Vectors of 6 through layers of the width."""
+    """Return a network for vectors of 6 through layers of the width."""
     return lambda: nn.Sequential(nn.Linear(6, 8), *(layer() for layer in layers), nn.Tanh(), nn.Linear(width, 3))
 
 
 def on_images(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Images of 2 channels through layers, then the mean of what is left of each channel."""
+    """Return a network for images of 2 channels: layers, then the mean of each remaining channel."""
 
     def make() -> nn.Module:
         features = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GELU(), *(layer() for layer in layers))
@@ -44,7 +44,7 @@ def volumes(dims: int, side: int = 6) -> Callable[[torch.Generator], tuple[Tenso
 
 
 class Unpooled(nn.Module):
-    """Pools and puts the maxima back."""
+    """Max pooling and unpooling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Affine(nn.Module):
 
 
 class ScaledByOne(nn.Module):
-    """A parametrization: the exponential of what is learnt."""
+    """A parametrization: the exponential of the learnt tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.exp()
@@ -147,7 +147,7 @@ class Embedded(nn.Module):
 
 
 class ByOffsets(nn.Module):
-    """All examples' ids in one row, and where each begins."""
+    """All examples' ids in one row, with the offset of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class ByOffsets(nn.Module):
 
 
 class AdaptiveSoftmax(nn.Module):
-    """Gives its own loss."""
+    """A network that returns its own loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Cases: tiny models of transformers, timm and torchvision, with weights drawn here; of those that are installed."""
+"""Cases: tiny models, with weights drawn here, of transformers, timm and torchvision, if they are installed."""
 
 import functools
 import importlib
@@ -30,7 +30,7 @@ BART = {"vocab_size": VOCABULARY, "d_model": 8, "encoder_layers": 1, "decoder_la
 
 
 def is_installed(name: str) -> bool:
-    """Whether a library imports; torchvision may be there and not fit torch."""
+    """Return whether a library imports; an installed torchvision may not fit torch."""
     try:
         importlib.import_module(name)
     except (ImportError, RuntimeError):
@@ -168,4 +168,4 @@ _FAMILIES = {"transformers": transformers_cases, "timm": timm_cases, "torchvisio
 
 CASES = [case for name, make in _FAMILIES.items() if is_installed(name) for case in make()]
 MISSING = [name for name in _FAMILIES if not is_installed(name)]
-"""The libraries whose cases are left out."""
+"""Libraries whose cases are left out."""

@@ -1,6 +1,6 @@
-"""Cases: losses, of torch.nn and written by hand, with the reductions and targets that they take."""
+"""Cases: losses of torch.nn and manual ones, with the reductions and targets that they take."""
 
-# What modules hold is Tensor | Module to a type checker.
+# For a type checker, attributes of modules are Tensor | Module.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class Embedder(nn.Module):
 
 
 class AutoEncoder(nn.Module):
-    """A variational one, whose latent vector is drawn."""
+    """A variational autoencoder, whose latent vector is drawn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def plain(width: int = 3, last: Callable[[], nn.Module] = nn.Identity) -> Callab
 
 
 def grids(g: Generator) -> tuple[Tensor, Tensor]:
-    """Images of 2 channels and a class for each place, some without."""
+    """Return images of 2 channels and a class for each position, some without."""
     targets = classes(g, 4, 5, 5)
     return torch.randn(4, 2, 5, 5, generator=g), torch.where(torch.rand(4, 5, 5, generator=g) < 0.4, -100, targets)
 

@@ -21,7 +21,7 @@ from tests.foreign.foreign_case import Batch, Case
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case went in a mode."""
+    """Outcome of a case in a mode."""
 
     kind: str
     """"match", "refused" by the error that the case names, "obscure" for any other error, or "wrong"."""
@@ -30,7 +30,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Trained:
-    """What training comes to."""
+    """Result of training."""
 
     params: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -38,11 +38,11 @@ class Trained:
 
 
 class Wrong(Exception):
-    """Numbers differ, or something of the caller's has changed."""
+    """Numbers differ, or an object of the caller was changed."""
 
 
 def outcome_of(case: Case, mode: str) -> Outcome:
-    """Runs a case in a mode."""
+    """Run a case in a mode."""
     torch.set_default_dtype(case.dtype)
     try:
         with warnings.catch_warnings():
@@ -63,7 +63,7 @@ def outcome_of(case: Case, mode: str) -> Outcome:
 
 
 def in_torch(case: Case, seed: int = 0, num_slices: int = 1) -> Trained:
-    """The reference: a plain loop; with slices, gradients are added up over them."""
+    """Train by the reference, a plain loop; with slices, gradients are added up over them."""
     net, found = case.net(seed), []
     trained = [p for p in net.parameters() if p.requires_grad]
     if case.adam:
@@ -93,13 +93,13 @@ def _slices(case: Case, batch: Batch, num: int) -> list[Batch]:
 
 
 def make_state(case: Case, net: nn.Module, key: int = 0) -> State:
-    """The state of a case that has not been trained."""
+    """Return the initial state of a case."""
     optimizer = optim.adamw(0.01, weight_decay=0.1) if case.adam else optim.sgd(0.1, momentum=0.9)
     return State.create(net, loss=case.loss, optimizer=optimizer, key=key, **case.options)
 
 
 def train(step: Callable[[State, Batch], State], state: State, case: Case) -> tuple[State, list[Any]]:
-    """The state after all batches, and the losses."""
+    """Return the state after all batches, and the losses."""
     found = []
     for batch in case.batches():
         given = copy.deepcopy(batch)
@@ -119,7 +119,7 @@ def _is_same(first: Batch, second: Batch) -> bool:
 
 
 def compare(case: Case, found: Trained, expected: Trained, what: str) -> None:
-    """Raises where training has come to something else. Of tied parameters a state has one."""
+    """Raise if the results of training differ. A state has only one of several tied parameters."""
     for index, loss in enumerate(expected.losses):
         if not math.isclose(found.losses[index], loss, rel_tol=case.tolerance, abs_tol=1e-7):
             raise Wrong(f"{what}: loss {found.losses[index]} of batch {index}, expected {loss}")
@@ -133,7 +133,7 @@ def compare(case: Case, found: Trained, expected: Trained, what: str) -> None:
 
 
 def _tied(name: str, value: Tensor, expected: Trained, mine: dict[str, Tensor]) -> Tensor:
-    """The state's tensor that stands for one of the network's that it does not have itself."""
+    """Return the state's tensor for a tied tensor of the network that the state does not have under that name."""
     for other, tensor in {**expected.params, **expected.buffers}.items():
         if other in mine and tensor.data_ptr() == value.data_ptr():
             return mine[other]
@@ -151,7 +151,7 @@ def _expected(case: Case, seed: int = 0, num_slices: int = 1) -> Trained:
 
 
 def eager(case: Case) -> None:
-    """The step as composed; the caller's network stays as it was."""
+    """Run the composed step, and check that the caller's network is unchanged."""
     net = case.net()
     before = copy.deepcopy(net.state_dict()), [(n, m.training) for n, m in net.named_modules()]
     state, found = train(pc.compose(pc.loop_events), make_state(case, net), case)
@@ -166,7 +166,7 @@ def _tensors(values: Any) -> dict[str, Tensor]:
 
 
 def microbatches(case: Case) -> None:
-    """Batches in two slices."""
+    """Run batches in two slices."""
     state, found = train(pc.compose(pc.loop_events, microbatches=2), make_state(case, case.net()), case)
     num_slices = 2 if case.sliced and not case.draws else 1
     if case.draws and case.sliced:
@@ -175,19 +175,19 @@ def microbatches(case: Case) -> None:
 
 
 def compiled(case: Case, backend: str = "eager") -> None:
-    """The traced step, run as it was traced."""
+    """Run the traced step without further compilation."""
     step = pc.compile(pc.compose(pc.loop_events), backend=backend, quiet=True)
     state, found = train(step, make_state(case, case.net()), case)
     compare(case, _of(state, found), _expected(case), "compiled")
 
 
 def inductor(case: Case) -> None:
-    """The step compiled by Inductor."""
+    """Run the step compiled by Inductor."""
     compiled(case, "inductor")
 
 
 def population(case: Case) -> None:
-    """Two networks at once."""
+    """Run a population of two networks."""
     states = [make_state(case, case.net(seed)) for seed in (0, 1)]
     state, found = train(pc.population(pc.compose(pc.loop_events), 2), stack_states(states), case)
     for seed, member in enumerate(unstack_states(state)):
@@ -195,7 +195,7 @@ def population(case: Case) -> None:
 
 
 def evaluation(case: Case) -> None:
-    """The loss in evaluation mode."""
+    """Compute the loss in evaluation mode."""
     net, batch = case.net(), case.batches()[0]
     found = pc.evaluate(make_state(case, net), [batch])["loss"]
     net.eval()
@@ -206,7 +206,7 @@ def evaluation(case: Case) -> None:
 
 
 def ranks(case: Case) -> None:
-    """Two processes that share each batch."""
+    """Run two processes that share each batch."""
     play, states = played(pc.compose(pc.loop_events), 2), [make_state(case, case.net())] * 2
     found = []
     for batch in case.batches():

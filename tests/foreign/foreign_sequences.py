@@ -1,6 +1,6 @@
 """Cases: recurrent networks, attention and transformers."""
 
-# What modules hold is Tensor | Module to a type checker.
+# For a type checker, attributes of modules are Tensor | Module.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false
 
@@ -38,7 +38,7 @@ def each_token(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tens
 
 
 class Last(nn.Module):
-    """A recurrent core, read at the last time."""
+    """A recurrent core, read at the last time step."""
 
     def __init__(self, core: nn.RNNBase, *, is_batch_first: bool = True) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Last(nn.Module):
 
 
 class Cells(nn.Module):
-    """A loop over time, by cells, that keeps a list of what it saw."""
+    """A loop of cells over time steps that collects its outputs in a list."""
 
     def __init__(self, kind: Callable[..., nn.Module]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Cases: what forward methods do, and how networks are put together."""
+"""Cases: behaviour of forward methods, and structures of networks."""
 
-# What modules hold is Tensor | Module to a type checker.
+# For a type checker, attributes of modules are Tensor | Module.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIncompatibleMethodOverride=false
 
@@ -21,7 +21,7 @@ from tests.foreign.foreign_case import FUNCTION, READS, SHAPES, WRITES, Case, im
 
 
 def built(forward: Callable[..., Any], **parts: Callable[[], Any]) -> Callable[[], nn.Module]:
-    """Makes networks of a class with this forward method and these members: modules, parameters, buffers, anything."""
+    """Return a factory of networks with this forward and these members: modules, parameters, buffers, or others."""
 
     class Net(nn.Module):
         """A network of the sweep."""
@@ -59,7 +59,7 @@ def body(middle: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Ten
     return lambda self, x: self.leave(middle(self, torch.tanh(self.enter(x))))
 
 
-# What forward does
+# Behaviour of forward
 
 
 def counts(self: Any, x: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def rounds_straight_through(self: Any, x: Tensor) -> Tensor:
 
 
 def penalised(self: Any, x: Tensor) -> Tensor:
-    """The gradient of an inner scalar in the inputs, as in energy-based networks."""
+    """Return the gradient of an inner scalar in the inputs, as in energy-based networks."""
     with torch.enable_grad():
         x = x if x.requires_grad else x.requires_grad_()
         energy = self.inner(x).square().sum()
@@ -173,7 +173,7 @@ def routes(self: Any, x: Tensor) -> Tensor:
 
 
 def routes_sparsely(self: Any, x: Tensor) -> Tensor:
-    """A mixture of experts: each computes the rows that fall to it."""
+    """A mixture of experts: each computes the rows assigned to it."""
     best = self.router(x).softmax(1)
     found = torch.zeros_like(x)
     for number, expert in enumerate(self.experts):
@@ -257,7 +257,7 @@ def quantizes(self: Any, x: Tensor) -> Tensor:
 
 
 def follows(self: Any, x: Tensor) -> Tensor:
-    """A teacher whose weights follow, written into with no_grad."""
+    """A teacher whose weights follow by moving averages, written with no_grad."""
     with torch.no_grad():
         self.teacher.lerp_(self.inner.weight, 0.1)
     return self.inner(x) - F.linear(x, self.teacher)
@@ -330,7 +330,7 @@ def looks_up(self: Any, x: Tensor) -> Tensor:
 
 
 class Doubled(torch.autograd.Function):
-    """Twice the input, in the older form, with a gradient of its own."""
+    """Twice the input, in the older form, with its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -361,7 +361,7 @@ class Halved(torch.autograd.Function):
 
 
 class Pair(NamedTuple):
-    """What a network returns."""
+    """A named tuple returned by a network."""
 
     logits: Tensor
     hidden: Tensor
@@ -369,7 +369,7 @@ class Pair(NamedTuple):
 
 @dataclasses.dataclass
 class Output:
-    """What another returns."""
+    """A dataclass returned by a network."""
 
     logits: Tensor
     hidden: Tensor | None = None
@@ -391,7 +391,7 @@ def as_dict(x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return {"x": x, "label": y}
 
 
-# How networks are put together
+# Structures of networks
 
 
 class Tied(nn.Module):
@@ -445,7 +445,7 @@ class Residual(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Patches, mixed along places and along channels."""
+    """Patches, mixed along positions and along channels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -475,7 +475,7 @@ class Vision(nn.Module):
 
 
 class Graph(nn.Module):
-    """Convolutions over a dense graph that the batch brings along."""
+    """Convolutions over a dense graph that is part of the batch."""
 
     def __init__(self) -> None:
         super().__init__()

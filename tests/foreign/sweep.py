@@ -1,4 +1,4 @@
-"""Runs every case of the sweep in every mode, and prints what does not go as expected, and a table.
+"""Run every case of the sweep in every mode, and print unexpected outcomes and a table.
 
 python -m tests.foreign.sweep [pattern of names] [mode ...]
 """
@@ -18,7 +18,7 @@ KINDS = ("match", "refused", "obscure", "wrong")
 
 
 def main(pattern: str = "", *modes: str) -> int:
-    """Returns how many went otherwise than expected."""
+    """Return the number of unexpected outcomes."""
     torch.set_num_threads(1)
     counts: Counter[tuple[str, str]] = Counter()
     unexpected = 0

@@ -1,4 +1,4 @@
-"""Networks and losses as people write them, each in all modes: they do what plain PyTorch does, or are refused clearly.
+"""Realistic networks and losses, each in all modes: they agree with plain PyTorch, or are refused clearly.
 
 `python -m tests.foreign.sweep` runs the same and prints a table.
 """

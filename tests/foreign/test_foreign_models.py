@@ -1,4 +1,4 @@
-"""Models of transformers, of tiny sizes and with weights drawn here, train as they come."""
+"""Tiny models of transformers, with weights drawn here, train without changes."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def bert(dropout: float = 0.0, problem_type: str | None = "single_label_classifi
 
 
 def batch_for(make_net: Any) -> dict[str, Tensor]:
-    """Sequences of which the second half of the examples is padded by two tokens."""
+    """Return sequences; the second half of the examples is padded by two tokens."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCABULARY, (4, LENGTH), generator=generator)
     mask = torch.ones_like(tokens)
@@ -79,7 +79,7 @@ CASES = [(net, dropout, options) for net in (gpt2, bert) for dropout in (0.0, 0.
 
 @pytest.mark.parametrize("options", [{}, EAGER], ids=["sdpa", "eager"])
 @pytest.mark.parametrize("make_net", [gpt2, bert])
-def test_a_step_is_that_of_the_loop_by_hand(make_net, options):
+def test_a_step_equals_a_manual_loop(make_net, options):
     net, batch = make_net(0.0, **options), batch_for(make_net)
     state = make_state(make_net, **options)
     step = pc.compose(pc.loop_events, [])
@@ -108,7 +108,7 @@ def test_dropout_is_drawn_with_the_states_key(make_net):
 
 
 @pytest.mark.parametrize(("make_net", "dropout", "options"), CASES)
-def test_a_population_of_two_is_two_runs(make_net, dropout, options):
+def test_a_population_of_two_equals_two_runs(make_net, dropout, options):
     batch, step = batch_for(make_net), pc.compose(pc.loop_events, [])
     alone = [step.init(make_state(make_net, dropout, key, **options)) for key in range(2)]
     together = pc.population(step, 2)(stack_states(alone), batch)
@@ -118,7 +118,7 @@ def test_a_population_of_two_is_two_runs(make_net, dropout, options):
 
 
 def test_a_config_that_forward_completes_is_named():
-    """BERT writes down in its first pass which loss it has, unless it is told before."""
+    """BERT stores the kind of its loss in its config in the first pass, unless it is set before."""
     step = pc.compose(pc.loop_events, [])
     state = step.init(make_state(bert, problem_type=None))
     with pytest.warns(UserWarning, match=r"forward changed config\.problem_type"):
@@ -128,7 +128,7 @@ def test_a_config_that_forward_completes_is_named():
 
 
 @pytest.mark.parametrize("make_net", [gpt2, bert])
-def test_the_model_comes_back_trained(make_net):
+def test_to_module_returns_the_trained_model(make_net):
     batch, step = batch_for(make_net), pc.compose(pc.loop_events, [])
     state = step(step.init(make_state(make_net)), batch)
     net = pc.to_module(state)
@@ -152,14 +152,14 @@ def assert_compiled_is_eager(make_net: Any, backend: str) -> None:
 
 
 @pytest.mark.parametrize("make_net", [gpt2, bert])
-def test_traced_is_eager(make_net):
+def test_traced_equals_eager(make_net):
     assert_compiled_is_eager(make_net, "eager")
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # which torch's compiler uses
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's compiler uses it
 @pytest.mark.parametrize("make_net", [gpt2, bert])
-def test_compiled_is_eager(make_net):
+def test_compiled_equals_eager(make_net):
     assert_compiled_is_eager(make_net, "inductor")
 
 

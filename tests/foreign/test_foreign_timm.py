@@ -1,4 +1,4 @@
-"""A model of timm, with weights drawn here, trains as it comes."""
+"""A model of timm, with weights drawn here, trains without changes."""
 
 import importlib
 import warnings
@@ -12,7 +12,7 @@ from purecompose import State, losses, optim, tree
 
 
 def imported() -> Any:
-    """timm, or a skip; beside a torch that is not the one it was built for, torchvision raises RuntimeError."""
+    """Import timm or skip; with a torch that it was not built for, torchvision raises RuntimeError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -24,7 +24,7 @@ def imported() -> Any:
 @pytest.mark.parametrize(
     ("name", "options"), [("resnet10t", {}), ("test_vit", {"img_size": 32}), ("test_efficientnet", {})]
 )
-def test_a_step_is_that_of_the_loop_by_hand(name, options):
+def test_a_step_equals_a_manual_loop(name, options):
     timm = imported()
     torch.manual_seed(0)
     net = timm.create_model(name, pretrained=False, num_classes=3, **options).double()

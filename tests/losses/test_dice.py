@@ -1,4 +1,4 @@
-"""The Dice loss and metric beside their sums over sets, and cut into batches."""
+"""The Dice loss and metric against sums over sets, and divided into batches."""
 
 import pytest
 import torch
@@ -30,14 +30,14 @@ def test_the_loss_is_the_formula_for_each_example_and_class():
     )
 
 
-def test_a_right_answer_costs_nothing_and_smooth_is_checked():
+def test_a_perfect_prediction_has_loss_0_and_smooth_is_checked():
     sure = 100.0 * losses.one_hot(TARGETS, OUTPUTS)
     assert losses.dice(sure, TARGETS) == pytest.approx(0.0, abs=1e-6)
     with pytest.raises(ValueError, match="smooth"):
         losses.Dice(smooth=0.0)
 
 
-def test_microbatches_are_the_batch():
+def test_microbatches_equal_the_batch():
     net = torch.nn.Conv2d(3, 3, 3, padding=1).double()
     state = pc.State.create(net, loss=losses.dice, optimizer=optim.sgd(0.1), key=0)
     batch, step = (OUTPUTS.double(), TARGETS), compose(loop_events)
@@ -46,7 +46,7 @@ def test_microbatches_are_the_batch():
 
 def test_the_metric_counts_sets_over_all_batches():
     metric, predicted = metrics.dice(4), OUTPUTS.argmax(1)
-    outputs = torch.cat([OUTPUTS, torch.full((6, 1, 4, 5), -9.0)], 1)  # a class that never occurs
+    outputs = torch.cat([OUTPUTS, torch.full((6, 1, 4, 5), -9.0)], 1)  # the last class never occurs
     acc = metric.init()
     for part in (slice(0, 1), slice(1, 6)):
         acc = metric.update(acc, outputs[part], TARGETS[part])

@@ -33,7 +33,7 @@ from purecompose.losses import (
 
 @st.composite
 def problems(draw: st.DrawFn, ignored: float = 0.0, min_size: int = 1) -> tuple[Tensor, Tensor, torch.Generator]:
-    """Logits (N, C, ...) in float64, indices (N, ...), a share of them -100, and a generator for the rest."""
+    """Draw logits (N, C, ...) in float64, indices (N, ...), a share of them -100, and a generator for the rest."""
     num, classes = draw(st.integers(min_size, 6)), draw(st.integers(2, 5))
     rest = draw(st.sampled_from([(), (3,), (2, 2)]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -44,7 +44,7 @@ def problems(draw: st.DrawFn, ignored: float = 0.0, min_size: int = 1) -> tuple[
 
 
 def negative_logs(outputs: Tensor, indices: Tensor) -> np.ndarray:
-    """-log softmax at each index, position by position; NaN where the index is negative."""
+    """Return -log softmax at each index, position by position; NaN where the index is negative."""
     logs = np.moveaxis(log_softmax(outputs.numpy(), axis=1), 1, -1).reshape(-1, outputs.shape[1])
     flat = indices.numpy().ravel()
     losses = [-row[index] if index >= 0 else np.nan for row, index in zip(logs, flat, strict=True)]
@@ -81,7 +81,7 @@ def test_cross_entropy_of_indices_is_torchs_own_bit_for_bit():
 
 
 def class_weights(outputs: Tensor) -> list[float]:
-    """A weight of 0 for class 0, 0.5 for class 1, ..."""
+    """Return weights 0 for class 0, 0.5 for class 1, and so on."""
     return [0.5 * index for index in range(outputs.shape[1])]
 
 
@@ -117,7 +117,7 @@ def test_class_weights_are_checked():
 
 @pytest.mark.parametrize("weight", [None, (1.0, 0.0, 2.0)])
 @pytest.mark.parametrize("dense", [False, True])
-def test_where_nothing_counts_the_mean_is_nan_and_its_gradient_zero(dense, weight):
+def test_without_counted_targets_the_mean_is_nan_and_its_gradient_zero(dense, weight):
     outputs, targets = torch.randn(4, 3, requires_grad=True), torch.full((4,), -100)
     loss = CrossEntropy(weight=weight)(outputs, one_hot(targets, outputs) if dense else targets)
     assert math.isnan(loss.item())
@@ -205,7 +205,7 @@ def test_model_loss_reads_entries_and_attributes():
     assert per_example(model_loss, rows, None).tolist() == [1.0, 3.0]
 
 
-def test_model_loss_says_what_it_cannot_do():
+def test_model_loss_explains_what_it_cannot_do():
     scalar = {"loss": torch.tensor(2.0), "logits": torch.zeros(2, 3)}
     with pytest.raises(ValueError, match="per example"):
         per_example(model_loss, scalar, None)
@@ -220,7 +220,7 @@ def test_model_loss_says_what_it_cannot_do():
 
 @given(problems(), st.floats(0, 0.9), st.booleans(), st.booleans())
 def test_mixing_and_label_smoothing_are_the_closed_form(problem, smoothing, dense, interpolate):
-    """Mixed and smoothed in either order, from either form, resolved in either way: one number.
+    """Mixing and smoothing in either order, from either form, resolved in either way, give one number.
 
     With y' = (1-a) sum_k w_k onehot(t_k) + a/C the cross entropy is
     (1-a) sum_k w_k (-log p[t_k]) + a mean_c(-log p_c), position by position.
@@ -307,7 +307,7 @@ def test_a_type_error_inside_a_loss_is_not_hidden():
 
 @pytest.mark.parametrize("loss_fn", [cross_entropy, CrossEntropy(weight=[0.5, 0.0, 1.0, 2.0, 1.0])])
 def test_losses_trace_and_map(loss_fn):
-    """No value is read: make_fx and vmap both raise where one is."""
+    """No value is read, since make_fx and vmap would both raise."""
     outputs, indices = torch.randn(3, 4, 5), torch.randint(-1, 5, (3, 4))
     indices = torch.where(indices < 0, -100, indices)
     permutation, weight = torch.stack([torch.randperm(4) for _ in range(3)]), torch.rand(3)
@@ -354,7 +354,7 @@ def test_per_example_names_the_loss_that_cannot():
     st.booleans(),
 )
 def test_microbatches_add_up_to_the_batch(problem, size, kind, is_weighted):
-    """Losses and gradients, also where a microbatch holds nothing that counts (its own mean is NaN)."""
+    """Losses and gradients agree, also if a microbatch has no counted target (its own mean is NaN)."""
     outputs, indices, generator = problem
     loss_fn = CrossEntropy(weight=class_weights(outputs)) if is_weighted else cross_entropy
     permutation, weight = random_mixing(len(indices), generator)
@@ -424,7 +424,7 @@ def test_torchs_own_losses_count_as_torch_does(name, form):
 
 
 @pytest.mark.parametrize("loss_fn", [mse, F.mse_loss, binary_cross_entropy])
-def test_a_loss_that_counts_nothing_weighs_by_examples(loss_fn):
+def test_a_loss_without_counts_weighs_by_examples(loss_fn):
     outputs, targets = torch.randn(5, 2), torch.rand(5, 2)
     terms = [num_terms(loss_fn, outputs[s], targets[s]) for s in (slice(0, 3), slice(3, 5))]
     assert terms == [3, 2]
@@ -453,7 +453,7 @@ def test_a_model_loss_counts_labels():
     assert num_terms(ModelLoss(labels="labels", ignore_index=-1, shift=1), None, batch) == 1
     assert num_terms(ModelLoss(labels="labels"), None, batch) == 6
     assert num_terms(model_loss, None, batch) == 6
-    assert num_terms(model_loss, None, {**batch, "labels": torch.zeros(2, 3)}) == 2  # a regression's
+    assert num_terms(model_loss, None, {**batch, "labels": torch.zeros(2, 3)}) == 2  # labels of a regression
     for wrong in (-1, 1.5, True):
         with pytest.raises(ValueError, match="shift="):
             ModelLoss(shift=wrong)  # pyright: ignore[reportArgumentType]
@@ -468,7 +468,7 @@ def test_shares_of_a_half_precision_mean_are_not_rounded_twice():
     assert share.dtype == torch.float32 and share.item() == pytest.approx(1.0, rel=1e-6)
 
 
-def test_check_loss_accepts_what_works():
+def test_check_loss_accepts_losses_that_work():
     for loss_fn in (cross_entropy, mse, binary_cross_entropy, F.cross_entropy, F.mse_loss):
         check_loss(loss_fn, per_example=True)
     check_loss(lambda outputs, targets, **kwargs: outputs, per_example=True)
@@ -477,12 +477,12 @@ def test_check_loss_accepts_what_works():
 
 
 @pytest.mark.parametrize("wrong", ["cross_entropy", None, CrossEntropy, torch.nn.CrossEntropyLoss])
-def test_check_loss_refuses_what_is_no_loss(wrong):
+def test_check_loss_refuses_objects_that_are_not_losses(wrong):
     with pytest.raises(TypeError, match="expected a loss"):
         check_loss(wrong)
 
 
 @pytest.mark.parametrize("wrong", [model_loss, torch.nn.CrossEntropyLoss(), lambda outputs, targets: outputs])
-def test_check_loss_refuses_early_what_gives_no_losses_per_example(wrong):
+def test_check_loss_refuses_losses_without_values_per_example(wrong):
     with pytest.raises(TypeError, match="reduction"):
         check_loss(wrong, per_example=True)

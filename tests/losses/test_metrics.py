@@ -1,4 +1,4 @@
-"""Metrics against counts and means in plain Python, and against other cuts of the same examples."""
+"""Metrics against counts and means in plain Python, and against other divisions of the same examples."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ def run(metric: Metric, outputs: Tensor, targets: Tensor, cut: int) -> float:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Tensor, Tensor, int]:
-    """Outputs (N, C, ...), indices (N, ...) with some -100 among them, and the size of a batch."""
+    """Draw outputs (N, C, ...), indices (N, ...) with some -100 among them, and a batch size."""
     num, classes = draw(st.integers(1, 9)), draw(st.integers(2, 5))
     rest = draw(st.sampled_from([(), (3,)]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -67,7 +67,7 @@ def test_counts_stay_exact_beyond_single_precision():
 
 
 @pytest.mark.parametrize("k", [0, -1, 1.5, True])
-def test_top_k_refuses_a_wrong_k_at_once(k):
+def test_top_k_refuses_a_wrong_k_immediately(k):
     with pytest.raises(ValueError, match="k="):
         top_k(k)
 
@@ -80,8 +80,8 @@ def test_top_k_refuses_too_few_classes():
 
 
 @given(problems())
-def test_mean_loss_is_the_loss_of_all_examples_at_once(problem):
-    """Also where a batch has nothing to count; batch means would weigh a ragged last one too high."""
+def test_mean_loss_is_the_loss_of_all_examples_together(problem):
+    """Also if a batch has no counted target; means of batch means would overweight a short last batch."""
     outputs, indices, cut = problem
     rows = counted_rows(outputs, indices)
     losses = [math.log(sum(math.exp(other) for other in row)) - row[label] for row, label in rows]
@@ -113,7 +113,7 @@ def test_a_function_is_averaged_over_examples_whatever_it_returns(problem):
         assert run(from_function(fn), outputs, outputs, cut) == pytest.approx(expected)
 
 
-def test_a_function_may_answer_yes_or_no_and_sees_mixtures_as_dense_targets():
+def test_a_function_may_return_bools_and_sees_mixtures_as_dense_targets():
     metric = from_function(lambda outputs, targets: (outputs > 0) == targets)
     outputs, targets = torch.tensor([1.0, -1.0, 2.0, 3.0]), torch.tensor([True, True, True, False])
     assert run(metric, outputs, targets, 3) == 0.5
@@ -124,7 +124,7 @@ def test_a_function_may_answer_yes_or_no_and_sees_mixtures_as_dense_targets():
     assert seen[0].tolist() == [[1, 0, 0], [0, 0, 1]]
 
 
-def test_a_function_that_returns_something_else_is_told():
+def test_a_function_that_returns_something_else_is_an_error():
     outputs, targets = torch.zeros(4, 2), torch.zeros(4)
     with pytest.raises(ValueError, match=r"4 rows.*\(3,\)"):
         metric = from_function(lambda outputs, targets: torch.zeros(3))
@@ -134,7 +134,7 @@ def test_a_function_that_returns_something_else_is_told():
         metric.update(metric.init(), outputs, targets)
 
 
-def test_metrics_hold_no_graph_and_leave_their_accumulator_alone():
+def test_metrics_keep_no_graph_and_do_not_change_their_accumulator():
     outputs, targets = torch.randn(3, 2, requires_grad=True), torch.tensor([0, 1, 1])
     for metric in (accuracy, mean_loss(cross_entropy), from_function(lambda o, t: o.sum(1))):
         start = metric.init()
@@ -145,7 +145,7 @@ def test_metrics_hold_no_graph_and_leave_their_accumulator_alone():
 
 
 def test_metrics_map_over_members():
-    """No value is read: vmap raises where one is."""
+    """No value is read, since vmap would raise."""
     outputs, targets = torch.randn(3, 5, 4), torch.tensor([0, 1, 2, 3, -100])
     for metric in (accuracy, top_k(2), mean_loss(cross_entropy), from_function(lambda o, t: o.sum(1))):
 
@@ -167,12 +167,12 @@ def test_as_metric_takes_metrics_losses_and_functions():
     outputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([0, -100, 2, 1, -100])
     expected = cross_entropy(outputs, targets).item()
-    # Batches of 2, 2 and 1 hold 1, 2 and 0 that count: only a weight by positions gives the whole.
+    # Batches of 2, 2 and 1 have 1, 2 and 0 counted examples: only weights by positions give the whole mean.
     assert run(as_metric(cross_entropy), outputs, targets, 2) == pytest.approx(expected)
     assert run(as_metric(lambda o, t: o.sum(1)), outputs, targets, 2) == pytest.approx(outputs.sum().item() / 5)
 
 
-def test_as_metric_refuses_what_is_none_of_these():
+def test_as_metric_refuses_anything_else():
     class Accumulator(torch.nn.Module):
         def compute(self): ...
 
@@ -185,10 +185,10 @@ def test_as_metric_refuses_what_is_none_of_these():
             as_metric(wrong)  # pyright: ignore[reportArgumentType]
 
 
-# Of torchmetrics
+# Metrics of torchmetrics
 
 
-def test_a_metric_of_torchmetrics_is_pure_and_does_what_it_does():
+def test_a_metric_of_torchmetrics_is_pure_and_has_the_same_values():
     classification = pytest.importorskip("torchmetrics.classification")
     for theirs in (
         classification.MulticlassF1Score(num_classes=3),
@@ -208,7 +208,7 @@ def test_a_metric_of_torchmetrics_is_pure_and_does_what_it_does():
             steps.append(acc)
         torch.testing.assert_close(theirs.metric_state, untouched)
         again = ours.update(steps[1], *batches[1])
-        torch.testing.assert_close(again, steps[2])  # nothing of a later batch came into an earlier accumulator
+        torch.testing.assert_close(again, steps[2])  # a later batch does not change an earlier accumulator
         for outputs, targets in batches:
             theirs.update(outputs, targets)
         torch.testing.assert_close(ours.compute(acc), theirs.compute())

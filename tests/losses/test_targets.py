@@ -13,14 +13,14 @@ from purecompose.losses.targets import Mixture, has_index_targets, num_examples,
 
 
 def numpy_one_hot(indices: Tensor, num_classes: int) -> np.ndarray:
-    """Rows of the identity, class dim moved to 1; zeros for negative indices."""
+    """Return rows of the identity, with the class dim moved to 1; zeros for negative indices."""
     rows = np.eye(num_classes + 1)[np.where(indices.numpy() < 0, num_classes, indices.numpy())]
     return np.moveaxis(rows[..., :num_classes], -1, 1)
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Tensor, Tensor, torch.Generator]:
-    """Logits (N, C, ...) in float64, indices (N, ...) and a generator for what else a test draws."""
+    """Draw logits (N, C, ...) in float64, indices (N, ...) and a generator for further draws of a test."""
     num, classes = draw(st.integers(1, 6)), draw(st.integers(2, 5))
     rest = draw(st.sampled_from([(), (3,), (2, 2)]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -41,7 +41,7 @@ def mix_often(targets: Tensor, generator: torch.Generator, times: int, per_row: 
     ("outputs", "targets", "expected"),
     [((4, 3), (4,), True), ((4, 3), (4, 3), False), ((4, 3, 5, 5), (4, 5, 5), True), ((4,), (4,), False)],
 )
-def test_form_is_told_by_shape(outputs, targets, expected):
+def test_the_form_of_targets_follows_from_their_shape(outputs, targets, expected):
     assert has_index_targets(torch.zeros(outputs), torch.zeros(targets, dtype=torch.int64)) is expected
 
 
@@ -62,12 +62,12 @@ def test_every_integer_dtype_holds_indices(dtype):
         (torch.zeros(3), torch.tensor(1), "unsqueeze"),
     ],
 )
-def test_misfits_say_what_came_and_what_to_do(outputs, targets, says):
+def test_errors_for_misfits_give_the_value_and_a_remedy(outputs, targets, says):
     with pytest.raises(ValueError, match=says):
         has_index_targets(outputs, targets)
 
 
-def test_outputs_that_are_no_tensor_are_a_type_error():
+def test_outputs_that_are_not_a_tensor_are_a_type_error():
     with pytest.raises(TypeError, match="got dict and Tensor"):
         has_index_targets({"logits": torch.zeros(4, 3)}, torch.zeros(4))  # pyright: ignore[reportArgumentType]
 
@@ -135,7 +135,7 @@ def test_weights_and_soft_rows_sum_to_one(problem, times, per_row):
 
 @given(problems())
 def test_mixing_twice_is_mixing_the_mixed(problem):
-    """MixUp and then CutMix: dense targets mixed one after the other, each row with its own weight."""
+    """As MixUp and then CutMix: dense targets are mixed one after the other, each row with its own weight."""
     outputs, indices, generator = problem
     mixture, expected = Mixture.of(indices.clone()), numpy_one_hot(indices, outputs.shape[1])
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_a_neutral_weight_changes_nothing():
     assert torch.equal(mixture.soft(outputs), one_hot(targets, outputs))
 
 
-def test_regression_targets_mix_as_they_are():
+def test_regression_targets_are_mixed_unchanged():
     targets = torch.tensor([[1.0], [3.0]])
     mixture = Mixture.of(targets).mixed_with(torch.tensor([1, 0]), 0.25)
     assert mixture.soft(torch.zeros(2, 1)).tolist() == [[1.5], [2.5]]
@@ -167,7 +167,7 @@ def test_interpolation_wins_if_any_mixing_asks_for_it():
     assert asked.map(lambda targets: targets).interpolate_loss
 
 
-def test_of_keeps_mixtures_and_refuses_what_has_no_batch():
+def test_of_keeps_mixtures_and_refuses_targets_without_a_batch_dim():
     mixture = Mixture.of(torch.tensor([0, 1]))
     assert Mixture.of(mixture) is mixture
     for wrong in (torch.tensor(1), [0, 1]):
@@ -185,7 +185,7 @@ def test_wrong_shapes_of_permutation_and_weight_are_named():
 
 @st.composite
 def maps(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, torch.Generator]:
-    """Logits (N, C, H, W), indices (N, H, W), a region (N, H, W) or (1, H, W) and a generator."""
+    """Draw logits (N, C, H, W), indices (N, H, W), a region (N, H, W) or (1, H, W) and a generator."""
     num, classes, height, width = (draw(st.integers(least, 4)) for least in (1, 2, 1, 1))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     outputs = torch.randn(num, classes, height, width, generator=generator, dtype=torch.float64)
@@ -209,7 +209,7 @@ def test_pasting_is_pasting_the_dense_maps(problem, times, per_row):
     assert len(again.targets) == 1 and torch.equal(again.targets[0], expected)
 
 
-def test_pasting_keeps_what_becomes_of_losses_and_refuses_other_shapes():
+def test_pasting_keeps_the_kind_of_mixing_and_refuses_other_shapes():
     masks, inside = torch.zeros(2, 3, 4, dtype=torch.int64), torch.zeros(1, 3, 4, dtype=torch.bool)
     mixture, order = Mixture.of(masks).mixed_with(torch.tensor([1, 0]), 0.5, True), torch.tensor([1, 0])
     assert mixture.pasted(order, inside).interpolate_loss
@@ -244,7 +244,7 @@ def test_a_mixture_splits_with_the_batch(problem, size):
 
 
 def test_soft_targets_trace_and_map():
-    """No value is read: make_fx and vmap both raise where one is."""
+    """No value is read, since make_fx and vmap would both raise."""
     outputs, indices = torch.randn(3, 4, 5), torch.randint(5, (3, 4))
     permutation = torch.stack([torch.randperm(4) for _ in range(3)])
 

@@ -1,4 +1,4 @@
-"""Losses with class weights: a batch in parts trains as the whole, whatever its mean divides by."""
+"""Losses with class weights: a batch in parts trains like the whole, whatever the mean divides by."""
 
 import dataclasses
 from typing import Any
@@ -18,14 +18,14 @@ BATCH = make_batch(1, 12, dtype=torch.float64)
 
 
 def by_examples(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Divides by the number of examples."""
+    """Return the weighted sum divided by the number of examples."""
     found = F.cross_entropy(outputs, targets, weight=WEIGHTS, reduction="none")
     return found if reduction == "none" else found.mean() if reduction == "mean" else found.sum()
 
 
 @dataclasses.dataclass(frozen=True)
 class ByWeights:
-    """Divides by the sum of the examples' weights, as torch does; of a batch it may be below 1."""
+    """A mean that divides by the sum of the examples' weights, as in torch; a batch's sum may be below 1."""
 
     def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         return F.cross_entropy(outputs, targets, weight=WEIGHTS, reduction=reduction)
@@ -46,7 +46,7 @@ def parts(sizes: list[int]) -> list[tuple[Tensor, ...]]:
 
 
 def by_hand(loss: Any, state: pc.State) -> dict[str, Tensor]:
-    """A step of plain descent on the whole batch."""
+    """Return the parameters after a step of plain gradient descent on the whole batch."""
     net = pc.to_module(state)
     grads = torch.autograd.grad(loss(net(BATCH[0]), BATCH[1]), list(net.parameters()))
     return {n: p.detach() - 0.1 * grad for (n, p), grad in zip(net.named_parameters(), grads, strict=True)}
@@ -105,7 +105,7 @@ def test_examples_alone_keep_their_weights_where_the_mean_divides_by_examples():
     torch.testing.assert_close(alone.params, by_hand(losses.cross_entropy, weighted))
 
 
-def test_mixing_and_slices_go_together_where_the_mean_divides_by_examples():
+def test_mixing_and_slices_work_together_if_the_mean_divides_by_examples():
     ends = []
     for microbatches in (1, 4):
         step = compose(loop_events, [alg.mixup(0.4), alg.label_smoothing(0.1)], microbatches=microbatches)

@@ -24,7 +24,7 @@ def num_weights(net: nn.Module) -> int:
 
 
 def block_weights(width: int) -> int:
-    """Return the number of weights: queries, keys, values, output; two layers with hidden width 4 * `width`; two norms."""
+    """Count the weights: queries, keys, values, output; two layers with hidden width 4 * `width`; two norms."""
     return (4 * width**2 + 4 * width) + (8 * width**2 + 5 * width) + 4 * width
 
 

@@ -1,4 +1,4 @@
-"""What the observers' tests share: a linear network and four batches, the same in every test."""
+"""Helpers for the tests of observers: a linear network and four batches, the same in every test."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def make_state(duration: str | None = "3ep", optimizer: Any = None, key: int = 0
 
 
 def make_population(size: int = 3, optimizer: Any = None) -> State:
-    """Members that differ in their weights."""
+    """Return a population whose members differ in their weights."""
     states = [make_state(optimizer=optimizer, key=key) for key in range(size)]
     return stack_states(
         [s.replace(params={name: p * (i + 1) for name, p in s.params.items()}) for i, s in enumerate(states)]
@@ -32,13 +32,13 @@ def make_batches(count: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def at(state: State, batch: int, **changes: Any) -> State:
-    """The state after so many batches of eight examples."""
+    """Return the state after `batch` batches of eight examples."""
     start = state.timestamp
     return state.replace(timestamp=type(start)(run=start.run).advance_by(batch, samples=8), **changes)
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows with every tensor whose value the host asks for."""
+    """Return a list that grows with every tensor whose value the host reads."""
     read: list[str] = []
     for name in ("item", "tolist"):
         original = getattr(torch.Tensor, name)

@@ -1,4 +1,4 @@
-"""Which batches are due, against multiples counted by hand."""
+"""Which batches are due, against manually counted multiples."""
 
 import pytest
 from hypothesis import given, strategies as st
@@ -22,7 +22,7 @@ def walk(batches: int, run: RunLength, samples: int = 8) -> list[Timestamp]:
 
 
 @given(st.integers(1, 7), st.integers(0, 20))
-def test_multiples_of_batches_are_due_wherever_the_run_goes_on(every: int, start: int) -> None:
+def test_multiples_of_batches_are_due_wherever_the_run_resumes(every: int, start: int) -> None:
     points = walk(40, RunLength())
     first = points[start - 1] if start else Timestamp()
     expected = [batch for batch in range(start + 1, 41) if batch % every == 0]

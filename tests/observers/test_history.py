@@ -1,4 +1,4 @@
-"""The history holds the numbers of the run, and reads none of them before it is asked."""
+"""The history contains the numbers of the run, and reads none of them before they are requested."""
 
 from typing import Any
 
@@ -96,7 +96,9 @@ class Nowhere:
 
 @pytest.mark.parametrize("event", [Event.BATCH_END, Event.EVAL_END])
 @pytest.mark.parametrize("num_members", [None, 2])
-def test_a_metric_that_is_no_single_number_is_left_out_with_one_warning(event: Event, num_members: int | None) -> None:
+def test_a_metric_that_is_not_a_single_number_is_skipped_with_one_warning(
+    event: Event, num_members: int | None
+) -> None:
     state = make_state()
     if num_members is not None:
         state = stack_states([state] * num_members)

@@ -1,4 +1,4 @@
-"""Monitors of layers: numbers by hand, states untouched."""
+"""Monitors of layers: manually computed numbers, states untouched."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.observers.observer_helpers import make_batches, make_population, make
 
 
 class Kept:
-    """A sink that keeps what it is given."""
+    """A sink that keeps its records."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, float]] = []

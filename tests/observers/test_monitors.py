@@ -1,4 +1,4 @@
-"""Monitors: the learning rate that a batch really had, memory, and the speed by a clock that the test moves."""
+"""Monitors: the actual learning rate of a batch, memory, and the speed by a clock that the test controls."""
 
 import types
 from typing import Any
@@ -61,7 +61,7 @@ def test_settings_of_groups_and_products() -> None:
     assert {(r["momentum"], r["weight_decay"], r["lr/bias"]) for r in records} == {(0.5, 0.0, 0.125)}
 
 
-def test_members_have_learning_rates_of_their_own() -> None:
+def test_members_have_their_own_learning_rates() -> None:
     states = make_population(3, optim.sgd(schedule.hparam("lr", 0.5)))
     states = states.replace(hparams={"lr": torch.tensor([0.5, 0.25, 0.125])})
     kept = Kept()
@@ -117,7 +117,7 @@ def test_the_speed_leaves_out_the_first_batch_and_evaluation(clock: types.Simple
     assert found[-1]["time/left"] == pytest.approx(10 * 0.25 * (training + evaluating) / training)
 
 
-def test_the_time_left_of_a_run_that_went_on_is_that_of_the_rest(clock: types.SimpleNamespace) -> None:
+def test_the_time_left_of_a_resumed_run_is_that_of_the_rest(clock: types.SimpleNamespace) -> None:
     monitor, state = speed(), make_state("100ba")
     monitor.observe(Event.FIT_START, at(state, 90))  # type: ignore[attr-defined]
     for batch in (91, 92, 93):

@@ -1,4 +1,4 @@
-"""The guard against NaN: it names the first bad batch, late by a group at most, and makes no batch wait."""
+"""The guard against NaN: it names the first bad batch, at most one group late, and makes no batch wait."""
 
 import math
 import warnings
@@ -66,7 +66,7 @@ def test_a_warning_comes_once_a_run() -> None:
             guard.flush()
 
 
-def test_batches_that_are_not_due_are_not_looked_at() -> None:
+def test_batches_that_are_not_due_are_not_checked() -> None:
     guard = NaNs(every="3ba")
     feed(guard, [math.nan, math.nan, 1.0, math.nan])
     guard.flush()
@@ -112,7 +112,7 @@ def test_members_are_named() -> None:
     )
 
 
-def test_what_a_step_writes_over_later_is_not_read_then() -> None:
+def test_overwritten_tensors_are_not_read_afterwards() -> None:
     guard, loss = NaNs(), torch.tensor(1.0)
     guard(Event.BATCH_END, at(make_state(), 1, loss=loss))
     loss.fill_(math.nan)

@@ -1,4 +1,4 @@
-"""What docs/observers.md prints is what runs."""
+"""The code of docs/observers.md runs."""
 
 import pathlib
 import re

@@ -30,7 +30,7 @@ def run(duration: str, *observers: object) -> State:
 
 
 @pytest.mark.parametrize("warmup", [0, 1])
-def test_a_trace_holds_the_active_batches_alone(tmp_path: Path, warmup: int) -> None:
+def test_a_trace_only_contains_the_active_batches(tmp_path: Path, warmup: int) -> None:
     run("14ba", Profile(tmp_path / "deep", wait=2, warmup=warmup, active=3, repeat=2, skip_first=1))
     first = 1 + 2 + warmup + 1
     second = first + 2 + warmup + 3
@@ -53,7 +53,7 @@ def test_the_profiler_is_off_outside_of_the_window(tmp_path: Path) -> None:
     assert [batch for batch, was_on in on.items() if was_on] == [4, 5]  # not in 3, the warm-up, either
 
 
-def test_a_run_that_ends_in_the_window_writes_what_there_is(tmp_path: Path) -> None:
+def test_a_run_that_ends_in_the_window_writes_a_partial_trace(tmp_path: Path) -> None:
     run("4ba", Profile(tmp_path, active=10))
     assert [path.name for path in tmp_path.iterdir()] == ["batches_3_to_4.json"]
     run("2ba", Profile(tmp_path / "none", wait=1, warmup=1))
@@ -91,7 +91,7 @@ def test_numbers_are_checked_when_it_is_built(name: str, value: float) -> None:
         Profile("traces", **{name: value})  # type: ignore[arg-type]
 
 
-def test_a_relative_folder_stays_where_it_was_wherever_the_process_goes(
+def test_a_relative_folder_does_not_follow_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()

@@ -1,4 +1,4 @@
-"""The display: what it says is true, where it writes, and that it gives the terminal back."""
+"""The display: correct contents, where it writes, and that it restores the terminal."""
 
 import gc
 import io
@@ -129,7 +129,7 @@ def run_to_failure(progress: Progress) -> None:
         fit(compose(loop_events), make_state(), make_batches(), observers=[progress, failing])
 
 
-def test_an_exception_gives_the_terminal_back_at_the_end_of_the_with_block() -> None:
+def test_after_an_exception_the_with_block_restores_the_terminal() -> None:
     file = io.StringIO()
     with Progress(live=True, file=file) as progress:
         run_to_failure(progress)
@@ -137,7 +137,7 @@ def test_an_exception_gives_the_terminal_back_at_the_end_of_the_with_block() -> 
     assert file.getvalue().count(SHOW_CURSOR) == 1
 
 
-def test_an_exception_gives_the_terminal_back_when_the_display_is_dropped() -> None:
+def test_after_an_exception_dropping_the_display_restores_the_terminal() -> None:
     file = io.StringIO()
     progress = Progress(live=True, file=file)
     run_to_failure(progress)
@@ -197,7 +197,7 @@ def test_a_populations_numbers_are_shown_as_ranges() -> None:
 
 
 @pytest.mark.parametrize(("batch_seconds", "left"), [(1.0, "58 s"), (60.0, "58 min"), (150.0, "2 h 25 min")])
-def test_a_run_that_goes_on_tells_the_time_that_the_rest_takes(monkeypatch, batch_seconds: float, left: str) -> None:
+def test_a_resumed_run_shows_the_time_that_the_rest_takes(monkeypatch, batch_seconds: float, left: str) -> None:
     now, file = [0.0], io.StringIO()
     for module in (stopwatch, progress):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))

@@ -1,4 +1,4 @@
-"""The recorder: what records hold, when they are handed over, and that nothing waits or is lost."""
+"""The recorder: contents of records, when they are handed over, and that nothing waits or is lost."""
 
 import gc
 from typing import Any, cast
@@ -103,7 +103,7 @@ def test_an_exception_loses_nothing() -> None:
     assert [record["loss"] for record in dropped.records] == [2.0] and dropped.calls == [0, "close"]
 
 
-def test_a_recorder_serves_several_runs_and_a_loop_of_ones_own() -> None:
+def test_a_recorder_serves_several_runs_and_a_users_loop() -> None:
     sink = Groups()
     recorder, step = Recorder(sink), compose(loop_events)
     end = fit(step, make_state("1ep"), make_batches(), observers=recorder)
@@ -117,7 +117,7 @@ def test_a_recorder_serves_several_runs_and_a_loop_of_ones_own() -> None:
     assert [record["batch"] for record in sink.records] == [1, 2, 3, 4, 5, 6, 7, 8, 5]
 
 
-def test_what_monitors_say_goes_into_the_batches_that_are_due() -> None:
+def test_numbers_of_monitors_are_in_the_records_of_due_batches() -> None:
     asked = []
 
     def weight(state: State) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def test_what_monitors_say_goes_into_the_batches_that_are_due() -> None:
     assert sink.records[-1]["two"] == 2
 
 
-def test_monitors_that_watch_are_told_every_event() -> None:
+def test_monitors_with_observe_get_every_event() -> None:
     class Watching:
         def __init__(self) -> None:
             self.seen: list[Event] = []
@@ -149,7 +149,8 @@ def test_monitors_that_watch_are_told_every_event() -> None:
     recorder = Recorder(sink, monitors=[watching])
     fit(compose(loop_events), make_state("1ep"), make_batches(), observers=[recorder, lambda e, _: seen.append(e)])
     assert watching.seen == seen
-    assert sink.records[0]["seen"] == seen.index(Event.BATCH_END) + 1  # told of the event before it is asked
+    # `observe` is called before the monitor's number is requested.
+    assert sink.records[0]["seen"] == seen.index(Event.BATCH_END) + 1
 
 
 @pytest.mark.parametrize("value", [b"fast", None, torch.zeros(3), True])

@@ -1,4 +1,4 @@
-"""Files of records: what is in them, after every kind of end and when a run continues."""
+"""Files of records: their contents after every kind of end and when a run is resumed."""
 
 import csv
 import errno
@@ -51,9 +51,7 @@ def test_a_file_holds_the_runs_records(tmp_path: Path, suffix: str) -> None:
 
 
 @SUFFIXES
-def test_a_run_that_goes_on_after_a_kill_ends_with_the_file_of_one_that_was_never_killed(
-    tmp_path: Path, suffix: str
-) -> None:
+def test_a_run_resumed_after_a_kill_ends_with_the_file_of_an_unbroken_run(tmp_path: Path, suffix: str) -> None:
     whole, killed = tmp_path / f"whole.{suffix}", tmp_path / f"killed.{suffix}"
     run(whole)
     middle = run(killed, duration="5ba")  # the state of a checkpoint after batch 5
@@ -73,7 +71,7 @@ def test_a_run_that_goes_on_after_a_kill_ends_with_the_file_of_one_that_was_neve
 
 
 @SUFFIXES
-def test_records_up_to_the_point_where_a_run_goes_on_are_kept_byte_for_byte(tmp_path: Path, suffix: str) -> None:
+def test_records_before_the_point_of_resumption_are_kept_byte_for_byte(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"run.{suffix}"
     run(path)
     before = path.read_bytes()
@@ -93,7 +91,7 @@ def _parsed(text: bytes, path: Path) -> list[dict[str, Any]]:
 
 
 @SUFFIXES
-def test_an_evaluation_that_is_there_already_is_not_written_twice(tmp_path: Path, suffix: str) -> None:
+def test_an_evaluation_that_is_already_recorded_is_not_written_twice(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"run.{suffix}"
     run(path, duration="1ep")
     before = read_records(path)
@@ -108,7 +106,7 @@ def test_an_evaluation_that_is_there_already_is_not_written_twice(tmp_path: Path
 
 
 @SUFFIXES
-def test_a_run_that_starts_anew_leaves_the_old_file_under_another_name(tmp_path: Path, suffix: str) -> None:
+def test_a_new_run_renames_the_old_file(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"run.{suffix}"
     texts = []
     for duration in ("1ba", "2ba", "3ba"):
@@ -127,7 +125,7 @@ def test_an_evaluation_before_training_is_part_of_the_run(tmp_path: Path) -> Non
     assert [record["batch"] for record in read_records(records.path)] == [0, 1]
 
 
-def test_json_is_strict_and_tells_what_is_not_finite(tmp_path: Path) -> None:
+def test_json_is_strict_and_represents_numbers_that_are_not_finite(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with Records(path) as records:
         for batch, loss in enumerate((1.5, math.nan, math.inf, -math.inf), start=1):
@@ -152,7 +150,7 @@ values = st.dictionaries(names, numbers | st.lists(numbers, min_size=1, max_size
 def test_any_records_come_back(
     tmp_path_factory: Any, suffix: str, records: list[dict[str, Any]], cuts: set[int]
 ) -> None:
-    """Whatever the numbers and the names, in however many groups."""
+    """The numbers, the names and the number of groups are arbitrary."""
     path = tmp_path_factory.mktemp("records") / f"run{suffix}"
     records = [{"batch": batch, "epoch": 0, **record} for batch, record in enumerate(records)]
     places = sorted({0, *cuts, len(records)})
@@ -192,7 +190,7 @@ def test_a_populations_numbers_are_lists(tmp_path: Path, suffix: str) -> None:
 
 
 class FullFile:
-    """A file on a full disk: writes take a part, then nothing."""
+    """A file on a full disk: one write is partial, and the next ones write nothing."""
 
     def __init__(self, file: Any, disk: dict[str, int]) -> None:
         self.file, self.disk = file, disk
@@ -216,7 +214,7 @@ class FullFile:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How many bytes the disk has room for, from now on."""
+    """Return a dictionary that sets the number of bytes that the disk has room for."""
     found = {"room": 10**9}
     original = Path.open
 
@@ -289,7 +287,7 @@ def test_a_file_that_holds_no_records_is_not_touched(tmp_path: Path, suffix: str
         ("[" * 100_000, "recursion"),
     ],
 )
-def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str, expected: str) -> None:
+def test_a_line_that_is_not_a_record_is_named(tmp_path: Path, line: str, expected: str) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text(f'{{"batch": 1, "epoch": 0, "loss": NaN}}\n{line}\n')
     with pytest.raises(ValueError, match=r"run.jsonl, line 2: expected a record of a run") as caught:
@@ -297,7 +295,7 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str, expected: 
     assert expected in str(caught.value)
 
 
-def test_the_suffix_says_which_form(tmp_path: Path) -> None:
+def test_the_suffix_determines_the_format(tmp_path: Path) -> None:
     for name in ("run.json", "run", "run.jsonl.gz"):
         with pytest.raises(ValueError, match=r"ends in \.jsonl or \.csv"):
             Records(tmp_path / name)
@@ -307,9 +305,7 @@ def test_the_suffix_says_which_form(tmp_path: Path) -> None:
         read_records(tmp_path / "run.csv")
 
 
-def test_a_relative_file_stays_where_it_was_wherever_the_process_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_file_does_not_follow_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     with Records("run.jsonl", group=1) as records:

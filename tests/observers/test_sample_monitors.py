@@ -35,7 +35,7 @@ class Kept:
 
 
 def images_of(net: torch.nn.Module) -> torch.Tensor:
-    """Two images of 1 x 3 pixels: the network's mode, its first weight, and a draw."""
+    """Return two images of 1 x 3 pixels: the network's mode, its first weight, and a draw."""
     first = next(net.parameters())[0, 0]
     values = torch.stack([torch.tensor(float(net.training)), first, torch.rand(())])
     return torch.stack([values, torch.tensor([0.0, 2.0, -1.0])]).reshape(2, 1, 1, 3)
@@ -55,7 +55,7 @@ def test_samples_are_of_the_networks_weights_at_their_time() -> None:
         )
     after = torch.rand(())
     torch.manual_seed(7)
-    assert torch.equal(after, torch.rand(()))  # no draw of the run was used up
+    assert torch.equal(after, torch.rand(()))  # no draw of the run was consumed
     found = {record["batch"]: record for record in kept.records}
     assert [batch for batch, record in found.items() if "samples" in record] == [4, 8, 12]
     assert [(batch, record["say/1"]) for batch, record in found.items() if "say/1" in record] == [(8, "b")]
@@ -126,7 +126,7 @@ def test_records_write_samples_to_files(tmp_path: Path, suffix: str) -> None:
 
 
 def test_tracking_services_get_texts_and_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each method is called with what the service's own takes."""
+    """Each method is called with the arguments that the service's own method takes."""
     calls: list[tuple[Any, ...]] = []
 
     def noting(name: str) -> Any:

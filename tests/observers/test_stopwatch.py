@@ -1,4 +1,4 @@
-"""The stopwatch against a clock that the test moves."""
+"""The stopwatch against a clock that the test controls."""
 
 import types
 
@@ -21,7 +21,7 @@ def at(batch: int) -> State:
     return state.replace(timestamp=state.timestamp.replace(batch=batch))
 
 
-def test_evaluation_is_booked_apart(clock) -> None:
+def test_evaluation_is_timed_separately(clock) -> None:
     watch = Stopwatch()
     for event, seconds, batch in (
         (Event.FIT_START, 0, 10),

@@ -1,4 +1,4 @@
-"""Recorders for tracking services, against fakes that take what the real ones take."""
+"""Recorders for tracking services, against fakes with the interfaces of the real ones."""
 
 import dataclasses
 import sys
@@ -15,7 +15,7 @@ from tests.observers.observer_helpers import at, make_batches, make_population, 
 
 
 def run(observer: Any) -> list[dict[str, Any]]:
-    """The records that there should be."""
+    """Run with the observer, and return the expected records."""
     history = History()
     evaluator = Evaluator(make_batches(), {"accuracy": metrics.accuracy})
     fit(compose(loop_events), make_state(), make_batches(), evaluate=evaluator, observers=[observer, history])
@@ -23,7 +23,7 @@ def run(observer: Any) -> list[dict[str, Any]]:
 
 
 def triples(records: list[dict[str, Any]]) -> list[tuple[str, float, int]]:
-    """(name, value, step) of all but the counters."""
+    """Return (name, value, step) of all numbers except the counters."""
     return [
         (name, value, record["batch"])
         for record in records
@@ -53,7 +53,7 @@ def test_tensorboard_has_a_scalar_for_each_number() -> None:
     assert writer.flushes > 0
 
 
-def test_members_have_scalars_of_their_own() -> None:
+def test_members_have_their_own_scalars() -> None:
     writer = FakeWriter()
     step = population(compose(loop_events), 2)
     end = fit(step, make_population(2), make_batches(), observers=TensorBoard(writer=writer, every="12ba"))
@@ -62,7 +62,7 @@ def test_members_have_scalars_of_their_own() -> None:
     assert ("loss/0", first, 12) in writer.scalars and ("loss/1", second, 12) in writer.scalars
 
 
-def test_tensorboards_files_hold_the_run_and_hide_what_comes_again(tmp_path: Path) -> None:
+def test_tensorboards_files_contain_the_run_and_hide_repeated_batches(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -106,7 +106,7 @@ def test_wandb_logs_records_at_their_batch() -> None:
     assert [step for step, _ in fake.rows] == [record["batch"] for record in expected]
     assert [row["loss"] for _, row in fake.rows if "loss" in row] == [r["loss"] for r in expected if "loss" in r]
     assert fake.rows[0][1] == {"epoch": 0, "time/sample": 8, "loss": expected[0]["loss"], "lr": 0.5}
-    assert not fake.is_finished  # it is the caller's
+    assert not fake.is_finished  # it belongs to the caller
 
 
 def test_wandb_makes_a_run_and_finishes_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_wandb_makes_a_run_and_finishes_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class FakeExperiment:
-    """Comet's."""
+    """A fake of Comet's experiment."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
@@ -141,7 +141,7 @@ class FakeExperiment:
 
 
 class FakeSeries:
-    """Neptune's run: a series for each name."""
+    """A fake of Neptune's run, with a series for each name."""
 
     def __init__(self) -> None:
         self.series: dict[str, list[tuple[float, float]]] = {}
@@ -156,7 +156,7 @@ class FakeSeries:
 
 
 @pytest.mark.parametrize("kind", [WandB, Comet, Neptune])
-def test_what_is_not_a_run_is_an_error(kind: Any) -> None:
+def test_an_argument_that_is_not_a_run_is_an_error(kind: Any) -> None:
     with pytest.raises(TypeError, match=rf"{kind.__name__}: expected a run of .* or settings={{...}}, got 'digits'"):
         kind("digits")
 

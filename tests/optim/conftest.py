@@ -19,7 +19,7 @@ def draw(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 @pytest.fixture
 def tensors() -> Callable[..., dict[str, Tensor]]:
-    """Random tensors under the parameters' names: `tensors(seed, dtype)`."""
+    """Return a function `tensors(seed, dtype)` of random tensors under the parameters' names."""
     return lambda seed=0, dtype=torch.float64: draw(seed, dtype)
 
 

@@ -42,7 +42,7 @@ def test_defaults_and_groups_equal_torch(assert_like_torch):
 
 
 def test_hparams_equal_numbers(assert_like_torch):
-    # Above 1 / sqrt(t) from the second update on: both branches of the smaller one.
+    # Above 1 / sqrt(t) from the second update on, so that both branches of the minimum are used.
     ours = optim.adafactor(hparam("lr", 0.4), weight_decay=hparam("wd", 0.1))
     assert_like_torch(ours, torch.optim.Adafactor, {"lr": 0.4, "weight_decay": 0.1})
 
@@ -65,7 +65,7 @@ def test_any_number_of_dimensions_equals_torch(shape: tuple[int, ...], watched: 
     assert {slot: kept["p"].shape for slot, kept in opt_state.items()} == {slot: t.shape for slot, t in theirs.items()}
 
 
-def test_a_matrix_is_remembered_by_its_rows_and_columns(tensors):
+def test_the_state_of_a_matrix_has_its_rows_and_columns(tensors):
     opt_state = optim.adafactor().init(tensors())
     shapes = {slot: {name: tuple(t.shape) for name, t in leaves.items()} for slot, leaves in opt_state.items()}
     assert shapes == {
@@ -76,14 +76,14 @@ def test_a_matrix_is_remembered_by_its_rows_and_columns(tensors):
     }
 
 
-def test_a_move_is_in_proportion_to_the_parameter():
+def test_an_update_is_proportional_to_the_parameter():
     optimizer, grads = optim.adafactor(1e-2), {"w": torch.tensor([3.0, -4.0])}
     moves = []
     for size in (1.0, 10.0, 0.0):
         params = {"w": torch.full((2,), size)}
         moves.append(optimizer.update(grads, optimizer.init(params), params)[0]["w"] - params["w"])
     torch.testing.assert_close(moves[1], 10 * moves[0])
-    torch.testing.assert_close(moves[2], 1e-3 * moves[0])  # eps[1] is the least that a parameter counts for
+    torch.testing.assert_close(moves[2], 1e-3 * moves[0])  # eps[1] is the smallest scale of a parameter
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 2)])

@@ -1,4 +1,4 @@
-"""`adam` and `adamw` against torch.optim, and what they do where sqrt has no slope."""
+"""`adam` and `adamw` against torch.optim, and where sqrt has no finite derivative."""
 
 from typing import Any
 
@@ -97,7 +97,7 @@ def test_amsgrad_never_forgets_the_largest_square(tensors):
 
 
 def test_hyper_gradient_is_right_where_a_gradient_is_always_zero():
-    # Input 1 is always black: its weight has gradient 0 and v = 0 in every step.
+    # Input 1 is always 0: its weight has gradient 0 and v = 0 in every step.
     inputs, optimizer = torch.tensor([1.0, 0.0], dtype=torch.float64), optim.adam(hparam("lr", 0.1))
 
     def final_loss(lr: torch.Tensor) -> torch.Tensor:

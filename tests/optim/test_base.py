@@ -1,4 +1,4 @@
-"""Laws that every optimizer keeps, parameter groups, and the checks of settings."""
+"""Laws of every optimizer, parameter groups, and the checks of settings."""
 
 import dataclasses
 from collections.abc import Callable
@@ -40,7 +40,7 @@ every_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
 
 
 def reading(lr: float | Tensor) -> Callable[[Any], Any]:
-    """A `value` that knows the hparam "lr" alone; plain numbers are never asked for."""
+    """Return a `value` that only knows the hparam "lr"; plain numbers are never looked up."""
     return lambda scalar: {"lr": lr}[scalar.name]
 
 
@@ -212,7 +212,7 @@ def test_hparams_are_found_in_settings_and_groups():
 
 
 def test_a_module_ensemble_stacks_and_updates(tensors):
-    # What torch.func's own stacking yields goes through update as it is: parameters that require gradients.
+    # `torch.func`'s stacked parameters, which require gradients, are passed to update unchanged.
     params, _ = stack_module_state([torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)])
     optimizer = optim.sgd(0.5)
     new_params, _ = vmap(lambda p: optimizer.update(p, {}, p))(params)

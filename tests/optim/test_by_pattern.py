@@ -1,4 +1,4 @@
-"""`by_pattern`: each parameter is moved by its own optimizer, and all of them are one."""
+"""`by_pattern`: each parameter is updated by its own optimizer, and together they are one optimizer."""
 
 import dataclasses
 import warnings
@@ -56,11 +56,11 @@ def test_two_optimizers_share_a_slot_in_the_order_of_the_parameters(tensors):
     assert list(opt_state["max_exp_avg_sq"]) == ["body.weight", "head.weight"]
 
 
-def test_what_an_optimizer_does_not_move_goes_on_to_the_next(tensors):
+def test_parameters_that_an_optimizer_does_not_update_get_the_next_one(tensors):
     optimizer = optim.by_pattern({"body.*": optim.muon(), "*.bias": optim.adam(), "*": optim.muon()}, optim.sgd(0.1))
     opt_state = optimizer.init({**tensors(), "scale": torch.ones(3)})
     assert list(opt_state["momentum"]) == ["body.weight", "head.weight"]
-    assert list(opt_state["exp_avg"]) == ["body.bias", "head.bias"]  # and sgd, which remembers nothing, has the scale
+    assert list(opt_state["exp_avg"]) == ["body.bias", "head.bias"]  # and sgd, which has no state, has the scale
 
 
 def test_no_patterns_are_the_rest(tensors):
@@ -130,12 +130,12 @@ def test_wrong_parts_are_refused_at_construction(groups: Any, rest: Any, message
         ({"*": optim.sgd(0.1), "*.bias": optim.adam()}, r"'\*.bias': adam\(\) gets no parameter"),
     ],
 )
-def test_patterns_that_do_nothing_are_told_at_init(tensors, groups: Any, message: str):
+def test_patterns_that_match_nothing_are_reported_at_init(tensors, groups: Any, message: str):
     with pytest.raises(ValueError, match=message):
         optim.by_pattern(groups, optim.adam()).init(tensors())
 
 
-def test_the_rest_has_to_move_what_is_left(tensors):
+def test_the_rest_has_to_update_the_remaining_parameters(tensors):
     with pytest.raises(ValueError, match="muon: expected real matrices, got 'body.bias'"):
         optim.by_pattern({"head.*": optim.adam()}, optim.muon()).init(tensors())
 
@@ -200,7 +200,7 @@ def test_a_run_is_cut_and_resumed_to_the_same_bits(tmp_path):
     assert pc.tree.equal(half, whole)
 
 
-def test_a_population_is_its_members():
+def test_a_population_equals_its_members():
     optimizer = optim.by_pattern(
         {"*": optim.muon(hparam("lr", 0.02), ns_precision="full")}, optim.lion(hparam("lr", 0.02))
     )
@@ -217,7 +217,7 @@ def test_a_population_is_its_members():
 @pytest.mark.parametrize(
     "optimizer", [MIXED, optim.rmsprop(momentum=0.9, centered=True, eps=1e-3)], ids=["mixed", "rms"]
 )
-def test_a_compiled_step_does_what_the_step_does(optimizer: Any):
+def test_a_compiled_step_equals_the_step(optimizer: Any):
     step = pc.compose(pc.loop_events)
     compiled = pc.compile(step, backend="aot_eager", quiet=True)
     eager = fast = step.init(make_state(optimizer))
@@ -255,7 +255,7 @@ def test_the_guard_holds_all_parts_back(tensors):
     assert pc.tree.equal(after, params) and pc.tree.equal(new_state, opt_state)
 
 
-def test_surgery_keeps_what_each_part_remembers():
+def test_surgery_keeps_the_state_of_each_part():
     squeeze = pc.algorithms.factorize(latent_features=2, min_features=4)
     optimizer = optim.by_pattern({"*": optim.muon(0.02)}, optim.adam(0.01))
     step = pc.compose(pc.loop_events)

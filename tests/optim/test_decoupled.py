@@ -26,7 +26,7 @@ CURVE = scheduled(constant_value)
 
 
 def at(curve: float, **hparams: float) -> Callable[[Any], Any]:
-    """A reader of settings at a point where the schedules stand at `curve`."""
+    """Return a reader of settings at a point where the schedules have the value `curve`."""
 
     def value(scalar: Any) -> Any:
         if isinstance(scalar, Schedule):
@@ -43,7 +43,7 @@ def zeros(params: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def after(optimizer: Any, params: dict[str, Tensor], curve: list[float], **hparams: float) -> dict[str, Tensor]:
-    """The parameters after updates without gradient, one for each value of the schedule."""
+    """Return the parameters after updates without gradient, one for each value of the schedule."""
     grads, opt_state = zeros(params), optimizer.init(params)
     for value in curve:
         params, opt_state = optimizer.update(grads, opt_state, params, at(value, **hparams))
@@ -51,7 +51,7 @@ def after(optimizer: Any, params: dict[str, Tensor], curve: list[float], **hpara
 
 
 def sgdw_by_hand(params: Tensor, grads: list[Tensor], rates: list[float], start: float, **s: Any) -> Tensor:
-    """The page's equations, one tensor, in float64."""
+    """Return one tensor after the page's equations, in float64."""
     buffer = None
     for grad, rate in zip(grads, rates, strict=True):
         direction = grad
@@ -116,7 +116,7 @@ def test_without_gradient_only_the_decay_moves_and_halving_the_rate_halves_it(te
         optimizer = getattr(optim, name)(0.1 * CURVE, weight_decay=0.01)
         with torch.set_grad_enabled(watched):
             (moved, opt_state) = optimizer.update(zeros(params), optimizer.init(params), params, at(curve))
-        # To a bit, as p - 0.01 p is rounded once more than 0.99 p.
+        # Up to one bit, because p - 0.01 p is rounded once more than 0.99 p.
         torch.testing.assert_close(moved, {key: factor * p for key, p in params.items()}, rtol=3e-16, atol=0)
         assert all(not leaf.any() for slot, leaves in opt_state.items() for leaf in leaves.values() if slot != "step")
 
@@ -157,7 +157,7 @@ def _same_trajectories(tensors, one: Any, two: Any) -> None:
         assert pc.tree.equal(ours, theirs)
 
 
-def test_the_first_step_of_adamw_on_a_one_is_what_the_page_says():
+def test_the_first_step_of_adamw_on_a_one_is_as_on_the_page():
     with pytest.warns(UserWarning, match="weight_decay=10"):
         optimizer = optim.decoupled_adamw(1e-3, weight_decay=0.01)
     params = {"w": torch.ones(1, dtype=DOUBLE)}
@@ -185,7 +185,7 @@ def test_the_product_of_the_decays_is_that_of_the_schedule_alone(tensors, name: 
 
 
 @both
-def test_at_a_learning_rate_of_nothing_the_decay_is_whole(tensors, name: str):
+def test_at_a_learning_rate_of_0_the_decay_is_unchanged(tensors, name: str):
     moved = after(getattr(optim, name)(0.0, weight_decay=0.01), tensors(), [1.0])
     torch.testing.assert_close(moved, {key: 0.99 * param for key, param in tensors().items()}, rtol=3e-16, atol=0)
     warmed_up = after(getattr(optim, name)(0.1 * CURVE, weight_decay=0.01), tensors(), [0.0])
@@ -200,14 +200,14 @@ def test_parameters_without_gradient_do_not_decay(tensors, name: str):
 
 
 @both
-def test_groups_have_decays_of_their_own(tensors, name: str):
+def test_groups_have_their_own_decays(tensors, name: str):
     groups = {"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 3.0 * CURVE}}
     moved = after(getattr(optim, name)(0.1, weight_decay=0.01, groups=groups), tensors(), [0.5])
     factors = {"body.weight": 0.99, "body.bias": 1.0, "head.weight": 0.995, "head.bias": 1.0}
     torch.testing.assert_close(moved, {key: factors[key] * param for key, param in tensors().items()})
 
 
-def test_progress_is_what_schedules_make():
+def test_progress_is_the_factor_of_the_schedules():
     lr = 0.1 * cosine() * hparam("lr", 2.0) * linear()
     assert progress(lr, lambda schedule: {cosine(): 0.5, linear(): 0.25}[schedule]) == 0.125  # type: ignore[index]
     assert progress(hparam("lr", 3.0), at(0.5)) == progress(0.1, at(0.5)) == 1.0
@@ -235,7 +235,7 @@ def test_the_decay_has_a_gradient_to_itself_and_none_to_the_learning_rate(tensor
 
 
 @both
-def test_in_a_run_an_hparam_is_the_whole_of_the_learning_rate_and_none_of_the_decay(name: str):
+def test_in_a_run_an_hparam_scales_the_learning_rate_and_not_the_decay(name: str):
     def trained(lr: float) -> pc.State:
         net = torch.nn.Linear(3, 1, bias=False)
         with torch.no_grad():
@@ -255,7 +255,7 @@ def test_in_a_run_an_hparam_is_the_whole_of_the_learning_rate_and_none_of_the_de
 
 
 @both
-def test_a_decay_meant_for_the_other_kind_is_warned_of(name: str):
+def test_a_decay_meant_for_the_other_kind_is_warned_about(name: str):
     make = getattr(optim, name)
     with pytest.warns(
         UserWarning, match=r"takes 1 % off every weight in every step, as .*\(lr=0.001, weight_decay=10\)"

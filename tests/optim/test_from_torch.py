@@ -1,4 +1,4 @@
-"""`from_torch`: what torch's classes do to parameters, done to values."""
+"""`from_torch`: torch's optimizer classes applied to values."""
 
 import copy
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def ours(kind: str, **more: Any) -> Any:
 
 @every_class
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_is_torchs_own_bit_for_bit(tensors, kind: str, dtype: torch.dtype):
+def test_equals_torchs_own_bit_for_bit(tensors, kind: str, dtype: torch.dtype):
     optimizer, (torchs, settings), params = ours(kind), CLASSES[kind], tensors(0, dtype)
     twins = {name: nn.Parameter(param.clone()) for name, param in params.items()}
     opt_state, reference = optimizer.init(params), torchs(twins.values(), **settings)  # type: ignore[call-arg]
@@ -61,7 +61,7 @@ def test_is_torchs_own_bit_for_bit(tensors, kind: str, dtype: torch.dtype):
 
 
 @every_class
-def test_arguments_stay_and_structure_and_storages_are_their_own(tensors, kind: str):
+def test_arguments_are_unchanged_and_results_have_their_own_storage(tensors, kind: str):
     optimizer, params, grads = ours(kind), tensors(0), tensors(1, torch.float32)
     opt_state = optimizer.init(params)
     for _ in range(3):
@@ -97,7 +97,8 @@ def test_a_parameter_that_is_thawed_late_starts_late(tensors):
     params, opt_state = optimizer.update({"head.bias": tensors(1)["head.bias"]}, opt_state, params)
     assert opt_state["started"]["head.bias"] and not opt_state["started"]["body.bias"]
     _, opt_state = optimizer.update(tensors(2), opt_state, params)
-    assert torch.equal(opt_state["momentum_buffer"]["body.bias"], tensors(2)["body.bias"])  # the first one whole
+    # The first gradient is not dampened.
+    assert torch.equal(opt_state["momentum_buffer"]["body.bias"], tensors(2)["body.bias"])
     late = 0.9 * tensors(1)["head.bias"] + 0.5 * tensors(2)["head.bias"]
     torch.testing.assert_close(opt_state["momentum_buffer"]["head.bias"], late)
 
@@ -133,7 +134,7 @@ def test_hparams_and_schedules_are_read_in_every_update(tensors, wrapped: Callab
 
 
 class Counting(torch.optim.Optimizer):
-    """As people write them: a Python counter, a flag, something that is not there."""
+    """A realistic user-defined class: a Python counter, a flag, an entry that may be missing."""
 
     def __init__(self, params: Any, lr: float = 0.5, mode: str = "") -> None:
         super().__init__(params, {"lr": lr, "mode": mode})
@@ -188,7 +189,7 @@ def test_numbers_that_a_class_remembers_are_kept_as_tensors(tensors):
         ("started", "its memory uses the name 'started'"),
     ],
 )
-def test_memory_that_no_slot_can_hold_is_told_when_it_is_built(mode: str, message: str):
+def test_state_that_no_slot_can_store_is_an_error_when_it_is_built(mode: str, message: str):
     with pytest.raises(TypeError, match=rf"from_torch\(.*Counting\): {message}"):
         optim.from_torch(Counting, mode=mode)
 
@@ -201,7 +202,7 @@ def test_memory_that_no_slot_can_hold_is_told_when_it_is_built(mode: str, messag
         ("late group", r"it keeps memory in param_groups\[0\]\['steps'\]"),
     ],
 )
-def test_memory_that_changes_its_form_is_told_in_the_update(mode: str, message: str):
+def test_state_that_changes_its_shape_is_an_error_in_the_update(mode: str, message: str):
     optimizer, params = optim.from_torch(Counting, mode=mode), {"w": torch.zeros(2)}
     params, opt_state = optimizer.update({"w": torch.ones(2)}, optimizer.init(params), params)
     with pytest.raises(RuntimeError, match=message):
@@ -243,7 +244,9 @@ def test_memory_that_changes_its_form_is_told_in_the_update(mode: str, message: 
         (optim.adam, {}, TypeError, "from_torch: expected a class of torch's optimizers"),
     ],
 )
-def test_what_cannot_be_wrapped_says_why(optimizer: Any, settings: Any, error: type[Exception], message: str):
+def test_classes_that_cannot_be_wrapped_are_refused_with_a_reason(
+    optimizer: Any, settings: Any, error: type[Exception], message: str
+):
     with pytest.raises(error, match=message):
         optim.from_torch(optimizer, **settings)
 
@@ -268,7 +271,7 @@ def test_parameters_that_never_train_have_no_memory():
     assert all(list(leaves) == ["w"] for leaves in opt_state.values())
 
 
-def test_unknown_names_are_told(tensors):
+def test_unknown_names_are_an_error(tensors):
     optimizer, params = optim.from_torch(torch.optim.Adamax), tensors()
     with pytest.raises(KeyError, match="got a gradient for 'tail', which is not among the 4 parameters"):
         optimizer.update({"tail": torch.ones(2)}, optimizer.init(params), params)
@@ -284,7 +287,7 @@ def test_equal_settings_are_equal_values():
     assert repr(optim.from_torch(Counting, lr=1.0)).endswith("test_from_torch.Counting, lr=1.0)")
 
 
-# Where it cannot be.
+# Unsupported uses.
 
 
 def test_it_is_neither_mapped_nor_differentiated_nor_traced(tensors):
@@ -309,7 +312,7 @@ def test_it_is_neither_mapped_nor_differentiated_nor_traced(tensors):
             make_fx(moved, tracing_mode=mode)(torch.ones(3, 2))
 
 
-def test_a_setting_that_wants_a_gradient_is_told():
+def test_a_setting_that_requires_a_gradient_is_an_error():
     optimizer, params = optim.from_torch(torch.optim.NAdam, lr=hparam("lr", 0.1)), {"w": torch.zeros(2)}
     lr = torch.tensor(0.1, requires_grad=True)
     with pytest.raises(RuntimeError, match="a parameter, gradient, slot or setting requires"):
@@ -333,14 +336,14 @@ def batches(num: int) -> list[tuple[Tensor, Tensor]]:
 SCHEDULED = optim.from_torch(torch.optim.NAdam, lr=hparam("lr", 0.05) * cosine(), groups={"*.bias": {"lr": 0.01}})
 
 
-def test_a_run_is_the_loop_that_one_writes_with_torch():
+def test_a_run_equals_the_usual_torch_loop():
     step, state = pc.compose(pc.loop_events), make_state(SCHEDULED)
     net = pc.to_module(state)
     weights, biases = [p for p in net.parameters() if p.ndim == 2], [p for p in net.parameters() if p.ndim == 1]
     reference = torch.optim.NAdam([{"params": weights}, {"params": biases, "lr": 0.01}], lr=0.05)
     state = step.init(state)
     for batch in batches(8):
-        # The hparam is a float32, the cosine a float64, and their product is what the class is given.
+        # The hparam is a float32, the cosine a float64, and the class gets their product.
         reference.param_groups[0]["lr"] = float(torch.tensor(0.05) * cosine()(state.timestamp))
         state = step(state, batch)
         reference.zero_grad()
@@ -365,7 +368,7 @@ def test_a_run_is_cut_and_resumed_to_the_same_bits(kind: str, tmp_path):
     assert pc.tree.equal(half, whole)
 
 
-def test_a_compiled_step_and_a_population_say_what_to_do():
+def test_a_compiled_step_and_a_population_are_errors_with_a_remedy():
     step = pc.compose(pc.loop_events)
     state, batch = step.init(make_state(SCHEDULED)), batches(1)[0]
     with pytest.raises(RuntimeError, match=r"from_torch\(torch.optim.NAdam\): its update cannot be traced"):
@@ -379,7 +382,7 @@ def test_a_compiled_step_and_a_population_say_what_to_do():
         step(state.replace(hparams={"lr": torch.tensor(0.1, requires_grad=True)}), batch)
 
 
-def test_surgery_keeps_what_is_remembered():
+def test_surgery_keeps_the_optimizer_state():
     step = pc.compose(pc.loop_events)
     state = step(step.init(make_state(ours("Adamax"))), batches(1)[0])
     smaller = pc.compose(pc.loop_events, [pc.algorithms.factorize(latent_features=2, min_features=4)]).init(state)

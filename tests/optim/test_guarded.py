@@ -36,7 +36,7 @@ def test_one_element_that_is_not_finite_stops_all(optimizer, value, name):
 
 
 @pytest.mark.parametrize("around", [Guarded, lambda inner: Decaying(inner, ()), lambda inner: Guarded(Guarded(inner))])
-def test_what_the_inner_optimizer_does_not_move_goes_to_another(around):
+def test_parameters_the_inner_optimizer_does_not_update_go_to_another(around):
     params, grads = {"a": PARAMS["a"], "b": torch.ones(4)}, {"a": GRADS["a"], "b": torch.ones(4)}
     guarded, plain = (
         optim.by_pattern({"*": own}, optim.adam(0.01)) for own in (around(optim.muon(0.02)), optim.muon(0.02))
@@ -55,7 +55,7 @@ def test_guards_are_equal_by_value():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 @pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan])
-def test_all_finite_is_what_isfinite_says(dtype, bad):
+def test_all_finite_agrees_with_isfinite(dtype, bad):
     tensors = [torch.ones(3, dtype=dtype), torch.zeros(0, dtype=dtype), torch.full((2, 2), 6e4).to(dtype)]
     if bad is not None:
         tensors[2][1, 0] = bad

@@ -10,7 +10,7 @@ from purecompose.schedule import hparam
 
 
 def by_hand(param: torch.Tensor, grads: list[torch.Tensor], lr: float, betas: Any, decay: float) -> torch.Tensor:
-    """The paper's algorithm 2: the decay stands beside the sign, and the average moves last."""
+    """Return the result of the paper's algorithm 2: the decay is added to the sign, and the average is updated last."""
     average = torch.zeros_like(param)
     for grad in grads:
         blend = betas[0] * average + (1 - betas[0]) * grad
@@ -55,7 +55,7 @@ def test_every_element_moves_by_the_learning_rate_and_none_without_a_gradient(te
     assert moved["body.bias"][0] == params["body.bias"][0]
 
 
-def test_the_sign_passes_no_gradient_on_and_the_rest_does(tensors):
+def test_only_the_sign_passes_no_gradient(tensors):
     # With p of shape (3, 4): d sum(p') / d lr = -sum(sign) - wd sum(p), d / d b1 = 0.
     params = {"w": tensors(0)["body.weight"]}
     grads, opt_state = {"w": tensors(1)["body.weight"]}, {"exp_avg": {"w": tensors(2)["body.weight"]}}

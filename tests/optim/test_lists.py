@@ -1,4 +1,4 @@
-"""Both forms of the list arithmetic, `_foreach` kernels and watched loops, against plain formulas."""
+"""Both forms of the list arithmetic, `_foreach` kernels and loops, against plain formulas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[Callable[..., list[Tensor]], tuple[Any, ...], Tensor]] = 
 
 @pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_equals_its_formula_and_leaves_its_arguments_alone(case: str, watched: bool):
+def test_equals_its_formula_and_does_not_change_its_arguments(case: str, watched: bool):
     function, args, expected = CASES[case]
     before = [arg[0].clone() for arg in args if isinstance(arg, list)]
     with torch.set_grad_enabled(watched):
@@ -51,7 +51,7 @@ def test_mean_squares_are_those_of_double_precision(watched: bool):
     torch.testing.assert_close(means, torch.tensor([5e4, 0.0, (X.double() ** 2).sum().item() / 6]))
 
 
-def test_functorch_levels_are_noticed_under_no_grad():
+def test_functorch_levels_are_detected_under_no_grad():
     seen = []
     with torch.no_grad():
         torch.func.vmap(lambda x: (seen.append(lists.is_plain()), x)[1])(torch.ones(2))

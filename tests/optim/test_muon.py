@@ -25,8 +25,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_equals_torch(assert_like_torch, settings: str, adjust: Any, dtype: torch.dtype, watched: bool):
-    # The iteration in bfloat16 has the same bits as torch's, so that nothing is left but float32's last digits. Where
-    # the decay is 1/10 and not a power of two, torch's 1 - lr wd is rounded there, in every step to the same side.
+    # The iteration in bfloat16 has the same bits as torch's, so only float32's last digits differ. If the decay is
+    # 1/10 and not a power of two, torch rounds 1 - lr wd, in every step in the same direction.
     lr = 2.0**-5
     options = {"weight_decay": 0.1 if dtype is torch.float64 else 0.125, **SETTINGS[settings]}
     ours = optim.muon(lr, adjust_lr=adjust, **options)
@@ -70,7 +70,7 @@ def test_a_convergent_iteration_gives_the_nearest_orthogonal_matrix():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("precision", ["bf16", "full"])
-def test_a_gradient_of_zero_moves_nothing_and_dtypes_stay(dtype: torch.dtype, precision: Any):
+def test_a_gradient_of_zero_changes_nothing_and_dtypes_are_kept(dtype: torch.dtype, precision: Any):
     params = {"w": matrix(3, 2).to(dtype)}
     optimizer = optim.muon(0.1, weight_decay=0.0, ns_precision=precision)
     moved, opt_state = optimizer.update({"w": torch.zeros(3, 2, dtype=dtype)}, optimizer.init(params), params)
@@ -100,14 +100,14 @@ def test_maps_in_bfloat16_as_coarsely_as_it_computes():
     with torch.no_grad():
         mapped = torch.vmap(member)(params["w"], grads["w"])
         looped = torch.stack([member(*pair) for pair in zip(params["w"], grads["w"], strict=True)])
-    # The elements, about 0.4, have an error of 0.03 either way: bfloat16's 0.004, times slopes of 3.4.
+    # The elements, about 0.4, have an error of 0.03 in both cases: bfloat16's 0.004, times slopes of 3.4.
     torch.testing.assert_close(mapped, looped, rtol=0, atol=0.1)
     values = torch.linalg.svdvals(mapped) / (8 / 6) ** 0.5
     assert 0.6 < values.min() and values.max() < 1.25
 
 
 @pytest.mark.parametrize("shape", [(3,), (), (2, 3, 4)])
-def test_other_forms_than_matrices_are_refused_with_the_way_out(shape: tuple[int, ...]):
+def test_parameters_other_than_matrices_are_refused_with_a_remedy(shape: tuple[int, ...]):
     with pytest.raises(ValueError, match=r"muon: expected real matrices, got 'b' of shape .*optim.by_pattern"):
         optim.muon().init({"w": torch.zeros(2, 2), "b": torch.zeros(shape)})
 

@@ -1,4 +1,4 @@
-"""Your own optimizers: what works, and how those that do not keep the protocol are told."""
+"""User-defined optimizers: supported forms, and errors for those that break the protocol."""
 
 import dataclasses
 from typing import Any
@@ -38,7 +38,7 @@ class Plain:
 
 @dataclasses.dataclass(frozen=True)
 class Around:
-    """Holds another."""
+    """An optimizer that contains another one."""
 
     inner: Any
 
@@ -68,7 +68,7 @@ def test_a_frozen_dataclass_trains_as_the_librarys_own(make, lr):
     assert_close(run_steps(step, own, make_batches(3)).params, run_steps(step, known, make_batches(3)).params)
 
 
-def test_a_plain_class_serves_as_long_as_its_settings_are_numbers():
+def test_a_plain_class_works_if_its_settings_are_numbers():
     step, batch = compose(loop_events), make_batch()
     end = step(make_state(optimizer=Plain()), batch)
     assert_close(end.params, step(make_state(optimizer=optim.sgd(0.1)), batch).params)
@@ -106,7 +106,7 @@ def without_value(self: Any, grads: Any, opt_state: Any, params: Any) -> Any:
         ),
     ],
 )
-def test_what_is_known_without_a_step_is_told_at_creation(optimizer, said):
+def test_faults_detectable_without_a_step_are_reported_at_creation(optimizer, said):
     with pytest.raises(TypeError, match=said):
         make_state(optimizer=optimizer)
 
@@ -118,7 +118,7 @@ def test_a_class_in_place_of_an_optimizer_is_told_in_one_way():
 
 @dataclasses.dataclass(frozen=True)
 class Faulty:
-    """Keeps a momentum, and returns what `fn` makes of the arguments."""
+    """An optimizer with a momentum that returns `fn` of the arguments."""
 
     fn: Any
 
@@ -167,7 +167,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fn", "said"), FAULTS)
-def test_a_faulty_update_is_told_in_the_first_step(fn, said):
+def test_a_faulty_update_is_an_error_in_the_first_step(fn, said):
     step, state = compose(loop_events), make_state(optimizer=Faulty(fn))
     for _ in range(2):
         with pytest.raises(ContractError, match=f"the update of the optimizer faulty {said}"):
@@ -176,13 +176,13 @@ def test_a_faulty_update_is_told_in_the_first_step(fn, said):
 
 
 @pytest.mark.parametrize(("fn", "said"), FAULTS[:3])
-def test_a_faulty_update_of_a_population_is_told_as_well(fn, said):
+def test_a_faulty_update_of_a_population_is_an_error_too(fn, said):
     states = pc.stack_states([make_state(optimizer=Faulty(fn), key=seed) for seed in range(2)])
     with pytest.raises(ContractError, match=f"the update of the optimizer faulty {said}"):
         pc.population(compose(loop_events), 2)(states, make_batch())
 
 
-def test_what_an_update_raises_names_the_optimizer():
+def test_errors_of_an_update_name_the_optimizer():
     def fail(grads: Any, opt_state: Any, params: Any) -> Any:
         raise KeyError("weight")
 

@@ -28,14 +28,14 @@ from purecompose.schedule import hparam, scheduled
         "adam(lr=linear(alpha_i=1.0, alpha_f=0.5, warmup='0ba', t_max='9ba'), betas=(0.8, 0.9))",
     ],
 )
-def test_what_prints_makes_the_same_again(text: str) -> None:
+def test_the_repr_rebuilds_an_equal_object(text: str) -> None:
     names = {**vars(schedule), **vars(optim), "hparam": hparam, "torch": torch}
     optimizer = eval(text, names)
     assert repr(optimizer) == text
     assert eval(repr(optimizer), names) == optimizer
 
 
-def test_a_schedule_of_ones_own_prints_by_its_name() -> None:
+def test_a_user_defined_schedule_prints_by_its_name() -> None:
     def halved(timestamp: object) -> float:
         return 0.5
 

@@ -1,4 +1,4 @@
-"""`rmsprop` against torch.optim.RMSprop, and where torch's has no number."""
+"""`rmsprop` against torch.optim.RMSprop, and cases in which torch gives NaN."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def test_equals_torch(assert_like_torch, watched: bool, options: dict[str, Any],
 def test_centered_equals_torch(assert_like_torch, watched: bool, momentum: float):
     options = {"lr": 0.01, "alpha": 0.9, "momentum": momentum, "centered": True}
     with torch.set_grad_enabled(watched):
-        # An average less its mean's square loses digits; both sides lose them in their own way.
+        # The mean of squares minus the squared mean loses digits, differently on both sides.
         assert_like_torch(optim.rmsprop(**options), torch.optim.RMSprop, options, tolerance=1e-9)
         options = {**options, "eps": 0.1}
         assert_like_torch(optim.rmsprop(**options), torch.optim.RMSprop, options, dtype=torch.float32)
@@ -57,7 +57,7 @@ def test_hparams_equal_numbers(assert_like_torch):
     assert_like_torch(ours, torch.optim.RMSprop, options)
 
 
-def test_remembers_only_what_its_settings_need(tensors):
+def test_keeps_only_the_state_that_its_settings_need(tensors):
     params = tensors()
     assert list(optim.rmsprop().init(params)) == ["square_avg"]
     assert list(optim.rmsprop(momentum=0.9).init(params)) == ["square_avg", "momentum"]
@@ -67,7 +67,7 @@ def test_remembers_only_what_its_settings_need(tensors):
 
 
 def test_a_variance_that_is_rounded_below_zero_counts_as_zero():
-    # The mean is 1 to the last bit and the mean of squares one bit less, as rounding leaves them.
+    # The mean is exactly 1 and the mean of squares one bit less, as can result from rounding.
     optimizer, params = optim.rmsprop(0.1, centered=True, eps=0.5), {"w": torch.zeros(1)}
     almost_one = torch.tensor([1.0 - 2.0**-24])
     opt_state = {"square_avg": {"w": almost_one}, "grad_avg": {"w": torch.ones(1)}}

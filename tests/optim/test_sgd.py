@@ -49,7 +49,7 @@ def test_hparams_equal_numbers(assert_like_torch):
     assert_like_torch(ours, torch.optim.SGD, options)
 
 
-def test_remembers_only_what_its_settings_need(tensors):
+def test_keeps_only_the_state_that_its_settings_need(tensors):
     params = tensors()
     assert optim.sgd(0.1).init(params) == {}
     assert list(optim.sgd(0.1, momentum=0.9).init(params)) == ["momentum"]

@@ -1,4 +1,4 @@
-"""Parameters without dimensions: with a setting that is a 0-d tensor as well, torch would promote them."""
+"""0-d parameters: if a setting is also a 0-d tensor, torch would promote their dtype."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +16,12 @@ from purecompose.transforms.population import population, stack_states, unstack_
 
 Made = tuple[Any, type[torch.optim.Optimizer] | None, dict[str, Any]]
 
-# A number that all dtypes hold; in the schedule's case it is a product.
+# A number that is exact in all dtypes; with the schedule it is a product.
 RATE = 2.0**-5
 RATES: dict[str, Scalar] = {"number": RATE, "schedule": 2 * RATE * cosine(), "hparam": hparam("lr", RATE)}
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
-# The optimizer, torch's of the same name with its settings; None where torch has none.
+# The optimizer, and torch's of the same name with its settings, or None if torch has none.
 OPTIMIZERS: dict[str, Callable[[Scalar], Made]] = {
     "sgd": lambda lr: (optim.sgd(lr, weight_decay=0.5), torch.optim.SGD, {"weight_decay": 0.5}),
     "nesterov": lambda lr: (
@@ -70,7 +70,7 @@ OPTIMIZERS: dict[str, Callable[[Scalar], Made]] = {
 
 
 def reader(dtype: torch.dtype = torch.float32, **given: Tensor) -> Callable[[Scalar], float | Tensor]:
-    """Reads settings as a step does: schedules in float64, hparams in this dtype."""
+    """Return a reader of settings as in a step: schedules in float64, hparams in this dtype."""
     defaults = {"lr": RATE, "a": 0.5, "b": 0.75, "decay": 0.5, "m": 0.5, "d": 0.25}
     hparams = {**{name: torch.tensor(default, dtype=dtype) for name, default in defaults.items()}, **given}
     half = torch.tensor(0.5, dtype=torch.float64)
@@ -96,7 +96,7 @@ def run(optimizer: Any, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> tupl
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_dtypes_stay_and_numbers_are_torchs(name: str, rate: str, dtype: torch.dtype, watched: bool) -> None:
+def test_dtypes_are_kept_and_numbers_equal_torchs(name: str, rate: str, dtype: torch.dtype, watched: bool) -> None:
     optimizer, theirs, options = OPTIMIZERS[name](RATES[rate])
     with torch.set_grad_enabled(watched):
         params, opt_state = run(optimizer, dtype)
@@ -117,7 +117,7 @@ def test_dtypes_stay_and_numbers_are_torchs(name: str, rate: str, dtype: torch.d
     torch.testing.assert_close(params, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamax"])  # from_torch passes none on
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamax"])  # from_torch passes no gradients
 def test_gradients_flow_to_the_rate(name: str) -> None:
     optimizer, _, _ = OPTIMIZERS[name](hparam("lr", RATE))
 
@@ -161,7 +161,7 @@ STEPS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_keeps_them(name: str, dtype: torch.dtype) -> None:
+def test_a_step_keeps_dtypes(name: str, dtype: torch.dtype) -> None:
     optimizer, methods = STEPS[name]
     step = compose(loop_events, methods)
     compiled = pc.compile(step, backend="eager")
@@ -173,7 +173,7 @@ def test_a_step_keeps_them(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_population_keeps_them(name: str) -> None:
+def test_a_population_keeps_dtypes(name: str) -> None:
     optimizer, methods = STEPS[name]
     step = compose(loop_events, methods)
     start = step.init(state_of(optimizer, torch.float32))

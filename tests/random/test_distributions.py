@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from purecompose.random import Rng, beta, distributions, exponential, gamma, key, split, truncated_normal
 
 
-LEAST_P = 1e-3  # the seeds are fixed: a statistic that passes once passes always
+LEAST_P = 1e-3  # the seeds are fixed, so a statistic that passes once always passes
 N = 5000
 
 DRAWS: dict[str, Callable[..., Tensor]] = {
@@ -66,7 +66,7 @@ def test_truncated_normal_distribution(low: float, high: float, mean: float, std
 @each_float
 @pytest.mark.parametrize("concentration", [0.05, 0.2, 0.5, 1.0, 1.5, 4.0, 100.0, 1e6])
 def test_gamma_distribution(concentration: float, dtype: torch.dtype) -> None:
-    """At concentration 0.05 a percent of the mass is below the least float32: counted apart."""
+    """At concentration 0.05 one percent of the mass is below the smallest float32, and is counted separately."""
     draw = gamma(key(2), concentration, N, dtype=dtype)
     assert draw.dtype == dtype
     assert (draw > 0).all()
@@ -83,7 +83,7 @@ def test_gamma_distribution(concentration: float, dtype: torch.dtype) -> None:
 @each_float
 @pytest.mark.parametrize(("a", "b"), [(0.2, 0.2), (1.0, 1.0), (0.05, 0.05), (2.0, 5.0), (0.5, 3.0), (300.0, 200.0)])
 def test_beta_distribution(a: float, b: float, dtype: torch.dtype) -> None:
-    """Float32 rounds what is near 1 to it: the mass near the edges is counted, the rest compared in shape."""
+    """Float32 rounds values near 1 to 1, so the mass near the edges is counted and the rest compared in shape."""
     draw = beta(key(3), a, b, N, dtype=dtype)
     assert draw.dtype == dtype
     assert ((draw >= 0) & (draw <= 1)).all()
@@ -111,14 +111,14 @@ def test_beta_of_tiny_weights_is_a_fair_coin() -> None:
     assert stats.binomtest(int(draw.sum()), N, 0.5).pvalue > LEAST_P
 
 
-def test_the_two_gammas_of_a_beta_are_unrelated() -> None:
-    """Were they not, the spread would be off: the variance is ab / ((a + b)**2 (a + b + 1))."""
+def test_the_two_gammas_of_a_beta_are_uncorrelated() -> None:
+    """Otherwise the spread would differ: the variance is ab / ((a + b)**2 (a + b + 1))."""
     draw = beta(key(6), 3.0, 3.0, 20_000, dtype=torch.float64)
     assert float(draw.var()) == pytest.approx(9 / (36 * 7), rel=0.05)
 
 
 def test_all_rounds_failing_gives_a_finite_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Words that no round accepts: the smallest radius word throws far, the greatest uniform refuses."""
+    """No round accepts these words: the smallest radius word gives a far point, the largest uniform refuses it."""
 
     def words(key: object, shape: tuple[int, ...], num: int, what: str) -> Tensor:
         block = torch.tensor([0, 2**31, 2**32 - 1, 2**32 - 1])  # cos = -1: base < 0 at concentration 1
@@ -161,7 +161,7 @@ def test_draws_start_with_shorter_draws_and_keep_rows(draw: Callable[..., Tensor
 
 
 @each_draw
-def test_maps_traces_and_leaves_the_global_generator(draw: Callable[..., Tensor]) -> None:
+def test_maps_traces_and_does_not_advance_the_global_generator(draw: Callable[..., Tensor]) -> None:
     before = torch.get_rng_state()
     keys = split(key(0), 3)
     looped = torch.stack([draw(k, 5) for k in keys])

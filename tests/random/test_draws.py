@@ -1,4 +1,4 @@
-"""The basic draws: laws of place, exact bounds, and their distributions at fixed seeds."""
+"""The basic draws: laws of positions, exact bounds, and their distributions at fixed seeds."""
 
 import math
 import struct
@@ -16,7 +16,7 @@ from purecompose.random import Rng, bernoulli, bits, draws, key, normal, philox4
 from purecompose.random.draws import _greatest_below
 
 
-# The seeds are fixed, so a statistic that passes once passes always; a wrong law has a p-value of about 0.
+# The seeds are fixed, so a statistic that passes once always passes; a wrong law has a p-value of about 0.
 LEAST_P = 1e-3
 
 DRAWS: dict[str, Callable[..., Tensor]] = {
@@ -69,7 +69,7 @@ def test_an_example_alone_draws_its_row(draw: Callable[..., Tensor]) -> None:
 
 
 @each_draw
-def test_places_are_apart(draw: Callable[..., Tensor]) -> None:
+def test_different_places_have_different_draws(draw: Callable[..., Tensor]) -> None:
     rng = Rng(key(3))
     places = [
         rng,
@@ -111,7 +111,7 @@ def test_compiled_equals_eager(name: str) -> None:
     def step(key: Tensor, examples: Tensor) -> Tensor:
         return DRAWS[name](Rng(key, 6, examples, 2), (5, 3))
 
-    torch.compiler.reset()  # or the names count as recompilations of one function, which are limited
+    torch.compiler.reset()  # otherwise the names count as recompilations of one function, which are limited
     compiled = torch.compile(step, fullgraph=True, dynamic=False)
     tolerance = 0.0 if name in EXACT else 1e-5
     result, expected = compiled(key(3), torch.arange(5)), step(key(3), torch.arange(5))
@@ -167,7 +167,7 @@ def test_bits_are_uniform_and_bytes_equally_likely() -> None:
     assert stats.kstest(words.double().numpy() / 2**32, "uniform").pvalue > LEAST_P
 
 
-def test_neighbours_are_unrelated() -> None:
+def test_neighbours_are_uncorrelated() -> None:
     """Pairs (element, next), (example, next) and (batch, next) fill the square evenly."""
     rng = Rng(key(0))
     table = uniform(rng.per_example(torch.arange(200)), (200, 100))
@@ -200,7 +200,7 @@ def test_halves_reach_every_step_and_never_one(dtype: torch.dtype, precision: in
     draw = uniform(key(2), 60_000, dtype=dtype)
     assert draw.dtype == dtype
     steps = torch.bincount((draw.double() * 2**precision).long(), minlength=2**precision)
-    assert len(steps) == 2**precision  # so that 1.0 did not occur
+    assert len(steps) == 2**precision  # so 1.0 did not occur
     assert stats.chisquare(steps.numpy()).pvalue > LEAST_P
 
 
@@ -287,7 +287,7 @@ def test_normal_distribution(dtype: torch.dtype) -> None:
     draw = normal(key(4), 20_001, dtype=dtype)
     assert draw.dtype == dtype
     assert stats.kstest(draw.numpy(), "norm").pvalue > LEAST_P
-    # The two halves of a pair come from one radius; they must not know of each other.
+    # The two halves of a pair have one radius, but must be independent.
     first, second = draw[:20_000].reshape(-1, 2).unbind(-1)
     for one, other in ((first, second), (first.abs(), second.abs())):
         result: Any = stats.spearmanr(one.numpy(), other.numpy())
@@ -326,7 +326,7 @@ def test_bernoulli_frequency(p: float) -> None:
     assert stats.binomtest(int(draw.sum()), 20_000, p).pvalue > LEAST_P
 
 
-def test_bernoulli_tells_arguments_in_the_wrong_order() -> None:
+def test_bernoulli_detects_arguments_in_the_wrong_order() -> None:
     with pytest.raises(TypeError, match="with a probability p"):
         bernoulli(key(0), (3, 2), 0.5)  # pyright: ignore[reportArgumentType]
 
@@ -347,7 +347,7 @@ def test_bernoulli_of_a_tensor_is_that_of_its_numbers(dtype: torch.dtype) -> Non
 
 @given(st.floats(0, 1), st.floats(0, 1))
 def test_bernoulli_is_monotone_in_p(p: float, q: float) -> None:
-    """One word decides: whoever wins with less wins with more."""
+    """One word decides: a draw that is true with a smaller p is true with a larger one."""
     p, q = sorted((p, q))
     assert bool((bernoulli(key(2), p, 50) <= bernoulli(key(2), q, 50)).all())
 
@@ -371,7 +371,7 @@ spans = st.one_of(st.integers(1, 100), st.integers(2**31 - 2, 2**33), st.integer
 
 @given(spans, st.integers(-(2**62), 0))
 def test_randint_is_the_high_product(span: int, low: int) -> None:
-    """By Python's integers, which do not wrap; the tensor form takes the long way for every span."""
+    """The reference uses Python's integers, which do not wrap; the tensor form always takes the general path."""
     words = bits(key(9), 12).tolist()
     wide = [high << 32 | lower for lower, high in zip(words[::2], words[1::2], strict=True)]
     expected = [low + (word * span >> 64) for word in wide]
@@ -394,7 +394,7 @@ def test_randint_checks_its_range(low: int, high: int) -> None:
 
 
 def test_uniforms_agree_with_torchs_own_philox() -> None:
-    """torch.func._random is experimental and has no CPU kernels in 2.13: compared where it runs."""
+    """torch.func._random is experimental and has no CPU kernels in 2.13, so it is compared where it runs."""
     module = pytest.importorskip("torch.func._random", reason="no torch.func._random in this torch")
     try:
         theirs = module.uniform(module.key(5), 20_000)

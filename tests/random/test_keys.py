@@ -1,4 +1,4 @@
-"""Keys: the laws of split, fold_in and names, and the pytree form of a place."""
+"""Keys: the laws of split, fold_in and names, and the pytree form of `Rng`."""
 
 import dataclasses
 import itertools
@@ -53,7 +53,7 @@ def test_keys_of_a_tree_are_distinct() -> None:
     assert len({tuple(k.tolist()) for k in made}) == len(made)
 
 
-def test_draws_of_split_keys_are_unrelated_to_the_parents() -> None:
+def test_draws_of_split_keys_are_uncorrelated_with_the_parents() -> None:
     seen = [set(bits(k, 64).tolist()) for k in (key(0), *split(key(0), 8), fold_in(key(0), 0), key(1))]
     assert all(a.isdisjoint(b) for a, b in itertools.combinations(seen, 2))
 
@@ -93,7 +93,7 @@ def test_split_and_fold_in_map_and_trace() -> None:
         Rng(torch.zeros(2)),
     ],
 )
-def test_what_is_no_key_is_refused(wrong: object) -> None:
+def test_arguments_that_are_not_keys_are_refused(wrong: object) -> None:
     with pytest.raises(TypeError, match=r"expected a key, an int64 tensor of shape \(2,\)"):
         bits(wrong, 3)  # type: ignore[arg-type]
 
@@ -114,7 +114,7 @@ def test_sizes_of_splits_are_checked() -> None:
 
 
 def test_salts_are_stable() -> None:
-    """Written down once: a change here changes every run's draws, and needs a line in the change log."""
+    """Recorded values: a change here changes every run's draws, and needs a line in the change log."""
     assert salt() == 0
     assert salt("mixup") == 1118444557
     assert salt("mixup", 0) == 3189673528
@@ -134,7 +134,7 @@ def test_names_do_not_commute(first: str | int, second: str | int) -> None:
     assert (salt(first, second) == salt(second, first)) == (first == second)
 
 
-def test_numbered_siblings_never_meet() -> None:
+def test_numbered_siblings_never_collide() -> None:
     parent = Rng(key(0)).named("dropout")
     assert len({parent.named(i).draw for i in range(20_000)}) == 20_000
 

@@ -20,7 +20,7 @@ KNOWN_ANSWERS = [
 
 
 def philox_in_python(counter: list[int], key: list[int]) -> list[int]:
-    """One counter at a time, as the paper draws it: two products, a swap, a key that steps by constants."""
+    """Compute one counter as in the paper: two products, a swap, a key that advances by constants."""
     c, k = list(counter), list(key)
     for _ in range(10):
         high0, low0 = divmod(c[0] * 0xD2511F53, 2**32)
@@ -49,13 +49,13 @@ def test_equals_python(counters: list[tuple[int, ...]], key: tuple[int, int]) ->
 
 
 @given(st.tuples(words, words, words, words), st.tuples(words, words), st.sets(st.integers(0, 3)))
-def test_lanes_may_be_ints(counter: tuple[int, ...], key: tuple[int, int], ints: set[int]) -> None:
+def test_words_of_a_counter_may_be_ints(counter: tuple[int, ...], key: tuple[int, int], ints: set[int]) -> None:
     lanes = [word if i in ints else torch.tensor([word, 0, 5]) for i, word in enumerate(counter)]
     result = philox4x32(lanes, torch.tensor(key)).reshape(-1, 4)
     assert result[0].tolist() == philox_in_python(list(counter), list(key))
 
 
-def test_lanes_broadcast() -> None:
+def test_words_of_a_counter_broadcast() -> None:
     columns, rows = torch.arange(3), torch.arange(2).unsqueeze(-1)
     result = philox_lanes(columns, 7, rows, 9, torch.tensor([1, 2]))
     assert result.shape == (2, 3, 4)
@@ -74,14 +74,14 @@ def test_keys_broadcast_and_map() -> None:
     assert by_counter.tolist() == [philox_in_python(c, keys[1].tolist()) for c in counters.tolist()]
 
 
-def test_bits_above_the_word_are_dropped() -> None:
+def test_bits_above_32_are_dropped() -> None:
     key = torch.tensor([3, 4])
     counter = torch.tensor([-1, 2**32 + 1, 2**40, 5])
     assert philox4x32(counter, key).tolist() == philox_in_python([2**32 - 1, 1, 0, 5], [3, 4])
     assert philox4x32([-1, 2**32 + 1, 2**40, 5], key).tolist() == philox4x32(counter, key).tolist()
 
 
-def test_inputs_are_left_alone() -> None:
+def test_inputs_are_not_changed() -> None:
     counter, key = torch.arange(8).reshape(2, 4), torch.tensor([1, 2])
     philox4x32(counter, key)
     assert torch.equal(counter, torch.arange(8).reshape(2, 4))

@@ -13,11 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from purecompose.random import Rng, bits, choice, key, permutation, split
 
 
-LEAST_P = 1e-3  # the seeds are fixed: a statistic that passes once passes always
+LEAST_P = 1e-3  # the seeds are fixed, so a statistic that passes once always passes
 
 
 def frequencies(draws: Tensor, n: int) -> list[int]:
-    """How often each ordered tuple of distinct positions came, in lexicographic order."""
+    """Return how often each ordered tuple of distinct positions occurred, in lexicographic order."""
     counts = dict.fromkeys(itertools.permutations(range(n), draws.shape[1]), 0)
     for row in draws.tolist():
         counts[tuple(row)] += 1
@@ -25,12 +25,12 @@ def frequencies(draws: Tensor, n: int) -> list[int]:
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 50))
-def test_permutation_is_one(seed: int, n: int) -> None:
+def test_permutation_returns_a_permutation(seed: int, n: int) -> None:
     assert sorted(permutation(key(seed), n).tolist()) == list(range(n))
 
 
 def test_permutation_sorts_its_words() -> None:
-    """By Python's sort of (upper as signed, lower), from the words that `bits` shows."""
+    """The reference is Python's sort of (upper as signed, lower), from the words of `bits`."""
     words = bits(key(3), 40).tolist()
     keys = [((high ^ 2**31) << 32) | low for low, high in zip(words[::2], words[1::2], strict=True)]
     assert permutation(key(3), 20).tolist() == sorted(range(20), key=keys.__getitem__)
@@ -117,7 +117,7 @@ def test_choice_of_pairs_is_fair() -> None:
 
 
 def test_weighted_choice_draws_one_by_one() -> None:
-    """P(i, then j) = w_i / W * w_j / (W - w_i): drawing in turn with what is left."""
+    """P(i, then j) = w_i / W * w_j / (W - w_i), as for sequential draws from the rest."""
     weights = [1.0, 4.0, 2.0, 3.0]
     total, num = sum(weights), 6000
     draws = torch.func.vmap(lambda k: choice(k, 4, 2, weights))(split(key(6), num))

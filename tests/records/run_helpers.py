@@ -1,4 +1,4 @@
-"""What the tests of runs share: a small task that is trained in milliseconds, and records that are made up."""
+"""Helpers for the tests of runs: a small task that is trained in milliseconds, and made-up records."""
 
 import math
 from pathlib import Path
@@ -32,7 +32,7 @@ EVALUATOR = Evaluator(make_batches(1), {"accuracy": metrics.accuracy})
 
 
 def train(run: RunFolder, duration: str = "3ep", until: int | None = None) -> State:
-    """A run in a folder; `until` ends it after so many batches, as a kill does: nobody is told."""
+    """Train in a folder; `until` ends the run after that many batches without notice, as a kill does."""
     start = state = make_state(duration)
     run.begin(STEP, start)
     for state in training(
@@ -54,7 +54,7 @@ def uninterrupted() -> State:
 
 
 def made_up(name: str = "made-up", count: int = 40, members: int = 0, **changes: Any) -> RunRecords:
-    """A run of 10 batches an epoch, evaluated after each; of some batches the record differs, `batch_7={...}`."""
+    """Return a run of 10 batches per epoch with evaluations; `batch_7={...}` changes the record of a batch."""
     records = []
     for batch in range(1, count + 1):
         time = {"batch": batch, "epoch": batch // 10, "time/sample": 8 * batch}

@@ -22,12 +22,12 @@ def figure_of(*runs: RunRecords, x: str = "batch", narrow: bool = False) -> Any:
 
 
 def size_of(png: bytes) -> tuple[int, int]:
-    """Width and height as the file's header tells them."""
+    """Return width and height from the file's header."""
     assert png.startswith(b"\x89PNG\r\n\x1a\n")
     return int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
 
 
-def test_a_picture_is_wide_enough_and_whole(tmp_path: Path) -> None:
+def test_a_picture_is_wide_enough_and_complete(tmp_path: Path) -> None:
     path = draw_curves(made_up(), tmp_path / "new" / "curves.png")
     width, height = size_of(path.read_bytes())
     assert width >= 1200 and 0.3 < height / width < 1.2
@@ -68,17 +68,17 @@ def test_a_suffix_gives_the_kind_of_picture(tmp_path: Path, suffix: str, start: 
         "continued",
     ],
 )
-def test_whatever_a_run_holds_is_drawn(run: RunRecords) -> None:
+def test_every_kind_of_run_can_be_drawn(run: RunRecords) -> None:
     for dark in (False, True):
         assert size_of(curves_as_png(run, dark=dark))[0] >= 1200
 
 
-def test_numbers_that_are_not_finite_are_told() -> None:
+def test_numbers_that_are_not_finite_are_reported() -> None:
     axes = figure_of(made_up(batch_3=NAN, batch_4=NAN)).axes[0]
     assert axes.get_title("right") == "2 of 40 not finite, the first at 3"
 
 
-def test_a_panel_says_what_its_number_is_of() -> None:
+def test_a_panel_describes_its_number() -> None:
     def remarks(run: RunRecords) -> list[str]:
         return [axes.get_title("right") for axes in figure_of(run).axes]
 
@@ -90,7 +90,7 @@ def test_a_panel_says_what_its_number_is_of() -> None:
     assert remarks(made_up(**lower)) == [
         f"mean of the last 10: {mean:.4g}",
         "last 100.00%, best 100.00%",
-        "last 90.00%",  # of single batches the best is a matter of luck
+        "last 90.00%",  # the best of single batches is a matter of luck
         *("", ""),
     ]
     assert remarks(made_up(members=3))[:2] == [
@@ -99,18 +99,18 @@ def test_a_panel_says_what_its_number_is_of() -> None:
     ]
 
 
-def test_a_remark_for_which_there_is_no_room_stands_below_the_title() -> None:
+def test_a_remark_without_room_beside_the_title_is_below_it() -> None:
     (axes,) = (one for one in figure_of(made_up(members=3), narrow=True).axes if "accuracy" in one.get_title("left"))
     assert axes.get_title("right") == ""
     assert [text.get_text() for text in axes.texts] == ["median of 3: last 66.67%, best 66.67%"]
     figure = axes.figure
     figure.draw_without_rendering()
     box, title = axes.texts[0].get_window_extent(), axes.title.get_window_extent()
-    left = axes._left_title.get_window_extent()  # matplotlib has no public way to the title at the left
+    left = axes._left_title.get_window_extent()  # matplotlib has no public access to the left title
     assert box.y1 <= left.y0 and box.x1 <= figure.bbox.x1 and title.width == 0
 
 
-def test_for_narrow_screens_panels_stand_below_each_other() -> None:
+def test_for_narrow_screens_panels_are_below_each_other() -> None:
     run = made_up()
     width, height = size_of(curves_as_png(run, dark=False, narrow=True))
     assert height > 2 * width >= 2 * 600
@@ -155,13 +155,13 @@ def test_many_batches_are_smoothed_over_the_faint_ones() -> None:
     assert len(bold.get_xdata()) == len(faint.get_xdata()) == 500
 
 
-def test_of_very_many_batches_the_mean_is_drawn_at_some() -> None:
+def test_with_very_many_batches_the_mean_is_drawn_only_at_some() -> None:
     faint, bold = figure_of(made_up(count=6100)).axes[0].get_lines()
     assert list(bold.get_xdata()) == list(faint.get_xdata())[::3]
     assert bold.get_ydata()[600] == pytest.approx(faint.get_ydata()[1800 - 101 : 1800 + 102].mean())
 
 
-def test_runs_share_axes_and_a_legend_with_their_names_as_they_are() -> None:
+def test_runs_share_axes_and_a_legend_with_their_literal_names() -> None:
     names = ["plain", "_hidden", "$x$"]
     figure = figure_of(*(made_up(name) for name in names))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == names
@@ -169,14 +169,14 @@ def test_runs_share_axes_and_a_legend_with_their_names_as_they_are() -> None:
     assert len(lines) == 3 and len({line.get_color() for line in lines}) == 3
 
 
-def test_a_name_is_no_formula(tmp_path: Path) -> None:
+def test_a_name_is_not_parsed_as_a_formula(tmp_path: Path) -> None:
     draw_curves([made_up("$\\frac{$"), made_up("b")], tmp_path / "curves.png")  # a formula that cannot be parsed
 
 
-def test_runs_of_one_name_are_told_apart_by_the_folders_above(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_distinguished_by_parent_folders(tmp_path: Path) -> None:
     runs = [RunRecords("run", tmp_path / above / "run", records=made_up().records) for above in "ab"]
     text = draw_curves(runs, tmp_path / "both.svg").read_text()
-    # Letters are outlines in the file, whose comments say which.
+    # Letters are outlines in the file, whose comments contain the text.
     assert "<!-- a/run -->" in text and "<!-- b/run -->" in text
 
 
@@ -203,7 +203,7 @@ def test_settings_of_matplotlib_are_not_touched(tmp_path: Path) -> None:
     assert dict(matplotlib.rcParams) == before
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
+def test_runs_that_cannot_be_drawn_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"ends in \.png, \.svg, \.pdf, got '.*curves.jpg'"):
         draw_curves(made_up(), tmp_path / "curves.jpg")
     with pytest.raises(ValueError, match="at least one run"):

@@ -35,7 +35,7 @@ CONFIG = {"lr": 0.5, "model": {"name": "linear", "widths": [4, 3]}, "note": None
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than these runs; the tests that look at pictures draw them."""
+    """Disable drawing, which takes longer than these runs; tests of pictures enable it."""
     monkeypatch.setattr(RunFolder, "_draw", lambda self: None)
     write = folder_module.write_report
     monkeypatch.setattr(folder_module, "write_report", lambda run, path, *, curves: write(run, path, curves=False))
@@ -45,7 +45,7 @@ def names_in(folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir()}
 
 
-def test_a_run_leaves_everything_there_is_to_know(tmp_path: Path) -> None:
+def test_a_run_writes_all_files(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with RunFolder(tmp_path / "first", CONFIG, command=["python", "a b.py", "--lr", "0.5"]) as run:
         state = train(run)
@@ -54,7 +54,7 @@ def test_a_run_leaves_everything_there_is_to_know(tmp_path: Path) -> None:
         *("config.toml", "command.txt", "versions.json", "plan.txt", "history.json", "records.jsonl"),
         *("checkpoints", "result.json", "curves.png", "report.html"),
     }
-    assert tree.equal(state.params, uninterrupted().params)  # nobody noticed that he was watched
+    assert tree.equal(state.params, uninterrupted().params)  # recording did not change the run
     assert tomllib.loads((run.path / "config.toml").read_text()) == {
         "lr": 0.5,
         "model": {"name": "linear", "widths": [4, 3]},
@@ -76,7 +76,7 @@ def test_a_run_leaves_everything_there_is_to_know(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_killed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_in_its_folder(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run", CONFIG, command="train.py")
     assert run.resume is None and not run.goes_on
     train(run, until=6)  # in the middle of the second epoch: the checkpoint is that of batch 4
@@ -89,7 +89,7 @@ def test_a_killed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
     assert [record["batch"] for record in found.records if "loss" in record] == list(range(1, 13))
     first, second = found.starts
     assert (first.batch, first.outcome, second.batch, second.until) == (0, "killed", 4, 12)
-    assert first.until == 6  # as the records say, in which batches 5 and 6 are others by now
+    assert first.until == 6  # from the records, in which batches 5 and 6 have been replaced
     assert first.seconds > max(one["time/seconds"] for one in found.records if one["batch"] <= 4 and "lr" in one)
     assert second.outcome == "finished"
     assert second.changed == {"lr": [0.5, 0.6]} and first.changed == {}
@@ -101,11 +101,11 @@ def test_a_killed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_finished_run_goes_on_longer_without_new_settings(tmp_path: Path) -> None:
+def test_a_finished_run_can_be_prolonged_without_new_settings(tmp_path: Path) -> None:
     with RunFolder(tmp_path, CONFIG) as run:
         train(run)
     run = RunFolder(tmp_path, resume=True)
-    assert read_run(tmp_path).result is not None  # until the longer one begins
+    assert read_run(tmp_path).result is not None  # until the longer run begins
     with run:
         train(run, duration="5ep")
     found = read_run(tmp_path)
@@ -134,7 +134,7 @@ def test_a_run_that_was_at_its_end_keeps_the_settings_that_it_was_trained_with(t
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_an_exception_is_told_and_passes(tmp_path: Path) -> None:
+def test_an_exception_is_recorded_and_raised(tmp_path: Path) -> None:
     def give_up(event: Event, state: Any) -> None:
         if event is Event.EPOCH_END:
             raise ArithmeticError("the loss\nis odd")
@@ -162,7 +162,7 @@ def test_a_population_has_records_of_all_members(tmp_path: Path) -> None:
     assert found.result is not None and len(found.result["metrics"]["loss"]) == 2
 
 
-def test_without_matplotlib_everything_else_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_everything_else_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = builtins.__import__
 
     def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +189,7 @@ def test_a_run_without_records_has_no_curves_and_no_warning(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_what_cannot_be_written_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_written_cause_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, content: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -208,7 +208,7 @@ def test_what_cannot_be_written_is_one_warning(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(tmp_path: Path, resume: bool) -> None:
+def test_a_folder_of_something_else_is_refused_and_unchanged(tmp_path: Path, resume: bool) -> None:
     (tmp_path / "thesis.tex").write_text("chapter one")
     with pytest.raises(
         FileExistsError, match=r"neither empty nor the folder of a run: it has no config.toml, but thesis.tex"
@@ -219,14 +219,14 @@ def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(tmp_path: Path
         RunFolder(tmp_path / "thesis.tex", resume=resume)
 
 
-def test_a_run_is_not_written_over(tmp_path: Path) -> None:
+def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
     RunFolder(tmp_path, {"seed": 1})
     with pytest.raises(FileExistsError, match="resume=True"):
         RunFolder(tmp_path, {"seed": 2})
     assert read_run(tmp_path).config == {"seed": 1}
 
 
-def test_an_empty_folder_or_hidden_files_are_no_obstacle(tmp_path: Path) -> None:
+def test_an_empty_folder_or_hidden_files_are_accepted(tmp_path: Path) -> None:
     (tmp_path / ".DS_Store").touch()
     assert not RunFolder(tmp_path, resume=True).goes_on
 
@@ -314,7 +314,7 @@ def test_a_refused_run_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_run_stays_in_its_folder_wherever_the_process_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runs_folder_does_not_follow_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
 
@@ -332,11 +332,11 @@ def test_a_run_stays_in_its_folder_wherever_the_process_goes(tmp_path: Path, mon
     assert found.result is not None and len(found.records) == 12 and found.checkpoints[0].batch == 12
 
 
-def test_what_was_half_written_goes_when_the_run_goes_on(tmp_path: Path) -> None:
+def test_half_written_files_are_removed_when_the_run_resumes(tmp_path: Path) -> None:
     RunFolder(tmp_path).stop("enough")
     left = tmp_path / ".history.json.99999999-00000000.writing"
     left.write_text("half")
     run = RunFolder(tmp_path, resume=True)
-    assert left.exists()  # it has not begun
+    assert left.exists()  # the run has not begun
     train(run, until=1)
     assert not left.exists()

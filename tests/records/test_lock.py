@@ -1,4 +1,4 @@
-"""A run's folder is one process's at a time; what a dead one left is taken over."""
+"""A run's folder belongs to one process at a time; the lock of a dead process is taken over."""
 
 import errno
 import gc
@@ -30,7 +30,7 @@ input()
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    """Another process that has the folder."""
+    """Start another process that has the folder."""
     command = [sys.executable, "-c", CODE, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "taken\n"
@@ -54,7 +54,7 @@ def test_a_living_process_keeps_others_out_and_a_killed_one_does_not(
     assert [file.name for file in tmp_path.iterdir()] == [".lock"]
 
     shutil.copytree(tmp_path, tmp_path / "copy")
-    Lock(tmp_path / "copy").take()  # which is another folder
+    Lock(tmp_path / "copy").take()  # it is another folder
 
     holder.send_signal(signal.SIGKILL)
     holder.wait()
@@ -65,7 +65,7 @@ def test_a_living_process_keeps_others_out_and_a_killed_one_does_not(
     assert holders(tmp_path)["process"] == os.getpid()
 
 
-def test_a_process_that_ends_in_order_leaves_nothing(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
+def test_a_process_that_ends_normally_leaves_no_lock(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
     holder.communicate("\n")
     assert list(tmp_path.iterdir()) == []
 
@@ -99,7 +99,7 @@ def test_a_folder_that_is_refused_is_not_kept(tmp_path: Path, config: str | None
     assert not (tmp_path / ".lock").exists()
 
 
-def test_an_earlier_process_of_the_same_number_is_dead(tmp_path: Path) -> None:
+def test_an_earlier_process_with_the_same_pid_counts_as_dead(tmp_path: Path) -> None:
     first = Lock(tmp_path)
     first.take()
     (tmp_path / ".lock").write_text(json.dumps({**holders(tmp_path), "token": "00000000"}))
@@ -120,18 +120,18 @@ def test_a_process_of_another_machine_is_taken_over_with_a_warning(
         taken.take()
     assert holders(tmp_path)["place"] == "elsewhere pid:[1]"
     holder.communicate("\n")
-    assert (tmp_path / ".lock").exists()  # which is not the other one's to release any more
+    assert (tmp_path / ".lock").exists()  # the other process may no longer release it
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"process": "7"}', '{"process": 1, "folder": 0}'])
-def test_what_is_no_lock_keeps_nobody_out(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_lock_does_not_block_a_run(tmp_path: Path, text: str) -> None:
     (tmp_path / ".lock").write_text(text)
     taken = Lock(tmp_path)
     taken.take()
     assert holders(tmp_path)["process"] == os.getpid()
 
 
-def test_a_full_disk_is_told_and_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_warned_about_and_does_not_block_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -140,7 +140,7 @@ def test_a_full_disk_is_told_and_no_obstacle(tmp_path: Path, monkeypatch: pytest
         Lock(tmp_path).take()
 
 
-def test_a_fork_does_not_release_what_its_parent_has(tmp_path: Path) -> None:
+def test_a_fork_does_not_release_its_parents_lock(tmp_path: Path) -> None:
     taken = Lock(tmp_path)
     taken.take()
     child = os.fork()

@@ -15,7 +15,7 @@ def titles(*runs: object, x: str = "batch") -> list[str]:
     return [panel.title for panel in panels_of(runs, x)]  # pyright: ignore[reportArgumentType]
 
 
-def test_there_is_a_panel_for_what_the_records_have_and_for_nothing_else() -> None:
+def test_there_are_panels_only_for_recorded_numbers() -> None:
     run = made_up()
     assert titles(run) == ["training loss", "eval/accuracy", "learning rate", "throughput"]
     assert [panel.unit for panel in panels_of([run], "batch")] == ["", "", "", "batches / s"]
@@ -24,7 +24,7 @@ def test_there_is_a_panel_for_what_the_records_have_and_for_nothing_else() -> No
     assert titles(bare, run) == titles(run, bare) == titles(run)
 
 
-def test_metrics_of_training_are_no_evaluations_but_have_panels() -> None:
+def test_metrics_of_training_have_panels_but_are_not_evaluations() -> None:
     run = made_up(batch_3={"train/accuracy": 0.5, "norm/grad": 1.0})
     assert titles(run) == ["training loss", "eval/accuracy", "train/accuracy", "learning rate", "throughput"]
 
@@ -42,7 +42,7 @@ def test_epochs_have_fractions() -> None:
     assert series.x == pytest.approx([batch / 10 for batch in range(1, 26)])
 
 
-def test_an_evaluation_stands_where_the_batch_before_it_stands() -> None:
+def test_an_evaluation_is_drawn_at_the_preceding_batch() -> None:
     assert series_of(made_up(count=20), 0, "eval/accuracy", "time/seconds").x == [10 / 50, 20 / 50]
 
 
@@ -54,7 +54,7 @@ def test_another_axis_is_refused() -> None:
 
 
 @given(st.lists(NUMBERS, max_size=30), st.integers(1, 9))
-def test_smoothing_gives_means_over_what_is_finite(values: list[float], window: int) -> None:
+def test_smoothing_gives_means_over_finite_values(values: list[float], window: int) -> None:
     half = window // 2
     for i, mean in enumerate(smooth(values, window)):
         around = [value for j, value in enumerate(values) if abs(i - j) <= half and math.isfinite(value)]
@@ -79,21 +79,21 @@ def test_the_spread_of_a_population_is_that_of_its_finite_members(members: list[
     ("count", "tail"),
     [
         (0, 1),
-        (3, 1),  # no epoch is over yet
-        (10, 2),  # of one epoch a quarter, for it holds the first losses as well
+        (3, 1),  # no epoch has ended yet
+        (10, 2),  # a quarter of one epoch, which also contains the first losses
         (40, 10),
         (45, 10),  # in the middle of the fifth
         (400, 10),
     ],
 )
-def test_how_training_stands_is_told_by_an_epoch_at_most(count: int, tail: int) -> None:
+def test_the_current_loss_is_a_mean_over_at_most_an_epoch(count: int, tail: int) -> None:
     series = series_of(made_up(count=count), 0, "loss", "batch")
     assert series.tail == tail
     if count:
         assert series.last == pytest.approx(statistics.fmean(series.y[-tail:]))
 
 
-def test_the_last_number_of_a_population_is_by_member_over_what_is_finite() -> None:
+def test_the_last_number_of_a_population_is_per_member_over_finite_values() -> None:
     run = made_up(members=2, batch_40={"loss": [math.nan, 7.0]})
     series = series_of(run, 0, "loss", "batch")
     first, second = zip(*series.y[-10:], strict=True)
@@ -101,5 +101,5 @@ def test_the_last_number_of_a_population_is_by_member_over_what_is_finite() -> N
     assert series.last == [pytest.approx(statistics.fmean(first[:-1])), pytest.approx(statistics.fmean(second))]
 
 
-def test_a_metric_is_told_by_its_last_number() -> None:
+def test_the_current_value_of_a_metric_is_its_last_number() -> None:
     assert series_of(made_up(), 0, "eval/accuracy", "batch").last == 1.0

@@ -26,7 +26,7 @@ def test_a_half_finished_run_is_read(tmp_path: Path) -> None:
     assert found.trained["weights"] == sum(p.numel() for p in make_state().params.values())
 
 
-def test_a_folder_that_is_no_run_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no folder .*nowhere"):
         read_run(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"is not the folder of a run: it has no config.toml"):

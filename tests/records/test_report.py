@@ -15,7 +15,7 @@ VOID = {"meta", "link", "img", "source", "br", "wbr"}
 
 
 class Checker(html.parser.HTMLParser):
-    """What is in a page; raises where elements are not closed in the order in which they were opened."""
+    """A parser that collects a page's contents, and raises if elements are not nested correctly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def parsed(path: Path) -> Checker:
     return checker
 
 
-def test_the_report_tells_everything(tmp_path: Path) -> None:
+def test_the_report_contains_all_parts(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run = made_up(
         config={"lr": 0.25, "model": {"width": 16}},
@@ -68,7 +68,7 @@ def test_the_report_tells_everything(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "report.html"]
 
 
-def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
+def test_all_strings_of_a_run_are_escaped(tmp_path: Path) -> None:
     run = made_up(
         HOSTILE,
         config={HOSTILE: HOSTILE, "list": [HOSTILE], "table": {HOSTILE: HOSTILE}},
@@ -165,7 +165,7 @@ def test_a_folder_is_read(tmp_path: Path) -> None:
         ("text", "", "text"),
     ],
 )
-def test_numbers_are_as_people_read_them(value: object, name: str, words: str) -> None:
+def test_numbers_are_formatted_for_people(value: object, name: str, words: str) -> None:
     assert number(value, name) == words
 
 

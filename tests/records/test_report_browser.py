@@ -1,4 +1,4 @@
-"""The report as a browser shows it: nothing fetched, no complaints, no sideways scrolling."""
+"""The report in a browser: nothing is fetched, no errors, no horizontal scrolling."""
 
 import shutil
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ def test_a_browser_shows_the_report(browser: Any, report: Path, scheme: str, wid
     page.close()
 
 
-# On how many lines each text within elements stands.
+# The number of lines of each text within elements.
 LINES = """all => all.flatMap(one => [...one.childNodes]).filter(node => node.length).map(node => {
   const range = document.createRange()
   range.selectNodeContents(node)
@@ -75,7 +75,7 @@ LINES = """all => all.flatMap(one => [...one.childNodes]).filter(node => node.le
 
 
 @pytest.mark.parametrize("width", [360, 390, 1280])
-def test_what_is_wide_scrolls_within_its_box_and_is_not_cramped(browser: Any, report: Path, width: int) -> None:
+def test_wide_parts_scroll_within_their_box_and_are_not_cramped(browser: Any, report: Path, width: int) -> None:
     page = browser.new_page(viewport={"width": width, "height": 800})
     page.goto(report.as_uri())
     page.evaluate("window.scrollTo(500, 0)")
@@ -89,7 +89,7 @@ def test_what_is_wide_scrolls_within_its_box_and_is_not_cramped(browser: Any, re
         assert outside <= width and (inside > outside) == (width < 640)
         table.evaluate("one => one.scrollTo(10000, 0)")
         assert table.evaluate("one => one.scrollLeft") == inside - outside
-    # Its last column has room for some words.
+    # The last column has room for some words.
     assert page.locator(".many td.long").bounding_box()["width"] >= 200
     page.close()
 
@@ -105,7 +105,7 @@ def test_names_and_options_are_broken_between_words(browser: Any, report: Path) 
     page.close()
 
 
-def test_paper_is_light_and_takes_the_whole_report(browser: Any, report: Path) -> None:
+def test_a_printed_report_is_light_and_complete(browser: Any, report: Path) -> None:
     page = browser.new_page(color_scheme="dark")
     page.goto(report.as_uri())
     page.emulate_media(media="print")

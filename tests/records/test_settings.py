@@ -28,7 +28,7 @@ def test_a_file_in_toml_reads_back_as_it_was_given(config: dict) -> None:
     assert repr(read) == repr({n: ordered[n] for n in order})
 
 
-def test_paths_tuples_and_members_of_enums_become_what_toml_has() -> None:
+def test_paths_tuples_and_enum_members_become_types_of_toml() -> None:
     class Color(enum.StrEnum):
         RED = "red"
 
@@ -50,6 +50,6 @@ def test_paths_tuples_and_members_of_enums_become_what_toml_has() -> None:
         ({"list": [1, None]}, r"here: list\[1\]: .* None"),
     ],
 )
-def test_what_toml_has_no_words_for_is_refused(config: object, words: str) -> None:
+def test_values_that_toml_cannot_represent_are_refused(config: object, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         checked_settings(config, "here")  # pyright: ignore[reportArgumentType]

@@ -15,15 +15,15 @@ from tests.records.run_helpers import at
         ([7, 20], "Started 2026-05-01 10:00 (UTC) at batch 7, continued at batch 20."),
     ],
 )
-def test_a_run_tells_where_it_went_on(batches: list[int], words: str) -> None:
+def test_a_run_records_where_it_resumed(batches: list[int], words: str) -> None:
     assert in_words([at(batch) for batch in batches]) == words
 
 
-def test_a_zone_other_than_utc_is_told() -> None:
+def test_a_zone_other_than_utc_is_shown() -> None:
     assert in_words([Start(0, "2026-05-01T10:00:00-07:00")]) == "Started 2026-05-01 10:00 (UTC-07:00)."
 
 
-def test_a_start_comes_back_from_plain_values_and_passes_over_what_it_does_not_know() -> None:
+def test_a_start_is_read_from_plain_values_and_ignores_unknown_ones() -> None:
     start = at(3, until=9, seconds=2.5, evaluation_seconds=0.5, changed={"seed": [0, 1]})
     assert Start.of_plain({**start.to_plain(), "weather": "fine"}) == start
     assert (start.batches, start.training_seconds) == (6, 2.0)

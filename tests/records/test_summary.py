@@ -7,7 +7,7 @@ from purecompose.records.summary import Fact, facts_of
 from tests.records.run_helpers import at, made_up
 
 
-def test_every_number_says_of_what_it_is() -> None:
+def test_every_number_has_a_description() -> None:
     run = made_up(batch_40={"train/accuracy": 0.25, "norm": 3.0}, starts=(at(0, until=40, seconds=75.0),))
     mean = statistics.fmean(2 * math.exp(-i / 40) for i in range(31, 41))
     assert facts_of(run) == [
@@ -20,7 +20,7 @@ def test_every_number_says_of_what_it_is() -> None:
     ]
 
 
-def test_of_a_population_it_is_the_median_and_says_so() -> None:
+def test_a_population_has_medians_that_are_labelled_so() -> None:
     mean = statistics.fmean(2 * math.exp(-i / 40) for i in range(31, 41))
     accuracy, loss, *_ = facts_of(made_up(members=8))
     assert accuracy == Fact("eval/accuracy", "56.25%", "median of 8; 12.50% to 100.00%; at batch 40")
@@ -35,7 +35,7 @@ def test_members_without_finite_numbers_are_not_in_the_median() -> None:
     assert facts_of(run)[0] == Fact("training loss", "not finite", "of the last batch")
 
 
-def test_losses_that_are_not_finite_are_told() -> None:
+def test_losses_that_are_not_finite_are_reported() -> None:
     run = made_up(batch_40={"loss": math.nan}, batch_39={"loss": math.inf})
     mean = statistics.fmean(2 * math.exp(-i / 40) for i in range(31, 39))
     assert facts_of(run)[1] == Fact("training loss", f"{mean:.4g}", "mean of the last 10 batches, 2 not finite")
@@ -48,9 +48,9 @@ def test_batches_without_a_record_are_not_said_to_be_in_the_mean() -> None:
 
 
 @pytest.mark.parametrize("batch", [40, 30])
-def test_a_result_without_its_records_says_no_more_than_is_known(batch: int) -> None:
+def test_a_result_without_its_records_only_has_known_facts(batch: int) -> None:
     run = made_up(result={"metrics": {"eval/accuracy": 0.5, "loss": 0.25}, "batches": batch})
-    assert facts_of(run)[0] == Fact("eval/accuracy", "50.00%")  # the records have another one
+    assert facts_of(run)[0] == Fact("eval/accuracy", "50.00%")  # the records contain another one
     run.records.clear()
     assert facts_of(run)[1] == Fact("training loss", "0.25", "of the last batch")
     assert facts_of(run)[2] == Fact("batches", str(batch))

@@ -49,10 +49,11 @@ EPOCHS = RunLength("1000ep", batches_per_epoch=1000)
 )
 def test_reference_values(schedule: Schedule, run: RunLength, values: dict[int, float]) -> None:
     for batch, expected in values.items():
-        assert schedule(Timestamp(batch=batch, run=run)) == pytest.approx(expected, abs=1e-5)  # a third is 933333
+        # The published value for a third is 933333.
+        assert schedule(Timestamp(batch=batch, run=run)) == pytest.approx(expected, abs=1e-5)
 
 
-def test_no_lag() -> None:
+def test_values_have_no_lag() -> None:
     run = RunLength("8ba")
     assert [linear()(Timestamp(batch=t, run=run)) for t in range(3)] == [1.0, 0.875, 0.75]
     assert [constant(warmup="4ba")(Timestamp(batch=t, run=run)) for t in range(6)] == [
@@ -88,7 +89,7 @@ def test_linear_is_its_formula(t: int, warmup: int, rest: int, alpha_i: float, a
 def test_cosine_is_its_formula(t: int, warmup: int, rest: int, alpha_f: float) -> None:
     if t < warmup:
         expected = t / warmup
-    else:  # half-angle form: (1 + cos x) / 2 = cos(x/2)^2
+    else:  # half-angle formula: (1 + cos x) / 2 = cos(x/2)^2
         expected = alpha_f + (1 - alpha_f) * math.cos(math.pi / 2 * tau_of(t, warmup, warmup + rest)) ** 2
     schedule = cosine(alpha_f, Time(warmup + rest, "ba"), Time(warmup, "ba"))
     assert schedule(Timestamp(batch=t)) == pytest.approx(expected, rel=1e-9, abs=1e-9)
@@ -103,7 +104,7 @@ def test_the_ends_are_exact(alpha_i: float, alpha_f: float) -> None:
     assert linear(alpha_i, alpha_f, t_max="7ba", warmup="3ba")(Timestamp(batch=3)) == alpha_i
 
 
-def test_a_warm_up_that_is_all_there_is() -> None:
+def test_a_warm_up_may_be_the_whole_run() -> None:
     schedule = linear(2.0, 0.5, t_max="4ba", warmup="4ba")
     assert [schedule(Timestamp(batch=t)) for t in (2, 4, 5)] == [1.0, 2.0, 0.5]
 
@@ -129,7 +130,7 @@ def test_constant_with_an_end() -> None:
         ("5iter", "0.2dur", RunLength("10ep", 10, iteration_length="2ep"), {"batch": 60}),
     ],
 )
-def test_units_meet_where_the_run_can_tell(t_max: str, warmup: str, run: RunLength, fields: dict) -> None:
+def test_units_are_converted_if_the_run_knows_how(t_max: str, warmup: str, run: RunLength, fields: dict) -> None:
     # 60 % of the way with a warm-up of 20 %: half of the descent is done.
     assert linear(t_max=t_max, warmup=warmup)(Timestamp(run=run, **fields)) == pytest.approx(0.5, rel=1e-12)
 
@@ -139,7 +140,7 @@ def test_no_warm_up_has_no_unit() -> None:
     assert linear(t_max="1000tok", warmup="0ep")(Timestamp(token=250)) == 0.75
 
 
-def test_a_fraction_of_few_samples_is_not_cut_to_whole_ones() -> None:
+def test_a_fraction_of_few_samples_is_not_truncated_to_integers() -> None:
     run = RunLength("5sp")
     assert linear(t_max="0.5dur")(Timestamp(sample=2, run=run)) == pytest.approx(0.2)
 
@@ -155,13 +156,15 @@ def test_a_fraction_of_few_samples_is_not_cut_to_whole_ones() -> None:
         (linear(warmup="50ba"), RunLength("40ba"), ValueError, "warmup=50ba is longer than t_max=1.0dur"),
     ],
 )
-def test_what_the_run_cannot_tell(schedule: Schedule, run: RunLength, error: type, message: str) -> None:
+def test_times_that_the_run_cannot_determine_are_errors(
+    schedule: Schedule, run: RunLength, error: type, message: str
+) -> None:
     with pytest.raises(error, match=message):
         schedule(Timestamp(run=run))
 
 
 def call(factory: Any, *args: Any, **kwargs: Any) -> Schedule:
-    """Past the type checker, which knows that the arguments are wrong."""
+    """Call the factory without type checks, since the arguments are wrong on purpose."""
     return factory(*args, **kwargs)
 
 
@@ -190,7 +193,9 @@ def call(factory: Any, *args: Any, **kwargs: Any) -> Schedule:
         (lambda: linear(t_max="5ba", warmup="6ba"), ValueError, "warmup=6ba is longer than t_max=5ba"),
     ],
 )
-def test_refused_when_built(make: Callable[[], Schedule], error: type[Exception], message: str) -> None:
+def test_bad_settings_are_refused_when_built(
+    make: Callable[[], Schedule], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         make()
 

@@ -60,7 +60,7 @@ lr_scheduler = torch.optim.lr_scheduler
         (schedules.cosine(0.2, "40ba"), lambda opt: lr_scheduler.CosineAnnealingLR(opt, 40, eta_min=0.2)),
     ],
 )
-def test_they_are_what_torchs_schedulers_are(schedule: Schedule, theirs: Scheduler) -> None:
+def test_they_equal_torchs_schedulers(schedule: Schedule, theirs: Scheduler) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler, expected = theirs(optimizer), []
     for _ in range(40):
@@ -102,7 +102,7 @@ def test_exponential_is_its_formula(t: int, period: int, warmup: int, gamma: flo
 def test_restarts_come_after_longer_and_longer_times(
     t: int, first: int, quarters: int, warmup: int, alpha_f: float
 ) -> None:
-    # One interval after the other, in fractions.
+    # Intervals one after the other, in exact fractions.
     since, length = Fraction(t - warmup), Fraction(first)
     while since >= length:
         since, length = since - length, length * Fraction(quarters, 4)
@@ -117,17 +117,17 @@ def test_a_restart_is_exactly_at_its_batch(t_mult: int) -> None:
     for number in range(10):
         assert schedule(Timestamp(batch=start)) == 1.0
         if number:
-            assert schedule(Timestamp(batch=start - 1)) < 0.3  # the one before is nearly at its end
+            assert schedule(Timestamp(batch=start - 1)) < 0.3  # the previous period is nearly at its end
         start += 7 * t_mult**number
 
 
 @given(t=st.integers(0, 10**7), t_mult=st.floats(1, 1.0001))
-def test_factors_that_are_nearly_1_take_no_longer(t: int, t_mult: float) -> None:
+def test_factors_close_to_1_take_no_longer(t: int, t_mult: float) -> None:
     assert 0 <= cosine_warm_restarts("3ba", t_mult)(Timestamp(batch=t)) <= 1
 
 
 @pytest.mark.parametrize("t_mult", [1e100, 1e300])
-def test_a_restart_beyond_all_numbers_never_comes(t_mult: float) -> None:
+def test_a_restart_beyond_the_range_of_floats_never_comes(t_mult: float) -> None:
     schedule = cosine_warm_restarts("2ba", t_mult, 0.5)
     assert [schedule(Timestamp(batch=t)) for t in (0, 2, 10**6, 10**12)] == [1.0] * 4
     assert schedule(Timestamp(batch=1)) == pytest.approx(0.75)
@@ -142,14 +142,14 @@ def test_a_restart_beyond_all_numbers_never_comes(t_mult: float) -> None:
         schedules.sequence([0.5, exponential(2.0, "1ba")], ["9ba"]),
     ],
 )
-def test_a_value_beyond_all_numbers_is_refused_by_name(schedule: Schedule) -> None:
+def test_a_value_beyond_the_range_of_floats_is_refused_by_name(schedule: Schedule) -> None:
     assert math.isfinite(schedule(Timestamp(batch=1)))
     with pytest.raises(ValueError, match="value at batch 2000: expected a finite number, got one beyond") as caught:
         schedule(Timestamp(batch=2000))
     assert str(caught.value).startswith(f"{schedule!r}: ")
 
 
-def test_periods_are_not_cut_to_whole_batches() -> None:
+def test_periods_are_not_truncated_to_whole_batches() -> None:
     run = RunLength("10ba")
     assert values(step("0.15dur", 0.5), 7, run=run) == [1, 1, 0.5, 0.25, 0.25, 0.125, 0.0625]
     # Two intervals of 1.5 batches.
@@ -185,12 +185,12 @@ def test_each_milestone_has_its_own_unit() -> None:
     assert schedule(Timestamp(batch=9, epoch=3, sample=500, token=40)) == 0.125
 
 
-def test_a_milestone_within_the_warm_up_counts_when_that_is_over() -> None:
+def test_a_milestone_within_the_warm_up_acts_after_it() -> None:
     assert values(multi_step(["2ba", "5ba"], 0.5, "4ba"), 6) == [0, 0.25, 0.5, 0.75, 0.5, 0.25]
 
 
 def call(factory: Any, *args: Any, **kwargs: Any) -> Schedule:
-    """Past the type checker, which knows that the arguments are wrong."""
+    """Call the factory without type checks, since the arguments are wrong on purpose."""
     return factory(*args, **kwargs)
 
 
@@ -237,7 +237,7 @@ def test_periods_are_checked(make: Callable[[], Schedule], error: type[Exception
         (multi_step(["0.5dur"]), RunLength("60sec"), ValueError, "wall-clock"),
     ],
 )
-def test_what_the_run_cannot_tell_of_periods(
+def test_periods_that_the_run_cannot_determine_are_errors(
     schedule: Schedule, run: RunLength, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -265,7 +265,7 @@ def test_a_schedule_prints_as_the_call_that_makes_it(schedule: Schedule) -> None
     assert pickle.loads(pickle.dumps(schedule)) == schedule
 
 
-def test_schedules_of_other_settings_are_others() -> None:
+def test_schedules_with_different_settings_differ() -> None:
     others = [step("3ep"), step("4ep"), step("3ep", 0.2), step("3ep", warmup="1ep"), exponential(0.1, "3ep")]
     others += [multi_step(["3ep"]), multi_step(["3ep", "4ep"]), cosine_warm_restarts("3ep"), *ALL]
     others += [cosine_warm_restarts("3ep", 2), step("3ep").scaled(0.5), step("3ep").scaled(0.25)]

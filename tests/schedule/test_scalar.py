@@ -157,7 +157,7 @@ def test_a_schedule_must_give_a_finite_number(result: Any, error: type[Exception
 
 
 @pytest.mark.parametrize("fn", [0.5, None, cosine()])
-def test_scheduled_takes_functions_alone(fn: Any) -> None:
+def test_scheduled_only_takes_functions(fn: Any) -> None:
     with pytest.raises(TypeError, match="expected a function"):
         scheduled(fn)
 
@@ -179,9 +179,9 @@ def test_collect_finds_the_distinct_ones_in_order() -> None:
     assert collect(tree, Hparam) == (lr, decay, late)
     assert collect(tree, Schedule) == (cosine(), linear())
     outer = Tree(lr=lr, inner=Tree(decay))
-    assert collect(outer, Tree) == (outer,)  # what is found is not searched
+    assert collect(outer, Tree) == (outer,)  # found objects are not searched
     assert collect(0.1, Hparam) == collect(torch.ones(2), Hparam) == ()
 
 
-def test_collect_tells_equal_names_of_other_defaults_apart() -> None:
+def test_collect_distinguishes_equal_names_with_different_defaults() -> None:
     assert len(collect((hparam("lr", 0.1), hparam("lr", 0.2), hparam("lr", 0.1)), Hparam)) == 2

@@ -87,16 +87,16 @@ def test_with_the_warm_up_the_whole_curve_is_stretched(schedule: Schedule, ratio
 
 
 @given(t=batches, ratio=st.sampled_from([0.5, 0.75, 1.5, 2.0]))
-def test_otherwise_a_warm_up_keeps_its_time_and_leads_into_the_rest_without_a_jump(t: int, ratio: float) -> None:
+def test_otherwise_a_warm_up_keeps_its_length_and_the_curve_has_no_jump(t: int, ratio: float) -> None:
     found = at(cosine(0.1, "36ba", "4ba").scaled(ratio), t, ratio)
     assert found == pytest.approx(at(cosine(0.1, Time(int(36 * ratio), "ba"), "4ba"), t, ratio), rel=1e-12)
     assert at(step("6ba", 0.5, "5ba").scaled(ratio), t) == at(
         step(Time(int(6 * ratio * 2), "ba"), 0.5, "10ba"), 2 * t
-    )  # with times doubled, so that all of them are whole
+    )  # times are doubled, so that all of them are integers
 
 
 @pytest.mark.parametrize("ratio", [0.5, 2.0])
-def test_a_stretched_warm_up_comes_to_the_top_and_not_beside_it(ratio: float) -> None:
+def test_a_stretched_warm_up_reaches_exactly_the_top(ratio: float) -> None:
     curve = cosine(t_max="40ba", warmup="4ba").scaled(ratio, scale_warmup=True)
     assert [at(curve, t * ratio, ratio) for t in (0, 2, 4)] == [0, 0.5, 1]
     assert at(curve, LENGTH * ratio, ratio) == 0
@@ -115,7 +115,7 @@ def test_times_are_not_rounded(ratio: float, size: int, t: int) -> None:
     assert at(step(Time(size, "ba"), 0.5).scaled(ratio), t) == pytest.approx(float(expected))
 
 
-def test_what_is_whole_after_all_is_not_missed_by_the_rounding_of_a_product() -> None:
+def test_times_that_are_whole_are_not_missed_by_rounding_errors() -> None:
     curve = multi_step(["70ba"]).scaled(0.1)  # 70 * 0.1 is 7.000000000000001
     assert curve(Timestamp(batch=7)) == step("70ba").scaled(0.1)(Timestamp(batch=7)) == 0.1
 
@@ -124,7 +124,7 @@ def test_short_schedules_do_not_collapse() -> None:
     curve = multi_step(["1ep", "2ep"], 0.5).scaled(0.25)  # after 1 and 2 of the 4 batches of an epoch
     assert [at(curve, t) for t in range(4)] == [1, 0.5, 0.25, 0.25]
     assert [at(cosine(t_max="4ba").scaled(0.5), t) for t in range(3)] == pytest.approx([1, 0.5, 0])
-    restarts = cosine_warm_restarts("2ba").scaled(0.25)  # of half a batch each
+    restarts = cosine_warm_restarts("2ba").scaled(0.25)  # half a batch each
     assert [at(restarts, t) for t in range(3)] == [1, 1, 1]
 
 
@@ -146,7 +146,7 @@ def test_fractions_of_the_run_are_not_stretched_again() -> None:
     assert cosine(warmup="4ba").scaled(0.5, scale_warmup=True) != cosine(warmup="4ba")
 
 
-def test_a_warm_up_that_no_longer_fits_is_told_with_the_remedy() -> None:
+def test_a_warm_up_that_no_longer_fits_is_an_error_with_a_remedy() -> None:
     short = cosine(t_max="40ba", warmup="20ba").scaled(0.25)
     with pytest.raises(ValueError, match="warmup=20ba is longer than t_max=40ba.*20 against 10.*scale_warmup=True"):
         at(short, 0)
@@ -169,7 +169,7 @@ class Halving:
         return Halving(self.batches * ratio, scale_warmup)
 
 
-def test_a_plain_function_cannot_be_stretched_unless_it_says_how() -> None:
+def test_a_plain_function_cannot_be_stretched_without_a_method_for_it() -> None:
     with pytest.raises(ValueError, match=r"scheduled\(plain\) is a plain function.*by 0.5.*scaled\(ratio, \*, scale"):
         scheduled(plain).scaled(0.5)
     assert scheduled(plain).scaled(1) == scheduled(plain)
@@ -220,6 +220,6 @@ def test_a_stretched_optimizer_is_the_one_of_stretched_schedules(made: Callable[
     assert scaled(made(0.1 * curve), 0.5) == expected and collect(expected, Schedule) == (curve.scaled(0.5),)
 
 
-def test_what_has_nothing_to_stretch_is_itself() -> None:
+def test_objects_with_nothing_to_stretch_are_returned_unchanged() -> None:
     for thing in (0.1, None, "text", hparam("lr", 0.1), optim.sgd(0.1 * linear()), [1, (linear(),)], {"a": 1}, step):
         assert scaled(thing, 0.5) is thing

@@ -1,4 +1,4 @@
-"""Schedules in turn: each starts again, in a part of the run that is a run to it."""
+"""Schedules in sequence: each one treats its part of the run as a whole run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ from purecompose.schedule import (
 from purecompose.time import RunLength, Time, Timestamp, UnitError
 
 
-# Of all kinds, in batches and fractions; of those in a part of 7 batches or more, no warm-up is too long.
+# Schedules of all kinds, in batches and fractions, whose warm-ups all fit in a part of at least 7 batches.
 KINDS = [
     constant(0.3, warmup="2ba"),
     constant(0.3, t_max="0.5dur"),
@@ -52,7 +52,7 @@ def test_a_warm_up_and_then_a_cosine() -> None:
 
 
 @given(parts=st.lists(st.tuples(kinds, sizes), min_size=1, max_size=4), t=st.integers(0, 170))
-def test_each_part_is_a_run_of_its_own(parts: list[tuple[Schedule, int]], t: int) -> None:
+def test_each_part_is_a_separate_run(parts: list[tuple[Schedule, int]], t: int) -> None:
     total = sum(size for _, size in parts)
     starts = [sum(size for _, size in parts[:index]) for index in range(len(parts))]
     curve = sequence([part for part, _ in parts], [Time(start, "ba") for start in starts[1:]])
@@ -83,14 +83,14 @@ def test_a_schedule_keeps_its_last_value_up_to_the_next_milestone() -> None:
 def test_numbers_and_products_take_turns_as_well() -> None:
     curve = sequence([0.5 * linear() * 2, 3, constant(0.25)], ["4ba", "6ba"])
     assert [at(curve, t) for t in range(8)] == [1, 0.75, 0.5, 0.25, 3, 3, 0.25, 0.25]
-    # A sequence is a factor like any other, and what is inside of it is not evaluated by itself.
+    # A sequence is a factor like any other, and its parts are not evaluated separately.
     assert collect(0.1 * curve * linear(), Schedule) == (curve, linear())
 
 
 @pytest.mark.parametrize(
     ("milestones", "run", "fields", "expected"),
     [
-        # Half of the last part, a linear descent: fractions of the run, of what the part has of it.
+        # Half of the last part, a linear descent: fractions refer to the part's share of the run.
         (["0.5dur"], RunLength("40ba"), {"batch": 30}, 0.5),
         (["2ep"], RunLength("4ep", batches_per_epoch=10), {"batch": 30}, 0.5),
         (["20ba"], RunLength("4ep", batches_per_epoch=10), {"batch": 30}, 0.5),
@@ -98,7 +98,7 @@ def test_numbers_and_products_take_turns_as_well() -> None:
         (["200sp"], RunLength("400sp"), {"sample": 300}, 0.5),
         (["0.5dur"], RunLength("400tok"), {"token": 300}, 0.5),
         (["1iter"], RunLength("4ep", 10, iteration_length="2ep"), {"batch": 30}, 0.5),
-        # Not yet there.
+        # Before the first milestone.
         (["2ep"], RunLength("4ep"), {"epoch": 1}, 7.0),
         (["201sp"], RunLength("400sp"), {"sample": 200}, 7.0),
     ],
@@ -115,7 +115,7 @@ def test_a_milestone_waits_for_the_one_in_front_of_it() -> None:
 def test_at_and_after_the_end_of_the_run() -> None:
     run = RunLength("10ba")
     assert at(sequence([1, cosine(0.5)], ["5ba"]), 10, run) == at(sequence([1, cosine(0.5)], ["5ba"]), 99, run) == 0.5
-    for last in KINDS:  # evaluated after the last batch, where nothing is left for it
+    for last in KINDS:  # evaluated after the last batch, where its part has length 0
         assert 0 <= at(sequence([1, last], ["10ba"]), 10, run) <= 2
     late = sequence([1, cosine()], ["20ba"])
     assert at(late, 10, run) == 1
@@ -128,7 +128,7 @@ def plain(timestamp: Timestamp) -> float:
 
 
 def call(*args: Any) -> Schedule:
-    """Past the type checker, which knows that the arguments are wrong."""
+    """Call the factory without type checks, since the arguments are wrong on purpose."""
     return sequence(*args)
 
 
@@ -157,7 +157,7 @@ def test_sequences_are_checked(make: Callable[[], Schedule], error: type[Excepti
         make()
 
 
-def test_a_part_whose_time_the_run_cannot_tell() -> None:
+def test_a_part_whose_time_the_run_cannot_determine_is_an_error() -> None:
     run = RunLength("4ep")
     now = Timestamp(epoch=3, batch=30, run=run)
     with pytest.raises(UnitError, match=r"start=2ep and t_max=5ba have no unit in common"):

@@ -37,7 +37,7 @@ def chained(optimizer, length):
     ],
 )
 @pytest.mark.parametrize("unit", ["batch", "epoch"])
-def test_values_are_those_of_the_scheduler_at_any_time(make, settings, unit):
+def test_values_equal_those_of_the_scheduler_at_any_time(make, settings, unit):
     curve = schedule.from_torch(make, every="2ba" if unit == "batch" else "2ep", **settings)
     expected = values_of(make, 20, **settings)
 
@@ -58,7 +58,7 @@ def test_a_scheduler_of_a_fixed_length_ends_where_torchs_does():
         curve(Timestamp(batch=100))
 
 
-def test_what_is_no_function_of_time_is_refused():
+def test_schedulers_that_are_not_functions_of_time_are_refused():
     with pytest.raises(TypeError, match="use fit.*ReduceOnPlateau"):
         schedule.from_torch(lr_scheduler.ReduceLROnPlateau)
     with pytest.raises(ValueError, match="expected epochs or batches"):
@@ -67,7 +67,7 @@ def test_what_is_no_function_of_time_is_refused():
         schedule.from_torch(lr_scheduler.StepLR, gamma=0.5)
 
 
-def test_one_cycle_is_torchs():
+def test_one_cycle_equals_torchs():
     # Torch reaches the peak in step 0.3 * 101 - 1, and the end in step 100.
     settings = {"max_lr": 1.0, "total_steps": 101, "pct_start": 31 / 101, "cycle_momentum": False}
     expected = values_of(lr_scheduler.OneCycleLR, 101, **settings)

@@ -1,4 +1,4 @@
-"""Averages beside the live weights: looking at them, exporting them, and finding their statistics."""
+"""Averages beside the live weights: reading them, exporting them, and computing their statistics."""
 
 import random
 from typing import NamedTuple
@@ -30,14 +30,14 @@ IMAGES = make_batches(6, shape=(2, 6, 6))
 
 
 class Slot(NamedTuple):
-    """Averages among other things."""
+    """A slot with averages and other fields."""
 
     other: Tensor
     averages: Averages
 
 
 def doubled(name: str = "doubled", *, is_inside: bool = False) -> Algorithm:
-    """Keeps twice the weights, as averages of one."""
+    """Return an algorithm that keeps twice the weights as its averages."""
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
@@ -59,7 +59,7 @@ def trained(*algorithms: Algorithm, net: nn.Module | None = None, batches=IMAGES
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_averages_take_the_place_of_live_weights_and_all_else_stays(is_inside):
+def test_averages_replace_live_weights_and_all_else_is_kept(is_inside):
     state = trained(doubled(is_inside=is_inside))
     before = state.copy()
     seen = with_weights(state, "doubled")
@@ -71,7 +71,7 @@ def test_averages_take_the_place_of_live_weights_and_all_else_stays(is_inside):
     assert_same(state, before)
 
 
-def test_averages_of_nothing_are_the_live_weights():
+def test_averages_without_updates_are_the_live_weights():
     state = compose(loop_events, [doubled()]).init(make_state(make_cnn()))
     assert averages_in(state, "doubled").num.item() == 0
     assert_same(with_weights(state, "doubled"), state)
@@ -85,7 +85,7 @@ def test_averages_are_as_wide_as_float32_and_seen_in_the_weights_dtype(dtype):
     assert {param.dtype for param in with_weights(state, "doubled").params.values()} == {dtype}
 
 
-def test_empty_averages_leave_out_what_does_not_train_and_what_counts():
+def test_empty_averages_leave_out_frozen_parameters_and_counters():
     net = make_cnn()
     net[0].weight.requires_grad_(False)
     empty = Averages.empty(make_state(net))
@@ -93,8 +93,8 @@ def test_empty_averages_leave_out_what_does_not_train_and_what_counts():
     assert empty.buffers.keys() == {f"{layer}.running_{what}" for layer in (1, 4) for what in ("mean", "var")}
 
 
-def test_each_member_of_a_population_has_its_own():
-    """One that has averaged beside one that has not."""
+def test_each_member_of_a_population_has_its_own_averages():
+    """One member has averages and the other one has none yet."""
     late = trained(ema("2ba"))
     start = make_state(make_cnn(), batches_per_epoch=6, optimizer=pc.optim.sgd(0.1))
     early = compose(loop_events, [ema("2ba")]).init(start).replace(timestamp=late.timestamp)
@@ -115,7 +115,7 @@ def test_a_module_has_either_weights():
     assert averages_in(state, "doubled").params["0.weight"].any()
 
 
-def test_names_that_nobody_averages_under_are_errors():
+def test_names_without_averages_are_errors():
     with pytest.raises(ValueError, match="weights='swa': expected the name of an algorithm.*; there are doubled, two"):
         with_weights(trained(doubled(), doubled("two")), "swa")
     with pytest.raises(ValueError, match="no algorithm of this state keeps any"):
@@ -175,7 +175,7 @@ def test_layers_in_evaluation_mode_keep_their_statistics():
     assert not torch.equal(found["4.running_var"], kept["4.running_var"])
 
 
-def test_ghost_batch_normalisation_has_those_of_whole_batches():
+def test_ghost_batch_normalisation_has_statistics_of_whole_batches():
     state = trained(alg.ghost_batchnorm(4), ema("2ba"))
     found = averages_in(with_statistics(state, IMAGES, weights="ema"), "ema").buffers
     with torch.no_grad():
@@ -214,12 +214,12 @@ def test_a_layer_called_twice_has_the_mean_over_its_calls():
 
 @pytest.mark.parametrize("num", [0, torch.tensor(0)])
 @pytest.mark.parametrize("kept", [torch.nan, torch.inf, 3.0])
-def test_means_over_no_batch_have_no_part_in_the_next(num, kept):
+def test_means_over_no_batch_do_not_affect_the_next(num, kept):
     found = with_batch({"a": torch.full((2,), kept)}, {"a": torch.tensor([1.0, 2.0])}, num)
     assert found["a"].tolist() == [1.0, 2.0]
 
 
-def test_a_shuffling_loader_draws_by_the_runs_key_and_moves_no_global_generator():
+def test_a_shuffling_loader_draws_by_the_runs_key_not_the_global_generator():
     inputs, targets = (torch.cat(parts) for parts in zip(*IMAGES, strict=True))
     data = DataLoader(TensorDataset(inputs, targets), batch_size=5, shuffle=True, drop_last=True)
     state = trained(ema("2ba"))
@@ -233,12 +233,12 @@ def test_a_shuffling_loader_draws_by_the_runs_key_and_moves_no_global_generator(
     assert not torch.equal(averages_in(first, "ema").buffers["1.running_mean"], other["1.running_mean"])
 
 
-def test_a_network_without_batchnorm_comes_back_as_it_is():
+def test_a_network_without_batchnorm_is_returned_unchanged():
     state = trained(ema("2ba"), net=make_mlp(), batches=make_batches(2))
     assert with_statistics(state, [], weights="ema") is state
 
 
-def test_what_cannot_be_measured_is_an_error():
+def test_statistics_that_cannot_be_measured_are_an_error():
     begun = compose(loop_events, [ema()]).init(make_state(make_cnn()))
     with pytest.raises(ValueError, match="with_statistics: ema has not averaged any weights yet"):
         with_statistics(begun, IMAGES, weights="ema")
@@ -248,7 +248,7 @@ def test_what_cannot_be_measured_is_an_error():
         with_statistics(trained(ema()), IMAGES, weights="swa")
 
 
-def test_batches_of_any_form_will_do():
+def test_batches_of_any_structure_are_accepted():
     state = make_state(make_cnn(), input_field="image", target_field="label", batches_per_epoch=6)
     named = [{"image": inputs, "label": targets} for inputs, targets in IMAGES]
     step = compose(loop_events, [ema("2ba")])
@@ -259,5 +259,5 @@ def test_batches_of_any_form_will_do():
 
 
 def trained_like(state: State) -> State:
-    """The same state for batches that are tuples."""
+    """Return the same state for batches that are tuples."""
     return state.replace(input_field=0, target_field=1)

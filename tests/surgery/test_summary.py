@@ -52,7 +52,7 @@ def test_odd_networks() -> None:
         pc.surgery.summary(state, {"y": torch.zeros(4, 3)})
 
 
-def test_what_is_no_state_is_refused() -> None:
+def test_an_argument_that_is_not_a_state_is_refused() -> None:
     with pytest.raises(TypeError, match="expected a State, got Linear"):
         pc.surgery.summary(nn.Linear(2, 2), None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"summary\(unstack_states\(state\)\[0\], batch\)"):

@@ -1,4 +1,4 @@
-"""Surgery: what is kept is the very tensor, what is made depends on the key alone, and nothing old is touched."""
+"""Surgery: kept tensors are identical, new ones only depend on the key, and the old state is untouched."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ from purecompose.surgery import Site
 
 
 class Wrapped(nn.Module):
-    """A module behind a layer of its own, for what a rule puts in."""
+    """A module with an additional layer, inserted by a rule."""
 
     def __init__(self, inner: nn.Module, features: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def trained(state: State, num: int = 2) -> State:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_what_is_kept_is_the_same_tensor_with_the_optimizers_memory_of_it(optimizer: Any) -> None:
+def test_kept_parameters_are_the_same_tensors_with_their_optimizer_state(optimizer: Any) -> None:
     before = trained(make_state(optimizer=optimizer))
     after, report = surgery.operate(before, RULES, name="wrap")
     assert report.replaced == ("0", "3") and report.dropped == ()
@@ -103,7 +103,7 @@ def test_what_is_kept_is_the_same_tensor_with_the_optimizers_memory_of_it(optimi
     assert compose(loop_events)(after, make_batch(5)).timestamp.batch == 3
 
 
-def test_the_old_state_is_what_it_was() -> None:
+def test_the_old_state_is_unchanged() -> None:
     before = trained(make_state())
     copied, model = before.copy(), before.model
     net = copy.deepcopy(before.model.module)
@@ -112,7 +112,7 @@ def test_the_old_state_is_what_it_was() -> None:
     assert before.model is model and str(model.module) == str(net)
 
 
-def test_new_weights_depend_on_the_key_and_the_place_alone() -> None:
+def test_new_weights_only_depend_on_the_key_and_the_place() -> None:
     state, torch_state = make_state(), torch.get_rng_state()
     first, _ = surgery.operate(state, RULES, name="wrap")
     again, _ = surgery.operate(state, RULES, name="wrap")
@@ -130,13 +130,13 @@ def test_new_weights_depend_on_the_key_and_the_place_alone() -> None:
         assert not torch.equal(other[0].params["3.scale.weight"], first.params["3.scale.weight"])
 
 
-def test_a_second_time_changes_nothing_where_it_is_known_to_be_done() -> None:
+def test_a_surgery_that_is_already_done_changes_nothing() -> None:
     once, _ = surgery.operate(make_state(), RULES, name="wrap")
     twice, report = surgery.operate(once, {**RULES, Wrapped: None}, name="wrap")
     assert twice is once and report.replaced == ()
 
 
-def test_nothing_to_replace_is_a_warning_that_says_what_was_looked_for() -> None:
+def test_nothing_to_replace_is_a_warning_that_names_the_classes() -> None:
     with pytest.warns(UserWarning, match="looked for Conv2d to replace, and found none in a network of Batch"):
         after, report = surgery.operate(state := make_state(), {nn.Conv2d: wrap}, name="wrap")
     assert after is state and not report.replaced
@@ -144,7 +144,7 @@ def test_nothing_to_replace_is_a_warning_that_says_what_was_looked_for() -> None
         surgery.operate(state, {nn.Linear: lambda module, site: None}, name="wrap")
 
 
-def test_shared_modules_stay_shared_and_ties_stay_ties() -> None:
+def test_shared_modules_and_ties_are_kept() -> None:
     shared = nn.Linear(4, 4)
     net = nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(4, 4))
     net[3].weight = shared.weight
@@ -156,7 +156,7 @@ def test_shared_modules_stay_shared_and_ties_stay_ties() -> None:
     assert [name for name in after.params if name.endswith("inner.weight")] == ["0.inner.weight"]
 
 
-def test_dropped_parameters_go_with_their_memory() -> None:
+def test_dropped_parameters_lose_their_optimizer_state() -> None:
     before = trained(make_state())
     after, report = surgery.operate(before, {nn.BatchNorm1d: lambda module, site: nn.LayerNorm(6)}, name="norm")
     assert report.made == ("1.weight", "1.bias") and set(report.dropped) == {
@@ -223,7 +223,7 @@ def test_rules_that_cannot_be_followed_are_refused() -> None:
         surgery.replace(parts.model, RULES, parts.params, parts.buffers, key=parts.key, opt_state=parts.opt_state)
 
 
-def test_without_an_optimizer_there_are_tensors_alone() -> None:
+def test_surgery_works_without_an_optimizer() -> None:
     state = make_state()
     result = surgery.replace(state.model, RULES, state.params, state.buffers, key=random.key(3))
     assert result.opt_state is None and set(result.params) == {*state.params, *result.report.made} - {
@@ -249,7 +249,7 @@ def test_a_checkpoint_holds_the_new_network(tmp_path: Any) -> None:
     assert all(torch.equal(loaded.params[name], state.params[name]) for name in state.params)
 
 
-def test_kept_weights_and_their_memory_are_not_allocated_anew() -> None:
+def test_kept_weights_and_their_optimizer_state_are_not_copied() -> None:
     net = nn.Sequential(nn.Linear(500, 500), nn.ReLU(), nn.Linear(500, 2))
     state = make_state(net, optimizer=OPTIMIZERS["adam"])
 
@@ -262,7 +262,7 @@ def test_kept_weights_and_their_memory_are_not_allocated_anew() -> None:
     assert 0 < max(sizes) < 500 * 500
 
 
-def test_networks_of_the_library_take_it() -> None:
+def test_surgery_works_on_the_librarys_networks() -> None:
     for name in ("mlp", "cnn", "resnet8", "resnet20"):
         net = models.build(name, in_shape=(3, 16, 16), num_classes=3, seed=0)
         after, report = surgery.operate(make_state(net), {nn.ReLU: lambda module, site: nn.SiLU()}, name="act")
@@ -271,7 +271,7 @@ def test_networks_of_the_library_take_it() -> None:
 
 
 class Steps(nn.Module):
-    """Goes through its modules by a list, a tuple and a dict beside their names."""
+    """A network that accesses its modules by a list, a tuple and a dict besides their names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ class Around(nn.Module):
         return self.extra(self.inner(inputs))
 
 
-def test_modules_that_were_taken_over_keep_their_flags() -> None:
+def test_reused_modules_keep_their_flags() -> None:
     net = make_net()
     net[1].eval()
     rules: surgery.Rules = {nn.Sequential: lambda module, site: Around(module) if site.name == "0" else None}
@@ -316,7 +316,7 @@ def test_modules_that_were_taken_over_keep_their_flags() -> None:
     assert module.get_submodule("0").training and module.get_submodule("0.extra").training
 
 
-def test_what_was_unfrozen_trains_afterwards() -> None:
+def test_unfrozen_parameters_train_afterwards() -> None:
     net = make_net()
     net[0].weight.requires_grad_(False)
     state = make_state(net).replace(frozen=frozenset({"3.bias"}))
@@ -324,7 +324,7 @@ def test_what_was_unfrozen_trains_afterwards() -> None:
     assert changed.context.frozen == frozenset({"3.inner.bias"})
 
 
-def test_a_parameter_of_another_group_is_told_and_remembered_afresh() -> None:
+def test_a_parameter_in_another_group_warns_and_gets_new_optimizer_state() -> None:
     optimizer = optim.sgd(0.1, momentum=0.9, groups={"?.weight": {"momentum": 0.0}})
     state = make_state(optimizer=optimizer)
     rules: surgery.Rules = {nn.Linear: lambda module, site: nn.Sequential(module) if site.index else None}
@@ -335,7 +335,7 @@ def test_a_parameter_of_another_group_is_told_and_remembered_afresh() -> None:
     compose(loop_events)(changed, (torch.randn(5, 4), torch.randint(3, (5,))))
 
 
-# Rules that change what they are given
+# Rules that change their arguments
 
 
 def without_bias(module: Any, site: Site) -> nn.Module:
@@ -353,8 +353,8 @@ def doubled(module: Any, site: Site) -> nn.Module:
 
 
 @pytest.mark.parametrize(("rule", "taken"), [(without_bias, "bias"), (doubled, "weight")])
-def test_what_a_rule_takes_out_is_not_taken_for_what_it_makes(rule: surgery.Rule, taken: str) -> None:
-    # Python gives the id of what was taken out to what is made next.
+def test_removed_modules_are_not_mistaken_for_new_ones(rule: surgery.Rule, taken: str) -> None:
+    # Python may reuse the id of a removed object for the next one.
     torch.manual_seed(0)
     state = make_state(nn.Sequential(*(nn.Linear(3, 3) for _ in range(12))))
     after, report = surgery.operate(state, {nn.Linear: rule}, name="any")
@@ -407,7 +407,7 @@ def test_no_rule_writes_into_the_callers_tensors(write: Callable[[nn.Module], An
     assert not tree.diff(state, copied)
 
 
-def test_what_is_not_kept_may_have_been_put_elsewhere() -> None:
+def test_modules_that_are_not_kept_may_be_moved_elsewhere() -> None:
     def rule(module: nn.Linear, site: Site) -> nn.Module:
         del site
         module.weight.data = module.weight.data * 2
@@ -442,7 +442,7 @@ def test_a_module_that_was_changed_and_returned_counts_as_replaced(others: Any) 
     assert before[1].p == 0.5 and isinstance(before[0][1], nn.ReLU)
 
 
-def test_a_module_that_is_returned_as_it_was_is_left() -> None:
+def test_a_module_that_is_returned_unchanged_is_kept() -> None:
     seen: list[str] = []
 
     def look(module: nn.Module, site: Site) -> nn.Module:
@@ -468,21 +468,21 @@ def changed_from_afar(module: nn.Module, site: Site) -> nn.Module:
 @pytest.mark.parametrize(
     "rules", [{nn.Dropout: changed_and_left}, {nn.Linear: changed_from_afar}], ids=["left", "from afar"]
 )
-def test_changes_to_what_is_not_replaced_are_refused(rules: surgery.Rules) -> None:
+def test_changes_to_modules_that_are_not_replaced_are_refused(rules: surgery.Rules) -> None:
     state = make_state(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)))
     with pytest.raises(RuntimeError, match="^any: a rule changed 'p' of '1' in place without replacing it; return"):
         surgery.operate(state, rules, name="any")
 
 
 class Sized(nn.Linear):
-    """Counts its weights when it is asked first."""
+    """A layer that counts its weights at the first access and caches the count."""
 
     @functools.cached_property
     def size(self) -> int:
         return self.weight.numel()
 
 
-def test_reading_is_no_change() -> None:
+def test_reading_a_cached_property_is_not_a_change() -> None:
     sizes: list[int] = []
     with pytest.warns(UserWarning, match="changed nothing"):
         surgery.operate(make_state(Sized(4, 3)), {Sized: lambda module, site: sizes.append(module.size)}, name="any")
@@ -490,7 +490,7 @@ def test_reading_is_no_change() -> None:
 
 
 class Borrowing(nn.Module):
-    """A layer beside another one's weight and a module from elsewhere."""
+    """A layer together with another layer's weight and a module from elsewhere in the network."""
 
     def __init__(self, other: nn.Module) -> None:
         super().__init__()
@@ -500,7 +500,7 @@ class Borrowing(nn.Module):
         return self.own(inputs)
 
 
-def test_what_comes_from_elsewhere_in_the_network_keeps_its_dtype_and_its_flags() -> None:
+def test_tensors_from_elsewhere_in_the_network_keep_their_dtype_and_flags() -> None:
     norm = nn.BatchNorm1d(3).eval()
     state = make_state(nn.ModuleList([norm, nn.Linear(3, 3).double()]))
     rules: surgery.Rules = {nn.Linear: lambda module, site: Borrowing(site.root.get_submodule("0"))}
@@ -511,7 +511,7 @@ def test_what_comes_from_elsewhere_in_the_network_keeps_its_dtype_and_its_flags(
     assert after.params["1.own.weight"].dtype is torch.float64 and report.dropped == ("1.weight", "1.bias")
 
 
-def test_a_module_in_a_new_one_and_elsewhere_is_replaced_elsewhere_alone() -> None:
+def test_a_module_in_a_new_one_and_elsewhere_is_only_replaced_elsewhere() -> None:
     conv = nn.Linear(4, 4)
     state = make_state(nn.Sequential(conv, nn.Sequential(conv)))
     rules = {nn.Linear: wrap, nn.Sequential: lambda module, site: Around(module[0]) if site.name == "1" else None}
@@ -522,7 +522,7 @@ def test_a_module_in_a_new_one_and_elsewhere_is_replaced_elsewhere_alone() -> No
 # The optimizer
 
 
-def test_a_group_without_parameters_goes_with_a_warning() -> None:
+def test_a_group_without_parameters_is_removed_with_a_warning() -> None:
     state = trained(make_state(optimizer=optim.sgd(0.1, momentum=0.9, groups={"1.*": {"lr": 0.2}, "3.*": {"lr": 1.0}})))
     norm: surgery.Rules = {nn.BatchNorm1d: lambda module, site: nn.Identity()}
     said = "^norm: the optimizer's group '1.\\*' no longer matches a parameter .'1.weight' is gone; '1.bias' is gone.,"
@@ -537,7 +537,7 @@ def test_a_group_without_parameters_goes_with_a_warning() -> None:
 
 
 @pytest.mark.parametrize("is_guarded", [False, True], ids=["plain", "guarded"])
-def test_methods_take_groups_of_what_goes(is_guarded: bool, tmp_path: Any) -> None:
+def test_methods_remove_groups_of_removed_parameters(is_guarded: bool, tmp_path: Any) -> None:
     optimizer: Any = optim.adamw(0.01, groups={"*positions.*": {"weight_decay": 0.0}})
     optimizer = Guarded(optimizer) if is_guarded else optimizer
     step = compose(loop_events, [alibi(1.0)])
@@ -548,7 +548,7 @@ def test_methods_take_groups_of_what_goes(is_guarded: bool, tmp_path: Any) -> No
 
     with pytest.warns(UserWarning, match="^alibi: the optimizer's group '.*positions.weight' is gone"):
         state = step.init(begun())
-    again = compose(loop_events, [alibi(1.0, name="again")]).init(state)  # which says nothing
+    again = compose(loop_events, [alibi(1.0, name="again")]).init(state)  # without a warning
     assert again.optimizer == state.optimizer and again.model == state.model
     tokens = torch.arange(8).remainder(7).expand(2, -1)
     state = step(state, (tokens, tokens[:, :1].expand(2, 8)))
@@ -559,7 +559,7 @@ def test_methods_take_groups_of_what_goes(is_guarded: bool, tmp_path: Any) -> No
     assert not tree.diff(loaded.params, state.params)
 
 
-def test_a_group_by_an_old_name_goes_and_says_the_new_one() -> None:
+def test_a_group_by_an_old_name_is_removed_with_a_hint_to_the_new_one() -> None:
     net = nn.Sequential(nn.Conv2d(16, 4, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     state = make_state(net, optimizer=optim.adamw(0.01, groups={"0.weight": {"weight_decay": 0.0}}))
     with warnings.catch_warnings(record=True) as told:
@@ -579,7 +579,7 @@ def test_a_pattern_that_never_matched_is_the_optimizers_error() -> None:
         surgery.operate(state, RULES, name="wrap")
 
 
-def test_an_optimizer_inside_of_another_is_carried_and_told() -> None:
+def test_the_state_of_an_inner_optimizer_is_kept_and_its_groups_reported() -> None:
     optimizer = Guarded(optim.sgd(0.1, momentum=0.9, groups={"?.weight": {"momentum": 0.0}}))
     state = trained(make_state(optimizer=optimizer))
     rules: surgery.Rules = {nn.Linear: lambda module, site: nn.Sequential(module) if site.index else None}
@@ -591,7 +591,7 @@ def test_an_optimizer_inside_of_another_is_carried_and_told() -> None:
     assert compose(loop_events)(after, make_batch()).timestamp.batch == 3
 
 
-def test_a_memory_that_was_of_no_parameter_is_made() -> None:
+def test_a_slot_without_parameters_is_created_when_needed() -> None:
     optimizer = optim.sgd(0.1, momentum=0.9, groups={"weight": {"momentum": 0.0}, "bias": {"momentum": 0.0}})
     state = make_state(nn.Linear(4, 3), optimizer=optimizer)
     assert not state.opt_state
@@ -604,7 +604,7 @@ def test_a_memory_that_was_of_no_parameter_is_made() -> None:
 
 
 class Named(nn.Module):
-    """Has parameters of the names of an optimizer's slots."""
+    """A network whose parameters have the names of an optimizer's slots."""
 
     def __init__(self, is_alone: bool) -> None:
         super().__init__()
@@ -616,7 +616,7 @@ class Named(nn.Module):
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
-def test_a_parameter_may_be_called_as_a_slot_is(is_alone: bool) -> None:
+def test_a_parameter_may_have_the_name_of_a_slot(is_alone: bool) -> None:
     state = trained(make_state(Named(is_alone)))
     kind = nn.Identity if is_alone else nn.Linear
     after, _ = surgery.operate(state, {kind: lambda module, site: nn.Sequential(module)}, name="any")

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the tests of matching: walks through time, predicates beside their meaning.
+"""Hypothesis strategies for the tests of matching: walks through time, predicates with their meanings.
 
 A predicate is drawn together with a second opinion, a plain function `(event, timestamp) -> bool` that is
 written from the documented meaning with exact arithmetic and shares no code with the library.
@@ -25,7 +25,7 @@ Meaning = Callable[[Event, Timestamp], bool]
 
 
 class Pair(NamedTuple):
-    """A predicate, and what it is meant to say."""
+    """A predicate and its intended meaning."""
 
     predicate: Predicate
     meaning: Meaning
@@ -36,13 +36,13 @@ class _AtTime(NamedTuple):
 
 
 def at_time(timestamp: Timestamp) -> Any:
-    """As much of a state as a predicate about time needs."""
+    """Return an object with the part of a state that predicates about time read."""
     return _AtTime(timestamp)
 
 
 @st.composite
 def walks(draw: st.DrawFn, run: RunLength, *, max_size: int = 25) -> list[Timestamp]:
-    """The points of a walk: mostly batch by batch, at times an epoch or an iteration that ends early."""
+    """Draw the points of a walk: mostly batch by batch, sometimes an epoch or an iteration that ends early."""
     moves = st.sampled_from(["batch"] * 8 + ["epoch", "iteration"])
     points = [Timestamp(run=run)]
     for move in draw(st.lists(moves, min_size=1, max_size=max_size)):
@@ -57,7 +57,7 @@ def walks(draw: st.DrawFn, run: RunLength, *, max_size: int = 25) -> list[Timest
 
 
 def pairs(run: RunLength, *, max_leaves: int = 6) -> st.SearchStrategy[Pair]:
-    """Predicate trees that have an answer in this run."""
+    """Return a strategy for predicate trees that have an answer in this run."""
     leaves = [_on(), _points(), _ends(), _fractions(run), _counts(run)]
     if run.batches_per_epoch is not None:
         leaves += [_epoch_ends(run), _counts(run, in_epoch=True)]
@@ -99,7 +99,7 @@ def _points() -> st.SearchStrategy[Pair]:
 
 
 def _ends() -> st.SearchStrategy[Pair]:
-    """Points that are included, and not the batches within the epoch or iteration that begins there."""
+    """Return a strategy for points that include themselves but not the batches of the epoch or iteration they start."""
     inside = {"ep": ("batch_in_epoch",), "iter": ("epoch_in_iteration", "batch_in_epoch", "token_in_iteration")}
 
     def build(unit: str, value: int) -> Pair:
@@ -115,7 +115,7 @@ def _ends() -> st.SearchStrategy[Pair]:
 
 
 def _fractions(run: RunLength) -> st.SearchStrategy[Pair]:
-    """Fractions of the run in twentieths, which floats cannot hold."""
+    """Return a strategy for fractions of the run in twentieths, which floats cannot represent."""
     duration = run.duration
     assert duration is not None
     counter, total = _COUNTERS[duration.unit.value], Fraction(duration.value)
@@ -169,7 +169,7 @@ def _counts(run: RunLength, *, in_epoch: bool = False) -> st.SearchStrategy[Pair
 
 
 def _number(event: Event, time: Timestamp, in_epoch: bool) -> int:
-    """The batch that an event is about, counted from 1."""
+    """Return the number, from 1, of the batch that an event belongs to."""
     if event not in LATER_EVENTS:
         return 1 + (time.batch_in_epoch if in_epoch else time.batch)
     if in_epoch and time.batch and not time.batch_in_epoch:

@@ -1,4 +1,4 @@
-"""The Event enum: lookup, and the facts read off the names against a table written by hand."""
+"""The Event enum: lookup, and properties derived from the names against a manual table."""
 
 import re
 
@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from purecompose.time.event import Event
 
 
-# b: opens, a: closes, -: neither; with the canonical name. Written out by hand, on purpose.
+# b: opens, a: closes, -: neither; with the canonical name. Written manually on purpose.
 TABLE = """
 INIT - init | BEFORE_LOAD b load | AFTER_LOAD a load | FIT_START b fit | ITERATION_START b iteration
 EPOCH_START b epoch | BEFORE_DATALOADER b dataloader | AFTER_DATALOADER a dataloader | BATCH_START b batch
@@ -26,7 +26,7 @@ PREDICT_BEFORE_FORWARD b predict_forward | PREDICT_AFTER_FORWARD a predict_forwa
 ROWS = [row.split() for row in re.split(r"[|\n]", TABLE) if row.strip()]
 
 
-def test_the_table_holds_every_event_once() -> None:
+def test_the_table_contains_every_event_once() -> None:
     names = [name for name, _, _ in ROWS]
     assert len(names) == 40
     assert sorted(names) == sorted(event.name for event in Event)
@@ -99,6 +99,6 @@ def test_an_unknown_name_lists_close_ones() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, ["init"]])
-def test_no_string_is_a_type_error(value: object) -> None:
+def test_an_argument_that_is_not_a_string_is_a_type_error(value: object) -> None:
     with pytest.raises(TypeError, match="name of one, got"):
         Event(value)

@@ -1,4 +1,4 @@
-"""Predicates: truth tables, the laws of logic, what remains of them at an event and in a stretch of time."""
+"""Predicates: truth tables, the laws of logic, and their simplification at an event and in a stretch of time."""
 
 import math
 from fractions import Fraction
@@ -32,7 +32,7 @@ RUN = RunLength("4ep", batches_per_epoch=5, iteration_length="2ep")
 
 
 def points(run: RunLength, count: int, samples: int = 8) -> list[Timestamp]:
-    """The first points of a run, batch by batch."""
+    """Return the first points of a run, batch by batch."""
     found = [Timestamp(run=run)]
     while len(found) < count:
         found.append(found[-1].advance(samples))
@@ -40,7 +40,7 @@ def points(run: RunLength, count: int, samples: int = 8) -> list[Timestamp]:
 
 
 def batches_of(predicate: Predicate, run: RunLength, count: int, event: Event = Event.BATCH_START) -> list[int]:
-    """The numbers, from 1, of the batches in which a predicate holds at an event."""
+    """Return the numbers, from 1, of the batches in which a predicate holds at an event."""
     times = points(run, count + 1)
     times = times[1:] if event.sees_new_time else times[:-1]
     return [number for number, time in enumerate(times, 1) if predicate(event, at_time(time))]
@@ -134,7 +134,7 @@ def test_an_epoch_that_the_loader_ends_early_counts_as_ended() -> None:
 
 
 @pytest.mark.parametrize("event", Event)
-def test_on_holds_at_its_events_alone(event: Event) -> None:
+def test_on_holds_only_at_its_events(event: Event) -> None:
     predicate = on("batch_end", Event.INIT)
     expected = event in (Event.BATCH_END, Event.INIT)
     assert predicate(event, None) is expected
@@ -184,7 +184,7 @@ def test_a_fraction_as_interval_picks_the_batches_that_exact_arithmetic_names(pa
 
 
 @given(st.data())
-def test_every_tree_says_what_it_means(data: st.DataObject) -> None:
+def test_every_tree_evaluates_to_its_meaning(data: st.DataObject) -> None:
     run = data.draw(runs())
     predicate, meaning = data.draw(pairs(run))
     for time in data.draw(walks(run)):
@@ -193,7 +193,7 @@ def test_every_tree_says_what_it_means(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_an_event_may_be_known_first(data: st.DataObject) -> None:
+def test_the_event_may_be_given_first(data: st.DataObject) -> None:
     run = data.draw(runs())
     predicate = data.draw(pairs(run)).predicate
     for time in data.draw(walks(run, max_size=8)):
@@ -237,7 +237,7 @@ def test_units_and_zeros_vanish_from_the_tree() -> None:
 
 @settings(max_examples=100)
 @given(st.data())
-def test_what_remains_in_a_stretch_agrees_all_through_it(data: st.DataObject) -> None:
+def test_the_simplified_predicate_agrees_throughout_a_stretch(data: st.DataObject) -> None:
     run = data.draw(runs())
     predicate = data.draw(pairs(run)).predicate
     walk = data.draw(walks(run))
@@ -274,7 +274,9 @@ def test_what_remains_in_a_stretch_agrees_all_through_it(data: st.DataObject) ->
     ],
     ids=repr,
 )
-def test_what_cannot_change_in_a_stretch_is_settled(predicate: Predicate, left: Predicate, end: float) -> None:
+def test_a_predicate_that_cannot_change_in_a_stretch_is_settled(
+    predicate: Predicate, left: Predicate, end: float
+) -> None:
     time = points(RUN, 7)[-1]
     assert time.batch == 6
     settled, until = predicate.during(time)
@@ -296,7 +298,7 @@ def test_a_long_interval_is_settled_between_its_turns(length: int, is_settled: b
     assert sum(settled) > 0.95 * len(times) if is_settled else not any(settled)
 
 
-def test_who_reads_more_than_time() -> None:
+def test_is_timed_is_false_for_predicates_that_read_more_than_time() -> None:
     plain = as_predicate(is_plain)
     for predicate in (ALWAYS, on("init"), after(0.5), every(2), epoch_ends(), ~(on("init") | before(0.2))):
         assert predicate.is_timed
@@ -332,7 +334,7 @@ def test_predicates_print_as_they_are_written(predicate: Predicate, text: str) -
 
 
 @given(st.data())
-def test_what_is_printed_reads_back_with_the_same_meaning(data: st.DataObject) -> None:
+def test_the_repr_evaluates_to_a_predicate_of_the_same_meaning(data: st.DataObject) -> None:
     run = data.draw(runs())
     predicate = data.draw(pairs(run)).predicate
     names = {**vars(predicates), **Event.__members__, "always": ALWAYS, "never": NEVER}
@@ -354,7 +356,7 @@ def test_plain_functions_become_predicates() -> None:
 
 
 @pytest.mark.parametrize("match", [None, 3, "init", Event.INIT])
-def test_neither_predicate_nor_function(match: Any) -> None:
+def test_arguments_other_than_predicates_and_functions_are_refused(match: Any) -> None:
     with pytest.raises(TypeError, match="expected a predicate or a function"):
         as_predicate(match)
     with pytest.raises(TypeError, match="expected a predicate or a function"):
@@ -389,7 +391,7 @@ def test_neither_predicate_nor_function(match: Any) -> None:
         (lambda: every(2, since="60sec"), ValueError, "wall-clock"),
     ],
 )
-def test_mistakes_are_told_when_the_predicate_is_built(build: Any, error: type[Exception], text: str) -> None:
+def test_bad_arguments_are_refused_when_the_predicate_is_built(build: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         build()
 
@@ -404,6 +406,8 @@ def test_mistakes_are_told_when_the_predicate_is_built(build: Any, error: type[E
         (after(0.5), RunLength(), r"State\.create\(duration="),
     ],
 )
-def test_what_a_run_cannot_answer_is_told_when_it_is_asked(predicate: Predicate, run: RunLength, text: str) -> None:
+def test_questions_that_a_run_cannot_answer_are_errors_on_evaluation(
+    predicate: Predicate, run: RunLength, text: str
+) -> None:
     with pytest.raises(ValueError, match=text):
         predicate(Event.BATCH_START, at_time(Timestamp(run=run)))

@@ -1,4 +1,4 @@
-"""RunLength and Timestamp: a published walk, and the counters against sums counted by hand."""
+"""RunLength and Timestamp: a published walk, and the counters against manually computed sums."""
 
 import dataclasses
 import operator
@@ -26,7 +26,7 @@ def test_a_walk_through_epochs_and_iterations() -> None:
     assert start == Timestamp()
 
 
-def test_wall_clock_moves_only_when_told() -> None:
+def test_wall_clock_only_advances_by_given_durations() -> None:
     run = RunLength("4ep", batches_per_epoch=2, iteration_length="1ep")
     time = Timestamp(run=run)
     for _ in range(5):
@@ -102,7 +102,7 @@ def test_an_iteration_of_tokens_ends_within_the_epoch() -> None:
     assert (time.epoch, time.batch_in_epoch, time.iteration) == (1, 0, 3)
 
 
-def test_five_epochs_of_two_an_iteration() -> None:
+def test_five_epochs_with_two_per_iteration() -> None:
     time = Timestamp(run=RunLength(iteration_length="2ep"))
     for _ in range(5):
         time = time.to_next_batch(1).advance_epoch()
@@ -110,7 +110,7 @@ def test_five_epochs_of_two_an_iteration() -> None:
 
 
 @given(st.data())
-def test_advance_by_is_advance_so_often(data: st.DataObject) -> None:
+def test_advance_by_equals_repeated_advance(data: st.DataObject) -> None:
     lengths = st.none() | st.integers(1, 5)
     iterations = st.sampled_from([None, None, "2ep", "30tok"])
     run = RunLength("9ep", batches_per_epoch=data.draw(lengths), iteration_length=data.draw(iterations))
@@ -129,7 +129,7 @@ def test_advance_by_takes_no_time_without_iterations() -> None:
 
 
 @pytest.mark.parametrize("arguments", [(-1,), (1, -1), (1, 0, -1)])
-def test_advance_by_refuses_what_is_negative(arguments: tuple[int, ...]) -> None:
+def test_advance_by_refuses_negative_numbers(arguments: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=">= 0"):
         Timestamp().advance_by(*arguments)
     with pytest.raises(TypeError, match="expected an int"):
@@ -155,7 +155,7 @@ def test_timestamps_are_frozen() -> None:
         Timestamp().advance().batch = 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_get() -> None:
+def test_get_returns_the_counter_in_a_unit() -> None:
     time = Timestamp(iteration=1, epoch=2, batch=3, sample=4, token=5, total_wct=6.5)
     assert [time.get(unit) for unit in ("iter", "ep", "ba", "sp", "tok", "sec")] == [1, 2, 3, 4, 5, 6.5]
     with pytest.raises(ValueError, match="elapsed"):
@@ -177,7 +177,7 @@ def test_get() -> None:
         (RunLength("60sec"), {"total_wct": 15.0}, 0.25),
     ],
 )
-def test_elapsed(run: RunLength, fields: dict, expected: float | None) -> None:
+def test_elapsed_is_the_fraction_of_the_run(run: RunLength, fields: dict, expected: float | None) -> None:
     assert Timestamp(run=run, **fields).elapsed() == expected
 
 
@@ -255,7 +255,7 @@ def test_run_lengths_are_values() -> None:
         ({"iteration_length": "5ba"}, ValueError, "in ep or tok, got 5ba"),
     ],
 )
-def test_run_length_refuses(arguments: dict, error: type[Exception], message: str) -> None:
+def test_run_length_refuses_bad_arguments(arguments: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         RunLength(**arguments)
 
@@ -294,7 +294,7 @@ def test_replace() -> None:
         ({"run": "20ep"}, TypeError, "run: expected a RunLength, got '20ep'"),
     ],
 )
-def test_timestamp_refuses(arguments: dict, error: type[Exception], message: str) -> None:
+def test_timestamp_refuses_bad_arguments(arguments: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Timestamp(**arguments)
 

@@ -72,7 +72,7 @@ def test_a_part_of_a_count_is_a_type_error(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["5", "1.5", " 3e4 ", "-2"])
-def test_a_bare_number_is_asked_for_its_unit(text: str) -> None:
+def test_a_number_without_a_unit_is_an_error_that_asks_for_one(text: str) -> None:
     with pytest.raises(ValueError, match="has no unit; add one of iter, ep, ba"):
         Time.parse(text)
 
@@ -97,12 +97,12 @@ def test_a_bare_number_is_asked_for_its_unit(text: str) -> None:
     ]
     + ["1e9999dur", "1e999999999sp", "0x10ba", "1,000ba", "h"],
 )
-def test_what_cannot_be_read_is_a_value_error(text: str) -> None:
+def test_text_that_cannot_be_read_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError):
         Time.parse(text)
 
 
-def test_parse_takes_strings_alone() -> None:
+def test_parse_only_takes_strings() -> None:
     with pytest.raises(TypeError, match=r"got 5 \(int\)"):
         Time.parse(5)  # pyright: ignore[reportArgumentType]
 
@@ -161,7 +161,7 @@ def test_of() -> None:
         Time.of(1.5)
 
 
-def test_a_time_that_cannot_be_read_is_told_by_the_argument() -> None:
+def test_errors_for_unreadable_times_name_the_argument() -> None:
     assert named_time(3, "swa: every", TimeUnit.BATCH) == Time(3, "ba")
     with pytest.raises(ValueError, match="^swa: every='often': cannot read the time 'often'; write"):
         named_time("often", "swa: every", TimeUnit.BATCH)
@@ -195,8 +195,8 @@ def test_sums_differences_and_order_follow_the_values(a: int, b: int, unit: Time
         assert (x % y).value == a % b
 
 
-def test_scaling_does_not_lose_one_to_rounding() -> None:
-    assert 0.29 * 100 < 29  # what a bare truncation would have made 28 of
+def test_scaling_has_no_rounding_errors() -> None:
+    assert 0.29 * 100 < 29  # plain truncation would make 28 of it
     assert Time(100, "ep") * 0.29 == Time(29, "ep")
     assert Time(100, "ep") * 0.999 == Time(99, "ep")
     assert (Time(2**53 + 1, "sp") * 1).value == 2**53 + 1
@@ -223,7 +223,7 @@ def test_unit_error_names_both_sides() -> None:
     assert issubclass(UnitError, RuntimeError)
 
 
-def test_what_is_no_time_is_a_type_error() -> None:
+def test_values_that_are_not_times_are_a_type_error() -> None:
     one = Time(1, "ep")
     with pytest.raises(TypeError):
         _ = one < 1.5

@@ -14,7 +14,7 @@ LENGTHS = st.integers(1, 12)
 
 
 def slopes_of_the_paper(num_heads: int) -> list[float]:
-    """Return the paper's slopes: for a power of two, and otherwise of the next lower one and every second of the next."""
+    """Return the paper's slopes: of a power of two, or else of the next lower one and every second of the next."""
     power = 1
     while 2 * power <= num_heads:
         power *= 2
