@@ -166,7 +166,7 @@ def test_attention_with_which_something_else_is_called_is_refused(change: Any) -
 
 def test_sequences_may_be_longer_than_before() -> None:
     state, (ids, _) = trained(make_state(), alibi()), make_batch(length=3 * LENGTH)
-    with pytest.raises(ValueError, match=r"at most 8 places, got 24"):
+    with pytest.raises(ValueError, match=r"at most 8 positions, got 24"):
         make_state().forward(ids)
     logits = state.forward(ids)
     assert logits.shape == (4, VOCABULARY, 3 * LENGTH) and bool(logits.isfinite().all())

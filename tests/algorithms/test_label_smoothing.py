@@ -364,7 +364,7 @@ def read_second(batch):
     return batch[1]
 
 
-def test_keys_that_can_only_read_are_refused():
+def test_read_only_keys_are_refused():
     with pytest.raises(TypeError, match="target_field=.*is read-only.*getter, setter"):
         label_smoothing(0.1, target_field=read_second)
     with pytest.raises(TypeError, match="target_field=.*is read-only"):

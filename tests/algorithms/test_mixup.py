@@ -346,7 +346,7 @@ def read_first(batch):
 @pytest.mark.parametrize(
     "keys", [{"input_field": read_first}, {"target_field": read_first}, {"input_field": [0, read_first]}]
 )
-def test_keys_that_can_only_read_are_refused_when_built(keys):
+def test_read_only_keys_are_refused_when_built(keys):
     with pytest.raises(TypeError, match=f"{next(iter(keys))}=.*is read-only.*getter, setter"):
         mixup(**keys)
 

@@ -467,8 +467,8 @@ def test_compiled_steps_agree_and_the_interval_costs_one_more_variant():
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_the_second_gradient_crosses_a_boundary_between_compiled_parts(microbatches):
-    """Where what comes before the gradient varies too, the parts are compiled apart."""
+def test_the_second_gradient_crosses_the_boundary_of_compiled_parts(microbatches):
+    """If algorithms before the gradient vary too, the parts are compiled separately."""
     mixup = alg.mixup(0.3)
     mixup = dataclasses.replace(mixup, match=mixup.predicate & (pc.on(Event.INIT) | pc.every(3)))
     step = compose(loop_events, [sam(0.5, every=2), mixup], microbatches=microbatches)

@@ -492,7 +492,7 @@ def test_a_wrong_name_of_the_labels_is_found_in_the_first_step():
 def test_a_wrong_shift_of_the_labels_is_found_in_the_first_step():
     batch = dict(zip(("inputs", "labels"), token_batch(1), strict=True))
     with pytest.raises(
-        ValueError, match=r"mean over the labels without the first 1, .*write losses.ModelLoss\(shift=1\)"
+        ValueError, match=r"mean over the labels without the first 1, .*use losses.ModelLoss\(shift=1\)"
     ):
         compose(loop_events)(make_state(OwnTokenLoss(), loss=pc.losses.model_loss), batch)
 

@@ -111,7 +111,7 @@ def test_faults_detectable_without_a_step_are_reported_at_creation(optimizer, sa
         make_state(optimizer=optimizer)
 
 
-def test_a_class_in_place_of_an_optimizer_is_told_in_one_way():
+def test_a_class_in_place_of_an_optimizer_always_has_the_same_error():
     with pytest.raises(TypeError, match=r"by_pattern: rest: expected a pure optimizer .*; call it: Descent\("):
         optim.by_pattern({}, Descent)  # type: ignore[arg-type]
 

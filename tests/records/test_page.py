@@ -9,7 +9,7 @@ from purecompose.records import read_run
 from tests.pages import ROOT
 
 
-# Checkpoints after every few milliseconds: on a slow disk some are skipped, with a warning.
+# There is a checkpoint every few milliseconds, so that a slow disk skips some, with a warning.
 @pytest.mark.filterwarnings("ignore::purecompose.errors.CheckpointWarning")
 def test_the_page_runs_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

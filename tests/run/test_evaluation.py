@@ -319,7 +319,7 @@ def test_an_interval_that_is_not_a_time_is_named(every):
 
 
 @pytest.mark.parametrize("metric", ["accuracy", 3, {}])
-def test_what_is_no_metric(metric):
+def test_an_argument_that_is_not_a_metric_is_rejected(metric):
     with pytest.raises(TypeError):
         Evaluator([], {"accuracy": metric})
 
@@ -343,7 +343,7 @@ def test_a_metric_that_takes_other_arguments_is_refused_before_the_run(metric, m
         Evaluator([], {"one": metric})
 
 
-def test_a_metric_without_a_name():
+def test_a_metric_without_a_name_is_rejected():
     accuracy: Any = pc.metrics.accuracy
     with pytest.raises(TypeError, match=r"mapping by name, such as {'accuracy': pc.metrics.accuracy}, got a Metric$"):
         evaluate(make_state(), uneven(), metrics=accuracy)

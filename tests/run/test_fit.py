@@ -416,7 +416,7 @@ def test_arguments_of_another_kind_are_named(given, message):
 
 
 @pytest.mark.parametrize("run", [fit, pc.training])
-def test_a_setting_of_another_name_is_answered_by_the_right_one(run):
+def test_the_error_for_an_unknown_setting_names_the_right_one(run):
     given = compose(loop_events), make_state(), make_batches(1)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'epochs'; write duration=\"3ep\"$"):
         run(*given, epochs=3)
@@ -430,7 +430,7 @@ def test_a_setting_of_another_name_is_answered_by_the_right_one(run):
         pc.compile(given[0], microbatches=4)  # pyright: ignore[reportCallIssue]
 
 
-def test_an_observer_that_reads_what_is_gone_is_told_where_it_is():
+def test_an_observer_that_reads_a_removed_field_gets_a_note_with_the_remedy():
     def norms(event, state):
         if event is Event.BATCH_END:
             state.grads["0.weight"]

@@ -95,7 +95,7 @@ def runs(text: str, name: str) -> tuple[pc.Step, list[State], list[Any], list[St
 def test_each_member_equals_its_single_run(text, name, chunk_size):
     step, start, batches, expected = runs(text, name)
     states = run_steps(population(step, 3, chunk_size), stack_states(start), batches)
-    # In half precision other kernels round otherwise by as much as a number has digits.
+    # In half precision other kernels round differently, by up to the precision of the format.
     tolerance, floor = (2e-2, 2e-3) if computes_in_half(name) else (1e-4, 1e-6)
     if computes_in_half(name):  # a metric such as SAM's sharpness is a difference of losses, each with 8 bits
         metrics = stack_states(expected).metrics

@@ -218,7 +218,7 @@ def test_parameters_that_the_checkpoint_lacks_stay_frozen(tmp_path: pathlib.Path
     assert loaded.context.frozen == {"order"}
 
 
-def test_another_number_of_threads_is_told(tmp_path: pathlib.Path) -> None:
+def test_another_number_of_threads_is_reported(tmp_path: pathlib.Path) -> None:
     pc.save(make_state(), tmp_path / "one")
     torch.set_num_threads(2)
     try:

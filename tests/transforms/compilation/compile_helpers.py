@@ -39,7 +39,7 @@ DONATE = pytest.mark.parametrize("donate", [True, pytest.param(False, marks=pyte
 
 
 def assert_agree(eager: Any, other: Any, tolerance: tree.ToleranceLike = 1e-5) -> None:
-    """The two agree leaf by leaf, to a share of the leaf's largest magnitude."""
+    """Assert that both agree leaf by leaf, up to a fraction of the leaf's largest magnitude."""
     first, second = (readable(tree_) if isinstance(tree_, State) else tree_ for tree_ in (eager, other))
     found = list(map(str, tree.differences(first, second, tolerance=tolerance)))
     assert not found, "\n".join(found[:5])

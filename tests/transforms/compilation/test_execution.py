@@ -128,7 +128,7 @@ def test_a_host_algorithm_that_changes_the_structure_of_slots_agrees(donate: boo
 
 
 @DONATE
-def test_a_slot_that_is_there_within_the_step_only_crosses_a_boundary(donate: bool) -> None:
+def test_a_slot_that_exists_only_within_the_step_crosses_a_boundary(donate: bool) -> None:
     methods = [
         changing("put", Event.AFTER_DATALOADER, lambda s: s.replace(slots={**s.slots, "tmp": torch.ones(())})),
         scaling("early", Event.AFTER_DATALOADER, 2, 2),

@@ -40,7 +40,7 @@ def test_without_timed_algorithms_there_is_one_segment() -> None:
     [sam(), ema(), alg.selective_backprop(0.2, 0.9), scaling("s", Event.AFTER_FORWARD, 2, 3)],
     ids=lambda algorithm: algorithm.name,
 )
-def test_where_only_one_side_varies_no_boundary_is_cut(algorithm: Algorithm) -> None:
+def test_a_step_is_not_cut_where_only_one_side_varies(algorithm: Algorithm) -> None:
     assert num_segments(algorithm, noise(), decay()) == 1
 
 
