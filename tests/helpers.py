@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import purecompose as pc
@@ -154,6 +155,14 @@ def assert_close(first: Any, second: Any, *, rtol: float = 1e-5, atol: float = 1
     assert first.keys() == second.keys()
     for name in first:
         torch.testing.assert_close(first[name].detach(), second[name].detach(), rtol=rtol, atol=atol, msg=name)
+
+
+def nt_xent(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return a contrastive loss, in which examples with the same target are alike; it couples examples."""
+    outputs = F.normalize(outputs, dim=1)
+    similarities = (outputs @ outputs.T / 0.5).masked_fill(torch.eye(len(outputs), dtype=torch.bool), -1e9)
+    is_pair = (targets[:, None] == targets).fill_diagonal_(False) | torch.eye(len(outputs), dtype=torch.bool)
+    return -(similarities.log_softmax(1) * is_pair).clamp(min=-50).sum() / len(outputs)
 
 
 def copied(tree: Any) -> Any:

@@ -107,8 +107,19 @@ def no_op_model(*, name: str = "no_op_model") -> Algorithm:
         changed, _ = surgery.operate(state, no_op_model_rules(has_classes), name=name)
         key = given.labels if isinstance(given, ModelLoss) and given.labels is not None else state.context.target_field
         loss = NoOpLoss(getattr(given, "ignore_index", None))
-        context = changed.context.replace(loss=loss, input_field=key, target_field=key)
-        return changed.replace(static=Static(context, changed.static.timestamp)).to(state.device)
+        names = {*changed.context.loss_param_names, *changed.context.loss_buffer_names}
+        context = changed.context.replace(
+            loss=loss, loss_model=None, frozen=changed.context.frozen - names, input_field=key, target_field=key
+        )
+        params = {n: param for n, param in changed.params.items() if n not in names}
+        buffers = {n: buffer for n, buffer in changed.buffers.items() if n not in names}
+        changed = changed.replace(
+            static=Static(context, changed.static.timestamp),
+            params=params,
+            buffers=buffers,
+            opt_state=context.optimizer.init(params),
+        )
+        return changed.to(state.device)
 
     # Runs first: slots and surgery of other methods would otherwise refer to the network that is replaced.
     return Algorithm(name, on(Event.INIT), apply, traits=frozenset({Trait.REQUIRED_ON_LOAD}), runs_before=tuple(Trait))

@@ -263,7 +263,7 @@ def _losses_in_state(name: str, state: State, inputs: Any, targets: Any, scale_f
     def example_losses(outputs: Any, targets: Any) -> Tensor:
         own_loss = _own_loss(state)
         if own_loss is None:
-            return losses.per_example(state.context.loss, outputs, targets)
+            return state.call_loss(lambda loss: losses.per_example(loss, outputs, targets), train=True)[0]
         return model_losses(name, own_loss, outputs, state.batch)  # the loss names its labels itself
 
     return _ranking_losses(forward_fn, example_losses, inputs, targets, scale_factor)

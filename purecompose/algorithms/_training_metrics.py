@@ -100,7 +100,14 @@ def training_metrics(
 
 def _chosen(metrics: Any) -> dict[str, Metric]:
     if isinstance(metrics, Mapping):
-        return {str(key): as_metric(metric) for key, metric in metrics.items()}
+        chosen = {str(key): as_metric(metric) for key, metric in metrics.items()}
+        for key, metric in chosen.items():
+            if metric.takes_loss:
+                raise ValueError(
+                    f"training_metrics: {key}: the training loss of each step is state.loss, and its parts are in "
+                    "state.metrics; give mean_loss the loss function to average it"
+                )
+        return chosen
     if isinstance(metrics, str) or not isinstance(metrics, Sequence) or not all(isinstance(m, str) for m in metrics):
         raise TypeError(
             "training_metrics: metrics: expected a mapping from names to metrics, such as {'accuracy': "

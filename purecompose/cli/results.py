@@ -38,7 +38,7 @@ def show_evaluation(options: argparse.Namespace) -> None:
     with fixed_arithmetic(settings["threads"]), plain_warnings():
         run = trained(options.run, options.checkpoint, settings, data)
         tested = _tested(options, settings, run.setup)
-        wanted = {**run.setup.kind.metrics, "top_5": metrics.top_k(5), "loss": run.state.context.loss}
+        wanted = {**run.setup.kind.metrics, "top_5": metrics.top_k(5), "loss": metrics.mean_loss()}
         if data.num_classes < 5:
             del wanted["top_5"]
         with nullcontext() if options.length is None else reported_as("--length"):

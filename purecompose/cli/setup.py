@@ -22,6 +22,7 @@ from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step, compose
 from purecompose.core.loop import loop_events
 from purecompose.core.state import State
+from purecompose.losses import metrics
 from purecompose.nn import models
 from purecompose.random import key
 from purecompose.run.evaluation import Evaluator
@@ -168,7 +169,7 @@ def prepare(settings: Mapping[str, Any], data: Data) -> Setup:
     states = [step.init(state.to(device)) for state in _states(settings, data, duration, length)]
     watched = "val" if aside else "eval"
     with reported_as("--eval-every"):
-        wanted = {**kind.metrics, "loss": states[0].context.loss}
+        wanted = {**kind.metrics, "loss": metrics.mean_loss()}
         # With validation data, which make all decisions, the test data are evaluated only once.
         num_batches = _limited(settings["limit_batches"], len(test_data))
         interval = "1dur" if aside else settings["eval_every"]

@@ -104,7 +104,7 @@ def _scalar(name: str, value: Any, device: torch.device) -> Tensor:
 
 def _with(context: Context, name: str, value: Any) -> Context:
     if name in ("frozen", "paused"):
-        value = _parameter_names(name, value, context.model.param_names)
+        value = _parameter_names(name, value, context.param_names)
     context = context.replace(**{name: value})
     if name != "optimizer":
         return context

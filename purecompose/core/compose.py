@@ -32,6 +32,7 @@ from purecompose.core.contract import Contract, Observe, check_slots
 from purecompose.core.cut import Cut
 from purecompose.core.gradient import wants_outer_gradient
 from purecompose.core.loop import advance
+from purecompose.core.loss import Constant, check_constants, constants_of
 from purecompose.core.matching import Matcher
 from purecompose.core.members import SINGLE, Members
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Node, Operation, Place, Purpose, in_order, lift
@@ -79,6 +80,10 @@ class _Cache:
     """The context in which a schedule was last checked, by schedule and number of examples."""
     ready: Context | None = None
     """The last context that is known to be initialised and to fit the program."""
+    loss: Any = None
+    """The loss of the last context."""
+    constants: tuple[Constant, ...] = ()
+    """The numbers and tensors that this loss reads from Python, as they were at its first step."""
     outer_matchers: dict[Event, Matcher] = field(default_factory=dict)
     """The matchers of events outside the program."""
 
@@ -184,12 +189,15 @@ class Step:
 
         Raises:
             RuntimeError: `init` has not been called.
-            ValueError: The state is a population's and the step is not, or the other way round.
+            ValueError: The state is a population's and the step is not, or the other way round; or the loss reads a
+                number or tensor that has changed.
         """
         self.members.check(state)
         context, now = state.context, state.timestamp
         if context is not self._cache.ready:
             self._check_ready(context)
+        if self._cache.constants:
+            check_constants(context.loss, self._cache.constants)
         one = self.members.one(state) if self._matches_values else state
         example = self.members.example(batch)
         num_examples, later = context.layout.num_examples(example), now
@@ -388,6 +396,8 @@ class Step:
             raise RuntimeError(f"{', '.join(missing)}: not initialised; call state = step.init(state) first{why}")
         check_updates(self.program, context.trainable)
         check_layout(context.layout, self.algorithms)
+        if context.loss is not self._cache.loss:
+            self._cache.loss, self._cache.constants = context.loss, constants_of(context.loss)
         self._cache.ready = context
 
     def __deepcopy__(self, memo: Any) -> "Step":

@@ -15,8 +15,9 @@ from purecompose import batch as batches
 from purecompose._support.fingerprint import fingerprint
 from purecompose.core.clock import Clock
 from purecompose.core.layout import Layout
+from purecompose.core.loss import scalars_of
 from purecompose.nn.model import Model
-from purecompose.schedule import Schedule
+from purecompose.schedule import Scalar, Schedule
 from purecompose.time import Timestamp
 
 
@@ -50,6 +51,10 @@ class Context:
     """The schedules that the clock evaluates."""
     paused: frozenset[str] = frozenset()
     """Parameters without gradient and update in the running step only; empty between steps."""
+    loss_model: Model | None = None
+    """Architecture of a loss whose parameters and buffers are in the state; `loss` is its module, without them."""
+    loss_scalars: dict[str, Scalar] = field(init=False)
+    """Schedules and named scalars among the attributes of the loss, by name."""
     trainable: tuple[str, ...] = field(init=False)
     """The parameters that have a gradient."""
     layout: Layout = field(init=False)
@@ -57,12 +62,27 @@ class Context:
 
     def __post_init__(self) -> None:
         idle = self.frozen | self.paused
-        names = tuple(name for name in self.model.param_names if name not in idle)
-        object.__setattr__(self, "trainable", names)
+        object.__setattr__(self, "trainable", tuple(name for name in self.param_names if name not in idle))
+        object.__setattr__(self, "loss_scalars", scalars_of(self.loss))
         batches.check_field(self.input_field, "input_field")
         batches.check_field(self.target_field, "target_field")
         layout = Layout(self.input_field, self.batch_dim, self.splitter, self.num_tokens)
         object.__setattr__(self, "layout", layout)
+
+    @property
+    def param_names(self) -> tuple[str, ...]:
+        """The names of all parameters, those of the loss last."""
+        return self.model.param_names + self.loss_param_names
+
+    @property
+    def loss_param_names(self) -> tuple[str, ...]:
+        """The names of the loss's parameters."""
+        return () if self.loss_model is None else self.loss_model.param_names
+
+    @property
+    def loss_buffer_names(self) -> tuple[str, ...]:
+        """The names of the loss's buffers."""
+        return () if self.loss_model is None else self.loss_model.buffer_names
 
     def replace(self, **changes: Any) -> "Context":
         """Return a context with these changes."""

@@ -28,6 +28,7 @@ __all__ = [
     "check_terms",
     "differentiate",
     "num_terms",
+    "value_and_grads",
     "wants_outer_gradient",
 ]
 
@@ -97,6 +98,32 @@ def differentiate(body: Callable[[Carry], Carry], carry: Carry, names: tuple[str
     return Carry(end.state.replace(**values), end.used, end.terms)
 
 
+def value_and_grads(fn: Callable[[list[Tensor]], tuple[Tensor, Any]], leaves: list[Tensor]) -> tuple[Any, list[Tensor]]:
+    """Return the second result of a function, and the gradients of the first, which are zero for unreached leaves.
+
+    Args:
+        fn: Function of the leaves that returns a loss (0-d) and a pytree of tensors.
+        leaves: Floating tensors.
+
+    Raises:
+        ValueError: The loss is not a scalar, or does not depend on the leaves.
+    """
+
+    def checked(leaves: list[Tensor]) -> tuple[Tensor, Any]:
+        loss, rest = fn(leaves)
+        _check_loss(loss)
+        return loss, rest
+
+    if torch.is_grad_enabled() or is_transforming():
+        loss, pullback, rest = torch.func.vjp(checked, leaves, has_aux=True)  # pyright: ignore[reportAssignmentType]
+        return rest, pullback(torch.ones_like(loss))[0]
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    with torch.enable_grad():
+        loss, rest = checked(leaves)
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return batches.map_tensors(_cut_off, rest), list(grads)
+
+
 def averaged_by_name(
     means: dict[str, Tensor] | None,
     values: dict[str, Tensor],
@@ -149,11 +176,14 @@ def num_terms(state: State) -> int | Tensor:
     It is the weight of a microbatch's gradient in the mean over microbatches.
     """
     loss_fn = state.context.loss
+    if losses.couples_examples(loss_fn):
+        return state.num_examples
     # A model that computes its own loss looks up its targets in the batch itself.
     targets = state.batch if isinstance(loss_fn, losses.ModelLoss) else state.targets
     if not state.context.layout.is_rows and not losses.counts_terms(loss_fn):
         return state.num_examples
-    return losses.num_terms(loss_fn, state.outputs, targets)
+    outputs = state.outputs
+    return state.call_loss(lambda loss: losses.num_terms(loss, outputs, targets), train=True)[0]
 
 
 @torch.no_grad()

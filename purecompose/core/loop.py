@@ -4,6 +4,7 @@ A program is a tuple of events, stages and scopes; a training step is the fold o
 """
 
 from purecompose import losses
+from purecompose.core.coupling import targets_of_loss, with_loss_of_slice
 from purecompose.core.operation import Carry, Lowered, Place, Purpose, in_order
 from purecompose.core.scopes import Grad, Microbatches, Program, Scope, Stage, Update
 from purecompose.core.state import State
@@ -44,9 +45,14 @@ def _eval_forward(state: State) -> State:
 
 
 def _loss(state: State) -> State:
-    loss_fn = state.context.loss
-    targets = None if isinstance(loss_fn, losses.ModelLoss) else state.targets
-    return state.replace(loss=losses.evaluate_loss(loss_fn, state.outputs, targets))
+    if state.whole_loss is not None:
+        return with_loss_of_slice(state)
+    outputs, targets = state.outputs, targets_of_loss(state)
+    (loss, parts), buffers = state.call_loss(lambda loss: losses.evaluate_parts(loss, outputs, targets), train=True)
+    changes = {} if buffers is state.buffers else {"buffers": buffers}
+    if parts:
+        changes["metrics"] = {**state.metrics, **losses.metrics_of_parts(parts)}
+    return state.replace(loss=loss, **changes)
 
 
 def _advance(state: State) -> State:

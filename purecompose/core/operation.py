@@ -13,7 +13,7 @@ from torch import Tensor
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.contract import Contract
 from purecompose.core.cut import Cut
-from purecompose.core.ranks import Sharing
+from purecompose.core.ranks import Part, Sharing
 from purecompose.core.state import State
 from purecompose.time.event import Event
 
@@ -44,6 +44,8 @@ class Purpose(NamedTuple):
     """True for `state.gradient`, which needs only gradients and loss."""
     watch: Contract | None = None
     """Contract that checks each operation, in the first run of a schedule."""
+    part: Part | None = None
+    """The part of the batch that is run, if several processes share it."""
 
 
 NO_PURPOSE = Purpose()
@@ -63,6 +65,10 @@ class Lowered(NamedTuple):
     with_slices: Callable[[Callable[[Operation], Operation]], Operation] | None = None
     """Function that returns the scope with its body transformed, for example compiled; only for scopes that run their
     body on slices of the batch."""
+    sets_loss: bool = False
+    """True if it is a stage that sets the loss from the outputs, or a scope around one."""
+    until_loss: Operation | None = None
+    """The part of a scope that comes before its loss, if there is one such stage."""
     node: int = 0
     """Index of the program's node that it comes from."""
 

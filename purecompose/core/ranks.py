@@ -17,7 +17,7 @@ from purecompose._support.functorch import is_fake, is_transforming
 from purecompose.core.layout import Layout
 
 
-__all__ = ["WATCHES", "Ranks", "Regrad", "Share", "Sharing"]
+__all__ = ["WATCHES", "Part", "Ranks", "Regrad", "Share", "Sharing"]
 
 Sharing: TypeAlias = Literal["all", "own", "none"]
 """Part of the batch that a gradient is of: the mean over all ranks' parts; this rank's part only; or the whole batch,
@@ -32,6 +32,18 @@ class Share(NamedTuple):
     """Index of its first example in the batch."""
     num_examples: int
     """Number of its examples; 0 for a rank without a part, which computes the first example with weight 0."""
+
+
+class Part(NamedTuple):
+    """The examples of a rank's share, and the ranks that have the others."""
+
+    ranks: "Ranks"
+    start: int
+    """Index of the first example in the batch of all ranks."""
+    size: int
+    """Number of examples; 0 for a rank without a share."""
+    total: int
+    """Number of examples in the batch."""
 
 
 @dataclass(frozen=True)

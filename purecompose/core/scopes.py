@@ -12,13 +12,14 @@ from typing import Any, TypeAlias, cast
 
 from torch import Tensor
 
-from purecompose import batch as batches, tree
+from purecompose import batch as batches, losses, tree
 from purecompose.core.contract import Contract
+from purecompose.core.coupling import check_passes_agree, with_whole_loss
 from purecompose.core.cut import Cut
 from purecompose.core.gradient import check_terms, differentiate, num_terms
 from purecompose.core.operation import Carry, Lowered, Node, Operation, Place, Purpose, in_order, lift
 from purecompose.core.ranks import Ranks, Sharing
-from purecompose.core.slices import run_slices
+from purecompose.core.slices import run_slices, run_until_loss
 from purecompose.core.state import State
 from purecompose.time.event import Event
 
@@ -57,7 +58,7 @@ class Stage:
 
     def lower(self, place: Place) -> list[Lowered]:
         """Return the stage as an operation; a loss whose slices are weighted also counts its terms."""
-        ops = [Lowered(lift(self._run, may_set_gradients=True))]
+        ops = [Lowered(lift(self._run, may_set_gradients=True), sets_loss=self.sets_loss)]
         return [*ops, Lowered(_count_terms)] if self.sets_loss and place.is_weighted else ops
 
     def _run(self, state: State, watch: Contract | None) -> State:
@@ -72,6 +73,7 @@ class Stage:
             watch.note_stage(self)
             if self.sets_loss:
                 check_terms(new_state)
+                check_passes_agree(new_state)
         return new_state
 
     def __repr__(self) -> str:
@@ -203,7 +205,8 @@ class Grad(Scope):
             after = differentiate(lambda inner: body(inner, purpose), carry, names)
             return Carry(after.state, after.used.difference(names), after.terms) if after.used else after
 
-        return [Lowered(run if place.is_slice else repeatable(run), is_host=any(lowered.is_host for lowered in inner))]
+        is_host = any(lowered.is_host for lowered in inner)
+        return [Lowered(run if place.is_slice else repeatable(run), is_host=is_host, until_loss=until_loss(inner))]
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -246,13 +249,18 @@ class Microbatches(Scope):
         is_cut = cut.may_slice or place.is_shared
         inner = place._replace(is_shared=False, is_slice=True, is_weighted=place.is_weighted or is_cut)
         lowered = inner.lower(self.body)
-        body = in_order(one.run for one in lowered)
+        body, to_loss = in_order(one.run for one in lowered), until_loss(lowered)
 
         def sliced(transform: Callable[[Operation], Operation]) -> Operation:
-            on_slice = transform(body) if is_cut else body
+            if not is_cut:
+                return repeatable(with_own_gradients(body))
+            on_slice = transform(body)
+            on_outputs, on_whole = (None, None) if to_loss is None else (transform(to_loss), transform(with_whole_loss))
 
             def run(carry: Carry, purpose: Purpose) -> Carry:
-                return run_slices(on_slice, carry, purpose, cut) if is_cut else on_slice(carry, purpose)
+                if losses.couples_examples(carry.state.context.loss):
+                    carry = run_until_loss(on_outputs, on_whole, carry, purpose, cut)
+                return run_slices(on_slice, carry, purpose, cut, is_checked=to_loss is not None)
 
             return run if place.is_shared else repeatable(with_own_gradients(run))
 
@@ -261,8 +269,19 @@ class Microbatches(Scope):
                 sliced(lambda body: body),
                 is_host=any(one.is_host for one in lowered),
                 with_slices=sliced if is_cut and not place.is_slice else None,
+                sets_loss=to_loss is not None,
             )
         ]
+
+
+def until_loss(operations: Sequence[Lowered]) -> Operation | None:
+    """Return the part of a program before the stage that sets its loss; `None` if there is no such stage or several."""
+    found = [i for i, one in enumerate(operations) if one.sets_loss or one.until_loss is not None]
+    if len(found) != 1:
+        return None
+    before = [one.run for one in operations[: found[0]]]
+    inside = operations[found[0]].until_loss
+    return in_order(before if inside is None else [*before, inside])
 
 
 def with_own_gradients(run_inner: Operation) -> Operation:

@@ -1,17 +1,19 @@
 """Microbatches: a body run on slices of the batch, with averaged results."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from purecompose import batch as batches
+from purecompose.core.coupling import check_separable, gathered, joined, part_of_loss, targets_of_loss
 from purecompose.core.cut import Cut
 from purecompose.core.gradient import averaged, averaged_by_name, averaged_grads
 from purecompose.core.operation import Carry, Operation, Purpose
 from purecompose.core.state import State
 
 
-__all__ = ["check_rows", "has_mean", "run_slices"]
+__all__ = ["check_rows", "has_mean", "run_slices", "run_until_loss"]
 
 
 def has_mean(metric: Any) -> bool:
@@ -19,26 +21,54 @@ def has_mean(metric: Any) -> bool:
     return isinstance(metric, Tensor) and metric.ndim == 0 and metric.is_floating_point()
 
 
-def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut) -> Carry:
-    """Run the body on slices of the batch and average loss, gradients and metrics, weighted by each slice's terms."""
+class _Slice(NamedTuple):
+    fields: dict[str, Any]
+    """The fields in which a state at the start of the slice differs from that at the end of the slice before."""
+    size: int
+
+
+def _slices(state: State, cut: Cut) -> Iterator[_Slice]:
+    # A ragged last batch, or one that a method made smaller, may have fewer examples than slices.
+    layout, num, offset = state.context.layout, state.num_examples, 0
+    for part in layout.split(state.batch, cut.num_slices(num)):
+        size = layout.num_examples(part)
+        yield _Slice(
+            {
+                "batch": part,
+                "first_example": offset if state.first_example is None else state.first_example + offset,
+                "whole_loss": part_of_loss(state, offset, size, num),
+                # Each slice computes these itself, and does not receive them from the slice before.
+                "loss": None,
+                "outputs": state.outputs,
+                "grads": None,
+                "metrics": state.metrics,
+            },
+            size,
+        )
+        offset += size
+
+
+def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_checked: bool = False) -> Carry:
+    """Run the body on slices of the batch and average loss, gradients and metrics, weighted by each slice's terms.
+
+    Args:
+        body: The body.
+        carry: Input of the body, with the whole batch.
+        purpose: The purpose of the run.
+        cut: The number or size of the slices.
+        is_checked: True to compare the loss of the batch with the mean over slices in a watched run.
+    """
     state = carry.state
     if purpose.watch is not None:
         check_rows(state)
-    current, offset, total = carry, 0, 0
+    current, total, ends = carry, 0, []
     mean_loss: Tensor | None = None
     mean_grads: dict[str, Tensor] | None = None
     mean_metrics: dict[str, Tensor] = {}
-    # A ragged last batch, or one that a method made smaller, may have fewer examples than slices.
-    layout = state.context.layout
-    for part in layout.split(state.batch, cut.num_slices(state.num_examples)):
-        size = layout.num_examples(part)
-        first = offset if state.first_example is None else state.first_example + offset
-        # Each slice computes these itself, and does not receive them from the slice before.
-        own = {"loss": None, "outputs": state.outputs, "grads": None, "metrics": state.metrics}
-        start = current.state.replace(batch=part, first_example=first, **own)
-        current = body(Carry(start, current.used), purpose)
+    for fields, size in _slices(state, cut):
+        current = body(Carry(current.state.replace(**fields), current.used), purpose)
         after, weight = current.state, size if current.terms is None else current.terms
-        total, offset = total + weight, offset + size
+        total = total + weight
         if after.loss is not None:
             mean_loss = averaged(mean_loss, after.loss, weight, total)
         if after.grads is not None:
@@ -46,10 +76,59 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut) -> Car
         if after.metrics is not state.metrics:
             numbers = {name: value for name, value in after.metrics.items() if has_mean(value)}
             mean_metrics = averaged_by_name(mean_metrics, numbers, state.metrics, weight, total)
+        if purpose.watch is not None and is_checked:
+            ends.append(after.replace(batch=fields["batch"], first_example=fields["first_example"]))
     means = {"loss": mean_loss, "grads": mean_grads, "metrics": {**current.state.metrics, **mean_metrics}}
-    end = current.state.replace(batch=state.batch, first_example=state.first_example, **means)
+    outer = {"batch": state.batch, "first_example": state.first_example, "whole_loss": state.whole_loss}
+    end = current.state.replace(**outer, **means)
+    check_separable(end, ends)
     # The total is used if this batch is itself a slice.
     return Carry(end, current.used, carry.terms if current.terms is None else total)
+
+
+def run_until_loss(
+    body: Operation | None, evaluate: Operation | None, carry: Carry, purpose: Purpose, cut: Cut
+) -> Carry:
+    """Set `whole_loss` to the loss of the outputs of all slices, for a loss that couples examples.
+
+    Args:
+        body: The part of a slice before its loss.
+        evaluate: Operation that sets `whole_loss` from all outputs, and targets given as the batch.
+        carry: Input of the body, with the whole batch.
+        purpose: The purpose of the run.
+        cut: The number or size of the slices.
+
+    Raises:
+        ValueError: The scope has no loss stage or several, or outputs or targets are not per example.
+    """
+    state, part = carry.state, purpose.part
+    if state.whole_loss is not None:  # in a slice of a slice
+        return carry
+    if body is None or evaluate is None or not state.context.layout.is_rows:
+        raise ValueError(
+            "losses.over_batch: expected a Microbatches around one stage `loss`, and batches whose examples are along "
+            "the first dimension (batch_dim=0, no splitter): otherwise the outputs of all slices cannot be put together"
+        )
+    current = carry
+    outputs, targets, sizes = [], [], []
+    for fields, size in _slices(state, cut):
+        current = body(Carry(current.state.replace(**fields), current.used), purpose._replace(watch=None))
+        outputs.append(current.state.outputs)
+        targets.append(targets_of_loss(current.state))
+        sizes.append(size)
+    given = (
+        joined(outputs, sizes, "the network's outputs"),
+        joined(targets, sizes, "the targets"),
+    )
+    whole = state
+    if part is not None:
+        given = gathered(given, part)
+        whole = state.replace(first_example=state.first_example - part.start)
+    whole = whole.replace(outputs=given[0], batch=given[1], loss=None, grads=None)
+    whole = evaluate(carry._replace(state=whole), purpose).state
+    if part is not None:
+        whole = whole.replace(whole_loss=part_of_loss(whole, part.start, max(part.size, 1), part.total))
+    return carry._replace(state=state.replace(whole_loss=whole.whole_loss, buffers=whole.buffers))
 
 
 def check_rows(state: State) -> None:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, random, tree
-from purecompose._support.device import PRECISIONS
+from purecompose._support.device import PRECISIONS, as_scalar
 from purecompose.core.changes import as_hparams, check_params, check_trainable, translated
 from purecompose.core.clock import Clock
 from purecompose.core.context import Context, Static
 from purecompose.core.layout import Splitter
+from purecompose.core.loss import scalars_of, taken_apart, with_scalars
 from purecompose.core.ranks import Regrad, Sharing
 from purecompose.nn.model import Model, from_module
 from purecompose.nn.network import call_model
@@ -114,6 +115,9 @@ class State:
     """Inside a step: the time, as tensors."""
     first_example: Any = _field(_HIDDEN, _none)
     """Inside a step: the index in the whole batch of the microbatch's first example; `None` for 0."""
+    whole_loss: Any = _field(_HIDDEN, _none)
+    """Inside a slice, for a loss that couples examples: the loss of all slices, its gradients with respect to the
+    slice's outputs, and these outputs; see `purecompose.core.coupling`."""
     regrad: Regrad | None = _field(_HIDDEN, _none)
     """Inside a step, after its gradients: a pytree node that runs them again; see `gradient`."""
 
@@ -143,7 +147,9 @@ class State:
             net: The network; it is copied and never touched. Parameters with `requires_grad=False` start
                 frozen.
             loss: `(outputs, targets, reduction="mean") -> loss`, or `losses.model_loss` for a model that
-                computes its own.
+                computes its own. The parameters and buffers of a module are in the state, with names that begin with
+                "loss.". Schedules and named scalars among its attributes, or the keywords of a `functools.partial`, are
+                filled in. See `purecompose.losses`.
             optimizer: A pure optimizer, such as `optim.sgd(0.1)`, or a frozen dataclass of your own with `init` and
                 `update`; see `optim.Optimizer`.
             key: The run's seed, or its key (int64 of shape (2,)).
@@ -171,6 +177,10 @@ class State:
         """
         parts = from_module(net)
         losses.check_loss(loss)
+        loss, own = taken_apart(loss, net)
+        params, buffers, frozen = parts.params, parts.buffers, parts.frozen
+        if own is not None:
+            params, buffers, frozen = {**params, **own.params}, {**buffers, **own.buffers}, frozen | own.frozen
         if isinstance(loss, losses.ModelLoss):
             loss = loss.of_network(net)
         check_optimizer(optimizer, "optimizer")
@@ -178,27 +188,39 @@ class State:
             raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
         if input_field is None:
             input_field = batches.WHOLE if isinstance(loss, losses.ModelLoss) else 0
-        schedules = collect(optimizer, Schedule)
-        batch_form = input_field, target_field, batch_dim, splitter, num_tokens
-        context = Context(parts.model, loss, optimizer, parts.frozen, precision, *batch_form, schedules=schedules)
+        scalars = optimizer, tuple(scalars_of(loss).values())
+        context = Context(
+            parts.model,
+            loss,
+            optimizer,
+            frozen,
+            precision,
+            input_field,
+            target_field,
+            batch_dim,
+            splitter,
+            num_tokens,
+            schedules=collect(scalars, Schedule),
+            loss_model=None if own is None else own.model,
+        )
         run = RunLength(
             None if duration is None else named_time(duration, "State.create: duration"),
             batches_per_epoch,
             None if iteration_length is None else named_time(iteration_length, "State.create: iteration_length"),
         )
-        where = device or next((t.device for t in (*parts.params.values(), *parts.buffers.values())), "cpu")
+        where = device or next((t.device for t in (*params.values(), *buffers.values())), "cpu")
         state = cls(
-            params=parts.params,
-            buffers=parts.buffers,
-            opt_state=checked_init(optimizer, parts.params),
+            params=params,
+            buffers=buffers,
+            opt_state=checked_init(optimizer, params),
             slots={},
             hparams={},
             key=as_rng(key, "State.create").key if isinstance(key, Tensor) else random.key(key),
             static=Static(context, Timestamp(run=run)),
             # There is no loss yet; NaN keeps the structure the same before and after the first step.
-            loss=torch.full((), torch.nan, dtype=_loss_dtype(parts.params)),
+            loss=torch.full((), torch.nan, dtype=_loss_dtype(params)),
         )
-        return state.with_hparams(collect(optimizer, Hparam)).to(where)
+        return state.with_hparams(collect(scalars, Hparam)).to(where)
 
     # Reading
 
@@ -408,7 +430,41 @@ class State:
 
     def run_model(self, inputs: Any, *, train: bool, rng_name: str = ".forward") -> tuple[Any, dict[str, Tensor]]:
         """Return the network's outputs, and the buffers after the pass. `rng_name` is the name of its draws."""
+        num_examples = batches.leading_size(inputs) if self.context.layout.is_rows else None
+        return self._call(self.context.model, inputs, num_examples, train=train, rng_name=rng_name)
+
+    def call_loss(
+        self, fn: Callable[[Callable[..., Any]], Any], *, train: bool, num_examples: int | None = None
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Call a function with the state's loss, and return its result and the buffers after it.
+
+        A module's parameters and buffers are those of the state, called "loss.*", for the duration of the call, and
+        schedules and named scalars among the loss's attributes are tensors with their present values.
+
+        Args:
+            fn: Function of the loss.
+            train: True to call a module in training mode.
+            num_examples: Number of examples, for draws; by default the batch's.
+        """
         context = self.context
+        if context.loss_scalars:
+            inner, dtype = fn, _loss_dtype(self.params)  # schedules are in float64, and would change the loss's dtype
+            scalars = {
+                name: as_scalar(self.scalar(scalar), dtype, self.device)
+                for name, scalar in context.loss_scalars.items()
+            }
+            fn = lambda loss: inner(with_scalars(loss, scalars))  # noqa: E731
+        if context.loss_model is None:
+            return fn(context.loss), self.buffers
+        if num_examples is None:
+            num_examples = self.num_examples
+        num_examples = num_examples if context.layout.is_rows else None
+        return self._call(context.loss_model, [fn], num_examples, train=train, rng_name=".loss")
+
+    def _call(
+        self, model: Model, inputs: Any, num_examples: int | None, *, train: bool, rng_name: str
+    ) -> tuple[Any, dict[str, Tensor]]:
+        context, buffers = self.context, self.buffers
         first = 0 if self.first_example is None else self.first_example
 
         def rng() -> random.Rng:
@@ -416,17 +472,19 @@ class State:
             # If rows are not examples, a slice draws as a whole, with a different draw for each slice.
             return own if context.layout.is_rows else dataclasses.replace(own, example=first)
 
-        return call_model(
-            context.model,
+        is_whole = context.loss_model is None
+        result, new_buffers = call_model(
+            model,
             self.params,
-            self.buffers,
+            buffers if is_whole else {name: buffers[name] for name in model.buffer_names},
             inputs,
             train=train,
             rng=rng,
-            num_examples=batches.leading_size(inputs) if context.layout.is_rows else None,
+            num_examples=num_examples,
             first_example=first,
-            precision=context.precision,
+            precision="fp32" if model is context.loss_model else context.precision,
         )
+        return result, new_buffers if is_whole else {**buffers, **new_buffers}
 
     def _scheduled(self, schedule: Schedule) -> Tensor:
         if self.clock is None:

@@ -10,7 +10,8 @@ itself, possibly a sum of weights. A loss with neither is taken as a mean over a
 back from the device.
 """
 
-from purecompose.losses.evaluation import check_loss, evaluate_loss, per_example
+from purecompose.losses.coupling import couples_examples, over_batch
+from purecompose.losses.evaluation import check_loss, evaluate_loss, evaluate_parts, metrics_of_parts, per_example
 from purecompose.losses.from_model import ModelLoss, model_loss
 from purecompose.losses.functions import (
     BinaryCrossEntropy,
@@ -36,15 +37,19 @@ __all__ = [
     "binary_cross_entropy",
     "check_loss",
     "counts_terms",
+    "couples_examples",
     "cross_entropy",
     "dice",
     "evaluate_loss",
+    "evaluate_parts",
     "has_index_targets",
+    "metrics_of_parts",
     "model_loss",
     "mse",
     "num_examples",
     "num_terms",
     "one_hot",
+    "over_batch",
     "per_example",
     "share_of_mean",
 ]

@@ -7,18 +7,19 @@ A `Mixture` is resolved in one of two ways, which agree for cross entropy, since
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from purecompose._support.checks import shown
 from purecompose.losses.from_model import ModelLoss
 from purecompose.losses.reduction import mean_of, reduced
 from purecompose.losses.targets import Mixture, num_examples, per_row, wide_dtype
 from purecompose.losses.terms import counter_of, num_terms
 
 
-__all__ = ["check_loss", "evaluate_loss", "per_example"]
+__all__ = ["check_loss", "evaluate_loss", "evaluate_parts", "metrics_of_parts", "per_example"]
 
 
 def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
@@ -41,15 +42,26 @@ def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
         )
 
 
-def evaluate_loss(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, reduction: str = "mean") -> Tensor:
-    """Return the loss of plain or mixed targets, which the loss stage differentiates and logs.
+def evaluate_loss(loss_fn: Callable[..., Any], outputs: Any, targets: Any, reduction: str = "mean") -> Tensor:
+    """Return the loss of plain or mixed targets, without its parts; see `evaluate_parts`."""
+    return evaluate_parts(loss_fn, outputs, targets, reduction)[0]
+
+
+def evaluate_parts(
+    loss_fn: Callable[..., Any], outputs: Any, targets: Any, reduction: str = "mean"
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Return the loss of plain or mixed targets, which the loss stage differentiates, and its parts, which it logs.
+
+    A loss that returns a tensor has no parts; one that returns `(loss, {"kl": kl, ...})` has those.
 
     A mixture of one term is used as its plain target. Other mixtures become soft targets or, with `interpolate_loss`,
-    a sum of the terms' losses per example, whose mean is over the positions the loss counts (see `purecompose.losses`).
-    For "mean" the loss is called without `reduction`, so a plain function of (outputs, targets) suffices.
+    a sum of the terms' losses per example, whose mean is over the positions the loss counts (see `purecompose.losses`);
+    such a sum has no parts. For "mean" the loss is called without `reduction`, so a plain function of (outputs,
+    targets) suffices.
 
     Raises:
-        TypeError: The loss does not support the reduction (see `check_loss`), or a mixture is given to a `ModelLoss`.
+        TypeError: The loss does not support the reduction (see `check_loss`), a mixture is given to a `ModelLoss`, or
+            the loss returns neither a tensor nor a tensor with parts.
     """
     if not isinstance(targets, Mixture):
         return _call_loss(loss_fn, outputs, targets, reduction)
@@ -65,8 +77,13 @@ def evaluate_loss(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, re
         return _call_loss(loss_fn, outputs, soft, reduction)
     losses = _interpolated_losses(loss_fn, outputs, targets)
     if reduction == "mean" and hasattr(loss_fn, "counted"):
-        return mean_of(losses.sum(), num_terms(loss_fn, outputs, targets))
-    return reduced(losses, reduction)
+        return mean_of(losses.sum(), num_terms(loss_fn, outputs, targets)), {}
+    return reduced(losses, reduction), {}
+
+
+def metrics_of_parts(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parts of a loss by the names under which they are logged, "loss/name"."""
+    return {f"loss/{name}": part for name, part in parts.items()}
 
 
 def per_example(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> Tensor:
@@ -88,21 +105,34 @@ def per_example(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> T
     return losses.flatten(1).sum(1) / counted(outputs, targets).flatten(1).sum(1).clamp(min=1)
 
 
-def _call_loss(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, reduction: str) -> Tensor:
+def _call_loss(
+    loss_fn: Callable[..., Any], outputs: Any, targets: Any, reduction: str
+) -> tuple[Tensor, Mapping[str, Tensor]]:
     if reduction == "mean":
-        return loss_fn(outputs, targets)
-    try:
-        return loss_fn(outputs, targets, reduction=reduction)
-    except TypeError:
-        # The signature is read only after a failure, because reading it costs as much as a small loss.
-        check_loss(loss_fn, per_example=True)
-        raise
+        result = loss_fn(outputs, targets)
+    else:
+        try:
+            result = loss_fn(outputs, targets, reduction=reduction)
+        except TypeError:
+            # The signature is read only after a failure, because reading it costs as much as a small loss.
+            check_loss(loss_fn, per_example=True)
+            raise
+    if isinstance(result, Tensor):
+        return result, {}
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        loss, parts = result
+        if isinstance(loss, Tensor) and all(isinstance(part, Tensor) and part.ndim == 0 for part in parts.values()):
+            return loss, parts
+    raise TypeError(
+        f'expected a tensor, or a tensor and its parts, (loss, {{"kl": kl}}) with 0-d tensors, from the loss '
+        f"{loss_fn!r}, got {shown(result)}"
+    )
 
 
 def _interpolated_losses(loss_fn: Callable[..., Tensor], outputs: Any, mixture: Mixture) -> Tensor:
     total = None
     for targets, weight in zip(mixture.targets, mixture.weights, strict=True):
-        losses = _call_loss(loss_fn, outputs, targets, "none")
+        losses, _ = _call_loss(loss_fn, outputs, targets, "none")
         _check_rows(loss_fn, losses, outputs, targets)
         term = per_row(weight.to(wide_dtype(losses)), losses) * losses
         total = term if total is None else total + term

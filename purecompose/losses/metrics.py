@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from purecompose._support.checks import check_whole
 from purecompose.losses import (
@@ -22,6 +22,7 @@ from purecompose.losses import (
     counts_terms,
     cross_entropy,
     evaluate_loss,
+    evaluate_parts,
     num_terms,
     share_of_mean,
 )
@@ -91,6 +92,8 @@ class Metric(NamedTuple):
     own loss; see `of_model`."""
     takes_count: bool = False
     """True if `update` also takes `num_examples`, the batch's number of examples where it differs from its rows."""
+    takes_loss: bool = False
+    """True if `update` also takes `loss_fn`, the state's loss with its present parameters and scalars."""
 
 
 class Mean(NamedTuple):
@@ -193,14 +196,19 @@ def dice(num_classes: int, *, ignore_index: int = -100) -> Metric:
     return Metric(init, update, compute, takes_logits=True)
 
 
-def mean_loss(loss_fn: Callable[..., Tensor]) -> Metric:
+def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
     """Return a metric for the loss of all batches as if they were one: batch means weighted by `losses.num_terms`.
 
     The weights are numbers of examples or, for a loss that reports what it counts, numbers of those positions: tokens,
     not padding.
 
+    Args:
+        loss_fn: A loss without parameters; by default that of the evaluated state, with its parts, whose means are
+            reported as "loss/part". Terms that algorithms add to the training loss at AFTER_LOSS are not included.
+
     Raises:
         TypeError: `loss_fn` is not a loss.
+        ValueError: It is a module with parameters, whose trained values are in the state.
 
     Example:
         >>> metric = mean_loss(torch.nn.functional.mse_loss)
@@ -208,16 +216,18 @@ def mean_loss(loss_fn: Callable[..., Tensor]) -> Metric:
         >>> metric.compute(metric.update(acc, torch.zeros(2), torch.zeros(2))).item()
         3.0
     """
+    if loss_fn is None:
+        return Metric(lambda device=None: {}, _with_parts, _values, takes_count=True, takes_loss=True)
     check_loss(loss_fn)
+    if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
+        raise ValueError(
+            f"metrics.mean_loss: {type(loss_fn).__name__} has parameters, whose trained values are in the state: write "
+            "mean_loss(), which is the loss of the state"
+        )
 
     def update(acc: Mean, outputs: Any, targets: Any, num_examples: int | None = None) -> Mean:
-        loss = evaluate_loss(loss_fn, outputs, targets).detach().to(acc.total.dtype)
-        if num_examples is None or counts_terms(loss_fn):
-            terms = num_terms(loss_fn, outputs, targets)
-        else:
-            terms = num_examples
-        # With a total of 1 the share is loss * terms, or zero if nothing in the batch counts.
-        return Mean(acc.total + share_of_mean(loss, terms, 1), acc.number + terms)
+        loss = evaluate_loss(loss_fn, outputs, targets)
+        return _with_mean(acc, loss, _terms(loss_fn, outputs, targets, num_examples))
 
     # A model's own loss does not read targets, but it counts the labels in the batch.
     reads_batch, takes_logits = isinstance(loss_fn, ModelLoss), isinstance(loss_fn, CrossEntropy)
@@ -386,7 +396,7 @@ def read_by(metric: Metric, state: Any) -> Any:
     """Return the second argument of a metric's `update`: the batch's target, or the whole batch for a model with its
     own loss, whose batches may have no target.
     """
-    if metric.reads_batch:
+    if metric.reads_batch or (metric.takes_loss and isinstance(state.context.loss, ModelLoss)):
         return state.batch
     if not isinstance(state.context.loss, ModelLoss):
         return state.targets
@@ -409,6 +419,31 @@ def is_lower_better(name: str) -> bool:
 
 def _zero(dtype: torch.dtype, device: Device) -> Tensor:
     return torch.zeros((), dtype=dtype, device=device)
+
+
+def _with_parts(
+    acc: dict[str, Mean], outputs: Any, targets: Any, num_examples: int | None = None, loss_fn: Any = None
+) -> dict[str, Mean]:
+    """Return the means of the loss, called "", and of its parts, with one more batch."""
+    assert loss_fn is not None
+    loss, parts = evaluate_parts(loss_fn, outputs, targets)
+    terms, empty = _terms(loss_fn, outputs, targets, num_examples), _init_mean(loss.device)
+    return {name: _with_mean(acc.get(name, empty), value, terms) for name, value in {"": loss, **parts}.items()}
+
+
+def _values(acc: dict[str, Mean]) -> Any:
+    return {name: mean.value() for name, mean in acc.items()}
+
+
+def _with_mean(acc: Mean, value: Tensor, terms: int | Tensor) -> Mean:
+    # With a total of 1 the share is value * terms, or zero if nothing in the batch counts.
+    return Mean(acc.total + share_of_mean(value.detach().to(acc.total.dtype), terms, 1), acc.number + terms)
+
+
+def _terms(loss_fn: Callable[..., Any], outputs: Any, targets: Any, num_examples: int | None) -> int | Tensor:
+    if num_examples is None or counts_terms(loss_fn):
+        return num_terms(loss_fn, outputs, targets)
+    return num_examples
 
 
 def _init_mean(device: Device = None) -> Mean:

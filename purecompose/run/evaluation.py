@@ -174,7 +174,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
         KeyError: A batch has no target at the state's `target_field`.
     """
     loss_fn = state.context.loss
-    metrics: Mapping[str, Metric] = evaluator.metrics or {"loss": mean_loss(loss_fn)}
+    metrics: Mapping[str, Metric] = evaluator.metrics or {"loss": mean_loss()}
     metrics = {name: of_model(metric, loss_fn) for name, metric in metrics.items()}
     with torch.no_grad():
         current = tell(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))
@@ -190,19 +190,18 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
             for part in _slices(evaluator, state, batch):
                 inner = step.fold(current, part, domain="eval", draw=num_folds)
                 count = None if state.context.layout.is_rows else step.num_examples(state, part)
-                totals = {
-                    name: _each(counting(metric, count), state)(totals[name], inner.outputs, read_by(metric, inner))
-                    for name, metric in metrics.items()
-                }
+                totals = {name: _updated(metric, totals[name], inner, count) for name, metric in metrics.items()}
                 current = step.finish(inner)
                 num_folds += 1
             tell(observers, Event.EVAL_BATCH_END, current)
             num_batches += 1
         if not num_batches:
             raise ValueError(f"the data of evaluator {evaluator.label!r} has no batch; is it an exhausted iterator?")
-        values = {
-            f"{evaluator.label}/{name}": _each(metric.compute, state)(totals[name]) for name, metric in metrics.items()
-        }
+        values: dict[str, Any] = {}
+        for name, metric in metrics.items():
+            value = _each(metric.compute, state)(totals[name])
+            found = value if isinstance(value, dict) else {"": value}
+            values |= {f"{evaluator.label}/{name}{part and f'/{part}'}": own for part, own in found.items()}
         return tell(observers, Event.EVAL_END, step.fire(Event.EVAL_END, current.replace(metrics=values)))
 
 
@@ -260,6 +259,18 @@ def _slices(evaluator: Evaluator, state: State, batch: Any) -> list[Any]:
 def _each(fn: Callable[..., Any], state: State) -> Callable[..., Any]:
     """Return a function of one state's values; for stacked states it is mapped over the members."""
     return fn if state.key.ndim == 1 else mapped(fn)
+
+
+def _updated(metric: Metric, total: Any, state: State, num_examples: int | None) -> Any:
+    """Return the accumulator of a metric, with the batch and the outputs of a state added."""
+    update, targets = counting(metric, num_examples), read_by(metric, state)
+    if not metric.takes_loss:
+        return _each(update, state)(total, state.outputs, targets)
+
+    def with_loss(total: Any, one: State, targets: Any) -> Any:
+        return one.call_loss(lambda loss: update(total, one.outputs, targets, loss_fn=loss), train=False)[0]
+
+    return _each(with_loss, state)(total, state, targets)
 
 
 def _initial(metric: Metric, state: State) -> Any:

@@ -115,14 +115,16 @@ def replace(
     given = {**params, **buffers}
     root = model.skeleton(train=True).filled_copy(params, buffers, is_shared=True)
     if frozen is not None:
-        _set_trained(root, params, frozenset(frozen))
+        _set_trained(root, model.param_names, frozenset(frozen))
     originals = Originals(root, given, name)
     found = list(replacements(root, rules, as_rng(key, name), originals))
     originals.check_settings(site.name for site, _, _ in found)
     if not found and not any(isinstance(module, left_alone(rules)) for module in root.modules()):
         warn_of_nothing(name, root, rules)
     root = with_replacements(root, found, originals)
-    kept = originals.found_in(root)
+    # Tensors that are not the model's, such as a loss's, stay as they are.
+    others = given.keys() - {*model.param_names, *model.buffer_names}
+    kept = {**originals.found_in(root), **{name: name for name in given if name in others}}
     parts = from_module(root, is_shared=True)
     device = next((tensor.device for tensor in given.values()), torch.device("cpu"))
 
@@ -130,7 +132,9 @@ def replace(
         # Return the caller's tensors for kept ones, not other tensors on the same memory.
         return {name: given[kept[name]] if name in kept else made.to(device) for name, made in tensors.items()}
 
-    before, params, buffers = params, settled(parts.params), settled(parts.buffers)
+    before = params
+    params = {**settled(parts.params), **{name: params[name] for name in params if name in others}}
+    buffers = {**settled(parts.buffers), **{name: buffers[name] for name in buffers if name in others}}
     kept_params = {new: old for new, old in kept.items() if new in params}
     if optimizer is not None:
         optimizer = fitted(name, optimizer, before, params, kept_params)
@@ -140,7 +144,8 @@ def replace(
     gone = tuple(name for name in given if name not in stayed)
     made = tuple(name for name in (*params, *buffers) if name not in kept)
     report = Report(tuple(site.name for site, _, _ in found), kept, gone, made)
-    return Surgery(parts.model, params, buffers, parts.frozen, optimizer, opt_state, report)
+    frozen = parts.frozen.union(others.intersection(frozen or ()))
+    return Surgery(parts.model, params, buffers, frozen, optimizer, opt_state, report)
 
 
 @overload

@@ -22,9 +22,10 @@ from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
 from purecompose._support.functorch import is_fake
 from purecompose.core.compose import Step
+from purecompose.core.coupling import check_separable, halves
 from purecompose.core.members import SINGLE
 from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose
-from purecompose.core.ranks import WATCHES, Ranks
+from purecompose.core.ranks import WATCHES, Part, Ranks
 from purecompose.core.scopes import (
     Grad,
     Microbatches,
@@ -75,7 +76,7 @@ class Shared(Scope):
             on_part = build(transform)
 
             def run(carry: Carry, purpose: Purpose) -> Carry:
-                return _run_shared(on_part, carry, purpose, ranks, wrt)
+                return _run_shared(on_part, carry, purpose, ranks, wrt, is_checked=inner.sets_loss)
 
             return repeatable(with_own_gradients(run), ranks)
 
@@ -120,7 +121,9 @@ class Shared(Scope):
         )
 
 
-def _run_shared(operation: Operation, carry: Carry, purpose: Purpose, ranks: Ranks, wrt: Sequence[str | None]) -> Carry:
+def _run_shared(
+    operation: Operation, carry: Carry, purpose: Purpose, ranks: Ranks, wrt: Sequence[str | None], *, is_checked: bool
+) -> Carry:
     """Run the operation on this rank's part of the batch, and combine the results of all ranks.
 
     Args:
@@ -129,6 +132,7 @@ def _run_shared(operation: Operation, carry: Carry, purpose: Purpose, ranks: Ran
         purpose: The purpose of the run.
         ranks: The processes.
         wrt: The patterns of the gradients that the operation computes.
+        is_checked: True to compare the loss of this rank's part with the mean over its halves in a watched run.
     """
     if purpose.sharing == "none":
         return operation(carry, purpose)
@@ -137,7 +141,15 @@ def _run_shared(operation: Operation, carry: Carry, purpose: Purpose, ranks: Ran
         check_rows(state)
     share = ranks.share(state.batch, state.context.layout)
     first = share.first_example if state.first_example is None else state.first_example + share.first_example
-    end = operation(Carry(state.replace(batch=share.batch, first_example=first), carry.used), purpose)
+    start = state.replace(batch=share.batch, first_example=first)
+    if purpose.sharing == "all":
+        part = Part(ranks, share.first_example, share.num_examples, state.num_examples)
+        end = operation(Carry(start, carry.used), purpose._replace(part=part))
+    else:
+        end = operation(Carry(start, carry.used), purpose)
+    if is_checked and purpose.watch is not None and start.whole_loss is None:
+        own = end.state.replace(batch=share.batch, first_example=first)
+        check_separable(own, halves(own))
     after = end.state.replace(batch=state.batch, first_example=state.first_example)
     if purpose.sharing == "own":
         return Carry(after, end.used, carry.terms)

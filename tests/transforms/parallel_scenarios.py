@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Event, State, algorithms as alg, compose, loop_events, optim
-from tests.helpers import changing, make_batch, make_batches, make_cnn, make_mlp, make_state, noise
+from tests.helpers import changing, make_batch, make_batches, make_cnn, make_mlp, make_state, noise, nt_xent
 
 
 class WithEmpty(nn.Module):
@@ -88,6 +88,8 @@ SCENARIOS = {
     ),
     "batch norm": Scenario(net=make_cnn, batches=images),
     "no elements": Scenario(net=WithEmpty),
+    "coupled": Scenario(options={"loss": pc.losses.over_batch(nt_xent)}, batches=ragged, microbatches=2),
+    "coupled and compiled": Scenario(options={"loss": pc.losses.over_batch(nt_xent)}, is_compiled=True),
     "adam": Scenario(options={"optimizer": optim.adamw(0.01)}),
     "compiled": Scenario(lambda: [alg.mixup(1.0), alg.sam(0.5, every=2)], batches=ragged, is_compiled=True),
 }
@@ -132,6 +134,7 @@ def refusals() -> dict[str, str]:
         "params": lambda: pc.data_parallel(step)(make_state(make_mlp(rank)), (inputs, targets)),
         "second run": lambda: reused(make_state(make_mlp(rank)), (inputs, targets)),
         "key": lambda: pc.data_parallel(step)(make_state(key=rank), (inputs, targets)),
+        "coupled": lambda: pc.data_parallel(step)(make_state(loss=nt_xent), (inputs, targets)),
         "auto": lambda: pc.fit(pc.data_parallel(step), make_state(), [(inputs, targets)], microbatches="auto"),
         "seconds": lambda: pc.fit(pc.data_parallel(step), make_state(), [(inputs, targets)], duration="9s"),
     }

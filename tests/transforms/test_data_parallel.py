@@ -114,6 +114,7 @@ def test_processes_that_do_not_fit_together_are_refused_on_all_ranks(ranks: list
         assert "differ in their batch" in refusals["order"]
         assert "differ in their settings" in refusals["rate"] and "differ in their settings" in refusals["frozen"]
         assert "would send different messages" in refusals["metrics"]
+        assert "as the mean over 2 slices" in refusals["coupled"]
         assert "a number" in refusals["auto"]
         assert "clocks differ" in refusals["seconds"]
 

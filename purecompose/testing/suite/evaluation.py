@@ -93,7 +93,7 @@ class _Evaluation:
         """Check an evaluation as in `fit`."""
         begun = self.evaluating.fire(Event.EVAL_BEFORE_ALL, state)
         weights = _weights(state, self.evaluating.fire(Event.EVAL_START, begun))
-        evaluator = Evaluator(self.data, {"loss": mean_loss(state.context.loss)})
+        evaluator = Evaluator(self.data, {"loss": mean_loss()})
         ours = run_evaluator(evaluator, weights, compose(eval_events))
         theirs = run_evaluator(evaluator, begun, self.evaluating)
         self.evaluating.fire(Event.EVAL_AFTER_ALL, begun)

@@ -72,7 +72,7 @@ class _Fitted:
 
 
 def _fitted(step: Step, start: State, case: Case, seed: int) -> _Fitted:
-    data, evaluator = _Data(case), Evaluator([case.batch(0)], {"loss": mean_loss(start.context.loss)})
+    data, evaluator = _Data(case), Evaluator([case.batch(0)], {"loss": mean_loss()})
     total = case.epochs * case.batches_per_epoch
     duration = f"{case.start + _MOST_BATCHES}ba" if total - case.start > _MOST_BATCHES else None
     run = _Fitted()

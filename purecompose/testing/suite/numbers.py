@@ -141,13 +141,17 @@ def _compare_slices(expected: State, found: State, labels: tuple[str, str]) -> N
     compare_rounded(expected, found, labels, _COMPARED)
 
 
+def _num_terms(state: State, outputs: Any, targets: Any) -> float:
+    return float(state.call_loss(lambda loss: losses.num_terms(loss, outputs, targets), train=True)[0])
+
+
 def _weighs_examples(whole: State, num: int) -> bool:
     """Return whether the weights of slices are proportional to their examples, at the end of the whole step."""
     loss_fn = whole.context.loss
     given = whole.batch if isinstance(loss_fn, losses.ModelLoss) else whole.targets
     try:
         parts = batches.split((whole.outputs, given), min(num, whole.num_examples))
-        counts = [(float(losses.num_terms(loss_fn, *part)), batches.num_examples(part)) for part in parts]
+        counts = [(_num_terms(whole, *part), batches.num_examples(part)) for part in parts]
     except (TypeError, ValueError):  # the loss was computed for other examples than those in the final batch
         return False
     terms, examples = (sum(count) for count in zip(*counts, strict=True))

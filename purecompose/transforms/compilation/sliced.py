@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
 from purecompose._support.functorch import is_transforming
+from purecompose.core.contract import Contract
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Purpose
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source, Writes
 from purecompose.transforms.compilation.capture import explained, fake_mode, state_of
@@ -40,7 +41,7 @@ class SlicedPart:
             find: Function that returns the compiled part of a body for the boundary at its start.
         """
         assert scope.with_slices is not None
-        self._find, self._boundary, self._is_building = find, boundary, True
+        self._find, self._boundary, self._is_building, self._has_run = find, boundary, True, False
         self._compiled_parts: dict[Any, tuple[CompiledPart, int | None]] = {}
         self._run = scope.with_slices(self._compiled)
         mode = fake_mode()
@@ -74,8 +75,12 @@ class SlicedPart:
         """Run the scope and put its results into `values`."""
         del buffers, from_buffers
         before = {name: self._boundary.signatures[name].build(values[name]) for name in FIELDS}
+        start = state_of(self._boundary.static, None, before)
+        # The loss of all slices can be compared with their mean only here, where both have values.
+        purpose = NO_PURPOSE if self._has_run else Purpose(watch=Contract(start))
         with torch.no_grad():
-            end = self._run(Carry(state_of(self._boundary.static, None, before), self._boundary.used), NO_PURPOSE).state
+            end = self._run(Carry(start, self._boundary.used), purpose).state
+        self._has_run = True
         values.update({name: Signature.of(getattr(end, name))[1] for name in self.writes})
         for name, i in self._views:
             values[name][i] = values[name][i].clone()
@@ -99,7 +104,7 @@ class SlicedPart:
             boundary = Boundary(
                 self._boundary.static, {name: signature for name, (signature, _) in found.items()}, carry.used
             )
-            body_key = tuple(boundary.signatures.values()), boundary.used
+            body_key = body, tuple(boundary.signatures.values()), boundary.used
             if body_key not in self._compiled_parts:
                 self._compiled_parts[body_key] = self._built(with_terms, boundary)
             part, num_terms = self._compiled_parts[body_key]

@@ -1,0 +1,180 @@
+"""Losses that compare examples, in slices and on several processes, and the check that finds undeclared ones."""
+
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import State, algorithms as alg, compose, loop_events, losses, optim
+from tests.helpers import assert_close, make_batch, make_mlp, make_state, nt_xent
+
+
+class Temperature(nn.Module):
+    """InfoNCE with a learned temperature and a buffer."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.training:
+            self.calls.add_(1)
+        loss = nt_xent(outputs * self.log_scale.exp(), targets) * self.log_scale.exp()
+        return loss, {"scale": self.log_scale.exp()}
+
+
+def state_of(loss: object, **options: object) -> State:
+    return make_state(make_mlp(dropout=0.3, dtype=torch.float64), loss=losses.over_batch(loss), **options)
+
+
+def assert_same(first: State, second: State) -> None:
+    assert first.loss is not None and second.loss is not None
+    torch.testing.assert_close(first.loss, second.loss)
+    for name in ("params", "buffers", "metrics"):
+        assert_close(getattr(first, name), getattr(second, name), rtol=1e-9, atol=1e-12)
+
+
+def batch_of(size: int = 12) -> tuple[Tensor, Tensor]:
+    return make_batch(size=size, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("make", [lambda: nt_xent, Temperature])
+@pytest.mark.parametrize("microbatches", [2, 5, 12])
+def test_slices_give_the_loss_and_gradient_of_the_whole(make, microbatches):
+    whole = compose(loop_events)(state_of(make()), batch_of())
+    sliced = compose(loop_events, microbatches=microbatches)(state_of(make()), batch_of())
+    assert_same(sliced, whole)
+
+
+def test_compiled_and_mapped_slices_agree():
+    step, states = compose(loop_events, microbatches=4), [state_of(Temperature()), state_of(Temperature(), key=1)]
+    expected = [step(state, batch_of()) for state in states]
+    assert_same(pc.compile(step, backend="eager", quiet=True)(states[0], batch_of()), expected[0])
+    together = pc.population(step, 2)(pc.stack_states(states), batch_of())
+    assert_same(together, pc.stack_states(expected))
+
+
+def test_gradients_through_the_step_agree():
+    start = state_of(nt_xent, optimizer=optim.sgd(pc.hparam("lr", 0.1)))
+
+    def after(rate: Tensor, microbatches: int) -> Tensor:
+        state, step = start.replace(hparams={"lr": rate}), compose(loop_events, microbatches=microbatches)
+        for _ in range(2):
+            state = step(state, batch_of())
+        assert state.loss is not None
+        return state.loss
+
+    rate = torch.tensor(0.3)
+    torch.testing.assert_close(torch.func.grad(after)(rate, 3), torch.func.grad(after)(rate, 1))
+
+
+@pytest.mark.parametrize(
+    "algorithm", [alg.sam(0.1), alg.gradient_clipping("norm", 0.01), alg.gradient_noise_scale()], ids=str
+)
+def test_methods_see_the_same_gradient(algorithm):
+    whole, sliced = (
+        step(step.init(state_of(nt_xent)), batch_of())
+        for step in (compose(loop_events, [algorithm], microbatches=k) for k in (1, 4))
+    )
+    assert_close(sliced.params, whole.params, rtol=1e-9, atol=1e-12)
+
+
+class SavedBytes:
+    """Count the bytes that autograd keeps for the backward pass, besides the parameters."""
+
+    def __init__(self, params: dict[str, Tensor]) -> None:
+        self.now = self.peak = 0
+        self.given = {param.data_ptr() for param in params.values()}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        kept = tensor.detach()[...]
+        if kept.data_ptr() in self.given:
+            return kept
+        self.now += kept.nbytes
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(kept, self.drop, kept.nbytes)
+        return kept
+
+    def drop(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+def test_slices_need_the_memory_of_a_slice():
+    peaks, net = {}, nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 3))
+    state = make_state(net, loss=losses.over_batch(nt_xent))
+    for k in (1, 8):
+        saved = SavedBytes(state.params)
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+            compose(loop_events, microbatches=k)(state, make_batch(size=64))
+        peaks[k] = saved.peak
+    assert peaks[8] < peaks[1] / 4, peaks
+
+
+def test_tasks_with_different_denominators_are_exact() -> None:
+    def both(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        ignoring, all_of_them = F.cross_entropy(outputs, targets, ignore_index=0), outputs.square().mean()
+        return ignoring + all_of_them, {"ignoring": ignoring, "all": all_of_them}
+
+    whole = compose(loop_events)(state_of(both), batch_of())
+    assert_same(compose(loop_events, microbatches=4)(state_of(both), batch_of()), whole)
+
+
+def summed(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="sum")
+
+
+def centred(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs - outputs.mean(0), targets)
+
+
+@pytest.mark.parametrize("loss", [nt_xent, summed, centred])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_loss_that_is_not_a_mean_is_found_in_the_first_sliced_step(loss, is_compiled):
+    def step(microbatches: int) -> pc.Step:
+        composed = compose(loop_events, microbatches=microbatches)
+        return pc.compile(composed, backend="eager", quiet=True) if is_compiled else composed
+
+    step(1)(make_state(loss=loss), make_batch())
+    with pytest.raises(ValueError, match=r"examples together, but .* as the mean over 4 slices.*losses\.over_batch"):
+        step(4)(make_state(loss=loss), make_batch())
+
+
+def test_random_losses_and_partly_ignored_targets_are_not_taken_for_coupled():
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.drop = nn.Parameter(torch.ones(())), nn.Dropout(0.5)
+
+        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return self.scale * F.cross_entropy(self.drop(outputs), targets)
+
+    compose(loop_events, microbatches=4)(make_state(loss=Noisy()), make_batch())
+    inputs, targets = make_batch()
+    compose(loop_events, microbatches=4)(make_state(), (inputs, targets.index_fill(0, torch.arange(5), -100)))
+
+
+def test_a_coupled_loss_needs_outputs_of_examples():
+    class Summary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_mlp(dtype=torch.float64)
+
+        def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+            outputs = self.net(inputs)
+            return outputs, outputs.mean()
+
+    state = make_state(Summary(), loss=losses.over_batch(lambda outputs, targets: nt_xent(outputs[0], targets)))
+    with pytest.raises(ValueError, match=r"the network's outputs have a tensor of shape \(\) in a slice of 3 examples"):
+        compose(loop_events, microbatches=4)(state, batch_of())
+
+
+@pytest.mark.parametrize("wrong", [losses.model_loss, nn.CrossEntropyLoss, 3])
+def test_over_batch_takes_a_loss(wrong):
+    with pytest.raises(TypeError, match=r"losses\.over_batch: expected a function"):
+        losses.over_batch(wrong)
