@@ -9,6 +9,7 @@ from purecompose.algorithms._parts.checks import check_can_write, check_reads_ta
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture, has_index_targets, one_hot, wide_dtype
+from purecompose.losses.terms import ignore_index_of
 from purecompose.schedule import Scalar
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
@@ -118,7 +119,7 @@ def label_smoothing(
 
 
 def _smooth_terms(state: State, targets: Tensor | Mixture, smoothing: float | Tensor) -> Tensor | Mixture:
-    ignore_index = getattr(state.context.loss, "ignore_index", None)
+    ignore_index = ignore_index_of(state.context.loss)
 
     def smooth(term: Tensor) -> Tensor:
         return smooth_labels(state.outputs, term, smoothing, ignore_index=ignore_index)

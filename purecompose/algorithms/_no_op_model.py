@@ -12,6 +12,7 @@ from purecompose.core.context import Static
 from purecompose.core.state import State
 from purecompose.losses import CrossEntropy, ModelLoss
 from purecompose.losses.targets import wide_dtype
+from purecompose.losses.terms import ignore_index_of
 from purecompose.nn.layers.no_op import NoOpModel
 from purecompose.surgery.memory import without_groups
 from purecompose.time.event import Event
@@ -106,7 +107,7 @@ def no_op_model(*, name: str = "no_op_model") -> Algorithm:
         has_classes = isinstance(given, CrossEntropy) or given is F.cross_entropy
         changed, _ = surgery.operate(state, no_op_model_rules(has_classes), name=name)
         key = given.labels if isinstance(given, ModelLoss) and given.labels is not None else state.context.target_field
-        loss = NoOpLoss(getattr(given, "ignore_index", None))
+        loss = NoOpLoss(ignore_index_of(given))
         names = {*changed.context.loss_param_names, *changed.context.loss_buffer_names}
         context = changed.context.replace(
             loss=loss, loss_model=None, frozen=changed.context.frozen - names, input_field=key, target_field=key

@@ -10,7 +10,7 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.state import State
-from purecompose.losses.metrics import Metric, accuracy, as_metric, counting, of_model, read_by, top_k
+from purecompose.losses.metrics import Metric, accuracy, as_metric, counting, of_loss, read_by, top_k
 from purecompose.time import Time, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
@@ -28,7 +28,7 @@ _UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH)
 def accumulate(metric: Metric, acc: Any, state: State) -> Any:
     """Return the accumulator with the state's batch added, without gradients."""
     context = state.context
-    own = of_model(metric, context.loss)
+    own = of_loss(metric, context.loss)
     update = counting(own, None if context.layout.is_rows else state.num_examples)
     with torch.no_grad():
         return update(acc, batches.map_tensors(Tensor.detach, state.outputs), read_by(own, state))

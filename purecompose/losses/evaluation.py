@@ -16,7 +16,7 @@ from purecompose._support.checks import shown
 from purecompose.losses.from_model import ModelLoss
 from purecompose.losses.reduction import mean_of, reduced
 from purecompose.losses.targets import Mixture, num_examples, per_row, wide_dtype
-from purecompose.losses.terms import counter_of, num_terms
+from purecompose.losses.terms import counter_of, ignore_index_of, num_terms
 
 
 __all__ = ["check_loss", "evaluate_loss", "evaluate_parts", "metrics_of_parts", "per_example"]
@@ -73,7 +73,7 @@ def evaluate_parts(
     if len(targets.targets) == 1:
         return _call_loss(loss_fn, outputs, targets.targets[0], reduction)
     if not targets.interpolate_loss:
-        soft = targets.soft(outputs, ignore_index=getattr(loss_fn, "ignore_index", None))
+        soft = targets.soft(outputs, ignore_index=ignore_index_of(loss_fn))
         return _call_loss(loss_fn, outputs, soft, reduction)
     losses = _interpolated_losses(loss_fn, outputs, targets)
     if reduction == "mean" and hasattr(loss_fn, "counted"):

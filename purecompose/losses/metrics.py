@@ -27,6 +27,7 @@ from purecompose.losses import (
     share_of_mean,
 )
 from purecompose.losses.targets import Mixture, has_index_targets, num_examples as leading_size
+from purecompose.losses.terms import ignore_index_of
 
 
 __all__ = [
@@ -38,9 +39,10 @@ __all__ = [
     "dice",
     "from_function",
     "from_torchmetrics",
+    "iou",
     "is_lower_better",
     "mean_loss",
-    "of_model",
+    "of_loss",
     "perplexity",
     "read_by",
     "top_k",
@@ -89,11 +91,13 @@ class Metric(NamedTuple):
     """True if `update` takes the whole batch in place of the targets, as a model's own loss does."""
     takes_logits: bool = False
     """True if `update` takes logits (N, C, ...) and class indices, so that it also works for a model that computes its
-    own loss; see `of_model`."""
+    own loss; see `of_loss`."""
     takes_count: bool = False
     """True if `update` also takes `num_examples`, the batch's number of examples where it differs from its rows."""
     takes_loss: bool = False
     """True if `update` also takes `loss_fn`, the state's loss with its present parameters and scalars."""
+    takes_ignore_index: bool = False
+    """True if `update` also takes `ignore_index`, the index that the state's loss leaves out; see `of_loss`."""
 
 
 class Mean(NamedTuple):
@@ -109,7 +113,7 @@ class Mean(NamedTuple):
         return self.total / self.number
 
 
-def top_k(k: int, *, ignore_index: int = -100) -> Metric:
+def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
     """Return a metric for the share of positions whose class is among the k with the highest outputs.
 
     Outputs are (N, C, ...); targets are indices (N, ...), dense (N, C, ...) or a `Mixture`, and in the last two cases
@@ -118,7 +122,7 @@ def top_k(k: int, *, ignore_index: int = -100) -> Metric:
 
     Args:
         k: Number of guesses allowed, at least 1.
-        ignore_index: The index that stands for no class.
+        ignore_index: The index that stands for no class; by default that of the state's loss, or -100.
 
     Raises:
         ValueError: k is below 1 (raised immediately), or there are fewer than max(2, k) classes (at the first update).
@@ -134,7 +138,7 @@ def top_k(k: int, *, ignore_index: int = -100) -> Metric:
     def init(device: Device = None) -> Mean:
         return Mean(_zero(torch.int64, device), _zero(torch.int64, device))
 
-    def update(acc: Mean, outputs: Tensor, targets: Tensor | Mixture) -> Mean:
+    def update(acc: Mean, outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100) -> Mean:
         classes, counted = _classes(outputs, targets, ignore_index)
         if outputs.shape[1] < max(2, k):
             raise ValueError(
@@ -148,13 +152,10 @@ def top_k(k: int, *, ignore_index: int = -100) -> Metric:
             hits = (outputs.topk(k, dim=1).indices == classes.unsqueeze(1)).any(dim=1)
         return Mean(acc.total + (hits & counted).sum(), acc.number + counted.sum())
 
-    return Metric(init, update, Mean.value, takes_logits=True)
+    return _of_classes(Metric(init, update, Mean.value), ignore_index)
 
 
-accuracy = top_k(1)
-
-
-def dice(num_classes: int, *, ignore_index: int = -100) -> Metric:
+def dice(num_classes: int, *, ignore_index: int | None = None) -> Metric:
     """Return a metric for the Dice coefficient of the predicted classes, 2 |P and T| / (|P| + |T|), averaged over the
     classes that occur.
 
@@ -162,7 +163,7 @@ def dice(num_classes: int, *, ignore_index: int = -100) -> Metric:
 
     Args:
         num_classes: C, the number of classes.
-        ignore_index: The index that stands for no class.
+        ignore_index: As for `top_k`.
 
     Raises:
         TypeError, ValueError: `num_classes` is not an integer of at least 1 (raised immediately), or the outputs have
@@ -173,27 +174,22 @@ def dice(num_classes: int, *, ignore_index: int = -100) -> Metric:
         >>> round(metric.compute(metric.update(metric.init(), outputs, torch.tensor([[1, 0, 0]]))).item(), 4)
         0.6667
     """
-    check_whole(num_classes, "metrics.dice: num_classes", 1)
+    return _overlap("dice", num_classes, ignore_index, lambda both, sizes: 2 * both / sizes)
 
-    def init(device: Device = None) -> tuple[Tensor, Tensor]:
-        empty = torch.zeros(num_classes, dtype=torch.int64, device=device)
-        return empty, empty
 
-    def update(acc: tuple[Tensor, Tensor], outputs: Tensor, targets: Tensor | Mixture) -> tuple[Tensor, Tensor]:
-        if outputs.shape[1] != num_classes:
-            raise ValueError(f"metrics.dice: expected {num_classes} classes in dim 1, got shape {tuple(outputs.shape)}")
-        classes, counted = _classes(outputs, targets, ignore_index)
-        numbers = torch.arange(num_classes, device=outputs.device)
-        found = (outputs.argmax(dim=1)[..., None] == numbers) & counted[..., None]
-        wanted = (classes[..., None] == numbers) & counted[..., None]
-        both, either = (part.flatten(0, -2).sum(0) for part in (found & wanted, found.long() + wanted.long()))
-        return acc[0] + both, acc[1] + either
+def iou(num_classes: int, *, ignore_index: int | None = None) -> Metric:
+    """Return a metric for the intersection over union of the predicted classes, |P and T| / |P or T|, averaged over the
+    classes that occur.
 
-    def compute(acc: tuple[Tensor, Tensor]) -> Tensor:
-        both, either = acc
-        return (2 * both / either).nanmean()  # an absent class is 0 / 0
+    Sizes are counted over all examples together. Outputs and targets are as for `top_k`; arguments and errors as for
+    `dice`.
 
-    return Metric(init, update, compute, takes_logits=True)
+    Example:
+        >>> metric, outputs = iou(2), torch.tensor([[[0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]])
+        >>> metric.compute(metric.update(metric.init(), outputs, torch.tensor([[1, 0, 0]]))).item()
+        0.5
+    """
+    return _overlap("iou", num_classes, ignore_index, lambda both, sizes: both / (sizes - both))
 
 
 def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
@@ -234,11 +230,12 @@ def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
     return Metric(_init_mean, update, Mean.value, reads_batch, takes_logits, takes_count=True)
 
 
-def perplexity(loss_fn: Callable[..., Tensor] = cross_entropy) -> Metric:
+def perplexity(loss_fn: Callable[..., Tensor] | None = None) -> Metric:
     """Return a metric for exp(`mean_loss`): how many equally likely classes a language model chooses from on average.
 
     Args:
-        loss_fn: A mean of -log p over positions, in nats.
+        loss_fn: A mean of -log p over positions, in nats; by default cross entropy without the index that the state's
+            loss leaves out.
 
     Raises:
         TypeError: `loss_fn` is not a loss.
@@ -248,8 +245,15 @@ def perplexity(loss_fn: Callable[..., Tensor] = cross_entropy) -> Metric:
         >>> round(metric.compute(metric.update(metric.init(), torch.zeros(2, 8, 5), torch.ones(2, 5).long())).item(), 4)
         8.0
     """
-    mean = mean_loss(loss_fn)
-    return mean._replace(compute=lambda acc: mean.compute(acc).exp())
+    mean = mean_loss(cross_entropy if loss_fn is None else loss_fn)
+
+    def update(acc: Mean, outputs: Any, targets: Any, ignore_index: int = -100, **options: Any) -> Mean:
+        inner: Callable[..., Mean] = mean_loss(CrossEntropy(ignore_index)).update
+        return inner(acc, outputs, targets, **options)
+
+    if loss_fn is None:
+        mean = mean._replace(update=update, takes_ignore_index=True)
+    return mean._replace(compute=lambda acc: Mean.value(acc).exp())
 
 
 def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
@@ -270,9 +274,11 @@ def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
     if not callable(fn) or isinstance(fn, type):
         raise TypeError(f"expected a function (outputs, targets) -> tensor, got {fn!r} ({type(fn).__name__})")
 
-    def update(acc: Mean, outputs: Any, targets: Any, num_examples: int | None = None) -> Mean:
+    def update(
+        acc: Mean, outputs: Any, targets: Any, num_examples: int | None = None, ignore_index: int = -100
+    ) -> Mean:
         if isinstance(targets, Mixture):
-            targets = targets.soft(outputs)
+            targets = targets.soft(outputs, ignore_index=ignore_index)
         values = fn(outputs, targets)
         count = leading_size(outputs, targets) if num_examples is None else num_examples
         _check_values(fn, values, count)
@@ -280,7 +286,7 @@ def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
         rows = values.flatten(1).mean(1).sum() if values.ndim > 1 else values.sum()
         return Mean(acc.total + (rows if values.ndim else values * count), acc.number + count)
 
-    return Metric(_init_mean, update, Mean.value, takes_count=True)
+    return Metric(_init_mean, update, Mean.value, takes_count=True, takes_ignore_index=True)
 
 
 def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
@@ -346,9 +352,11 @@ def from_torchmetrics(metric: Any) -> Metric:
         fresh = copy.deepcopy(blank)
         return dict((fresh if device is None else fresh.to(device)).metric_state)
 
-    def update(acc: dict[str, Any], outputs: Any, targets: Any) -> dict[str, Any]:
+    def update(acc: dict[str, Any], outputs: Any, targets: Any, ignore_index: int = -100) -> dict[str, Any]:
         worker = filled(acc)
-        worker.update(outputs, targets.soft(outputs) if isinstance(targets, Mixture) else targets)
+        if isinstance(targets, Mixture):
+            targets = targets.soft(outputs, ignore_index=ignore_index)
+        worker.update(outputs, targets)
         return dict(worker.metric_state)
 
     def compute(acc: dict[str, Any]) -> Tensor:
@@ -356,26 +364,36 @@ def from_torchmetrics(metric: Any) -> Metric:
         worker._update_count = 1  # otherwise it warns that `update` was not called
         return worker.compute()
 
-    return Metric(init, update, compute)
+    return Metric(init, update, compute, takes_ignore_index=True)
 
 
-def of_model(metric: Metric, loss_fn: Any) -> Metric:
-    """Return the metric for a model that computes its own loss: it reads the outputs' `logits` and the labels named by
-    the loss.
+def of_loss(metric: Metric, loss_fn: Any) -> Metric:
+    """Return the metric as it is for a state with this loss.
+
+    A metric that leaves an index out takes the loss's `ignore_index`, unless it was given its own. One that takes
+    logits reads, for a model that computes its own loss, the outputs' `logits` and the labels named by the loss.
 
     Args:
-        metric: A metric; one that does not take logits is returned unchanged.
-        loss_fn: The state's loss; unless it is a `ModelLoss`, the metric is returned unchanged.
+        metric: A metric; one that does neither is returned unchanged.
+        loss_fn: The state's loss. It declares the index as `ignore_index`: an attribute, or an argument of torch's
+            cross entropy and of functools.partial.
 
     Example:
-        >>> metric, batch = of_model(accuracy, ModelLoss(shift=1)), {"labels": torch.tensor([[0, 1, 1]])}
+        >>> outputs, targets = torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]]), torch.tensor([1, 0, 0])
+        >>> metric = of_loss(accuracy, CrossEntropy(ignore_index=0))
+        >>> metric.compute(metric.update(metric.init(), outputs, targets)).item()
+        1.0
+        >>> metric, batch = of_loss(accuracy, ModelLoss(shift=1)), {"labels": torch.tensor([[0, 1, 1]])}
         >>> outputs = {"logits": torch.tensor([[[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]])}
         >>> metric.compute(metric.update(metric.init(), outputs, batch)).item()
         0.5
     """
-    if not (metric.takes_logits and isinstance(loss_fn, ModelLoss)):
-        return metric
     inner: Callable[..., Any] = metric.update
+    ignore_index = ignore_index_of(loss_fn)
+    if metric.takes_ignore_index and ignore_index is not None:
+        inner = functools.partial(inner, ignore_index=ignore_index)
+    if not (metric.takes_logits and isinstance(loss_fn, ModelLoss)):
+        return metric._replace(update=inner)
 
     def update(acc: Any, outputs: Any, given: Any, **options: Any) -> Any:
         pair = (outputs, given) if isinstance(outputs, Tensor) else loss_fn.logits_and_labels(outputs, given)
@@ -452,6 +470,44 @@ def _init_mean(device: Device = None) -> Mean:
     return Mean(_zero(torch.float32 if is_mps else torch.float64, device), _zero(torch.int64, device))
 
 
+def _of_classes(metric: Metric, ignore_index: int | None) -> Metric:
+    """Return a metric of logits and classes, whose `update` takes `ignore_index`, with the given index if there is one.
+
+    Without one it is that of the state's loss.
+    """
+    update: Callable[..., Any] = metric.update
+    if ignore_index is not None:
+        update = functools.partial(update, ignore_index=ignore_index)
+    return metric._replace(update=update, takes_logits=True, takes_ignore_index=ignore_index is None)
+
+
+def _overlap(
+    name: str, num_classes: int, ignore_index: int | None, score: Callable[[Tensor, Tensor], Tensor]
+) -> Metric:
+    """Return the mean over classes of a score of |P and T| and |P| + |T|, which is NaN for an absent class."""
+    check_whole(num_classes, f"metrics.{name}: num_classes", 1)
+
+    def init(device: Device = None) -> tuple[Tensor, Tensor]:
+        empty = torch.zeros(num_classes, dtype=torch.int64, device=device)
+        return empty, empty
+
+    def update(
+        acc: tuple[Tensor, Tensor], outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100
+    ) -> tuple[Tensor, Tensor]:
+        if outputs.shape[1] != num_classes:
+            raise ValueError(
+                f"metrics.{name}: expected {num_classes} classes in dim 1, got shape {tuple(outputs.shape)}"
+            )
+        classes, counted = _classes(outputs, targets, ignore_index)
+        numbers = torch.arange(num_classes, device=outputs.device)
+        found = (outputs.argmax(dim=1)[..., None] == numbers) & counted[..., None]
+        wanted = (classes[..., None] == numbers) & counted[..., None]
+        both, sizes = (part.flatten(0, -2).sum(0) for part in (found & wanted, found.long() + wanted.long()))
+        return acc[0] + both, acc[1] + sizes
+
+    return _of_classes(Metric(init, update, lambda acc: score(*acc).nanmean()), ignore_index)
+
+
 def _classes(outputs: Tensor, targets: Tensor | Mixture, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Return the class of each position and whether it counts, both (N, ...)."""
     if isinstance(targets, Mixture):
@@ -472,3 +528,6 @@ def _check_values(fn: object, values: object, count: int) -> None:
             f"expected a 0-d tensor or {count} rows, one per example, from the metric {fn!r}, got shape "
             f"{tuple(values.shape)}; keep the batch dim first or average over it"
         )
+
+
+accuracy = top_k(1)  # made last, with all that it needs

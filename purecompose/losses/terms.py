@@ -15,7 +15,7 @@ from purecompose._support.device import as_scalar
 from purecompose.losses.targets import Mixture, num_examples, wide_dtype
 
 
-__all__ = ["counter_of", "counts_terms", "num_terms", "share_of_mean"]
+__all__ = ["counter_of", "counts_terms", "ignore_index_of", "num_terms", "share_of_mean"]
 
 
 def num_terms(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> int | Tensor:
@@ -32,6 +32,19 @@ def num_terms(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> int
     if hasattr(counting, "counted"):
         return counting.counted(outputs, targets).sum()
     return num_examples(outputs, targets)
+
+
+def ignore_index_of(loss_fn: Any) -> int | None:
+    """Return the class index that a loss leaves out; `None` if it declares none.
+
+    It is declared once, by the loss: an attribute `ignore_index`, or an argument of functools.partial. torch's cross
+    entropy and negative log likelihood have it as functions, too.
+    """
+    if isinstance(loss_fn, functools.partial):
+        return loss_fn.keywords.get("ignore_index", ignore_index_of(loss_fn.func))
+    if loss_fn is F.cross_entropy or loss_fn is F.nll_loss:
+        return -100
+    return getattr(loss_fn, "ignore_index", None)
 
 
 def counts_terms(loss_fn: Callable[..., Tensor]) -> bool:

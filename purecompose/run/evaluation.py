@@ -21,8 +21,9 @@ from purecompose.losses.metrics import (
     as_metric,
     counting,
     dice,
+    iou,
     mean_loss,
-    of_model,
+    of_loss,
     perplexity,
     read_by,
     top_k,
@@ -40,6 +41,7 @@ _MANY = 10_000
 
 _FACTORIES = {
     dice: "pc.metrics.dice(num_classes=10)",
+    iou: "pc.metrics.iou(num_classes=10)",
     mean_loss: "pc.metrics.mean_loss(pc.losses.cross_entropy)",
     perplexity: "pc.metrics.perplexity()",
     top_k: "pc.metrics.top_k(5)",
@@ -175,7 +177,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
     """
     loss_fn = state.context.loss
     metrics: Mapping[str, Metric] = evaluator.metrics or {"loss": mean_loss()}
-    metrics = {name: of_model(metric, loss_fn) for name, metric in metrics.items()}
+    metrics = {name: of_loss(metric, loss_fn) for name, metric in metrics.items()}
     with torch.no_grad():
         current = tell(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))
         totals = {name: _initial(metric, state) for name, metric in metrics.items()}
