@@ -44,8 +44,8 @@ def cutmix_batch(
     Args:
         key: A random key; may be `None` if `bbox` and `indices` are both given.
         inputs: (N, C, H, W), of any dtype, which is kept.
-        targets: (N, ...), indices or dense, or a `Mixture`. Targets with more than two dims, the last two being H and
-            W, are maps: class indices (N, H, W) or dense (N, C, H, W).
+        targets: (N, ...), indices or dense, or a `Mixture`. Maps are class indices (N, h, w), dense targets
+            (N, C, h, w), and numbers (N, h, w) whose size has the images' proportions.
         length: The sides of the box as a share of the image's, used instead of a draw from alpha: a number in [0, 1],
             or a 0-d tensor, whose value is not checked. The sides are floor(length * H) and floor(length * W) before
             the box is clipped.
@@ -62,7 +62,8 @@ def cutmix_batch(
     Returns:
         The images, and the targets: a `Mixture` whose second half of terms are the partners' targets, weighted by the
         share of the image that was pasted. `mixture.soft(outputs)` returns soft targets. Maps are returned as they
-        were given, a tensor or a `Mixture`, with the partner's box pasted in.
+        were given, a tensor or a `Mixture`, with the partner's box pasted in. The box is scaled to maps of another
+        size: the positions inside are those whose centre is inside the images' box.
 
     Raises:
         TypeError: Inputs are not one tensor (N, C, H, W), targets are not tensors, or there is no key although
@@ -92,14 +93,14 @@ def cutmix_batch(
     if indices is None:
         indices = random.permutation(_rng(key).named("permutation"), num)
     partners = indices.to(inputs.device)
-    rows, columns = _between(boxes[..., 0::2], height), _between(boxes[..., 1::2], width)
-    inside = (rows.unsqueeze(-1) & columns.unsqueeze(-2)).reshape(-1, height, width)
+    inside, area = _inside(boxes, inputs, height, width)
     # Build the mixture first: it rejects partners of the wrong shape with a message about shapes.
     mixture = mixture_for(inputs, targets, "cutmix_batch")
-    if are_maps(mixture.targets[0], inputs):
-        mixture = _pasted_maps(mixture, partners, inside, interpolate_loss)
+    own = mixture.targets[0]
+    if _are_maps(own, inputs):
+        in_maps = inside if are_maps(own, inputs) else _inside(boxes, inputs, *own.shape[-2:])[0]
+        mixture = _pasted_maps(mixture, partners, in_maps, interpolate_loss)
     else:
-        area = rows.sum(-1) * columns.sum(-1)
         share = area.to(mixture.weights[0].dtype) / max(height * width, 1)
         mixture = mixture.mixed_with(partners, share, interpolate_loss)
     pasted = torch.where(inside.unsqueeze(1), inputs.index_select(0, partners), inputs)
@@ -183,8 +184,8 @@ def cutmix(
     loss stage resolves them: as soft targets or, with `interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Other
     methods on targets (label smoothing, MixUp, CutMix again) act on the terms, so all of them compose, in any order.
 
-    Targets that are maps of the images' size, as in segmentation, are pasted like the images: every pixel keeps the
-    class of the image that it comes from, and nothing is mixed.
+    Targets that are maps, as in segmentation, are pasted like the images: every pixel keeps the class of the image that
+    it comes from, and nothing is mixed. The box is scaled to maps of another size; see `cutmix_batch`.
 
     Mixing happens before the batch is split, so the result does not depend on the number of microbatches.
 
@@ -253,9 +254,31 @@ def _checked_boxes(bbox: Sequence[int] | Tensor, images: Tensor) -> Tensor:
     return sent(bbox, torch.int64, images.device)
 
 
-def _between(bounds: Tensor, size: int) -> Tensor:
-    """Return which positions are in [bounds[..., 0], bounds[..., 1]), bool (..., size)."""
-    place = torch.arange(size, device=bounds.device)
+def _are_maps(targets: Tensor, images: Tensor) -> bool:
+    """Return whether targets are maps, of the images' size or another; several soft targets (N, n, C) are not."""
+    if targets.ndim != 3 or not targets.is_floating_point():
+        return targets.ndim > 2
+    (height, width), (own_height, own_width) = images.shape[-2:], targets.shape[-2:]
+    return own_height * width == height * own_width
+
+
+def _inside(boxes: Tensor, images: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return which positions of maps of this size have their centre in the images' boxes, and their number.
+
+    Returns:
+        (1 or N, height, width), bool, and () or (N,), int64.
+    """
+    rows = _between(boxes[..., 0::2], images.shape[-2], height)
+    columns = _between(boxes[..., 1::2], images.shape[-1], width)
+    inside = rows.unsqueeze(-1) & columns.unsqueeze(-2)
+    return inside.reshape(-1, height, width), rows.sum(-1) * columns.sum(-1)
+
+
+def _between(bounds: Tensor, size: int, num: int) -> Tensor:
+    """Return which of `num` positions spread over `size` pixels are in [bounds[..., 0], bounds[..., 1]), (..., num)."""
+    place = torch.arange(num, device=bounds.device)
+    if num != size:
+        place = (2 * place + 1) * size // (2 * num)  # the pixel in which the position's centre is
     return (place >= bounds[..., :1]) & (place < bounds[..., 1:])
 
 

@@ -1,5 +1,6 @@
 """`cutmix_batch` and its drawn box, against plain loops over pixels."""
 
+import itertools
 from fractions import Fraction
 
 import pytest
@@ -218,10 +219,30 @@ def test_maps_are_pasted_as_the_images_are(seed, shape, how_much, settings, kind
     assert pasted.dtype is masks.dtype and torch.equal(masks, before)
 
 
-def test_maps_of_another_size_are_mixed():
-    images, masks = make_images((2, 1, 4, 4)), torch.zeros(2, 2, 2, dtype=torch.long)
-    _, mixture = cutmix_batch(None, images, masks, bbox=(0, 0, 2, 4), indices=torch.tensor([1, 0]))
-    assert isinstance(mixture, Mixture) and mixture.weights[1].tolist() == [0.5, 0.5]
+@given(SEEDS, SIZES, st.integers(1, 12), st.integers(1, 12), SETTINGS, st.sampled_from(["index", "dense"]))
+def test_the_box_is_scaled_to_maps_of_another_size(seed, shape, map_height, map_width, settings, kind):
+    num, _, height, width = shape
+    images = make_images(shape, seed)
+    masks = make_images((num, map_height, map_width) if kind == "index" else (num, 3, map_height, map_width), seed + 1)
+    masks = masks.long() if kind == "index" else masks
+    _, pasted = cutmix_batch(random.key(seed), images, masks, **settings)
+    order, boxes = drawn(seed, shape, **settings)
+    expected = masks.clone()
+    for i, (top, left, bottom, right) in enumerate(boxes):
+        for row, column in itertools.product(range(map_height), range(map_width)):
+            centre = Fraction(2 * row + 1, 2 * map_height) * height, Fraction(2 * column + 1, 2 * map_width) * width
+            if top <= centre[0] < bottom and left <= centre[1] < right:
+                expected[i, ..., row, column] = masks[order[i], ..., row, column]
+    assert isinstance(pasted, Tensor) and torch.equal(pasted, expected)
+
+
+@pytest.mark.parametrize(("size", "is_map"), [((2, 3), True), ((8, 12), True), ((2, 4), False)], ids=str)
+def test_numbers_in_two_dims_are_maps_if_they_have_the_proportions_of_the_images(size, is_map):
+    _, found = cutmix_batch(
+        None, make_images((2, 1, 4, 6)), torch.rand(2, *size), bbox=(0, 0, 2, 6), indices=torch.tensor([1, 0])
+    )
+    assert isinstance(found, Tensor) is is_map
+    assert is_map or (isinstance(found, Mixture) and found.weights[1].tolist() == [0.5, 0.5])
 
 
 @given(SEEDS, st.booleans())
