@@ -8,8 +8,8 @@ from purecompose._support.checks import check_number
 from purecompose.algorithms._parts.checks import check_can_write, check_reads_targets, check_scalar, given_fields
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.state import State
-from purecompose.losses.targets import Mixture, has_index_targets, one_hot, wide_dtype
-from purecompose.losses.terms import ignore_index_of
+from purecompose.losses.targets import Mixture, class_scores, has_index_targets, one_hot, wide_dtype
+from purecompose.losses.terms import for_mixtures, ignore_index_of
 from purecompose.schedule import Scalar
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
@@ -39,7 +39,8 @@ def smooth_labels(
     Raises:
         TypeError: An argument is not a tensor.
         ValueError: `smoothing` is out of range, shapes do not match, index targets do not have an integer dtype, or
-            there are fewer than two classes. An index of C or more raises an error of torch.
+            there are fewer than two classes.
+        IndexError: On a CPU, an index is C or more.
 
     Example:
         >>> smooth_labels(torch.zeros(2, 4), torch.tensor([1, -100]), 0.5).tolist()
@@ -61,7 +62,8 @@ def label_smoothing(
 
         y' = (1 - a) y + a / C
 
-    Only the loss sees the smoothed targets: dense ones replace the targets before it, and the originals are restored
+    Only the loss sees the smoothed targets: dense ones replace the targets before it (a `Mixture` of them for a mixture
+    and for torch's cross entropy, in whose mean ignored rows would otherwise count), and the originals are restored
     after it.
 
     Smoothing is affine in y, so smoothing each term of a mixture is the same as smoothing the mixed target. Ignored
@@ -119,12 +121,16 @@ def label_smoothing(
 
 
 def _smooth_terms(state: State, targets: Tensor | Mixture, smoothing: float | Tensor) -> Tensor | Mixture:
-    ignore_index = ignore_index_of(state.context.loss)
+    loss_fn = state.context.loss
+    ignore_index = ignore_index_of(loss_fn)
 
     def smooth(term: Tensor) -> Tensor:
-        return smooth_labels(state.outputs, term, smoothing, ignore_index=ignore_index)
+        logits = class_scores(state.outputs, term)
+        return smooth_labels(logits, term, smoothing, ignore_index=ignore_index)
 
-    return targets.map(smooth) if isinstance(targets, Mixture) else smooth(targets)
+    if isinstance(targets, Mixture) or for_mixtures(loss_fn) is not loss_fn:
+        return Mixture.of(targets).map(smooth)
+    return smooth(targets)
 
 
 def _dense(logits: Tensor, targets: Tensor, ignore_index: int | None) -> Tensor:

@@ -19,6 +19,7 @@ from purecompose import batch as batches, losses
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose.core.operation import Carry
 from purecompose.core.state import State, fields_where
+from purecompose.losses.evaluation import check_interpolation
 
 
 __all__ = [
@@ -188,10 +189,13 @@ def num_terms(state: State) -> int | Tensor:
 
 @torch.no_grad()
 def check_terms(state: State) -> None:
-    """Raise, right after the loss, if `num_terms` would miscount the terms of a model's own loss."""
+    """Raise, right after the loss, if terms of a model's own loss, or of interpolated losses, would be miscounted."""
+    reads_values = not is_transforming() and not is_fake(state.key)
     if isinstance(state.context.loss, losses.ModelLoss):
-        reads_values = not is_transforming() and not is_fake(state.key)
         state.context.loss.check(state.outputs, state.batch, reads_values=reads_values)
+    elif reads_values:
+        outputs, targets = state.outputs, state.targets
+        state.call_loss(lambda loss: check_interpolation(loss, outputs, targets), train=True)
 
 
 _Differentiated: TypeAlias = tuple[Carry, dict[str, Any], dict[str, Tensor]]

@@ -21,6 +21,7 @@ from purecompose.core.operation import Carry, Lowered, Node, Operation, Place, P
 from purecompose.core.ranks import Ranks, Sharing
 from purecompose.core.slices import run_slices, run_until_loss
 from purecompose.core.state import State
+from purecompose.losses.evaluation import advice
 from purecompose.time.event import Event
 
 
@@ -68,6 +69,9 @@ class Stage:
             given = {"batch": state.batch, "outputs": state.outputs}
             forms = [f"{name} {_form(value)}" for name, value in given.items() if value is not None]
             error.add_note(f"in the stage {self.name}, with {', '.join(forms)}")
+            if self.sets_loss:
+                for note in advice(state.outputs, _targets_if_any(state)):
+                    error.add_note(note)
             raise
         if watch is not None:
             watch.note_stage(self)
@@ -78,6 +82,13 @@ class Stage:
 
     def __repr__(self) -> str:
         return self.name
+
+
+def _targets_if_any(state: State) -> Any:
+    try:
+        return state.targets
+    except Exception:  # what is missing is reported already, or is not needed
+        return None
 
 
 def _form(value: Any) -> str:

@@ -7,19 +7,28 @@ A `Mixture` is resolved in one of two ways, which agree for cross entropy, since
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from purecompose._support.checks import shown
 from purecompose.losses.from_model import ModelLoss
 from purecompose.losses.reduction import mean_of, reduced
 from purecompose.losses.targets import Mixture, num_examples, per_row, wide_dtype
-from purecompose.losses.terms import counter_of, ignore_index_of, num_terms
+from purecompose.losses.terms import counter_of, for_mixtures, ignore_index_of, num_terms
 
 
-__all__ = ["check_loss", "evaluate_loss", "evaluate_parts", "metrics_of_parts", "per_example"]
+__all__ = [
+    "advice",
+    "check_interpolation",
+    "check_loss",
+    "evaluate_loss",
+    "evaluate_parts",
+    "metrics_of_parts",
+    "per_example",
+]
 
 
 def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
@@ -70,13 +79,14 @@ def evaluate_parts(
             "mixed targets cannot reach a loss that the model computed itself; use a loss of outputs and "
             "targets, such as losses.cross_entropy, or leave out the method that mixes"
         )
+    loss_fn = for_mixtures(loss_fn)
     if len(targets.targets) == 1:
         return _call_loss(loss_fn, outputs, targets.targets[0], reduction)
     if not targets.interpolate_loss:
         soft = targets.soft(outputs, ignore_index=ignore_index_of(loss_fn))
         return _call_loss(loss_fn, outputs, soft, reduction)
     losses = _interpolated_losses(loss_fn, outputs, targets)
-    if reduction == "mean" and hasattr(loss_fn, "counted"):
+    if reduction == "mean" and hasattr(counter_of(loss_fn), "counted"):
         return mean_of(losses.sum(), num_terms(loss_fn, outputs, targets)), {}
     return reduced(losses, reduction), {}
 
@@ -84,6 +94,44 @@ def evaluate_parts(
 def metrics_of_parts(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the parts of a loss by the names under which they are logged, "loss/name"."""
     return {f"loss/{name}": part for name, part in parts.items()}
+
+
+def check_interpolation(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> None:
+    """Raise if a mean over all losses, by which a `Mixture` interpolates them, is not the mean that the loss takes.
+
+    It evaluates the loss again and waits for the device. A loss that reports what it counts is not examined.
+
+    Raises:
+        ValueError: The means differ for the targets of a term.
+    """
+    if not isinstance(targets, Mixture) or not targets.interpolate_loss or hasattr(counter_of(loss_fn), "counted"):
+        return
+    for term in targets.targets:
+        mean = evaluate_loss(loss_fn, outputs, term).double()
+        over_all = evaluate_loss(loss_fn, outputs, term, "none").double().mean()
+        if not torch.isclose(mean, over_all, rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise ValueError(
+                f'interpolate_loss=True averages the losses of {loss_fn!r} with reduction="none" over all positions, '
+                f"which for the targets of the batch is {over_all.item():.6g}, but its own mean is {mean.item():.6g}: "
+                "something does not count in it, or has a weight. Use losses.CrossEntropy, with its ignore_index and "
+                "weight, or give the loss a method counted(outputs, targets)"
+            )
+
+
+def advice(outputs: Any, targets: Any) -> Iterator[str]:
+    """Yield what to do about an error of a loss that may not take such outputs and targets."""
+    if not isinstance(outputs, Tensor):
+        yield (
+            f"the network returns a {type(outputs).__name__}: a loss takes the tensor that it needs from it, as in "
+            "`lambda outputs, targets: F.cross_entropy(outputs[0], targets)`"
+        )
+    is_dense = isinstance(targets, Tensor) and targets.ndim > 1 and targets.is_floating_point()
+    if is_dense or (isinstance(targets, Mixture) and not targets.interpolate_loss):
+        yield (
+            "if a method such as label_smoothing or mixup made the targets dense, (N, C, ...) with rows of zeros for "
+            "what does not count: losses.CrossEntropy(ignore_index=...) takes them; methods that mix may also call the "
+            "loss with the targets of the batch, by interpolate_loss=True"
+        )
 
 
 def per_example(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> Tensor:

@@ -508,8 +508,14 @@ def _overlap(
     return _of_classes(Metric(init, update, lambda acc: score(*acc).nanmean()), ignore_index)
 
 
-def _classes(outputs: Tensor, targets: Tensor | Mixture, ignore_index: int) -> tuple[Tensor, Tensor]:
+def _classes(outputs: Any, targets: Any, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Return the class of each position and whether it counts, both (N, ...)."""
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor | Mixture):
+        raise TypeError(
+            "a metric of classes expects outputs and targets as tensors, got "
+            f"{type(outputs).__name__} and {type(targets).__name__}; pick them by a function, such as "
+            "{'accuracy': lambda outputs, targets: outputs[0].argmax(1) == targets}"
+        )
     if isinstance(targets, Mixture):
         targets = targets.soft(outputs, ignore_index=ignore_index)
     if has_index_targets(outputs, targets):

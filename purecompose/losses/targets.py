@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose import tree
+from purecompose import batch as batches, tree
 
 
-__all__ = ["Mixture", "has_index_targets", "num_examples", "one_hot", "per_row", "wide_dtype"]
+__all__ = ["Mixture", "class_scores", "has_index_targets", "num_examples", "one_hot", "per_row", "wide_dtype"]
 
 
 def has_index_targets(outputs: Tensor, targets: Tensor) -> bool:
@@ -51,11 +51,37 @@ def has_index_targets(outputs: Tensor, targets: Tensor) -> bool:
     return True
 
 
+def class_scores(outputs: Any, targets: Any) -> Any:
+    """Return the tensor (N, C, ...) among a model's outputs whose shape tells the classes of these targets.
+
+    Outputs that are a single tensor, and targets that are not one, are not examined.
+
+    Raises:
+        ValueError: Among several outputs no tensor fits the targets, or tensors of different shapes do.
+    """
+    if isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return outputs
+    found = batches.tensors(outputs)
+    if targets.is_floating_point():
+        fitting = [scores for scores in found if scores.shape == targets.shape]
+    else:
+        fitting = [s for s in found if s.ndim == targets.ndim + 1 and s.shape[:1] + s.shape[2:] == targets.shape]
+    if len({scores.shape for scores in fitting}) == 1:
+        return fitting[0]
+    shapes = ", ".join(str(tuple(scores.shape)) for scores in found)
+    raise ValueError(
+        f"cannot tell which of the outputs ({type(outputs).__name__} of shapes {shapes}) are the scores of the classes "
+        f"in targets of shape {tuple(targets.shape)}: expected outputs (N, C, ...) of one shape that fits; let the "
+        "network return only these, mix losses in place of targets (interpolate_loss=True), or smooth targets in the "
+        "loss"
+    )
+
+
 def one_hot(targets: Tensor, outputs: Tensor, *, ignore_index: int | None = None) -> Tensor:
     """Return the dense form of class indices, shaped like the outputs.
 
     Negative indices, and `ignore_index`, become rows of zeros, which `losses.CrossEntropy` leaves out. An
-    index of C or more raises torch's own error on a CPU and trips torch's assertion on a GPU.
+    index of C or more raises an `IndexError` on a CPU and trips torch's assertion on a GPU.
 
     Args:
         targets: (N, ...), integer dtype.
@@ -201,14 +227,16 @@ class Mixture:
         targets, weights = zip(*terms, strict=True)
         return replace(self, targets=targets, weights=weights)
 
-    def soft(self, outputs: Tensor, *, ignore_index: int | None = None) -> Tensor:
+    def soft(self, outputs: Any, *, ignore_index: int | None = None) -> Tensor:
         """Return dense targets sum_k w_k onehot(t_k), shaped like the outputs, float32 or float64.
 
-        An index that is negative or `ignore_index` adds nothing to its row.
+        An index that is negative or `ignore_index` adds nothing to its row. Among several outputs the tensor that fits
+        the targets is taken; see `class_scores`.
 
         Raises:
             TypeError, ValueError: As for `has_index_targets` and `one_hot`.
         """
+        outputs = class_scores(outputs, self.targets[0])
         dtype = wide_dtype(outputs)
         total = None
         for targets, weight in self._terms:
@@ -262,7 +290,16 @@ def _scatter_classes(targets: Tensor, values: Tensor, outputs: Tensor, ignore_in
     # Each element is written at most once, so the result does not depend on the order of threads.
     index = targets.long().masked_fill(ignored, 0).unsqueeze(1)
     zeros = torch.zeros_like(outputs, dtype=values.dtype, requires_grad=False)
-    return zeros.scatter(1, index, values.masked_fill(ignored, 0).unsqueeze(1))
+    try:
+        return zeros.scatter(1, index, values.masked_fill(ignored, 0).unsqueeze(1))
+    except RuntimeError as error:
+        if "out of bounds" not in str(error):
+            raise
+        raise IndexError(
+            f"expected class indices below {outputs.shape[1]} for outputs of shape {tuple(outputs.shape)}: {error}. If "
+            "it marks positions that do not count, let the loss declare it: losses.CrossEntropy(ignore_index=...), or "
+            "an attribute `ignore_index` of your own loss"
+        ) from error
 
 
 def _misfit(outputs: Tensor, targets: Tensor) -> str:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from purecompose._support.device import as_scalar
-from purecompose.losses.targets import Mixture, num_examples, wide_dtype
+from purecompose.losses.functions import CrossEntropy
+from purecompose.losses.reduction import mean_of
+from purecompose.losses.targets import Mixture, has_index_targets, num_examples, one_hot, wide_dtype
 
 
-__all__ = ["counter_of", "counts_terms", "ignore_index_of", "num_terms", "share_of_mean"]
+__all__ = ["counter_of", "counts_terms", "for_mixtures", "ignore_index_of", "num_terms", "share_of_mean"]
 
 
 def num_terms(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> int | Tensor:
@@ -76,6 +78,53 @@ def share_of_mean(loss: Tensor, terms: int | Tensor, total: int | Tensor) -> Ten
     return torch.where(terms > 0, loss * (terms / torch.where(total > 0, total, 1)), 0)
 
 
+def for_mixtures(loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the loss that takes a `Mixture`'s targets: the library's for torch's cross entropy, else the loss itself.
+
+    torch's own refuses dense targets beside an `ignore_index` of 0 or more, and counts rows of zeros, which stand for
+    what does not count in targets that methods made dense.
+    """
+    settings = _torch_settings(loss_fn)
+    if settings is None or settings.is_likelihood:
+        return loss_fn
+    return _MixedCrossEntropy(settings.ignore_index, settings.weight, settings.label_smoothing)
+
+
+def counter_of(loss_fn: Any) -> Any:
+    """Return the object that counts a loss's terms: the loss itself, or `_TorchTerms` for torch's losses."""
+    settings = _torch_settings(loss_fn)
+    return loss_fn if settings is None else _TorchTerms(settings.ignore_index, settings.weight)
+
+
+class _TorchSettings(NamedTuple):
+    """Settings of torch's cross entropy or negative log likelihood."""
+
+    is_likelihood: bool
+    ignore_index: int = -100
+    weight: Tensor | None = None
+    label_smoothing: float = 0.0
+
+
+def _torch_settings(loss_fn: Any) -> _TorchSettings | None:
+    """Return the settings of one of torch's losses, a function (also under functools.partial) or a module.
+
+    `None` for any other loss, and for a reduction other than a mean.
+    """
+    if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
+        function = F.nll_loss if isinstance(loss_fn, nn.NLLLoss) else F.cross_entropy
+        has_own_forward = type(loss_fn).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+        given = None if has_own_forward else {**loss_fn.__dict__, "weight": loss_fn.weight}
+    else:
+        is_partial = isinstance(loss_fn, functools.partial)
+        function, given = (loss_fn.func, loss_fn.keywords) if is_partial else (loss_fn, {})
+        if function not in (F.cross_entropy, F.nll_loss) or (is_partial and loss_fn.args):
+            given = None
+    if given is None or given.get("reduction", "mean") != "mean":
+        return None
+    settings = {name: given[name] for name in ("ignore_index", "weight", "label_smoothing") if name in given}
+    return _TorchSettings(function is F.nll_loss, **settings)
+
+
 @dataclass(frozen=True)
 class _TorchTerms:
     """Terms that the mean of torch's cross entropy or negative log likelihood divides by."""
@@ -85,29 +134,48 @@ class _TorchTerms:
 
     def counted(self, outputs: Tensor, targets: Tensor | Mixture) -> Tensor:
         """Return the mask of the positions that enter the mean, bool (N, ...): all of them for dense targets."""
-        if isinstance(targets, Mixture) or targets.is_floating_point():
+        if isinstance(targets, Mixture):
+            return self._of_mixtures.counted(outputs, targets)
+        if targets.is_floating_point():
             return torch.ones_like(outputs[:, 0], dtype=torch.bool)
         return targets != self.ignore_index
 
     def num_terms(self, outputs: Tensor, targets: Tensor | Mixture) -> int | Tensor:
         """Return the number of positions that enter the mean, or the sum of their weights."""
-        if isinstance(targets, Mixture) or targets.is_floating_point():
+        if isinstance(targets, Mixture):
+            return self._of_mixtures.num_terms(outputs, targets)
+        if targets.is_floating_point():
             return outputs[:, 0].numel()
         is_counted = self.counted(outputs, targets)
         if self.weight is None:
             return is_counted.sum()
         return (self.weight[targets.where(is_counted, 0).long()] * is_counted).sum()
 
+    @property
+    def _of_mixtures(self) -> CrossEntropy:
+        return _MixedCrossEntropy(self.ignore_index, self.weight)
 
-def counter_of(loss_fn: Any) -> Any:
-    """Return the object that counts a loss's terms: the loss itself, or `_TorchTerms` for torch's losses."""
-    if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
-        has_own_forward = type(loss_fn).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-        is_mean = loss_fn.reduction == "mean" and not has_own_forward
-        return _TorchTerms(loss_fn.ignore_index, loss_fn.weight) if is_mean else loss_fn
-    settings = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
-    function = loss_fn.func if isinstance(loss_fn, functools.partial) and not loss_fn.args else loss_fn
-    if function is not F.cross_entropy and function is not F.nll_loss:
-        return loss_fn
-    given = {name: settings[name] for name in ("ignore_index", "weight") if name in settings}
-    return _TorchTerms(**given) if settings.get("reduction", "mean") == "mean" else loss_fn
+
+@dataclass(frozen=True)
+class _MixedCrossEntropy(CrossEntropy):
+    """torch's cross entropy for targets of a `Mixture`, in whose dense form rows of zeros do not count."""
+
+    weight: Tensor | None = None
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check nothing: torch does, and reading the weights would wait for the device."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        if not self.label_smoothing:
+            return super().__call__(outputs, targets, reduction)
+        is_index = has_index_targets(outputs, targets)
+        dense = one_hot(targets, outputs, ignore_index=self.ignore_index) if is_index else targets
+        smooth = (1 - self.label_smoothing) * dense + self.label_smoothing * dense.mean(dim=1, keepdim=True)
+        if reduction != "mean":
+            return super().__call__(outputs, smooth, reduction)
+        # As in torch, the smoothed part does not change the weights that the mean divides by.
+        return mean_of(super().__call__(outputs, smooth, "sum"), self.num_terms(outputs, dense))
+
+    def _class_weights(self, outputs: Tensor, dtype: torch.dtype) -> Tensor | None:
+        return None if self.weight is None else self.weight.to(outputs.device, dtype)

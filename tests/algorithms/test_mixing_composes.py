@@ -185,3 +185,31 @@ def test_members_of_a_population_each_have_their_closed_form(order, settings):
     after = pair(pair.init(stack_states(members)), batch)
     for one, member in zip(unstack_states(after), members, strict=True):
         assert_is(one, closed_form(step.init(member), order, batch, "per_example" in settings))
+
+
+class SeveralOutputs(nn.Module):
+    """A network that returns class scores twice, beside other numbers."""
+
+    def __init__(self, classify: nn.Module) -> None:
+        super().__init__()
+        self.classify = classify
+
+    def forward(self, images: Tensor) -> dict[str, Any]:
+        scores = self.classify(images)
+        return {"features": images.mean(1), "heads": (2 * scores, scores), "norm": scores.norm()}
+
+
+def of_several(outputs: dict[str, Any], targets: Tensor, reduction: str = "mean") -> Tensor:
+    return losses.cross_entropy(outputs["heads"][1], targets, reduction)
+
+
+@pytest.mark.parametrize("order", ORDERS[-2:])
+@pytest.mark.parametrize("kind", ["index", "soft"])
+@pytest.mark.parametrize("interpolate_loss", [False, True])
+def test_a_network_may_have_several_outputs(order, kind, interpolate_loss):
+    net, ends = nn.Sequential(nn.Flatten(), nn.Linear(2 * SIZE * SIZE, CLASSES)).double(), []
+    for state in (image_state(net=net), image_state(net=SeveralOutputs(net), loss=of_several)):
+        step = compose(loop_events, make_algorithms(order, interpolate_loss=interpolate_loss), passes=())
+        ends.append(step(step.init(state), make_batch(kind)))
+    torch.testing.assert_close(ends[0].loss, ends[1].loss)
+    torch.testing.assert_close(list(ends[0].params.values()), list(ends[1].params.values()))

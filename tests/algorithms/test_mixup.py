@@ -222,6 +222,21 @@ def test_members_of_dict_batches_are_named_by_keys():
     assert torch.equal(seen[-1]["x"], inputs) and not torch.equal(seen[-1]["extra"], inputs)
 
 
+@pytest.mark.parametrize("form", ["tensor", "tuple", "dict"])
+def test_the_mixed_input_of_an_autoencoder_is_its_own_target(form):
+    def as_batch(inputs):
+        return {"tensor": inputs, "tuple": (inputs,), "dict": {"x": inputs}}[form]
+
+    inputs, field = make_batch()[0], "x" if form == "dict" else 0
+    state = make_state(torch.nn.Linear(6, 6), loss=F.mse_loss, input_field=field, target_field=field)
+    step = compose(loop_events, [mixup()], microbatches=2)
+    share, order = drawn_by(state)
+    expected = compose(loop_events)(state, as_batch((1 - share) * inputs + share * inputs[order]))
+    torch.testing.assert_close(step(step.init(state), as_batch(inputs)).params, expected.params)
+    with pytest.raises(ValueError, match="interpolate_loss=True: expected a target besides the input"):
+        compose(loop_events, [mixup(interpolate_loss=True)]).init(state)
+
+
 def test_alpha_may_be_an_hparam_or_a_schedule():
     batch = make_batch()
     fixed = compose(loop_events, [mixup(0.4)])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, loop_events, losses, metrics
-from tests.helpers import make_state
+from purecompose.losses.terms import ignore_index_of
+from tests.helpers import changing, make_state
 
 
 IGNORED, NUM_CLASSES = 255, 3
@@ -92,3 +94,89 @@ def test_training_metrics_do_the_same_in_slices(loss, microbatches):
     end = step(step.init(state), batch)  # with three slices nothing counts in the first one
     assert end.metrics["train/accuracy"].item() == pytest.approx(is_right.double().mean().item())
     assert end.loss is not None and end.loss.isfinite() and end.params["weight"].isfinite().all()
+
+
+TORCHS = {
+    "function": F.cross_entropy,
+    "partial": functools.partial(F.cross_entropy, ignore_index=IGNORED),
+    "module": nn.CrossEntropyLoss(ignore_index=IGNORED),
+    "weighted": functools.partial(
+        F.cross_entropy, ignore_index=IGNORED, weight=torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64)
+    ),
+    "smoothed": functools.partial(F.cross_entropy, ignore_index=IGNORED, label_smoothing=0.2),
+}
+each_torchs = pytest.mark.parametrize("name", TORCHS)
+
+
+def masks_for(name: str) -> tuple[Tensor, Tensor]:
+    return make_masks(ignored=-100 if name == "function" else IGNORED)
+
+
+@each_torchs
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_torchs_losses_leave_out_the_same_with_smoothed_labels(name, microbatches):
+    """The loss equals torch's with its own `label_smoothing`, of 1 - (1 - a)(1 - b) if it has one already."""
+    loss, (images, masks) = TORCHS[name], masks_for(name)
+    step = compose(loop_events, [alg.label_smoothing(0.1)], microbatches=microbatches)
+    end = step(step.init(start(loss)), (images, masks))
+    outputs = start(loss).forward(images)
+    smoothing = 1 - 0.9 * 0.8 if name == "smoothed" else 0.1
+    settings = {"ignore_index": ignore_index_of(loss), "label_smoothing": smoothing}
+    expected = F.cross_entropy(outputs, masks, **settings)
+    if name == "weighted":  # smoothed targets have their own sum of weights, by which the mean divides
+        is_counted, weight = masks != IGNORED, TORCHS[name].keywords["weight"]
+        total = F.cross_entropy(outputs, masks, weight=weight, reduction="sum", **settings)
+        expected = total / (0.9 * weight[masks[is_counted]] + 0.1 * weight.mean()).sum()
+    torch.testing.assert_close(end.loss, expected)
+
+
+@each_torchs
+@pytest.mark.parametrize("interpolate_loss", [False, True])
+def test_torchs_losses_leave_out_the_same_with_mixed_targets(name, interpolate_loss):
+    """The loss is sum_k w_k l(t_k) over positions and terms, divided by what counts in any term."""
+    loss, (images, masks) = TORCHS[name], masks_for(name)
+    if name == "module" and interpolate_loss:
+        pytest.skip("a module has one reduction")
+    ignored = ignore_index_of(loss)
+    share, order = 0.3, torch.arange(len(masks)).roll(1)
+
+    def mixed(state: State) -> State:
+        mixture = losses.Mixture.of(state.targets).mixed_with(order, share, interpolate_loss)
+        return state.replace(targets=mixture)
+
+    mixer = changing("mixer", pc.Event.AFTER_DATALOADER, mixed)
+    ends = [compose(loop_events, [mixer], microbatches=k)(start(loss), (images, masks)) for k in (1, 2)]
+    outputs = start(loss).forward(images)
+    weight = torch.ones(NUM_CLASSES).double() if name != "weighted" else TORCHS[name].keywords["weight"]
+    total, divisor, counted = 0.0, 0.0, torch.zeros_like(masks, dtype=torch.bool)
+    for own, targets in ((1 - share, masks), (share, masks[order])):
+        settings = {"ignore_index": ignored, "label_smoothing": 0.2 if name == "smoothed" else 0.0}
+        total += own * F.cross_entropy(outputs, targets, weight=weight, reduction="sum", **settings)
+        is_counted = targets != ignored
+        divisor += own * weight[targets[is_counted]].sum()
+        counted |= is_counted
+    expected = total / (divisor if name == "weighted" else counted.sum())
+    for end in ends:
+        torch.testing.assert_close(end.loss, expected)
+
+
+def opaque(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Return a loss that leaves out an index and does not declare it."""
+    return F.cross_entropy(outputs, targets, ignore_index=IGNORED, reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    ("method", "loss", "says"),
+    [
+        (alg.label_smoothing(0.1), opaque, r"indices below 3 .* index 255 .* declare it: losses\.CrossEntropy\("),
+        (alg.mixup(0.5), opaque, r"indices below 3 .* index 255 .* declare it: losses\.CrossEntropy\("),
+        (alg.mixup(0.5, interpolate_loss=True), opaque, r"over all positions, .* but its own mean .* counted\("),
+        (alg.label_smoothing(0.1), OwnLoss(), r"rows of zeros .* losses\.CrossEntropy\(ignore_index"),
+    ],
+    ids=["smoothing", "mixing", "interpolating", "indices only"],
+)
+def test_an_own_loss_is_told_how_to_declare_what_does_not_count(method, loss, says):
+    step = compose(loop_events, [method])
+    with pytest.raises(Exception, match=".") as caught:
+        step(step.init(start(loss)), make_masks())
+    assert re.search(says, "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])]))

@@ -60,6 +60,11 @@ def test_accuracy_leaves_a_positive_ignore_index_out():
     assert metric.compute(metric.update(metric.init(), outputs, targets)).item() == 1.0
 
 
+def test_accuracy_of_several_outputs_points_to_a_function():
+    with pytest.raises(TypeError, match=r"got tuple and Tensor; pick them by a function, such as .*outputs\[0\]"):
+        accuracy.update(accuracy.init(), (torch.zeros(2, 3), torch.zeros(2)), torch.zeros(2, dtype=torch.long))
+
+
 def test_counts_stay_exact_beyond_single_precision():
     acc = accuracy.init()._replace(total=torch.tensor(2**24), number=torch.tensor(2**24))
     acc = accuracy.update(acc, torch.tensor([[1.0, 0.0]]), torch.tensor([0]))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as torch_pytree
 
-from purecompose.losses.targets import Mixture, has_index_targets, num_examples, one_hot
+from purecompose.losses.targets import Mixture, class_scores, has_index_targets, num_examples, one_hot
 
 
 def numpy_one_hot(indices: Tensor, num_classes: int) -> np.ndarray:
@@ -70,6 +70,25 @@ def test_errors_for_misfits_give_the_value_and_a_remedy(outputs, targets, says):
 def test_outputs_that_are_not_a_tensor_are_a_type_error():
     with pytest.raises(TypeError, match="got dict and Tensor"):
         has_index_targets({"logits": torch.zeros(4, 3)}, torch.zeros(4))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("targets", "shapes", "place"),
+    [
+        (torch.zeros(4, dtype=torch.int64), [(4,), (4, 3), (4, 3, 2), (4, 3)], 1),
+        (torch.zeros(4, 2, dtype=torch.int64), [(4, 2), (4, 3), (4, 3, 2)], 2),
+        (torch.zeros(4, 3), [(4, 3, 2), (4, 3)], 1),
+        (torch.zeros(4, dtype=torch.int64), [(4, 3), (4, 7)], None),
+        (torch.zeros(4, dtype=torch.int64), [(5, 3), ()], None),
+    ],
+)
+def test_scores_among_several_outputs_are_those_that_alone_fit(targets, shapes, place):
+    outputs = {"nested": tuple(torch.zeros(shape) for shape in shapes)}
+    if place is not None:
+        assert class_scores(outputs, targets) is outputs["nested"][place]
+        return
+    with pytest.raises(ValueError, match=r"cannot tell which of the outputs .*interpolate_loss=True"):
+        class_scores(outputs, targets)
 
 
 @given(problems())

@@ -102,11 +102,19 @@ def mixing_method(
             check_can_write(own_target, "target_field")
             check_reads_targets(name, state.context.loss)
             losses.check_loss(state.context.loss, per_example=flags["interpolate_loss"])
+            if own_target == own_input and flags["interpolate_loss"]:
+                raise ValueError(
+                    f"{name}: interpolate_loss=True: expected a target besides the input, got the field {own_input!r} "
+                    "for both: the mixed input is its own target, so there are no two losses to mix; leave "
+                    "interpolate_loss out"
+                )
             return state
         inputs, targets = batches.get(state.batch, own_input), batches.get(state.batch, own_target)
         check_inputs(name, inputs)
         inputs, targets = mix(state.rng(name), inputs, targets, alpha=state.scalar(alpha))
-        return state.replace(batch=batches.put(batches.put(state.batch, own_input, inputs), own_target, targets))
+        batch = batches.put(state.batch, own_input, inputs)
+        # The input of an autoencoder is its target, too: the mixed input.
+        return state.replace(batch=batch if own_target == own_input else batches.put(batch, own_target, targets))
 
     is_neutral = isinstance(alpha, (int, float)) and alpha == 0
     shown = {setting: value for setting, value in flags.items() if value or setting == "interpolate_loss"}
