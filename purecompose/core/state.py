@@ -465,13 +465,6 @@ class State:
         self, model: Model, inputs: Any, num_examples: int | None, *, train: bool, rng_name: str
     ) -> tuple[Any, dict[str, Tensor]]:
         context, buffers = self.context, self.buffers
-        first = 0 if self.first_example is None else self.first_example
-
-        def rng() -> random.Rng:
-            own = self.rng(rng_name)
-            # If rows are not examples, a slice draws as a whole, with a different draw for each slice.
-            return own if context.layout.is_rows else dataclasses.replace(own, example=first)
-
         is_whole = context.loss_model is None
         result, new_buffers = call_model(
             model,
@@ -479,9 +472,9 @@ class State:
             buffers if is_whole else {name: buffers[name] for name in model.buffer_names},
             inputs,
             train=train,
-            rng=rng,
+            rng=lambda: self.rng(rng_name),
             num_examples=num_examples,
-            first_example=first,
+            first_example=0 if self.first_example is None else self.first_example,
             precision="fp32" if model is context.loss_model else context.precision,
         )
         return result, new_buffers if is_whole else {**buffers, **new_buffers}

@@ -1,6 +1,7 @@
 """Draws of positions: permutations and choices.
 
-They concern a whole batch: the examples of an `Rng` are ignored, so that each microbatch gets the same order.
+They concern a whole batch: if an `Rng` is of several examples, these are ignored, so that each microbatch gets the same
+order.
 """
 
 import math
@@ -22,7 +23,7 @@ def permutation(key: Tensor | Rng, n: int | Tensor) -> Tensor:
     """Return a random order, by a stable sort of 64-bit keys: the same bits on every device.
 
     Args:
-        key: A key or an `Rng`; its examples are ignored.
+        key: A key or an `Rng`; the examples of one of several are ignored.
         n: Number of positions to order, or a tensor whose rows (dimension 0) are put in a random order.
 
     Returns:
@@ -42,7 +43,7 @@ def permutation(key: Tensor | Rng, n: int | Tensor) -> Tensor:
             raise ValueError("permutation: expected a tensor with rows, got one without dimensions; pass int(n)")
         return n.index_select(0, permutation(key, n.shape[0]).to(n.device))
     _check_size(n, "permutation: n")
-    rng = as_rng(key, "permutation").per_example(None)
+    rng = _for_all(as_rng(key, "permutation"))
     lower, upper = element_words(rng, n, 2, "permutation").unbind(-1)
     # The upper word also fills the sign bit, since the sort only needs all orders to be equally likely.
     return torch.sort((upper << 32) | lower, stable=True).indices
@@ -63,7 +64,7 @@ def choice(
     comes last, and is taken only if there are fewer than `k` others (with replacement: never).
 
     Args:
-        key: A key or an `Rng`; its examples are ignored.
+        key: A key or an `Rng`; the examples of one of several are ignored.
         n: Number of positions.
         k: Number of positions to choose.
         p: Weights of the positions, of length n, not negative, with any sum; None for equal weights. A tensor's
@@ -89,7 +90,7 @@ def choice(
         raise ValueError(
             f"choice: cannot choose k={k} of n={n} positions; choose fewer, or use replace=True with n > 0"
         )
-    rng = as_rng(key, "choice").per_example(None)
+    rng = _for_all(as_rng(key, "choice"))
     if p is None:
         return randint(rng, k, 0, max(n, 1)) if replace else permutation(rng, n)[:k]
     weights = _weights(p, n, k, replace, rng.key.device)
@@ -99,6 +100,11 @@ def choice(
     totals = weights.cumsum(0)
     units = join53(element_words(rng, k, 2, "choice")).to(torch.float64) * 2.0**-53
     return torch.searchsorted(totals, units * totals[-1:], right=True).clamp(max=n - 1)
+
+
+def _for_all(rng: Rng) -> Rng:
+    """Return the `Rng` of a draw for all examples, if it is of several."""
+    return rng.per_example(None) if isinstance(rng.example, Tensor) and rng.example.ndim else rng
 
 
 def _weights(p: Tensor | Sequence[float], n: int, k: int, replace: bool, device: torch.device) -> Tensor:

@@ -53,11 +53,13 @@ def test_permutation_of_rows() -> None:
     assert torch.equal(permutation(key(0), rows), rows[permutation(key(0), 6)])
 
 
-def test_examples_are_ignored() -> None:
+def test_several_examples_are_ignored_and_a_single_one_is_not() -> None:
     rng = Rng(key(0), batch=2).named("order")
-    part = rng.per_example(torch.arange(3, 5))
+    part, one = rng.per_example(torch.arange(3, 5)), rng.per_example(torch.tensor(3))
     assert torch.equal(permutation(part, 9), permutation(rng, 9))
     assert torch.equal(choice(part, 9, 4), choice(rng, 9, 4))
+    assert not torch.equal(permutation(one, 9), permutation(rng, 9))
+    assert not torch.equal(choice(one, 9, 4), choice(rng, 9, 4))
     assert not torch.equal(permutation(Rng(key(0), batch=3).named("order"), 9), permutation(rng, 9))
 
 

@@ -8,9 +8,11 @@ global generators are neither read nor advanced. A random function without a key
 
 **Examples.** With `num_examples=n`, a tensor whose leading dimension is n * m is taken to contain m rows of each
 example, in order, and is drawn per example: a microbatch draws the rows that the whole batch would have drawn. This
-fits batch-first layouts, and attention weights of (batch * heads, ...). A sequence-first activation gets one draw for
-the whole batch, which is sound but differs between microbatch sizes; recurrent layers know their layout, and are
-correct in both. A tensor whose leading dimension is a multiple of n by chance is drawn per example as well.
+fits batch-first layouts, and attention weights of (batch * heads, ...). Any other tensor (a sequence-first activation,
+K samples of each example in (K, n, ...), a single number, a permutation) has one draw for all n examples, another one
+for each `first_example`: slices of a batch draw independently, but not what the whole batch would have drawn. Recurrent
+layers know their layout, and draw per example in both. A tensor whose leading dimension is a multiple of n by chance is
+drawn per example as well.
 """
 
 from __future__ import annotations
@@ -58,10 +60,11 @@ def keyed(rng: Rng, *, num_examples: int | None = None, first_example: int | Ten
     """Return a scope in which the random functions of a forward pass draw from `rng`.
 
     Args:
-        rng: The scope's key and path. Two scopes with the same `rng` draw the same numbers.
+        rng: The scope's key and path; `first_example` takes the place of its examples.
         num_examples: Number of examples in the forward pass, for draws per example (see the module's docstring);
-            None for draws for the whole batch.
-        first_example: Index of the first of them in the whole batch: an int, or an int64 tensor of shape ().
+            None for draws for all examples of the pass.
+        first_example: Index of the first of them in the whole batch: an int, or an int64 tensor of shape (). Passes
+            with another one draw other numbers.
 
     Returns:
         A context manager, for one use; after `with ... as record`, `record.draws` is the number of random calls

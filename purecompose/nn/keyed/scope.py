@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -77,7 +78,8 @@ class Scope(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.draws = draws
-        self.rng = rng
+        # A draw that is not per example belongs to a slice of the batch, which its first example identifies.
+        self.rng = replace(rng, example=first_example)
         self.num_examples = num_examples
         self.first_example = first_example
         # The regions whose recomputation repeats these draws: the one in which the scope was opened (a recomputation
@@ -102,10 +104,10 @@ class Scope(TorchFunctionMode):
             func: The random function that was called; named in errors.
             sampler: Function that draws the tensor.
             shape: Shape of the result. If `shape[0]` is `num_examples * m` with m >= 1, leading index j
-                holds element `j % m` of example `first_example + j // m`; otherwise there is one draw for the
-                whole batch.
+                holds element `j % m` of example `first_example + j // m`; otherwise there is one draw for all
+                examples of this pass, another one for each `first_example`.
             device: Device of the result. The draw is made there, from a copy of the key.
-            per_example: False for draws that concern the whole batch whatever their shape.
+            per_example: False for draws that concern all examples whatever their shape.
 
         Returns:
             A tensor of `shape`.

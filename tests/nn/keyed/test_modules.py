@@ -174,10 +174,14 @@ def test_gradients_flow(name: str) -> None:
     assert gradient.isfinite().all() and gradient.abs().sum() > 0
 
 
-def test_a_draw_of_another_leading_size_is_one_for_the_whole_batch() -> None:
-    whole = run(lambda x: torch.rand(5), torch.empty(6))
-    assert torch.equal(run(lambda x: torch.rand(5), torch.empty(2), num_examples=2, first_example=4), whole)
-    assert torch.equal(run(lambda x: torch.rand(6), torch.empty(6), num_examples=None)[:5], whole)
+@pytest.mark.parametrize("fn", [lambda x: torch.rand(5), lambda x: torch.rand(()), lambda x: torch.randperm(9)])
+def test_a_draw_of_another_leading_size_is_one_for_all_examples_of_the_pass(fn: Fn) -> None:
+    whole, x = run(fn, torch.empty(6)), torch.empty(2)
+    assert torch.equal(run(fn, torch.empty(6), num_examples=None), whole)
+    slices = [run(fn, x, first_example=first) for first in (0, 2, 4)]
+    assert torch.equal(slices[0], whole)
+    assert len({tuple(one.flatten().tolist()) for one in slices}) == 3
+    assert torch.equal(run(fn, x, first_example=torch.tensor(4)), slices[2])
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 3), st.data())
