@@ -1,12 +1,12 @@
 """The application of one algorithm at one event."""
 
-from collections.abc import Callable
 from typing import Any
 
 from purecompose._support.functorch import is_fake
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.context import Static
 from purecompose.core.contract import Contract, ContractError, FormError
+from purecompose.core.operation import Operation, lift
 from purecompose.core.state import State
 from purecompose.time.event import Event
 
@@ -14,8 +14,14 @@ from purecompose.time.event import Event
 __all__ = ["application", "applied"]
 
 
-def application(algorithm: Algorithm, event: Event) -> Callable[[State, Contract | None], State]:
-    """Return one algorithm at one event as a function of the state and of the contract that watches the run."""
+def application(algorithm: Algorithm, event: Event, pass_name: str) -> Operation:
+    """Return one algorithm at one event as an operation.
+
+    Args:
+        algorithm: The algorithm.
+        event: The event.
+        pass_name: Name of the draws of forward passes at this event; the algorithm's own name is added.
+    """
 
     def run(state: State, watch: Contract | None) -> State:
         before = state
@@ -34,7 +40,7 @@ def application(algorithm: Algorithm, event: Event) -> Callable[[State, Contract
             watch.note(algorithm, event, state, after, exit_code)
         return after
 
-    return run
+    return lift(run, f"{pass_name} {algorithm.name}")
 
 
 def applied(algorithm: Algorithm, event: Event, state: State) -> tuple[State, int | None]:

@@ -35,7 +35,7 @@ from purecompose.core.loop import advance
 from purecompose.core.loss import Constant, check_constants, constants_of
 from purecompose.core.matching import Matcher
 from purecompose.core.members import SINGLE, Members
-from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Node, Operation, Place, Purpose, in_order, lift
+from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Node, Operation, Place, Purpose, in_order
 from purecompose.core.passes import DEFAULT_PASSES, Pass, compose_passes, order_by_constraints
 from purecompose.core.plan import Plan, describe_moment, lacking_events, make_plan
 from purecompose.core.ranks import Ranks
@@ -236,15 +236,16 @@ class Step:
         same objects, so that `state.gradient` has the same signature in both.
         """
 
-        def at(event: Event) -> list[Lowered]:
+        def at(event: Event, pass_name: str) -> list[Lowered]:
             acting = self.order(self.matcher.matched(bits, event, self.algorithms), event)
             if event in self.differentiated:
                 check_no_host(event, acting)
-            return [Lowered(lift(application(one, event)), one, is_host=one.host) for one in acting]
+            return [Lowered(application(one, event, pass_name), one, is_host=one.host) for one in acting]
 
-        known, found, place = self._cache.lowered, [], Place(at, self.cut)
+        known, found = self._cache.lowered, []
         for index, (node, mask) in enumerate(zip(self.program, self._masks, strict=True)):
             if (index, bits & mask) not in known:
+                place = Place(at, self.cut, earlier=self.program[:index])
                 known[index, bits & mask] = [
                     self.members.adapt(lowered._replace(node=index)) for lowered in node.lower(place)
                 ]
@@ -327,9 +328,8 @@ class Step:
         clock = Clock.of(now, now, context.schedules, state.device, domain=event.value)
         start = state.replace(static=Static(context, SealedTime(now, now)), clock=clock)
         contract = Contract(start)
-        end = in_order(lift(application(algorithm, event)) for algorithm in matched)(
-            Carry(start), Purpose(watch=contract)
-        ).state
+        acting = in_order(application(algorithm, event, f".forward {event.name}") for algorithm in matched)
+        end = acting(Carry(start), Purpose(watch=contract)).state
         contract.check(end)
         return end.replace(static=Static(end.context.rested(), now), clock=None)
 

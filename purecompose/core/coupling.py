@@ -18,7 +18,7 @@ from purecompose._support.checks import shown
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose.core.gradient import averaged, num_terms, value_and_grads
 from purecompose.core.operation import Carry, Purpose
-from purecompose.core.ranks import Part
+from purecompose.core.ranks import Shard
 from purecompose.core.state import State
 from purecompose.random.keys import fold_in
 
@@ -142,22 +142,22 @@ def joined(parts: Sequence[Any], sizes: Sequence[int], where: str) -> Any:
     return batches.map_tensors(lambda _: next(fresh), parts[0])
 
 
-def gathered(tree: Any, part: Part) -> Any:
+def gathered(tree: Any, shard: Shard) -> Any:
     """Return a pytree of tensors joined along the examples of all ranks, the same on each.
 
     Args:
         tree: The tensors of this rank's part of the examples.
-        part: The part.
+        shard: The part.
     """
-    rest = part.total - part.start - part.size
+    rest = shard.total - shard.start - shard.size
 
     def padded(tensor: Tensor) -> Tensor:
-        before, after = (tensor.new_zeros(num, *tensor.shape[1:]) for num in (part.start, rest))
-        return torch.cat([before, tensor[: part.size], after])
+        before, after = (tensor.new_zeros(num, *tensor.shape[1:]) for num in (shard.start, rest))
+        return torch.cat([before, tensor[: shard.size], after])
 
     leaves = batches.tensors(tree)
     sent = [padded(leaf.to(torch.uint8) if leaf.dtype is torch.bool else leaf) for leaf in leaves]
-    found = zip(part.ranks.reduced(sent, "sum"), leaves, strict=True)
+    found = zip(shard.ranks.reduced(sent, "sum"), leaves, strict=True)
     fresh = iter([tensor.to(leaf.dtype) for tensor, leaf in found])
     return batches.map_tensors(lambda _: next(fresh), tree)
 

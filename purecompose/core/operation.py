@@ -5,7 +5,7 @@ run and is the same for all of it. Events, stages and scopes lower themselves to
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
@@ -13,12 +13,13 @@ from torch import Tensor
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.contract import Contract
 from purecompose.core.cut import Cut
-from purecompose.core.ranks import Part, Sharing
+from purecompose.core.ranks import Shard, Sharing
 from purecompose.core.state import State
+from purecompose.nn.keyed.parts import Part
 from purecompose.time.event import Event
 
 
-__all__ = ["NO_PURPOSE", "Carry", "Lowered", "Node", "Operation", "Place", "Purpose", "in_order", "lift"]
+__all__ = ["NO_PURPOSE", "Carry", "Lowered", "Node", "Operation", "Place", "Purpose", "in_order", "lift", "walk"]
 
 
 class Carry(NamedTuple):
@@ -44,7 +45,7 @@ class Purpose(NamedTuple):
     """True for `state.gradient`, which needs only gradients and loss."""
     watch: Contract | None = None
     """Contract that checks each operation, in the first run of a schedule."""
-    part: Part | None = None
+    shard: Shard | None = None
     """The part of the batch that is run, if several processes share it."""
 
 
@@ -84,8 +85,9 @@ class Node(Protocol):
 class Place(NamedTuple):
     """The place of a node in the program, with the facts about the step that it may use."""
 
-    at: Callable[[Event], Sequence[Lowered]]
-    """Function that returns the operations of the algorithms that act at an event, in their order."""
+    at: Callable[[Event, str], Sequence[Lowered]]
+    """Function that returns the operations of the algorithms that act at an event, in their order, from the event and
+    the name of the draws of forward passes there."""
     cut: Cut
     """Number or size of slices for a `Microbatches` without its own."""
     is_shared: bool = False
@@ -94,10 +96,37 @@ class Place(NamedTuple):
     """True if the node runs on slices of the batch, whose gradient is not the step's."""
     is_weighted: bool = False
     """True if slices are weighted, so that the terms of their losses must be counted."""
+    earlier: tuple[Node, ...] = ()
+    """The nodes before it in the program."""
 
     def lower(self, program: Iterable[Node]) -> list[Lowered]:
         """Return the operations of several nodes, in order."""
-        return [lowered for node in program for lowered in node.lower(self)]
+        found: list[Lowered] = []
+        place = self
+        for node in program:
+            found += node.lower(place)
+            place = place._replace(earlier=(*place.earlier, node))
+        return found
+
+    def pass_name(self, name: str) -> str:
+        """Return the name of the draws of forward passes at a node: of a stage, or of an event.
+
+        It depends on the node's name and on how often that occurs before it, so that no other node, and no scope around
+        it, changes these draws. The network's own pass, in the first stage `forward`, is named ".forward".
+        """
+        number = sum(getattr(node, "name", None) == name for node in walk(self.earlier))
+        words = [*([] if name in _OWN_PASSES else [name]), *([str(number)] if number else [])]
+        return " ".join([".forward", *words])
+
+
+_OWN_PASSES = ("forward", "eval_forward")
+
+
+def walk(program: Iterable[Node]) -> Iterator[Node]:
+    """Yield every node of a program in order, including those inside scopes."""
+    for node in program:
+        yield node
+        yield from walk(getattr(node, "body", ()))
 
 
 def in_order(operations: Iterable[Operation]) -> Operation:
@@ -110,17 +139,21 @@ def in_order(operations: Iterable[Operation]) -> Operation:
     return run
 
 
-def lift(fn: Callable[[State, Contract | None], State], *, may_set_gradients: bool = False) -> Operation:
+def lift(
+    fn: Callable[[State, Contract | None], State], pass_name: str, *, may_set_gradients: bool = False
+) -> Operation:
     """Lift a stage or an application of an algorithm to an operation.
 
     Args:
         fn: A function of the state and of the contract that watches the run, if any.
+        pass_name: Name of the draws of its first forward pass; it differs between the parts of a step.
         may_set_gradients: If true, gradients that it replaces count as new ones, which an update may apply.
     """
 
     def run(carry: Carry, purpose: Purpose) -> Carry:
         state, used, terms = carry
-        new_state = fn(state, purpose.watch)
+        with Part(pass_name):
+            new_state = fn(state, purpose.watch)
         if may_set_gradients and used and new_state.grads:
             old: dict[str, Any] = state.grads or {}
             used -= {name for name, grad in new_state.grads.items() if grad is not old.get(name)}

@@ -17,7 +17,7 @@ from purecompose._support.functorch import is_fake, is_transforming
 from purecompose.core.layout import Layout
 
 
-__all__ = ["WATCHES", "Part", "Ranks", "Regrad", "Share", "Sharing"]
+__all__ = ["WATCHES", "Ranks", "Regrad", "Shard", "Share", "Sharing"]
 
 Sharing: TypeAlias = Literal["all", "own", "none"]
 """Part of the batch that a gradient is of: the mean over all ranks' parts; this rank's part only; or the whole batch,
@@ -34,7 +34,7 @@ class Share(NamedTuple):
     """Number of its examples; 0 for a rank without a part, which computes the first example with weight 0."""
 
 
-class Part(NamedTuple):
+class Shard(NamedTuple):
     """The examples of a rank's share, and the ranks that have the others."""
 
     ranks: "Ranks"

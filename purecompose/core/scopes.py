@@ -5,7 +5,7 @@ derives from `Scope` and defines `lower`.
 """
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -17,7 +17,7 @@ from purecompose.core.contract import Contract
 from purecompose.core.coupling import check_passes_agree, with_whole_loss
 from purecompose.core.cut import Cut
 from purecompose.core.gradient import check_terms, differentiate, num_terms
-from purecompose.core.operation import Carry, Lowered, Node, Operation, Place, Purpose, in_order, lift
+from purecompose.core.operation import Carry, Lowered, Node, Operation, Place, Purpose, in_order, lift, walk
 from purecompose.core.ranks import Ranks, Sharing
 from purecompose.core.slices import run_slices, run_until_loss
 from purecompose.core.state import State
@@ -59,7 +59,8 @@ class Stage:
 
     def lower(self, place: Place) -> list[Lowered]:
         """Return the stage as an operation; a loss whose slices are weighted also counts its terms."""
-        ops = [Lowered(lift(self._run, may_set_gradients=True), sets_loss=self.sets_loss)]
+        run = lift(self._run, place.pass_name(self.name), may_set_gradients=True)
+        ops = [Lowered(run, sets_loss=self.sets_loss)]
         return [*ops, Lowered(_count_terms)] if self.sets_loss and place.is_weighted else ops
 
     def _run(self, state: State, watch: Contract | None) -> State:
@@ -397,13 +398,6 @@ def _as_node(given: Any) -> Node:
     if not callable(given):
         raise TypeError(f"{given!r} is neither an event, a stage (a function State -> State), nor a scope")
     return Stage(getattr(given, "__name__", None) or repr(given), cast(StateFn, given))
-
-
-def walk(program: Iterable[Node]) -> Iterator[Node]:
-    """Yield every node of a program in order, including those inside scopes."""
-    for node in program:
-        yield node
-        yield from walk(getattr(node, "body", ()))
 
 
 def events_in(program: Iterable[Node]) -> tuple[Event, ...]:

@@ -101,7 +101,7 @@ def run_until_loss(
     Raises:
         ValueError: The scope has no loss stage or several, or outputs or targets are not per example.
     """
-    state, part = carry.state, purpose.part
+    state, shard = carry.state, purpose.shard
     if state.whole_loss is not None:  # in a slice of a slice
         return carry
     if body is None or evaluate is None or not state.context.layout.is_rows:
@@ -121,13 +121,13 @@ def run_until_loss(
         joined(targets, sizes, "the targets"),
     )
     whole = state
-    if part is not None:
-        given = gathered(given, part)
-        whole = state.replace(first_example=state.first_example - part.start)
+    if shard is not None:
+        given = gathered(given, shard)
+        whole = state.replace(first_example=state.first_example - shard.start)
     whole = whole.replace(outputs=given[0], batch=given[1], loss=None, grads=None)
     whole = evaluate(carry._replace(state=whole), purpose).state
-    if part is not None:
-        whole = whole.replace(whole_loss=part_of_loss(whole, part.start, max(part.size, 1), part.total))
+    if shard is not None:
+        whole = whole.replace(whole_loss=part_of_loss(whole, shard.start, max(shard.size, 1), shard.total))
     return carry._replace(state=state.replace(whole_loss=whole.whole_loss, buffers=whole.buffers))
 
 

@@ -21,6 +21,7 @@ from purecompose.core.context import Context, Static
 from purecompose.core.layout import Splitter
 from purecompose.core.loss import scalars_of, taken_apart, with_scalars
 from purecompose.core.ranks import Regrad, Sharing
+from purecompose.nn.keyed.parts import Part
 from purecompose.nn.model import Model, from_module
 from purecompose.nn.network import call_model
 from purecompose.optim.protocol import check_optimizer, checked_init
@@ -413,14 +414,18 @@ class State:
             raise ValueError(f"state.gradient: sharing={sharing!r}: expected 'all', 'own' or 'none'")
         return self.regrad(params, sharing)
 
-    def forward(self, inputs: Any, *, train: bool = False, name: str = ".state.forward") -> Any:
+    def forward(self, inputs: Any, *, train: bool = False, name: str | None = None) -> Any:
         """Return the network's outputs for these inputs.
+
+        In a step each pass draws other numbers (dropout and the like), by the order of the passes in a stage, or in an
+        algorithm at an event. Outside of a step the same call draws the same numbers.
 
         Args:
             inputs: One argument, a list of arguments, or a mapping of keyword arguments.
             train: True to run modules in training mode: with dropout, drawn by the state's key, and batch statistics.
                 Buffers that the pass changes (running statistics) are dropped either way.
-            name: The name of the network's draws: two passes with the same name in one step have the same draws.
+            name: A name for the network's draws: passes with the same name in one step share them, for example one
+                dropout mask for two inputs.
 
         Raises:
             ValueError: The state is a population's.
@@ -428,10 +433,18 @@ class State:
         check_single(self, "state.forward(inputs)", "unstack_states(state) gives each of them")
         return self.run_model(inputs, train=train, rng_name=name)[0]
 
-    def run_model(self, inputs: Any, *, train: bool, rng_name: str = ".forward") -> tuple[Any, dict[str, Tensor]]:
-        """Return the network's outputs, and the buffers after the pass. `rng_name` is the name of its draws."""
+    def run_model(self, inputs: Any, *, train: bool, rng_name: str | None = None) -> tuple[Any, dict[str, Tensor]]:
+        """Return the network's outputs, and the buffers after the pass. `rng_name` is the `name` of `forward`."""
+        part = Part.current() if rng_name is None else None
+        name = rng_name or (".state.forward" if part is None else part.next_pass())
+
+        def rng() -> random.Rng:
+            if part is not None:
+                part.check_replayable()
+            return self.rng(name)
+
         num_examples = batches.leading_size(inputs) if self.context.layout.is_rows else None
-        return self._call(self.context.model, inputs, num_examples, train=train, rng_name=rng_name)
+        return self._call(self.context.model, inputs, num_examples, train=train, rng=rng)
 
     def call_loss(
         self, fn: Callable[[Callable[..., Any]], Any], *, train: bool, num_examples: int | None = None
@@ -459,10 +472,10 @@ class State:
         if num_examples is None:
             num_examples = self.num_examples
         num_examples = num_examples if context.layout.is_rows else None
-        return self._call(context.loss_model, [fn], num_examples, train=train, rng_name=".loss")
+        return self._call(context.loss_model, [fn], num_examples, train=train, rng=lambda: self.rng(".loss"))
 
     def _call(
-        self, model: Model, inputs: Any, num_examples: int | None, *, train: bool, rng_name: str
+        self, model: Model, inputs: Any, num_examples: int | None, *, train: bool, rng: Callable[[], random.Rng]
     ) -> tuple[Any, dict[str, Tensor]]:
         context, buffers = self.context, self.buffers
         is_whole = context.loss_model is None
@@ -472,7 +485,7 @@ class State:
             buffers if is_whole else {name: buffers[name] for name in model.buffer_names},
             inputs,
             train=train,
-            rng=lambda: self.rng(rng_name),
+            rng=rng,
             num_examples=num_examples,
             first_example=0 if self.first_example is None else self.first_example,
             precision="fp32" if model is context.loss_model else context.precision,

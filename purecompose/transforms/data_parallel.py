@@ -25,7 +25,7 @@ from purecompose.core.compose import Step
 from purecompose.core.coupling import check_separable, halves
 from purecompose.core.members import SINGLE
 from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose
-from purecompose.core.ranks import WATCHES, Part, Ranks
+from purecompose.core.ranks import WATCHES, Ranks, Shard
 from purecompose.core.scopes import (
     Grad,
     Microbatches,
@@ -143,8 +143,8 @@ def _run_shared(
     first = share.first_example if state.first_example is None else state.first_example + share.first_example
     start = state.replace(batch=share.batch, first_example=first)
     if purpose.sharing == "all":
-        part = Part(ranks, share.first_example, share.num_examples, state.num_examples)
-        end = operation(Carry(start, carry.used), purpose._replace(part=part))
+        shard = Shard(ranks, share.first_example, share.num_examples, state.num_examples)
+        end = operation(Carry(start, carry.used), purpose._replace(shard=shard))
     else:
         end = operation(Carry(start, carry.used), purpose)
     if is_checked and purpose.watch is not None and start.whole_loss is None:

@@ -6,11 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import purecompose as pc
-from purecompose import Event, State, compose, loop_events
+from purecompose import Algorithm, Event, State, compose, loop_events, population, stack_states
+from purecompose.core.loop import Grad, Microbatches, advance, forward, loss, update
+from purecompose.errors import UnkeyedRandomError
 from purecompose.testing.ranks import played
-from tests.helpers import changing
+from purecompose.transforms.population import unstack_states
+from tests.helpers import assert_same, changing, loss_of, make_batch, make_mlp, make_state
 
 
 # Slices and processes
@@ -84,3 +88,111 @@ def test_compiled_slices_draw_what_eager_slices_draw(draw):
     step, state = compose(loop_events, microbatches=4), drawing_state(draw)
     compiled = pc.compile(step, backend="eager", quiet=True)
     torch.testing.assert_close(compiled(state, BATCH).params, step(state, BATCH).params)
+
+
+# Forward passes
+
+
+def distance_of_views(
+    *, name: str | None = None, through: Callable[..., Tensor] = lambda fn, x: fn(x)
+) -> Callable[[State], State]:
+    """Return a stage whose loss is the distance of two passes of the same inputs, as SimCSE compares them."""
+
+    def distance(state: State) -> State:
+        def view(x: Tensor) -> Tensor:
+            return state.forward(x, train=True, name=name)
+
+        first, second = (through(view, state.inputs) for _ in range(2))
+        return state.replace(loss=(first - second).square().mean())
+
+    return distance
+
+
+def dropout_state(key: int = 0) -> State:
+    return make_state(make_mlp(dropout=0.5, dtype=torch.float64), key=key)
+
+
+DROPOUT_BATCH = make_batch(dtype=torch.float64)
+
+
+def program(stage: Callable[[State], State]) -> tuple:
+    return Microbatches(Grad(stage)), Event.AFTER_TRAIN_BATCH, update, advance
+
+
+def after(step, state: State | None = None) -> State:
+    return step(dropout_state() if state is None else state, DROPOUT_BATCH)
+
+
+def test_passes_of_one_stage_draw_apart_unless_they_share_a_name():
+    assert loss_of(after(compose(program(distance_of_views())))) > 0.01
+    assert after(compose(program(distance_of_views(name="view")))).loss == 0
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_passes_of_a_stage_draw_in_slices_and_processes_what_the_whole_batch_draws(k):
+    whole, sliced = compose(program(distance_of_views())), compose(program(distance_of_views()), microbatches=k)
+    torch.testing.assert_close(after(sliced).params, after(whole).params)
+    torch.testing.assert_close(played(sliced, 2)(after)[0].params, after(whole).params)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_passes_of_a_stage_draw_the_same_compiled(k):
+    step = compose(program(distance_of_views()), microbatches=k)
+    torch.testing.assert_close(after(pc.compile(step, backend="eager", quiet=True)).params, after(step).params)
+
+
+def test_passes_of_a_stage_draw_the_same_in_a_population():
+    step, members = compose(program(distance_of_views())), [dropout_state(key) for key in range(3)]
+    found = unstack_states(after(population(step, 3), stack_states(members)))
+    for one, member in zip(found, members, strict=True):
+        torch.testing.assert_close(one.params, after(step, member).params)
+
+
+def test_a_second_gradient_repeats_the_draws_of_all_passes():
+    seen: list[State] = []
+
+    def compare(state: State) -> State:
+        grads, _ = state.gradient(state.params)
+        seen.append(state.replace(grads=grads))
+        assert_same(grads, state.grads)
+        return state
+
+    after(compose(program(distance_of_views()), [changing("compare", Event.AFTER_TRAIN_BATCH, compare)]))
+    assert seen
+
+
+def outputs_seen(stages: int, algorithms: list[Algorithm]) -> list[Tensor]:
+    """Return the outputs of each stage `forward` of a program, after which events fire."""
+    seen: list[Tensor] = []
+    keep = changing("keep", Event.AFTER_FORWARD, lambda state: seen.append(state.outputs) or state)
+    after(compose([Grad(*[forward, Event.AFTER_FORWARD] * stages, loss), update, advance], [*algorithms, keep]))
+    return seen
+
+
+def test_stages_and_algorithms_draw_apart_and_leave_each_others_draws_alone():
+    seen: list[Tensor] = []
+
+    def look(state: State) -> State:
+        seen.append(state.forward(state.inputs, train=True))
+        return state
+
+    (alone,) = outputs_seen(1, [])
+    first, second = outputs_seen(2, [changing(name, Event.AFTER_FORWARD, look) for name in ("one", "other")])
+    assert torch.equal(alone, first)
+    passes = [first, second, *seen]
+    assert len(passes) == 6 and len({tuple(outputs.flatten().tolist()) for outputs in passes}) == 6
+
+
+def test_a_checkpointed_pass_is_recomputed_with_its_draws():
+    plain, again = distance_of_views(), distance_of_views(through=pc.layers.checkpoint)
+    plain, again = compose(program(plain)), compose(program(again))
+    assert_same(after(again).params, after(plain).params)
+
+
+def test_torchs_checkpoint_around_a_numbered_pass_is_refused():
+    def through(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return torch_checkpoint(fn, x, use_reentrant=False)  # pyright: ignore[reportReturnType]
+
+    assert after(compose(program(distance_of_views(name="view", through=through)))).loss == 0
+    with pytest.raises(UnkeyedRandomError, match=r"state.forward.*purecompose.layers.checkpoint.*name="):
+        after(compose(program(distance_of_views(through=through))))

@@ -7,7 +7,8 @@ and makes the draw per example if the tensor's leading dimension is the batch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import CodeType
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from purecompose.random.keys import Rng
 
 
-__all__ = ["Handler", "Sampler", "Scope", "UnkeyedRandomError", "top_hooks", "unkeyed"]
+__all__ = ["Handler", "Sampler", "Scope", "UnkeyedRandomError", "is_under_foreign_checkpoint", "top_hooks", "unkeyed"]
 
 Sampler = Callable[[Rng, tuple[int, ...]], Tensor]
 """`(rng, shape) -> Tensor`: a function that draws a tensor of the given shape."""
@@ -84,7 +85,7 @@ class Scope(TorchFunctionMode):
         self.first_example = first_example
         # The regions whose recomputation repeats these draws: the one in which the scope was opened (a recomputation
         # opens it again), and those that `checkpoint` adds.
-        self.replayable_hooks = [top_hooks()]
+        self.replayable_hooks: list[tuple[Any, Any] | None] = [top_hooks()]
         self._indices: Tensor | None = None
         if num_examples is not None:
             self._indices = torch.arange(num_examples, device=rng.key.device) + first_example
@@ -127,6 +128,15 @@ class Scope(TorchFunctionMode):
             return sampler(rng, shape)
         return sampler(rng, (count, shape[0] // count, *shape[1:])).reshape(shape)
 
+    @contextmanager
+    def replayable(self) -> Iterator[None]:
+        """Return a scope that may draw in the checkpointed region in which it is entered."""
+        self.replayable_hooks.append(top_hooks())
+        try:
+            yield
+        finally:
+            self.replayable_hooks.pop()
+
     def _moved(self, rng: Rng, device: torch.device) -> Rng:
         if rng.key.device == device:
             return rng
@@ -138,17 +148,19 @@ class Scope(TorchFunctionMode):
         Its recomputation would read the global generator, or continue counting from the end of the forward, which
         would silently give the gradient of another function. Only `checkpoint` knows the draw to restart from.
         """
-        if self._is_under_foreign_checkpoint():
+        if is_under_foreign_checkpoint(self.replayable_hooks):
             why = "was called under `torch.utils.checkpoint`, which cannot replay its key"
             raise unkeyed(func, why, "Use `purecompose.layers.checkpoint(fn, *args)` in its place.")
 
-    def _is_under_foreign_checkpoint(self) -> bool:
-        hooks = top_hooks()
-        if hooks is None:
-            return not torch.is_grad_enabled() and _is_on_stack(_REENTRANT_FORWARD)
-        # Recognized by name, because torch has no public mark for a checkpointed region.
-        is_checkpoint = getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.")
-        return is_checkpoint and all(known is None or hooks[0] is not known[0] for known in self.replayable_hooks)
+
+def is_under_foreign_checkpoint(replayable_hooks: Iterable[tuple[Any, Any] | None]) -> bool:
+    """Return whether this runs in a checkpointed region other than those with these hooks."""
+    hooks = top_hooks()
+    if hooks is None:
+        return not torch.is_grad_enabled() and _is_on_stack(_REENTRANT_FORWARD)
+    # Recognized by name, because torch has no public mark for a checkpointed region.
+    is_checkpoint = getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.")
+    return is_checkpoint and all(known is None or hooks[0] is not known[0] for known in replayable_hooks)
 
 
 # The code that torch.utils.checkpoint(..., use_reentrant=True) runs in the forward pass, without gradients.
