@@ -5,7 +5,9 @@ at that time, so that traced code contains no changing Python number.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from purecompose.schedule import Schedule
 from purecompose.time import Timestamp
 
 
-__all__ = ["Clock"]
+__all__ = ["Clock", "noting_draws"]
 
 _FIELDS = ("batch", "epoch", "batch_in_epoch", "sample", "token", "elapsed", "draw")
 
@@ -97,6 +99,9 @@ class Clock:
     @property
     def draw(self) -> Tensor:
         """The number of this step's draws, 0-d int64: the same before and after `advance`, so that no draw repeats."""
+        readers = _READERS.get()
+        if readers is not None:
+            readers.append(self)
         return self.values[6].to(torch.int64)
 
     def scheduled(self, schedule: Schedule) -> Tensor:
@@ -119,6 +124,20 @@ class Clock:
     def advanced(self) -> "Clock":
         """Return the clock after the step's `advance`."""
         return Clock(self._source, self.schedules, self.domain, 1)
+
+
+_READERS: ContextVar[list["Clock"] | None] = ContextVar("readers_of_draws", default=None)
+
+
+@contextmanager
+def noting_draws() -> Iterator[list["Clock"]]:
+    """Return a scope that yields a list of the clocks whose `draw` is read in it: empty if nothing is drawn."""
+    readers: list[Clock] = []
+    token = _READERS.set(readers)
+    try:
+        yield readers
+    finally:
+        _READERS.reset(token)
 
 
 class _Source:

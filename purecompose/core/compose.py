@@ -16,7 +16,7 @@ from purecompose._support.keywords import suggests_keywords
 from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.application import application, applied
-from purecompose.core.clock import Clock
+from purecompose.core.clock import Clock, noting_draws
 from purecompose.core.composable import (
     as_algorithms,
     as_passes,
@@ -262,13 +262,19 @@ class Step:
         """Run a schedule and check the contract of a step, as in the first run of each schedule."""
         contract = Contract(start, observe)
         self._warn_of_standing_time(start)
-        with looking_for_draws(), detect():
+        with looking_for_draws(), noting_draws() as draws, detect():
             end = self.operation(bits)(Carry(start), Purpose(watch=contract)).state
         contract.check(end)
-        if self._lacks_update and end.params is start.params:
+        is_trained = end.params is not start.params
+        if self._lacks_update and not is_trained:
             warn(
                 "the step trains nothing: its program has a Grad and no update, and no parameter has changed. Put "
                 "`update` after the gradient, as loop_events does"
+            )
+        if draws and is_trained and not self.has_advance:
+            warn(
+                "every step will repeat the draws of this one (dropout, noise, ...): the program has no `advance`, by "
+                "which draws are numbered. Put `advance` after the update, as loop_events does"
             )
         return end
 
@@ -445,7 +451,8 @@ def compose(
 
     Warns:
         UserWarning: An algorithm acts at an event of a training step which the program lacks. In the first step: the
-            program has a `Grad` and no `update`, and no parameter has changed.
+            program has a `Grad` and no `update`, and no parameter has changed; or it trains, draws and has no
+            `advance`.
 
     Example:
         >>> from purecompose import loop_events

@@ -385,6 +385,25 @@ def test_a_program_with_a_grad_and_no_update_warns_once() -> None:
     assert step(after, batch).params is state.params  # does not warn again
 
 
+@pytest.mark.parametrize(
+    "transform, state",
+    [
+        (lambda step: step, lambda: make_state(make_mlp(dropout=0.5))),
+        (lambda step: step.replace(algorithms=[noise()]), make_state),
+        (lambda step: pc.compile(step, backend="eager", quiet=True), lambda: make_state(make_mlp(dropout=0.5))),
+        (lambda step: pc.population(step, 1), lambda: pc.stack_states([make_state(make_mlp(dropout=0.5))])),
+    ],
+    ids=["network", "algorithm", "compiled", "population"],
+)
+def test_draws_that_each_step_repeats_are_reported(transform, state) -> None:
+    program = [Event.AFTER_DATALOADER, pc.loop.Grad(pc.loop.forward, pc.loop.loss), pc.loop.update]
+    step = transform(compose(program))
+    with pytest.warns(UserWarning, match="repeat the draws of this one.*has no `advance`"):
+        after = step(state(), make_batch())
+    step(after, make_batch())  # does not warn again
+    transform(compose([*program, pc.loop.advance]))(state(), make_batch())
+
+
 def test_a_custom_update_causes_no_warning_about_a_missing_update() -> None:
     def descend(state: State) -> State:
         assert state.grads is not None
