@@ -1,6 +1,6 @@
 """EMA: an exponential moving average of the weights, for evaluation and export; training is not affected."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,8 +9,11 @@ from torch import Tensor
 from purecompose._support.checks import check_number
 from purecompose._support.device import as_scalar
 from purecompose.algorithms._parts.averages import Measure, between, counters, measure, turns
+from purecompose.algorithms._parts.checks import checked_patterns
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
+from purecompose.nn.model import STATISTICS
+from purecompose.optim.checks import match_or_raise
 from purecompose.surgery.weights import Averages, with_weights
 from purecompose.time import TimeLike, TimeUnit
 from purecompose.time.event import Event
@@ -64,6 +67,7 @@ def ema(
     smoothing: float | None = None,
     start: TimeLike | float = 0.0,
     every: TimeLike | None = None,
+    buffers: Sequence[str] = STATISTICS,
     name: str = "ema",
 ) -> Algorithm:
     """Average the weights for evaluation and export.
@@ -71,8 +75,9 @@ def ema(
         E <- s E + (1 - s) W,   s = 2^(-u / h)
 
     with W the weights after a step, u the time since the last update and h the half-life, in the same unit; or with a
-    given number s. The first update sets E = W. The trainable parameters and floating buffers (statistics) are
-    averaged; frozen parameters and counters are those of the live network.
+    given number s. The first update sets E = W. The trainable parameters and the running statistics of normalization
+    layers are averaged. Frozen parameters and all other buffers are those of the live network: the mean of the vectors
+    of a spectral norm's power iteration, of a queue or of a codebook's entries is not a valid one.
 
     The slot contains the averages, an `Averages`. Evaluation and prediction with `step=` use them, as in `fit`;
     `to_module(state, weights="ema")` and `with_weights(state, "ema")` return them. Until the first update they are the
@@ -89,11 +94,14 @@ def ema(
         every: The interval between updates, counted from the beginning of the run, in any unit except seconds; by
             default every batch. It should be much smaller than the half-life. Intervals in samples, tokens or
             iterations are evaluated inside the step, which costs an update in every batch.
+        buffers: Patterns (`fnmatch`) of the names of buffers to average; by default running means and variances.
+            `("*",)` averages all floating buffers, `()` none.
         name: Name of the algorithm, of its slot, and of the weights for `to_module`.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range, or both half-life and smoothing. In the
-            step: an interval or a start that cannot be determined in this run.
+        TypeError, ValueError: A setting of the wrong type or out of range, or both half-life and smoothing. At INIT: a
+            pattern that matches no floating buffer. In the step: an interval or a start that cannot be determined in
+            this run.
 
     Example:
         >>> ema("100ba")
@@ -115,12 +123,18 @@ def ema(
     else:
         pace = check_number(smoothing, "ema: smoothing", 0, 1)
     start = named_point(start, "ema: start")
+    patterns = checked_patterns(buffers, "ema: buffers")
     taking = turns("1ba" if every is None else every, start, "ema: every", is_counted_anew=False)
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
+            if patterns != STATISTICS:
+                floating = [key for key, buffer in state.buffers.items() if buffer.is_floating_point()]
+                for pattern in patterns:
+                    match_or_raise(pattern, floating, f"{name}: buffers: {pattern!r}", "floating buffer")
+            averages = Averages.empty(state, patterns)
             never = torch.zeros(4, dtype=torch.float64, device=state.device)
-            return state.replace(slots={**state.slots, name: EmaState(Averages.empty(state), never, never.clone())})
+            return state.replace(slots={**state.slots, name: EmaState(averages, never, never.clone())})
         if event is not Event.BATCH_END:
             return with_weights(state, name)
         old = state.slots[name]
@@ -133,18 +147,19 @@ def ema(
             kept = as_scalar(pace, torch.float64, state.device)
         kept = torch.where(averages.num > 0, kept, 0.0)
         params = compute_ema(averages.params, state.params, kept)
-        buffers = compute_ema(averages.buffers, state.buffers, kept)
-        new = EmaState(Averages(params, _with_infinities(buffers, state.buffers), averages.num + 1), at, turn)
+        statistics = compute_ema(averages.buffers, state.buffers, kept)
+        new = EmaState(Averages(params, _with_infinities(statistics, state.buffers), averages.num + 1), at, turn)
         return state.replace(slots={**state.slots, name: taking.taken(state, new, old)})
 
     setting = "half_life" if isinstance(pace, Measure) else "smoothing"
+    config = {setting: pace, "start": str(start), "every": taking.setting}
     return Algorithm(
         name,
         on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | on(Event.BATCH_END) & taking.match,
         apply,
         traits=frozenset({Trait.AVERAGES_WEIGHTS}),
         runs_after=(Trait.REQUIRED_ON_LOAD,),
-        config={setting: pace, "start": str(start), "every": taking.setting},
+        config=config if patterns == STATISTICS else {**config, "buffers": patterns},
     )
 
 

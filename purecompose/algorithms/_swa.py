@@ -94,7 +94,7 @@ def swa(
     over these batches, with every module except BatchNorm in evaluation mode. For a network without BatchNorm this is
     left out. The whole batch is processed in one pass, without gradients, whatever the microbatches of training. A
     batch whose statistics are not finite is ignored. If no batches are left at the end of the run, use
-    `with_statistics(state, data, weights="swa")`.
+    `with_statistics(state, data, weights="swa")`. All other buffers are the live ones.
 
     The slot contains the averages, an `Averages`. Evaluation and prediction with `step=` use them, as in `fit`;
     `to_module(state, weights="swa")` and `with_weights(state, "swa")` return them. Until the first update they are the

@@ -33,13 +33,13 @@ __all__ = [
 Groups: TypeAlias = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 
 
-def match_or_raise(pattern: str, names: Iterable[str], where: str) -> None:
-    """Raise a `ValueError` for a pattern that matches none of the parameters' names."""
+def match_or_raise(pattern: str, names: Iterable[str], where: str, kind: str = "parameter") -> None:
+    """Raise a `ValueError` for a pattern that matches none of the names of parameters, or of things of another kind."""
     names = list(names)
     if not any(fnmatchcase(name, pattern) for name in names):
         known = ", ".join(names[:5]) or "none at all"
         raise ValueError(
-            f"{where} matches no parameter; the names are {known}{', ...' if len(names) > 5 else ''}; "
+            f"{where} matches no {kind}; the names are {known}{', ...' if len(names) > 5 else ''}; "
             "patterns match whole names, as in '*.bias'"
         )
 

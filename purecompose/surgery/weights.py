@@ -15,6 +15,7 @@ from purecompose.data.loaders import fixed_batches
 from purecompose.nn import model as models
 from purecompose.nn.layers.ghost_batchnorm import GhostBatchNorm
 from purecompose.nn.skeleton import places
+from purecompose.optim.checks import matched
 
 
 __all__ = [
@@ -36,18 +37,22 @@ class Averages(NamedTuple):
     params: dict[str, Tensor]
     """Averages of trainable parameters, by name; float32 for parameters in half precision."""
     buffers: dict[str, Tensor]
-    """Averages of floating buffers, by name; other buffers are not averaged."""
+    """Averages of floating buffers, by name, as a rule of running statistics; other buffers are not averaged."""
     num: Tensor
     """Number of weights in the averages, 0-d int64; if 0, the averages are ignored."""
 
     @classmethod
-    def empty(cls, state: State) -> "Averages":
-        """Return averages of no weights, with the names and shapes of a state's weights."""
+    def empty(cls, state: State, buffers: tuple[str, ...] = models.STATISTICS) -> "Averages":
+        """Return averages of no weights, with the names and shapes of a state's weights.
+
+        Args:
+            state: The state.
+            buffers: Patterns (`fnmatch`) of the names of buffers to average; those that are not floating are left out.
+        """
         trained = {name: torch.zeros_like(wide(state.params[name])) for name in state.context.trainable}
-        floating = {
-            name: torch.zeros_like(wide(buffer)) for name, buffer in state.buffers.items() if buffer.is_floating_point()
-        }
-        return cls(trained, floating, torch.zeros((), dtype=torch.int64, device=state.device))
+        names = matched(buffers, tuple(name for name, one in state.buffers.items() if one.is_floating_point()))
+        averaged = {name: torch.zeros_like(wide(buffer)) for name, buffer in state.buffers.items() if name in names}
+        return cls(trained, averaged, torch.zeros((), dtype=torch.int64, device=state.device))
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -104,8 +109,8 @@ def with_statistics(state: State, data: Iterable[Any], *, weights: str) -> State
         weights: Name of the averaging algorithm, such as "swa".
 
     Raises:
-        ValueError: The state is a population's, there are no such averages, nothing is averaged yet, or there is no
-            batch.
+        ValueError: The state is a population's, there are no such averages, nothing is averaged yet, the averages leave
+            out BatchNorm's statistics, or there is no batch.
     """
     check_single(state, "with_statistics(state, data)", "take the members of unstack_states(state) one by one")
     averages = averages_in(state, weights)
@@ -114,6 +119,10 @@ def with_statistics(state: State, data: Iterable[Any], *, weights: str) -> State
     found = statistics_of(state.model)
     if not found.names:
         return state
+    if lacking := sorted(found.names - averages.buffers.keys()):
+        raise ValueError(
+            f"with_statistics: {weights} keeps no averages of {', '.join(lacking)}; let buffers match them"
+        )
     buffers, num_batches = averages.buffers, 0
     for batch in fixed_batches(data, state.key):
         inputs = batches.get(batch, state.context.input_field)

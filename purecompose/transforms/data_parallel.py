@@ -21,6 +21,7 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
 from purecompose._support.functorch import is_fake
+from purecompose._support.warnings import warn
 from purecompose.core.compose import Step
 from purecompose.core.coupling import check_separable, halves
 from purecompose.core.members import SINGLE
@@ -38,6 +39,8 @@ from purecompose.core.scopes import (
 )
 from purecompose.core.slices import check_rows, has_mean
 from purecompose.core.state import State, fields_where
+from purecompose.nn.model import STATISTICS
+from purecompose.optim.checks import matched
 from purecompose.transforms.rank_timeouts import naming_late_ranks
 
 
@@ -164,11 +167,28 @@ def _run_shared(
     names = [name for pattern in wrt for name in matching_params(state.context.trainable, pattern)]
     after = _averaged_over_ranks(state, after, names, weight, ranks)
     if not purpose.is_again:
+        if purpose.watch is not None:
+            _warn_of_different_buffers(state, after, ranks)
         after = after.replace(
             buffers=ranks.with_buffers(state.buffers, after.buffers, share.num_examples),
             slots=ranks.with_slots(state.slots, after.slots, counts=share.num_examples > 0),
         )
     return Carry(after, end.used, carry.terms)
+
+
+def _warn_of_different_buffers(before: State, after: State, ranks: Ranks) -> None:
+    """Warn if the ranks have written different values into buffers whose mean may not be a valid value."""
+    new = {name: buffer for name, buffer in after.buffers.items() if buffer is not before.buffers.get(name)}
+    names = sorted(new.keys() - matched(STATISTICS, tuple(new)))
+    if not names or is_fake(before.key):
+        return
+    alike = ranks.agree([_digest([new[name]], before.device) for name in names])
+    if differing := [name for name, is_alike in zip(names, alike, strict=True) if not is_alike]:
+        warn(
+            f"data_parallel: the processes have written different values into {', '.join(differing)}. The state keeps "
+            "their mean, of integers the maximum, which is right for sums and running statistics only: change other "
+            "buffers in an algorithm at AFTER_TRAIN_BATCH, where each process has the whole batch"
+        )
 
 
 def _averaged_over_ranks(

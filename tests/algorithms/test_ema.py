@@ -289,8 +289,17 @@ class Masked(nn.Module):
 
 
 def test_masks_of_infinities_are_unchanged():
-    state = states_after(ema("2ba"), make_state(Masked()), make_batches(3))[-1]
+    state = states_after(ema("2ba", buffers=["mask"]), make_state(Masked()), make_batches(3))[-1]
+    assert "mask" in state.slots["ema"].averages.buffers
     assert torch.equal(pc.with_weights(state, "ema").buffers["mask"], state.buffers["mask"])
+
+
+def test_patterns_choose_the_buffers_to_average():
+    none, some = (states_after(ema("2ba", buffers=given), cnn_state(), BATCHES)[-1] for given in ((), ("*_mean",)))
+    assert not none.slots["ema"].averages.buffers
+    assert some.slots["ema"].averages.buffers.keys() == {"1.running_mean", "4.running_mean"}
+    with pytest.raises(ValueError, match=r"ema: buffers: '\*tracked' matches no floating buffer"):
+        compose(loop_events, [ema(buffers=["*tracked"])]).init(cnn_state())
 
 
 def test_graphs_that_torch_rewrites_average_too():

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import purecompose as pc
@@ -83,6 +85,53 @@ def test_averages_are_as_wide_as_float32_and_seen_in_the_weights_dtype(dtype):
     kept = torch.float64 if dtype is torch.float64 else torch.float32
     assert {param.dtype for param in averages_in(state, "doubled").params.values()} == {kept}
     assert {param.dtype for param in with_weights(state, "doubled").params.values()} == {dtype}
+
+
+class Remembering(nn.Module):
+    """A network with buffers that its forward pass writes, and of which only the running statistics have a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            spectral_norm(nn.Linear(4, 16)), nn.BatchNorm1d(16), nn.ReLU(), spectral_norm(nn.Linear(16, 3))
+        )
+        self.register_buffer("queue", torch.eye(4))
+        self.register_buffer("at", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            at = (self.at + 1) % 4
+            self.queue = torch.where(torch.arange(4)[:, None] == at, nn.functional.normalize(inputs[:1]), self.queue)
+            self.at = at
+        return self.net(inputs)
+
+
+@pytest.mark.parametrize("method", [ema("2ba"), swa("1ba", "6ba", "1ba"), schedule_free()], ids=lambda one: one.name)
+def test_only_running_statistics_are_averaged(method):
+    batches = make_batches(6)
+    state = trained(method, net=Remembering(), batches=batches)
+    seen = with_weights(state, method.name).buffers
+    live = {name for name, buffer in seen.items() if buffer is state.buffers[name]}
+    assert seen.keys() - live == {"net.1.running_mean", "net.1.running_var"}
+
+
+def test_the_average_of_spectral_norms_is_that_of_torch():
+    """torch's average of parameters, with the live buffers."""
+    torch.manual_seed(0)
+    net = nn.Sequential(spectral_norm(nn.Linear(4, 32)), nn.ReLU(), spectral_norm(nn.Linear(32, 3))).double()
+    batches = make_batches(40, dtype=torch.float64)
+    found = with_weights(trained(ema(smoothing=0.9), net=net, batches=batches), "ema")
+
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(inputs), targets).backward()
+        optimizer.step()
+        averaged.update_parameters(net)
+    averaged.eval()
+    inputs = torch.cat([inputs for inputs, _ in batches])
+    torch.testing.assert_close(found.forward(inputs), averaged(inputs), rtol=1e-10, atol=1e-12)
 
 
 def test_empty_averages_leave_out_frozen_parameters_and_counters():
@@ -246,6 +295,8 @@ def test_statistics_that_cannot_be_measured_are_an_error():
         with_statistics(trained(ema()), [], weights="ema")
     with pytest.raises(ValueError, match="weights='swa': expected the name"):
         with_statistics(trained(ema()), IMAGES, weights="swa")
+    with pytest.raises(ValueError, match="ema keeps no averages of 1.running_mean, 1.running_var"):
+        with_statistics(trained(ema(buffers=["4.*"])), IMAGES, weights="ema")
 
 
 def test_batches_of_any_structure_are_accepted():

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import parametrizations
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, algorithms as alg, compose, loop_events, on, tree
@@ -188,6 +189,35 @@ def test_constant_buffers_are_unchanged() -> None:
     batches[1][0][0] = torch.nan
     end = check_played([alg.skip_nonfinite(), alg.label_smoothing(0.1)], net, batches)
     assert tree.equal(end.buffers, dict(net.named_buffers()))
+
+
+class Queued(nn.Module):
+    """A network with a spectral norm and, if asked, a queue of directions of its examples, as in MoCo."""
+
+    def __init__(self, *, has_queue: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 6)), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        self.has_queue = has_queue
+        self.register_buffer("queue", torch.eye(3, 4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.has_queue:
+            self.queue = nn.functional.normalize(inputs[:3], dim=1)
+        return self.net(inputs)
+
+
+def test_buffers_that_have_no_mean_are_named() -> None:
+    """Statistics are averaged, and a power iteration depends on the weights only: neither is reported."""
+    batch, step = make_batch(size=8), compose(loop_events)
+    state = make_state(Queued(has_queue=False))
+    first, other = played(step, 2)(lambda one: one(state, batch))
+    assert tree.equal(first, other)
+    vector = "net.0.parametrizations.weight.0._u"
+    torch.testing.assert_close(first.buffers[vector], step(state, batch).buffers[vector])
+
+    state = make_state(Queued(has_queue=True))
+    with pytest.warns(UserWarning, match="different values into queue. The state keeps their mean"):
+        played(step, 2)(lambda one: one(state, batch))
 
 
 def test_slots_that_no_algorithm_changes_are_unchanged() -> None:
