@@ -30,16 +30,17 @@ def noise(state: State, name: str) -> torch.Tensor:
 
 def discriminator_loss(state: State) -> State:
     """Real points are to score high, generated ones low."""
-    made = state.forward(["G", noise(state, "for D")], train=True)
-    real = state.forward(["D", state.batch], train=True)
-    fake = state.forward(["D", made.detach()], train=True)
+    made, state = state.call(["G", noise(state, "for D")])
+    real, state = state.call(["D", state.batch])
+    fake, state = state.call(["D", made.detach()])
     return state.replace(loss=F.softplus(-real).mean() + F.softplus(fake).mean())
 
 
 def generator_loss(state: State) -> State:
     """Generated points are to score high."""
-    made = state.forward(["G", noise(state, "for G")], train=True)
-    return state.replace(loss=F.softplus(-state.forward(["D", made], train=True)).mean())
+    made, state = state.call(["G", noise(state, "for G")])
+    score, state = state.call(["D", made])
+    return state.replace(loss=F.softplus(-score).mean())
 
 
 gan_events = (

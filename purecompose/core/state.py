@@ -23,7 +23,7 @@ from purecompose.core.loss import scalars_of, taken_apart, with_scalars
 from purecompose.core.ranks import Regrad, Sharing
 from purecompose.nn.keyed.parts import Part
 from purecompose.nn.model import Model, from_module
-from purecompose.nn.network import call_model
+from purecompose.nn.network import call_model, warn_of_dropped
 from purecompose.optim.protocol import check_optimizer, checked_init
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
@@ -423,15 +423,35 @@ class State:
         Args:
             inputs: One argument, a list of arguments, or a mapping of keyword arguments.
             train: True to run modules in training mode: with dropout, drawn by the state's key, and batch statistics.
-                Buffers that the pass changes (running statistics) are dropped either way.
+                Buffers that the pass changes (running statistics) are dropped either way; `call` keeps them.
             name: A name for the network's draws: passes with the same name in one step share them, for example one
                 dropout mask for two inputs.
 
         Raises:
             ValueError: The state is a population's.
+
+        Warns:
+            UserWarning: In the first run of a step, with `train`: the network wrote into buffers.
         """
         check_single(self, "state.forward(inputs)", "unstack_states(state) gives each of them")
-        return self.run_model(inputs, train=train, rng_name=name)[0]
+        outputs, buffers = self.run_model(inputs, train=train, rng_name=name)
+        if train and self.clock is not None:
+            warn_of_dropped(self.buffers, buffers)
+        return outputs
+
+    def call(self, inputs: Any, *, train: bool = True, name: str | None = None) -> tuple[Any, "State"]:
+        """Return the network's outputs, and the state with the buffers that it wrote; arguments as for `forward`.
+
+        Example:
+            >>> from purecompose import losses, optim
+            >>> state = State.create(nn.BatchNorm1d(2), loss=losses.mse, optimizer=optim.sgd(0.1))
+            >>> outputs, state = state.call(torch.ones(4, 2))
+            >>> state.buffers["running_mean"]
+            tensor([0.1000, 0.1000])
+        """
+        check_single(self, "state.call(inputs)", "unstack_states(state) gives each of them")
+        outputs, buffers = self.run_model(inputs, train=train, rng_name=name)
+        return outputs, self.replace(buffers=buffers)
 
     def run_model(self, inputs: Any, *, train: bool, rng_name: str | None = None) -> tuple[Any, dict[str, Tensor]]:
         """Return the network's outputs, and the buffers after the pass. `rng_name` is the `name` of `forward`."""

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, random
+from purecompose import batch as batches, random, tree
 from purecompose._support.device import AUTOCAST, arithmetic
 from purecompose._support.functorch import is_fake, is_transforming
+from purecompose._support.warnings import warn
 from purecompose._support.writes import DataGuard, WriteGuard, kept_in_place
 from purecompose.nn.kernels import kernels
 from purecompose.nn.keyed import modules
@@ -18,7 +19,7 @@ from purecompose.nn.model import Model
 from purecompose.nn.skeleton import Skeleton
 
 
-__all__ = ["call_model", "looking_for_draws"]
+__all__ = ["call_model", "looking_for_draws", "warn_of_dropped"]
 
 _LOOKING: ContextVar[bool] = ContextVar("looking_for_draws", default=False)
 _AS_IT_IS = nullcontext()
@@ -95,6 +96,29 @@ def call_model(
         # in float16 a sum soon exceeds 65504.
         outputs = batches.map_tensors(lambda tensor: tensor.float() if tensor.dtype is narrow else tensor, outputs)
     return outputs, new_buffers
+
+
+def warn_of_dropped(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Warn, within `looking_for_draws`, that a pass wrote into buffers, for a caller that drops them.
+
+    Args:
+        before: The buffers given to `call_model`.
+        after: The buffers that it returned: new tensors, so their versions count the writes of the pass.
+    """
+    if not _LOOKING.get():
+        return
+    has_values = not is_transforming() and not any(map(is_fake, after.values()))
+    written = [
+        name
+        for name, buffer in after.items()
+        if buffer._version or (has_values and not tree.equal(before[name], buffer))
+    ]
+    if written:
+        names = ", ".join(written[:3]) + (", ..." if len(written) > 3 else "")
+        warn(
+            f"state.forward(inputs, train=True) dropped what the network wrote into {names}. Keep it by "
+            "outputs, state = state.call(inputs), or drop it on purpose by outputs, _ = state.call(inputs)"
+        )
 
 
 _Result = tuple[Any, dict[str, Tensor]]

@@ -401,7 +401,7 @@ def test_torchs_own_checkpoint_may_not_write_a_second_time():
 def test_a_second_pass_in_a_gradient_does_not_lend_its_parameters_to_the_first():
     def teach(state: State) -> State:
         teacher = state.replace(params={name: 2 * param for name, param in state.params.items()})
-        return state.replace(outputs=state.outputs + teacher.forward(state.inputs, train=True).detach())
+        return state.replace(outputs=state.outputs + teacher.call(state.inputs)[0].detach())
 
     states = []
     for around in (plainly, pc.layers.checkpoint):

@@ -187,7 +187,7 @@ class _Witnesses:
     def dropped_out(self, state: State) -> Tensor:
         """Return the untrained network's outputs for fixed inputs in training mode, with the state's draws."""
         probe = self.start.replace(key=state.key, clock=state.clock)
-        return batches.tensors(probe.forward(self.inputs, train=True, name=".forward"))[0].detach()
+        return batches.tensors(probe.call(self.inputs, name=".forward")[0])[0].detach()
 
 
 _OUTER = (Event.FIT_START, Event.EPOCH_START, Event.BEFORE_DATALOADER)

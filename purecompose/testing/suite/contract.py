@@ -235,7 +235,7 @@ def _sets_buffers(algorithm: Algorithm) -> str | None:
 
 @define_law(
     "an algorithm leaves the network's buffers, such as BatchNorm's statistics, to the step's own forward pass",
-    "drop the buffers of a forward pass of your own: outputs, _ = state.run_model(...), or state.forward(...); a "
+    "drop the buffers of a forward pass of your own: outputs, _ = state.call(...); a "
     "method that is there to set buffers (averages, re-estimated statistics) declares Trait.SETS_BUFFERS",
     exempt=lambda algorithm: never_acts(algorithm) or _sets_buffers(algorithm),
     unsuited=lambda task: None if task.has_buffers else "its network has no buffers",
