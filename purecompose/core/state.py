@@ -6,7 +6,7 @@ so that states of different times and seeds can be mapped, stacked and subtracte
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -23,6 +23,7 @@ from purecompose.core.loss import scalars_of, taken_apart, with_scalars
 from purecompose.core.ranks import Regrad, Sharing
 from purecompose.nn.keyed.parts import Part
 from purecompose.nn.model import Model, from_module
+from purecompose.nn.modes import warn_of_idle_parts
 from purecompose.nn.network import call_model, warn_of_dropped
 from purecompose.optim.protocol import check_optimizer, checked_init
 from purecompose.random.keys import as_rng
@@ -140,13 +141,16 @@ class State:
         splitter: Splitter | None = None,
         num_tokens: Callable[[Any], int] | None = None,
         precision: str = "fp32",
+        eval_mode: Sequence[str] = (),
+        train_mode: Sequence[str] = (),
         device: torch.device | str | None = None,
     ) -> "State":
         """Return the state at the start of a run.
 
         Args:
             net: The network; it is copied and never touched. Parameters with `requires_grad=False` start
-                frozen.
+                frozen. It trains in the mode that its modules are in, or in training mode if all are in evaluation
+                mode, as pretrained networks are.
             loss: `(outputs, targets, reduction="mean") -> loss`, or `losses.model_loss` for a model that
                 computes its own. The parameters and buffers of a module are in the state, with names that begin with
                 "loss.". Schedules and named scalars among its attributes, or the keywords of a `functools.partial`, are
@@ -171,12 +175,19 @@ class State:
             precision: `"fp32"`; `"tf32"`, the same with products rounded on NVIDIA's GPUs, which is off otherwise;
                 or `"bf16"` or `"fp16"` for a forward pass under autocast, with parameters and loss in float32;
                 `"fp16"` needs `algorithms.loss_scaling`.
+            eval_mode, train_mode: Names and patterns (`fnmatch`) of modules that train in this mode, with all that they
+                contain, unless patterns match parts of them: `eval_mode=["backbone"]`.
             device: The device of the state; by default the network's.
 
         Raises:
             TypeError, ValueError: An argument is of the wrong kind; the message names it and the remedy.
+
+        Warns:
+            UserWarning: Single modules with dropout or running statistics are in evaluation mode, and `eval_mode` does
+                not name them.
         """
-        parts = from_module(net)
+        parts = from_module(net, eval_mode=eval_mode, train_mode=train_mode)
+        warn_of_idle_parts(parts.model.module, eval_mode)
         losses.check_loss(loss)
         loss, own = taken_apart(loss, net)
         params, buffers, frozen = parts.params, parts.buffers, parts.frozen

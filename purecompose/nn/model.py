@@ -8,7 +8,7 @@ skeleton for the duration of a `with` block, so a user's module is never touched
 import copy
 import pickle
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from purecompose._support.fingerprint import fingerprint
 from purecompose._support.warnings import warn
+from purecompose.nn.modes import set_modes
 from purecompose.nn.skeleton import Member, Sharing, Skeleton, checks, places
 
 
@@ -149,12 +150,15 @@ def _of_skeleton(root: nn.Module) -> Model:
     return Model(root, names, tuple(param_names))
 
 
-def from_module(module: nn.Module, *, is_shared: bool = False) -> Parts:
+def from_module(
+    module: nn.Module, *, is_shared: bool = False, eval_mode: Sequence[str] = (), train_mode: Sequence[str] = ()
+) -> Parts:
     """Split a module into architecture and tensors; the module itself is not modified.
 
     The skeleton trains in the mode that the module is in: single modules put into `eval()` remain so. If all modules
-    are in evaluation mode, as in pretrained networks, the whole skeleton is put into training mode. The tensors are
-    copies, or with `is_shared` new tensors on the same memory.
+    are in evaluation mode, as in pretrained networks, the whole skeleton is put into training mode. Then the modules
+    that match `eval_mode` and `train_mode` are put into these modes. The tensors are copies, or with `is_shared` new
+    tensors on the same memory.
 
     Parameters that are one object, or have the same memory, shape, strides and `requires_grad`, are tied, and so are
     buffers. With `is_shared`, only parameters and buffers that are one object are tied.
@@ -166,7 +170,7 @@ def from_module(module: nn.Module, *, is_shared: bool = False) -> Parts:
             `torch.nn.utils.weight_norm`, tensors with hooks, or tensors hidden in tuples or objects; a parameter
             that shares memory with another tensor and is not tied to it; an unregistered module in a list, with tensors
             of a registered one; or a function or weak reference that keeps one of its modules or tensors, which a copy
-            would share with it.
+            would share with it; or a pattern of modes that matches no module.
 
     Warns:
         UserWarning: A tensor becomes a buffer, or buffers share part of their memory.
@@ -214,6 +218,7 @@ def from_module(module: nn.Module, *, is_shared: bool = False) -> Parts:
     checks.check_registered(skeleton, memo, names_of_twins)
     if not any(child.training for child in skeleton.modules()):
         skeleton.train()
+    set_modes(skeleton, eval_mode, train_mode)
     model = Model(skeleton, names_of_twins, tuple(parts[True]))
     return Parts(model, parts[True], parts[False], frozenset(frozen))
 

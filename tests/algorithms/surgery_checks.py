@@ -49,9 +49,9 @@ def trained(state: State, num: int = 2, **shape: int) -> State:
     return state
 
 
-def operated(net: nn.Module, rules: surgery.Rules) -> tuple[Any, surgery.Report]:
+def operated(net: nn.Module, rules: surgery.Rules, **options: Any) -> tuple[Any, surgery.Report]:
     """Return the new architecture and the report of the surgery."""
-    state, report = surgery.operate(make_state(net), rules, name="method")
+    state, report = surgery.operate(make_state(net, **options), rules, name="method")
     return state.model.module, report
 
 

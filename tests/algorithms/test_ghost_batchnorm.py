@@ -240,7 +240,7 @@ def test_layers_that_are_not_replaced():
     ):
         assert not operated(net, ghost_batchnorm_rules())[1].replaced
     assert isinstance(operated(nn.BatchNorm3d(2), ghost_batchnorm_rules())[0], GhostBatchNorm)
-    module, _ = operated(nn.Sequential(Named(2).eval(), Named(2)), ghost_batchnorm_rules(2))
+    module, _ = operated(nn.Sequential(Named(2), Named(2)), ghost_batchnorm_rules(2), eval_mode=["0"])
     assert [part.training for part in (module[0], module[0].batchnorm, module[1].batchnorm)] == [False, False, True]
 
 

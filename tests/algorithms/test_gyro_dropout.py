@@ -83,11 +83,11 @@ def test_replaces_only_dropout_and_does_not_change_the_callers_network():
             "mine": Mine(),
             "learned": Learned(),
             "other": nn.Dropout2d(),
-            "silent": nn.Dropout().eval(),
+            "silent": nn.Dropout(),
         }
     )
     before = copy.deepcopy(net)
-    state = make_state(net)
+    state = make_state(net, eval_mode=["silent"])
     step = compose(loop_events, [gyro_dropout(0.4, 4, 2)])
     after = step.init(state)
     found = dict(after.model.module.named_modules())

@@ -319,7 +319,7 @@ def test_layers_that_treat_examples_separately_are_accepted():
     net = normed(nn.GroupNorm(1, 2), nn.InstanceNorm2d(2), nn.BatchNorm2d(2).eval()).double()
     inputs, targets = wide(IMAGES)
     each = [lambda net, i=i: nn.functional.cross_entropy(net(inputs[i : i + 1]), targets[i : i + 1]) for i in range(5)]
-    found = ended([per_example_clipping(0.3)], helpers.make_state(net), (inputs, targets))
+    found = ended([per_example_clipping(0.3)], helpers.make_state(net, eval_mode=["5"]), (inputs, targets))
     assert_close(grads_of(found), by_hand(net, each, 0.3)[0])
 
 

@@ -61,9 +61,8 @@ class TestStates:
     def test_ties_frozen_names_and_evaluation_flags_are_kept(self, copied):
         net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Linear(4, 3))
         net[3].weight = net[0].weight
-        net[1].eval()
         net[4].bias.requires_grad_(False)
-        state, step, batches = make_state(net), compose(loop_events), make_batches(3)
+        state, step, batches = make_state(net, eval_mode=["1"]), compose(loop_events), make_batches(3)
         again = copied(state)
         assert again.params["0.weight"] is not state.params["0.weight"]
         assert again.context == state.context and again.static.timestamp == state.static.timestamp

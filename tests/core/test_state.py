@@ -161,8 +161,7 @@ def test_a_network_in_eval_mode_trains_in_training_mode():
     net = seeded()
     training, evaluating = start(net), start(net.eval())
     assert tree.equal(step(training, batch()), step(evaluating, batch()))
-    net.train().norm.eval()
-    state = start(net)  # the norm stays in eval mode
+    state = start(net, eval_mode=["norm"])
     assert tree.equal(step(state, batch()).buffers, state.buffers)
 
 

@@ -54,9 +54,10 @@ def doubled(name: str = "doubled", *, is_inside: bool = False) -> Algorithm:
     return Algorithm(name, on(Event.INIT, Event.BATCH_END), apply)
 
 
-def trained(*algorithms: Algorithm, net: nn.Module | None = None, batches=IMAGES) -> State:
+def trained(*algorithms: Algorithm, net: nn.Module | None = None, batches=IMAGES, eval_mode=()) -> State:
     step = compose(loop_events, algorithms)
-    state = make_state(net or make_cnn(), batches_per_epoch=6, optimizer=pc.optim.sgd(0.1))
+    optimizer = pc.optim.sgd(0.1)
+    state = make_state(net or make_cnn(), batches_per_epoch=6, optimizer=optimizer, eval_mode=eval_mode)
     return run_steps(step, step.init(state), batches)
 
 
@@ -215,9 +216,7 @@ def test_statistics_are_those_of_evaluation_without_dropout_or_draws():
 
 
 def test_layers_in_evaluation_mode_keep_their_statistics():
-    net = make_cnn()
-    net[1].eval()
-    state = trained(ema("2ba"), net=net)
+    state = trained(ema("2ba"), eval_mode=["1"])
     found = averages_in(with_statistics(state, IMAGES, weights="ema"), "ema").buffers
     kept = averages_in(state, "ema").buffers
     assert torch.equal(found["1.running_var"], kept["1.running_var"])

@@ -65,8 +65,9 @@ def make_net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
 
 
-def make_state(net: nn.Module | None = None, *, optimizer: Any = OPTIMIZERS["sgd"], key: int = 0) -> State:
-    return State.create(net or make_net(), loss=losses.cross_entropy, optimizer=optimizer, key=key, duration="8ba")
+def make_state(net: nn.Module | None = None, *, optimizer: Any = OPTIMIZERS["sgd"], **options: Any) -> State:
+    settings: dict[str, Any] = {"loss": losses.cross_entropy, "duration": "8ba", **options}
+    return State.create(net or make_net(), optimizer=optimizer, **settings)
 
 
 def make_batch(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -177,9 +178,8 @@ def test_frozen_parameters_stay_frozen_under_their_new_names() -> None:
 
 def test_flags_dtypes_and_the_whole_network() -> None:
     net = make_net().double()
-    net[1].eval()
     rules = {nn.BatchNorm1d: lambda module, site: nn.BatchNorm1d(6), nn.Linear: wrap}
-    after, _ = surgery.operate(make_state(net), rules, name="flags")
+    after, _ = surgery.operate(make_state(net, eval_mode=["1"]), rules, name="flags")
     flags = {name: module.training for name, module in after.model.module.named_children()}
     assert flags == {"0": True, "1": False, "2": True, "3": True}
     assert {param.dtype for param in after.params.values()} == {torch.float64}
@@ -308,9 +308,9 @@ class Around(nn.Module):
 
 def test_reused_modules_keep_their_flags() -> None:
     net = make_net()
-    net[1].eval()
     rules: surgery.Rules = {nn.Sequential: lambda module, site: Around(module) if site.name == "0" else None}
-    changed, _ = surgery.operate(make_state(nn.Sequential(net, nn.Identity())), rules, name="around")
+    state = make_state(nn.Sequential(net, nn.Identity()), eval_mode=["0.1"])
+    changed, _ = surgery.operate(state, rules, name="around")
     module = changed.model.module
     assert not module.get_submodule("0.inner.1").training
     assert module.get_submodule("0").training and module.get_submodule("0.extra").training
@@ -501,8 +501,7 @@ class Borrowing(nn.Module):
 
 
 def test_tensors_from_elsewhere_in_the_network_keep_their_dtype_and_flags() -> None:
-    norm = nn.BatchNorm1d(3).eval()
-    state = make_state(nn.ModuleList([norm, nn.Linear(3, 3).double()]))
+    state = make_state(nn.ModuleList([nn.BatchNorm1d(3), nn.Linear(3, 3).double()]), eval_mode=["0"])
     rules: surgery.Rules = {nn.Linear: lambda module, site: Borrowing(site.root.get_submodule("0"))}
     after, report = surgery.operate(state, rules, name="any")
     module: Any = after.model.module

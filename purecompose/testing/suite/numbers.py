@@ -8,7 +8,7 @@ nothing is judged.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -300,20 +300,11 @@ def _point(state: State, names: set[str]) -> Point:
 
 
 def _with_frozen_statistics(case: Case) -> Case:
-    return dataclasses.replace(case, task=dataclasses.replace(case.task, net=_frozen_statistics(case.task.net)))
-
-
-def _frozen_statistics(make_net: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
-    """Return a function that makes the networks with BatchNorm in evaluation mode, also in training."""
-
-    def made(seed: int) -> nn.Module:
-        net = make_net(seed)
-        for module in net.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.eval()
-        return net
-
-    return made
+    """Return the case with BatchNorm in evaluation mode, also in training."""
+    kind = nn.modules.batchnorm._BatchNorm
+    names = [name for name, module in case.task.make_net(0).named_modules() if isinstance(module, kind)]
+    options = {**case.task.options, "eval_mode": (*case.task.options.get("eval_mode", ()), *names)}
+    return dataclasses.replace(case, task=dataclasses.replace(case.task, options=options))
 
 
 def _with_rate(state: State, factor: float) -> State:

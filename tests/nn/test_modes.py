@@ -1,0 +1,112 @@
+"""Parts of a network that train in evaluation mode."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import compose, loop_events, optim
+from tests.helpers import assert_close, make_batches, make_state, run_steps
+
+
+class Tuned(nn.Module):
+    """A wrapper in training mode around a backbone in evaluation mode, as those of PEFT around pretrained networks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Sequential(nn.BatchNorm1d(8)))
+        self.backbone.double().eval().requires_grad_(False)
+        self.head = nn.Linear(8, 3).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.backbone(inputs))
+
+
+class RandomPath(nn.Module):
+    """A drop path with its rate as an attribute, as in timm."""
+
+    def __init__(self, drop_prob: float) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+
+def flags(net: nn.Module) -> dict[str, bool]:
+    return {name: module.training for name, module in net.named_modules()}
+
+
+@pytest.mark.parametrize("mode", ["eval_mode", "train_mode"])
+def test_a_backbone_trains_in_the_mode_that_is_chosen(mode: str) -> None:
+    batches = make_batches(5, dtype=torch.float64)
+    state = make_state(Tuned(), optimizer=optim.sgd(0.1), **{mode: ["backbone"]})
+    end = run_steps(compose(loop_events), state, batches)
+
+    net = Tuned()
+    net.backbone.train(mode == "train_mode")
+    optimizer = torch.optim.SGD(net.head.parameters(), 0.1)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(inputs), targets).backward()
+        optimizer.step()
+    assert_close({**end.params, **end.buffers}, dict([*net.named_parameters(), *net.named_buffers()]), atol=1e-12)
+    assert flags(pc.to_module(end)) == flags(net)
+
+
+def test_the_outermost_undecided_parts_are_named() -> None:
+    with pytest.warns(UserWarning, match=r"except for backbone: .*train_mode=\['backbone'\].*eval_mode=\['backbone'\]"):
+        make_state(Tuned())
+    inner = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1).eval()) for _ in range(5)])
+    with pytest.warns(UserWarning, match=re.escape("except for 0.1, 1.1, 2.1 and 2 more: ")):
+        make_state(inner)
+    make_state(inner, eval_mode=["?.1"])
+    headed = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).eval()
+    headed[1].train()
+    with pytest.warns(UserWarning, match="except for the network: "):
+        make_state(headed)
+    make_state(headed, train_mode=[""])
+
+
+@pytest.mark.parametrize(
+    ("part", "matters"),
+    [
+        (nn.Dropout(0.1), True),
+        (nn.Dropout(0.0), False),
+        (nn.BatchNorm1d(4), True),
+        (nn.InstanceNorm1d(4), False),
+        (nn.LayerNorm(4), False),
+        (nn.MultiheadAttention(4, 2, dropout=0.1), True),
+        (nn.MultiheadAttention(4, 2), False),
+        (nn.LSTM(4, 4, 2, dropout=0.1), True),
+        (nn.LSTM(4, 4), False),
+        (RandomPath(0.1), True),
+        (RandomPath(0.0), False),
+    ],
+)
+def test_only_parts_with_dropout_or_statistics_are_named(
+    part: nn.Module, matters: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    net = nn.ModuleDict({"first": nn.Linear(4, 4), "part": part.eval()})
+    make_state(net)
+    assert [str(one.message)[:41] for one in recwarn] == ["the network is in training mode except fo"] * matters
+    recwarn.clear()
+    make_state(net.eval())  # trains as a whole
+    assert not recwarn
+
+
+def test_the_pattern_of_the_inner_module_decides() -> None:
+    model = make_state(Tuned(), train_mode=["backbone"], eval_mode=["backbone.3", "head"]).model
+    trained = {name for name, trains in flags(model.module).items() if trains}
+    assert trained == {"", "backbone", "backbone.0", "backbone.1", "backbone.2"}
+    assert not any(flags(model.skeleton(train=False).module).values())
+    assert make_state(Tuned(), eval_mode=["*"]).model != make_state(Tuned(), train_mode=["*"]).model
+
+
+def test_wrong_patterns_are_errors() -> None:
+    with pytest.raises(TypeError, match=r"eval_mode: expected names of modules or patterns.*got 'backbone'"):
+        make_state(Tuned(), eval_mode="backbone")
+    with pytest.raises(ValueError, match="train_mode: 'back' matches no module; the names are backbone, backbone.0, "):
+        make_state(Tuned(), train_mode=["back"])
+    with pytest.raises(ValueError, match="'head' matches both"):
+        make_state(Tuned(), train_mode=["head"], eval_mode=["*"])
