@@ -119,7 +119,7 @@ def gradient_clipping(
     a vector or a number (a bias or a gain). "norm" preserves the direction of the whole gradient, "adaptive" the
     direction of each unit, "value" neither.
 
-    Events: AFTER_TRAIN_BATCH, after methods that compute gradients again, such as `sam`. Reads and replaces: the
+    Events: AFTER_TRAIN_BATCH, after all other methods that set gradients, such as `sam`. Reads and replaces: the
     gradients; "adaptive" reads the parameters. Remembers nothing. The gradients are those of the whole batch, without
     the scale of loss scaling and independent of microbatches.
 

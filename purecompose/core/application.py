@@ -27,7 +27,10 @@ def application(algorithm: Algorithm, event: Event, pass_name: str) -> Operation
         before = state
         if algorithm.host:
             before = state.replace(static=Static(state.context, state.static.opened(later=event.sees_new_time)))
-        after, exit_code = applied(algorithm, event, before)
+        if watch is None:
+            after, exit_code = applied(algorithm, event, before)
+        else:
+            after, exit_code = watch.edits.followed(algorithm, event, before, lambda: applied(algorithm, event, before))
         if algorithm.host:
             after = after.replace(static=Static(after.context, state.static.timestamp))
         elif after.static is not before.static:

@@ -451,8 +451,8 @@ def compose(
 
     Warns:
         UserWarning: An algorithm acts at an event of a training step which the program lacks. In the first step: the
-            program has a `Grad` and no `update`, and no parameter has changed; or it trains, draws and has no
-            `advance`.
+            program has a `Grad` and no `update`, and no parameter has changed; it trains, draws and has no `advance`;
+            or an algorithm replaces gradients that another one has edited at the same event.
 
     Example:
         >>> from purecompose import loop_events

@@ -11,6 +11,7 @@ from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
 from purecompose._support.writes import storage_of
 from purecompose.core.algorithm import Algorithm
+from purecompose.core.edits import Edits
 from purecompose.core.state import State, fields_where
 from purecompose.nn.keyed.modules import UnkeyedRandomError
 from purecompose.time.event import Event
@@ -64,6 +65,7 @@ class Contract:
             observe: Called with each application of an algorithm.
         """
         self._start, self._observe = start, observe
+        self.edits = Edits()
         self._history: list[_Application] = []
         self._incoming = _incoming(start)
         self._marks = [_mark(tensor) for _, tensor in self._incoming]

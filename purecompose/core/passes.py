@@ -23,6 +23,7 @@ __all__ = [
     "order_by_constraints",
     "set_filo_order",
     "sort_fused_layernorm_last",
+    "sort_gradients_by_trait",
     "sort_loss_scaling_innermost",
     "sort_selective_backprop_first",
     "sort_to_back",
@@ -116,6 +117,15 @@ def sort_loss_scaling_innermost(algorithms: Sequence[Algorithm], event: Event) -
     return sort(algorithms, lambda algorithm: Trait.SCALES_LOSS in algorithm.traits)
 
 
+def sort_gradients_by_trait(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
+    """Put what computes gradients again first, and what collects or clips them last, of those that act after them."""
+    if event not in (Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH):
+        return algorithms
+    renewed = sort_to_front(algorithms, lambda algorithm: Trait.RENEWS_GRADIENTS in algorithm.traits)
+    collected = sort_to_back(renewed, lambda algorithm: Trait.COLLECTS_GRADIENTS in algorithm.traits)
+    return sort_to_back(collected, lambda algorithm: Trait.CLIPS_GRADIENTS in algorithm.traits)
+
+
 def order_by_constraints(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
     """Apply `runs_before` and `runs_after`; otherwise keep the given order as far as possible.
 
@@ -154,6 +164,7 @@ def warn_if_multiple_loss_interpolation(algorithms: Sequence[Algorithm], event: 
 
 DEFAULT_PASSES: tuple[Pass, ...] = (
     set_filo_order,
+    sort_gradients_by_trait,
     sort_loss_scaling_innermost,
     sort_selective_backprop_first,
     sort_fused_layernorm_last,

@@ -16,6 +16,7 @@ from purecompose.core.passes import (
     order_by_constraints,
     set_filo_order,
     sort_fused_layernorm_last,
+    sort_gradients_by_trait,
     sort_selective_backprop_first,
 )
 from purecompose.core.scopes import Program, walk
@@ -60,7 +61,11 @@ class _Order:
 
 
 _DEFAULT_ORDER = compose_passes(
-    set_filo_order, sort_selective_backprop_first, sort_fused_layernorm_last, order_by_constraints
+    set_filo_order,
+    sort_gradients_by_trait,
+    sort_selective_backprop_first,
+    sort_fused_layernorm_last,
+    order_by_constraints,
 )
 _LOOP = frozenset(node for node in walk(loop_events) if isinstance(node, Event))
 

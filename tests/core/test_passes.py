@@ -30,6 +30,8 @@ ORDERINGS = [set_filo_order, sort_selective_backprop_first, sort_fused_layernorm
 PINS = [sort_selective_backprop_first, sort_fused_layernorm_last]
 FIRST, LAST = Trait.SELECTS_EXAMPLES, Trait.FUSES_LAYERNORM
 OTHERS = [trait for trait in Trait if trait not in (FIRST, LAST)]
+RENEW, COLLECT, CLIP = Trait.RENEWS_GRADIENTS, Trait.COLLECTS_GRADIENTS, Trait.CLIPS_GRADIENTS
+UNSORTED = [trait for trait in OTHERS if trait not in (RENEW, COLLECT, CLIP)]
 
 EVENT = st.sampled_from(Event)
 
@@ -156,7 +158,17 @@ def test_pins_hold_at_every_event_for_every_list(algorithms: list[Algorithm], ev
     assert selecting == sorted(selecting, reverse=True)
 
 
-@given(unconstrained(OTHERS), st.sampled_from([e for e in Event if "AFTER_" in e.name]))
+@given(st.lists(st.sampled_from([(), (RENEW,), (COLLECT,), (CLIP,)]), max_size=9))
+def test_gradients_are_renewed_first_and_clipped_last(traits: list[tuple[Trait, ...]]) -> None:
+    algorithms = [make(f"a{i}", *having) for i, having in enumerate(traits)]
+    for event in (Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH):
+        reverse = algorithms[::-1]
+        ranks = [[RENEW in a.traits, not a.traits, COLLECT in a.traits, CLIP in a.traits].index(True) for a in reverse]
+        expected = [a for rank in range(4) for a, own in zip(reverse, ranks, strict=True) if own == rank]
+        assert list(default_order(algorithms, event)) == expected
+
+
+@given(unconstrained(UNSORTED), st.sampled_from([e for e in Event if "AFTER_" in e.name]))
 def test_without_pins_closing_events_run_in_reverse(algorithms: list[Algorithm], closing: Event) -> None:
     opening = Event[closing.name.replace("AFTER", "BEFORE")]
     assert list(default_order(algorithms, closing)) == list(default_order(algorithms, opening))[::-1]

@@ -1,0 +1,102 @@
+"""Several algorithms that edit the gradients of one step: none undoes what another has done without a warning."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import purecompose as pc
+from purecompose import Algorithm, Event, State, Trait, algorithms as alg, compose, loop_events, on
+from tests.helpers import make_batch, make_state
+
+
+Edit = Callable[[State, str, Tensor], Tensor]
+
+
+def method(name: str, edit: Edit, *traits: Trait, event: Event = Event.AFTER_TRAIN_BATCH) -> Algorithm:
+    def apply(event: Event, state: State) -> State:
+        grads = {key: edit(state, key, grad) for key, grad in (state.grads or {}).items()}
+        return state.replace(grads=grads)
+
+    return Algorithm(name, on(event), apply, traits=frozenset(traits))
+
+
+def ones(state: State, key: str, grad: Tensor) -> Tensor:
+    """Return gradients that do not depend on the step's, of length 30."""
+    del grad
+    size = sum(param.numel() for param in state.params.values())
+    return torch.full_like(state.params[key], 30 / size**0.5)
+
+
+def doubled(state: State, key: str, grad: Tensor) -> Tensor:
+    del state, key
+    with torch.no_grad():
+        return 2 * grad
+
+
+def messages(algorithms: list[Algorithm], wrap: Callable[[pc.Step], pc.Step] = lambda step: step) -> list[str]:
+    """Return the warnings of the first step."""
+    step = wrap(compose(loop_events, algorithms, microbatches=2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(step.init(make_state()), make_batch())
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["listed first", "listed last"])
+def test_clipping_bounds_the_gradients_of_an_own_method(first: bool) -> None:
+    own, clipping = method("own", ones), alg.gradient_clipping("norm", 0.5)
+    listed = [own, clipping] if first else [clipping, own]
+    step = compose(loop_events, [*listed, alg.gradient_norm()])
+    end = step(step.init(make_state()), make_batch())
+    torch.testing.assert_close(end.metrics["gradient_norm"], torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["listed first", "listed last"])
+def test_accumulation_collects_the_gradients_of_an_own_method(first: bool) -> None:
+    own, accumulation = method("own", ones), alg.gradient_accumulation(2)
+    step = compose(loop_events, [own, accumulation] if first else [accumulation, own])
+    start = step.init(make_state())
+    middle = step(start, make_batch())
+    assert not pc.tree.diff(start.params, middle.params)
+    assert pc.tree.diff(middle.params, step(middle, make_batch(1)).params)
+
+
+@pytest.mark.parametrize("listed", [["own", "sam"], ["sam", "own"]])
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_a_method_that_replaces_gradients_is_recognised_and_its_conflict_reported(
+    listed: list[str], is_compiled: bool
+) -> None:
+    found = {"own": method("own", ones), "sam": alg.sam(0.05)}
+    wrap = (lambda step: pc.compile(step, backend="eager")) if is_compiled else lambda step: step
+    (message,) = messages([found[name] for name in listed], wrap)
+    assert "own at Event.AFTER_TRAIN_BATCH replaces the gradients: what sam did to them is lost" in message
+
+
+def test_a_population_reports_the_same_conflict() -> None:
+    step = compose(loop_events, [method("own", ones), alg.sam(0.05)])
+    states = pc.stack_states([step.init(make_state(key=key)) for key in range(2)])
+    with pytest.warns(UserWarning, match="own .* replaces the gradients: what sam did"):
+        pc.population(step, 2)(states, make_batch())
+
+
+def test_gradients_computed_again_undo_those_that_replaced_the_first_ones() -> None:
+    own = method("own", ones, Trait.RENEWS_GRADIENTS)
+    assert "what sam did to them is lost; leave one" in messages([own, alg.sam(0.05)])[0]
+    assert "sam at Event.AFTER_TRAIN_BATCH computes" in messages([alg.sam(0.05), own])[0]
+
+
+def test_an_edit_before_a_replacement_of_the_same_event_is_reported_with_a_remedy() -> None:
+    own, noise = method("own", ones), method("noise", doubled)
+    assert "give own traits=[Trait.RENEWS_GRADIENTS]" in messages([own, noise])[0]
+    assert messages([method("own", ones, Trait.RENEWS_GRADIENTS), noise]) == []
+    inside = [method("own", ones, event=Event.AFTER_BACKWARD), method("noise", doubled, event=Event.AFTER_BACKWARD)]
+    assert len(messages(inside)) == 2  # one in each microbatch
+
+
+def test_edits_that_use_the_gradients_are_not_reported() -> None:
+    edits = [method("a", doubled), method("b", doubled), alg.gradient_accumulation(2), alg.skip_nonfinite()]
+    assert messages([*edits, alg.sam(0.05), alg.gradient_clipping("norm", 1.0)]) == []
+    assert messages([method("before", doubled, event=Event.AFTER_BACKWARD), method("own", ones)]) == []
