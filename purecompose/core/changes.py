@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches
+from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
 from purecompose.core.context import Context, Static
+from purecompose.optim.carried import carried
 from purecompose.optim.checks import match_or_raise, matched
 from purecompose.schedule import Schedule, collect
 
 
-__all__ = ["as_hparams", "check_params", "check_trainable", "translated"]
+__all__ = ["as_hparams", "check_params", "check_trainable", "memory_for", "translated"]
 
 _CONTEXT_FIELDS = frozenset(field.name for field in dataclasses.fields(Context) if field.init)
 
@@ -75,6 +76,32 @@ def check_trainable(names: Iterable[str], params: Mapping[str, Tensor]) -> None:
             f"replace(frozen=...) leaves out {', '.join(whole)}, of {params[whole[0]].dtype}: only floating numbers "
             "have a gradient, so freeze it too"
         )
+
+
+def memory_for(
+    optimizer: Any,
+    params: Mapping[str, Tensor],
+    opt_state: Any,
+    *,
+    frozen: frozenset[str],
+    dropped: frozenset[str],
+    num_members: int | None,
+) -> Any:
+    """Return the optimizer's state after other parameters have been frozen, with memory for all that train now.
+
+    Args:
+        optimizer: The optimizer.
+        params: The parameters.
+        opt_state: The optimizer's state before.
+        frozen: The names of the frozen parameters, which get no memory.
+        dropped: The names of those among them whose memory is dropped.
+        num_members: The number of members if the state is a population's.
+    """
+    names = {"frozen": frozen, "dropped": dropped, "num_members": None}
+    if num_members is not None:
+        parts = [tree.map(lambda leaf, i=i: leaf[i], (dict(params), opt_state)) for i in range(num_members)]
+        return tree.map(lambda *leaves: torch.stack(leaves), *[memory_for(optimizer, *part, **names) for part in parts])
+    return carried(optimizer, opt_state, params, {name: name for name in params if name not in dropped}, frozen)
 
 
 def check_params(given: Any, own: Mapping[str, Tensor], *, is_other_model: bool) -> None:

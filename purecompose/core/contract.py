@@ -97,7 +97,10 @@ class Contract:
         """
         self._check_input("the step itself")
         self._check_metrics(end)
-        before, after = _specs(self._start), _specs(end)
+        frozen, start = end.context.frozen, self._start
+        # A part that has been thawed has memory of the optimizer now.
+        before = _specs(start if start.context.frozen == frozen else start.replace(frozen=frozen))
+        after = _specs(end)
         if before == after:
             return
         path = next(p for p in {**before, **after} if before.get(p) != after.get(p))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, random, tree
 from purecompose._support.device import PRECISIONS, as_scalar
-from purecompose.core.changes import as_hparams, check_params, check_trainable, translated
+from purecompose.core.changes import as_hparams, check_params, check_trainable, memory_for, translated
 from purecompose.core.clock import Clock
 from purecompose.core.context import Context, Static
 from purecompose.core.layout import Splitter
@@ -224,7 +224,7 @@ class State:
         state = cls(
             params=params,
             buffers=buffers,
-            opt_state=checked_init(optimizer, params),
+            opt_state=checked_init(optimizer, params, frozen),
             slots={},
             hparams={},
             key=as_rng(key, "State.create").key if isinstance(key, Tensor) else random.key(key),
@@ -284,7 +284,8 @@ class State:
         Besides the fields, `inputs` and `targets` replace members of the batch, `timestamp` the time, and
         `model`, `optimizer`, `frozen` and other names of `Context` the static part. Numbers among `hparams`
         become 0-d float32 tensors. `frozen` lists all parameters to be frozen, by names and patterns (`fnmatch`, on the
-        whole name): an empty list makes all trainable.
+        whole name): an empty list makes all trainable. The optimizer gets fresh memory for parameters that had none;
+        frozen ones keep theirs, unless there was no step yet.
 
         Raises:
             TypeError: No field has that name, or an hparam is neither a number nor a tensor.
@@ -302,6 +303,8 @@ class State:
             changes = translated(changes, _FIELDS, self.static, self.batch)
             if is_freezing:
                 check_trainable(changes["static"].context.trainable, changes.get("params", self.params))
+                if "opt_state" not in changes:
+                    changes["opt_state"] = self._memory_for(changes)
         params = changes.get("params")
         if params is not None and (type(params) is not dict or params.keys() != self.params.keys()):
             check_params(params, self.params, is_other_model="static" in changes)
@@ -313,6 +316,17 @@ class State:
         values |= self.__dict__
         values |= changes
         return successor
+
+    def _memory_for(self, changes: dict[str, Any]) -> Any:
+        context, is_new = changes["static"].context, self.clock is None and self.timestamp.batch == 0
+        return memory_for(
+            context.optimizer,
+            changes.get("params", self.params),
+            self.opt_state,
+            frozen=context.frozen,
+            dropped=context.frozen if is_new else frozenset(),
+            num_members=len(self.key) if self.key.ndim > 1 else None,
+        )
 
     def with_hparams(self, wanted: Iterable[Hparam]) -> "State":
         """Add the named scalars that the state lacks, with their defaults; existing ones keep their values.

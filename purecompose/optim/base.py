@@ -49,7 +49,12 @@ class Optimizer(Protocol):
     """
 
     def init(self, params: Mapping[str, Tensor]) -> Any:
-        """Return the state before the first update: a pytree of tensors with fixed structure, shapes and dtypes."""
+        """Return the state before the first update: a pytree of tensors with fixed structure, shapes and dtypes.
+
+        Args:
+            params: All parameters by name. Frozen ones are on the meta device; what is stored under their names, in
+                mappings from parameter names, is dropped.
+        """
         ...
 
     def update(
@@ -59,7 +64,7 @@ class Optimizer(Protocol):
 
         Args:
             grads: Gradients by parameter name. A parameter without one keeps its tensor and its state.
-            opt_state: The state returned by `init` or the last `update`.
+            opt_state: The state returned by `init` or the last `update`; frozen parameters may be missing in it.
             params: All parameters by name; the result has their order.
             value: Function from a scalar setting to its current value, a number or a 0-d tensor.
         """
@@ -128,7 +133,7 @@ class ByGroup:
         return type(self).__name__.lower()
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """Return zeros for every parameter, frozen ones included, each slot in the order of `params`.
+        """Return zeros for every parameter, each slot in the order of `params`.
 
         Raises:
             ValueError: A group's pattern matches no parameter.

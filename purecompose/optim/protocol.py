@@ -1,7 +1,7 @@
 """Checks that an object follows the `Optimizer` protocol, before its first update."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.checks import shown
+from purecompose.optim.carried import carried
 from purecompose.schedule import Hparam, Schedule
 from purecompose.schedule.trees import hidden
 
@@ -42,13 +43,13 @@ def check_optimizer(optimizer: Any, where: str) -> None:
             )
 
 
-def checked_init(optimizer: Any, params: Mapping[str, Tensor]) -> Any:
-    """Return the optimizer's state before the first update.
+def checked_init(optimizer: Any, params: Mapping[str, Tensor], frozen: Collection[str] = ()) -> Any:
+    """Return the optimizer's state before the first update, without memory for frozen parameters.
 
     Raises:
         TypeError: The state contains something other than tensors.
     """
-    opt_state = optimizer.init(params)
+    opt_state = carried(optimizer, None, params, {}, frozen) if frozen else optimizer.init(params)
     for path, leaf in tree.leaves_with_paths(opt_state).items():
         if not isinstance(leaf, Tensor):
             raise TypeError(

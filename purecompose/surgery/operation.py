@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from purecompose import random
 from purecompose.core.state import State
 from purecompose.nn.model import Model, from_module
+from purecompose.optim.carried import carried
 from purecompose.random.keys import as_rng
-from purecompose.surgery.memory import carried, fitted
+from purecompose.surgery.groups import fitted
 from purecompose.surgery.originals import Originals
 from purecompose.surgery.visiting import Rules, left_alone, replacements, warn_of_nothing, with_replacements
 
@@ -135,17 +136,17 @@ def replace(
     before = params
     params = {**settled(parts.params), **{name: params[name] for name in params if name in others}}
     buffers = {**settled(parts.buffers), **{name: buffers[name] for name in buffers if name in others}}
+    now_frozen = parts.frozen.union(others.intersection(frozen or ()))
     kept_params = {new: old for new, old in kept.items() if new in params}
     if optimizer is not None:
         optimizer = fitted(name, optimizer, before, params, kept_params)
     if opt_state is not None:
-        opt_state = carried(optimizer, opt_state, params, kept_params)
+        opt_state = carried(optimizer, opt_state, params, kept_params, now_frozen)
     stayed = set(kept.values())
     gone = tuple(name for name in given if name not in stayed)
     made = tuple(name for name in (*params, *buffers) if name not in kept)
     report = Report(tuple(site.name for site, _, _ in found), kept, gone, made)
-    frozen = parts.frozen.union(others.intersection(frozen or ()))
-    return Surgery(parts.model, params, buffers, frozen, optimizer, opt_state, report)
+    return Surgery(parts.model, params, buffers, now_frozen, optimizer, opt_state, report)
 
 
 @overload

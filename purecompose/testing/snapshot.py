@@ -6,7 +6,7 @@ Loading executes no code: the bytes contain tensors, plain values and strings, w
 import struct
 
 from purecompose.core.state import State
-from purecompose.run.saving.checkpoint import assembled, snapshot
+from purecompose.run.saving.checkpoint import assembled, snapshot, template
 from purecompose.run.saving.errors import CheckpointError
 from purecompose.run.saving.folder import library
 from purecompose.run.saving.index import from_json, to_json
@@ -61,7 +61,7 @@ def from_bytes(data: bytes, like: State) -> State:
         specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
     except (CheckpointError, package.SafetensorError, struct.error, ValueError) as error:
         raise SnapshotError(f"these {len(data)} bytes are not a snapshot: {error}") from error
-    misfits = mismatches(like, specs, index.values)
+    misfits = mismatches(template(index, like), specs, index.values)
     if misfits:
         raise SnapshotError("; ".join(misfits))
     state = assembled(index, tensors, like)

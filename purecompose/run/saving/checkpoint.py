@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from purecompose import tree
 from purecompose._support.warnings import warn
+from purecompose.core.changes import memory_for
 from purecompose.core.context import Static
 from purecompose.core.state import State
 from purecompose.run.saving import folder
@@ -27,7 +29,7 @@ from purecompose.run.saving.leaves import Spec, filled, leaves_of, mismatches, s
 from purecompose.time.event import Event
 
 
-__all__ = ["Snapshot", "assembled", "check_fits", "load", "read", "restored", "save", "snapshot"]
+__all__ = ["Snapshot", "assembled", "check_fits", "load", "read", "restored", "save", "snapshot", "template"]
 
 
 @dataclass(frozen=True)
@@ -186,12 +188,31 @@ def assembled(index: Index, tensors: Mapping[str, Tensor], like: State) -> State
     specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
     if tensors.keys() != specs.keys():
         raise DamagedError("the tensors in the file are not those of the index")
+    like = template(index, like)
+    return filled(like, Static(like.context, time_from_plain(index.time)), tensors, specs, index.values)
+
+
+def template(index: Index, like: State) -> State:
+    """Return the state with the checkpoint's frozen parameters, and optimizer memory for those that have it there."""
     # Parameters that a method has frozen during the run remain frozen.
     context = like.context
-    frozen = frozenset(index.description["frozen"]) & like.params.keys() | _unknown_params(like, specs) & context.frozen
-    context = context if frozen == context.frozen else context.replace(frozen=frozen)
-    static = Static(context, time_from_plain(index.time))
-    return filled(like, static, tensors, specs, index.values)
+    frozen = frozenset(index.description["frozen"]) & like.params.keys()
+    frozen |= _unknown_params(like, index.tensors) & context.frozen
+    if frozen != context.frozen:
+        like = like.replace(static=Static(context.replace(frozen=frozen), like.timestamp))
+    saved = {name for name in index.tensors if name.startswith(_MEMORY)}
+    if saved == {f"{_MEMORY}{path}" for path in tree.leaves_with_paths(like.opt_state)}:
+        return like
+    keys = {key for name in saved for key in name[len(_MEMORY) + 1 : -1].split("][")}
+    without = frozenset(name for name in frozen if repr(name) not in keys)
+    num_members = len(like.key) if like.key.ndim > 1 else None
+    opt_state = memory_for(
+        like.optimizer, like.params, like.opt_state, frozen=without, dropped=without, num_members=num_members
+    )
+    return like.replace(opt_state=opt_state)
+
+
+_MEMORY = "opt_state"
 
 
 def check_fits(
@@ -210,7 +231,7 @@ def check_fits(
             "replace(frozen=...)"
         )
     misfits = other_modules(index.description["model"], now["model"], "the checkpoint")
-    misfits += mismatches(like, specs, index.values)
+    misfits += mismatches(template(index, like), specs, index.values)
     required = missing_required(index.description, now)
     if required or (misfits and strict):
         lines = [*required, *reported, *misfits]
@@ -230,7 +251,7 @@ def check_fits(
 _HINT = "give the state the same model, optimizer and algorithms, initialised (step.init), or load with strict=False"
 
 
-def _unknown_params(like: State, specs: Mapping[str, Spec]) -> frozenset[str]:
+def _unknown_params(like: State, specs: Mapping[str, Any]) -> frozenset[str]:
     """Return the parameters that a checkpoint lacks."""
     return frozenset(name for name in like.params if f"params[{name!r}]" not in specs)
 

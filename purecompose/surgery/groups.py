@@ -1,4 +1,4 @@
-"""The optimizer after a surgery: its groups and its state."""
+"""The optimizer after a surgery: its groups."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -13,50 +13,7 @@ from purecompose.optim.by_pattern import ByPattern
 from purecompose.optim.nested import map_leaves
 
 
-__all__ = ["carried", "fitted", "without_groups"]
-
-
-def carried(optimizer: Any, opt_state: Any, params: Mapping[str, Tensor], kept: Mapping[str, str]) -> Any:
-    """Return an optimizer's state for new parameters: the old state for parameters that were kept, fresh for others.
-
-    Args:
-        optimizer: The optimizer.
-        opt_state: Its state for the old parameters.
-        params: The parameters by their new names.
-        kept: Map from the new names of parameters that were kept to their old names.
-    """
-    names, lost = set(params), set[str]()
-
-    def fresh() -> Any:
-        # Kept parameters are on the meta device: their fresh state is discarded, and need not be allocated.
-        return optimizer.init(
-            {
-                name: param.detach().to("meta") if name in kept and name not in lost else param
-                for name, param in params.items()
-            }
-        )
-
-    def is_by_name(memory: Any) -> bool:
-        # Only the innermost such mapping: the name of a slot may also be the name of a parameter.
-        is_named = isinstance(memory, Mapping) and bool(memory) and memory.keys() <= names
-        return is_named and not any(map(is_by_name, memory.values()))
-
-    def joined(new: Any, old: Any) -> Any:
-        if is_by_name(new):
-            lost.update(name for name in new if name in kept and kept[name] not in old)
-            return {name: old[kept[name]] if name in kept and kept[name] in old else new[name] for name in new}
-        if isinstance(new, Mapping):
-            if not new.keys() <= old.keys():  # state of a kind that no parameter had before
-                lost.update(names)
-            return {key: joined(value, old[key]) if key in old else value for key, value in new.items()}
-        if isinstance(new, tuple | list):
-            members = [joined(mine, theirs) for mine, theirs in zip(new, old, strict=True)]
-            return type(new)(*members) if hasattr(new, "_fields") else type(new)(members)
-        return old
-
-    result = joined(fresh(), opt_state)
-    # In another group, a kept parameter may need state that it did not have; run again with it allocated.
-    return joined(fresh(), opt_state) if lost else result
+__all__ = ["fitted", "without_groups"]
 
 
 def fitted(
