@@ -1,4 +1,4 @@
-"""Tiny models of transformers, with weights drawn here, train without changes."""
+"""Tiny models of transformers, with weights drawn here, train and compile without changes."""
 
 from typing import Any
 
@@ -144,23 +144,52 @@ def test_two_microbatches_give_the_gradient_of_the_batch(make_net):
     assert_near(one, two)
 
 
-def assert_compiled_is_eager(make_net: Any, backend: str) -> None:
-    batch, step = batch_for(make_net), pc.compose(pc.loop_events, [])
-    state = step.init(make_state(make_net, 0.2))
+def assert_compiled_is_eager(state: State, batch: dict[str, Tensor], backend: str) -> None:
+    step = pc.compose(pc.loop_events, [])
+    state = step.init(state)
     compiled = pc.compile(step, backend=backend, donate=False, quiet=True)(state, batch)
     assert_near(compiled, step(state, batch))
 
 
 @pytest.mark.parametrize("make_net", [gpt2, bert])
 def test_traced_equals_eager(make_net):
-    assert_compiled_is_eager(make_net, "eager")
+    assert_compiled_is_eager(make_state(make_net, 0.2), batch_for(make_net), "eager")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's compiler uses it
 @pytest.mark.parametrize("make_net", [gpt2, bert])
 def test_compiled_equals_eager(make_net):
-    assert_compiled_is_eager(make_net, "inductor")
+    assert_compiled_is_eager(make_state(make_net, 0.2), batch_for(make_net), "inductor")
+
+
+SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+TOKENS = {"vocab_size": VOCABULARY}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": {**TOKENS, "n_embd": 8, "n_layer": 1, "n_head": 2},
+    "BertForMaskedLM": {**TOKENS, **SIZES},
+    "T5ForConditionalGeneration": {**TOKENS, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2,
+                                   "decoder_start_token_id": 0},
+    "ViTForImageClassification": {**SIZES, "image_size": 8, "patch_size": 4},
+    "LlamaForCausalLM": {**TOKENS, **SIZES},
+}  # fmt: skip
+"""The sizes of small networks; all else is as the configurations have it: caches of keys and values, dropout."""
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script", "ignore:forward changed config.problem_type")
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_networks_of_default_configurations_compile(name, backend):
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    net = kind(kind.config_class(**DEFAULTS[name]))
+    tokens = torch.randint(3, VOCABULARY, (4, LENGTH))
+    batch = {"input_ids": tokens, "labels": tokens}
+    if name == "ViTForImageClassification":
+        batch = {"pixel_values": torch.randn(4, 3, 8, 8), "labels": tokens[:, 0] % 2}
+    optimizer = optim.sgd(0.1)
+    state = State.create(net, loss=losses.model_loss, optimizer=optimizer, duration="4ba", batches_per_epoch=2)
+    assert_compiled_is_eager(state, batch, backend)
 
 
 @pytest.mark.parametrize("make_net", [gpt2, bert])

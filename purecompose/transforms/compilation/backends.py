@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, _guards, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
+
 
 __all__ = ["BACKENDS", "Compiled", "MODES", "compile_graph", "ensure_cache"]
 
@@ -43,6 +45,7 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
 
     Raises:
         RuntimeError: Inductor finds no C++ compiler.
+        TraceError: Inductor fails on the graph.
     """
     is_empty = all(node.op in ("placeholder", "output") for node in graph.graph.nodes)
     if backend == "eager" or is_empty or not _placeholders(graph):
@@ -51,7 +54,7 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
         return _by_torch_compile(graph, backend, None)
     ensure_cache()
     try:
-        with _compiler_wanted():
+        with _explained():
             return _by_inductor(graph, mode)
     except (ImportError, AttributeError, TypeError) as error:
         warnings.warn(
@@ -63,16 +66,22 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
 
 
 @contextlib.contextmanager
-def _compiler_wanted() -> Iterator[None]:
-    """Replace torch's error for a missing C++ compiler."""
+def _explained() -> Iterator[None]:
+    """Return a scope that replaces Inductor's own errors; those of a changed interface pass unchanged."""
     try:
         yield
+    except (ImportError, AttributeError, TypeError, OSError):
+        raise
     except Exception as error:
-        if "InvalidCxxCompiler" not in f"{type(error).__name__}: {error}":
-            raise
-        raise RuntimeError(
-            "compile: backend='inductor' needs a C++ compiler, and found none that works: install g++ or clang++, or "
-            "let CXX name one; or take backend='eager', which runs traced graphs uncompiled"
+        cause = f"{type(error).__name__}: {error}"
+        if "InvalidCxxCompiler" in cause:
+            raise RuntimeError(
+                "compile: backend='inductor' needs a C++ compiler, and found none that works: install g++ or clang++, "
+                "or let CXX name one; or take backend='eager', which runs traced graphs uncompiled"
+            ) from error
+        raise TraceError(
+            f"a step was traced, and Inductor failed to compile it ({cause.splitlines()[0]}). Run it with "
+            f"compile(step, backend='eager'), which leaves Inductor out{FALLBACK_ADVICE}"
         ) from error
 
 
@@ -163,8 +172,22 @@ def _functional(graph: fx.GraphModule, decompositions: Any) -> fx.GraphModule:
         "tracing_mode": "symbolic",
         "_allow_non_fake_inputs": True,
     }
-    decomposed = make_fx(graph, **options)(*fakes)
+    decomposed = make_fx(_AsTraced(graph).run, **options)(*fakes)
     return make_fx(torch.func.functionalize(decomposed), **options)(*fakes)
+
+
+class _AsTraced(fx.Interpreter):
+    """An interpreter whose results have the strides that were traced.
+
+    A decomposition may return other strides than the kernel (`cat` of one tensor that is not empty, torch 2.13), which
+    later views, chosen for the kernel's strides, do not fit.
+    """
+
+    def run_node(self, n: fx.Node) -> Any:
+        result, traced = super().run_node(n), n.meta.get("val")
+        if isinstance(result, Tensor) and isinstance(traced, Tensor) and result.stride() != traced.stride():
+            return result.new_empty_strided(traced.shape, traced.stride()).copy_(result)
+        return result
 
 
 def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:

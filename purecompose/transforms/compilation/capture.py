@@ -38,7 +38,9 @@ _LEFT_AT_THE_END = fields_where(persists=True)
 
 
 class TraceError(RuntimeError):
-    """A part of a step cannot be compiled: it reads a number, or does something that a graph cannot express."""
+    """A part of a step cannot be compiled: it reads a number, or does something else that a graph cannot express, or
+    the compiler fails on its graph.
+    """
 
 
 class Captured(NamedTuple):

@@ -61,7 +61,8 @@ def compile(  # noqa: A001
         mode: As in `torch.compile`: `"max-autotune"` benchmarks kernels, `"reduce-overhead"` replays CUDA graphs.
         backend: `"inductor"`; `"eager"`, which runs the traced graph without compiling it, to distinguish errors of
             tracing from errors of compiling; or any other backend of `torch.compile`.
-        fallback: True to run a step as composed, with one warning, instead of raising if it cannot be traced.
+        fallback: True to run a step as composed, with one warning, instead of raising if it cannot be traced or
+            Inductor fails on it.
         eager_below: Batches with fewer examples run as composed: for the short last batch of an epoch, which is not
             worth a variant. The rule is fixed, so that a resumed run does the same.
         dynamic: True to leave the number of examples open: one variant serves all sizes from 2 on, if the algorithms

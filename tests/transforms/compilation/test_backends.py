@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, compose, every, loop_events, on, optim, tree
+from purecompose.errors import TraceError
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS
 from purecompose.transforms.compilation import backends
@@ -172,6 +173,21 @@ def test_a_changed_inductor_falls_back_to_torch_compile(monkeypatch: pytest.Monk
     assert_agree(step(make_state(), make_batch()), after)
 
 
+@DONATE
+def test_a_failure_of_inductor_is_reported_and_falls_back(donate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(graph: Any, mode: Any) -> Any:
+        raise ValueError("Cannot view a tensor\nlong explanations")
+
+    monkeypatch.setattr(backends, "_by_inductor", fail)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", "unused"))
+    step, fast = made(backend="inductor", donate=donate)
+    with pytest.raises(TraceError, match=r"Inductor failed to compile it \(ValueError: Cannot view a tensor\)"):
+        fast(make_state(), make_batch())
+    step, fast = made(backend="inductor", donate=donate, fallback=True)
+    with pytest.warns(UserWarning, match="As fallback=True asks, such steps run eagerly"):
+        assert_runs_agree(step, fast, make_state(), make_batches(3))
+
+
 # Inductor itself
 
 
@@ -306,6 +322,13 @@ INTERRUPTED = """
 """
 
 
+def traced(fn: Callable[..., Any], args: list[Tensor]) -> torch.fx.GraphModule:
+    mode = fake_mode()
+    fakes = [mode.from_tensor(arg, static_shapes=True) for arg in args]
+    with mode:
+        return make_fx(fn)(*fakes)
+
+
 @pytest.mark.slow
 def test_inductor_lays_results_out_as_they_were_traced(cache: None) -> None:
     """By default it returns results of convolutions with channels last, which the next part would misread."""
@@ -319,14 +342,26 @@ def test_inductor_lays_results_out_as_they_were_traced(cache: None) -> None:
         return hidden, *torch.ops.aten.convolution_backward(slope, hidden.tanh(), second, **cut)[:2]
 
     args = [torch.randn(6, 2, 6, 6), torch.randn(4, 2, 3, 3), torch.randn(4, 4, 3, 3)]
-    mode = fake_mode()
-    fakes = [mode.from_tensor(arg, static_shapes=True) for arg in args]
-    with mode:
-        graph = make_fx(grads)(*fakes)
-    found, expected = backends.compile_graph(graph, "inductor", None)(list(args)), grads(*args)
+    found, expected = backends.compile_graph(traced(grads, args), "inductor", None)(list(args)), grads(*args)
     for one, other in zip(found, expected, strict=True):
         assert one.stride() == other.stride()
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_views_fit_the_strides_that_were_traced(cache: None) -> None:
+    """An empty cache of keys is extended by transposed keys: torch copies them into contiguous memory, Inductor's
+    decomposition keeps their strides, and the view for the matrix product does not fit.
+    """
+    del cache
+
+    def attend(keys: Tensor, queries: Tensor) -> Tensor:
+        keys = torch.cat([torch.empty(0), keys.transpose(1, 2)], -2)
+        return queries @ keys.transpose(-2, -1)
+
+    args = [torch.randn(4, 16, 2, 8), torch.randn(4, 2, 16, 8)]
+    (found,) = backends.compile_graph(traced(lambda *args: [attend(*args)], args), "inductor", None)(list(args))
+    torch.testing.assert_close(found, attend(*args))
 
 
 @pytest.mark.slow
