@@ -5,6 +5,7 @@ from purecompose.data.images import ImageData, load
 from purecompose.data.loaders import SkippingWarning, epoch_batches
 from purecompose.data.map_style import Loader, loader
 from purecompose.data.prefetch import prefetch
+from purecompose.data.stream import StateStream, stream
 from purecompose.data.text import CharacterVocabulary, TextData, load_text, text_windows
 
 
@@ -15,6 +16,7 @@ __all__ = [
     "Loader",
     "SkippingWarning",
     "Split",
+    "StateStream",
     "TextData",
     "arrays",
     "epoch_batches",
@@ -23,5 +25,6 @@ __all__ = [
     "loader",
     "prefetch",
     "split",
+    "stream",
     "text_windows",
 ]

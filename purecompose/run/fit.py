@@ -23,9 +23,11 @@ from purecompose.core.state import State
 from purecompose.data.checks import check_batches
 from purecompose.data.identity import describe_data, differences
 from purecompose.data.loaders import SkippingWarning, own_order
+from purecompose.data.stream import StateStream
 from purecompose.run.evaluation import Evaluator, Observer
 from purecompose.run.outer import EpochData, Run
 from purecompose.run.plateau import Adjuster
+from purecompose.run.saving.checkpoint import restore_extra
 from purecompose.run.saving.errors import CheckpointWarning, MismatchError
 from purecompose.run.saving.keeping import Checkpoints, Keeper, Resumed, resumed_from, resumed_from_newest
 from purecompose.run.stopping import Stopper, with_memories
@@ -45,7 +47,7 @@ def _states(
     defers_signals: bool,
     step: Step,
     state: State,
-    data: Iterable[Any] | EpochData,
+    data: Iterable[Any] | EpochData | StateStream,
     *,
     duration: Time | str | None = None,
     evaluate: Evaluator | Iterable[Evaluator] | None = (),
@@ -62,7 +64,8 @@ def _states(
         defers_signals: True if no code of the caller runs between two batches; see `Run.states`.
     """
     _check_arguments(step, state)
-    check_batches(data, "fit: data")
+    if not isinstance(data, StateStream):
+        check_batches(data, "fit: data")
     if microbatches not in (None, "auto"):
         raise ValueError(f"microbatches={microbatches!r}: expected 'auto'; a number is given to compose")
     evaluators = _as_evaluators(evaluate)
@@ -88,6 +91,7 @@ def _states(
         resumed = _resumed(checkpoints, state, step, resume, is_adaptive=microbatches is not None)
         if resumed is not None:
             _check_resumed(resumed, state, data)
+            restore_extra(None if checkpoints is None else checkpoints.extra, resumed.path, resumed.index)
             state = step.fire(Event.AFTER_LOAD, _with_run(resumed.state, state.timestamp.run))
         elif state.timestamp.is_finished():
             raise ValueError(f"nothing left to train: the state stands at {_at_the_end(state.timestamp)}")
@@ -145,7 +149,8 @@ def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
             epoch's batches in an order that depends on the run's key only, as `data.arrays` and `data.loader` do. A
             `DataLoader` over a map-style data set without a generator also follows the run's key, and can start in the
             middle of an epoch. Other data are read from the epoch's start, with a `SkippingWarning`.
-            Endless data need a duration in batches, samples, tokens or seconds, or `batches_per_epoch`.
+            Endless data need a duration in batches, samples, tokens or seconds, or `batches_per_epoch`. `data.stream`
+            makes each batch from the current state.
         duration: Length of the whole run, instead of the state's own duration. In seconds it is a budget of
             wall-clock time for this call, in addition to the state's own duration if it has one.
         evaluate: One or several `Evaluator`s, with their intervals. Each needs a different label.
@@ -157,8 +162,8 @@ def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
             run after the current batch, once its checkpoint is written.
         resume: Checkpoint to continue from, to the same bits as the uninterrupted run: `"auto"` for the newest complete
             one of `checkpoints` (if there is none, the run starts at `state`), or a checkpoint's folder. `state` then
-            defines the structure and the run's length. BEFORE_LOAD fires on `state` if there is a checkpoint, and
-            AFTER_LOAD on the loaded state.
+            defines the structure and the run's length, and `checkpoints.extra` is restored in its place. BEFORE_LOAD
+            fires on `state` if there is a checkpoint, and AFTER_LOAD on the loaded state.
         microbatches: `"auto"` to cut batches into twice as many slices whenever the memory does not suffice, from that
             batch on.
 
@@ -366,6 +371,12 @@ def _with_epoch_length(state: State, data: Any) -> State:
     if length == 0:
         raise ValueError("the data has no batch: an epoch of length 0 would never end")
     if run.batches_per_epoch is None:
+        units = {length.unit for length in (run.duration, run.iteration_length) if length is not None}
+        if isinstance(data, StateStream) and TimeUnit.EPOCH in units:
+            raise ValueError(
+                f"the run is counted in epochs ({run}), and data.stream has none: give State.create(batches_per_epoch="
+                '...), or a duration in batches, such as "1000ba"'
+            )
         return _with_run(state, RunLength(run.duration, length, run.iteration_length))
     if length is not None and length < run.batches_per_epoch:
         raise ValueError(

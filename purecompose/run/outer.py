@@ -19,6 +19,7 @@ from purecompose.core.state import State
 from purecompose.data.identity import describe_data
 from purecompose.data.loaders import epoch_batches
 from purecompose.data.prefetch import prefetch
+from purecompose.data.stream import StateStream
 from purecompose.data.waiting import watched
 from purecompose.run.evaluation import Evaluator, Observer, run_evaluator, tell
 from purecompose.run.microbatching import Adaptive
@@ -244,10 +245,10 @@ class Run:
             state = self._fire(Event.ITERATION_START, state)
         if start.batch_in_epoch == 0:
             state = self._fire(Event.EPOCH_START, state)
-        loader = _sent(self.data, _batches(self.data, state), state)
+        next_batch = _reader(self.data, state)
         while True:
             state = self._fire(Event.BEFORE_DATALOADER, state)
-            batch = next(loader, _EXHAUSTED)
+            batch = next_batch(state)
             before = state.timestamp
             if batch is _EXHAUSTED:
                 _check_exhausted(before)
@@ -334,18 +335,20 @@ def _in_words(run: RunLength) -> str:
 _EXHAUSTED = object()
 
 
-def _batches(data: Any, state: State) -> Iterator[Any]:
-    """Return the epoch's batches, from the state's place in the epoch on."""
-    now = state.timestamp
+def _reader(data: Any, start: State) -> Callable[[State], Any]:
+    """Return a function that reads the epoch's next batch, given the current state, from the start's place on.
+
+    The batches are on the state's device; for a GPU they are sent ahead. At the end it returns `_EXHAUSTED`.
+    """
+    if isinstance(data, StateStream):
+        return lambda state: next(prefetch([data.batch(state)], state.device))
+    now = start.timestamp
     # All members of a population train on the same batches, in the order of the first member.
-    key = state.key.reshape(-1, 2)[0]
-    return watched(epoch_batches(data, key, now.epoch, now.batch_in_epoch), data)
-
-
-def _sent(data: Any, loader: Iterator[Any], state: State) -> Iterator[Any]:
-    """Return the batches on the state's device; for a GPU they are sent ahead."""
+    key = start.key.reshape(-1, 2)[0]
+    batches = watched(epoch_batches(data, key, now.epoch, now.batch_in_epoch), data)
     # A batch read from an iterator is gone, and the next run must find the one that follows: no reading ahead.
-    return prefetch(loader, state.device, size=1 if isinstance(data, Iterator) else 2)
+    sent = prefetch(batches, start.device, size=1 if isinstance(data, Iterator) else 2)
+    return lambda _: next(sent, _EXHAUSTED)
 
 
 def _counts_epochs(state: State) -> bool:

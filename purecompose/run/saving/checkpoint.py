@@ -13,7 +13,7 @@ from purecompose._support.warnings import warn
 from purecompose.core.changes import memory_for
 from purecompose.core.context import Static
 from purecompose.core.state import State
-from purecompose.run.saving import folder
+from purecompose.run.saving import extra as extras, folder
 from purecompose.run.saving.description import (
     describe,
     differences,
@@ -25,11 +25,22 @@ from purecompose.run.saving.description import (
 )
 from purecompose.run.saving.errors import CheckpointWarning, DamagedError, MismatchError
 from purecompose.run.saving.index import Index, time_from_plain, time_to_plain
-from purecompose.run.saving.leaves import Spec, filled, leaves_of, mismatches, spec_of, stored
+from purecompose.run.saving.leaves import Spec, filled, leaves_of, mismatches, restored_tensor, spec_of, stored
 from purecompose.time.event import Event
 
 
-__all__ = ["Snapshot", "assembled", "check_fits", "load", "read", "restored", "save", "snapshot", "template"]
+__all__ = [
+    "Snapshot",
+    "assembled",
+    "check_fits",
+    "load",
+    "read",
+    "restore_extra",
+    "restored",
+    "save",
+    "snapshot",
+    "template",
+]
 
 
 @dataclass(frozen=True)
@@ -59,17 +70,20 @@ def snapshot(
     *,
     metrics: Mapping[str, Any] | None = None,
     memory: Mapping[str, Any] | None = None,
+    extra: Any = None,
 ) -> Snapshot:
     """Return the content of a state's checkpoint, on the host or being copied there.
 
-    On the CPU nothing is copied here: tensors of a state never change, and those that a compiled step would overwrite
-    are copied when they are read.
+    On the CPU only `extra` is copied here: tensors of a state never change, and those that a compiled step would
+    overwrite are copied when they are read.
 
     Raises:
         TypeError, CheckpointError: See `save`.
     """
     leaves = leaves_of(state)
-    specs = {name: str(spec_of(tensor)) for name, tensor in leaves.tensors.items()}
+    packed, outside = (None, {}) if extra is None else extras.pack(extra)
+    tensors = {**leaves.tensors, **outside}
+    specs = {name: str(spec_of(tensor)) for name, tensor in tensors.items()}
     index = Index(
         time=time_to_plain(state.timestamp),
         description=describe(state, step),
@@ -78,9 +92,9 @@ def snapshot(
         values=leaves.values,
         files={},
         metrics=dict(metrics or {}),
-        memory=dict(memory or {}),
+        memory={**(memory or {}), **({} if extra is None else {extras.NAME: packed})},
     )
-    return Snapshot(index, *_fetched(leaves.tensors))
+    return Snapshot(index, *_fetched(tensors))
 
 
 def save(state: State, path: Path | str, *, step: Any = None) -> Path:
@@ -177,6 +191,34 @@ def restored(path: Path, index: Index, like: State) -> State:
         return assembled(index, folder.read_tensors(path, index), like)
     except DamagedError as error:
         raise error if str(path) in str(error) else DamagedError(f"{path} cannot be used: {error}") from error
+
+
+def restore_extra(extra: Any, path: Path, index: Index) -> None:
+    """Put what a run keeps outside the state back in its place, from a checkpoint that has already been compared.
+
+    Raises:
+        DamagedError: The tensors are incomplete.
+        MismatchError: It has another form in the checkpoint.
+
+    Warns:
+        CheckpointWarning: Only the run or only the checkpoint has it.
+    """
+    if (extra is not None) != (extras.NAME in index.memory):
+        text = (
+            "Checkpoints(extra=...) is not in it, and continues as it is"
+            if extra is not None
+            else ("what was saved by Checkpoints(extra=...) is in it, and not restored: give fit the same argument")
+        )
+        warn(f"{path}: {text}", CheckpointWarning)
+    elif extra is not None:
+        tensors = folder.read_tensors(path, index)
+        own = {name: Spec.of_text(text) for name, text in index.tensors.items() if extras.is_extra(name)}
+        outside = {name: restored_tensor(tensors[name], spec) for name, spec in own.items()}
+        try:
+            saved = extras.unpack(index.memory[extras.NAME], outside)
+        except (KeyError, TypeError, ValueError) as error:  # forged, since the checksums fit
+            raise DamagedError(f"{path}: its index does not describe what the run keeps outside the state") from error
+        extras.restore(extra, saved)
 
 
 def assembled(index: Index, tensors: Mapping[str, Tensor], like: State) -> State:

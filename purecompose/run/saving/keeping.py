@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from purecompose.losses.metrics import is_lower_better
 from purecompose.run.saving import folder as disk
 from purecompose.run.saving.checkpoint import Snapshot, check_fits, read, restored, snapshot
 from purecompose.run.saving.errors import CheckpointWarning, DamagedError
+from purecompose.run.saving.extra import check_extra
 from purecompose.run.saving.index import Index
 from purecompose.run.saving.leaves import leaves_of
 from purecompose.time import Time, Timestamp, TimeUnit
@@ -46,6 +47,10 @@ class Checkpoints:
             perplexities, otherwise "max".
         background: True to write in a thread, so that a step waits only for a copy of the state. If two checkpoints
             are still to be written, a new one replaces the second.
+        extra: What the data or the methods remember outside the state, such as an environment or a replay buffer: an
+            object with `state_dict` and `load_state_dict`, or a tree of lists and dicts with such objects, tensors,
+            arrays and plain values. Each checkpoint includes it as it is then, and `fit(resume=...)` puts it back in
+            its place: tensors and containers are written to.
 
     Raises:
         TypeError, ValueError: An argument has the wrong kind.
@@ -57,6 +62,7 @@ class Checkpoints:
     best: str | None = None
     mode: str | None = None
     background: bool = True
+    extra: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -69,6 +75,7 @@ class Checkpoints:
         if self.best is not None and self.mode is None:
             set_field(self, "mode", "min" if is_lower_better(self.best) else "max")
         check_flag(self.background, "Checkpoints: background")
+        check_extra(self.extra)
 
 
 def surplus(found: Sequence[disk.Found], settings: Checkpoints) -> list[disk.Found]:
@@ -241,8 +248,8 @@ class Keeper:
         self._best = _rating(metrics, self.settings) if is_best else self._best
         target = self.folder / disk.name_at(now)
         try:
-            taken = snapshot(state, step, metrics=metrics, memory=memory)
-        except TypeError as error:  # a method has put something else than numbers into the metrics
+            taken = snapshot(state, step, metrics=metrics, memory=memory, extra=self.settings.extra)
+        except TypeError as error:  # a method has put something else than numbers into the metrics, or into `extra`
             self._failed(target, error)
         else:
             self._hand_over(_Task(taken, target, now), is_best)

@@ -11,9 +11,10 @@ from purecompose import tree
 from purecompose.core.context import SealedTime, Static
 from purecompose.core.state import NO_TEMPORARY, State
 from purecompose.run.saving.errors import CheckpointError, DamagedError
+from purecompose.run.saving.extra import is_extra
 
 
-__all__ = ["Leaves", "Spec", "filled", "leaves_of", "mismatches", "spec_of", "stored"]
+__all__ = ["Leaves", "Spec", "filled", "leaves_of", "mismatches", "restored_tensor", "spec_of", "stored"]
 
 _VALUES = (bool, int, float, str, type(None))
 
@@ -122,7 +123,7 @@ def mismatches(like: State, tensors: Mapping[str, Spec], values: Mapping[str, An
             lines.append(f"state.{name}: a plain value here, {'a tensor' if name in tensors else 'nothing'} there")
     known = {*wanted.tensors, *wanted.values}
     unknown = [name for name in (*tensors, *values) if name not in known]
-    unknown = [name for name in unknown if not _is_metric(name) and not _is_runs_own(name)]
+    unknown = [name for name in unknown if not (_is_metric(name) or _is_runs_own(name) or is_extra(name))]
     return lines + [f"state.{name}: in the checkpoint, not here" for name in unknown]
 
 
@@ -131,7 +132,7 @@ def filled(
 ) -> State:
     """Return the template with the saved leaves; leaves that do not fit keep the template's value."""
     # Metrics in the order of the index: the order in the file is different, and is part of a tree's structure.
-    found = {name: _restored(tensors[name], specs[name], like.device) for name in specs if _is_metric(name)}
+    found = {name: restored_tensor(tensors[name], specs[name], like.device) for name in specs if _is_metric(name)}
     found |= {name: value for name, value in values.items() if _is_metric(name)}
     metrics = {name.removeprefix(_METRICS): value for name, value in found.items()}
     template = _lasting(like)
@@ -142,7 +143,7 @@ def filled(
         if isinstance(leaf, Tensor):
             spec, ours = specs.get(name), spec_of(leaf)
             fits = spec is not None and _fits(name, spec, ours)
-            new.append(_restored(tensors[name], spec, leaf.device) if fits and spec is not None else leaf)
+            new.append(restored_tensor(tensors[name], spec, leaf.device) if fits and spec is not None else leaf)
         else:
             new.append(values.get(name, leaf))
     return tree.unflatten(treespec, new).replace(static=static, metrics=metrics)
@@ -171,7 +172,12 @@ def _lasting(state: State) -> State:
     return state.replace(metrics={}, **temporary)
 
 
-def _restored(saved: Tensor, spec: Spec, device: torch.device) -> Tensor:
+def restored_tensor(saved: Tensor, spec: Spec, device: torch.device | str = "cpu") -> Tensor:
+    """Return a tensor from the form of the file, the inverse of `stored`.
+
+    Raises:
+        DamagedError: It has not the form that the index says.
+    """
     dtype = getattr(torch, spec.dtype)
     value = torch.view_as_complex(saved) if dtype.is_complex else saved
     if value.dtype != dtype or tuple(value.shape) != spec.shape:

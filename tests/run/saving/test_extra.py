@@ -1,0 +1,78 @@
+"""What a run keeps outside the state returns from a checkpoint as it was."""
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from purecompose import Checkpoints
+from purecompose.errors import DamagedError, MismatchError
+from purecompose.run.saving.checkpoint import restore_extra, snapshot
+from purecompose.run.saving.extra import pack, restore, unpack
+from purecompose.run.saving.folder import read_index
+from purecompose.run.saving.index import _plain, _restored
+from tests.helpers import assert_same, make_state
+
+
+TREES: list[Any] = [
+    {},
+    {"float": "nan", "a": -0.0},
+    {"float": float("nan")},
+    {"!tensor": 1, "list": [True, None, "text", 2**70]},
+    {0: "zero", ("a", 1): [()], "mixed": (1, (2.5, float("-inf")))},
+    {"bytes": b"\x00\xff", "random": np.random.RandomState(3).get_state()},
+    [torch.arange(3), torch.ones(2, 3).t(), torch.zeros((), dtype=torch.complex64), torch.empty(0)],
+    [np.arange(6.0).reshape(2, 3)[:, ::-1], np.zeros((), dtype=bool), np.array([1, 2], dtype=np.uint16)],
+]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=repr)
+def test_values_return_from_json_as_they_were(tree: Any) -> None:
+    packed, tensors = pack(tree)
+    again = unpack(_restored(json.loads(json.dumps(_plain(packed), allow_nan=False))), tensors)
+    assert repr(again) == repr(tree)
+    assert_same(again, tree)
+
+
+def test_trees_are_restored_in_their_place() -> None:
+    net = torch.nn.Linear(2, 1)
+    buffer, array, counts, seen = torch.zeros(3), np.zeros(2), {"games": 0}, [1, 2]
+    extra = {"net": net, "buffer": buffer, "array": array, "counts": counts, "seen": seen}
+    weight = net.weight.detach().clone()
+    packed, tensors = pack(extra)
+    with torch.no_grad():
+        net.weight.zero_()
+    buffer += 1
+    array += 1
+    counts["games"], seen[:] = 7, [3, 4]
+    restore(extra, unpack(packed, tensors))
+    assert_same(net.weight.detach(), weight)
+    assert (buffer.tolist(), array.tolist(), counts, seen) == ([0, 0, 0], [0, 0], {"games": 0}, [1, 2])
+    for other in ({"buffer": torch.zeros(3)}, {**extra, "buffer": torch.zeros(4)}, {**extra, "seen": [1]}):
+        with pytest.raises(MismatchError, match="extra.* in the checkpoint, .* here"):
+            restore(other, unpack(packed, tensors))
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"env": object()}, r"extra\['env'\]: expected a tensor, .* or an object with state_dict .* got <object"),
+        ([np.array(["a"])], r"extra\[0\] has the dtype <U1"),
+        (3, "expected something that can be restored in its place"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_before_the_run(extra: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Checkpoints("folder", extra=extra)
+
+
+@pytest.mark.parametrize("forged", [{"!tensor": "extra/1"}, {"!tensor": "loss"}, {"!bytes": 1}, {"!tuple": 0}])
+def test_a_forged_description_is_refused(tmp_path: pathlib.Path, forged: Any) -> None:
+    snapshot(make_state(), extra=[torch.zeros(2)]).write(tmp_path / "checkpoint")
+    index = read_index(tmp_path / "checkpoint")
+    index.memory["extra"] = forged
+    with pytest.raises(DamagedError, match="does not describe what the run keeps outside the state"):
+        restore_extra([torch.zeros(2)], tmp_path / "checkpoint", index)
