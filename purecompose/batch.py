@@ -9,6 +9,9 @@ here edits a batch in place.
 
 Examples are rows: they are indexed by the first dimension. If `dim` is not 0, as for sequences (T, N, ...), they are
 indexed by that dimension in every tensor that has it, and by the first dimension in the others.
+
+Batches of graphs, in the form of torch_geometric's `Batch`, and packed sequences know how many examples they hold;
+their rows are nodes, edges and time steps, and they cannot be cut without a `Splitter`.
 """
 
 import copy
@@ -18,8 +21,10 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from purecompose import tree
+from purecompose._support.graphs import graph_tensors, is_graphs, map_graphs
 
 
 __all__ = [
@@ -33,6 +38,7 @@ __all__ = [
     "leading_size",
     "num_examples",
     "num_tokens",
+    "reported_size",
     "split",
     "take",
     "map_tensors",
@@ -65,7 +71,9 @@ class Splitter:
 
     Args:
         num_examples: `batch -> int`, the number of examples.
-        part: `(batch, start, stop) -> batch`, the batch of the examples from `start` to `stop`, `stop` excluded.
+        part: `(batch, start, stop) -> batch`, the batch of the examples from `start` to `stop`, `stop` excluded;
+            `None` if a batch cannot be cut, such as a rollout or one graph. Whatever would cut it is then refused by
+            name.
 
     Raises:
         TypeError: An argument is not a function.
@@ -77,12 +85,13 @@ class Splitter:
     """
 
     num_examples: Callable[[Any], int]
-    part: Callable[[Any, int, int], Any]
+    part: Callable[[Any, int, int], Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_examples", "part"):
-            if not callable(getattr(self, name)):
-                raise TypeError(f"Splitter: {name}={getattr(self, name)!r}: expected a function")
+            given = getattr(self, name)
+            if not callable(given) and not (name == "part" and given is None):
+                raise TypeError(f"Splitter: {name}={given!r}: expected a function")
 
 
 def get(batch: Any, field: Field) -> Any:
@@ -174,6 +183,9 @@ def num_examples(batch: Any, field: Field | None = None, dim: int = 0) -> int:
         first, second = batch
         if first.ndim and second.ndim and first.shape[0] == second.shape[0]:
             return first.shape[0]
+    reported = reported_size(batch)
+    if reported is not None:
+        return reported
     shared = leading_size(batch, dim)
     if shared is not None:
         return shared
@@ -191,6 +203,29 @@ def num_examples(batch: Any, field: Field | None = None, dim: int = 0) -> int:
     found = f"found {sizes}" if sizes else f"found no tensor in {type(batch).__name__} (torch.from_numpy helps)"
     hint = "; name the input by input_field=, and its leading dimension counts" if sizes and field is None else ""
     raise ValueError(f"a batch's tensors must share their leading dimension; {found}{hint}")
+
+
+def reported_size(batch: Any) -> int | None:
+    """Return the number of examples that a batch, or a member of it, reports itself; `None` for all other batches.
+
+    It is the number of graphs for torch_geometric's `Batch`, and the number of sequences for packed ones.
+
+    Example:
+        >>> import torch
+        >>> packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(3), torch.zeros(2)])
+        >>> reported_size((packed, torch.zeros(2))), reported_size((torch.zeros(2), torch.zeros(2)))
+        (2, None)
+    """
+    kind = type(batch)
+    for member in (batch,) if kind not in (tuple, list, dict) else batch.values() if kind is dict else batch:
+        if type(member) is Tensor:
+            continue
+        if isinstance(member, PackedSequence):
+            indices = member.sorted_indices
+            return int(member.batch_sizes[0]) if indices is None else indices.shape[0]
+        if is_graphs(member):
+            return member.num_graphs
+    return None
 
 
 def leading_size(inputs: Any, dim: int = 0) -> int | None:
@@ -233,6 +268,7 @@ def split(batch: Any, num_parts: int, field: Field | None = None, dim: int = 0) 
         >>> split({"x": torch.tensor([1, 2]), "name": ["a", "b"], "set": "train"}, 2)[1]
         {'x': tensor([2]), 'name': ['b'], 'set': 'train'}
     """
+    _check_rows(batch)
     total = num_examples(batch, field, dim)
     return [
         _map_rows(lambda rows, part=slice(start, stop): rows[_place(rows, part, dim)], batch, total, dim)
@@ -276,6 +312,7 @@ def take(batch: Any, indices: Tensor, num: int | None = None) -> Any:
         >>> take({"x": torch.tensor([1, 2, 3]), "name": ["a", "b", "c"]}, torch.tensor([2, 0]))
         {'x': tensor([3, 1]), 'name': ['c', 'a']}
     """
+    _check_rows(batch)
     on_host: list[list[int]] = []
 
     def chosen(rows: Any) -> Any:
@@ -293,26 +330,35 @@ def take(batch: Any, indices: Tensor, num: int | None = None) -> Any:
 def map_tensors(fn: Callable[[Tensor], Any], batch: Any) -> Any:
     """Apply `fn` to every tensor of the batch, also inside dataclasses, mappings and objects.
 
-    Other leaves are unchanged; an object without tensors is shared.
+    Other leaves are unchanged; an object without tensors is shared. The sizes in a packed sequence count as its form:
+    they stay on the host.
     """
 
     def on_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return fn(leaf)
+        if isinstance(leaf, PackedSequence):
+            return leaf._replace(**{name: fn(getattr(leaf, name)) for name in _packed_tensors(leaf)})
+        if is_graphs(leaf):
+            return map_graphs(fn, leaf)
         members = tree.members(leaf)
         if not tensors(members):
             return leaf
         return _with_members(leaf, map_tensors(fn, members))
 
-    return tree.map(on_leaf, batch)
+    return tree.map(on_leaf, batch, is_leaf=_is_packed)
 
 
 def tensors(batch: Any) -> list[Tensor]:
     """Return the batch's tensors, in order, also those inside dataclasses, mappings and objects."""
     found: list[Tensor] = []
-    for leaf in tree.leaves(batch):
+    for leaf in tree.leaves(batch, is_leaf=_is_packed):
         if isinstance(leaf, Tensor):
             found.append(leaf)
+        elif isinstance(leaf, PackedSequence):
+            found += [getattr(leaf, name) for name in _packed_tensors(leaf)]
+        elif is_graphs(leaf):
+            found += graph_tensors(leaf)
         elif members := tree.members(leaf):
             found += tensors(members)
     return found
@@ -324,6 +370,23 @@ def check_field(field: Field, role: str) -> None:
     if isinstance(field, bool) or not (isinstance(field, (int, str, list)) or is_pair or callable(field)):
         raise TypeError(
             f"{role}={field!r}: expected an index, a name, a list of these, a getter, or a pair (getter, setter)"
+        )
+
+
+def _is_packed(node: Any) -> bool:
+    return isinstance(node, PackedSequence)
+
+
+def _packed_tensors(packed: PackedSequence) -> list[str]:
+    """Return the names of a packed sequence's tensors, without the sizes, which have to be on the CPU."""
+    return [name for name in ("data", "sorted_indices", "unsorted_indices") if getattr(packed, name) is not None]
+
+
+def _check_rows(batch: Any) -> None:
+    if reported_size(batch) is not None:
+        raise ValueError(
+            "the rows of a batch of graphs or packed sequences are not its examples: to cut it, give "
+            "State.create(splitter=batch.Splitter(num_examples, part))"
         )
 
 
@@ -429,6 +492,8 @@ def _missing(batch: Any, field: Any) -> str:
         has = f"{len(batch)} members"
     elif isinstance(batch, Tensor):
         has = "one, itself, by the field 0: its rows are examples"
+    elif is_graphs(batch):
+        has = f"the attributes {list(batch.to_dict())}"
     else:
         has = f"the attributes {sorted(getattr(batch, '__dict__', {}))}"
     return (

@@ -95,9 +95,9 @@ def map(  # noqa: A001
     return optree.tree_map(fn, tree, *rests, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def leaves(tree: Any) -> list[Any]:
-    """Return the leaves, in insertion order; `None` is a leaf."""
-    return optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Return the leaves, in insertion order; `None` is a leaf, and so is a node for which `is_leaf` returns true."""
+    return optree.tree_leaves(tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:

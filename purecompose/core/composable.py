@@ -7,10 +7,12 @@ from typing import Any
 
 from purecompose._support.checks import shown
 from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.cut import Cut
 from purecompose.core.layout import Layout
 from purecompose.core.loop import advance, eval_forward, forward, loss
 from purecompose.core.operation import Node
 from purecompose.core.passes import Pass
+from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Grad, Program, Stage, StateFn, Update, as_nodes, events_in, walk
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
@@ -122,17 +124,36 @@ def check_updates(program: Program, trainable: Iterable[str]) -> None:
             return
 
 
-def check_layout(layout: Layout, algorithms: Iterable[Algorithm]) -> None:
-    """Raise a `ValueError` for methods that need the examples as rows, if the batch has another layout."""
+def check_layout(
+    layout: Layout, batch: Any, algorithms: Iterable[Algorithm], cut: Cut, ranks: Ranks | None = None
+) -> None:
+    """Raise a `ValueError` for what needs the examples as rows, or cuts the batch, if its layout does not allow that.
+
+    Args:
+        layout: The layout of batches.
+        batch: A batch.
+        algorithms: The methods of the step.
+        cut: The slices of the step.
+        ranks: The processes that share a batch, if any.
+    """
     acting = [algorithm for algorithm in algorithms if algorithm.predicate != NEVER]
     names = [algorithm.name for algorithm in acting if not _TAKES_ROWS.isdisjoint(algorithm.traits)]
-    if layout.is_rows or not names:
+    if names and not layout.has_rows(batch):
+        raise ValueError(
+            f"{', '.join(names)}: expected examples along dimension 0 of the batch's tensors, got "
+            f"{layout.describe(batch)}; put examples first in the data, and let the network's forward arrange them, or "
+            "leave the method out"
+        )
+    if layout.can_cut(batch):
         return
-    given = f"batch_dim={layout.dim}" if layout.splitter is None else f"{layout.splitter!r}"
-    raise ValueError(
-        f"{', '.join(names)}: expected examples along dimension 0 of the batch's tensors, got {given}; put examples "
-        "first in the data, and let the network's forward arrange them"
-    )
+    names = [algorithm.name for algorithm in acting if Trait.MEASURES_MICROBATCHES in algorithm.traits]
+    names += [f"{name}={value}" for name, value in cut._asdict().items() if value is not None and cut.may_slice]
+    names += ["data_parallel"] if ranks is not None and ranks.size > 1 else []
+    if names:
+        raise ValueError(
+            f"{', '.join(names)}: the batch would be cut, and {layout.describe(batch)} has no parts: give "
+            "State.create(splitter=batch.Splitter(num_examples, part)), with part(batch, start, stop) -> batch"
+        )
 
 
 def check_collects_once(program: Program, algorithms: Iterable[Algorithm]) -> None:

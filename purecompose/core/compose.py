@@ -194,12 +194,12 @@ class Step:
         """
         self.members.check(state)
         context, now = state.context, state.timestamp
+        example = self.members.example(batch)
         if context is not self._cache.ready:
-            self._check_ready(context)
+            self._check_ready(context, example)
         if self._cache.constants:
             check_constants(context.loss, self._cache.constants)
         one = self.members.one(state) if self._matches_values else state
-        example = self.members.example(batch)
         num_examples, later = context.layout.num_examples(example), now
         if self.has_advance:
             later = now.advance(num_examples, context.layout.num_tokens(example))
@@ -394,14 +394,14 @@ class Step:
                 "does, with state.replace(timestamp=state.timestamp.advance_epoch())"
             )
 
-    def _check_ready(self, context: Context) -> None:
+    def _check_ready(self, context: Context, batch: Any) -> None:
         missing = [a.name for a in self._wants_init if a.name not in context.initialised]
         if missing:
             plain = [a.name for a in self._wants_init if a.name in missing and isinstance(a.predicate, Custom)]
             why = f" (match of {', '.join(plain)} is a plain function, so it may be true at INIT)" if plain else ""
             raise RuntimeError(f"{', '.join(missing)}: not initialised; call state = step.init(state) first{why}")
         check_updates(self.program, context.trainable)
-        check_layout(context.layout, self.algorithms)
+        check_layout(context.layout, batch, self.algorithms, self.cut, self.ranks)
         if context.loss is not self._cache.loss:
             self._cache.loss, self._cache.constants = context.loss, constants_of(context.loss)
         self._cache.ready = context

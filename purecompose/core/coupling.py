@@ -165,7 +165,11 @@ def gathered(tree: Any, shard: Shard) -> Any:
 def halves(state: State) -> list[State]:
     """Return the two halves of a batch that has run, with their outputs; nothing if they cannot be cut."""
     size, layout = state.num_examples, state.context.layout
-    if size < 2 or not layout.is_rows or any(leaf.shape[:1] != (size,) for leaf in batches.tensors(state.outputs)):
+    if (
+        size < 2
+        or not layout.has_rows(state.batch)
+        or any(leaf.shape[:1] != (size,) for leaf in batches.tensors(state.outputs))
+    ):
         return []
     first, found, start = 0 if state.first_example is None else state.first_example, [], 0
     for part in layout.split(state.batch, 2):
@@ -191,7 +195,9 @@ def check_separable(whole: State, parts: Sequence[State]) -> None:
     loss_fn = whole.context.loss
     if len(parts) < 2 or is_transforming() or is_fake(whole.key) or whole.key.is_meta:
         return
-    if isinstance(loss_fn, losses.ModelLoss) or losses.couples_examples(loss_fn) or not whole.context.layout.is_rows:
+    if isinstance(loss_fn, losses.ModelLoss) or losses.couples_examples(loss_fn):
+        return
+    if not whole.context.layout.has_rows(whole.batch):
         return
     sizes = [part.num_examples for part in parts]
     try:

@@ -41,10 +41,19 @@ class Layout:
         if self.token_counter is not None and not callable(self.token_counter):
             raise TypeError(f"num_tokens: expected a function (batch) -> int, got {shown(self.token_counter)}")
 
-    @property
-    def is_rows(self) -> bool:
-        """True if the examples are the rows of the batch's tensors."""
-        return self.dim == 0 and self.splitter is None
+    def has_rows(self, batch: Any) -> bool:
+        """Return whether the examples are the rows of the batch's tensors."""
+        return self.dim == 0 and self.splitter is None and batches.reported_size(batch) is None
+
+    def can_cut(self, batch: Any) -> bool:
+        """Return whether a batch can be split."""
+        return batches.reported_size(batch) is None if self.splitter is None else self.splitter.part is not None
+
+    def describe(self, batch: Any) -> str:
+        """Return what is special about a batch that has no rows or cannot be cut, for messages."""
+        if self.splitter is not None:
+            return repr(self.splitter)
+        return f"batch_dim={self.dim}" if self.dim else "a batch of graphs or packed sequences"
 
     def num_examples(self, batch: Any) -> int:
         """Return the number of examples in a batch.
@@ -70,10 +79,14 @@ class Layout:
         """Split the batch into consecutive parts of nearly equal size, larger ones first.
 
         Raises:
-            ValueError: As `batch.split`; a part from the splitter does not have the expected size.
+            ValueError: As `batch.split`; the splitter has no `part`, or one that does not have the expected size.
         """
+        if num_parts == 1 and not self.can_cut(batch):
+            return [batch]
         if self.splitter is None:
             return batches.split(batch, num_parts, self.field, self.dim)
+        if self.splitter.part is None:
+            raise ValueError(f"the batch cannot be cut into {num_parts} parts: {self.splitter!r} has no part")
         bounds = batches.bounds(self.num_examples(batch), num_parts)
         parts = []
         for start, stop in itertools.pairwise(bounds):

@@ -66,7 +66,11 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_
     mean_grads: dict[str, Tensor] | None = None
     mean_metrics: dict[str, Tensor] = {}
     for fields, size in _slices(state, cut):
-        current = body(Carry(current.state.replace(**fields), current.used), purpose)
+        try:
+            current = body(Carry(current.state.replace(**fields), current.used), purpose)
+        except IndexError as error:
+            error.add_note(f"in a slice of {size} examples: {_NO_ROWS}")
+            raise
         after, weight = current.state, size if current.terms is None else current.terms
         total = total + weight
         if after.loss is not None:
@@ -104,7 +108,7 @@ def run_until_loss(
     state, shard = carry.state, purpose.shard
     if state.whole_loss is not None:  # in a slice of a slice
         return carry
-    if body is None or evaluate is None or not state.context.layout.is_rows:
+    if body is None or evaluate is None or not state.context.layout.has_rows(state.batch):
         raise ValueError(
             "losses.over_batch: expected a Microbatches around one stage `loss`, and batches whose examples are along "
             "the first dimension (batch_dim=0, no splitter): otherwise the outputs of all slices cannot be put together"
@@ -131,6 +135,12 @@ def run_until_loss(
     return carry._replace(state=state.replace(whole_loss=whole.whole_loss, buffers=whole.buffers))
 
 
+_NO_ROWS = (
+    "if other members of the batch point to its rows, as the edges of a graph do, it cannot be cut into rows; give "
+    "State.create splitter=batch.Splitter(num_examples), or with a second function that cuts it"
+)
+
+
 def check_rows(state: State) -> None:
     """Raise a `ValueError` if inputs and targets of a batch to be cut differ in their number of examples."""
     if state.context.layout.splitter is not None:
@@ -140,8 +150,10 @@ def check_rows(state: State) -> None:
         inputs, targets = (batches.leading_size(member, dim) for member in (state.inputs, state.targets))
     except KeyError:  # a batch without targets, or with those of a model's own loss
         return
-    if inputs is not None and targets is not None and inputs != targets:
+    inputs = state.num_examples if inputs is None else inputs  # of the first of several inputs, such as a graph's nodes
+    if targets is not None and inputs != targets:
         raise ValueError(
             f"the batch cannot be cut into parts: expected the same number of examples along dimension {dim} of inputs "
-            f"and targets, got {inputs} and {targets}; for sequences (T, N, ...) give State.create batch_dim=1"
+            f"and targets, got {inputs} and {targets}; for sequences (T, N, ...) give State.create batch_dim=1, for "
+            "graphs and others that have no rows splitter=batch.Splitter(num_examples, part)"
         )

@@ -488,7 +488,7 @@ class State:
                 part.check_replayable()
             return self.rng(name)
 
-        num_examples = batches.leading_size(inputs) if self.context.layout.is_rows else None
+        num_examples = batches.leading_size(inputs) if self.context.layout.has_rows(self.batch) else None
         return self._call(self.context.model, inputs, num_examples, train=train, rng=rng)
 
     def call_loss(
@@ -516,7 +516,7 @@ class State:
             return fn(context.loss), self.buffers
         if num_examples is None:
             num_examples = self.num_examples
-        num_examples = num_examples if context.layout.is_rows else None
+        num_examples = num_examples if context.layout.has_rows(self.batch) else None
         return self._call(context.loss_model, [fn], num_examples, train=train, rng=lambda: self.rng(".loss"))
 
     def _call(

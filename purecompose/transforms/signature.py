@@ -12,6 +12,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._support.fingerprint import fingerprint
+from purecompose._support.graphs import is_graphs, without_records
 
 
 __all__ = ["ABSENT", "Signature", "Spec", "spec_of"]
@@ -68,6 +69,7 @@ class Signature:
             leaves = list(map(as_it_lies, leaves))
             return cls(tuple(map(spec_of, leaves)), treespec, lambda new: tree.unflatten(treespec, new)), leaves
         # Constants, and objects that the registries do not know, such as a batch's dataclass.
+        value = tree.map(lambda leaf: without_records(leaf) if is_graphs(leaf) else leaf, value)
         found = list(map(as_it_lies, batches.tensors(value)))
         template = batches.map_tensors(lambda _: _HOLE, value)
         if not found:

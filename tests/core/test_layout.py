@@ -109,6 +109,37 @@ def test_methods_that_take_rows_for_examples_are_refused():
         step(step.init(state), BATCHES[0])
 
 
+WHOLE = Splitter(len)
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (pc.compose(pc.loop_events, microbatches=2), "microbatches=2"),
+        (pc.compose(pc.loop_events, microbatch_size=1), "microbatch_size=1"),
+        (pc.compose(pc.loop_events, [alg.gradient_noise_scale()]), "gradient_noise_scale"),
+    ],
+)
+def test_whatever_would_cut_a_batch_without_parts_is_refused_by_name(step, name):
+    state = make_state(splitter=WHOLE)
+    for form in (step, pc.compile(step, backend="eager", quiet=True)):
+        with pytest.raises(ValueError, match=rf"{name}: the batch would be cut, and Splitter.* has no parts: give"):
+            form(step.init(state), BATCHES[0])
+
+
+def test_a_batch_without_parts_is_counted_and_trained_on_as_a_whole():
+    state, step = make_state(splitter=WHOLE), pc.compose(pc.loop_events)
+    for batch in BATCHES:
+        state = step(state, batch)
+    assert_as_in_torch(state.params)
+    assert state.timestamp.sample == 8
+    with pytest.raises(ValueError, match="cannot be cut into 3 parts: Splitter.* has no part"):
+        pc.evaluate(state, BATCHES, microbatch_size=2)
+    play = played(step, 2)
+    with pytest.raises(ValueError, match="data_parallel: the batch would be cut"):
+        play(lambda one: one(make_state(splitter=WHOLE), BATCHES[0]))
+
+
 def test_splitters_that_miscount_are_named():
     batch = BATCHES[0]
     with pytest.raises(ValueError, match=r"part\(batch, 0, 3\) has 5 examples, expected 3"):
@@ -117,8 +148,8 @@ def test_splitters_that_miscount_are_named():
         Layout(splitter=Splitter(lambda batch: 2.5, SAMPLES.part)).num_examples(batch)  # pyright: ignore
     with pytest.raises(ValueError, match="cannot cut a batch of 5 examples into 6"):
         Layout(splitter=SAMPLES).split(batch, 6)
-    with pytest.raises(TypeError, match="Splitter: part=None"):
-        Splitter(len, None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="Splitter: part=2"):
+        Splitter(len, 2)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="a splitter or a batch_dim, got both"):
         make_state(batch_dim=1)
     with pytest.raises(TypeError, match="expected a purecompose.batch.Splitter, got 'rows'"):
