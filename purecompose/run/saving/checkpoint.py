@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -25,7 +25,16 @@ from purecompose.run.saving.description import (
 )
 from purecompose.run.saving.errors import CheckpointWarning, DamagedError, MismatchError
 from purecompose.run.saving.index import Index, time_from_plain, time_to_plain
-from purecompose.run.saving.leaves import Spec, filled, leaves_of, mismatches, restored_tensor, spec_of, stored
+from purecompose.run.saving.leaves import (
+    Spec,
+    checksum,
+    filled,
+    leaves_of,
+    mismatches,
+    restored_tensor,
+    spec_of,
+    stored,
+)
 from purecompose.time.event import Event
 
 
@@ -41,6 +50,13 @@ __all__ = [
     "snapshot",
     "template",
 ]
+
+
+Parts: TypeAlias = Literal["all", "trainable"]
+"""The parts of a state that a checkpoint holds: all, or all but the frozen parameters."""
+
+_BASE = "base"
+"""Key of an index's description for the checksum of the frozen parameters that the checkpoint leaves out."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +84,7 @@ def snapshot(
     state: State,
     step: Any = None,
     *,
+    parts: Parts = "all",
     metrics: Mapping[str, Any] | None = None,
     memory: Mapping[str, Any] | None = None,
     extra: Any = None,
@@ -80,16 +97,23 @@ def snapshot(
     Raises:
         TypeError, CheckpointError: See `save`.
     """
-    leaves = leaves_of(state)
+    if parts not in get_args(Parts):
+        raise ValueError(f"save: parts={parts!r}: expected {' or '.join(map(repr, get_args(Parts)))}")
+    tensors, values = leaves_of(state)
+    description = describe(state, step)
+    if parts == "trainable" and description["frozen"]:
+        base = {name: state.params[name] for name in description["frozen"]}
+        description[_BASE] = checksum(base)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in map(_param, base)}
     packed, outside = (None, {}) if extra is None else extras.pack(extra)
-    tensors = {**leaves.tensors, **outside}
+    tensors = {**tensors, **outside}
     specs = {name: str(spec_of(tensor)) for name, tensor in tensors.items()}
     index = Index(
         time=time_to_plain(state.timestamp),
-        description=describe(state, step),
+        description=description,
         environment=environment(state, step),
         tensors=specs,
-        values=leaves.values,
+        values=values,
         files={},
         metrics=dict(metrics or {}),
         memory={**(memory or {}), **({} if extra is None else {extras.NAME: packed})},
@@ -97,7 +121,7 @@ def snapshot(
     return Snapshot(index, *_fetched(tensors))
 
 
-def save(state: State, path: Path | str, *, step: Any = None) -> Path:
+def save(state: State, path: Path | str, *, step: Any = None, parts: Parts = "all") -> Path:
     """Write a state to a folder: `index.json`, which is human-readable, and `state.safetensors`.
 
     The folder appears when everything is on the disk, and replaces an existing checkpoint. Tied tensors are written
@@ -107,17 +131,20 @@ def save(state: State, path: Path | str, *, step: Any = None) -> Path:
         state: The state, between steps; may be a population's.
         path: The folder.
         step: The step that trains it. The index then includes algorithms and settings, and `load` compares them.
+        parts: "all", or "trainable" to leave out the frozen parameters, as for adapters in a large network. `load`
+            takes these from its template, and compares checksums.
 
     Returns:
         The folder.
 
     Raises:
+        ValueError: `parts` has another value.
         OSError: The disk is full, or the folder cannot be written to; an existing checkpoint is left unchanged.
         TypeError: The state contains something that is neither a tensor nor a plain value; the message names the place.
         CheckpointError: The state is from inside a step.
         ImportError: Safetensors is not installed.
     """
-    snapshot(state, step).write(Path(path))
+    snapshot(state, step, parts=parts).write(Path(path))
     return Path(path)
 
 
@@ -129,7 +156,8 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
     Args:
         path: The folder.
         like: A state of the same model, optimizer and algorithms, such as the one that the run started from,
-            `step.init(state)`. It defines the structure and the device; its values are not read.
+            `step.init(state)`. It defines the structure and the device; its values are not read, except for frozen
+            parameters that the checkpoint leaves out.
         step: The step that will continue with the state, to compare settings. Its algorithms act at BEFORE_LOAD, on
             the template `like`, and at AFTER_LOAD, on the loaded state.
         strict: True to raise if something does not fit. Otherwise everything that fits is loaded, the rest keeps its
@@ -142,8 +170,9 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
     Raises:
         FileNotFoundError: There is no such folder.
         DamagedError: The checkpoint is incomplete, or not a checkpoint.
-        MismatchError: The model has modules of other types, or the optimizer or algorithms have other memory; the
-            message lists the differences. With or without `strict`: an algorithm that changed the model is missing.
+        MismatchError: The model has modules of other types, the optimizer or algorithms have other memory, or frozen
+            parameters that the checkpoint leaves out are other ones here; the message lists the differences. With or
+            without `strict`: an algorithm that changed the model is missing.
         CheckpointError: A later version of the library wrote it, or it is a folder of checkpoints.
 
     Warns:
@@ -273,7 +302,9 @@ def check_fits(
             "replace(frozen=...)"
         )
     misfits = other_modules(index.description["model"], now["model"], "the checkpoint")
-    misfits += mismatches(template(index, like), specs, index.values)
+    base = index.description["frozen"] if _BASE in index.description else ()
+    misfits += mismatches(template(index, like), specs, index.values, elsewhere=base)
+    misfits += _other_base(index.description[_BASE], base, like) if base else []
     required = missing_required(index.description, now)
     if required or (misfits and strict):
         lines = [*required, *reported, *misfits]
@@ -293,9 +324,27 @@ def check_fits(
 _HINT = "give the state the same model, optimizer and algorithms, initialised (step.init), or load with strict=False"
 
 
+def _other_base(saved: str, names: list[str], like: State) -> list[str]:
+    """Return a line if the frozen parameters that a checkpoint leaves out are not those of a template."""
+    gone = [name for name in names if name not in like.params]
+    if gone:
+        return [f"state.{_param(name)}: frozen and left out of the checkpoint, not here" for name in gone]
+    if checksum({name: like.params[name] for name in names}) == saved:
+        return []
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return [
+        f"state.params: the checkpoint leaves out {len(names)} frozen parameters ({shown}), which have other values "
+        "here than where it was written: give the state the same base network"
+    ]
+
+
+def _param(name: str) -> str:
+    return f"params[{name!r}]"
+
+
 def _unknown_params(like: State, specs: Mapping[str, Any]) -> frozenset[str]:
     """Return the parameters that a checkpoint lacks."""
-    return frozenset(name for name in like.params if f"params[{name!r}]" not in specs)
+    return frozenset(name for name in like.params if _param(name) not in specs)
 
 
 def _differs(now: Mapping[str, Any], name: str, old: Any) -> bool:

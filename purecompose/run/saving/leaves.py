@@ -1,7 +1,9 @@
 """Conversion of a state to named tensors and values, and back into a template."""
 
+import ctypes
+import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,17 @@ from purecompose.run.saving.errors import CheckpointError, DamagedError
 from purecompose.run.saving.extra import is_extra
 
 
-__all__ = ["Leaves", "Spec", "filled", "leaves_of", "mismatches", "restored_tensor", "spec_of", "stored"]
+__all__ = [
+    "Leaves",
+    "Spec",
+    "checksum",
+    "filled",
+    "leaves_of",
+    "mismatches",
+    "restored_tensor",
+    "spec_of",
+    "stored",
+]
 
 _VALUES = (bool, int, float, str, type(None))
 
@@ -105,12 +117,37 @@ def stored(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
 
 
-def mismatches(like: State, tensors: Mapping[str, Spec], values: Mapping[str, Any]) -> list[str]:
-    """Return a line for each saved leaf that does not fit a template."""
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Return a checksum of tensors with their names and forms.
+
+    Example:
+        >>> checksum({"w": torch.zeros(1)}) == checksum({"w": torch.tensor([-0.0])})
+        False
+    """
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = stored(tensors[name])
+        digest.update(f"{name} {spec_of(tensors[name])};".encode())
+        digest.update((ctypes.c_char * (value.numel() * value.element_size())).from_address(value.data_ptr()))
+    return digest.hexdigest()
+
+
+def mismatches(
+    like: State, tensors: Mapping[str, Spec], values: Mapping[str, Any], elsewhere: Collection[str] = ()
+) -> list[str]:
+    """Return a line for each saved leaf that does not fit a template.
+
+    Args:
+        like: The template.
+        tensors: The forms of the saved tensors.
+        values: The saved values.
+        elsewhere: The names of parameters that were not saved on purpose.
+    """
     wanted, found = leaves_of(_lasting(like)), {*tensors, *values}
+    optional = {f"params[{name!r}]" for name in elsewhere}
     lines = []
     for name, tensor in wanted.tensors.items():
-        if _is_runs_own(name) and name not in found:
+        if (_is_runs_own(name) or name in optional) and name not in found:
             continue
         spec, ours = tensors.get(name), spec_of(tensor)
         if name not in found:

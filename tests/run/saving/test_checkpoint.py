@@ -1,5 +1,6 @@
 """save and load: the same bits come back, and every kind of difference is reported."""
 
+import collections
 import json
 import math
 import pathlib
@@ -272,3 +273,45 @@ def test_a_later_format_is_named(tmp_path: pathlib.Path) -> None:
     index.write_text(index.read_text().replace('"version": 1', '"version": 2'))
     with pytest.raises(pc.errors.CheckpointError, match="format is version 2, and this purecompose reads 1"):
         pc.load(tmp_path / "one", make_state())
+
+
+def adapted(seed: int = 0, first: str = "first") -> State:
+    """Return a state of a frozen base with a small part that trains."""
+    torch.manual_seed(seed)
+    base = {first: nn.Linear(4, 64), "act": nn.Tanh(), "second": nn.Linear(64, 64), "norm": nn.BatchNorm1d(64)}
+    net = nn.Sequential(collections.OrderedDict({**base, "head": nn.Linear(64, 3)}))
+    net[:4].requires_grad_(False)
+    return make_state(net, optimizer=optim.adam(0.01))
+
+
+@pytest.mark.parametrize("num_members", [None, 2])
+def test_the_trainable_part_is_loaded_into_a_base(num_members: int | None, tmp_path: pathlib.Path) -> None:
+    plain, start = compose(loop_events), adapted()
+    step = plain if num_members is None else pc.population(plain, num_members)
+    start = start if num_members is None else pc.stack_states([start.replace(key=pc.random.key(i)) for i in range(2)])
+    state = run_steps(step, start, [make_batch(i) for i in range(3)])
+    pc.save(state, tmp_path / "all")
+    pc.save(state, tmp_path / "small", parts="trainable")
+    assert not any("params['second" in name for name in read_index(tmp_path / "small").tensors)
+    sizes = [(tmp_path / name / "state.safetensors").stat().st_size for name in ("small", "all")]
+    assert sizes[0] < sizes[1] / 2
+    loaded = pc.load(tmp_path / "small", start)
+    assert_same(loaded, state)
+    assert loaded.context == state.context
+    # A base in which everything trains, as a network is before its adapters are chosen.
+    fresh = adapted().replace(frozen=[])
+    if num_members is None:
+        assert_same(step(pc.load(tmp_path / "small", fresh), make_batch(4)), step(state, make_batch(4)))
+
+
+def test_another_base_is_refused(tmp_path: pathlib.Path) -> None:
+    pc.save(adapted(), tmp_path / "one", parts="trainable")
+    with pytest.raises(pc.errors.MismatchError, match=r"leaves out 6 frozen .* \(first.bias, .* other values here"):
+        pc.load(tmp_path / "one", adapted(seed=1))
+    with pytest.raises(pc.errors.MismatchError, match=r"params\['first.weight'\]: frozen and left out .*, not here"):
+        pc.load(tmp_path / "one", adapted(first="other"))
+    with pytest.warns(pc.errors.CheckpointWarning, match="same base network"):
+        loaded = pc.load(tmp_path / "one", adapted(seed=1), strict=False)
+    assert torch.equal(loaded.params["first.weight"], adapted(seed=1).params["first.weight"])
+    with pytest.raises(ValueError, match="parts='adapters': expected 'all' or 'trainable'"):
+        pc.save(adapted(), tmp_path / "one", parts="adapters")  # pyright: ignore[reportArgumentType]
