@@ -4,8 +4,8 @@ A batch is a tensor, a tuple, a list, a mapping, a dataclass or any object with 
 *field* identifies one member: an index, a key of a mapping, an attribute, a list of these (several members), a
 getter, or a pair (getter, setter) where a setter is `(batch, value) -> new batch`. A single tensor has one member,
 itself, with the field 0: its rows are examples. Two fields stand for the whole batch: `WHOLE` passes a mapping to the
-model as keyword arguments, anything else unchanged; `AS_ARGUMENT` passes the batch as the only argument. No function
-here edits a batch in place.
+model as keyword arguments, anything else unchanged; `AS_ARGUMENT` passes the batch as the only argument. `None` is the
+field of a member that batches do not have. No function here edits a batch in place.
 
 Examples are rows: they are indexed by the first dimension. If `dim` is not 0, as for sequences (T, N, ...), they are
 indexed by that dimension in every tensor that has it, and by the first dimension in the others.
@@ -94,8 +94,8 @@ class Splitter:
                 raise TypeError(f"Splitter: {name}={given!r}: expected a function")
 
 
-def get(batch: Any, field: Field) -> Any:
-    """Return the member of `batch` identified by `field`.
+def get(batch: Any, field: Field | None) -> Any:
+    """Return the member of `batch` identified by `field`; `None` for the field `None`.
 
     Args:
         batch: The batch.
@@ -110,6 +110,8 @@ def get(batch: Any, field: Field) -> Any:
     """
     if type(batch) is tuple and isinstance(field, int) and -len(batch) <= field < len(batch):
         return batch[field]  # the common case, which runs in every step
+    if field is None:
+        return None
     if isinstance(field, str) and field == WHOLE:
         return batch
     if callable(field):
@@ -130,12 +132,12 @@ def get(batch: Any, field: Field) -> Any:
         raise KeyError(_missing(batch, field)) from None
 
 
-def put(batch: Any, field: Field, value: Any) -> Any:
+def put(batch: Any, field: Field | None, value: Any) -> Any:
     """Return a copy of `batch` with `value` as the member identified by `field`; the other members are shared.
 
     Raises:
         KeyError: The batch has no such member.
-        TypeError: `field` is a getter without a setter.
+        TypeError: `field` is `None`, or a getter without a setter.
 
     Example:
         >>> put((1, 2), 1, 5)
@@ -143,6 +145,8 @@ def put(batch: Any, field: Field, value: Any) -> Any:
     """
     if type(batch) is tuple and isinstance(field, int) and 0 <= field < len(batch):
         return (*batch[:field], value, *batch[field + 1 :])
+    if field is None:
+        raise TypeError("a member of the batch with the field None cannot be replaced: the batch has no such member")
     if isinstance(field, str) and field == WHOLE:
         return value
     if isinstance(field, tuple):
@@ -498,7 +502,7 @@ def _missing(batch: Any, field: Any) -> str:
         has = f"the attributes {sorted(getattr(batch, '__dict__', {}))}"
     return (
         f"the batch ({type(batch).__name__}) has no member {field!r}; it has {has}. "
-        "Name the right one with State.create(..., input_field=..., target_field=...); with input_field=batch.WHOLE "
-        "the network takes all members as keyword arguments, with batch.AS_ARGUMENT the batch itself, "
-        "forward(self, batch)"
+        "Name the right one with State.create(..., input_field=..., target_field=...); target_field=None is for a loss "
+        "that reads no target; with input_field=batch.WHOLE the network takes all members as keyword arguments, with "
+        "batch.AS_ARGUMENT the batch itself, forward(self, batch)"
     )

@@ -36,7 +36,8 @@ class Context:
     precision: str = "fp32"
     """"fp32", "tf32" (float32 with rounded products on a GPU), or "bf16" or "fp16", a forward pass under autocast."""
     input_field: batches.Field = 0
-    target_field: batches.Field = 1
+    target_field: batches.Field | None = 1
+    """`None` if batches have no target."""
     batch_dim: int = 0
     """The dimension of the examples in the batch's tensors."""
     splitter: batches.Splitter | None = None
@@ -65,7 +66,8 @@ class Context:
         object.__setattr__(self, "trainable", tuple(name for name in self.param_names if name not in idle))
         object.__setattr__(self, "loss_scalars", scalars_of(self.loss))
         batches.check_field(self.input_field, "input_field")
-        batches.check_field(self.target_field, "target_field")
+        if self.target_field is not None:
+            batches.check_field(self.target_field, "target_field")
         layout = Layout(self.input_field, self.batch_dim, self.splitter, self.num_tokens)
         object.__setattr__(self, "layout", layout)
 
@@ -83,6 +85,10 @@ class Context:
     def loss_buffer_names(self) -> tuple[str, ...]:
         """The names of the loss's buffers."""
         return () if self.loss_model is None else self.loss_model.buffer_names
+
+    def has_target_rows(self, batch: Any) -> bool:
+        """Return whether the number of examples in a batch is that of its target's rows."""
+        return self.target_field is not None and self.layout.has_rows(batch)
 
     def replace(self, **changes: Any) -> "Context":
         """Return a context with these changes."""

@@ -181,7 +181,7 @@ def num_terms(state: State) -> int | Tensor:
         return state.num_examples
     # A model that computes its own loss looks up its targets in the batch itself.
     targets = state.batch if isinstance(loss_fn, losses.ModelLoss) else state.targets
-    if not state.context.layout.has_rows(state.batch) and not losses.counts_terms(loss_fn):
+    if not state.context.has_target_rows(state.batch) and not losses.counts_terms(loss_fn):
         return state.num_examples
     outputs = state.outputs
     return state.call_loss(lambda loss: losses.num_terms(loss, outputs, targets), train=True)[0]

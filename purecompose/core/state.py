@@ -136,7 +136,7 @@ class State:
         batches_per_epoch: int | None = None,
         iteration_length: Time | str | None = None,
         input_field: batches.Field | None = None,
-        target_field: batches.Field = 1,
+        target_field: batches.Field | None = 1,
         batch_dim: int = 0,
         splitter: Splitter | None = None,
         num_tokens: Callable[[Any], int] | None = None,
@@ -164,7 +164,8 @@ class State:
             iteration_length: The length of an iteration, a group of epochs or tokens.
             input_field: The field of a batch with the model's input; by default the first member, or the whole batch
                 for `losses.model_loss`. See `purecompose.batch`.
-            target_field: The field of a batch with the target.
+            target_field: The field of a batch with the target, which may be the input's, as for an autoencoder; `None`
+                if there is no target, and the loss is called with `None` in its place.
             batch_dim: The dimension of the batch's tensors that indexes the examples: 1 for sequences (T, N, ...),
                 as torch's recurrent layers have them by default. Tensors without this dimension have their examples
                 along the first. Methods that change single examples expect 0.
@@ -268,7 +269,7 @@ class State:
 
     @property
     def targets(self) -> Any:
-        """The batch's target, by the state's `target_field`."""
+        """The batch's target, by the state's `target_field`; `None` if that is `None`."""
         return batches.get(self.batch, self.context.target_field)
 
     @property

@@ -30,32 +30,35 @@ class Arrays:
     """Inputs and targets in memory, and how they are split into batches. Created by `arrays`.
 
     Iterating over it yields `(inputs, targets)` batches in the stored order, as evaluation expects;
-    `epoch` yields them in keyed order for training. `len` counts batches per epoch. With `names` batches are dicts.
+    `epoch` yields them in keyed order for training. `len` counts batches per epoch. With `names` batches are dicts;
+    without targets each batch is one tensor, or a dict of one.
 
     Attributes:
         inputs: Shape `(num_examples, *rest)`, any dtype.
-        targets: Shape `(num_examples, *rest)`, any dtype, on the same device.
+        targets: Shape `(num_examples, *rest)`, any dtype, on the same device; or `None`.
         batch_size: Examples per batch; the last batch of an epoch may be smaller.
         shuffle: True if `epoch` permutes; otherwise every epoch has the stored order.
         drop_last: True if a smaller last batch is left out, in `epoch` and in plain iteration.
-        names: The names of inputs and targets in batches that are dicts; `None` for pairs.
+        names: The names of inputs and targets in batches that are dicts; `None` for others.
     """
 
     inputs: Tensor
-    targets: Tensor
+    targets: Tensor | None
     batch_size: int
     shuffle: bool = True
     drop_last: bool = False
-    names: tuple[str, str] | None = None
+    names: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
-        members = f"inputs={tree.describe(self.inputs)}, targets={tree.describe(self.targets)}"
+        members = f"inputs={tree.describe(self.inputs)}"
+        if self.targets is not None:
+            members += f", targets={tree.describe(self.targets)}"
         rest = ("batch_size", "shuffle", "drop_last", "names")
         return f"Arrays({members}, {', '.join(f'{name}={getattr(self, name)!r}' for name in rest)})"
 
     def __post_init__(self) -> None:
-        _check_paired("arrays", self.inputs, self.targets)
-        _check_names(self.names)
+        _check_members("arrays", *self._members)
+        _check_names(self.names, len(self._members))
         check_whole(self.batch_size, "arrays: batch_size", 1)
         if self.drop_last and self.batch_size > self.num_examples:
             raise ValueError(
@@ -90,7 +93,7 @@ class Arrays:
             start: Number of the first batch to return, 0 to `len(self)`; earlier batches cost nothing.
 
         Returns:
-            An iterator over `(inputs, targets)`, or dicts of the two. Shuffled batches are copies.
+            An iterator over batches in the form of plain iteration. Shuffled batches are copies.
 
         Raises:
             TypeError: `epoch` or `start` is not an int.
@@ -117,18 +120,25 @@ class Arrays:
 
     def to(self, device: torch.device | str) -> "Arrays":
         """Return the same set with its tensors on `device`."""
-        return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device))
+        targets = None if self.targets is None else self.targets.to(device)
+        return replace(self, inputs=self.inputs.to(device), targets=targets)
+
+    @property
+    def _members(self) -> tuple[Tensor, ...]:
+        return (self.inputs,) if self.targets is None else (self.inputs, self.targets)
 
     def _stored(self, start: int) -> Iterator[Any]:
-        inputs, targets = self.inputs.split(self.batch_size), self.targets.split(self.batch_size)
-        return map(self._batch, inputs[start : len(self)], targets[start : len(self)])
+        parts = (member.split(self.batch_size)[start : len(self)] for member in self._members)
+        return map(self._batch, *parts)
 
     def _permuted(self, order: Tensor, start: int) -> Iterator[Any]:
         for chosen in order.split(self.batch_size)[start : len(self)]:
-            yield self._batch(self.inputs.index_select(0, chosen), self.targets.index_select(0, chosen))
+            yield self._batch(*(member.index_select(0, chosen) for member in self._members))
 
-    def _batch(self, inputs: Tensor, targets: Tensor) -> Any:
-        return (inputs, targets) if self.names is None else {self.names[0]: inputs, self.names[1]: targets}
+    def _batch(self, *members: Tensor) -> Any:
+        if self.names is not None:
+            return dict(zip(self.names, members, strict=True))
+        return members[0] if len(members) == 1 else members
 
 
 class Split(NamedTuple):
@@ -144,26 +154,29 @@ class Split(NamedTuple):
 
 def arrays(
     inputs: Tensor,
-    targets: Tensor,
+    targets: Tensor | None,
     batch_size: int,
     *,
     shuffle: bool = True,
     drop_last: bool = False,
-    names: tuple[str, str] | None = None,
+    names: tuple[str, ...] | None = None,
 ) -> Arrays:
     """Make an in-memory data set that yields batches of `batch_size` examples.
 
     Args:
         inputs: Shape `(num_examples, *rest)`.
-        targets: Shape `(num_examples, *rest)`.
+        targets: Shape `(num_examples, *rest)`; `None` for data without targets, whose batches are the inputs alone: the
+            state needs `target_field=None`, or 0 where the input is the target.
         batch_size: Examples per batch, at least 1.
         shuffle: Permute the order of each epoch by key; plain iteration never shuffles.
         drop_last: Leave out a last batch that is smaller than the others.
         names: Two names, for batches that are dicts, such as `("input_ids", "labels")`, with which the tokens of a
-            language model's batch are counted. The state needs the same names as its `input_field` and `target_field`.
+            language model's batch are counted; one name if there are no targets. The state needs the same names as its
+            `input_field` and `target_field`.
 
     Raises:
-        TypeError: Something other than tensors, a batch size that is not an int, or names that are not two strings.
+        TypeError: Something other than tensors, a batch size that is not an int, or names that are not one string for
+            each tensor.
         ValueError: There are no examples, inputs and targets differ in number or device, the batch size is below 1, or
             `drop_last` is given with fewer examples than one batch.
 
@@ -171,6 +184,8 @@ def arrays(
         >>> data = arrays(torch.zeros(10, 3), torch.zeros(10, dtype=torch.int64), batch_size=4)
         >>> len(data), [tuple(inputs.shape) for inputs, _ in data]
         (3, [(4, 3), (4, 3), (2, 3)])
+        >>> [tuple(inputs.shape) for inputs in arrays(torch.zeros(10, 3), None, batch_size=8)]
+        [(8, 3), (2, 3)]
     """
     return Arrays(inputs, targets, batch_size, shuffle=shuffle, drop_last=drop_last, names=names)
 
@@ -196,7 +211,7 @@ def split(inputs: Tensor, targets: Tensor, size: int | float, *, seed: int) -> S
         >>> len(parts.train_targets), len(parts.test_targets)
         (8, 2)
     """
-    _check_paired("split", inputs, targets)
+    _check_members("split", inputs, targets)
     num_examples = inputs.shape[0]
     if isinstance(size, bool) or not isinstance(size, int | float):
         raise TypeError(f"split: expected size to be an int or a float, got {size!r} ({type(size).__name__})")
@@ -212,27 +227,32 @@ def split(inputs: Tensor, targets: Tensor, size: int | float, *, seed: int) -> S
     return Split(inputs[kept], targets[kept], inputs[held], targets[held])
 
 
-def _check_names(names: Any) -> None:
+def _check_names(names: Any, num: int) -> None:
     if names is None:
         return
-    if not isinstance(names, tuple) or len(names) != 2 or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"arrays: names: expected two names, such as ('input_ids', 'labels'), got {shown(names)}")
-    if names[0] == names[1]:
+    if not isinstance(names, tuple) or len(names) != num or not all(isinstance(name, str) for name in names):
+        wanted = "two names, such as ('input_ids', 'labels')" if num > 1 else "one name, such as ('image',)"
+        raise TypeError(f"arrays: names: expected {wanted}, got {shown(names)}")
+    if len(set(names)) < num:
         raise ValueError(f"arrays: names: expected different names for inputs and targets, got {names[0]!r} twice")
 
 
-def _check_paired(where: str, inputs: Tensor, targets: Tensor) -> None:
-    for name, value in (("inputs", inputs), ("targets", targets)):
+def _check_members(where: str, inputs: Any, *other: Any) -> None:
+    """Raise unless the inputs, and the targets if there are any, are tensors of the same number of examples."""
+    for name, value in zip(("inputs", "targets"), (inputs, *other), strict=False):
         if not isinstance(value, Tensor):
             raise TypeError(f"{where}: expected {name} to be a tensor, got {value!r:.80} ({type(value).__name__})")
         if value.ndim == 0:
             raise ValueError(f"{where}: expected {name} with examples along the first axis, got a 0-d tensor")
-    if len(inputs) != len(targets):
-        raise ValueError(
-            f"{where}: {len(inputs)} inputs do not pair with {len(targets)} targets; "
-            f"their shapes are {tuple(inputs.shape)} and {tuple(targets.shape)}"
-        )
     if len(inputs) == 0:
         raise ValueError(f"{where}: expected at least one example, got inputs of shape {tuple(inputs.shape)}")
-    if inputs.device != targets.device:
-        raise ValueError(f"{where}: inputs are on {inputs.device} and targets on {targets.device}; move one of them")
+    for targets in other:
+        if len(inputs) != len(targets):
+            raise ValueError(
+                f"{where}: {len(inputs)} inputs do not pair with {len(targets)} targets; "
+                f"their shapes are {tuple(inputs.shape)} and {tuple(targets.shape)}"
+            )
+        if inputs.device != targets.device:
+            raise ValueError(
+                f"{where}: inputs are on {inputs.device} and targets on {targets.device}; move one of them"
+            )

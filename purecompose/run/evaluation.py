@@ -191,7 +191,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
                 )
             for part in _slices(evaluator, state, batch):
                 inner = step.fold(current, part, domain="eval", draw=num_folds)
-                has_rows = state.context.layout.has_rows(step.members.example(part))
+                has_rows = state.context.has_target_rows(step.members.example(part))
                 count = None if has_rows else step.num_examples(state, part)
                 totals = {name: _updated(metric, totals[name], inner, count) for name, metric in metrics.items()}
                 current = step.finish(inner)

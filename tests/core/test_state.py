@@ -642,7 +642,7 @@ def test_create_takes_a_seed_or_a_key_and_the_runs_length():
         ({"key": torch.ones(2)}, TypeError, r"State.create: expected a key, an int64 tensor of shape \(2,\)"),
         ({"precision": "fp8"}, ValueError, "precision='fp8': expected one of fp32, tf32, bf16"),
         ({"input_field": 1.5}, TypeError, "input_field=1.5"),
-        ({"target_field": None}, TypeError, "target_field=None"),
+        ({"target_field": 1.5}, TypeError, "target_field=1.5"),
         ({"duration": "20 parsecs"}, ValueError, "parsecs"),
         ({"duration": "0.5dur"}, ValueError, "fraction of itself"),
         ({"duration": "0ep"}, ValueError, "duration: expected a time > 0"),

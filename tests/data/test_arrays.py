@@ -89,17 +89,28 @@ def test_orders_of_many_epochs_are_uniform():
 
 def test_iteration_does_not_change_data_and_global_generator():
     data = numbered(9, 4)
-    inputs, targets, before = data.inputs.clone(), data.targets.clone(), torch.get_rng_state()
+    inputs, before = data.inputs.clone(), torch.get_rng_state()
     for batch_inputs, batch_targets in data.epoch(key(0), 0):
         batch_inputs.zero_()
         batch_targets.zero_()
-    assert torch.equal(data.inputs, inputs) and torch.equal(data.targets, targets)
+    assert torch.equal(data.inputs, inputs) and data.targets is not None and data.targets.tolist() == list(range(9))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("names", [None, ("image",)])
+def test_data_without_targets_have_the_inputs_of_the_same_batches(names):
+    labelled, inputs = numbered(10, 4), numbered(10, 4).inputs
+    alone = arrays(inputs, None, 4, names=names)
+    for pairs, found in ((labelled, alone), (labelled.epoch(key(2), 1), alone.epoch(key(2), 1))):
+        batches = [batch if names is None else batch["image"] for batch in found]
+        assert all(torch.equal(ours, theirs) for ours, (theirs, _) in zip(batches, pairs, strict=True))
+    assert alone.to("meta").inputs.device.type == "meta" and "targets" not in repr(alone)
 
 
 def test_to_moves_both_tensors_and_keeps_the_settings():
     data = numbered(9, 4, shuffle=False, drop_last=True)
     moved = data.to("meta")
+    assert moved.targets is not None
     assert (moved.inputs.device.type, moved.targets.device.type, moved.device.type) == ("meta",) * 3
     assert (moved.batch_size, moved.shuffle, moved.drop_last, moved.num_examples) == (4, False, True, 9)
     assert data.device.type == "cpu"
@@ -142,6 +153,7 @@ def test_impossible_values_are_refused_at_once(make_fn, message):
         (lambda: numbered(5, True), r"batch_size: expected an int >= 1, got True \(bool\)"),
         (lambda: arrays(WRONG["list"], torch.zeros(1), 1), r"inputs to be a tensor, got \[1.0\] \(list\)"),
         (lambda: numbered(5, 2).epoch(key(0), WRONG["float"]), r"epoch: expected an int >= 0, got 2.5"),
+        (lambda: arrays(torch.zeros(3), None, 1, names=("x", "y")), r"one name, such as \('image',\), got \('x', "),
     ],
 )
 def test_wrong_types_are_refused_at_once(make_fn, message):
@@ -153,7 +165,7 @@ def test_wrong_types_are_refused_at_once(make_fn, message):
 def test_split_by_count_divides_the_examples(num_examples, seed, draw):
     count = draw.draw(st.integers(1, num_examples - 1))
     data = numbered(num_examples, 1)
-    parts = split(data.inputs, data.targets, count, seed=seed)
+    parts = split(data.inputs, torch.arange(num_examples), count, seed=seed)
     kept, held = dealt([parts[:2], parts[2:]])
     assert len(held) == count
     assert sorted(kept + held) == list(range(num_examples))
@@ -163,7 +175,7 @@ def test_split_by_fraction_and_seed():
     data = numbered(30, 1)
 
     def held(size: float, seed: int) -> list[int]:
-        return split(data.inputs, data.targets, size, seed=seed).test_targets.tolist()
+        return split(data.inputs, torch.arange(30), size, seed=seed).test_targets.tolist()
 
     assert len(held(0.25, 0)) == 8  # round(7.5), to even
     assert held(0.2, 0) == held(6, 0)

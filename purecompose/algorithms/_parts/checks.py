@@ -69,8 +69,13 @@ def given_fields(*, writes: Sequence[str] = (), **fields: batches.Field | None) 
     return given
 
 
-def check_can_write(field: batches.Field, role: str) -> None:
-    """Raise a `TypeError` for a getter without a setter, also in a list of fields."""
+def check_can_write(field: batches.Field | None, role: str) -> None:
+    """Raise a `TypeError` for no field, or a getter without a setter, also in a list of fields."""
+    if field is None:
+        raise TypeError(
+            f"{role}=None: expected a field, since this member of the batch is replaced; give State.create one, or "
+            "leave the method out"
+        )
     if isinstance(field, list):
         for part in field:
             check_can_write(part, role)
