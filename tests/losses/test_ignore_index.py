@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, loop_events, losses, metrics
 from purecompose.losses.terms import ignore_index_of
+from purecompose.testing.ranks import played
+from purecompose.transforms.population import stack_states, unstack_states
 from tests.helpers import changing, make_state
 
 
@@ -135,8 +137,6 @@ def test_torchs_losses_leave_out_the_same_with_smoothed_labels(name, microbatche
 def test_torchs_losses_leave_out_the_same_with_mixed_targets(name, interpolate_loss):
     """The loss is sum_k w_k l(t_k) over positions and terms, divided by what counts in any term."""
     loss, (images, masks) = TORCHS[name], masks_for(name)
-    if name == "module" and interpolate_loss:
-        pytest.skip("a module has one reduction")
     ignored = ignore_index_of(loss)
     share, order = 0.3, torch.arange(len(masks)).roll(1)
 
@@ -158,6 +158,28 @@ def test_torchs_losses_leave_out_the_same_with_mixed_targets(name, interpolate_l
     expected = total / (divisor if name == "weighted" else counted.sum())
     for end in ends:
         torch.testing.assert_close(end.loss, expected)
+
+
+METHODS = {
+    "plain": lambda: [],
+    "smoothed": lambda: [alg.label_smoothing(0.1)],
+    "mixed": lambda: [alg.mixup(0.4)],
+    "interpolated": lambda: [alg.mixup(0.4, interpolate_loss=True), alg.label_smoothing(0.1)],
+}
+
+
+@pytest.mark.parametrize("name", ["library", "partial", "module", "weighted"])
+@pytest.mark.parametrize("method", METHODS)
+def test_parts_in_which_nothing_counts_have_no_part_in_the_step(name, method):
+    """The first slice, and the first process, has nothing that counts."""
+    step, batch = compose(loop_events, METHODS[method]()), make_masks()
+    state = step.init(start({**LOSSES, **TORCHS}[name]))
+    expected, sliced = step(state, batch), step.replace(microbatches=3)
+    compiled = pc.compile(sliced, backend="eager", donate=False, quiet=True)(state, batch)
+    pair = pc.population(sliced, 2)(stack_states([state, state]), batch)
+    ranks = played(step, 3)(lambda one: one(state, batch))
+    for end in (sliced(state, batch), compiled, *unstack_states(pair), *ranks):
+        torch.testing.assert_close((end.params, end.loss), (expected.params, expected.loss))
 
 
 def opaque(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:

@@ -13,6 +13,7 @@ from purecompose.algorithms._parts.checks import check_can_write, check_reads_ta
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
+from purecompose.losses.terms import for_mixtures
 from purecompose.schedule import Scalar
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
@@ -101,7 +102,7 @@ def mixing_method(
             check_can_write(own_input, "input_field")
             check_can_write(own_target, "target_field")
             check_reads_targets(name, state.context.loss)
-            losses.check_loss(state.context.loss, per_example=flags["interpolate_loss"])
+            losses.check_loss(for_mixtures(state.context.loss), per_example=flags["interpolate_loss"])
             if own_target == own_input and flags["interpolate_loss"]:
                 raise ValueError(
                     f"{name}: interpolate_loss=True: expected a target besides the input, got the field {own_input!r} "
