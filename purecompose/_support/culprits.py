@@ -2,12 +2,14 @@
 
 import linecache
 import pathlib
+import sys
 import traceback
+from types import FrameType
 
 import torch
 
 
-__all__ = ["layer_of", "line_of"]
+__all__ = ["calling_frames", "layer_of", "line_of"]
 
 _OURS = str(pathlib.Path(__file__).parents[1])
 _ALGORITHMS = str(pathlib.Path(_OURS, "algorithms"))
@@ -17,8 +19,7 @@ _TORCH = str(pathlib.Path(torch.__file__).parent)
 def line_of(error: BaseException) -> str:
     """Return the innermost line of an algorithm, a loss or a network: outside of torch and the rest of the library."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename.startswith(_ALGORITHMS) or not f.filename.startswith((_TORCH, _OURS))]
-    own = [f for f in own if "contextlib" not in f.filename]
+    own = [frame for frame in frames if _is_own(frame.filename)]
     frame = own[-1] if own else frames[-1]
     text = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
     return f"{frame.filename}:{frame.lineno} ({text})"
@@ -34,3 +35,22 @@ def layer_of(error: BaseException) -> str:
     name = next((name for name, child in running[0].named_modules() if child is running[-1]), "")
     kind = type(running[-1]).__name__
     return f", in the layer {name!r} ({kind})" if name else f", in the layer {kind}"
+
+
+def calling_frames() -> tuple[FrameType | None, FrameType | None]:
+    """Return the innermost running frame as in `line_of`, and the frame of the function of torch that it called."""
+    frame, inner = sys._getframe(1), None
+    while frame is not None and not _is_own(frame.f_code.co_filename):
+        is_public = frame.f_code.co_filename.startswith(_TORCH) and not _is_machinery(frame)
+        frame, inner = frame.f_back, frame if is_public else inner
+    return frame, inner
+
+
+def _is_own(file: str) -> bool:
+    return file.startswith(_ALGORITHMS) or not (file.startswith((_TORCH, _OURS)) or "contextlib" in file)
+
+
+def _is_machinery(frame: FrameType) -> bool:
+    """Return whether a frame of torch only passes a call on."""
+    module = frame.f_globals.get("__name__", "")
+    return module.startswith(("torch._", "torch.fx", "torch.overrides", "torch.utils", "torch.nn.modules.module"))

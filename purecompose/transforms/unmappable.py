@@ -8,6 +8,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.culprits import layer_of, line_of
+from purecompose._support.validation import unvalidated
 from purecompose.core.state import State
 from purecompose.nn.keyed.modules import UnkeyedRandomError
 
@@ -78,7 +79,8 @@ def explained(state: State, num: int) -> Iterator[None]:
         RuntimeError: An operation cannot be mapped.
     """
     try:
-        yield
+        with unvalidated():
+            yield
     except (RuntimeError, ValueError, NotImplementedError) as error:
         new = _of_rows(error, state, num) if isinstance(error, ValueError) else _of_operations(error)
         if new is None:
@@ -103,8 +105,8 @@ def _of_operations(error: Exception) -> Exception | None:
     text = str(error)
     if "randomness error mode" in text:
         return UnkeyedRandomError(
-            "something drew from a global generator, which knows no members: draw with purecompose.random from "
-            "state.rng(name)"
+            f"a global generator, which knows no members, was drawn from at {line_of(error)}{layer_of(error)}: draw "
+            "with purecompose.random from state.example_rng(name), or from state.rng(name) for the batch as a whole"
         )
     for words, what, remedy in _REFUSED:
         if re.search(words, text):

@@ -269,11 +269,29 @@ def test_a_layer_that_works_in_place_on_the_batch_is_caught():
 
 def test_draws_from_global_generators_in_an_algorithm_are_caught():
     torchs = changing("torchs", Event.BATCH_START, lambda s: s.replace(inputs=s.inputs + torch.rand(())))
-    with pytest.raises(pc.errors.UnkeyedRandomError, match="rand"):
+    with pytest.raises(pc.errors.UnkeyedRandomError, match=r"^`torch.rand` in <lambda> .*state.example_rng"):
         compose(loop_events, [torchs])(make_state(), make_batch())
     pythons = changing("pythons", Event.BATCH_START, lambda s: s.replace(inputs=s.inputs + random.random()))
     with pytest.raises(ContractError, match="pythons at Event.BATCH_START drew from the global generator"):
         compose(loop_events, [pythons])(make_state(), make_batch())
+
+
+@pytest.mark.parametrize(
+    "draw, named",
+    [
+        (lambda x: torch.rand_like(x), "`torch.rand(_like)?`"),
+        (lambda x: torch.nn.functional.dropout(x), "`torch.nn.functional.dropout`, by `torch.Tensor.bernoulli_`,"),
+        (lambda x: torch.distributions.Normal(x, 1.0).rsample(), "`torch.distributions.normal.Normal.rsample`.*"),
+    ],
+)
+@pytest.mark.parametrize("transform", [lambda step: step, lambda s: pc.compile(s, backend="eager", quiet=True)])
+def test_a_draw_in_a_loss_is_named_with_its_place(draw, named, transform):
+    def noisy_loss(outputs, targets, reduction="mean"):
+        return torch.nn.functional.cross_entropy(draw(outputs), targets, reduction=reduction)
+
+    said = f"^{named} in <lambda> .*test_step_contract.py.*state.example_rng.*A loss has no key"
+    with pytest.raises(pc.errors.UnkeyedRandomError, match=said):
+        transform(compose(loop_events))(make_state(loss=noisy_loss), make_batch())
 
 
 def test_slots_hold_tensors():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F, init
 
+from purecompose._support.functorch import is_transforming
 from purecompose.nn.keyed.fills import (
     Fill,
     Shape,
@@ -53,6 +54,24 @@ def _write(func: Any, target: Tensor, value: Tensor) -> Tensor:
         why = "fills a tensor shared by all members of a vmap with numbers that differ between members"
         advice = "Use a function that returns a new tensor: torch.rand, torch.randn_like, ..."
         raise unkeyed(func, why, advice) from error
+
+
+def _empty(scope: Scope, func: Any, *args: Any, **options: Any) -> Tensor:
+    """Return an uninitialised tensor; under vmap each member gets its own, which an in-place fill can write into.
+
+    torch.distributions draw so: `torch.empty(shape).normal_()`.
+    """
+    value = func(*args, **options)
+    if not is_transforming() or value.requires_grad or options.get("out") is not None:
+        return value
+    place = scope.rng.key[0] + scope.first_example
+    return place.new_empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _new(scope: Scope, func: Any, self: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Return `self.new(shape)`, as `_empty`; other arguments are the values of a tensor."""
+    is_shape = all(isinstance(arg, torch.Size | int) for arg in args)
+    return _empty(scope, func, self, *args, **options) if is_shape else func(self, *args, **options)
 
 
 def _fill(distribution: Fill) -> Handler:
@@ -277,9 +296,15 @@ def _refuse(advice: str) -> Handler:
 
 
 _OWN_DRAW = "Compute it from torch.rand or torch.randn, which are keyed here, or draw outside of the model."
+_GAMMA = (
+    "Draw it in an algorithm, by purecompose.random.gamma(state.example_rng(name), concentration) or beta, and hand it "
+    "to the network with the batch; no gradient flows to the concentration."
+)
 _BUILD_FIRST = "Build layers in __init__, not in forward."
 
 FUNCTIONS: dict[Any, Handler] = {
+    torch.empty: _empty,
+    Tensor.new: _new,
     torch.rand: _factory(fill_uniform),
     torch.randn: _factory(fill_normal),
     torch.rand_like: _like_factory(fill_uniform),
@@ -306,6 +331,6 @@ FUNCTIONS: dict[Any, Handler] = {
     init.kaiming_uniform_: _refuse(_BUILD_FIRST),
     torch.poisson: _refuse(_OWN_DRAW),
     torch.binomial: _refuse(_OWN_DRAW),
-    # Under torch.distributions: Gamma, Beta, Chi2, StudentT; Dirichlet.
-    **{getattr(torch, name): _refuse(_OWN_DRAW) for name in ("_standard_gamma", "_sample_dirichlet")},
+    # Under torch.distributions: Gamma, Chi2, StudentT; Beta, Dirichlet.
+    **{getattr(torch, name): _refuse(_GAMMA) for name in ("_standard_gamma", "_sample_dirichlet")},
 }

@@ -102,6 +102,14 @@ def keyed(rng: Rng, *, num_examples: int | None = None, first_example: int | Ten
     return Keyed(rng, num_examples, first_example)
 
 
+_BY_KEY = (
+    "In a stage or an algorithm draw from the state: purecompose.random.uniform(state.example_rng(name), shape), or "
+    "normal, bernoulli, ..., and for the batch as a whole from state.rng(name). In a network use functions of torch or "
+    "torch.nn.functional, called from Python. A loss has no key: draw in the network, and return the numbers with its "
+    "outputs"
+)
+
+
 class Detector(TorchDispatchMode):
     """Mode that `detect` switches on.
 
@@ -117,11 +125,7 @@ class Detector(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and not _is_idle(func, args, kwargs):
             self.found.append(str(func))
-            advice = (
-                "In an algorithm, draw from the state: purecompose.random.normal(state.rng(name), shape), or uniform, "
-                "bernoulli, ...; in a network, use functions of torch or torch.nn.functional, called from Python"
-            )
-            raise unkeyed(str(func), "would draw from a generator, not from the run's key", advice)
+            raise unkeyed(func, f"would draw from a generator ({func}), not from the run's key", _BY_KEY)
         return func(*args, **kwargs)
 
 
@@ -151,7 +155,7 @@ def detect() -> Iterator[Detector]:
         >>> with detect():
         ...     torch.ops.aten.rand([2])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        purecompose.nn.keyed.scope.UnkeyedRandomError: `aten.rand.default` would draw from a generator, ...
+        purecompose.nn.keyed.scope.UnkeyedRandomError: `torch.rand` ... would draw from a generator (aten.rand.def...
     """
     with Detector() as detector:
         yield detector

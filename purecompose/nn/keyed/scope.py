@@ -10,16 +10,18 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
+from purecompose._support.culprits import calling_frames
 from purecompose.random.keys import Rng
 
 
@@ -37,18 +39,33 @@ class UnkeyedRandomError(RuntimeError):
 
 
 def unkeyed(func: Any, why: str, advice: str) -> UnkeyedRandomError:
-    """Return an error that names `func`, the module it was called from, the reason and the remedy."""
-    name = func if isinstance(func, str) else function_name(func)
-    return UnkeyedRandomError(f"`{name}`{_called_from()} {why}. {advice}")
+    """Return an error that names `func`, the code it was called from, the reason and the remedy."""
+    name = f"`{func if isinstance(func, str) else function_name(func)}`"
+    own, torchs = calling_frames()
+    if torchs is not None:
+        name = f"`{_running(torchs)}`, by {name},"
+    return UnkeyedRandomError(f"{name}{_called_from(own)} {why}. {advice}")
+
+
+def _running(frame: FrameType) -> str:
+    """Return the full name of the function of a frame; of a method, that of its object's class."""
+    owner = frame.f_locals.get("self")
+    if owner is None:
+        return f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
+    return f"{type(owner).__module__}.{type(owner).__qualname__}.{frame.f_code.co_name}"
 
 
 def function_name(func: Any) -> str:
     """Return the name a user would type, such as `torch.nn.functional.dropout` or `torch.Tensor.uniform_`."""
-    return resolve_name(func) or getattr(func, "__qualname__", None) or repr(func)
+    if isinstance(func, OpOverload):
+        base = func.overloadpacket.__name__
+        return f"torch.{base}" if hasattr(torch, base) else f"torch.Tensor.{base}"
+    name = resolve_name(func) or getattr(func, "__qualname__", None) or repr(func)
+    return name.replace("_VariableFunctionsClass.", "torch.")
 
 
-def _called_from() -> str:
-    """Return ` in Net.forward (net.py:12)` for the innermost module on the call stack, or "" outside of modules."""
+def _called_from(own: FrameType | None) -> str:
+    """Return ` in Net.forward (net.py:12)` for the innermost module on the call stack, else for the user's function."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -56,7 +73,7 @@ def _called_from() -> str:
             where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             return f" in {type(owner).__name__}.{frame.f_code.co_name} ({where})"
         frame = frame.f_back
-    return ""
+    return "" if own is None else f" in {own.f_code.co_name} ({own.f_code.co_filename}:{own.f_lineno})"
 
 
 class Scope(TorchFunctionMode):

@@ -6,6 +6,7 @@ are recorded: only these decide later whether the graph may be used again.
 
 import contextlib
 import importlib
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose import tree
 from purecompose._support.culprits import layer_of, line_of
+from purecompose._support.validation import unvalidated
 from purecompose.core.context import Static
 from purecompose.core.operation import NO_PURPOSE, Carry, Operation
 from purecompose.core.state import State, fields_where
@@ -313,7 +315,7 @@ def explained() -> Iterator[None]:
         TraceError: An operation read a number, which a graph does not have, or has a result of unknown shape.
     """
     try:
-        with torch.autograd.set_detect_anomaly(False):  # it reads numbers
+        with torch.autograd.set_detect_anomaly(False), unvalidated():  # both would read numbers
             yield
     except Exception as error:
         if not _is_untraceable(error):
@@ -345,8 +347,13 @@ def _is_untraceable(error: Exception) -> bool:
     return is_told and any(word in text for word in words)
 
 
+_VALIDATING = "torch.distributions.distribution"
+
+
 def _what(error: Exception) -> str:
     if isinstance(error, DataDependentOutputException):
+        if any(frame.f_globals.get("__name__") == _VALIDATING for frame, _ in traceback.walk_tb(error.__traceback__)):
+            return "a distribution checks its values, as validate_args=True asks; leave that out"
         return f"a tensor's number is read ({error.func})"
     if isinstance(error, DynamicOutputShapeException):
         return f"a result's shape depends on numbers ({error.func})"

@@ -197,6 +197,10 @@ KEYS_FIRST: dict[str, Fn] = {
     name: CASES[name]
     for name in ("F.dropout", "F.dropout inplace", "F.dropout2d", "F.alpha_dropout", "sdpa", "gumbel_softmax")
     + ("rand_like", "bernoulli", "randint", "MultiheadAttention fused", "TransformerEncoderLayer")
+} | {
+    "empty filled": lambda x: torch.empty(len(x), 3).normal_(),
+    "new filled": lambda x: x.new(x.shape).exponential_(),
+    "new of values": lambda x: torch.rand(len(x)) + x.new([2.0]),
 }
 
 
@@ -211,7 +215,7 @@ def test_vmap_over_keys_equals_the_loop(name: str) -> None:
 def test_vmap_names_a_fill_that_members_would_share() -> None:
     def fill(k: Tensor) -> Tensor:
         with keyed(Rng(k)):
-            return torch.empty(3).normal_()
+            return torch.zeros(3).normal_()
 
     with pytest.raises(UnkeyedRandomError, match=r"torch.Tensor.normal_.*members of a vmap.*randn_like"):
         vmap(fill)(split(key(0), 2))
@@ -247,8 +251,11 @@ def test_func_grad_equals_autograd() -> None:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "poisson": (lambda: torch.poisson(torch.ones(3)), "torch.poisson"),
     "binomial": (lambda: torch.binomial(torch.ones(3), torch.ones(3)), "torch.binomial"),
-    "gamma": (lambda: torch.distributions.Gamma(torch.ones(3), 1.0).sample(), "_standard_gamma"),
-    "dirichlet": (lambda: torch.distributions.Dirichlet(torch.ones(3)).sample(), "_sample_dirichlet"),
+    "gamma": (
+        lambda: torch.distributions.Gamma(torch.ones(3), 1.0).sample(),
+        r"torch.distributions.gamma.Gamma.sample`, by `torch._standard_gamma`.*random.gamma\(state.example_rng",
+    ),
+    "dirichlet": (lambda: torch.distributions.Dirichlet(torch.ones(3)).sample(), "torch._sample_dirichlet"),
     "linear": (lambda: nn.Linear(3, 2), "kaiming_uniform_"),
     "generator": (lambda: torch.rand(3, generator=torch.Generator()), r"torch.rand.*given a generator"),
     "generator in place": (lambda: torch.empty(3).normal_(generator=torch.Generator()), "given a generator"),
