@@ -1,5 +1,6 @@
 """Replacements for kernels of torch that lack derivatives, batching rules or tracing."""
 
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -33,24 +34,29 @@ def kernels(
 
 @contextmanager
 def _transformed(narrow: torch.dtype | None, device: str) -> Iterator[None]:
-    """Return a scope in which attention uses plain operations, with the weights, (N, H, L, S), in memory, and norms are
-    split.
+    """Return a scope in which attention uses plain operations, with the weights, (N, H, L, S), in memory, and the
+    replacements of `_Transformed` are made.
 
     torch's fused attention has no second derivative, and on the CPU `vmap` runs it in a loop, with a warning.
     """
-    with sdpa_kernel(SDPBackend.MATH), _SplitNorms(), _AS_IT_IS if narrow is None else _Narrowed(narrow, device):
+    with sdpa_kernel(SDPBackend.MATH), _Transformed(), _AS_IT_IS if narrow is None else _Narrowed(narrow, device):
         yield
 
 
-class _SplitNorms(TorchFunctionMode):
-    """Mode that splits norms in two parts, the normalisation and the learned affine map.
+class _Transformed(TorchFunctionMode):
+    """Mode that replaces kernels which transforms do not support.
 
-    Second derivatives of layer norm and batch norm with learned weights are wrong if one of the two gradients is
-    taken around a `vmap` (torch 2.13); without weights they are correct.
+    Norms are split in two parts, the normalisation and the learned affine map: second derivatives of layer norm and
+    batch norm with learned weights are wrong if one of the two gradients is taken around a `vmap` (torch 2.13); without
+    weights they are correct. Normalisation into `out=`, as in spectral norm's power iteration, has no batching rule.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.nn.functional.normalize and kwargs.get("out") is not None:
+            return kwargs["out"].copy_(func(*args, **{**kwargs, "out": None}))
+        if func is Tensor.__bool__ and _looks_for_a_causal_mask():
+            return False
         places = _LEARNED.get(func)
         if places is None:
             return func(*args, **kwargs)
@@ -105,14 +111,27 @@ class _Traced(TorchFunctionMode):
 
     Group normalisation of a single example in channels last has other strides when traced, so that the graph would
     contain views that the real result does not allow: it is computed in the contiguous memory format. The backward
-    pass of oneDNN's LSTM lacks a workspace: it is replaced by plain operations.
+    pass of oneDNN's LSTM lacks a workspace: it is replaced by plain operations. Masks have no numbers to look at.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__bool__ and _looks_for_a_causal_mask():
+            return False
         if func is torch.nn.functional.group_norm and isinstance(args[0], Tensor) and args[0].shape[0] == 1:
             args = (args[0].contiguous(), *args[1:])
         with _without_onednn() if func is torch.lstm else _AS_IT_IS:
             return func(*args, **kwargs or {})
+
+
+_DETECTS_CAUSAL_MASK = torch.nn.modules.transformer._detect_is_causal_mask.__code__
+
+
+def _looks_for_a_causal_mask() -> bool:
+    """Return whether a transformer of torch asks if its mask is the causal one, for a faster kernel.
+
+    The answer False is always right: the mask is then applied as it is.
+    """
+    return any(frame.f_code is _DETECTS_CAUSAL_MASK for frame, _ in traceback.walk_stack(None))
 
 
 @contextmanager

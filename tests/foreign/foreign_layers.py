@@ -217,7 +217,7 @@ CASES = [
     *(Case(name, on_vectors(make), vectors(), adam=i % 2 > 0) for i, (name, make) in enumerate(VECTOR_LAYERS.items())),
     *(Case(name, on_images(make), images(), adam=i % 3 > 1) for i, (name, make) in enumerate(IMAGE_LAYERS.items())),
     Case("spectral norm", on_vectors(lambda: parametrizations.spectral_norm(nn.Linear(8, 8))), vectors(),
-         sliced="the power iteration runs once a slice", refused={"population": "torch.vmap cannot map an operation"}),
+         sliced="the power iteration runs once a slice"),
     Case("learnt distances", on_vectors(Distances), vectors()),
     Case("batch norm", on_images(lambda: nn.BatchNorm2d(4)), images(), sliced=BATCH_NORM, inductor=True),
     Case("batch norm with a cumulative mean", on_images(lambda: nn.BatchNorm2d(4, momentum=None)), images(),

@@ -138,7 +138,7 @@ class Translator(nn.Module):
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
-        return self.leave(self.core(self.embedding(source), self.embedding(target), tgt_mask=mask, tgt_is_causal=True))
+        return self.leave(self.core(self.embedding(source), self.embedding(target), tgt_mask=mask))
 
 
 class Block(nn.Module):

@@ -270,6 +270,19 @@ class Sentences(nn.Module):
         return self.leave((found[0] if isinstance(found, tuple) else found).mean(1))
 
 
+class Masked(nn.Module):
+    """torch's encoder, which compares its mask, a buffer, with the causal one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x, mask=self.mask.to(x.dtype))
+
+
 # Calls
 
 
@@ -449,5 +462,6 @@ NETWORKS: dict[str, Task] = {
         ),
         Task("attention", reading(lambda: nn.MultiheadAttention(6, 2, dropout=0.2, batch_first=True)), sentences),
         Task("encoder", reading(lambda: nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)), sentences),
+        Task("encoder with a mask", reading(Masked), sentences),
     )
 }

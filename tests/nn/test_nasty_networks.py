@@ -47,9 +47,8 @@ NOT_IN_SLICES = {
 NOT_MAPPED = {
     "draws now and then": "reads a value back (.item()) to decide",
     "batch norm, cumulative": "torch reads num_batches_tracked back where momentum is None",
-    "spectral norm": "torch normalises into an `out=`, for which vmap has no rule",
 }
-NO_FLOAT_INPUT = {"lstm", "gru of layers", "attention", "encoder"}
+NO_FLOAT_INPUT = {"lstm", "gru of layers", "attention", "encoder", "encoder with a mask"}
 NOT_MIXED = NO_FLOAT_INPUT | {"keyword inputs", "dataclass output"}
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from purecompose import compose, loop_events, population, stack_states
@@ -46,8 +45,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "torch's": (lambda: nn.BatchNorm1d(3, momentum=None), "a number is read.*'1' .BatchNorm1d"),
     "no rule": (
-        lambda: parametrizations.spectral_norm(nn.Linear(3, 3)),
-        "cannot map an operation.*_SpectralNorm.*unstack_states.*aten::div.out",
+        lambda: Layer(lambda x: torch.div(x.detach(), 2, out=torch.empty_like(x))),
+        "cannot map an operation.*'1' .Layer.*unstack_states.*aten::div.out",
     ),
 }
 

@@ -34,6 +34,22 @@ def test_recurrent_networks_with_dropout_compile(kind, options):
     assert_runs_agree(step, fast, make_state(net), make_batches(3))
 
 
+def test_transformers_with_masks_compile():
+    class Decoding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.leave = nn.Linear(1, 4), nn.Linear(4, 3)
+            self.core = nn.Transformer(4, 2, 1, 1, 8, dropout=0.2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+            hidden = self.enter(x[..., None])
+            return self.leave(self.core(hidden, hidden, src_mask=mask, tgt_mask=mask)[:, -1])
+
+    step, fast = made()
+    assert_runs_agree(step, fast, make_state(Decoding()), make_batches(3))
+
+
 def test_a_table_that_forward_caches_outside_of_the_network_stays_real():
     @functools.lru_cache
     def positions(width: int) -> Tensor:
