@@ -1,7 +1,7 @@
-"""Queries whether transforms of `torch.func` or tracing are active, for which torch has no public functions."""
+"""Queries and settings of transforms of `torch.func` and of tracing for which torch has no public functions."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -11,12 +11,13 @@ from torch._C._functorch import (  # pyright: ignore[reportMissingImports, repor
     is_functorch_wrapped_tensor,
     peek_interpreter_stack,
 )
+from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 
-__all__ = ["is_fake", "is_transforming", "only_maps", "plainly"]
+__all__ = ["allowing_requires_grad", "is_fake", "is_transforming", "only_maps", "plainly"]
 
 
 def is_transforming() -> bool:
@@ -39,6 +40,15 @@ def is_fake(tensor: Tensor) -> bool:
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return isinstance(tensor, FakeTensor)
+
+
+def allowing_requires_grad() -> AbstractContextManager[None]:
+    """Return a context manager in which `requires_grad_()` works within a gradient of `torch.func`.
+
+    torch refuses it there, although `torch.autograd.grad` differentiates with respect to tensors that were made within
+    the innermost gradient, as in a gradient penalty.
+    """
+    return enable_inplace_requires_grad(True)
 
 
 @contextmanager

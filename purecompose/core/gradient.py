@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses
-from purecompose._support.functorch import is_fake, is_transforming
+from purecompose._support.functorch import allowing_requires_grad, is_fake, is_transforming
 from purecompose.core.operation import Carry
 from purecompose.core.state import State, fields_where
 from purecompose.losses.evaluation import check_interpolation
@@ -214,7 +214,8 @@ def _with_functorch(body: Callable[[Carry], Carry], carry: Carry, names: tuple[s
     state, ends = carry.state, []
 
     def run(leaves: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
-        end = body(carry._replace(state=state.replace(params={**state.params, **leaves}, loss=None)))
+        with allowing_requires_grad():
+            end = body(carry._replace(state=state.replace(params={**state.params, **leaves}, loss=None)))
         grads = _grads(end.state.loss, leaves, create_graph=True)
         ends.append(end)
         # Values may leave the transform only through its result, which must consist of tensors.

@@ -22,6 +22,17 @@ _REFUSED = (
         "Choose with torch.where",
     ),
     (
+        r"requires_grad_\(\)",
+        "requires_grad_() is called where the step takes no gradient, as in evaluation",
+        "Take the inner gradient by torch.func.grad",
+    ),
+    (
+        "not have been used in the graph",
+        "torch.autograd.grad is taken with respect to a tensor that was made before the step's gradient, as the batch "
+        "was",
+        "Take it with respect to a copy, x = x.detach().requires_grad_()",
+    ),
+    (
         "dynamic shape",
         "a result's shape depends on numbers (a boolean mask, nonzero, unique), which differ among members",
         "Multiply by the mask, or choose with torch.where",

@@ -34,6 +34,20 @@ class Around(nn.Module):
         return self.leave(self.inner(torch.tanh(self.enter(x))))
 
 
+class Slope(nn.Module):
+    """The gradient of a sum of squares, as in networks of energies or forces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            points = x.detach().requires_grad_()
+            energy = self.linear(points).tanh().square().sum()
+            return torch.autograd.grad(energy, points, create_graph=self.training)[0]
+
+
 # Buffers
 
 
@@ -442,6 +456,7 @@ NETWORKS: dict[str, Task] = {
         Task("weight norm", around(lambda: parametrizations.weight_norm(nn.Linear(6, 6))), vectors),
         Task("spectral norm", around(lambda: parametrizations.spectral_norm(nn.Linear(6, 6))), vectors),
         Task("orthogonal", around(lambda: parametrizations.orthogonal(nn.Linear(6, 6, bias=False))), vectors),
+        Task("slope", around(Slope), vectors),
         Task("hooks", hooked, vectors),
         Task("autograd function", around(Binarised), vectors),
         Task("control flow by shapes", around(ByShape), vectors),

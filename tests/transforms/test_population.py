@@ -1,6 +1,6 @@
 """Populations: each member equals its single run, for all methods, batches and programs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -75,6 +75,28 @@ def assert_agrees(step: pc.Step, members: list[State], batches: Sequence[Any], *
         states, alone = pop(states, batch), [step(state, batch) for state in alone]
     assert_members(states, alone)
     return states
+
+
+def penalty(points: Callable[[Tensor], Tensor]) -> Algorithm:
+    """Return a penalty on the network's slope at points made from the inputs."""
+
+    def add(state: State) -> State:
+        x = points(state.inputs).requires_grad_()
+        (slope,) = torch.autograd.grad(state.forward(x).sum(), x, create_graph=True)
+        return state.replace(loss=loss_of(state) + slope.square().sum(1).mean())
+
+    return changing("penalty", Event.AFTER_LOSS, add)
+
+
+def test_gradients_may_be_taken_within_the_steps_gradient():
+    mixed = penalty(lambda x: 0.3 * x + 0.7 * x.flip(0))
+    assert_agrees(compose(loop_events, [mixed], microbatches=2), make_members(), make_batches(3))
+
+
+def test_a_gradient_with_respect_to_the_batch_is_named_with_its_remedy():
+    step = population(compose(loop_events, [penalty(lambda x: x)]), 3)
+    with pytest.raises(RuntimeError, match=r"as the batch was, at .*x = x\.detach\(\)\.requires_grad_\(\)"):
+        step(stack_states(make_members()), make_batch())
 
 
 # Every method

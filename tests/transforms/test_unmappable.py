@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from purecompose import compose, loop_events, population, stack_states
+from purecompose import compose, evaluate, loop_events, population, stack_states
 from tests.helpers import make_batch, make_state
 
 
@@ -60,6 +60,18 @@ def test_operations_refused_by_vmap_are_named_with_layer_and_remedy(name):
         step(stack_states([state, state]), make_batch())
     assert caught.value.__cause__ is not None
     assert any("in the stage forward" in note for note in caught.value.__notes__)
+
+
+def test_a_gradient_within_evaluation_is_named():
+    def slope(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(x.square().sum(), x)[0]
+
+    state = make_state(nn.Sequential(nn.Linear(4, 3), Layer(slope)))
+    step = population(compose(loop_events), 2)
+    with pytest.raises(RuntimeError, match=r"requires_grad_\(\) .*in evaluation.*'1' .Layer.*torch\.func\.grad"):
+        evaluate(stack_states([state, state]), [make_batch()], step=step)
 
 
 def test_a_write_into_the_batch_is_named():
