@@ -165,7 +165,8 @@ def from_module(
 
     Raises:
         TypeError: `module` is not a plain `nn.Module`, or cannot be copied; or it contains a scripted or compiled
-            module, one that is wrapped for several devices, or a tensor of a subclass with its own operations.
+            module, one that is wrapped for several devices, a sparse tensor, or one of a subclass with operations of
+            its own.
         ValueError: It has uninitialised (lazy or meta) tensors, a tensor computed from others, as in the old
             `torch.nn.utils.weight_norm`, tensors with hooks, or tensors hidden in tuples or objects; a parameter
             that shares memory with another tensor and is not tied to it; an unregistered module in a list, with tensors

@@ -68,6 +68,11 @@ _REFUSED = (
         "Write self.name = value for a buffer of the network",
     ),
     (
+        "from the 'Sparse|for Sparse tensors|aten::_?sparse",
+        "a sparse tensor is computed with, which torch.vmap cannot map",
+        "Gather and add up its rows (x[columns], index_add)",
+    ),
+    (
         "[Bb]atching rule|^vmap",
         "torch.vmap cannot map an operation",
         "Replace the layer or the operation",

@@ -534,6 +534,12 @@ def with_subclass() -> nn.Module:
     return net
 
 
+def with_buffer(tensor: Tensor) -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 3))
+    net[0].register_buffer("adjacency", tensor)
+    return net
+
+
 class Viewing(nn.Module):
     """Two parameters, of which one is the first rows of the other."""
 
@@ -555,6 +561,8 @@ class Viewing(nn.Module):
         (lambda: nn.Embedding(3, 4, sparse=True), ValueError, "the network has sparse gradients.*sparse=False"),
         (lambda: with_hooked_weight("register_hook"), ValueError, "weight has hooks.*AFTER_TRAIN_BATCH"),
         (lambda: with_hooked_weight("register_post_accumulate_grad_hook"), ValueError, "weight has hooks"),
+        (lambda: with_buffer(torch.eye(2).to_sparse()), TypeError, r"0\.adjacency is sparse .*coo.*indices and values"),
+        (lambda: with_buffer(torch.eye(2).to_sparse_csr()), TypeError, r"0\.adjacency is sparse .*csr"),
         (with_subclass, TypeError, "weight is a Doubled, a subclass of Tensor with its own operations"),
         (Viewing, ValueError, "'whole' and 'part' share memory.*compute the other tensor from it"),
         (lambda: Viewing(requires_grad=False), ValueError, "'whole' and 'part' share memory.*requires_grad"),
@@ -570,6 +578,7 @@ class Viewing(nn.Module):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm:FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_networks_that_cannot_be_taken_apart_are_a_clear_error(factory, error, said):
     with pytest.raises(error, match=said):
         from_module(factory())

@@ -71,12 +71,18 @@ def check_tensor(tensor: Tensor, name: str, others: Container[str]) -> None:
 
     Raises:
         ValueError: The tensor has no values yet, is computed from other tensors, or has hooks.
-        TypeError: The tensor's class is a subclass of Tensor that overrides operations.
+        TypeError: The tensor is sparse, or its class is a subclass of Tensor that overrides operations.
     """
     if is_lazy(tensor):
         raise ValueError(f"{name} has no shape yet (a lazy module): run the module once on a batch first")
     if tensor.is_meta:
         raise ValueError(f"{name} is on the meta device and has no values: give it values first (to_empty, load)")
+    if tensor.layout is not torch.strided:
+        raise TypeError(
+            f"{name} is sparse ({tensor.layout}), and a state holds dense tensors, which are saved, compiled and "
+            "stacked: register its indices and values as buffers, and make the sparse tensor in forward, "
+            "torch.sparse_coo_tensor(self.indices, self.values, size), or add up rows by index_add, as populations need"
+        )
     if tensor.grad_fn is not None and f"{name}_orig" in others and f"{name}_mask" in others:
         raise ValueError(
             f"{name} is computed from {name}_orig and {name}_mask, as torch.nn.utils.prune leaves it: make the "
