@@ -1,6 +1,7 @@
 """Losses that compare examples, in slices and on several processes, and the check that finds undeclared ones."""
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ class Temperature(nn.Module):
         return loss, {"scale": self.log_scale.exp()}
 
 
-def state_of(loss: object, **options: object) -> State:
+def state_of(loss: Any, **options: Any) -> State:
     return make_state(make_mlp(dropout=0.3, dtype=torch.float64), loss=losses.over_batch(loss), **options)
 
 
