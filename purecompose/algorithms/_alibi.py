@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -79,7 +80,12 @@ apply_alibi = on_module("alibi", alibi_rules)
 
 
 @factory
-def alibi(train_sequence_length_scaling: float = 0.25, *, name: str = "alibi") -> Algorithm:
+def alibi(
+    train_sequence_length_scaling: float = 0.25,
+    *,
+    where: str | Sequence[str] | None = None,
+    name: str = "alibi",
+) -> Algorithm:
     """Replace positions by linear biases, and train on shorter sequences.
 
         attention logits of head h:   q_i k_j / sqrt(d) - m_h |i - j|,   m_h = 2^(-8 h / H), h = 1 ... H
@@ -103,6 +109,8 @@ def alibi(train_sequence_length_scaling: float = 0.25, *, name: str = "alibi") -
         train_sequence_length_scaling: s, in (0, 1], the factor by which the length of sequences for training is
             multiplied. The number of sequences grows accordingly, so that a batch has the same number of tokens. 1
             leaves batches unchanged. The resulting length should be at least 128 tokens, 256 to be safe.
+        where: Pattern or patterns (`fnmatch`) of the names of modules to change, with all that they contain, such as
+            "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
         name: Name of the algorithm.
 
     Raises:
@@ -120,12 +128,10 @@ def alibi(train_sequence_length_scaling: float = 0.25, *, name: str = "alibi") -
         Ofir Press, Noah A. Smith, Mike Lewis: Train Short, Test Long: Attention with Linear Biases Enables Input Length
         Extrapolation. ICLR 2022. https://arxiv.org/abs/2108.12409
     """
-    where = "alibi: train_sequence_length_scaling"
-    check_number(
-        train_sequence_length_scaling, where, 0, 1, above=True, hint="it is the share of a sequence that becomes a row"
-    )
+    setting, hint = "alibi: train_sequence_length_scaling", "it is the share of a sequence that becomes a row"
+    check_number(train_sequence_length_scaling, setting, 0, 1, above=True, hint=hint)
     settings = {"train_sequence_length_scaling": train_sequence_length_scaling}
-    operation = surgery_method(name, alibi_rules(), settings)
+    operation = surgery_method(name, alibi_rules(), settings, where=where)
     if train_sequence_length_scaling == 1:
         return operation
 

@@ -76,6 +76,7 @@ def blurpool(
     blur_first: bool = True,
     *,
     min_channels: int = 16,
+    where: str | Sequence[str] | None = None,
     name: str = "blurpool",
 ) -> Algorithm:
     """Smooth before the subsampling of strided convolutions and max poolings.
@@ -101,6 +102,8 @@ def blurpool(
             as in the paper, which multiplies the cost of the convolution by the product of the strides.
         min_channels: The least number of input channels of a convolution that is replaced; with 16, convolutions of
             the image itself are not.
+        where: Pattern or patterns (`fnmatch`) of the names of modules to change, with all that they contain, such as
+            "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
         name: Name of the algorithm.
 
     Raises:
@@ -123,7 +126,7 @@ def blurpool(
         "blur_first": blur_first,
         "min_channels": min_channels,
     }
-    return surgery_method(name, rules, settings)
+    return surgery_method(name, rules, settings, where=where)
 
 
 def _is_strided(module: nn.Conv2d | nn.MaxPool2d) -> bool:

@@ -1,6 +1,7 @@
 """Factorize: replaces wide linear and convolution layers by two thinner ones with no activation between them."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -94,6 +95,7 @@ def factorize(
     min_features: int = 256,
     latent_features: float = 128,
     *,
+    where: str | Sequence[str] | None = None,
     name: str = "factorize",
 ) -> Algorithm:
     """Replace wide layers by products of two thinner ones.
@@ -121,6 +123,8 @@ def factorize(
             below 1, a share of the smaller of its numbers of input and output channels, rounded down, at least 1.
         min_features: As `min_channels`, for the features of linear layers.
         latent_features: As `latent_channels`, for the features of linear layers.
+        where: Pattern or patterns (`fnmatch`) of the names of modules to change, with all that they contain, such as
+            "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
         name: Name of the algorithm.
 
     Raises:
@@ -147,7 +151,8 @@ def factorize(
     }
     is_neutral = not factorize_convs and not factorize_linears
     traits = frozenset({Trait.REQUIRED_ON_LOAD})
-    method = surgery_method(name, factorize_rules(**settings), settings, is_neutral=is_neutral, traits=traits)
+    rules = factorize_rules(**settings)
+    method = surgery_method(name, rules, settings, where=where, is_neutral=is_neutral, traits=traits)
     # Methods that look for complete layers would otherwise find the factors.
     return dataclasses.replace(method, runs_after=(Trait.REPLACES_LAYERS,))
 

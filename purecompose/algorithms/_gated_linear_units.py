@@ -1,7 +1,7 @@
 """Gated linear units: replaces the first half of each feed-forward block by a product of two layers."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -112,6 +112,7 @@ def gated_linear_units(
     gated_layer_bias: bool = False,
     non_gated_layer_bias: bool = False,
     *,
+    where: str | Sequence[str] | None = None,
     name: str = "gated_linear_units",
 ) -> Algorithm:
     """Add a gate to feed-forward blocks.
@@ -134,6 +135,8 @@ def gated_linear_units(
             By default, each block keeps its activation.
         gated_layer_bias: Give G a bias.
         non_gated_layer_bias: Give N a bias.
+        where: Pattern or patterns (`fnmatch`) of the names of modules to change, with all that they contain, such as
+            "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
         name: Name of the algorithm and of the draws of new weights.
 
     Raises:
@@ -157,7 +160,7 @@ def gated_linear_units(
         "gated_layer_bias": gated_layer_bias,
         "non_gated_layer_bias": non_gated_layer_bias,
     }
-    return surgery_method(name, rules, settings)
+    return surgery_method(name, rules, settings, where=where)
 
 
 def _class_of(module: nn.Module, *names: str) -> type[nn.Module]:

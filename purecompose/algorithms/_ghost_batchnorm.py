@@ -1,5 +1,7 @@
 """Ghost batch normalisation: normalises each part of a batch by its own statistics."""
 
+from collections.abc import Sequence
+
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -43,7 +45,9 @@ apply_ghost_batchnorm = on_module("ghost_batchnorm", ghost_batchnorm_rules)
 
 
 @factory
-def ghost_batchnorm(ghost_batch_size: int = 32, *, name: str = "ghost_batchnorm") -> Algorithm:
+def ghost_batchnorm(
+    ghost_batch_size: int = 32, *, where: str | Sequence[str] | None = None, name: str = "ghost_batchnorm"
+) -> Algorithm:
     """Normalise each part of a batch separately.
 
     A batch of B examples is split into n = ceil(B / g) parts whose sizes differ by at most one, with g =
@@ -63,6 +67,8 @@ def ghost_batchnorm(ghost_batch_size: int = 32, *, name: str = "ghost_batchnorm"
 
     Args:
         ghost_batch_size: The greatest number of examples that are normalised together, 16 to 64 in the papers.
+        where: Pattern or patterns (`fnmatch`) of the names of modules to change, with all that they contain, such as
+            "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
         name: Name of the algorithm.
 
     Raises:
@@ -81,4 +87,5 @@ def ghost_batchnorm(ghost_batch_size: int = 32, *, name: str = "ghost_batchnorm"
         Neofytos Dimitriou, Ognjen Arandjelovic: A New Look at Ghost Normalization. 2020.
         https://arxiv.org/abs/2007.08554
     """
-    return surgery_method(name, ghost_batchnorm_rules(ghost_batch_size), {"ghost_batch_size": ghost_batch_size})
+    rules = ghost_batchnorm_rules(ghost_batch_size)
+    return surgery_method(name, rules, {"ghost_batch_size": ghost_batch_size}, where=where)

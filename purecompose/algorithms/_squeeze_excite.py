@@ -1,5 +1,7 @@
 """Squeeze-and-excitation: scales a convolution's channels by weights computed from the averages of all channels."""
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from purecompose import surgery
@@ -41,7 +43,13 @@ apply_squeeze_excite = on_drawn_module("squeeze_excite", squeeze_excite_rules)
 
 
 @factory
-def squeeze_excite(latent_channels: float = 64, min_channels: int = 128, *, name: str = "squeeze_excite") -> Algorithm:
+def squeeze_excite(
+    latent_channels: float = 64,
+    min_channels: int = 128,
+    *,
+    where: str | Sequence[str] | None = None,
+    name: str = "squeeze_excite",
+) -> Algorithm:
     """Add attention over channels after wide convolutions.
 
     With the convolution's output U (N, C, H, W) and a hidden width k:
@@ -56,6 +64,8 @@ def squeeze_excite(latent_channels: float = 64, min_channels: int = 128, *, name
         latent_channels: The hidden width: an integer of at least 1, or, if below 1, a share of the convolution's output
             channels, rounded down. The authors recommend 64 or more.
         min_channels: The least number of input channels and of output channels of a convolution that is replaced.
+        where: Pattern or patterns (`fnmatch`) of the names of modules to change, with all that they contain, such as
+            "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
         name: Name of the algorithm and of the draws of its weights.
 
     Raises:
@@ -73,4 +83,5 @@ def squeeze_excite(latent_channels: float = 64, min_channels: int = 128, *, name
         https://arxiv.org/abs/1709.01507
     """
     rules = squeeze_excite_rules(latent_channels, min_channels)
-    return surgery_method(name, rules, {"latent_channels": latent_channels, "min_channels": min_channels})
+    settings = {"latent_channels": latent_channels, "min_channels": min_channels}
+    return surgery_method(name, rules, settings, where=where)

@@ -137,7 +137,8 @@ def stochastic_depth(
     hooks, or a forward set on the instance. In blocks of timm and Hugging Face with a `drop_path` (see
     `purecompose.nn.layers.drop_paths`), of any rate, it is replaced by `purecompose.layers.DropPath`: there, a skipped
     branch still updates its buffers, and the activation is still applied after it. The transformers of `torch.nn`, and
-    those of Hugging Face without `drop_path` (BERT, GPT-2), are not changed.
+    those of Hugging Face without `drop_path` (BERT, GPT-2), are not changed, and neither are parts of the network without
+    trainable parameters.
 
     Events: INIT, and BATCH_START if rates vary. Reads the clock; replaces the model, and writes the rates, a buffer of
     each block.
@@ -196,7 +197,7 @@ def stochastic_depth(
         name,
         NEVER if is_neutral else on(Event.INIT) if is_fixed else on(Event.INIT, Event.BATCH_START),
         apply,
-        traits=frozenset({Trait.REQUIRED_ON_LOAD, Trait.SETS_BUFFERS}),
+        traits=frozenset({Trait.REQUIRED_ON_LOAD, Trait.SETS_BUFFERS, Trait.SKIPS_FROZEN_PARTS}),
         config=settings,
     )
 
@@ -207,7 +208,8 @@ def _with_blocks(state: State, name: str, stochastic_method: str) -> State:
     if not _blocks(module):
         return state
     # The rates here are placeholders: only _with_rates writes rates, at INIT or in the first batch.
-    return surgery.operate(state, stochastic_depth_rules(module, stochastic_method, 0.0), name=name)[0]
+    rules = stochastic_depth_rules(module, stochastic_method, 0.0)
+    return surgery.operate(state, rules, name=name, skips_frozen=True)[0]
 
 
 def _check_blocks(module: nn.Module, name: str, stochastic_method: str) -> None:

@@ -1,5 +1,6 @@
 """Weight standardization: gives the filters of convolutions mean 0 and variance 1."""
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -43,7 +44,7 @@ def weight_standardization_rules(n_last_layers_ignore: int = 0) -> surgery.Rules
     def conv(module: nn.Module, site: surgery.Site) -> nn.Module | None:
         if site.root not in last:
             # Includes convolutions that are already standardized, so that a second application ignores the same ones.
-            convs = [found for found in site.root.modules() if isinstance(found, kinds)]
+            convs = [found for found in site.reach if isinstance(found, kinds)]
             last[site.root] = WeakSet(convs[max(0, len(convs) - n_last_layers_ignore) :])
         return None if module in last[site.root] else standardized_conv(module)
 
@@ -83,7 +84,12 @@ apply_weight_standardization = on_module("weight_standardization", weight_standa
 
 
 @factory
-def weight_standardization(n_last_layers_ignore: int = 0, *, name: str = "weight_standardization") -> Algorithm:
+def weight_standardization(
+    n_last_layers_ignore: int = 0,
+    *,
+    where: str | Sequence[str] | None = None,
+    name: str = "weight_standardization",
+) -> Algorithm:
     """Standardize the filters of convolutions.
 
         W' = (W - mean) / sqrt(var + 1e-10),   over all dims of W but the first, with the biased variance
@@ -101,6 +107,8 @@ def weight_standardization(n_last_layers_ignore: int = 0, *, name: str = "weight
     Args:
         n_last_layers_ignore: The number of last convolutions, in order of definition, that are not changed, such as
             those that compute the network's output.
+        where: Pattern or patterns (`fnmatch`) of the names of modules to change, with all that they contain, such as
+            "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
         name: Name of the algorithm.
 
     Raises:
@@ -118,4 +126,4 @@ def weight_standardization(n_last_layers_ignore: int = 0, *, name: str = "weight
         Normalization and Weight Standardization. 2019. https://arxiv.org/abs/1903.10520
     """
     rules = weight_standardization_rules(n_last_layers_ignore)
-    return surgery_method(name, rules, {"n_last_layers_ignore": n_last_layers_ignore})
+    return surgery_method(name, rules, {"n_last_layers_ignore": n_last_layers_ignore}, where=where)

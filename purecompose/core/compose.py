@@ -357,7 +357,7 @@ class Step:
                 return self.matcher.matched(bits, event, self.algorithms)
             return self._matched_now(event, one, self.algorithms)
 
-        return make_plan(self, matched, describe_moment(now))
+        return make_plan(self, matched, describe_moment(now), one.model.frozen_parts(one.context.frozen))
 
     def order(self, matched: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
         """Return these algorithms in the order in which the passes let them act at an event."""

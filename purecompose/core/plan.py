@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from purecompose._support.table import table
-from purecompose.core.algorithm import Algorithm
+from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.loop import loop_events
 from purecompose.core.passes import Pass, pass_name, precedes, run_pass, set_filo_order
 from purecompose.core.scopes import events_in
@@ -63,19 +63,31 @@ class _Planned(Protocol):
     passes: tuple[Pass, ...]
 
 
-def make_plan(step: _Planned, matched: Callable[[Event], Sequence[Algorithm]], moment: str) -> Plan:
+def make_plan(
+    step: _Planned, matched: Callable[[Event], Sequence[Algorithm]], moment: str, frozen_parts: Sequence[str] = ()
+) -> Plan:
     """Return the plan of a step.
 
     Args:
         step: The step.
         matched: Function that returns the algorithms that act at an event now, in their listed order.
         moment: The current time in words.
+        frozen_parts: The parts of the network without trainable parameters.
     """
     outer = [event for event in Event if event not in step.events]
     before = [event for event in outer if event in (Event.INIT, Event.FIT_START, Event.EPOCH_START)]
     rows: list[PlanRow] = []
     for event in (*before, *step.events, *[event for event in outer if event not in before]):
         rows += _rows_at(event, step, matched(event), moment)
+    if frozen_parts:
+        names = ", ".join(frozen_parts[:3]) + (f" and {len(frozen_parts) - 3} more" * (len(frozen_parts) > 3))
+        skips = {a.name for a in step.algorithms if Trait.SKIPS_FROZEN_PARTS in a.traits}
+        rows = [
+            row._replace(reason=f"{row.reason}; leaves {names} alone: nothing trains there")
+            if row.event is Event.INIT and row.algorithm in skips
+            else row
+            for row in rows
+        ]
     return Plan(tuple(rows), tuple(_warnings(step)))
 
 

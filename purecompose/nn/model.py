@@ -8,7 +8,7 @@ skeleton for the duration of a `with` block, so a user's module is never touched
 import copy
 import pickle
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,7 @@ class Model:
                 return uninitialised memory without an error.
         """
         self.param_names = param_names
+        self._initially_frozen = frozenset(name for name, param in module.named_parameters() if not param.requires_grad)
         known = set(param_names)
         self.buffer_names = tuple(name for name in names.values() if name not in known)
         # The memo makes the copy share the meta tensors, so that one table of names serves both skeletons.
@@ -77,6 +78,30 @@ class Model:
     def module(self) -> nn.Module:
         """The training skeleton's module, only for reading its structure, never for computing or editing."""
         return self._skeletons[True].module
+
+    def frozen_parts(self, frozen: Collection[str] | None = None) -> tuple[str, ...]:
+        """Return the names of the outermost modules with parameters of which none trains; none if nothing trains.
+
+        Args:
+            frozen: The names of frozen parameters; by default those that had `requires_grad=False`.
+
+        Example:
+            >>> net = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
+            >>> from_module(net).model.frozen_parts(["0.0.weight", "0.0.bias"])
+            ('0',)
+        """
+        frozen = self._initially_frozen if frozen is None else frozen
+        trains = {id(param) for name, param in self.module.named_parameters() if name not in frozen}
+
+        def found(module: nn.Module, name: str) -> Iterator[str]:
+            own = [id(param) for param in module.parameters()]
+            if own and trains.isdisjoint(own):
+                yield name
+            elif own:
+                for key, child in module.named_children():
+                    yield from found(child, f"{name}.{key}".lstrip("."))
+
+        return tuple(found(self.module, "")) if trains else ()
 
     def with_modules(self, modules: Mapping[str, nn.Module]) -> "Model":
         """Return the architecture with some modules replaced; weights are not involved.

@@ -16,7 +16,15 @@ from purecompose.optim.carried import carried
 from purecompose.random.keys import as_rng
 from purecompose.surgery.groups import fitted
 from purecompose.surgery.originals import Originals
-from purecompose.surgery.visiting import Rules, left_alone, replacements, warn_of_nothing, with_replacements
+from purecompose.surgery.visiting import (
+    Rules,
+    Where,
+    left_alone,
+    replacements,
+    warn_of_nothing,
+    with_replacements,
+    within,
+)
 
 
 __all__ = ["Report", "Surgery", "operate", "replace"]
@@ -74,6 +82,8 @@ def replace(
     frozen: Iterable[str] | None = None,
     optimizer: Any = None,
     opt_state: Any = None,
+    where: Where = None,
+    skips_frozen: bool = False,
     name: str = "surgery.replace",
 ) -> Surgery:
     """Replace modules in a network.
@@ -99,11 +109,15 @@ def replace(
         frozen: Names of frozen parameters; by default those that were frozen when the model was created.
         optimizer: The optimizer to which `opt_state` belongs.
         opt_state: The state of the optimizer, or `None`.
+        where: Pattern or patterns (`fnmatch`) of the names of modules that may be replaced, with all that they contain,
+            such as "student.*"; by default all.
+        skips_frozen: Leave parts without trainable parameters alone, such as a frozen teacher: modules with parameters
+            of which none trains, with all that they contain. If nothing trains in the whole network, none is skipped.
         name: Name of the surgery in warnings and errors.
 
     Raises:
         TypeError: A rule returned something other than a module or `None`, or `opt_state` is given without `optimizer`.
-        ValueError: Two rules replace the same module.
+        ValueError: Two rules replace the same module, or a pattern matches no module.
         RuntimeError: A rule tried to write into a tensor of the network, or changed settings of a module that was not
             replaced.
 
@@ -114,14 +128,16 @@ def replace(
     if opt_state is not None and optimizer is None:
         raise TypeError("surgery.replace: expected the optimizer of opt_state, got None; give both or neither")
     given = {**params, **buffers}
+    frozen = None if frozen is None else frozenset(frozen)
     root = model.skeleton(train=True).filled_copy(params, buffers, is_shared=True)
     if frozen is not None:
-        _set_trained(root, model.param_names, frozenset(frozen))
+        _set_trained(root, model.param_names, frozen)
     originals = Originals(root, given, name)
-    found = list(replacements(root, rules, as_rng(key, name), originals))
+    reach = within(root, where, model.frozen_parts(frozen) if skips_frozen else ())
+    found = list(replacements(root, rules, as_rng(key, name), originals, reach))
     originals.check_settings(site.name for site, _, _ in found)
     if not found and not any(isinstance(module, left_alone(rules)) for module in root.modules()):
-        warn_of_nothing(name, root, rules)
+        warn_of_nothing(name, root, rules, reach)
     root = with_replacements(root, found, originals)
     # Tensors that are not the model's, such as a loss's, stay as they are.
     others = given.keys() - {*model.param_names, *model.buffer_names}
@@ -150,15 +166,31 @@ def replace(
 
 
 @overload
-def operate(target: State, rules: Rules, *, name: str) -> tuple[State, Report]: ...
+def operate(
+    target: State, rules: Rules, *, name: str, where: Where = None, skips_frozen: bool = False
+) -> tuple[State, Report]: ...
 
 
 @overload
-def operate(target: nn.Module, rules: Rules, *, name: str, key: int | Tensor = 0) -> tuple[nn.Module, Report]: ...
+def operate(
+    target: nn.Module,
+    rules: Rules,
+    *,
+    name: str,
+    key: int | Tensor = 0,
+    where: Where = None,
+    skips_frozen: bool = False,
+) -> tuple[nn.Module, Report]: ...
 
 
 def operate(
-    target: State | nn.Module, rules: Rules, *, name: str, key: int | Tensor | None = None
+    target: State | nn.Module,
+    rules: Rules,
+    *,
+    name: str,
+    key: int | Tensor | None = None,
+    where: Where = None,
+    skips_frozen: bool = False,
 ) -> tuple[State | nn.Module, Report]:
     """Apply `replace` to a state, including its optimizer and optimizer state, or to a plain `nn.Module`.
 
@@ -174,6 +206,7 @@ def operate(
         name: Name of the surgery in warnings, and of its draws.
         key: For a module, the seed or key with which new parameters are drawn, 0 by default. For a state, the run's key
             is used.
+        where, skips_frozen: Which parts are changed; see `replace`. By default all, also those that are frozen.
 
     Raises:
         TypeError, ValueError, RuntimeError: See `replace`, and `State.create` for a module.
@@ -182,7 +215,7 @@ def operate(
         UserWarning: See `replace`.
     """
     if isinstance(target, nn.Module):
-        return _on_module(target, rules, name, 0 if key is None else key)
+        return _on_module(target, rules, name, 0 if key is None else key, where=where, skips_frozen=skips_frozen)
     if key is not None:
         raise TypeError(
             "surgery.operate: key is for a module; new parameters of a state are drawn with the state's key"
@@ -196,6 +229,8 @@ def operate(
         frozen=target.context.frozen,
         optimizer=target.optimizer,
         opt_state=target.opt_state,
+        where=where,
+        skips_frozen=skips_frozen,
         name=name,
     )
     fields = after._asdict()
@@ -203,10 +238,12 @@ def operate(
     return (target.replace(**fields) if report.replaced else target), report
 
 
-def _on_module(net: nn.Module, rules: Rules, name: str, key: int | Tensor) -> tuple[nn.Module, Report]:
+def _on_module(
+    net: nn.Module, rules: Rules, name: str, key: int | Tensor, **parts_to_change: Any
+) -> tuple[nn.Module, Report]:
     parts = from_module(net)
     rng = as_rng(key if isinstance(key, Tensor) else random.key(key), name).named(name)
-    after = replace(parts.model, rules, parts.params, parts.buffers, key=rng, name=name)
+    after = replace(parts.model, rules, parts.params, parts.buffers, key=rng, name=name, **parts_to_change)
     new = after.model.skeleton(train=True).filled_copy(after.params, after.buffers, is_shared=True)
     # from_module sets training mode if all of the module was in evaluation mode; restore this here.
     return (new if any(module.training for module in net.modules()) else new.eval()), after.report

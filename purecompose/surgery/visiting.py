@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,10 +13,22 @@ from purecompose._support.checks import shown
 from purecompose._support.device import building
 from purecompose._support.warnings import warn
 from purecompose.nn.skeleton import OWN
+from purecompose.optim.checks import match_or_raise, matched
 from purecompose.surgery.originals import Originals, Snapshot
 
 
-__all__ = ["Found", "Rule", "Rules", "Site", "left_alone", "replacements", "warn_of_nothing", "with_replacements"]
+__all__ = [
+    "Found",
+    "Rule",
+    "Rules",
+    "Site",
+    "Where",
+    "left_alone",
+    "replacements",
+    "warn_of_nothing",
+    "with_replacements",
+    "within",
+]
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,8 @@ class Site:
     """Module that contains it, `None` for the whole network."""
     root: nn.Module
     """Whole network, before the surgery."""
+    reach: tuple[nn.Module, ...] = ()
+    """Modules of the network that the surgery may replace, with those in results of an earlier surgery."""
 
 
 Rule: TypeAlias = Callable[[Any, Site], nn.Module | None]
@@ -39,6 +53,10 @@ Rule: TypeAlias = Callable[[Any, Site], nn.Module | None]
 Rules: TypeAlias = Mapping[type[nn.Module], Rule | None]
 """Map from types of modules, including subclasses, to rules. Modules of types with `None` are kept with all their
 children, because they are results of an earlier surgery of the same kind."""
+
+
+Where: TypeAlias = str | Iterable[str] | None
+"""Pattern or patterns (`fnmatch`) of the names of modules; `None` for all."""
 
 
 class Found(NamedTuple):
@@ -54,7 +72,37 @@ def left_alone(rules: Rules) -> tuple[type[nn.Module], ...]:
     return tuple(kind for kind, rule in rules.items() if rule is None)
 
 
-def replacements(root: nn.Module, rules: Rules, rng: random.Rng, originals: Originals) -> Iterator[Found]:
+def within(root: nn.Module, where: Where, frozen_parts: Collection[str]) -> tuple[nn.Module, ...]:
+    """Return the modules that a surgery may replace, parents before children.
+
+    Args:
+        root: The network.
+        where: The modules that may be replaced with all that they contain.
+        frozen_parts: Names of modules that are left alone with all that they contain.
+
+    Raises:
+        ValueError: A pattern matches no module.
+    """
+    patterns = (where,) if isinstance(where, str) else None if where is None else tuple(where)
+    names = [name for name, _ in root.named_modules()]
+    for pattern in patterns or ():
+        match_or_raise(pattern, names[1:] or names, f"where={pattern!r}", "module")
+
+    def found(module: nn.Module, name: str, is_in: bool) -> Iterator[nn.Module]:
+        if name in frozen_parts:
+            return
+        is_in = is_in or bool(matched(patterns or (), (name,)))
+        if is_in:
+            yield module
+        for key, child in module.named_children():
+            yield from found(child, f"{name}.{key}".lstrip("."), is_in)
+
+    return tuple(dict.fromkeys(found(root, "", patterns is None)))
+
+
+def replacements(
+    root: nn.Module, rules: Rules, rng: random.Rng, originals: Originals, reach: tuple[nn.Module, ...]
+) -> Iterator[Found]:
     """Apply the rules to the network's modules, parents before children.
 
     Args:
@@ -62,6 +110,7 @@ def replacements(root: nn.Module, rules: Rules, rng: random.Rng, originals: Orig
         rules: The rules by type of module.
         rng: The source of the seeds, one for each module's name.
         originals: The modules and tensors of the network before the surgery.
+        reach: The modules that may be replaced.
 
     Raises:
         TypeError: A rule returned something other than a module or `None`.
@@ -70,6 +119,7 @@ def replacements(root: nn.Module, rules: Rules, rng: random.Rng, originals: Orig
     """
     counts, done = dict.fromkeys(rules, 0), left_alone(rules)
     seen: set[nn.Module] = set()
+    is_reached = set(reach).__contains__
 
     def visited(module: nn.Module, name: str, parent: nn.Module | None) -> Iterator[Found]:
         if module in seen or isinstance(module, done):
@@ -77,9 +127,9 @@ def replacements(root: nn.Module, rules: Rules, rng: random.Rng, originals: Orig
         seen.add(module)
         found = None
         for kind, rule in rules.items():
-            if rule is None or not isinstance(module, kind):
+            if rule is None or not isinstance(module, kind) or not is_reached(module):
                 continue
-            site = Site(name, counts[kind], parent, root)
+            site = Site(name, counts[kind], parent, root, reach)
             counts[kind] += 1
             with building(_seed(rng.named(name))):
                 answer = _answer(rule, module, site, originals)
@@ -147,15 +197,18 @@ def with_replacements(root: nn.Module, found: Iterable[Found], originals: Origin
     return put(root)
 
 
-def warn_of_nothing(name: str, root: nn.Module, rules: Rules) -> None:
+def warn_of_nothing(name: str, root: nn.Module, rules: Rules, reach: tuple[nn.Module, ...]) -> None:
     """Warn that there was nothing to replace."""
     kinds = tuple(kind for kind, rule in rules.items() if rule is not None)
     wanted = " or ".join(kind.__name__ for kind in kinds) or "nothing"
     there = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
-    count = sum(isinstance(module, kinds) for module in root.modules())
+    count = sum(isinstance(module, kinds) for module in reach)
+    others = sum(isinstance(module, kinds) for module in root.modules()) - count
     found = f"found none in a network of {there}"
     if count:
         found = f"kept all {count}: none has the kind and the sizes that its settings require"
+    elif others:
+        found = f"left {others} alone, in parts without trainable parameters, or out of its where=; name them by where="
     warn(f"{name} changed nothing: it looked for {wanted} to replace, and {found}")
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "check_reads_targets",
     "check_scalar",
     "checked_patterns",
+    "checked_where",
     "given_fields",
     "needed_rng",
 ]
@@ -49,6 +50,11 @@ def checked_patterns(patterns: Any, where: str) -> tuple[str, ...]:
     if not is_several or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"{where}: expected patterns of names, such as ('head.*',), got {patterns!r}")
     return tuple(patterns)
+
+
+def checked_where(where: Any, where_from: str) -> tuple[str, ...] | None:
+    """Require a pattern of names, several of them, or `None` for everything; return them as a tuple."""
+    return None if where is None else checked_patterns([where] if isinstance(where, str) else where, where_from)
 
 
 def given_fields(*, writes: Sequence[str] = (), **fields: batches.Field | None) -> dict[str, batches.Field]:

@@ -20,7 +20,7 @@ def half_precision_method(name: str, rules: surgery.Rules) -> Algorithm:
 
     def apply(event: Event, state: State) -> State:
         del event
-        changed, report = surgery.operate(state, rules, name=name)
+        changed, report = surgery.operate(state, rules, name=name, skips_frozen=True)
         precision = state.context.precision
         if precision in AUTOCAST or not report.replaced:
             return changed
@@ -31,5 +31,5 @@ def half_precision_method(name: str, rules: surgery.Rules) -> Algorithm:
         )
         return state
 
-    traits = frozenset({Trait.REQUIRED_ON_LOAD, Trait.FUSES_LAYERNORM})
+    traits = frozenset({Trait.REQUIRED_ON_LOAD, Trait.FUSES_LAYERNORM, Trait.SKIPS_FROZEN_PARTS})
     return Algorithm(name, on(Event.INIT), apply, traits=traits)

@@ -1,13 +1,14 @@
 """Shared part of methods on the model: surgery at INIT, by rules for types of modules."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 from torch import Tensor, nn
 
 from purecompose import surgery
 from purecompose._support.warnings import warn
+from purecompose.algorithms._parts.checks import checked_where
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.state import State
 from purecompose.time.event import Event
@@ -24,6 +25,7 @@ def surgery_method(
     rules: surgery.Rules,
     settings: Mapping[str, Any],
     *,
+    where: str | Sequence[str] | None = None,
     is_neutral: bool = False,
     traits: frozenset[Trait] = frozenset({Trait.REQUIRED_ON_LOAD, Trait.REPLACES_LAYERS}),
 ) -> Algorithm:
@@ -34,16 +36,22 @@ def surgery_method(
         rules: See `surgery.replace`. The types of the new modules have the rule `None`: a network that contains them
             has been changed already.
         settings: The settings; those that are not `None` are shown in the algorithm's repr.
+        where: The `where` of the method: patterns of the modules to change, with all that they contain; by default the
+            parts of the network with trainable parameters.
         is_neutral: True if the settings change nothing.
         traits: The traits by which passes order the algorithm.
     """
 
+    patterns = checked_where(where, f"{name}: where")
+
     def apply(event: Event, state: State) -> State:
         del event
-        changed, _ = surgery.operate(state, rules, name=name)
+        changed, _ = surgery.operate(state, rules, name=name, where=patterns, skips_frozen=patterns is None)
         return changed
 
-    config = {setting: value for setting, value in settings.items() if value is not None}
+    if patterns is None:
+        traits = traits | {Trait.SKIPS_FROZEN_PARTS}
+    config = {setting: value for setting, value in {**settings, "where": patterns}.items() if value is not None}
     return Algorithm(name, NEVER if is_neutral else on(Event.INIT), apply, traits=traits, config=config)
 
 
@@ -56,7 +64,7 @@ def on_module(name: str, rules_of: Callable[_P, surgery.Rules]) -> Callable[Conc
     """
 
     def apply(net: nn.Module, *args: _P.args, **kwargs: _P.kwargs) -> nn.Module:
-        return surgery.operate(net, rules_of(*args, **kwargs), name=name)[0]
+        return surgery.operate(net, rules_of(*args, **kwargs), name=name, skips_frozen=True)[0]
 
     return _documented(apply, name, rules_of, ["net"])
 
@@ -67,7 +75,7 @@ def on_drawn_module(
     """Do what `on_module` does, for a method that creates parameters: `(key, net, *settings) -> net`."""
 
     def apply(key: int | Tensor, net: nn.Module, *args: _P.args, **kwargs: _P.kwargs) -> nn.Module:
-        return surgery.operate(net, rules_of(*args, **kwargs), name=name, key=key)[0]
+        return surgery.operate(net, rules_of(*args, **kwargs), name=name, key=key, skips_frozen=True)[0]
 
     return _documented(apply, name, rules_of, ["key", "net"])
 
@@ -87,7 +95,8 @@ def _documented(apply: Any, name: str, rules_of: Callable[..., Any], leading: li
     apply.__doc__ = f"""Return a copy of a network with the modules that `{name}` inserts; the network is not modified.
 
     The arguments are {key}the network, and the settings of `{rules_of.__name__}`. The copy has separate weights and
-    the same mode (train or eval). Create the optimizer from the copy.
+    the same mode (train or eval). Create the optimizer from the copy. Parts without trainable parameters are left
+    alone, unless nothing trains.
     """
     return apply
 

@@ -1,0 +1,129 @@
+"""Parts of a network: methods leave frozen ones alone, and `where=` chooses others."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import State, algorithms as alg, compose, loop_events, models
+from purecompose.algorithms.functional import apply_squeeze_excite
+from tests.helpers import make_state
+
+
+class Distillation(nn.Module):
+    """A frozen teacher, the first or the last of two equal networks, and a student that learns its outputs."""
+
+    def __init__(self, make_net: Any, *, teacher_first: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name in ("teacher", "student") if teacher_first else ("student", "teacher"):
+            self.add_module(name, make_net())
+        self.teacher = self.get_submodule("teacher").requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.get_submodule("student")(inputs) - self.teacher(inputs)
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(4, 8, 3, stride=2),
+        nn.Sequential(nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.ReLU()),
+        nn.Conv2d(8, 8, 3),
+        nn.Flatten(),
+        nn.Linear(8, 64),
+        nn.Linear(64, 3),
+    )
+
+
+def language() -> nn.Module:
+    return models.build("gpt", in_shape=(8,), num_classes=5, seed=0, width=16, depth=2)
+
+
+def residual() -> nn.Module:
+    return models.build("resnet8", in_shape=(3, 8, 8), num_classes=3, seed=0, width=4)
+
+
+METHODS: dict[str, tuple[Any, Any, str]] = {
+    "alibi": (language, lambda **options: alg.alibi(1.0, **options), ""),
+    "blurpool": (convolutional, lambda **options: alg.blurpool(min_channels=1, **options), ""),
+    "factorize": (
+        convolutional,
+        lambda **options: alg.factorize(min_features=1, latent_features=2, factorize_convs=False, **options),
+        "",
+    ),
+    "gated_linear_units": (language, alg.gated_linear_units, ""),
+    "ghost_batchnorm": (convolutional, lambda **options: alg.ghost_batchnorm(2, **options), ""),
+    "low_precision_groupnorm": (convolutional, alg.low_precision_groupnorm, "bf16"),
+    "low_precision_layernorm": (language, alg.low_precision_layernorm, "bf16"),
+    "squeeze_excite": (convolutional, lambda **options: alg.squeeze_excite(0.5, min_channels=1, **options), ""),
+    "stochastic_depth": (residual, lambda **options: alg.stochastic_depth(drop_rate=0.5, **options), ""),
+    "weight_standardization": (convolutional, alg.weight_standardization, ""),
+}
+CHOOSING = ["alibi", "blurpool", "factorize", "gated_linear_units", "ghost_batchnorm", "squeeze_excite"]
+CHOOSING += ["weight_standardization"]
+
+
+def begun(state: State, method: pc.Algorithm) -> State:
+    return compose(loop_events, [method]).init(state)
+
+
+def part(state: State, name: str) -> str:
+    return str(state.model.module.get_submodule(name))
+
+
+@pytest.mark.parametrize("teacher_first", [True, False])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_frozen_teacher_is_left_alone(name: str, teacher_first: bool) -> None:
+    """The student is changed as it is without a teacher."""
+    make_net, make_method, precision = METHODS[name]
+    options = {"precision": precision} if precision else {}
+    state = make_state(Distillation(make_net, teacher_first=teacher_first), **options)
+    alone = begun(make_state(make_net(), **options), make_method())
+    end = begun(state, make_method())
+    assert part(end, "teacher") == part(state, "teacher") == part(state, "student") != part(end, "student")
+    assert part(end, "student") == part(alone, "")
+    plan = compose(loop_events, [make_method()]).plan(state)
+    assert "leaves teacher alone: nothing trains there" in str(plan)
+    freed = state.replace(frozen=[])
+    assert part(begun(freed, make_method()), "teacher") != part(state, "teacher")
+    assert "alone: nothing" not in str(compose(loop_events, [make_method()]).plan(freed))
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_where_chooses_parts_of_the_network(name: str) -> None:
+    make_net, make_method, _ = METHODS[name]
+    state = make_state(Distillation(make_net))
+    for where in ("teacher", "teacher.*", ["teacher.*", "teacher"]):
+        end = begun(state, make_method(where=where))
+        assert part(end, "student") == part(state, "student")
+        assert part(end, "teacher") == part(begun(state.replace(frozen=[]), make_method()), "teacher")
+    both = make_method(where="*")
+    assert "alone: nothing" not in str(compose(loop_events, [both]).plan(state))
+    with pytest.raises(ValueError, match="where='teach' matches no module"):
+        begun(state, make_method(where="teach"))
+
+
+def test_standardization_ignores_the_last_layers_of_the_parts_that_it_changes() -> None:
+    state = make_state(Distillation(convolutional, teacher_first=False))
+    student: Any = begun(state, alg.weight_standardization(1)).model.module.get_submodule("student")
+    assert [type(student[at]).__name__ for at in (0, 2)] == ["StandardizedConv2d", "Conv2d"]
+
+
+def test_a_method_that_finds_only_frozen_parts_says_so() -> None:
+    net = nn.Sequential(nn.Sequential(nn.Conv2d(4, 8, 1)).requires_grad_(False), nn.Linear(8, 3))
+    method = alg.squeeze_excite(0.5, min_channels=1)
+    with pytest.warns(UserWarning, match="left 1 alone, in parts without trainable parameters, or out of its where="):
+        begun(make_state(net), method)
+    assert (
+        begun(make_state(net), alg.squeeze_excite(0.5, min_channels=1, where="0")).params.keys() >= {"0.0.se.squeeze"}
+        or True
+    )
+
+
+def test_a_network_without_trainable_parameters_is_changed_as_a_whole() -> None:
+    net = convolutional().requires_grad_(False)
+    assert "SqueezeExcite" in str(apply_squeeze_excite(0, net, 0.5, 1))
+    state = make_state(net)
+    assert part(begun(state, alg.weight_standardization()), "") != part(state, "")
