@@ -137,8 +137,8 @@ def stochastic_depth(
     hooks, or a forward set on the instance. In blocks of timm and Hugging Face with a `drop_path` (see
     `purecompose.nn.layers.drop_paths`), of any rate, it is replaced by `purecompose.layers.DropPath`: there, a skipped
     branch still updates its buffers, and the activation is still applied after it. The transformers of `torch.nn`, and
-    those of Hugging Face without `drop_path` (BERT, GPT-2), are not changed, and neither are parts of the network without
-    trainable parameters.
+    those of Hugging Face without `drop_path` (BERT, GPT-2), are not changed, and neither are parts of the network
+    without trainable parameters.
 
     Events: INIT, and BATCH_START if rates vary. Reads the clock; replaces the model, and writes the rates, a buffer of
     each block.
