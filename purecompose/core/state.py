@@ -21,7 +21,7 @@ from purecompose.core.context import Context, Static
 from purecompose.core.layout import Splitter
 from purecompose.core.loss import scalars_of, taken_apart, with_scalars
 from purecompose.core.ranks import Regrad, Sharing
-from purecompose.nn.keyed.parts import Part
+from purecompose.nn.keyed.parts import CURRENT
 from purecompose.nn.model import Model, from_module
 from purecompose.nn.modes import warn_of_idle_parts
 from purecompose.nn.network import call_model, warn_of_dropped
@@ -481,7 +481,7 @@ class State:
 
     def run_model(self, inputs: Any, *, train: bool, rng_name: str | None = None) -> tuple[Any, dict[str, Tensor]]:
         """Return the network's outputs, and the buffers after the pass. `rng_name` is the `name` of `forward`."""
-        part = Part.current() if rng_name is None else None
+        part = CURRENT.get() if rng_name is None else None
         name = rng_name or (".state.forward" if part is None else part.next_pass())
 
         def rng() -> random.Rng:

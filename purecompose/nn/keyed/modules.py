@@ -32,7 +32,7 @@ from purecompose._support.checks import shown
 from purecompose._support.functorch import is_transforming
 from purecompose.nn.keyed.functions import FUNCTIONS
 from purecompose.nn.keyed.layers import LAYERS
-from purecompose.nn.keyed.parts import Part
+from purecompose.nn.keyed.parts import CURRENT, Part, running
 from purecompose.nn.keyed.scope import Handler, Scope, UnkeyedRandomError, unkeyed
 from purecompose.nn.skeleton import replay
 from purecompose.random.keys import Rng
@@ -204,7 +204,7 @@ def _innermost() -> Keyed | None:
 def _replayable(fn: Callable[..., Any], scope: Keyed | None) -> Callable[..., Any]:
     """Return `fn` such that its first call draws in `scope`, and later calls draw the same numbers in new scopes."""
     start = 0 if scope is None else scope.draws
-    part = Part.current()
+    part = CURRENT.get()
     num_passes = 0 if part is None else part.num_passes
     # Without gradients nothing is recomputed.
     bound_again = replay() if torch.is_grad_enabled() else nullcontext
@@ -212,26 +212,19 @@ def _replayable(fn: Callable[..., Any], scope: Keyed | None) -> Callable[..., An
 
     def replayable(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_first
+        # In the region, a part of its own counts on, so that the recomputation can begin from the same number.
+        region = None if part is None else Part(part.name, num_passes)
         if not is_first:
-            region = nullcontext() if part is None else Part(part.name, num_passes)
-            with bound_again(), region, nullcontext() if scope is None else _from(scope, start):
+            with bound_again(), running(region), nullcontext() if scope is None else _from(scope, start):
                 return fn(*args, **kwargs)
         is_first = False
-        with _replayable_in(part), nullcontext() if scope is None else scope.replayable():
-            return fn(*args, **kwargs)
+        with running(region), nullcontext() if scope is None else scope.replayable():
+            result = fn(*args, **kwargs)
+        if part is not None and region is not None:
+            part.num_passes = region.num_passes
+        return result
 
     return replayable
-
-
-@contextmanager
-def _replayable_in(part: Part | None) -> Iterator[None]:
-    """Return a scope whose forward passes continue the numbers of a part, and can be replayed."""
-    if part is None:
-        yield
-        return
-    with Part(part.name, part.num_passes) as region:
-        yield
-    part.num_passes = region.num_passes
 
 
 def _from(scope: Keyed, start: int) -> Keyed:

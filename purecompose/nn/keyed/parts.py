@@ -6,40 +6,29 @@ each time the part runs: in every slice, in `state.gradient`, and when it is tra
 
 from __future__ import annotations
 
-from contextvars import ContextVar, Token
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from purecompose.nn.keyed.scope import is_under_foreign_checkpoint, top_hooks, unkeyed
 
 
-__all__ = ["Part"]
+__all__ = ["CURRENT", "Part", "running"]
 
 
 class Part:
-    """A context manager that numbers the forward passes within it.
+    """A part that begins to run; the forward passes in it are counted while `CURRENT` holds it.
 
     Attributes:
         name: Name of the draws of its first pass.
         num_passes: Number of passes so far.
     """
 
-    __slots__ = ("_hooks", "_token", "name", "num_passes")
+    __slots__ = ("_hooks", "name", "num_passes")
 
     def __init__(self, name: str, num_passes: int = 0) -> None:
         self.name, self.num_passes = name, num_passes
-
-    def __enter__(self) -> Part:
         self._hooks = top_hooks()
-        self._token: Token[Part | None] = _CURRENT.set(self)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        _CURRENT.reset(self._token)
-
-    @staticmethod
-    def current() -> Part | None:
-        """Return the innermost part that is running."""
-        return _CURRENT.get()
 
     def next_pass(self) -> str:
         """Return the name of the next pass's draws."""
@@ -55,4 +44,15 @@ class Part:
             raise unkeyed("state.forward", why, advice)
 
 
-_CURRENT: ContextVar[Part | None] = ContextVar("part", default=None)
+CURRENT: ContextVar[Part | None] = ContextVar("part", default=None)
+"""The innermost part that is running."""
+
+
+@contextmanager
+def running(part: Part | None) -> Iterator[None]:
+    """Return a scope in which this is the current part."""
+    token = CURRENT.set(part)
+    try:
+        yield
+    finally:
+        CURRENT.reset(token)
