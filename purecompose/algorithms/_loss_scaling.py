@@ -27,6 +27,8 @@ class LossScale(NamedTuple):
     """Number of consecutive finite steps since the scale last changed, 0-d int32; changes at BATCH_END."""
     is_finite: Tensor
     """True if all gradients of the running step have been finite so far, 0-d bool; True between steps."""
+    is_used: Tensor
+    """True if the running step has scaled a loss, 0-d bool; False between steps."""
 
 
 class _Scaled(NamedTuple):
@@ -92,8 +94,8 @@ def loss_scaling(
 
     Events: INIT (creates the slot and wraps the optimizer in one that can skip steps), BEFORE_BACKWARD, AFTER_BACKWARD,
     BATCH_END. Replaces `loss` from BEFORE_BACKWARD to AFTER_BACKWARD, and `grads`; adds `metrics[f"{name}/scale"]`, the
-    scale used in the step, and `metrics[f"{name}/skipped"]`, 1 if its gradients were skipped, else 0. Remembers a
-    `LossScale` in `slots[name]`.
+    scale used in the step, 1 in a program without these events, and `metrics[f"{name}/skipped"]`, 1 if its gradients
+    were skipped, else 0. Remembers a `LossScale` in `slots[name]`.
 
     Regardless of its place in the list, the default passes run it last at BEFORE_BACKWARD, so that it scales all
     changes of other methods to the loss, and first at AFTER_BACKWARD, so that no other method sees scaled gradients
@@ -144,8 +146,9 @@ def loss_scaling(
         own, grads = state.slots[name], state.grads or {}
         is_finite = own.is_finite & all_finite(grads.values()) if grads else own.is_finite
         scale, good_steps = next_scale(own.scale, own.good_steps, is_finite, **settings)
-        new = LossScale(scale, good_steps, torch.ones_like(own.is_finite))
-        metrics = {**state.metrics, f"{name}/scale": own.scale, f"{name}/skipped": (~is_finite).to(torch.float32)}
+        new = LossScale(scale, good_steps, torch.ones_like(own.is_finite), torch.zeros_like(own.is_used))
+        used = torch.where(own.is_used, own.scale, 1.0)
+        metrics = {**state.metrics, f"{name}/scale": used, f"{name}/skipped": (~is_finite).to(torch.float32)}
         return state.replace(slots={**state.slots, name: new}, metrics=metrics)
 
     is_neutral = init_scale == settings["growth_factor"] == settings["backoff_factor"] == 1
@@ -165,6 +168,7 @@ def _initialised(state: State, name: str, init_scale: float) -> State:
         torch.full((), init_scale, dtype=torch.float32, device=state.device),
         torch.zeros((), dtype=torch.int32, device=state.device),
         torch.ones((), dtype=torch.bool, device=state.device),
+        torch.zeros((), dtype=torch.bool, device=state.device),
     )
     return state.replace(slots={**state.slots, name: own}, optimizer=guarded(state.optimizer))
 
@@ -182,6 +186,6 @@ def _unscaled(state: State, name: str) -> State:
         return state
     is_finite = all_finite(state.grads.values())
     scale = torch.where(is_finite, slot.own.scale, torch.nan)
-    own = slot.own._replace(is_finite=slot.own.is_finite & is_finite)
+    own = slot.own._replace(is_finite=slot.own.is_finite & is_finite, is_used=torch.ones_like(slot.own.is_used))
     grads = {key: grad / scale for key, grad in state.grads.items()}
     return state.replace(loss=slot.loss, grads=grads, slots={**state.slots, name: own})

@@ -450,9 +450,10 @@ def compose(
             AFTER_TRAIN_BATCH and a method that collects gradients.
 
     Warns:
-        UserWarning: An algorithm acts at an event of a training step which the program lacks. In the first step: the
-            program has a `Grad` and no `update`, and no parameter has changed; it trains, draws and has no `advance`;
-            or an algorithm replaces gradients that another one has edited at the same event.
+        UserWarning: An algorithm acts at an event of a training step which the program lacks, or batches are to be cut
+            and the program has no `Microbatches`. In the first step: the program has a `Grad` and no `update`, and no
+            parameter has changed; it trains, draws and has no `advance`; or an algorithm replaces gradients that
+            another one has edited at the same event.
 
     Example:
         >>> from purecompose import loop_events
@@ -473,6 +474,13 @@ def compose(
     if not any(event.is_eval or event.is_predict for event in step.events):
         for line in lacking_events(chosen, step.events):
             warn(f"{line}: it does nothing there. Put the event into the program; loop_events has all of them")
+    scopes = {type(node) for node in walk(nodes) if isinstance(node, Scope)}
+    if cut.may_slice and scopes == {Grad}:
+        number = f"microbatches={microbatches}" if microbatch_size is None else f"microbatch_size={microbatch_size}"
+        warn(
+            f"compose({number}) sets the slices of Microbatches, which the program does not have: batches are not cut. "
+            "Put the Grad into one, Microbatches(Grad(...), Event.AFTER_BACKWARD)"
+        )
     return step
 
 

@@ -139,7 +139,9 @@ def test_a_step_that_overflows_only_changes_the_time_and_the_scale(value):
     after = step(before, broken(value=value))
     assert tree.equal((before.params, before.opt_state), (after.params, after.opt_state))
     assert after.timestamp.batch == 2
-    expected = LossScale(torch.tensor(2.0**15), torch.tensor(0, dtype=torch.int32), torch.tensor(True))
+    expected = LossScale(
+        torch.tensor(2.0**15), torch.tensor(0, dtype=torch.int32), torch.tensor(True), torch.tensor(False)
+    )
     assert tree.equal(after.slots["loss_scaling"], expected)
 
 
@@ -339,6 +341,14 @@ def test_an_optimizer_put_in_after_init_is_refused():
     state = step.init(helpers.make_state()).replace(optimizer=optim.sgd(0.1))
     with pytest.raises(RuntimeError, match=r"expected the optimizer that INIT has wrapped.* got sgd"):
         step(state, BATCH)
+
+
+@pytest.mark.filterwarnings("ignore:loss_scaling acts at .*, which the program does not have")
+def test_a_program_that_scales_no_loss_reports_no_scale():
+    program = (pc.loop.Grad(pc.loop.forward, pc.loop.loss), pc.loop.update, pc.loop.advance, Event.BATCH_END)
+    step = compose(program, [loss_scaling()])
+    state = step(step.init(helpers.make_state(precision="fp16")), BATCH)
+    assert state.metrics["loss_scaling/scale"] == 1
 
 
 @pytest.mark.filterwarnings("ignore:loss_scaling acts at .*, which the program does not have")

@@ -457,3 +457,12 @@ def test_an_error_in_a_stage_names_its_argument() -> None:
     with pytest.raises(ValueError) as caught:
         compose([fails, advance])(make_state(), make_batch())
     assert caught.value.__notes__ == ["in the stage fails, with batch tuple(float32[8, 4], int64[8])"]
+
+
+@pytest.mark.parametrize("cut", [{"microbatches": 4}, {"microbatch_size": 2}])
+def test_cutting_batches_that_the_program_leaves_whole_is_reported(cut):
+    program = [Event.BATCH_START, pc.loop.Grad(pc.loop.forward, pc.loop.loss), pc.loop.update, pc.loop.advance]
+    with pytest.warns(UserWarning, match=rf"{next(iter(cut))}=.\) sets the slices of Microbatches, which the program"):
+        compose(program, **cut)
+    compose(pc.loop.eval_events, **cut)
+    compose([*program[:1], pc.loop.Microbatches(*program[1:2]), *program[2:]], **cut)

@@ -316,6 +316,7 @@ PLAIN = Grad(pc.loop.forward, pc.loop.loss)
     ids=repr,
 )
 @pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.filterwarnings("ignore:.* which the program does not have")
 def test_no_update_applies_a_gradient_twice_wherever_it_is_placed(program, k):
     # An edit replaces the tensors of the gradients but does not make them new gradients.
     doubled = changing("double", Event.AFTER_TRAIN_BATCH, double_gradients)
