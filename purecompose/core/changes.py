@@ -57,15 +57,16 @@ def translated(changes: Mapping[str, Any], fields: Collection[str], static: Stat
     return found
 
 
-def as_hparams(values: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
+def as_hparams(values: Mapping[str, Any], key: Tensor, device: torch.device) -> Mapping[str, Any]:
     """Return named scalars as tensors: numbers become 0-d float32.
 
     Raises:
-        TypeError: A value is neither a number nor a tensor.
+        TypeError: A value is neither a number nor a tensor, or in a single state, with one key, a tensor is not 0-d.
     """
-    if all(isinstance(value, Tensor) for value in values.values()):
+    num_dims = key.ndim - 1  # a population has a key for each member
+    if all(isinstance(value, Tensor) and value.ndim <= num_dims for value in values.values()):
         return values
-    return {name: _scalar(name, value, device) for name, value in values.items()}
+    return {name: _scalar(name, value, num_dims, device) for name, value in values.items()}
 
 
 def check_trainable(names: Iterable[str], params: Mapping[str, Tensor]) -> None:
@@ -118,14 +119,15 @@ def check_params(given: Any, own: Mapping[str, Tensor], *, is_other_model: bool)
     )
 
 
-def _scalar(name: str, value: Any, device: torch.device) -> Tensor:
-    if isinstance(value, Tensor):
+def _scalar(name: str, value: Any, num_dims: int, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor) and value.ndim <= num_dims:
         return value
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return torch.full((), float(value), dtype=torch.float32, device=device)
     raise TypeError(
         f"hparams[{name!r}]: expected a number or a 0-d tensor, got {shown(value)}; a population's has a row for each "
-        "member, torch.tensor([0.1, 0.2])"
+        "member, torch.tensor([0.1, 0.2]). For one of each parameter, name several in the optimizer's groups, as in "
+        "sgd(0.1, groups={'0.weight': {'lr': hparam('lr.0.weight', 0.1)}})"
     )
 
 

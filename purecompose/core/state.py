@@ -289,7 +289,8 @@ class State:
         frozen ones keep theirs, unless there was no step yet.
 
         Raises:
-            TypeError: No field has that name, or an hparam is neither a number nor a tensor.
+            TypeError: No field has that name, or an hparam is neither a number nor a tensor of shape (), or (n,) in
+                the stacked states of n members.
             ValueError: A name or pattern in `frozen` matches no parameter, `frozen` leaves out a parameter that is not
                 floating point, or `params` has other names than the model's.
 
@@ -310,7 +311,7 @@ class State:
         if params is not None and (type(params) is not dict or params.keys() != self.params.keys()):
             check_params(params, self.params, is_other_model="static" in changes)
         if "hparams" in changes:
-            changes["hparams"] = as_hparams(changes["hparams"], self.device)
+            changes["hparams"] = as_hparams(changes["hparams"], changes.get("key", self.key), self.device)
         # This is called ten times a step: `|=` copies faster than `update` or the constructor.
         successor = object.__new__(State)
         values = successor.__dict__

@@ -37,6 +37,9 @@ OPTIMIZERS = {
         weight_decay=hparam("decay", 0.05),
     ),
     "adamw": optim.adamw(hparam("lr", 0.05), eps=1e-3, weight_decay=hparam("decay", 0.05)),
+    "sgd, biases by themselves": optim.sgd(
+        hparam("lr", 0.2), weight_decay=hparam("decay", 0.05), groups={"*.bias": {"lr": hparam("lr.bias", 0.3)}}
+    ),
 }
 
 

@@ -25,6 +25,7 @@ from purecompose.surgery.weights import to_module
 from purecompose.time import RunLength, Timestamp
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
+from purecompose.transforms.population import stack_states
 
 
 class Net(nn.Module):
@@ -602,8 +603,15 @@ def test_numbers_among_hparams_become_tensors():
     state = start(optimizer=optim.sgd(schedule.hparam("lr", 0.1))).replace(hparams={"lr": 0.5})
     assert state.hparams["lr"].dtype == torch.float32 and state.hparams["lr"].shape == ()
     assert step(state, batch()).hparams["lr"].item() == 0.5
-    with pytest.raises(TypeError, match=r"hparams\['lr'\]: expected a number or a 0-d tensor, got \[0.1, 0.2\]"):
-        state.replace(hparams={"lr": [0.1, 0.2]})
+    for value, shown in (
+        ([0.1, 0.2], r"\[0.1, 0.2\]"),
+        (torch.tensor([0.1, 0.2]), r"a torch.float32 tensor of shape \(2,\)"),
+        ({"0.weight": torch.tensor(0.1)}, r"\{.*\}.*For one of each parameter, name several .*groups"),
+    ):
+        with pytest.raises(TypeError, match=rf"hparams\['lr'\]: expected a number or a 0-d tensor, got {shown}"):
+            state.replace(hparams={"lr": value})
+    two = stack_states([state, state])
+    assert two.replace(hparams={"lr": torch.tensor([0.1, 0.2])}).hparams["lr"].shape == (2,)
 
 
 def test_schedules_and_gradients_outside_a_step_are_an_error():
