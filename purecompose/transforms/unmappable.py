@@ -35,7 +35,7 @@ _REFUSED = (
     (
         "dynamic shape",
         "a result's shape depends on numbers (a boolean mask, nonzero, unique), which differ among members",
-        "Multiply by the mask, or choose with torch.where",
+        "Multiply by the mask, choose with torch.where, or prepare indices and self-loops of graphs in the data",
     ),
     (
         r"in-?place arithmetic|output with shape \[(.*)\] doesn't match the broadcast shape \[\d+, \1\]",

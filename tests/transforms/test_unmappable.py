@@ -35,7 +35,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "item": (lambda: Layer(lambda x: x.mean().item()), "a number is read.*'1' .Layer.*torch.where"),
     "if": (lambda: Layer(lambda x: 1 if x.sum() > 0 else 2), "a number is read.*'1' .Layer.*torch.where"),
     "mask": (lambda: Layer(lambda x: x[x > 0].sum()), "shape depends on numbers.*'1' .Layer.*Multiply by the mask"),
-    "nonzero": (lambda: Layer(lambda x: x.nonzero().sum()), "shape depends on numbers.*'1' .Layer"),
+    "nonzero": (lambda: Layer(lambda x: x.nonzero().sum()), "shape depends on numbers.*'1' .Layer.*in the data"),
     "in place": (lambda: Layer(lambda x: torch.zeros(8, 3).add_(x)), "all members share.*'1' .Layer.*new_zeros"),
     "numpy": (lambda: Layer(lambda x: x.detach().numpy().sum()), "memory is read.*'1' .Layer.*Compute with torch"),
     "function": (lambda: Layer(Doubling.apply), "autograd.Function cannot.*'1' .Layer.*generate_vmap_rule"),

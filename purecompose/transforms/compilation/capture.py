@@ -324,7 +324,8 @@ def explained() -> Iterator[None]:
         raise TraceError(
             f"a step cannot be compiled {notes[-1] if notes else 'here'}: {_what(error)}, at {line_of(error)}"
             f"{layer_of(error)}. While a step is compiled, tensors have no numbers: choose with torch.where, keep "
-            "shapes fixed, read time from state.clock as a tensor; or make the algorithm a host one (host=True)"
+            "shapes fixed (prepare indices, masks and self-loops of graphs in the data), read time from state.clock as "
+            "a tensor; or make the algorithm a host one (host=True)"
             f"{FALLBACK_ADVICE}"
         ) from error
 
