@@ -5,7 +5,7 @@ from typing import Any
 
 from purecompose._support.checks import check_whole
 from purecompose._support.warnings import warn
-from purecompose.algorithms._parts.checks import checked_patterns
+from purecompose.algorithms._parts.checks import checked_patterns, checked_where
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.optim.checks import checked_scalar, match_or_raise
@@ -26,6 +26,7 @@ def decoupled_weight_decay(
     min_dims: int = 0,
     exclude: Sequence[str] = (),
     *,
+    where: str | Sequence[str] | None = None,
     name: str = "decoupled_weight_decay",
 ) -> Algorithm:
     """Shrink each weight by a share in every step.
@@ -48,6 +49,7 @@ def decoupled_weight_decay(
             It equals the weight decay of `torch.optim.AdamW` times the learning rate.
         min_dims: The least number of dimensions of parameters that decay: 2 excludes biases and the scales of norms.
         exclude: Patterns (`fnmatch`) of names of other parameters that do not decay, such as `("embedding.*",)`.
+        where: Pattern or patterns of the names of parameters that decay, such as "student.*"; by default all.
         name: Name of the algorithm.
 
     Raises:
@@ -66,7 +68,9 @@ def decoupled_weight_decay(
     """
     weight_decay = checked_scalar(weight_decay, "decoupled_weight_decay: weight_decay", below=1.0)
     check_whole(min_dims, "decoupled_weight_decay: min_dims", 0)
-    rule = DecayRule(name, weight_decay, min_dims, checked_patterns(exclude, "decoupled_weight_decay: exclude"))
+    chosen = checked_where(where, "decoupled_weight_decay: where")
+    excluded = checked_patterns(exclude, "decoupled_weight_decay: exclude")
+    rule = DecayRule(name, weight_decay, min_dims, excluded, chosen or ("*",))
 
     def with_rule(optimizer: Any) -> Any:
         if not isinstance(optimizer, Decaying):
@@ -75,20 +79,23 @@ def decoupled_weight_decay(
 
     def apply(event: Event, state: State) -> State:
         del event
-        for pattern in rule.exclude:
-            match_or_raise(pattern, state.params, f"{name}: exclude: {pattern!r}")
+        for role, patterns in (("where", chosen or ()), ("exclude", excluded)):
+            for pattern in patterns:
+                match_or_raise(pattern, state.params, f"{name}: {role}: {pattern!r}")
         for leaf in leaves(state.optimizer):
             _warn_of_settings(rule, leaf)
         return state.replace(optimizer=map_leaves(with_rule, state.optimizer, up_to=Decaying))
 
     config: dict[str, Any] = {"weight_decay": weight_decay, "min_dims": min_dims}
+    config |= {"exclude": excluded} if excluded else {}
+    config |= {} if chosen is None else {"where": chosen}
     match = NEVER if weight_decay == 0.0 else on(Event.INIT)
     return Algorithm(
         name,
         match,
         apply,
         runs_after=(Trait.REQUIRED_ON_LOAD,),  # so that names are those of the final network
-        config={**config, "exclude": rule.exclude} if rule.exclude else config,
+        config=config,
     )
 
 

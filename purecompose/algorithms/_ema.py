@@ -9,7 +9,7 @@ from torch import Tensor
 from purecompose._support.checks import check_number
 from purecompose._support.device import as_scalar
 from purecompose.algorithms._parts.averages import Measure, between, counters, measure, turns
-from purecompose.algorithms._parts.checks import checked_patterns
+from purecompose.algorithms._parts.checks import checked_patterns, checked_where
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.nn.model import STATISTICS
@@ -68,6 +68,7 @@ def ema(
     start: TimeLike | float = 0.0,
     every: TimeLike | None = None,
     buffers: Sequence[str] = STATISTICS,
+    where: str | Sequence[str] | None = None,
     name: str = "ema",
 ) -> Algorithm:
     """Average the weights for evaluation and export.
@@ -96,12 +97,14 @@ def ema(
             iterations are evaluated inside the step, which costs an update in every batch.
         buffers: Patterns (`fnmatch`) of the names of buffers to average; by default running means and variances.
             `("*",)` averages all floating buffers, `()` none.
+        where: Pattern or patterns of the names of parameters and buffers to average, such as "student.*"; by default
+            all. The others are those of the live network.
         name: Name of the algorithm, of its slot, and of the weights for `to_module`.
 
     Raises:
         TypeError, ValueError: A setting of the wrong type or out of range, or both half-life and smoothing. At INIT: a
-            pattern that matches no floating buffer. In the step: an interval or a start that cannot be determined in
-            this run.
+            pattern that matches no floating buffer, or in `where` no trainable parameter. In the step: an interval or a
+            start that cannot be determined in this run.
 
     Example:
         >>> ema("100ba")
@@ -123,7 +126,7 @@ def ema(
     else:
         pace = check_number(smoothing, "ema: smoothing", 0, 1)
     start = named_point(start, "ema: start")
-    patterns = checked_patterns(buffers, "ema: buffers")
+    patterns, chosen = checked_patterns(buffers, "ema: buffers"), checked_where(where, "ema: where")
     taking = turns("1ba" if every is None else every, start, "ema: every", is_counted_anew=False)
 
     def apply(event: Event, state: State) -> State:
@@ -132,7 +135,9 @@ def ema(
                 floating = [key for key, buffer in state.buffers.items() if buffer.is_floating_point()]
                 for pattern in patterns:
                     match_or_raise(pattern, floating, f"{name}: buffers: {pattern!r}", "floating buffer")
-            averages = Averages.empty(state, patterns)
+            for pattern in chosen or ():
+                match_or_raise(pattern, state.context.trainable, f"{name}: where: {pattern!r}", "trainable parameter")
+            averages = Averages.empty(state, patterns, chosen or ("*",))
             never = torch.zeros(4, dtype=torch.float64, device=state.device)
             return state.replace(slots={**state.slots, name: EmaState(averages, never, never.clone())})
         if event is not Event.BATCH_END:
@@ -153,13 +158,15 @@ def ema(
 
     setting = "half_life" if isinstance(pace, Measure) else "smoothing"
     config = {setting: pace, "start": str(start), "every": taking.setting}
+    config |= {} if patterns == STATISTICS else {"buffers": patterns}
+    config |= {} if chosen is None else {"where": chosen}
     return Algorithm(
         name,
         on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | on(Event.BATCH_END) & taking.match,
         apply,
         traits=frozenset({Trait.AVERAGES_WEIGHTS}),
         runs_after=(Trait.REQUIRED_ON_LOAD,),
-        config=config if patterns == STATISTICS else {**config, "buffers": patterns},
+        config=config,
     )
 
 

@@ -3,13 +3,14 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.checks import check_number
-from purecompose.algorithms._parts.checks import check_one_of, check_scalar, checked_patterns
+from purecompose.algorithms._parts.checks import check_one_of, check_scalar, checked_patterns, checked_where
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.optim.checks import match_or_raise, matched
@@ -104,6 +105,7 @@ def gradient_clipping(
     clipping_type: str,
     clipping_threshold: Scalar,
     *,
+    where: str | Sequence[str] | None = None,
     exclude: Sequence[str] = (),
     name: str = "gradient_clipping",
 ) -> Algorithm:
@@ -135,7 +137,9 @@ def gradient_clipping(
             be given: the default of an hparam is checked to be at least 0; later values are not. Common values are 0.1
             to 2 for "norm", 15 for "value" and 0.01 for "adaptive" with batches of 1024 to 4096, up to 0.16 with
             smaller ones.
-        exclude: Patterns (`fnmatch`) of the names of parameters whose gradients are not clipped and not included in the
+        where: Pattern or patterns (`fnmatch`) of the names of parameters whose gradients are clipped, such as
+            "student.*", and of which the norm is taken; by default all.
+        exclude: Patterns of the names of parameters whose gradients are not clipped and not included in the
             norm, such as `("head.*",)`.
         name: Name of the algorithm.
 
@@ -158,19 +162,20 @@ def gradient_clipping(
     """
     check_one_of(clipping_type, "gradient_clipping: clipping_type", ("norm", "value", "adaptive"))
     is_neutral = isinstance(clipping_threshold, float) and clipping_threshold == math.inf
-    where, hint = "gradient_clipping: clipping_threshold", "infinity clips nothing"
+    setting, hint = "gradient_clipping: clipping_threshold", "infinity clips nothing"
     if isinstance(clipping_threshold, (Hparam, Product, Schedule)):
-        check_scalar(clipping_threshold, where, 0, hint=hint)
+        check_scalar(clipping_threshold, setting, 0, hint=hint)
     elif not is_neutral:
-        check_number(clipping_threshold, where, 0, above=True, hint=hint)
+        check_number(clipping_threshold, setting, 0, above=True, hint=hint)
     patterns = checked_patterns(exclude, "gradient_clipping: exclude")
+    included = checked_where(where, "gradient_clipping: where")
 
     def apply(event: Event, state: State) -> State:
         del event
         if not state.grads:
             return state
-        excluded = _excluded(name, patterns, tuple(state.params))
-        chosen = {key: grad for key, grad in state.grads.items() if key not in excluded}
+        names = _chosen(name, included, patterns, tuple(state.params))
+        chosen = {key: grad for key, grad in state.grads.items() if key in names}
         threshold = state.scalar(clipping_threshold)
         if clipping_type == "norm":
             clipped = clip_by_norm(chosen, threshold)
@@ -180,7 +185,8 @@ def gradient_clipping(
             clipped = clip_adaptively(chosen, state.params, threshold)
         return state.replace(grads={**state.grads, **clipped})
 
-    config = {"clipping_type": clipping_type, "clipping_threshold": clipping_threshold}
+    config: dict[str, Any] = {"clipping_type": clipping_type, "clipping_threshold": clipping_threshold}
+    config |= {} if included is None else {"where": included}
     return Algorithm(
         name,
         NEVER if is_neutral else on(Event.AFTER_TRAIN_BATCH),
@@ -198,8 +204,11 @@ def _unit_norm(tensor: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _excluded(name: str, patterns: tuple[str, ...], names: tuple[str, ...]) -> frozenset[str]:
-    """Return the names of the parameters that are not clipped."""
-    for pattern in patterns:
-        match_or_raise(pattern, names, f"{name}: exclude: {pattern!r}")
-    return matched(patterns, names)
+def _chosen(
+    name: str, where: tuple[str, ...] | None, exclude: tuple[str, ...], names: tuple[str, ...]
+) -> frozenset[str]:
+    """Return the names of the parameters that are clipped."""
+    for role, patterns in (("where", where or ()), ("exclude", exclude)):
+        for pattern in patterns:
+            match_or_raise(pattern, names, f"{name}: {role}: {pattern!r}")
+    return matched(("*",) if where is None else where, names) - matched(exclude, names)

@@ -2,16 +2,18 @@
 
 import functools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from purecompose._support.checks import check_number, check_whole
+from purecompose.algorithms._parts.checks import checked_where
 from purecompose.algorithms._parts.reports import reported
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.state import State
 from purecompose.nn.model import Model
+from purecompose.optim.checks import match_or_raise, matched
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, after, on
 
@@ -117,6 +119,7 @@ def layer_freezing(
     freeze_level: float = 1.0,
     *,
     num_stages: int | None = 8,
+    where: str | Sequence[str] | None = None,
     name: str = "layer_freezing",
 ) -> Algorithm:
     """Stop training layer after layer, starting at the input.
@@ -152,11 +155,13 @@ def layer_freezing(
         num_stages: The number of equal stages in which the share grows, at least 2. The first stage begins one stage
             length after `freeze_start`, and the last one at the end of the run. With `None` the share follows every
             batch: there are as many depths as layers, and a compiled step is compiled separately for each depth.
+        where: Pattern or patterns (`fnmatch`) of the names of parameters that are frozen in turn, such as "backbone.*";
+            by default all. n counts the layers that have such parameters.
         name: Name of the algorithm and prefix of its metrics.
 
     Raises:
         TypeError, ValueError: A setting of the wrong type or out of range. In the step: a run without a duration or
-            with a duration in seconds.
+            with a duration in seconds, or a pattern that matches no trainable parameter.
 
     Example:
         >>> layer_freezing(0.6, num_stages=4)
@@ -173,13 +178,14 @@ def layer_freezing(
     """
     _check_schedule("layer_freezing", freeze_start, freeze_level, num_stages)
     schedule = {"freeze_start": freeze_start, "freeze_level": freeze_level, "num_stages": num_stages}
+    patterns = checked_where(where, "layer_freezing: where")
 
     def apply(event: Event, state: State) -> State:
         del event
         elapsed = state.timestamp.elapsed()
         assert elapsed is not None, "the predicate requires a duration"
         share, context = frozen_share(elapsed, **schedule), state.context
-        layers = _first(_layers_of(context.model, context.frozen), share)
+        layers = _first(_layers_of(context.model, context.frozen, patterns, f"{name}: where"), share)
         state = reported(state, name, {"layers_frozen": len(layers), "percentage_frozen": share})
         return state.replace(paused=context.paused.union(*layers))
 
@@ -189,7 +195,7 @@ def layer_freezing(
         NEVER if is_neutral else on(Event.BATCH_START) & after(freeze_start),
         apply,
         host=True,
-        config=schedule,
+        config=schedule if patterns is None else {**schedule, "where": patterns},
     )
 
 
@@ -210,9 +216,18 @@ def _numbered(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 @functools.lru_cache(maxsize=8)
-def _layers_of(model: Model, frozen: frozenset[str]) -> tuple[tuple[str, ...], ...]:
+def _layers_of(
+    model: Model, frozen: frozenset[str], patterns: tuple[str, ...] | None, role: str
+) -> tuple[tuple[str, ...], ...]:
     """Return cached layers: this is called in every step, and walking through a large network takes time."""
-    return layers_of(model.module, frozen)
+    layers = layers_of(model.module, frozen)
+    if patterns is None:
+        return layers
+    names = tuple(name for layer in layers for name in layer)
+    for pattern in patterns:
+        match_or_raise(pattern, names, f"{role}: {pattern!r}", "trainable parameter")
+    chosen = matched(patterns, names)
+    return tuple(part for layer in layers if (part := tuple(name for name in layer if name in chosen)))
 
 
 def _first(layers: tuple[tuple[str, ...], ...], share: float) -> tuple[tuple[str, ...], ...]:

@@ -48,7 +48,8 @@ def low_precision_groupnorm(*, name: str = "low_precision_groupnorm") -> Algorit
     As in low-precision layer norm, input, weight and bias have autocast's dtype, and sums are in float32.
 
     Events: INIT, after all other methods, together with low-precision layer norm. Reads and replaces: the model only.
-    Under `precision="fp32"` and `"tf32"` it changes nothing, and warns.
+    Under `precision="fp32"` and `"tf32"` it changes nothing, and warns. Parts of the network without trainable
+    parameters are left alone.
 
     Args:
         name: Name of the algorithm.

@@ -29,13 +29,13 @@ class DecayRule(NamedTuple):
     """Smallest number of dimensions of a parameter that decays."""
     exclude: tuple[str, ...] = ()
     """Patterns (`fnmatch`) for the names of parameters that do not decay."""
+    where: tuple[str, ...] = ("*",)
+    """Patterns for the names of parameters that decay."""
 
     def held(self, names: tuple[str, ...], params: Mapping[str, Tensor]) -> list[str]:
         """Return the names of the parameters that decay."""
-        excluded = matched(self.exclude, names)
-        return [
-            name for name in names if name in params and params[name].ndim >= self.min_dims and name not in excluded
-        ]
+        chosen = matched(self.where, names) - matched(self.exclude, names)
+        return [name for name in names if name in params and params[name].ndim >= self.min_dims and name in chosen]
 
 
 @dataclass(frozen=True)

@@ -42,16 +42,23 @@ class Averages(NamedTuple):
     """Number of weights in the averages, 0-d int64; if 0, the averages are ignored."""
 
     @classmethod
-    def empty(cls, state: State, buffers: tuple[str, ...] = models.STATISTICS) -> "Averages":
+    def empty(
+        cls, state: State, buffers: tuple[str, ...] = models.STATISTICS, where: tuple[str, ...] = ("*",)
+    ) -> "Averages":
         """Return averages of no weights, with the names and shapes of a state's weights.
 
         Args:
             state: The state.
             buffers: Patterns (`fnmatch`) of the names of buffers to average; those that are not floating are left out.
+            where: Patterns of the names of parameters and buffers to average.
         """
-        trained = {name: torch.zeros_like(wide(state.params[name])) for name in state.context.trainable}
-        names = matched(buffers, tuple(name for name, one in state.buffers.items() if one.is_floating_point()))
-        averaged = {name: torch.zeros_like(wide(buffer)) for name, buffer in state.buffers.items() if name in names}
+        chosen = matched(where, (*state.context.trainable, *state.buffers))
+        floating = tuple(name for name, one in state.buffers.items() if name in chosen and one.is_floating_point())
+        params = {name: state.params[name] for name in state.context.trainable if name in chosen}
+        averaged = {name: state.buffers[name] for name in matched(buffers, floating)}
+        trained, averaged = (
+            {name: torch.zeros_like(wide(one)) for name, one in tensors.items()} for tensors in (params, averaged)
+        )
         return cls(trained, averaged, torch.zeros((), dtype=torch.int64, device=state.device))
 
 

@@ -1,4 +1,4 @@
-"""Parts of a network: methods leave frozen ones alone, and `where=` chooses others."""
+"""Parts of a network: methods on the model leave frozen ones alone, and `where=` chooses parts by name."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, loop_events, models
 from purecompose.algorithms.functional import apply_squeeze_excite
-from tests.helpers import make_state
+from tests.helpers import assert_same, make_batches, make_state
 
 
 class Distillation(nn.Module):
@@ -127,3 +127,95 @@ def test_a_network_without_trainable_parameters_is_changed_as_a_whole() -> None:
     assert "SqueezeExcite" in str(apply_squeeze_excite(0, net, 0.5, 1))
     state = make_state(net)
     assert part(begun(state, alg.weight_standardization()), "") != part(state, "")
+
+
+# Parameters by name
+
+
+class Two(nn.Module):
+    """Two players of one form, whose outputs are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.first(inputs) + self.second(inputs)
+
+
+def run(*methods: pc.Algorithm, num: int = 6) -> list[State]:
+    """Return the states after INIT and each batch."""
+    step = compose(loop_events, methods)
+    states = [step.init(make_state(Two(), optimizer=pc.optim.sgd(0.1), duration=f"{num}ba"))]
+    for batch in make_batches(num):
+        states.append(step(states[-1], batch))
+    return states
+
+
+def of(tensors: dict[str, Tensor], player: str) -> dict[str, Tensor]:
+    found = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{player}.")}
+    assert found
+    return found
+
+
+def test_only_chosen_parameters_and_statistics_are_averaged() -> None:
+    state = run(alg.ema("2ba", where="first.*"))[-1]
+    seen, whole = pc.with_weights(state, "ema"), pc.with_weights(run(alg.ema("2ba"))[-1], "ema")
+    for field in ("params", "buffers"):
+        live, mine = getattr(state, field), getattr(seen, field)
+        assert_same(of(mine, "first"), of(getattr(whole, field), "first"))
+        assert all(mine[name] is live[name] for name in of(live, "second"))
+    assert not torch.equal(seen.buffers["first.1.running_mean"], state.buffers["first.1.running_mean"])
+
+
+@pytest.mark.parametrize("kind", ["norm", "value", "adaptive"])
+def test_only_chosen_gradients_are_clipped(kind: str) -> None:
+    start, plain = run(num=1)
+    clipped = run(alg.gradient_clipping(kind, 1e-3, where="first.*"), num=1)[-1]
+    excluding = run(alg.gradient_clipping(kind, 1e-3, exclude=["second.*"]), num=1)[-1]
+    assert_same(clipped.params, excluding.params)
+    assert_same(of(clipped.params, "second"), of(plain.params, "second"))
+    moved = [clipped.params[name] - start.params[name] for name in of(start.params, "first")]
+    assert (
+        0
+        < pc.tree.global_norm(moved)
+        < pc.tree.global_norm([plain.params[name] - start.params[name] for name in of(start.params, "first")])
+    )
+
+
+def test_only_chosen_weights_decay() -> None:
+    decay = alg.decoupled_weight_decay
+    assert_same(run(decay(0.1, where="first.*"))[-1].params, run(decay(0.1, exclude=["second.*"]))[-1].params)
+    both = decay(0.1, where=["first.*", "second.0.*"], exclude=["first.*"])
+    assert_same(run(both)[-1].params, run(decay(0.1, where="second.0.*"))[-1].params)
+
+
+def test_only_chosen_layers_are_frozen_in_turn() -> None:
+    states = run(alg.layer_freezing(0.5, num_stages=2, where="second.*"), num=8)
+    assert states[-1].metrics["layer_freezing/layers_frozen"] == 1  # of three, of which the last one never is
+    weights = [name for name in states[-1].params if name.endswith("weight")]
+    assert [one for one in weights if torch.equal(states[-1].params[one], states[-2].params[one])] == [
+        "second.0.weight"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "pattern"),
+    [
+        (lambda where: alg.ema(where=where), "ema: where: 'third.*' matches no trainable parameter"),
+        (
+            lambda where: alg.gradient_clipping("norm", 1.0, where=where),
+            "gradient_clipping: where: 'third.*' matches no",
+        ),
+        (lambda where: alg.decoupled_weight_decay(where=where), "decoupled_weight_decay: where: 'third.*' matches no"),
+        (lambda where: alg.layer_freezing(0.1, where=where), "layer_freezing: where: 'third.*' matches no trainable"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_an_error(method: Any, pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        run(method("third.*"))
+    with pytest.raises(TypeError, match="where: expected patterns of names"):
+        method(3)
+    shown = repr(method("first.*"))
+    assert "where=('first.*',)" in shown and "where" not in repr(method(None))
