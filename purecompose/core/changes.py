@@ -80,29 +80,24 @@ def check_trainable(names: Iterable[str], params: Mapping[str, Tensor]) -> None:
 
 
 def memory_for(
-    optimizer: Any,
-    params: Mapping[str, Tensor],
-    opt_state: Any,
-    *,
-    frozen: frozenset[str],
-    dropped: frozenset[str],
-    num_members: int | None,
+    context: Context, params: Mapping[str, Tensor], opt_state: Any, *, is_new: bool, key: Tensor | None = None
 ) -> Any:
     """Return the optimizer's state after other parameters have been frozen, with memory for all that train now.
 
     Args:
-        optimizer: The optimizer.
+        context: The context, with the optimizer and the parameters that are frozen now.
         params: The parameters.
         opt_state: The optimizer's state before.
-        frozen: The names of the frozen parameters, which get no memory.
-        dropped: The names of those among them whose memory is dropped.
-        num_members: The number of members if the state is a population's.
+        is_new: True if frozen parameters need not keep their memory, because there was no step yet.
+        key: The state's key, from which a population is known by its members.
     """
-    names = {"frozen": frozen, "dropped": dropped, "num_members": None}
-    if num_members is not None:
-        parts = [tree.map(lambda leaf, i=i: leaf[i], (dict(params), opt_state)) for i in range(num_members)]
-        return tree.map(lambda *leaves: torch.stack(leaves), *[memory_for(optimizer, *part, **names) for part in parts])
-    return carried(optimizer, opt_state, params, {name: name for name in params if name not in dropped}, frozen)
+    if key is not None and key.ndim > 1:
+        members = [tree.map(lambda leaf, i=i: leaf[i], (dict(params), opt_state)) for i in range(len(key))]
+        return tree.map(
+            lambda *leaves: torch.stack(leaves), *[memory_for(context, *member, is_new=is_new) for member in members]
+        )
+    kept = {name: name for name in params if not (is_new and name in context.frozen)}
+    return carried(context.optimizer, opt_state, params, kept, context.frozen)
 
 
 def check_params(given: Any, own: Mapping[str, Tensor], *, is_other_model: bool) -> None:

@@ -4,7 +4,7 @@ Messages between them use `torch.distributed`, in the functional form that trace
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -202,6 +202,12 @@ class Regrad(Protocol):
     """The processes that share its batch, if there are several."""
 
     def __call__(self, params: dict[str, Tensor], sharing: Sharing = "all", /) -> tuple[dict[str, Tensor], Tensor]: ...
+
+    def of_losses(
+        self, of: Sequence[Callable[..., Tensor]], params: dict[str, Tensor], sharing: Sharing
+    ) -> list[tuple[dict[str, Tensor], Tensor]]:
+        """Return gradients and loss for each of several losses in place of the state's own."""
+        ...
 
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)

@@ -8,11 +8,13 @@ import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast, get_args
 
+import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses, tree
+from purecompose.core.context import Static
 from purecompose.core.contract import Contract
 from purecompose.core.coupling import check_passes_agree, with_whole_loss
 from purecompose.core.cut import Cut
@@ -218,7 +220,8 @@ class Grad(Scope):
             return Carry(after.state, after.used.difference(names), after.terms) if after.used else after
 
         is_host = any(lowered.is_host for lowered in inner)
-        return [Lowered(run if place.is_slice else repeatable(run), is_host=is_host, until_loss=until_loss(inner))]
+        operation = run if place.is_slice else repeatable(run, self.body)
+        return [Lowered(operation, is_host=is_host, until_loss=until_loss(inner))]
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -265,7 +268,7 @@ class Microbatches(Scope):
 
         def sliced(transform: Callable[[Operation], Operation]) -> Operation:
             if not is_cut:
-                return repeatable(with_own_gradients(body))
+                return repeatable(with_own_gradients(body), self.body)
             on_slice = transform(body)
             on_outputs, on_whole = (None, None) if to_loss is None else (transform(to_loss), transform(with_whole_loss))
 
@@ -274,7 +277,7 @@ class Microbatches(Scope):
                     carry = run_until_loss(on_outputs, on_whole, carry, purpose, cut)
                 return run_slices(on_slice, carry, purpose, cut, is_checked=to_loss is not None)
 
-            return run if place.is_shared else repeatable(with_own_gradients(run))
+            return run if place.is_shared else repeatable(with_own_gradients(run), self.body)
 
         return [
             Lowered(
@@ -320,10 +323,14 @@ class _Again:
     the next, and through `vmap`.
     """
 
-    def __init__(self, run_once: Operation, used: frozenset[str], ranks: Ranks | None, state: State) -> None:
-        self.run_once, self.used, self.ranks, self.state = run_once, used, ranks, state
+    def __init__(
+        self, run_once: Operation, used: frozenset[str], ranks: Ranks | None, has_loss: bool, state: State
+    ) -> None:
+        self.run_once, self.used, self.ranks, self.has_loss, self.state = run_once, used, ranks, has_loss, state
 
     def __call__(self, params: dict[str, Tensor], sharing: Sharing = "all") -> tuple[dict[str, Tensor], Tensor]:
+        if sharing not in get_args(Sharing):
+            raise ValueError(f"state.gradient: sharing={sharing!r}: expected 'all', 'own' or 'none'")
         carry = Carry(self.state.replace(params=params, grads=None), self.used)
         again = self.run_once(carry, Purpose(sharing, is_again=True)).state
         if again.grads is None or again.loss is None:
@@ -337,27 +344,58 @@ class _Again:
             )
         return again.grads, again.loss
 
+    def of_losses(
+        self, of: Sequence[Callable[..., Tensor]], params: dict[str, Tensor], sharing: Sharing
+    ) -> list[tuple[dict[str, Tensor], Tensor]]:
+        """Return gradients and loss for each of several losses in place of the state's own."""
+        if not self.has_loss:
+            raise RuntimeError(
+                "state.gradients(of=...): the program's last gradient is that of its own function, in which no other "
+                "loss can be put: its Grad needs the stage `loss`, or a Stage(..., sets_loss=True) that calls "
+                "state.context.loss"
+            )
+        found = []
+        for loss_fn in of:
+            losses.check_loss(loss_fn)
+            if isinstance(loss_fn, torch.nn.Module) and any(True for _ in loss_fn.parameters()):
+                raise ValueError(
+                    f"state.gradients(of=...): {type(loss_fn).__name__} has parameters, which are not in the state: only "
+                    "the state's own loss may have them"
+                )
+            context = self.state.context.replace(loss=loss_fn, loss_model=None)
+            static = Static(context, self.state.static.timestamp)
+            state = self.state.replace(static=static)
+            found.append(_Again(self.run_once, self.used, self.ranks, self.has_loss, state)(params, sharing))
+        names = dict.fromkeys(name for grads, _ in found for name in grads)
+        return [
+            ({name: grads[name] if name in grads else torch.zeros_like(params[name]) for name in names}, loss)
+            for grads, loss in found
+        ]
+
 
 tree.register_node(
     _Again,
-    lambda again: (("state",), (again.state,), (again.run_once, again.used, again.ranks)),
+    lambda again: (("state",), (again.state,), (again.run_once, again.used, again.ranks, again.has_loss)),
     lambda names, children, static: _Again(*static, *children),
 )
 
 
-def repeatable(run_once: Operation, ranks: Ranks | None = None) -> Operation:
+def repeatable(run_once: Operation, body: Program, ranks: Ranks | None = None) -> Operation:
     """Return an operation that also provides `state.gradient`, which runs it again at other parameters.
 
     Args:
         run_once: The part of a step that computes its gradient.
+        body: The nodes that it is lowered from.
         ranks: The processes that share the batch, if there are several.
     """
+
+    has_loss = any(isinstance(node, Stage) and node.sets_loss for node in walk(body))
 
     def run(carry: Carry, purpose: Purpose) -> Carry:
         if carry.state.regrad is not None:  # the gradient of an earlier part is not available within this one
             carry = carry._replace(state=carry.state.replace(regrad=None))
         end, used, terms = run_once(carry, purpose)
-        again = _Again(run_once, carry.used, ranks, carry.state)
+        again = _Again(run_once, carry.used, ranks, has_loss, carry.state)
         return Carry(end.replace(batch=carry.state.batch, regrad=again), used, terms)
 
     return run

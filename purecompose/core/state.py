@@ -8,7 +8,7 @@ so that states of different times and seeds can be mapped, stacked and subtracte
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -306,7 +306,13 @@ class State:
             if is_freezing:
                 check_trainable(changes["static"].context.trainable, changes.get("params", self.params))
                 if "opt_state" not in changes:
-                    changes["opt_state"] = self._memory_for(changes)
+                    changes["opt_state"] = memory_for(
+                        changes["static"].context,
+                        changes.get("params", self.params),
+                        self.opt_state,
+                        is_new=self.clock is None and self.timestamp.batch == 0,
+                        key=self.key,
+                    )
         params = changes.get("params")
         if params is not None and (type(params) is not dict or params.keys() != self.params.keys()):
             check_params(params, self.params, is_other_model="static" in changes)
@@ -318,17 +324,6 @@ class State:
         values |= self.__dict__
         values |= changes
         return successor
-
-    def _memory_for(self, changes: dict[str, Any]) -> Any:
-        context, is_new = changes["static"].context, self.clock is None and self.timestamp.batch == 0
-        return memory_for(
-            context.optimizer,
-            changes.get("params", self.params),
-            self.opt_state,
-            frozen=context.frozen,
-            dropped=context.frozen if is_new else frozenset(),
-            num_members=len(self.key) if self.key.ndim > 1 else None,
-        )
 
     def with_hparams(self, wanted: Iterable[Hparam]) -> "State":
         """Add the named scalars that the state lacks, with their defaults; existing ones keep their values.
@@ -437,9 +432,32 @@ class State:
         """
         if self.regrad is None:
             raise RuntimeError("state.gradient(params) works inside a step, at events after its gradient")
-        if sharing not in get_args(Sharing):
-            raise ValueError(f"state.gradient: sharing={sharing!r}: expected 'all', 'own' or 'none'")
         return self.regrad(params, sharing)
+
+    def gradients(
+        self, of: Sequence[Callable[..., Tensor]], params: dict[str, Tensor] | None = None, sharing: Sharing = "all"
+    ) -> list[tuple[dict[str, Tensor], Tensor]]:
+        """Return the running step's gradients of several losses, as for PCGrad: otherwise as `gradient` returns them.
+
+        Each loss takes the place of the state's own in the step's gradient, which is computed once for each, including
+        the forward pass. What algorithms add to the loss is added to each of them.
+
+        Args:
+            of: Losses `(outputs, targets) -> loss`, as for `State.create`; at least one.
+            params: All parameters by name; by default the state's.
+            sharing: See `gradient`.
+
+        Returns:
+            A pair for each loss: gradients and loss. All have the same parameters, with zeros for those that only other
+            losses reach.
+
+        Raises:
+            TypeError, ValueError: One of them is not a loss, or has parameters of its own.
+            RuntimeError: See `gradient`; or the program's gradient is not that of the stage `loss`.
+        """
+        if self.regrad is None:
+            raise RuntimeError("state.gradients(of=...) works inside a step, at events after its gradient")
+        return self.regrad.of_losses(of, self.params if params is None else params, sharing)
 
     def forward(self, inputs: Any, *, train: bool = False, name: str | None = None) -> Any:
         """Return the network's outputs for these inputs.

@@ -81,7 +81,7 @@ class Shared(Scope):
             def run(carry: Carry, purpose: Purpose) -> Carry:
                 return _run_shared(on_part, carry, purpose, ranks, wrt, is_checked=inner.sets_loss)
 
-            return repeatable(with_own_gradients(run), ranks)
+            return repeatable(with_own_gradients(run), self.body, ranks)
 
         return [inner._replace(run=with_slices(lambda body: body), with_slices=with_slices)]
 

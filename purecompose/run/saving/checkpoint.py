@@ -276,10 +276,8 @@ def template(index: Index, like: State) -> State:
         return like
     keys = {key for name in saved for key in name[len(_MEMORY) + 1 : -1].split("][")}
     without = frozenset(name for name in frozen if repr(name) not in keys)
-    num_members = len(like.key) if like.key.ndim > 1 else None
-    opt_state = memory_for(
-        like.optimizer, like.params, like.opt_state, frozen=without, dropped=without, num_members=num_members
-    )
+    held = like.context.replace(frozen=without)
+    opt_state = memory_for(held, like.params, like.opt_state, is_new=True, key=like.key)
     return like.replace(opt_state=opt_state)
 
 
