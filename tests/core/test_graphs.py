@@ -1,7 +1,6 @@
 """Batches of graphs and packed sequences: counted by themselves, and cut only by a splitter."""
 
-import copy
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -10,105 +9,13 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, batch as batches, compose, data, loop_events, optim
+from tests.graphs import GraphNet, make_graph, make_graph_state, own
 from tests.helpers import assert_same
-
-
-class Store:
-    """The tensors of a batch, and the record of how it was joined."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-        self._num_graphs, self._slice_dict = len(tensors["y"]), {"x": tensors["ptr"]}
-
-
-class Graphs:
-    """A stand-in for torch_geometric's `Batch`, with the part of its protocol that is used."""
-
-    def __init__(self, store: Store) -> None:
-        self.stores = [store]
-
-    @classmethod
-    def from_data_list(cls, graphs: list[dict[str, Tensor]]) -> Self:
-        sizes = torch.tensor([0, *[len(graph["x"]) for graph in graphs]])
-        ptr = sizes.cumsum(0)
-        edges = [graph["edge_index"] + first for graph, first in zip(graphs, ptr, strict=False)]
-        joined = {
-            "x": torch.cat([graph["x"] for graph in graphs]),
-            "edge_index": torch.cat(edges, 1),
-            "y": torch.cat([graph["y"] for graph in graphs]),
-            "batch": torch.arange(len(graphs)).repeat_interleave(sizes[1:]),
-            "ptr": ptr,
-        }
-        return cls(Store(joined))
-
-    @property
-    def num_graphs(self) -> int:
-        return vars(self.stores[0]).get("_num_graphs", self.ptr.numel() - 1)
-
-    def apply(self, fn: Any) -> Self:
-        store = self.stores[0]
-        store.tensors = {name: fn(tensor) for name, tensor in store.tensors.items()}
-        return self
-
-    def to_dict(self) -> dict[str, Tensor]:
-        return dict(self.stores[0].tensors)
-
-    def __call__(self) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        tensors = {} if name.startswith("_") else self.stores[0].tensors
-        if name not in tensors:
-            raise AttributeError(name)
-        return tensors[name]
-
-    def __copy__(self) -> Self:
-        return type(self)(copy.copy(self.stores[0]))
-
-    def __getitem__(self, part: slice) -> list[dict[str, Tensor]]:
-        return [self._graph(i) for i in range(self.num_graphs)[part]]
-
-    def _graph(self, i: int) -> dict[str, Tensor]:
-        rows = slice(self.ptr[i], self.ptr[i + 1])
-        edges = self.edge_index[:, self.batch[self.edge_index[0]] == i] - self.ptr[i]
-        return {"x": self.x[rows], "edge_index": edges, "y": self.y[i : i + 1]}
-
-
-def make_graph(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    num = 3 + seed % 4
-    edges = torch.randint(0, num, (2, 2 * num + seed % 3), generator=generator)
-    x = torch.randn(num, 4, generator=generator, dtype=torch.float64)
-    return {"x": x, "edge_index": edges, "y": torch.tensor([seed % 3])}
-
-
-def own(graphs: list[dict[str, Tensor]]) -> Any:
-    return Graphs.from_data_list(graphs)
 
 
 def geometric(graphs: list[dict[str, Tensor]]) -> Any:
     library = pytest.importorskip("torch_geometric.data")
     return library.Batch.from_data_list([library.Data(**graph) for graph in graphs])
-
-
-class GraphNet(nn.Module):
-    """One round of messages along the edges, and the sum over each graph's nodes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, graphs: Any) -> Tensor:
-        hidden = self.first(graphs.x)
-        source, target = graphs.edge_index
-        hidden = torch.tanh(hidden.index_add(0, target, hidden[source]))
-        return self.head(hidden.new_zeros(graphs.num_graphs, 8).index_add(0, graphs.batch, hidden))
-
-
-def make_state(**options: Any) -> State:
-    torch.manual_seed(0)
-    keys = {"input_field": batches.AS_ARGUMENT, "target_field": "y", "duration": "2ep"}
-    net = GraphNet().double()
-    return State.create(net, loss=pc.losses.cross_entropy, optimizer=optim.sgd(0.1), **{**keys, **options})
 
 
 def cut(graphs: Any, start: int, stop: int) -> Any:
@@ -142,7 +49,7 @@ def forms() -> dict[str, Any]:
 @pytest.mark.parametrize("form", forms())
 def test_graphs_train_as_in_torch(make: Any, form: str) -> None:
     step, options = forms()[form]
-    state = pc.fit(step, make_state(**options), [make(graphs) for graphs in GRAPHS], duration="1ep")
+    state = pc.fit(step, make_graph_state(**options), [make(graphs) for graphs in GRAPHS], duration="1ep")
     near = pc.tree.differences(state.params, torch_params(make), tolerance=1e-12)
     assert list(map(str, near)) == []
     assert state.timestamp.sample == 13
@@ -162,7 +69,7 @@ def test_graphs_train_as_in_torch(make: Any, form: str) -> None:
 )
 def test_what_takes_rows_for_graphs_is_refused(make: Any, step: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        step(step.init(make_state()), make(GRAPHS[0]))
+        step(step.init(make_graph_state()), make(GRAPHS[0]))
 
 
 @pytest.mark.parametrize("make", [own, geometric])

@@ -8,7 +8,7 @@ import contextlib
 import importlib
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -29,7 +29,7 @@ from purecompose.core.context import Static
 from purecompose.core.operation import NO_PURPOSE, Carry, Operation
 from purecompose.core.state import State, fields_where
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source, Writes
-from purecompose.transforms.compilation.sizes import OPEN_FIELDS, Size, size_of
+from purecompose.transforms.compilation.sizes import OPEN_FIELDS, Sizes
 from purecompose.transforms.signature import Signature, Spec
 
 
@@ -61,8 +61,8 @@ class Captured(NamedTuple):
     """Indices of the results that share memory with donated buffers; they are copied before they leave the step."""
     used: frozenset[str]
     """Names of the gradients that updates have applied by the end."""
-    size: Size | None = None
-    """Symbolic number of examples, if it is left open."""
+    sizes: Sizes | None = None
+    """Symbolic sizes, if some are left open."""
     writes_buffers: bool = False
     """True if it writes all donated fields into the buffers."""
 
@@ -96,23 +96,25 @@ def state_of(static: Static, reader: Any, fields: Mapping[str, Any] | None = Non
     return state
 
 
-def capture(body: Operation, boundary: Boundary, *, is_last: bool = False, is_open: bool = False) -> Captured:
+def capture(
+    body: Operation, boundary: Boundary, *, is_last: bool = False, dynamic: "bool | Literal['all']" = False
+) -> Captured:
     """Trace a part of a step.
 
     Args:
         body: The part.
         boundary: The incoming state. If its fields are in donated buffers, the last part writes there.
         is_last: True if the step ends here: temporary fields are left out.
-        is_open: True to leave the number of examples open.
+        dynamic: True to leave the number of examples open, "all" for all sizes of the batch.
 
     Raises:
         TraceError: The part cannot be traced; the message names algorithm and line.
     """
     mode, signatures, inputs = fake_mode(), boundary.signatures, boundary.inputs()
-    size = Size(mode, size_of(signatures)) if is_open else None
+    sizes = Sizes(mode, signatures, is_all=dynamic == "all") if dynamic else None
     sources = [place for place, source in inputs.items() if place == source]
     with mode:
-        flat = [_fake(signatures[name].specs[i], size if name in OPEN_FIELDS else None) for name, i in sources]
+        flat = [_fake(name, i, signatures[name].specs[i], sizes) for name, i in sources]
     ends: list[_End] = []
 
     def run(*tensors: Tensor) -> list[Tensor]:
@@ -128,15 +130,15 @@ def capture(body: Operation, boundary: Boundary, *, is_last: bool = False, is_op
         return ends[-1].results
 
     with explained():
-        graph = make_fx(run, tracing_mode="symbolic" if is_open else "fake", _allow_non_fake_inputs=True)(*flat)
+        graph = make_fx(run, tracing_mode="symbolic" if dynamic else "fake", _allow_non_fake_inputs=True)(*flat)
     _check_constants(graph)
     draft = _Draft(graph, sources, ends[-1], boundary)
     if boundary.donated is not None:
         draft.keep_out_of_buffers()
         if is_last and draft.fits(boundary.donated):
             draft.write_into_buffers(boundary.donated, boundary.held)
-            return draft.finished()._replace(size=size, writes_buffers=True)
-    return draft.finished()._replace(size=size)
+            return draft.finished()._replace(sizes=sizes, writes_buffers=True)
+    return draft.finished()._replace(sizes=sizes)
 
 
 def _check_constants(graph: fx.GraphModule) -> None:
@@ -150,8 +152,8 @@ def _check_constants(graph: fx.GraphModule) -> None:
             )
 
 
-def _fake(spec: Spec, size: Size | None) -> Tensor:
-    return spec.empty() if size is None else size.empty(spec)
+def _fake(field: str, index: int, spec: Spec, sizes: Sizes | None) -> Tensor:
+    return spec.empty() if sizes is None or field not in OPEN_FIELDS else sizes.empty(field, index, spec)
 
 
 class _End:
@@ -168,7 +170,7 @@ class _End:
                 continue
             value = state.__dict__[name]
             if any(isinstance(leaf, torch.SymInt) for leaf in tree.leaves(value)):
-                raise TraceError(f"state.{name} holds the number of examples, which was to be left open")
+                raise TraceError(f"state.{name} holds a size of the batch, which was to be left open")
             signature, tensors = Signature.of(value)
             self.writes[name] = signature, tuple(incoming.get(id(t)) or self._result(t) for t in tensors)
 

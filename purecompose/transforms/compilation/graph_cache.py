@@ -3,9 +3,9 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -28,7 +28,7 @@ from purecompose.transforms.compilation.capture import (
 )
 from purecompose.transforms.compilation.plan_parts import EAGER, CompiledPart, Entry, ExecutionPlan, PlanPart
 from purecompose.transforms.compilation.segments import Segments, Stretch
-from purecompose.transforms.compilation.sizes import opened, size_of
+from purecompose.transforms.compilation.sizes import can_open
 from purecompose.transforms.compilation.sliced import SlicedPart
 from purecompose.transforms.compilation.variants import Variant, too_many
 from purecompose.transforms.donation import LASTING
@@ -48,7 +48,7 @@ class Options:
     mode: str | None
     fallback: bool
     eager_below: int
-    dynamic: bool
+    dynamic: bool | Literal["all"]
     max_variants: int
     announce: Callable[[str], object] | None
 
@@ -78,6 +78,7 @@ class GraphCache:
         self._entries: dict[Any, Entry] = {}
         self._scopes: dict[Any, SlicedPart] = {}
         self._refused: set[str] = set()
+        self._may_build = True
 
     def entry(self, context: Context, signatures: Mapping[str, Signature]) -> Entry:
         """Return the single entry for states of a context and signatures."""
@@ -120,6 +121,8 @@ class GraphCache:
         """
         try:
             with _BUILDING:
+                if self.options.dynamic and (known := self._plan_of_known(boundary, bits, first_stretch)) is not None:
+                    return known
                 if start is not None:
                     self._watch(start, boundary.signatures, bits)
                 return self.plan(boundary, bits, first_stretch)
@@ -145,6 +148,16 @@ class GraphCache:
         """Return whether a host algorithm acts in a schedule."""
         return any(lowered.is_host for lowered in self.step.lowered(bits))
 
+    def _plan_of_known(self, boundary: Boundary, bits: int, first_stretch: int) -> ExecutionPlan | None:
+        """Return the plan of graphs that exist, without tracing anything; `None` if one is missing."""
+        self._may_build = False
+        try:
+            return self.plan(boundary, bits, first_stretch)
+        except _MissingError:
+            return None
+        finally:
+            self._may_build = True
+
     def _watch(self, start: State, signatures: Mapping[str, Signature], bits: int) -> None:
         """Run a step on fake tensors, which take no memory, and check it as the first run of a schedule."""
         _fill_caches(start)
@@ -164,18 +177,17 @@ class GraphCache:
         for part in known:
             if part.fits(boundary.signatures):
                 return part
-        is_open = self.options.dynamic and size_of(boundary.signatures) >= 2  # torch treats sizes 0 and 1 as constants
+        if not self._may_build:
+            raise _MissingError
         if torch.is_anomaly_enabled():
             warn(
                 "anomaly detection does not see into a compiled step: to find where a NaN comes from, run the step "
                 "that was given to pc.compile"
             )
-        variant = Variant(
-            stretch.segment, self._acting(stretch), _shapes(boundary.signatures["batch"], is_open=is_open)
-        )
+        variant = Variant(stretch.segment, self._acting(stretch), _shapes(boundary.signatures["batch"]))
         if len(self.variants) >= self.options.max_variants:
             raise too_many(self.variants, variant, self.options.max_variants)
-        part = self._build(variant, boundary, is_last, body or self.step.members.in_order(stretch.lowered), is_open)
+        part = self._build(variant, boundary, is_last, body or self.step.members.in_order(stretch.lowered))
         known.append(part)
         self.variants.append(part.variant)
         return part
@@ -187,6 +199,8 @@ class GraphCache:
             def find(body: Operation, inner: Boundary) -> CompiledPart:
                 return self._compiled_part(stretch, inner, False, body)
 
+            if not self._may_build:
+                raise _MissingError
             self._scopes[scope_key] = SlicedPart(stretch.lowered[0], boundary, find)
         return self._scopes[scope_key]
 
@@ -205,31 +219,30 @@ class GraphCache:
             *rest,
         )
 
-    def _build(
-        self, variant: Variant, boundary: Boundary, is_last: bool, body: Operation, is_open: bool
-    ) -> CompiledPart:
+    def _build(self, variant: Variant, boundary: Boundary, is_last: bool, body: Operation) -> CompiledPart:
         options, signatures = self.options, boundary.signatures
         say = options.announce or (lambda text: None)
         say(f"purecompose: compiling {variant.title} ...")
         start = time.perf_counter()
-        captured = self._captured(body, boundary, is_last, is_open)
-        if captured.size is None:
-            variant.batch = _shapes(signatures["batch"], is_open=False)
+        captured = self._captured(variant, body, boundary, is_last)
+        if captured.sizes is not None:
+            variant.batch = _words(captured.sizes.describe("batch", signatures["batch"]))
         traced = time.perf_counter()
         call = compile_graph(captured.graph, options.backend, options.mode)
         variant.trace_seconds, variant.compile_seconds = traced - start, time.perf_counter() - traced
         variant.nodes = len(captured.graph.graph.nodes)
         say(f" {variant.nodes} operations, {variant.seconds:.1f} s\n")
-        replays = options.mode == "reduce-overhead" and signatures["key"].specs[0].device.type == "cuda"
+        is_on_gpu = signatures["key"].specs[0].device.type == "cuda"
+        replays = options.mode == "reduce-overhead" and is_on_gpu and captured.sizes is None
         return CompiledPart(captured, call, variant, replays=replays)
 
-    @staticmethod
-    def _captured(body: Operation, boundary: Boundary, is_last: bool, is_open: bool) -> Captured:
-        if is_open:
+    def _captured(self, variant: Variant, body: Operation, boundary: Boundary, is_last: bool) -> Captured:
+        dynamic = self.options.dynamic
+        if dynamic and can_open(boundary.signatures, is_all=dynamic == "all"):
             try:
-                return capture(body, boundary, is_last=is_last, is_open=True)
-            except Exception:  # if a fixed size fails too, that error is raised
-                pass
+                return capture(body, boundary, is_last=is_last, dynamic=dynamic)
+            except Exception as error:  # if a fixed size fails too, that error is raised
+                variant.why_fixed = f"{type(error).__name__}: {error}".splitlines()[0]
         return capture(body, boundary, is_last=is_last)
 
     def _acting(self, stretch: Stretch) -> tuple[str, ...]:
@@ -254,9 +267,16 @@ def _fill_caches(start: State) -> None:
         one.run_model(one.inputs, train=True)
 
 
-def _shapes(batch: Signature, *, is_open: bool) -> str:
-    shapes = [spec.shape for spec in (opened(batch, size_of({"batch": batch})) if is_open else batch).specs]
-    return " ".join("x".join("n" if size == -1 else str(size) for size in shape) or "()" for shape in shapes)
+def _shapes(batch: Signature) -> str:
+    return _words([spec.shape for spec in batch.specs])
+
+
+def _words(shapes: Iterable[Iterable[Any]]) -> str:
+    return " ".join("x".join(map(str, shape)) or "()" for shape in shapes)
+
+
+class _MissingError(Exception):
+    """A graph does not exist yet."""
 
 
 IDLE: dict[str, Signature] = {**dict.fromkeys(FIELDS, ABSENT), "metrics": Signature.of({})[0]}

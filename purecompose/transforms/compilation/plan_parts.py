@@ -12,7 +12,7 @@ from purecompose.transforms.compilation.backends import Compiled
 from purecompose.transforms.compilation.boundary import Boundary, Source
 from purecompose.transforms.compilation.capture import Captured
 from purecompose.transforms.compilation.replay import Replay
-from purecompose.transforms.compilation.sizes import OPEN_FIELDS, opened, size_of
+from purecompose.transforms.compilation.sizes import OPEN_FIELDS
 from purecompose.transforms.compilation.variants import Variant
 from purecompose.transforms.donation import LASTING, StateBuffers
 from purecompose.transforms.signature import Signature
@@ -40,7 +40,7 @@ class CompiledPart:
         "is_plain",
         "writes_buffers",
         "_replays",
-        "_size",
+        "_sizes",
     )
 
     def __init__(self, captured: Captured, call: Compiled, variant: Variant, *, replays: bool = False) -> None:
@@ -48,7 +48,7 @@ class CompiledPart:
         self.call, self.variant, self._replays = call, variant, replays
         self.takes, self.targets, self.reads = captured.takes, captured.targets, captured.reads
         self.writes, self.copies, self.used = captured.writes, captured.copies, captured.used
-        self._size, self.writes_buffers = captured.size, captured.writes_buffers
+        self._sizes, self.writes_buffers = captured.sizes, captured.writes_buffers
         passed = (source for _, where in captured.writes.values() for source in where)
         taken = {source.field for source in (*captured.takes, *passed)}
         self.takes_clock = "clock" in taken
@@ -56,23 +56,21 @@ class CompiledPart:
 
     def fits(self, signatures: Mapping[str, Signature]) -> bool:
         """Return whether every field that the part reads has the signature that the part was built for."""
-        if self._size is None:
+        sizes = self._sizes
+        if sizes is None:
             return all(signatures[name] == signature for name, signature in self.reads.items())
-        size = size_of(signatures)
-        return self._size.allows(size) and all(
-            opened(signatures[name], size) == opened(signature, self._size.example)
-            if name in OPEN_FIELDS
-            else signatures[name] == signature
+        return all(
+            sizes.fits(name, signature, signatures) if name in OPEN_FIELDS else signatures[name] == signature
             for name, signature in self.reads.items()
-        )
+        ) and sizes.allows(signatures)
 
     def after(self, boundary: Boundary) -> Boundary:
         """Return the boundary after the part."""
-        if self._size is None:
+        if self._sizes is None:
             return boundary.after(self.writes, self.used)
-        size = size_of(boundary.signatures)
         settled = {
-            name: (self._size.settle(signature, size), where) for name, (signature, where) in self.writes.items()
+            name: (self._sizes.settle(signature, boundary.signatures), where)
+            for name, (signature, where) in self.writes.items()
         }
         return boundary.after(settled, self.used)
 

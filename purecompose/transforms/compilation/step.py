@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ def compile(  # noqa: A001
     backend: str | Callable[..., Any] = "inductor",
     fallback: bool = False,
     eager_below: int = 0,
-    dynamic: bool = False,
+    dynamic: bool | Literal["all"] = False,
     max_variants: int = 32,
     quiet: bool = False,
 ) -> "CompiledStep":
@@ -66,7 +66,9 @@ def compile(  # noqa: A001
         eager_below: Batches with fewer examples run as composed: for the short last batch of an epoch, which is not
             worth a variant. The rule is fixed, so that a resumed run does the same.
         dynamic: True to leave the number of examples open: one variant serves all sizes from 2 on, if the algorithms
-            permit it. Useful for batches whose size changes often; code for a fixed size is faster.
+            permit it. `"all"` leaves all sizes of the batch open, such as nodes and edges of graphs or the length of
+            sequences, as far as the step does not require a certain one. Useful for batches whose size changes often;
+            code for a fixed size is faster.
         max_variants: Number of parts that may be compiled before a `VariantLimitError` reports the cause of so many.
         quiet: True to suppress announcements of compilations on standard error.
 
@@ -95,8 +97,10 @@ def compile(  # noqa: A001
     if isinstance(backend, str) and backend not in BACKENDS and backend not in torch.compiler.list_backends(()):
         known = ", ".join(dict.fromkeys([*BACKENDS, *torch.compiler.list_backends()]))
         raise ValueError(f"compile: backend={backend!r}: expected one of {known}")
-    for flag, name in ((donate, "donate"), (fallback, "fallback"), (quiet, "quiet"), (dynamic, "dynamic")):
+    for flag, name in ((donate, "donate"), (fallback, "fallback"), (quiet, "quiet")):
         check_flag(flag, f"compile: {name}")
+    if not isinstance(dynamic, bool) and dynamic != "all":
+        raise TypeError(f"compile: dynamic: expected True, False or 'all', got {shown(dynamic)}")
     check_whole(max_variants, "compile: max_variants", 1)
     check_whole(eager_below, "compile: eager_below", 0)
     announce = None if quiet else _to_stderr
@@ -232,6 +236,8 @@ class CompiledStep(Step):
         signatures = {**entry.signatures, "batch": Signature.of(start.batch)[0], "clock": Signature.of(start.clock)[0]}
         boundary = Boundary.start(start.static, signatures, is_donated=self.options.donate)
         watched = None if self._graphs.has_host(bits) else start
+        if len(entry.plans) == _MOST_PLANS:  # of batches that differ in size and share their graphs
+            entry.plans.pop(next(iter(entry.plans)))
         plan = entry.plans[plan_key] = self._graphs.plan_or_eager(boundary, bits, start=watched)
         return plan
 
@@ -337,6 +343,10 @@ def _moments(step: Step, state: State, batch: Any) -> Iterator[Prepared]:
         if unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN) and prepared.later.get(unit) == state.timestamp.get(unit):
             raise ValueError(f"warmup: the batch has no {unit.name.lower()}s, so a run of {run.duration} never ends")
         state = state.replace(timestamp=prepared.later)
+
+
+_MOST_PLANS = 4096
+"""Largest number of plans kept for states of one form."""
 
 
 def _to_stderr(text: str) -> None:

@@ -30,6 +30,8 @@ class Variant:
     compile_seconds: float = 0.0
     hits: int = 0
     """Number of times it has run."""
+    why_fixed: str = ""
+    """The error because of which its sizes could not be left open, if they were to be."""
 
     @property
     def seconds(self) -> float:
@@ -85,8 +87,10 @@ def too_many(variants: Sequence[Variant], refused: Variant, limit: int) -> Varia
         cause = (
             f"the batch came in {len(batches)} forms ({shown}{'; ...' if len(batches) > 4 else ''}), and each is "
             "compiled for itself: pad or crop batches to few sizes, or give compile(eager_below=...) for short last "
-            "batches, or compile(dynamic=True)"
+            "batches, or compile(dynamic=True) for any number of examples, or compile(dynamic='all') for any sizes"
         )
+        failed = next((variant.why_fixed for variant in most if variant.why_fixed), None)
+        cause += f". Sizes could not be left open, because of {failed}" if failed else ""
     elif len(schedules) > 1:
         name, times = _busiest(most)
         cause = (

@@ -11,8 +11,9 @@ from purecompose import Event, State, algorithms as alg, every
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS
 from purecompose.transforms.compilation.capture import fake_mode
-from purecompose.transforms.compilation.sizes import Size, opened, size_of
+from purecompose.transforms.compilation.sizes import Sizes, can_open, opened, size_of
 from purecompose.transforms.signature import Signature
+from tests.graphs import make_graph, make_graph_state, own
 from tests.helpers import changing, counter, make_batch, make_cnn, make_mlp, make_state, noise
 from tests.sampling import one_in
 from tests.shipped_examples import examples_on_tasks
@@ -29,6 +30,10 @@ from tests.transforms.compilation.compile_helpers import (
 
 def signature(value: Any) -> Signature:
     return Signature.of(value)[0]
+
+
+def fields(batch: Any) -> dict[str, Signature]:
+    return {"batch": signature(batch), "outputs": signature(None)}
 
 
 def of_sizes(sizes: Sequence[int], **options: Any) -> list[Any]:
@@ -53,26 +58,33 @@ def test_opened_signatures_are_equal_except_for_the_size() -> None:
 
 
 def test_a_size_allows_what_the_trace_assumed() -> None:
-    mode = fake_mode()
-    size = Size(mode, 8)
+    traced, mode = fields(torch.ones(8, 2)), fake_mode()
+    sizes = Sizes(mode, traced, is_all=False)
+
+    def allowed(*numbers: int) -> list[int]:
+        return [n for n in numbers if sizes.allows(fields(torch.ones(n, 2)))]
+
     with mode:
-        x = size.empty(signature(torch.ones(8, 2)).specs[0])
-        assert size.allows(100)
+        x = sizes.empty("batch", 0, traced["batch"].specs[0])
+        assert allowed(100) == [100]
         if x.shape[0] > 6:
             x = x * 2
-        assert [n for n in (0, 1, 2, 6, 7, 8, 100) if size.allows(n)] == [7, 8, 100]
+        assert allowed(0, 1, 2, 6, 7, 8, 100) == [7, 8, 100]
         _ = x.view(-1, 4) if x.shape[0] % 2 == 0 else x
-    assert [n for n in (6, 7, 8, 9, 10) if size.allows(n)] == [8, 10]
+    assert allowed(6, 7, 8, 9, 10) == [8, 10]
 
 
-def test_open_signatures_settle_on_a_concrete_size() -> None:
-    mode = fake_mode()
-    size = Size(mode, 8)
+@pytest.mark.parametrize("is_all", [False, True])
+def test_open_signatures_settle_on_a_concrete_size(is_all: bool) -> None:
+    def results(x: Tensor) -> Any:
+        return {"rows": torch.cat([x, x]), "columns": x.t().contiguous(), "sum": x.sum()}
+
+    traced, mode = fields(torch.ones(8, 2)), fake_mode()
+    sizes = Sizes(mode, traced, is_all=is_all)
     with mode:
-        x = size.empty(signature(torch.ones(8, 2)).specs[0])
-        left = signature({"rows": torch.cat([x, x]), "columns": x.t().contiguous(), "sum": x.sum()})
-    x = torch.ones(5, 2)
-    assert size.settle(left, 5) == signature({"rows": torch.cat([x, x]), "columns": x.t().contiguous(), "sum": x.sum()})
+        left = signature(results(sizes.empty("batch", 0, traced["batch"].specs[0])))
+    x = torch.ones(5, 3 if is_all else 2)
+    assert sizes.settle(left, fields(x)) == signature(results(x))
 
 
 # Steps
@@ -182,8 +194,94 @@ def test_sequences_of_open_number_and_changing_length_agree() -> None:
     assert len(fast.variants()) == 2
 
 
+# All sizes of the batch
+
+
+def test_all_sizes_are_open_unless_an_operation_needs_one() -> None:
+    def make(rows: int, columns: int, other: int) -> dict[str, Signature]:
+        return fields((torch.ones(rows, columns), torch.ones(2, other), torch.ones(rows), torch.ones(6, 5)[:rows, :4]))
+
+    traced, mode = make(5, 3, 5), fake_mode()
+    sizes = Sizes(mode, traced, is_all=True)
+    with mode:
+        x, _, weights, part = (sizes.empty("batch", i, spec) for i, spec in enumerate(traced["batch"].specs))
+        _ = (x @ torch.ones(3, 4) * part).sum(1) * weights
+    others = {"rows": make(6, 3, 5), "edges": make(5, 3, 9), "both": make(2, 3, 5), "features": make(5, 4, 5)}
+    found = {name for name, other in others.items() if sizes.allows(other)}
+    assert found == {"rows", "edges", "both"}
+    assert all(sizes.fits("batch", traced["batch"], other) for other in others.values())
+    for other in (make(5, 1, 5), make(5, 3, 0), fields((torch.ones(3, 5).t(), *[torch.ones(2)] * 3))):
+        assert not sizes.fits("batch", traced["batch"], other)
+    assert sizes.describe("batch", traced["batch"]) == [("n", 3), ("n", "n"), ("n",), ("n", 4)]
+    assert can_open(fields(torch.ones(1, 2)), is_all=True) and not can_open(fields(torch.ones(1, 1)), is_all=True)
+
+
+class Pooled(nn.Module):
+    """A mean over positions, the same for every length, with dropout for each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout, self.head = nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.dropout(torch.tanh(self.linear(x))).mean(1))
+
+
+@DONATE
+def test_one_variant_serves_sequences_of_every_number_and_length(donate: bool) -> None:
+    torch.manual_seed(0)
+    step, fast = made([noise(), average()], dynamic="all", donate=donate, max_variants=2)
+    batches = [make_batch(seed, 4 + seed % 3, shape=(2 + seed % 37, 4)) for seed in range(40)]
+    assert_runs_agree(step, fast, step.init(make_state(Pooled())), batches)
+    assert [variant.batch for variant in fast.variants()] == ["nxnx4 n"]
+
+
+def test_one_variant_serves_graphs_of_every_size() -> None:
+    step, fast = made(dynamic="all", max_variants=1)
+    batches = [own([make_graph(seed + i) for i in range(2 + seed % 4)]) for seed in range(40)]
+    assert_runs_agree(step, fast, make_graph_state(), batches)
+    (variant,) = fast.variants()
+    assert variant.batch == "nx4 2xn n n n" and variant.hits == 40
+
+
+def test_known_graphs_serve_a_new_size_without_a_trace() -> None:
+    """A trace takes a quarter of a second, which batches that change in size would pay in every step."""
+    calls: list[int] = []
+
+    class Counted(Pooled):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(x.ndim)
+            return super().forward(x)
+
+    _, fast = made(dynamic="all")
+    state = make_state(Counted())
+    for seed in range(3):
+        state = fast(state, make_batch(seed, 4 + seed, shape=(5 + seed, 4)))
+        if not seed:
+            calls.clear()
+    assert not calls
+
+
+def test_parts_of_a_step_agree_with_all_sizes_open() -> None:
+    methods = [scaling("a", Event.AFTER_DATALOADER, 1.1, 2), sharpness(when=every(3)), alg.mixup(0.2), noise()]
+    step, fast = made(methods, dynamic="all")
+    batches = [make_batch(seed, 4 + seed % 3, shape=(3 + seed, 4)) for seed in range(7)]
+    assert_runs_agree(step, fast, step.init(make_state(Pooled())), batches)
+
+
+@pytest.mark.parametrize("lay", LAYOUTS)
+def test_layouts_agree_with_all_sizes_open(lay: str) -> None:
+    step, fast = made(dynamic="all")
+    batches = [
+        (LAYOUTS[lay](x) if seed % 2 else x, y)
+        for seed, (x, y) in enumerate(of_sizes((4, 4, 5, 5, 7, 1), shape=(2, 6, 6)))
+    ]
+    assert_runs_agree(step, fast, make_state(make_cnn()), batches)
+
+
+@pytest.mark.parametrize("dynamic", [True, "all"])
 @pytest.mark.parametrize("text, task", examples_on_tasks(quick=12))
-def test_shipped_settings_agree(text: str, task: str) -> None:
-    step, fast = made([Subject.of(text).algorithm], dynamic=True)
+def test_shipped_settings_agree(text: str, task: str, dynamic: bool | str) -> None:
+    step, fast = made([Subject.of(text).algorithm], dynamic=dynamic)
     state = step.init(TASKS[task].make_state(0, duration="5ba", batches_per_epoch=3))
     assert_runs_agree(step, fast, state, [TASKS[task].make_batch(i, size) for i, size in enumerate((4, 6, 5, 4, 3))])

@@ -199,6 +199,18 @@ def test_the_refused_signature_counts_towards_the_limit() -> None:
         fast(state, make_batch(size=3))
 
 
+def test_sizes_that_could_not_be_left_open_have_a_reason() -> None:
+    def by_number(state: State) -> State:
+        if isinstance(state.num_examples, torch.SymInt):
+            raise TypeError("an operation takes only numbers")
+        return state
+
+    _, fast = made([changing("ask", Event.BATCH_START, by_number)], dynamic=True, max_variants=1)
+    state = fast(make_state(), make_batch(size=8))
+    with pytest.raises(VariantLimitError, match="not be left open, because of TypeError: an operation takes"):
+        fast(state, make_batch(size=3))
+
+
 def test_the_refused_schedule_counts_towards_the_limit() -> None:
     _, fast = made([scaling("late", Event.BATCH_END, 0.9, 2)], max_variants=1)
     with pytest.raises(VariantLimitError, match="late is in 1 of 2"):
