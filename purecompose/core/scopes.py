@@ -359,8 +359,8 @@ class _Again:
             losses.check_loss(loss_fn)
             if isinstance(loss_fn, torch.nn.Module) and any(True for _ in loss_fn.parameters()):
                 raise ValueError(
-                    f"state.gradients(of=...): {type(loss_fn).__name__} has parameters, which are not in the state: only "
-                    "the state's own loss may have them"
+                    f"state.gradients(of=...): {type(loss_fn).__name__} has parameters, which are not in the state: "
+                    "only the state's own loss may have them"
                 )
             context = self.state.context.replace(loss=loss_fn, loss_model=None)
             static = Static(context, self.state.static.timestamp)

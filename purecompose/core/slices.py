@@ -69,7 +69,7 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_
         try:
             current = body(Carry(current.state.replace(**fields), current.used), purpose)
         except IndexError as error:
-            error.add_note(f"in a slice of {size} examples: {_NO_ROWS}")
+            error.add_note(f"in a slice of the batch, its examples from {fields['first_example']} on: {_NO_ROWS}")
             raise
         after, weight = current.state, size if current.terms is None else current.terms
         total = total + weight
