@@ -329,9 +329,10 @@ def _check_alike(ranks: Ranks, step: Step, state: State, batch: Any) -> None:
         "batch": batches.tensors(batch),
         **{name: tree.leaves(getattr(state, name)) for name in ("key", *fields_where(keeps_form=True))},
     }
-    found = [_digest(leaves, state.device) for leaves in parts.values()]
-    found.append(torch.tensor(zlib.crc32(words.encode()), device=state.device))
-    for name, agrees in zip([*parts, "settings"], ranks.agree(found), strict=True):
+    # Settings come first: other frozen parameters also mean other memory of the optimizer.
+    found = [torch.tensor(zlib.crc32(words.encode()), device=state.device)]
+    found += [_digest(leaves, state.device) for leaves in parts.values()]
+    for name, agrees in zip(["settings", *parts], ranks.agree(found), strict=True):
         if not agrees:
             raise ValueError(
                 f"data_parallel: the {ranks.size} processes differ in their {name}: {_REMEDIES.get(name, _SAME_STATE)}"
