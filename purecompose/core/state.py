@@ -7,24 +7,25 @@ so that states of different times and seeds can be mapped, stacked and subtracte
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, random, tree
-from purecompose._support.device import PRECISIONS, as_scalar
+from purecompose._support.device import PRECISIONS
+from purecompose.core.calls import loss_dtype, run_loss, run_model
 from purecompose.core.changes import as_hparams, check_params, check_trainable, memory_for, translated
 from purecompose.core.clock import Clock
 from purecompose.core.context import Context, Static
+from purecompose.core.fields import DONATED, HIDDEN, REPORT, TEMPORARY, FieldInfo, none, state_field
 from purecompose.core.layout import Splitter
-from purecompose.core.loss import scalars_of, taken_apart, with_scalars
+from purecompose.core.loss import scalars_of, taken_apart
 from purecompose.core.ranks import Regrad, Sharing
-from purecompose.nn.keyed.parts import CURRENT
 from purecompose.nn.model import Model, from_module
 from purecompose.nn.modes import warn_of_idle_parts
-from purecompose.nn.network import call_model, warn_of_dropped
+from purecompose.nn.network import warn_of_dropped
 from purecompose.optim.protocol import check_optimizer, checked_init
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
@@ -32,40 +33,7 @@ from purecompose.time import RunLength, Time, Timestamp
 from purecompose.time.units import named_time
 
 
-__all__ = ["NO_TEMPORARY", "FieldInfo", "State", "check_single", "fields_where"]
-
-
-@dataclass(frozen=True)
-class FieldInfo:
-    """The properties of one field of `State`, declared only here."""
-
-    persists: bool = False
-    """True if the field is part of the state between steps and of checkpoints; otherwise it is `None` there."""
-    keeps_form: bool = False
-    """True if no step changes its structure, shapes or dtypes, so that compiled steps may write into its memory."""
-    leaves_grad: bool = False
-    """True if a value set in the body of a `Grad` is kept; otherwise the earlier value is restored after the scope."""
-    holds_values: bool = True
-    """True if algorithms read and write its value, which is compared when they are traced and tested."""
-
-
-def _field(info: FieldInfo, default_factory: Callable[[], Any] | None = None) -> Any:
-    """Return a dataclass field with its properties as metadata; a default is given by a function.
-
-    A default factory leaves no attribute on the class, so that absent fields are looked up by `State.__getattr__`.
-    """
-    default: dict[str, Any] = {} if default_factory is None else {"default_factory": default_factory}
-    return field(metadata={"info": info}, **default)
-
-
-def _none() -> None:
-    return None
-
-
-_DONATED = FieldInfo(persists=True, keeps_form=True, leaves_grad=True)
-_REPORT = FieldInfo(persists=True, leaves_grad=True)
-_TEMPORARY = FieldInfo()
-_HIDDEN = FieldInfo(holds_values=False)
+__all__ = ["NO_TEMPORARY", "State", "check_single", "fields_where"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -91,36 +59,36 @@ class State:
     """
 
     static: Static
-    params: dict[str, Tensor] = _field(FieldInfo(persists=True, keeps_form=True))
+    params: dict[str, Tensor] = state_field(FieldInfo(persists=True, keeps_form=True))
     """Parameters by qualified name."""
-    buffers: dict[str, Tensor] = _field(_DONATED)
+    buffers: dict[str, Tensor] = state_field(DONATED)
     """Buffers by qualified name."""
-    opt_state: Any = _field(_DONATED)
+    opt_state: Any = state_field(DONATED)
     """The optimizer's state, any pytree."""
-    slots: dict[str, Any] = _field(_DONATED)
+    slots: dict[str, Any] = state_field(DONATED)
     """The memory of each algorithm, by its name."""
-    hparams: dict[str, Tensor] = _field(_DONATED)
+    hparams: dict[str, Tensor] = state_field(DONATED)
     """Named scalars, 0-d float32."""
-    key: Tensor = _field(_REPORT)
+    key: Tensor = state_field(REPORT)
     """The run's root key, int64 of shape (2,)."""
-    loss: Tensor | None = _field(_REPORT, _none)
+    loss: Tensor | None = state_field(REPORT, none)
     """The last step's loss, 0-d, NaN before the first; reading its value waits for the device."""
-    metrics: dict[str, Tensor] = _field(_REPORT, dict)
+    metrics: dict[str, Tensor] = state_field(REPORT, dict)
     """Values that algorithms report about the last step; nothing reads them back."""
-    batch: Any = _field(_TEMPORARY, _none)
+    batch: Any = state_field(TEMPORARY, none)
     """Inside a step: the batch, or the microbatch between BEFORE_FORWARD and AFTER_BACKWARD."""
-    outputs: Any = _field(FieldInfo(leaves_grad=True), _none)
+    outputs: Any = state_field(FieldInfo(leaves_grad=True), none)
     """Inside a step: the model's outputs; after `Microbatches` those of the last slice."""
-    grads: dict[str, Tensor] | None = _field(_TEMPORARY, _none)
+    grads: dict[str, Tensor] | None = state_field(TEMPORARY, none)
     """Inside a step: the gradients of the trainable parameters that the loss reaches; the others are absent."""
-    clock: Clock | None = _field(_HIDDEN, _none)
+    clock: Clock | None = state_field(HIDDEN, none)
     """Inside a step: the time, as tensors."""
-    first_example: Any = _field(_HIDDEN, _none)
+    first_example: Any = state_field(HIDDEN, none)
     """Inside a step: the index in the whole batch of the microbatch's first example; `None` for 0."""
-    whole_loss: Any = _field(_HIDDEN, _none)
+    whole_loss: Any = state_field(HIDDEN, none)
     """Inside a slice, for a loss that couples examples: the loss of all slices, its gradients with respect to the
     slice's outputs, and these outputs; see `purecompose.core.coupling`."""
-    regrad: Regrad | None = _field(_HIDDEN, _none)
+    regrad: Regrad | None = state_field(HIDDEN, none)
     """Inside a step, after its gradients: a pytree node that runs them again; see `gradient`."""
 
     @classmethod
@@ -231,7 +199,7 @@ class State:
             key=as_rng(key, "State.create").key if isinstance(key, Tensor) else random.key(key),
             static=Static(context, Timestamp(run=run)),
             # There is no loss yet; NaN keeps the structure the same before and after the first step.
-            loss=torch.full((), torch.nan, dtype=_loss_dtype(params)),
+            loss=torch.full((), torch.nan, dtype=loss_dtype(params)),
         )
         return state.with_hparams(collect(scalars, Hparam)).to(where)
 
@@ -500,16 +468,7 @@ class State:
 
     def run_model(self, inputs: Any, *, train: bool, rng_name: str | None = None) -> tuple[Any, dict[str, Tensor]]:
         """Return the network's outputs, and the buffers after the pass. `rng_name` is the `name` of `forward`."""
-        part = CURRENT.get() if rng_name is None else None
-        name = rng_name or (".state.forward" if part is None else part.next_pass())
-
-        def rng() -> random.Rng:
-            if part is not None:
-                part.check_replayable()
-            return self.rng(name)
-
-        num_examples = batches.leading_size(inputs) if self.context.layout.has_rows(self.batch) else None
-        return self._call(self.context.model, inputs, num_examples, train=train, rng=rng)
+        return run_model(self, inputs, train=train, rng_name=rng_name)
 
     def call_loss(
         self, fn: Callable[[Callable[..., Any]], Any], *, train: bool, num_examples: int | None = None
@@ -524,38 +483,7 @@ class State:
             train: True to call a module in training mode.
             num_examples: Number of examples, for draws; by default the batch's.
         """
-        context = self.context
-        if context.loss_scalars:
-            inner, dtype = fn, _loss_dtype(self.params)  # schedules are in float64, and would change the loss's dtype
-            scalars = {
-                name: as_scalar(self.scalar(scalar), dtype, self.device)
-                for name, scalar in context.loss_scalars.items()
-            }
-            fn = lambda loss: inner(with_scalars(loss, scalars))  # noqa: E731
-        if context.loss_model is None:
-            return fn(context.loss), self.buffers
-        if num_examples is None:
-            num_examples = self.num_examples
-        num_examples = num_examples if context.layout.has_rows(self.batch) else None
-        return self._call(context.loss_model, [fn], num_examples, train=train, rng=lambda: self.rng(".loss"))
-
-    def _call(
-        self, model: Model, inputs: Any, num_examples: int | None, *, train: bool, rng: Callable[[], random.Rng]
-    ) -> tuple[Any, dict[str, Tensor]]:
-        context, buffers = self.context, self.buffers
-        is_whole = context.loss_model is None
-        result, new_buffers = call_model(
-            model,
-            self.params,
-            buffers if is_whole else {name: buffers[name] for name in model.buffer_names},
-            inputs,
-            train=train,
-            rng=rng,
-            num_examples=num_examples,
-            first_example=0 if self.first_example is None else self.first_example,
-            precision="fp32" if model is context.loss_model else context.precision,
-        )
-        return result, new_buffers if is_whole else {**buffers, **new_buffers}
+        return run_loss(self, fn, train=train, num_examples=num_examples)
 
     def _scheduled(self, schedule: Schedule) -> Tensor:
         if self.clock is None:
@@ -616,9 +544,3 @@ def _unflatten(names: tuple[str, ...], children: Iterable[Any], static: Any) -> 
 
 _NO_FIELDS = dict.fromkeys(_TENSOR_FIELDS)
 tree.register_node(State, _flatten, _unflatten)
-
-
-def _loss_dtype(params: dict[str, Tensor]) -> torch.dtype:
-    """Return float64 for a double-precision network, else float32."""
-    wide = any(param.dtype in (torch.float64, torch.complex128) for param in params.values())
-    return torch.float64 if wide else torch.float32
