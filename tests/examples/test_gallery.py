@@ -15,6 +15,7 @@ from tests.helpers import assert_close, assert_same, run_steps
 
 PROGRAMS = [
     "vae",
+    "simclr",
 ]
 UNCUT = {}
 """Programs that cut no batches, with the reason."""
