@@ -1,7 +1,6 @@
 """SimCLR on scikit-learn's digits: two views of each image are to be alike, and unlike those of all other images.
 
-NT-Xent compares the examples of a batch, which `losses.over_batch` declares: in microbatches and on several processes
-it is the loss of the whole batch, in the memory of a slice. Its temperature is learned.
+`losses.over_batch` declares that NT-Xent compares examples, so microbatches are exact. Its temperature is learned.
 """
 
 import argparse
