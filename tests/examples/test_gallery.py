@@ -16,6 +16,7 @@ from tests.helpers import assert_close, assert_same, run_steps
 PROGRAMS = [
     "vae",
     "simclr",
+    "ddpm",
 ]
 UNCUT = {}
 """Programs that cut no batches, with the reason."""
