@@ -116,10 +116,6 @@ def test_a_method_that_finds_only_frozen_parts_says_so() -> None:
     method = alg.squeeze_excite(0.5, min_channels=1)
     with pytest.warns(UserWarning, match="left 1 alone, in parts without trainable parameters, or out of its where="):
         begun(make_state(net), method)
-    assert (
-        begun(make_state(net), alg.squeeze_excite(0.5, min_channels=1, where="0")).params.keys() >= {"0.0.se.squeeze"}
-        or True
-    )
 
 
 def test_a_network_without_trainable_parameters_is_changed_as_a_whole() -> None:

@@ -41,15 +41,11 @@ def sequence_first_dropout(n: int) -> Tensor:
     return torch.arange(31.0) @ F.dropout(torch.ones(31, n), 0.5)
 
 
-def one_number(n: int) -> Tensor:
-    return torch.rand(())
-
-
 def one_permutation(n: int) -> Tensor:
     return torch.arange(31.0) @ torch.randperm(31).float()
 
 
-DRAWS = [mean_of_samples, sequence_first_dropout, one_number, one_permutation]
+DRAWS = [mean_of_samples, sequence_first_dropout, one_permutation]
 
 
 def mean_loss(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
@@ -81,6 +77,12 @@ def test_every_slice_of_every_process_draws_for_itself(draw):
     seen.clear()
     played(step, 2)(lambda one: one(state, BATCH))
     assert len(set(seen)) == 4
+
+
+def test_a_single_number_is_drawn_for_the_whole_batch():
+    state = drawing_state(lambda n: torch.rand(()))
+    whole = compose(loop_events)(state, BATCH)
+    torch.testing.assert_close(compose(loop_events, microbatches=4)(state, BATCH).params, whole.params)
 
 
 @pytest.mark.parametrize("draw", DRAWS)

@@ -122,8 +122,9 @@ class Scope(TorchFunctionMode):
             func: The random function that was called; named in errors.
             sampler: Function that draws the tensor.
             shape: Shape of the result. If `shape[0]` is `num_examples * m` with m >= 1, leading index j
-                holds element `j % m` of example `first_example + j // m`; otherwise there is one draw for all
-                examples of this pass, another one for each `first_example`.
+                holds element `j % m` of example `first_example + j // m`. A single number, of shape (), is drawn for
+                the whole batch. Otherwise there is one draw for all examples of this pass, another one for each
+                `first_example`.
             device: Device of the result. The draw is made there, from a copy of the key.
             per_example: False for draws that concern all examples whatever their shape.
 
@@ -137,8 +138,10 @@ class Scope(TorchFunctionMode):
         shape = tuple(shape)
         rng = self._moved(self.rng.named(self.draws), device)
         self.draws += 1
+        if not shape:  # a decision about the whole batch, such as to drop a block
+            return sampler(replace(rng, example=0), shape)
         count = self.num_examples if per_example else None
-        if self._indices is None or not (count and shape and shape[0] and shape[0] % count == 0):
+        if self._indices is None or not (count and shape[0] and shape[0] % count == 0):
             return sampler(rng, shape)
         rng = rng.per_example(self._indices.to(device))
         if shape[0] == count:
