@@ -123,7 +123,7 @@ def test_algorithms_are_listed_in_groups(capsys) -> None:
     ("arguments", "part"),
     [
         (["train", "--algorithms", "mixpu"], "--algorithms: no algorithm is called 'mixpu'"),
-        (["train", "--algorithms", "mixup,mixup"], "used twice"),
+        (["train", "--algorithms", "mixup,mixup"], "two algorithms are named 'mixup'"),
         (
             ["train", "--set", "mixup.alfa=0.4"],
             "--set: mixup.alfa: mixup has no parameter 'alfa'; did you mean 'alpha'?",

@@ -10,9 +10,9 @@ global generators are neither read nor advanced. A random function without a key
 example, in order, and is drawn per example: a microbatch draws the rows that the whole batch would have drawn. This
 fits batch-first layouts, and attention weights of (batch * heads, ...). Any other tensor (a sequence-first activation,
 K samples of each example in (K, n, ...), a permutation) has one draw for all n examples, another one for each
-`first_example`: slices of a batch draw independently, but not what the whole batch would have drawn. A single number, of
-shape (), is the same in all slices. Recurrent layers know their layout, and draw per example in both. A tensor whose leading dimension is a multiple of n by chance is
-drawn per example as well.
+`first_example`: slices of a batch draw independently, but not what the whole batch would have drawn. A single number,
+of shape (), is the same in all slices. Recurrent layers know their layout, and draw per example in both. A tensor whose
+leading dimension is a multiple of n by chance is drawn per example as well.
 """
 
 from __future__ import annotations
