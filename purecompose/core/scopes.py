@@ -5,6 +5,7 @@ derives from `Scope` and defines `lower`.
 """
 
 import fnmatch
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -435,7 +436,14 @@ def _as_node(given: Any) -> Node:
         return given
     if not callable(given):
         raise TypeError(f"{given!r} is neither an event, a stage (a function State -> State), nor a scope")
-    return Stage(getattr(given, "__name__", None) or repr(given), cast(StateFn, given))
+    return Stage(_name_of(given), cast(StateFn, given))
+
+
+def _name_of(fn: Any) -> str:
+    """Return a stage's name, which keys its draws: without an address, which would differ in a resumed run."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", None) or type(fn).__name__
 
 
 def events_in(program: Iterable[Node]) -> tuple[Event, ...]:

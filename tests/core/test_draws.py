@@ -1,5 +1,6 @@
 """Draws of the network within a step: in slices, on several processes, and in several forward passes."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -183,6 +184,27 @@ def test_stages_and_algorithms_draw_apart_and_leave_each_others_draws_alone():
     assert torch.equal(alone, first)
     passes = [first, second, *seen]
     assert len(passes) == 6 and len({tuple(outputs.flatten().tolist()) for outputs in passes}) == 6
+
+
+class Distance:
+    """A stage that is an object."""
+
+    def __call__(self, state: State) -> State:
+        return distance_of_views()(state)
+
+
+def distance_times(factor: float, state: State) -> State:
+    state = distance_of_views()(state)
+    return state.replace(loss=factor * loss_of(state))
+
+
+@pytest.mark.parametrize("stage", [Distance, lambda: functools.partial(distance_times, 2.0)], ids=["object", "partial"])
+def test_stages_without_a_name_draw_the_same_whenever_they_are_made(stage):
+    """A name that contained an address would make other draws in a resumed run."""
+    kept = [stage() for _ in range(2)]
+    first, second = (after(compose(program(one))) for one in kept)
+    assert_same(first.params, second.params)
+    assert "0x" not in repr(compose(program(kept[0])).program)
 
 
 def test_a_checkpointed_pass_is_recomputed_with_its_draws():
