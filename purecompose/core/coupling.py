@@ -216,8 +216,9 @@ def check_separable(whole: State, parts: Sequence[State]) -> None:
         weights, values = weights + weight, [*values, value]
         mean = averaged(mean, value, weight, weights)
     assert mean is not None
-    largest = max(value.abs().max().item() for value in (total, *values))
-    if not abs(total.item() - mean.item()) > _TOLERANCE * largest + 1e-6:
+    largest = max(value.abs().item() for value in (total, *values))
+    tolerance = max(_TOLERANCE, 8 * torch.finfo(total.dtype).eps)
+    if not abs(total.item() - mean.item()) > tolerance * largest + 1e-6:
         return
     raise ValueError(
         f"the loss {shown(loss_fn)} is {total.item():.6g} for {sum(sizes)} examples together, but {mean.item():.6g} as "
@@ -229,7 +230,7 @@ def check_separable(whole: State, parts: Sequence[State]) -> None:
 
 
 _TOLERANCE = 1e-3
-"""Relative difference that is taken for rounding."""
+"""Relative difference that is taken for rounding, in float32."""
 
 
 def _loss_of(state: State) -> Tensor | None:
@@ -238,4 +239,4 @@ def _loss_of(state: State) -> Tensor | None:
     loss, buffers = state.call_loss(lambda fn: losses.evaluate_loss(fn, outputs, targets), train=True)
     names = state.context.loss_buffer_names
     is_changed = any(not torch.equal(buffers[name], state.buffers[name]) for name in names)
-    return None if is_changed or loss.ndim or not loss.isfinite() else loss.detach().double()
+    return None if is_changed or loss.ndim or not loss.isfinite() else loss.detach()

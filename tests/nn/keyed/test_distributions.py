@@ -70,7 +70,9 @@ def test_distributions_are_the_same_eager_compiled_and_in_a_population(name):
             assert_close({key: param[index] for key, param in found.items()}, params)
 
 
-def test_values_are_checked_in_an_eager_step_even_after_a_compiled_one():
+def test_values_are_checked_in_an_eager_step_even_after_a_compiled_one(monkeypatch):
+    monkeypatch.setattr(D.Distribution, "_validate_args", True)  # torch.compile turns it off for the process
+
     def wrong(x: Tensor) -> Tensor:
         return D.Normal(x, x - x - 1).rsample()
 

@@ -314,19 +314,6 @@ def test_models_that_compute_their_own_loss_agree(donate: bool) -> None:
     assert_runs_agree(step, fast, state, [{"x": x, "labels": y} for x, y in make_batches(20)])
 
 
-@DONATE
-def test_a_loss_with_weights_that_require_a_gradient_agrees_without_recording_one(donate: bool) -> None:
-    weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
-
-    def weighted(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        del targets, reduction
-        return (outputs.square() * weight).mean()
-
-    step, fast = made(donate=donate)
-    end = assert_runs_agree(step, fast, make_state(loss=weighted), make_batches(3))
-    assert not any(param.requires_grad for param in end.params.values())
-
-
 # Other features of a step
 
 
