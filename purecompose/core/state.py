@@ -97,7 +97,7 @@ class State:
         cls,
         net: nn.Module,
         *,
-        loss: Callable[..., Tensor],
+        loss: Callable[..., Any],
         optimizer: Any,
         key: int | Tensor = 0,
         duration: Time | str | None = None,
@@ -119,10 +119,10 @@ class State:
             net: The network; it is copied and never touched. Parameters with `requires_grad=False` start
                 frozen. It trains in the mode that its modules are in, or in training mode if all are in evaluation
                 mode, as pretrained networks are.
-            loss: `(outputs, targets, reduction="mean") -> loss`, or `losses.model_loss` for a model that
-                computes its own. The parameters and buffers of a module are in the state, with names that begin with
-                "loss.". Schedules and named scalars among its attributes, or the keywords of a `functools.partial`, are
-                filled in. See `purecompose.losses`.
+            loss: `(outputs, targets, reduction="mean") -> loss`, 0-d, or `-> (loss, parts)`, with 0-d tensors by name;
+                or `losses.model_loss` for a model that computes its own. The parameters and buffers of a module are in
+                the state, with names that begin with "loss.". Schedules and named scalars among its attributes, or the
+                keywords of a `functools.partial`, are filled in. See `purecompose.losses`.
             optimizer: A pure optimizer, such as `optim.sgd(0.1)`, or a frozen dataclass of your own with `init` and
                 `update`; see `optim.Optimizer`.
             key: The run's seed, or its key (int64 of shape (2,)).
