@@ -20,9 +20,9 @@ class Diffusion(nn.Module):
 
     def __init__(self, times: int = 100) -> None:
         super().__init__()
-        self.register_buffer("beta", torch.linspace(1e-3, 0.1, times))
-        self.register_buffer("signal", (1 - self.beta).cumprod(0))
-        self.register_buffer("frequencies", math.pi * torch.arange(1.0, 9.0) / times)
+        self.beta = nn.Buffer(torch.linspace(1e-3, 0.1, times))
+        self.signal = nn.Buffer((1 - self.beta).cumprod(0))
+        self.frequencies = nn.Buffer(math.pi * torch.arange(1.0, 9.0) / times)
         self.net = nn.Sequential(nn.Linear(18, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
 
     def predict(self, points: Tensor, times: Tensor) -> Tensor:
@@ -70,8 +70,9 @@ def main() -> None:
     torch.set_num_threads(1)  # at this size more threads only wait for each other
     step, start, batches = make(600 if parser.parse_args().short else 6000)
     for state in (start, pc.fit(step, start, batches)):
-        made = pc.to_module(state, weights="ema").sample(pc.random.key(2), 500)
-        distance = torch.cdist(made, torch.cat(batches)).min(dim=1).values.mean()
+        net = pc.to_module(state, weights="ema")
+        assert isinstance(net, Diffusion)
+        distance = torch.cdist(net.sample(pc.random.key(2), 500), torch.cat(batches)).min(dim=1).values.mean()
         print(f"after {state.timestamp.batch} batches: mean distance of samples from the half circles {distance:.3f}")
 
 

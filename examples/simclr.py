@@ -22,8 +22,8 @@ class Encoder(nn.Sequential):
         features = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU()]
         super().__init__(*features, nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 32))
 
-    def forward(self, views: Tensor) -> Tensor:
-        return super().forward(views.flatten(0, 1)).unflatten(0, views.shape[:2])
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.flatten(0, 1)).unflatten(0, input.shape[:2])
 
 
 class NTXent(nn.Module):

@@ -30,7 +30,7 @@ class VAE(nn.Module):
         return self.decoder(code), mean, log_var
 
 
-def negative_elbo(outputs: tuple[Tensor, Tensor, Tensor], images: Tensor, beta: float) -> tuple[Tensor, dict]:
+def negative_elbo(outputs: tuple[Tensor, Tensor, Tensor], images: Tensor, beta) -> tuple[Tensor, dict]:
     """The bound in nats per image, and its two parts."""
     logits, mean, log_var = outputs
     reconstruction = F.binary_cross_entropy_with_logits(logits, images.flatten(1), reduction="none").sum(1).mean()

@@ -186,6 +186,19 @@ def test_stages_and_algorithms_draw_apart_and_leave_each_others_draws_alone():
     assert len(passes) == 6 and len({tuple(outputs.flatten().tolist()) for outputs in passes}) == 6
 
 
+def test_turns_of_a_player_draw_apart():
+    seen: list[float] = []
+
+    def watched(state: State) -> State:
+        state = distance_of_views()(state)
+        seen.append(loss_of(state).item())
+        return state
+
+    standing = make_state(make_mlp(dropout=0.5), optimizer=pc.optim.sgd(0.0))
+    compose([*(Grad(watched), update) * 3, advance])(standing, make_batch())
+    assert len(set(seen)) == 3
+
+
 class Distance:
     """A stage that is an object."""
 

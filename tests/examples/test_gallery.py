@@ -17,8 +17,11 @@ PROGRAMS = [
     "vae",
     "simclr",
     "ddpm",
+    "wgan_gp",
 ]
-UNCUT = {}
+UNCUT = {
+    "wgan_gp": "its program has no Microbatches",
+}
 """Programs that cut no batches, with the reason."""
 
 
