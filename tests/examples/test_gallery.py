@@ -18,6 +18,7 @@ PROGRAMS = [
     "simclr",
     "ddpm",
     "wgan_gp",
+    "maml",
 ]
 UNCUT = {
     "wgan_gp": "its program has no Microbatches",
