@@ -14,7 +14,7 @@ from purecompose import tree
 from tests.pages import ROOT
 
 
-NAMES = ["lora", "graphs", "translation", "segmentation"]
+NAMES = ["lora", "graphs", "translation", "segmentation", "ppo"]
 NOT_SLICED: dict[str, str] = {}
 """Programs without slices, and why."""
 TOLERANCES = {"lora": 1e-5}
