@@ -45,7 +45,7 @@ def texts(seed: int, increment: int, number: int = 32) -> dict[str, Tensor]:
 
 
 def make_base() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(0)  # for the initial weights
     options = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
