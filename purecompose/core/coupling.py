@@ -46,13 +46,13 @@ def with_whole_loss(carry: Carry, purpose: Purpose) -> Carry:
     del purpose
     state = carry.state
     outputs, targets = state.outputs, state.batch
-    given = [tensor for tensor in batches.tensors(outputs) if tensor.is_floating_point()]
+    given = _differentiable(outputs)
     names = [name for name in state.context.trainable if name in state.context.loss_param_names]
 
     def evaluate(leaves: list[Tensor]) -> tuple[Tensor, Any]:
         params = {**state.params, **dict(zip(names, leaves[len(given) :], strict=True))}
         fresh = iter(leaves[: len(given)])
-        own = batches.map_tensors(lambda tensor: next(fresh) if tensor.is_floating_point() else tensor, outputs)
+        own = batches.map_tensors(lambda tensor: next(fresh) if _has_gradient(tensor) else tensor, outputs)
         inner = state.replace(params=params)
         (loss, parts), buffers = inner.call_loss(
             lambda fn: losses.evaluate_parts(fn, own, targets), train=True, num_examples=len(given[0])
@@ -97,11 +97,11 @@ def with_loss_of_slice(state: State) -> State:
     """
     whole = state.whole_loss
     loss = whole["loss"]
-    outputs = [tensor for tensor in batches.tensors(state.outputs) if tensor.is_floating_point()]
+    outputs = _differentiable(state.outputs)
     for now, earlier, grad in zip(outputs, whole["outputs"], whole["output_grads"], strict=True):
-        loss = loss + ((now - earlier) * grad).sum()
+        loss = loss + ((now - earlier) * grad.conj()).real.sum()
     for name, grad in whole["param_grads"].items():
-        loss = loss + ((state.params[name] - whole["params"][name]) * grad).sum()
+        loss = loss + ((state.params[name] - whole["params"][name]) * grad.conj()).real.sum()
     return state.replace(loss=loss, metrics={**state.metrics, **losses.metrics_of_parts(whole["parts"])})
 
 
@@ -109,7 +109,7 @@ def check_passes_agree(state: State) -> None:
     """Raise a `RuntimeError` if the two passes of a slice of a coupled loss have different outputs."""
     if state.whole_loss is None or is_transforming() or is_fake(state.key) or state.key.is_meta:
         return
-    outputs = [tensor for tensor in batches.tensors(state.outputs) if tensor.is_floating_point()]
+    outputs = _differentiable(state.outputs)
     for now, earlier in zip(outputs, state.whole_loss["outputs"], strict=True):
         if not torch.allclose(now.detach(), earlier, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
             raise RuntimeError(
@@ -227,6 +227,14 @@ def check_separable(whole: State, parts: Sequence[State]) -> None:
         "number in a method num_terms(outputs, targets); if it compares examples with each other, as contrastive "
         "losses do, write losses.over_batch(loss)"
     )
+
+
+def _differentiable(outputs: Any) -> list[Tensor]:
+    return [tensor for tensor in batches.tensors(outputs) if _has_gradient(tensor)]
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 _TOLERANCE = 1e-3

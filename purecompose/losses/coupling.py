@@ -50,7 +50,8 @@ def over_batch(loss: Loss) -> Loss:
     """
     if not callable(loss) or isinstance(loss, (type, ModelLoss)):
         raise TypeError(f"losses.over_batch: expected a function (outputs, targets) -> loss, got {shown(loss)}")
-    marked: Any = functools.partial(loss) if inspect.isroutine(loss) else copy.copy(loss)
+    takes_mark = not inspect.isroutine(loss) and hasattr(loss, "__dict__")  # an object with __slots__ does not
+    marked: Any = copy.copy(loss) if takes_mark else functools.partial(loss)
     object.__setattr__(marked, "couples_examples", True)
     return marked
 

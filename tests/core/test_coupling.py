@@ -1,5 +1,6 @@
 """Losses that compare examples, in slices and on several processes, and the check that finds undeclared ones."""
 
+import dataclasses
 import weakref
 from typing import Any
 
@@ -173,6 +174,39 @@ def test_a_coupled_loss_needs_outputs_of_examples():
     state = make_state(Summary(), loss=losses.over_batch(lambda outputs, targets: nt_xent(outputs[0], targets)))
     with pytest.raises(ValueError, match=r"the network's outputs have a tensor of shape \(\) in a slice of 3 examples"):
         compose(loop_events, microbatches=4)(state, batch_of())
+
+
+def test_slices_of_complex_outputs_agree():
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_mlp(dtype=torch.float64)
+
+        def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+            outputs = self.net(inputs)
+            return outputs, torch.polar(outputs, outputs.flip(1))
+
+    def spread(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        real, waves = outputs
+        return (waves - waves.mean(0)).abs().square().mean() + (waves.mean(0) * (1 + 2j)).imag.sum() * real.std()
+
+    whole, sliced = (
+        compose(loop_events, microbatches=k)(make_state(Waves(), loss=losses.over_batch(spread)), batch_of())
+        for k in (1, 4)
+    )
+    assert_same(sliced, whole)
+
+
+def test_objects_with_slots_can_be_marked():
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Scaled:
+        scale: float
+
+        def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return self.scale * nt_xent(outputs, targets)
+
+    whole, sliced = (compose(loop_events, microbatches=k)(state_of(Scaled(2.0)), batch_of()) for k in (1, 4))
+    assert_same(sliced, whole)
 
 
 @pytest.mark.parametrize("wrong", [losses.model_loss, nn.CrossEntropyLoss, 3])
