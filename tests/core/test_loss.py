@@ -1,5 +1,7 @@
 """Losses with parameters, buffers, schedules and parts, and losses that read what can change."""
 
+import argparse
+import dataclasses
 import functools
 from typing import Any
 
@@ -129,7 +131,15 @@ class Weighted:
         return weighted(outputs, targets, self.weight)
 
 
-@pytest.mark.parametrize("make", [lambda weight: functools.partial(weighted, weight=weight), Weighted])
+@dataclasses.dataclass(frozen=True, slots=True)
+class InSlots:
+    weight: Any
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return weighted(outputs, targets, self.weight)
+
+
+@pytest.mark.parametrize("make", [lambda weight: functools.partial(weighted, weight=weight), Weighted, InSlots])
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_schedules_and_named_scalars_of_a_loss_are_filled_in(make: Any, is_compiled: bool) -> None:
     loss = make(hparam("weight", 3.0) * pc.schedule.linear(1.0, 0.0))
@@ -182,9 +192,52 @@ def in_tensor() -> tuple[Any, Any]:
     return lambda outputs, targets: (weight * F.cross_entropy(outputs, targets)).sum(), lambda: weight.fill_(2.0)
 
 
+def in_config() -> tuple[Any, Any]:
+    config = argparse.Namespace(weight=1.0, epoch=0)
+    loss = lambda outputs, targets: config.weight * F.cross_entropy(outputs, targets)  # noqa: E731
+    return loss, lambda: setattr(config, "weight", 2.0)
+
+
+def in_settings() -> tuple[Any, Any]:
+    settings = {"weight": 1.0}
+    loss = lambda outputs, targets: settings["weight"] * F.cross_entropy(outputs, targets)  # noqa: E731
+    return loss, lambda: settings.update(weight=2.0)
+
+
+def in_slots() -> tuple[Any, Any]:
+    loss = InSlots(argparse.Namespace(value=1.0))
+    return Reading(loss), lambda: setattr(loss.weight, "value", 2.0)
+
+
+class Reading(nn.Module):
+    """A loss with a module inside, which reads the weight of an object."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.part = inner, nn.Module()
+        self.part.weight = 1.0  # pyright: ignore[reportArgumentType]
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.part.weight * self.inner.weight.value * F.cross_entropy(outputs, targets)
+
+
+def in_a_module_inside() -> tuple[Any, Any]:
+    loss = Reading(argparse.Namespace(weight=argparse.Namespace(value=1.0)))
+    return loss, lambda: setattr(loss.part, "weight", 2.0)
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
-    [(in_global, "global BETA"), (in_attribute, "attribute weight"), (in_cell, "weight"), (in_tensor, "weight")],
+    [
+        (in_global, "global BETA"),
+        (in_attribute, "attribute weight"),
+        (in_cell, "weight"),
+        (in_tensor, "weight"),
+        (in_config, "config.weight"),
+        (in_settings, r"settings\['weight'\]"),
+        (in_slots, "attribute inner.weight.value"),
+        (in_a_module_inside, "attribute part.weight"),
+    ],
 )
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_number_that_a_loss_reads_must_not_change(make: Any, name: str, is_compiled: bool) -> None:
@@ -197,6 +250,30 @@ def test_a_number_that_a_loss_reads_must_not_change(make: Any, name: str, is_com
         step(state, make_batch())
 
 
+class Trainer:
+    """An object whose method is a loss, with the network and a counter, which the loss does not read."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net, self.num_steps, self.weight = net, 0, 2.0
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.scaled(F.cross_entropy(outputs, targets))
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return self.weight * loss
+
+
+def test_only_what_a_method_reads_belongs_to_its_loss() -> None:
+    net, step = make_mlp(), compose(loop_events)
+    trainer = Trainer(net)
+    state = step(make_state(net, loss=trainer.loss), make_batch())
+    trainer.num_steps += 1
+    state = step(state, make_batch())
+    trainer.weight = 3.0
+    with pytest.raises(ValueError, match="reads its attribute weight"):
+        step(state, make_batch())
+
+
 class WithLoss(nn.Linear):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets) + sum(param.square().sum() for param in self.parameters())
@@ -206,7 +283,19 @@ def test_losses_that_read_parameters_from_outside_are_rejected() -> None:
     net = WithLoss(4, 3)
     penalty = lambda outputs, targets: outputs.mean() + net.weight.sum()  # noqa: E731
     leaf = torch.zeros((), requires_grad=True)
-    for loss in (net.loss, penalty, lambda outputs, targets: outputs.mean() * leaf):
+    owner, inside, by_name = Trainer(net), [net], {"leaf": leaf}
+    for loss in (
+        net.loss,
+        penalty,
+        lambda outputs, targets: outputs.mean() * leaf,
+        functools.partial(net.loss),
+        functools.partial(Uncertainty()),
+        functools.partial(lambda part, outputs, targets: outputs.mean() + part.weight.sum(), net),
+        losses.over_batch(net.loss),
+        lambda outputs, targets: outputs.mean() + inside[0].weight.sum(),
+        lambda outputs, targets: outputs.mean() * by_name["leaf"],
+        lambda outputs, targets: outputs.mean() + owner.net(outputs).sum(),
+    ):
         with pytest.raises(ValueError, match="reads .*, outside of the state"):
             make_state(net, loss=loss)
 
@@ -215,6 +304,20 @@ def test_scalars_that_cannot_be_filled_in_are_rejected() -> None:
     weight = hparam("weight", 1.0)
     with pytest.raises(TypeError, match="reads weight, hparam.* cannot be filled in"):
         make_state(loss=lambda outputs, targets: weight * outputs.mean())  # pyright: ignore[reportOperatorIssue]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weight: functools.partial(lambda weight, outputs, targets: weight * outputs.mean(), weight),
+        lambda weight: Reading(argparse.Namespace(weight=weight)),
+        lambda weight: nn.Sequential(Uncertainty(), Reading([weight])),
+        lambda weight: Weighted({"weight": weight}),
+    ],
+)
+def test_scalars_inside_of_other_things_are_rejected(make: Any) -> None:
+    with pytest.raises(TypeError, match="reads its .*, hparam.* cannot be filled in"):
+        make_state(loss=make(hparam("weight", 1.0)))
 
 
 def test_a_network_with_a_module_called_loss_needs_another_name_for_it() -> None:
