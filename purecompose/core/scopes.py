@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, tree
 from purecompose.core.context import Static
@@ -357,16 +357,17 @@ class _Again:
             )
         found = []
         for loss_fn in of:
-            losses.check_loss(loss_fn)
-            if isinstance(loss_fn, torch.nn.Module) and any(True for _ in loss_fn.parameters()):
-                raise ValueError(
-                    f"state.gradients(of=...): {type(loss_fn).__name__} has parameters, which are not in the state: "
-                    "only the state's own loss may have them"
-                )
-            context = self.state.context.replace(loss=loss_fn, loss_model=None)
-            static = Static(context, self.state.static.timestamp)
-            state = self.state.replace(static=static)
+            context = self.state.context
+            if loss_fn is not context.loss:
+                losses.check_loss(loss_fn)
+                if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
+                    raise ValueError(_strange(loss_fn, "has parameters"))
+                context = context.replace(loss=loss_fn, loss_model=None)
+            state = self.state.replace(static=Static(context, self.state.static.timestamp))
+            marks = _marks_of_buffers(loss_fn)
             found.append(_Again(self.run_once, self.used, self.ranks, self.has_loss, state)(params, sharing))
+            if _marks_of_buffers(loss_fn) != marks:
+                raise ValueError(_strange(loss_fn, "writes into its buffers"))
         names = dict.fromkeys(name for grads, _ in found for name in grads)
         return [
             ({name: grads[name] if name in grads else torch.zeros_like(params[name]) for name in names}, loss)
@@ -379,6 +380,19 @@ tree.register_node(
     lambda again: (("state",), (again.state,), (again.run_once, again.used, again.ranks, again.has_loss)),
     lambda names, children, static: _Again(*static, *children),
 )
+
+
+def _strange(loss_fn: Any, what: str) -> str:
+    return (
+        f"state.gradients(of=...): {type(loss_fn).__name__} {what}, which are not in the state: only the state's own "
+        "loss, state.context.loss, may do so"
+    )
+
+
+def _marks_of_buffers(loss_fn: Any) -> list[tuple[str, int, int]]:
+    """Return the identity and version of each buffer of a loss, which change when it is written."""
+    named = loss_fn.named_buffers() if isinstance(loss_fn, nn.Module) else ()
+    return [(name, id(buffer), buffer._version) for name, buffer in named if not buffer.is_inference()]
 
 
 def repeatable(run_once: Operation, body: Program, ranks: Ranks | None = None) -> Operation:

@@ -11,6 +11,7 @@ from purecompose.core.cut import Cut
 from purecompose.core.gradient import averaged, averaged_by_name, averaged_grads
 from purecompose.core.operation import Carry, Operation, Purpose
 from purecompose.core.state import State
+from purecompose.nn.network import is_first_run
 
 
 __all__ = ["check_rows", "has_mean", "run_slices", "run_until_loss"]
@@ -80,7 +81,7 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_
         if after.metrics is not state.metrics:
             numbers = {name: value for name, value in after.metrics.items() if has_mean(value)}
             mean_metrics = averaged_by_name(mean_metrics, numbers, state.metrics, weight, total)
-        if purpose.watch is not None and is_checked:
+        if is_checked and (purpose.watch is not None or is_first_run()):  # also in `state.gradients`, unwatched
             ends.append(after.replace(batch=fields["batch"], first_example=fields["first_example"]))
     means = {"loss": mean_loss, "grads": mean_grads, "metrics": {**current.state.metrics, **mean_metrics}}
     outer = {"batch": state.batch, "first_example": state.first_example, "whole_loss": state.whole_loss}

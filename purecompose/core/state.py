@@ -411,7 +411,8 @@ class State:
         the forward pass. What algorithms add to the loss is added to each of them.
 
         Args:
-            of: Losses `(outputs, targets) -> loss`, as for `State.create`; at least one.
+            of: Losses `(outputs, targets) -> loss`, as for `State.create`. Only the state's own, `state.context.loss`,
+                may have parameters, or write into its buffers.
             params: All parameters by name; by default the state's.
             sharing: See `gradient`.
 
@@ -420,7 +421,8 @@ class State:
             losses reach.
 
         Raises:
-            TypeError, ValueError: One of them is not a loss, or has parameters of its own.
+            TypeError, ValueError: One of them is not a loss, has parameters, or writes into its buffers; or in the
+                first run, it is not the mean over microbatches or processes (see `losses.over_batch`).
             RuntimeError: See `gradient`; or the program's gradient is not that of the stage `loss`.
         """
         if self.regrad is None:

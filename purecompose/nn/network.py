@@ -19,7 +19,7 @@ from purecompose.nn.model import Model
 from purecompose.nn.skeleton import Skeleton
 
 
-__all__ = ["call_model", "looking_for_draws", "warn_of_dropped"]
+__all__ = ["call_model", "is_first_run", "looking_for_draws", "warn_of_dropped"]
 
 _LOOKING: ContextVar[bool] = ContextVar("looking_for_draws", default=False)
 _AS_IT_IS = nullcontext()
@@ -39,6 +39,11 @@ def looking_for_draws() -> Iterator[None]:
         yield
     finally:
         _LOOKING.reset(token)
+
+
+def is_first_run() -> bool:
+    """Return whether this is within `looking_for_draws`, the first run of a step."""
+    return _LOOKING.get()
 
 
 def call_model(
@@ -105,7 +110,7 @@ def warn_of_dropped(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -
         before: The buffers given to `call_model`.
         after: The buffers that it returned: new tensors, so their versions count the writes of the pass.
     """
-    if not _LOOKING.get():
+    if not is_first_run():
         return
     has_values = not is_transforming() and not any(map(is_fake, after.values()))
     written = [

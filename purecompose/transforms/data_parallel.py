@@ -40,6 +40,7 @@ from purecompose.core.scopes import (
 from purecompose.core.slices import check_rows, has_mean
 from purecompose.core.state import State, fields_where
 from purecompose.nn.model import STATISTICS
+from purecompose.nn.network import is_first_run
 from purecompose.optim.checks import matched
 from purecompose.transforms.rank_timeouts import naming_late_ranks
 
@@ -150,7 +151,7 @@ def _run_shared(
         end = operation(Carry(start, carry.used), purpose._replace(shard=shard))
     else:
         end = operation(Carry(start, carry.used), purpose)
-    if is_checked and purpose.watch is not None and start.whole_loss is None:
+    if is_checked and (purpose.watch is not None or is_first_run()) and start.whole_loss is None:
         own = end.state.replace(batch=share.batch, first_example=first)
         check_separable(own, halves(own))
     after = end.state.replace(batch=state.batch, first_example=state.first_example)

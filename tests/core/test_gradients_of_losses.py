@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, Trait, algorithms as alg, compose, loop_events, on, optim, tree
+from purecompose.testing.ranks import played
 from tests.helpers import run_steps
 
 
@@ -147,3 +148,46 @@ def test_a_program_of_own_functions_is_refused() -> None:
     step, state = made(3)
     with pytest.raises(TypeError, match="expected a loss"):
         step(state, batches(1)[0])
+
+
+class Weighted(nn.Module):
+    """A loss with a weight that is trained, and a buffer that each call changes."""
+
+    def __init__(self, *, is_trained: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(())) if is_trained else 1.0
+        self.register_buffer("memory", torch.ones(()))
+
+    def forward(self, outputs: Any, targets: Any) -> Tensor:
+        self.memory.mul_(0.5)
+        return self.memory * self.weight * both(outputs, targets)
+
+
+def test_the_own_loss_may_have_parameters_and_buffers_and_no_other_one_may() -> None:
+    seen: list[tuple[dict[str, Tensor], Tensor]] = []
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        seen[:] = state.gradients(of=[state.context.loss, both])
+        assert all(tree.equal(seen[0][0][name], grad) for name, grad in (state.grads or {}).items())
+        return state
+
+    step = compose(loop_events, [Algorithm("look", on(Event.AFTER_TRAIN_BATCH), apply)])
+    state = State.create(TwoHeads().double(), loss=Weighted(is_trained=True), optimizer=optim.sgd(0.1))
+    end = step(step.init(state), batches(1)[0])
+    assert end.buffers["loss.memory"] == 0.5 and seen[0][1] == end.loss
+    assert seen[0][0]["loss.weight"] != 0 and seen[1][0]["loss.weight"] == 0
+    for is_trained, message in ((True, "has parameters"), (False, "writes into its buffers")):
+        step, state = made(Weighted(is_trained=is_trained))
+        with pytest.raises(ValueError, match=f"Weighted {message}"):
+            step(state, batches(1)[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_slices_would_change_is_refused(ranks: int) -> None:
+    def summed(outputs: Any, targets: Any) -> Tensor:
+        return both(outputs, targets) * len(targets["kind"])
+
+    step, state = made(summed, microbatches=3 - ranks, dropout=False)
+    with pytest.raises(ValueError, match="summed.* is .* as the mean over 2 slices"):
+        played(step, ranks)(lambda one: one(state, batches(1)[0])) if ranks > 1 else step(state, batches(1)[0])
