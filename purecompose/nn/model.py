@@ -79,6 +79,19 @@ class Model:
         """The training skeleton's module, only for reading its structure, never for computing or editing."""
         return self._skeletons[True].module
 
+    @property
+    def evaluated_parts(self) -> tuple[str, ...]:
+        """The names of the outermost modules that train in evaluation mode with all that they contain."""
+
+        def found(module: nn.Module, name: str) -> Iterator[str]:
+            if not any(part.training for part in module.modules()):
+                yield name
+            else:
+                for key, child in module.named_children():
+                    yield from found(child, f"{name}.{key}".lstrip("."))
+
+        return tuple(found(self.module, ""))
+
     def frozen_parts(self, frozen: Collection[str] | None = None) -> tuple[str, ...]:
         """Return the names of the outermost modules with parameters of which none trains; none if nothing trains.
 

@@ -322,7 +322,7 @@ def _check_alike(ranks: Ranks, step: Step, state: State, batch: Any) -> None:
     settings = (
         [(algorithm.name, dict(algorithm.config)) for algorithm in step.algorithms],
         *(step.microbatches, step.microbatch_size, state.optimizer, context.trainable, context.precision),
-        *(state.timestamp.run, state.timestamp.batch),
+        *(context.model.evaluated_parts, state.timestamp.run, state.timestamp.batch),
     )
     # Functions are printed with their addresses, which differ between processes.
     words = re.sub(r" at 0x[0-9a-f]+", "", repr(settings))

@@ -1,5 +1,6 @@
 """Parts of a network that train in evaluation mode."""
 
+import pathlib
 import re
 
 import pytest
@@ -110,3 +111,14 @@ def test_wrong_patterns_are_errors() -> None:
         make_state(Tuned(), train_mode=["back"])
     with pytest.raises(ValueError, match="'head' matches both"):
         make_state(Tuned(), train_mode=["head"], eval_mode=["*"])
+
+
+def test_other_modes_are_reported_when_a_run_is_resumed(tmp_path: pathlib.Path) -> None:
+    step = compose(loop_events)
+    settled, moving = (
+        pc.State.create(Tuned(), loss=pc.losses.cross_entropy, optimizer=optim.sgd(0.1), **{mode: ["backbone"]})
+        for mode in ("eval_mode", "train_mode")
+    )
+    pc.save(settled, tmp_path / "run", step=step)
+    with pytest.warns(pc.errors.CheckpointWarning, match=r"eval_mode: \['backbone'\] in the checkpoint, \[\] here"):
+        pc.load(tmp_path / "run", moving, step=step)

@@ -130,6 +130,7 @@ def refusals() -> dict[str, str]:
         "order": lambda: pc.data_parallel(step)(make_state(), (inputs.roll(rank, 0), targets.roll(rank, 0))),
         "rate": lambda: pc.data_parallel(step)(make_state(optimizer=optim.sgd(0.1 + rank)), (inputs, targets)),
         "frozen": lambda: pc.data_parallel(step)(make_state().replace(frozen=("3.bias",)[:rank]), (inputs, targets)),
+        "modes": lambda: pc.data_parallel(step)(make_state(eval_mode=["1"] * rank), (inputs, targets)),
         "metrics": lambda: pc.data_parallel(reporting)(make_state(), (inputs, targets)),
         "params": lambda: pc.data_parallel(step)(make_state(make_mlp(rank)), (inputs, targets)),
         "second run": lambda: reused(make_state(make_mlp(rank)), (inputs, targets)),

@@ -113,7 +113,7 @@ def test_processes_that_do_not_fit_together_are_refused_on_all_ranks(ranks: list
         assert "differ in their params: all must begin with the same state" in refusals["second run"]
         assert "differ in their key" in refusals["key"]
         assert "differ in their batch" in refusals["order"]
-        assert "differ in their settings" in refusals["rate"] and "differ in their settings" in refusals["frozen"]
+        assert all("differ in their settings" in refusals[name] for name in ("rate", "frozen", "modes"))
         assert "would send different messages" in refusals["metrics"]
         assert "as the mean over 2 slices" in refusals["coupled"]
         assert "a number" in refusals["auto"]

@@ -31,7 +31,7 @@ _EVENT = re.compile(r"<Event\.(\w+): '\w+'>")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MOST_LINES = 12
 _ROOT = "(root)"
-_SETTINGS = ("optimizer", "loss", "precision", "input_field", "target_field", "program", "microbatches")
+_SETTINGS = ("eval_mode", "optimizer", "loss", "precision", "input_field", "target_field", "program", "microbatches")
 
 
 def describe(state: State, step: Any = None) -> dict[str, Any]:
@@ -40,6 +40,7 @@ def describe(state: State, step: Any = None) -> dict[str, Any]:
     loss = context.loss
     words = {
         "model": architecture(context.model),
+        "eval_mode": list(context.model.evaluated_parts),
         "optimizer": _words(context.optimizer),
         "loss": getattr(loss, "__name__", None) or _words(loss),
         "precision": context.precision,
