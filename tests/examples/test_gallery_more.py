@@ -14,7 +14,7 @@ from purecompose import tree
 from tests.pages import ROOT
 
 
-NAMES = ["lora", "graphs", "translation", "segmentation", "ppo", "distillation"]
+NAMES = ["lora", "graphs", "translation", "segmentation", "ppo", "distillation", "pcgrad"]
 NOT_SLICED: dict[str, str] = {}
 """Programs without slices, and why."""
 TOLERANCES = {"lora": 1e-5}

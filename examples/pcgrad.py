@@ -1,0 +1,75 @@
+"""Two tasks, one trunk: PCGrad takes out of each task's gradient what conflicts with the other's (arXiv:2001.06782).
+
+The program takes a gradient for each task, in slices if asked, and a stage combines them; clipping would come after it.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import Event, State, compose, loop, optim, random
+
+
+def network() -> nn.Module:
+    """Return a network whose two outputs, one for each task, share all but the rows of the last layer."""
+    torch.manual_seed(0)  # for the initial weights
+    return nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
+
+
+def points(seed: int, dtype: torch.dtype, number: int = 64) -> tuple[Tensor, Tensor]:
+    """Return points (N, 4) and the targets (N, 2) of both tasks."""
+    x = random.normal(random.key(seed), (number, 4)).to(dtype)
+    return x, torch.stack([(x[:, 0] + x[:, 1]).sin(), 3 * (x[:, 0] * x[:, 1] - x[:, 2]).cos()], 1)
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean(0).sum()
+
+
+def gradient_of(task: int) -> tuple[Any, ...]:
+    def set_loss(state: State) -> State:
+        return state.replace(loss=(state.outputs - state.targets)[:, task].square().mean())
+
+    def put_aside(state: State) -> State:
+        return state.replace(metrics={**state.metrics, f"gradient {task}": state.grads}, grads=None)
+
+    return loop.Microbatches(loop.Grad(loop.forward, set_loss)), put_aside
+
+
+def combine(state: State) -> State:
+    """Set the sum of both gradients, each less its projection on the other if they conflict."""
+    gradients: Any = [state.metrics[f"gradient {task}"] for task in (0, 1)]
+    first, second = gradients
+    product = torch.stack([(first[name] * second[name]).sum() for name in first]).sum()
+    sizes = [torch.stack([grad.square().sum() for grad in grads.values()]).sum() for grads in gradients]
+    # g - min(g h, 0) / |h|^2 h for both gradients, sorted by g and by h
+    shares = [1 - product.clamp(max=0) / size for size in sizes]
+    grads = {name: shares[0] * first[name] + shares[1] * second[name] for name in first}
+    return state.replace(grads=grads, metrics={"conflict": (product < 0).float()})
+
+
+def make(dtype: torch.dtype = torch.float32, *, microbatches: int = 1) -> Any:
+    """Return the step, the state before it, and the batches."""
+    program = (Event.AFTER_DATALOADER, *gradient_of(0), *gradient_of(1), combine, Event.AFTER_TRAIN_BATCH, loop.update)
+    step = compose((*program, loop.advance, Event.BATCH_END), microbatches=microbatches)
+    state = State.create(network().to(dtype), loss=loss, optimizer=optim.adam(3e-3), key=0)
+    return step, state, [points(seed, dtype) for seed in range(20)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true", help="200 batches instead of 2000")
+    duration = "200ba" if parser.parse_args().short else "2000ba"
+    torch.set_num_threads(1)  # at this size more threads only wait for each other
+    step, first, batches = make()
+    states = list(pc.training(step, first, batches, duration=duration))
+    before, after = (pc.evaluate(one, [points(999, torch.float32, 1000)])["loss"] for one in (first, states[-1]))
+    share = torch.stack([state.metrics["conflict"] for state in states]).mean()
+    print(f"loss {before:.3f} -> {after:.3f}; gradients conflicted in {share:.0%} of the steps")
+
+
+if __name__ == "__main__":
+    main()
