@@ -1,6 +1,6 @@
 """Two tasks, one trunk: PCGrad takes out of each task's gradient what conflicts with the other's (arXiv:2001.06782).
 
-The program takes a gradient for each task, in slices if asked, and a stage combines them; clipping would come after it.
+It is a method of a few lines: `state.gradients` returns the gradient of each task, in microbatches and compiled too.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import Event, State, compose, loop, optim, random
+from purecompose import Algorithm, Event, State, compose, loop_events, on, optim, random
 
 
 def network() -> nn.Module:
@@ -25,36 +25,28 @@ def points(seed: int, dtype: torch.dtype, number: int = 64) -> tuple[Tensor, Ten
     return x, torch.stack([(x[:, 0] + x[:, 1]).sin(), 3 * (x[:, 0] * x[:, 1] - x[:, 2]).cos()], 1)
 
 
+def loss_of(task: int) -> Any:
+    return lambda outputs, targets: (outputs - targets)[:, task].square().mean()
+
+
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().mean(0).sum()
 
 
-def gradient_of(task: int) -> tuple[Any, ...]:
-    def set_loss(state: State) -> State:
-        return state.replace(loss=(state.outputs - state.targets)[:, task].square().mean())
-
-    def put_aside(state: State) -> State:
-        return state.replace(metrics={**state.metrics, f"gradient {task}": state.grads}, grads=None)
-
-    return loop.Microbatches(loop.Grad(loop.forward, set_loss)), put_aside
-
-
-def combine(state: State) -> State:
+def pcgrad(event: Event, state: State) -> State:
     """Set the sum of both gradients, each less its projection on the other if they conflict."""
-    gradients: Any = [state.metrics[f"gradient {task}"] for task in (0, 1)]
-    first, second = gradients
+    (first, _), (second, _) = state.gradients(of=[loss_of(0), loss_of(1)])
     product = torch.stack([(first[name] * second[name]).sum() for name in first]).sum()
-    sizes = [torch.stack([grad.square().sum() for grad in grads.values()]).sum() for grads in gradients]
+    sizes = [torch.stack([grad.square().sum() for grad in grads.values()]).sum() for grads in (first, second)]
     # g - min(g h, 0) / |h|^2 h for both gradients, sorted by g and by h
     shares = [1 - product.clamp(max=0) / size for size in sizes]
     grads = {name: shares[0] * first[name] + shares[1] * second[name] for name in first}
-    return state.replace(grads=grads, metrics={"conflict": (product < 0).float()})
+    return state.replace(grads=grads, metrics={**state.metrics, "conflict": (product < 0).float()})
 
 
 def make(dtype: torch.dtype = torch.float32, *, microbatches: int = 1) -> Any:
     """Return the step, the state before it, and the batches."""
-    program = (Event.AFTER_DATALOADER, *gradient_of(0), *gradient_of(1), combine, Event.AFTER_TRAIN_BATCH, loop.update)
-    step = compose((*program, loop.advance, Event.BATCH_END), microbatches=microbatches)
+    step = compose(loop_events, [Algorithm("pcgrad", on(Event.AFTER_TRAIN_BATCH), pcgrad)], microbatches=microbatches)
     state = State.create(network().to(dtype), loss=loss, optimizer=optim.adam(3e-3), key=0)
     return step, state, [points(seed, dtype) for seed in range(20)]
 
