@@ -153,6 +153,8 @@ def test_a_program_of_own_functions_is_refused() -> None:
 class Weighted(nn.Module):
     """A loss with a weight that is trained, and a buffer that each call changes."""
 
+    memory: Tensor
+
     def __init__(self, *, is_trained: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(())) if is_trained else 1.0

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -115,10 +116,9 @@ def test_wrong_patterns_are_errors() -> None:
 
 def test_other_modes_are_reported_when_a_run_is_resumed(tmp_path: pathlib.Path) -> None:
     step = compose(loop_events)
-    settled, moving = (
-        pc.State.create(Tuned(), loss=pc.losses.cross_entropy, optimizer=optim.sgd(0.1), **{mode: ["backbone"]})
-        for mode in ("eval_mode", "train_mode")
-    )
+    options: dict[str, Any] = {"loss": pc.losses.cross_entropy, "optimizer": optim.sgd(0.1)}
+    settled = pc.State.create(Tuned(), eval_mode=["backbone"], **options)
+    moving = pc.State.create(Tuned(), train_mode=["backbone"], **options)
     pc.save(settled, tmp_path / "run", step=step)
     with pytest.warns(pc.errors.CheckpointWarning, match=r"eval_mode: \['backbone'\] in the checkpoint, \[\] here"):
         pc.load(tmp_path / "run", moving, step=step)
