@@ -16,6 +16,7 @@ from purecompose.data.checks import check_batches
 from purecompose.data.loaders import fixed_batches
 from purecompose.data.prefetch import prefetch
 from purecompose.data.waiting import watched
+from purecompose.losses import couples_examples
 from purecompose.losses.metrics import (
     Metric,
     as_metric,
@@ -255,6 +256,13 @@ def _slices(evaluator: Evaluator, state: State, batch: Any) -> list[Any]:
     if size is None:
         return [batch]
     check_single(state, f"evaluator {evaluator.label!r} with microbatch_size", "give it smaller batches")
+    if couples_examples(state.context.loss) and (
+        not evaluator.metrics or any(metric.takes_loss for metric in evaluator.metrics.values())
+    ):
+        raise ValueError(
+            f"evaluator {evaluator.label!r} with microbatch_size: the loss compares the examples of a batch "
+            "(losses.over_batch), and would be that of slices: give it smaller batches, or other metrics than the loss"
+        )
     layout = state.context.layout
     return layout.split(batch, -(-layout.num_examples(batch) // size))
 

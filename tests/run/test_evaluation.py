@@ -22,6 +22,7 @@ from tests.helpers import (
     make_mlp,
     make_state,
     noise,
+    nt_xent,
     recorder,
     run_steps,
 )
@@ -70,6 +71,14 @@ def test_the_numbers_do_not_depend_on_microbatches(loss_fn):
     with pytest.raises(ValueError, match="stacked one of 2 members: give it smaller batches"):
         two = pc.stack_states([state, state])
         evaluate(two, uneven(), step=pc.population(step, 2), microbatch_size=3)
+
+
+def test_a_loss_of_the_whole_batch_is_not_evaluated_in_slices():
+    state = make_state(loss=pc.losses.over_batch(nt_xent))
+    with pytest.raises(ValueError, match="microbatch_size: the loss compares the examples"):
+        evaluate(state, [make_batch()], microbatch_size=4)
+    found = evaluate(state, [make_batch()], {"accuracy": pc.metrics.accuracy}, microbatch_size=4)
+    assert found == evaluate(state, [make_batch()], {"accuracy": pc.metrics.accuracy})
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
