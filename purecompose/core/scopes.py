@@ -141,6 +141,11 @@ class Update:
             result = state.optimizer.update(grads, state.opt_state, state.params, state.scalar)
         except Exception as error:
             error.add_note(f"in the update of the optimizer {state.optimizer!r}")
+            if frozen := [name for name in grads if name in state.context.frozen]:
+                error.add_note(
+                    f"state.grads has gradients of frozen parameters, for which the optimizer has no memory: {frozen}; "
+                    "take those of state.context.trainable only"
+                )
             raise
         if purpose.watch is not None:
             purpose.watch.note_update(state, result)

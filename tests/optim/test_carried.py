@@ -12,7 +12,7 @@ import purecompose as pc
 from purecompose import Algorithm, Event, State, compose, loop_events, losses, on, optim, tree
 from purecompose.optim.guarded import Guarded
 from purecompose.schedule import number
-from tests.helpers import make_batch, make_batches, make_mlp, make_state, run_steps
+from tests.helpers import changing, make_batch, make_batches, make_mlp, make_state, run_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,3 +122,13 @@ def test_a_method_may_thaw_a_part(is_compiled: bool, event: Event) -> None:
     start = make_state(net, optimizer=optim.adam(0.01))
     end = pc.fit(step, step.init(start), make_batches(2), duration="2ep")
     assert end.context.trainable == tuple(start.params) and with_memory(end) == {*start.params}
+
+
+def test_gradients_of_frozen_parameters_are_named() -> None:
+    def all_of_them(state: State) -> State:
+        return state.replace(grads={name: torch.ones_like(param) for name, param in state.params.items()})
+
+    step = compose(loop_events, [changing("all", Event.AFTER_TRAIN_BATCH, all_of_them)])
+    with pytest.raises(KeyError) as caught:
+        step(make_state().replace(frozen=["0.*"]), make_batch())
+    assert any("gradients of frozen parameters" in note for note in caught.value.__notes__)

@@ -57,7 +57,7 @@ PLACES = {
         "fades_by_a_number inputs_in_a_global"
     ),
     (Event.AFTER_TRAIN_BATCH, "buffers['1.running_mean']"): "resets_statistics statistics_in_place",
-    (Event.AFTER_TRAIN_BATCH, GRAD): "flips_gradients_in_place grads_for_frozen warms_up_by_match",
+    (Event.AFTER_TRAIN_BATCH, GRAD): "flips_gradients_in_place warms_up_by_match",
     (Event.AFTER_TRAIN_BATCH, "hparams['lr']"): "norm_detached",
     (Event.AFTER_TRAIN_BATCH, WEIGHT): (
         "replaces_entry stashes_on_tensor opens_the_seal decays_frozen averages_metrics value_or_default "

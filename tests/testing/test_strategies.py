@@ -178,6 +178,7 @@ def test_states_contain_the_slots_of_algorithms():
 # Algorithms and programs
 
 
+@pytest.mark.filterwarnings("ignore:.*replaces the gradients")
 @given(strategy.algorithm_lists(), st.integers(1, 2))
 def test_lists_of_algorithms_compose(algorithms, k):
     case = Case(num_batches=2, microbatches=k)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from purecompose import losses, random, surgery, tree
+from purecompose import random, surgery, tree
 from purecompose._support.device import AUTOCAST
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
@@ -185,17 +185,6 @@ def statistics_in_place(state: State) -> State:
 def decays_frozen(state: State) -> State:
     """Decays all of `state.params`, where those of `state.context.trainable` were meant."""
     return scaled_params(state, 0.99)
-
-
-@mutant("frozen_kept", at=Event.AFTER_TRAIN_BATCH, task="frozen")
-def grads_for_frozen(state: State) -> State:
-    """Takes gradients again with respect to all of `state.params`: the optimizer then updates the frozen ones, too."""
-
-    def loss_of(params: dict[str, Tensor]) -> Tensor:
-        outputs = state.replace(params=params).forward(state.inputs)
-        return losses.evaluate_loss(state.context.loss, outputs, state.targets)
-
-    return state.replace(grads=torch.func.grad(loss_of)(state.params))
 
 
 # init_once
