@@ -216,7 +216,7 @@ def test_runs_are_drawn_into_one_picture(run: Run) -> None:
     for arguments, said in [
         (("nowhere",), "plot: error: there is no folder nowhere"),
         (("a", "--x", "time/token"), "x='time/token': expected one of batch, epoch, time/sample"),
-        (("a", "--out", "some/new/both.png"), "--out: some/new/both.png: there is no folder some/new; make it"),
+        (("a", "--out", "some/new/both.png"), "--out: some/new/both.png: there is no folder some/new; create it"),
         (("a", "--out", "both.txt"), "error: expected a file name that ends in .png"),
     ]:
         status, _, err = run("plot", *arguments)
@@ -359,6 +359,6 @@ def test_a_full_disk_fails_the_run_and_the_table_names_missing_checkpoints(
     status, out, err = run("train", *SMALL, "--validation", "0.2", "--out", "a")
     assert status == 1
     assert "a/report.html" not in out and re.search(r"could not be written\W+checkpoints/ep0002-\S+\W+report.html", out)
-    assert "the run in a is not whole, checkpoints/ep0002-" in err
+    assert "the run in a is incomplete: checkpoints/ep0002-" in err
     # The best checkpoint is the second epoch's, which was not written.
     assert "--checkpoint best" not in out and "its checkpoint was not written" in out

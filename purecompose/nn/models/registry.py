@@ -74,7 +74,7 @@ def check_options(name: str, given: Iterable[str]) -> None:
     Example:
         >>> check_options("resnet8", ["widht"])
         Traceback (most recent call last):
-        TypeError: resnet8 has no option 'widht'; did you mean 'width'? it is resnet8(width=16)
+        TypeError: resnet8 has no option 'widht'; did you mean 'width'? its options are resnet8(width=16)
     """
     known = _options(name)
     for option in given:
