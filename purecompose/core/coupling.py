@@ -7,7 +7,7 @@ its part of that gradient back to the parameters. See "GradCache": Gao, Zhang, H
 Learning Batch Size under Memory Limited Setup. 2021. https://arxiv.org/abs/2101.06983
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -107,7 +107,7 @@ def with_loss_of_slice(state: State) -> State:
 
 def check_passes_agree(state: State) -> None:
     """Raise a `RuntimeError` if the two passes of a slice of a coupled loss have different outputs."""
-    if state.whole_loss is None or is_transforming() or is_fake(state.key) or state.key.is_meta:
+    if state.whole_loss is None or not _has_values(state):
         return
     outputs = _differentiable(state.outputs)
     for now, earlier in zip(outputs, state.whole_loss["outputs"], strict=True):
@@ -138,8 +138,7 @@ def joined(parts: Sequence[Any], sizes: Sequence[int], where: str) -> Any:
                     f"{where} have a tensor of shape {tuple(tensor.shape)} in a slice of {size} examples: a loss of "
                     "the whole batch needs one row for each example"
                 )
-    fresh = iter([torch.cat(column) for column in columns])
-    return batches.map_tensors(lambda _: next(fresh), parts[0])
+    return _with_tensors(parts[0], map(torch.cat, columns))
 
 
 def gathered(tree: Any, shard: Shard) -> Any:
@@ -158,8 +157,7 @@ def gathered(tree: Any, shard: Shard) -> Any:
     leaves = batches.tensors(tree)
     sent = [padded(leaf.to(torch.uint8) if leaf.dtype is torch.bool else leaf) for leaf in leaves]
     found = zip(shard.ranks.reduced(sent, "sum"), leaves, strict=True)
-    fresh = iter([tensor.to(leaf.dtype) for tensor, leaf in found])
-    return batches.map_tensors(lambda _: next(fresh), tree)
+    return _with_tensors(tree, (tensor.to(leaf.dtype) for tensor, leaf in found))
 
 
 def halves(state: State) -> list[State]:
@@ -193,7 +191,7 @@ def check_separable(whole: State, parts: Sequence[State]) -> None:
         ValueError: The two differ by more than rounding.
     """
     loss_fn = whole.context.loss
-    if len(parts) < 2 or is_transforming() or is_fake(whole.key) or whole.key.is_meta:
+    if len(parts) < 2 or not _has_values(whole):
         return
     if isinstance(loss_fn, losses.ModelLoss) or losses.couples_examples(loss_fn):
         return
@@ -227,6 +225,17 @@ def check_separable(whole: State, parts: Sequence[State]) -> None:
         "number in a method num_terms(outputs, targets); if it compares examples with each other, as contrastive "
         "losses do, write losses.over_batch(loss)"
     )
+
+
+def _has_values(state: State) -> bool:
+    """Return whether the tensors of a state can be read."""
+    return not (is_transforming() or is_fake(state.key) or state.key.is_meta)
+
+
+def _with_tensors(tree: Any, tensors: Iterable[Tensor]) -> Any:
+    """Return a pytree with these tensors in place of its own."""
+    fresh = iter(tensors)
+    return batches.map_tensors(lambda _: next(fresh), tree)
 
 
 def _differentiable(outputs: Any) -> list[Tensor]:
