@@ -203,10 +203,10 @@ class Regrad(Protocol):
 
     def __call__(self, params: dict[str, Tensor], sharing: Sharing = "all", /) -> tuple[dict[str, Tensor], Tensor]: ...
 
-    def of_losses(
+    def gradients(
         self, of: Sequence[Callable[..., Tensor]], params: dict[str, Tensor], sharing: Sharing
     ) -> list[tuple[dict[str, Tensor], Tensor]]:
-        """Return gradients and loss for each of several losses in place of the state's own."""
+        """Return the gradients and the loss of each of these losses, in place of the state's own."""
         ...
 
 

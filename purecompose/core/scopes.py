@@ -9,19 +9,18 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast, get_args
+from typing import Any, TypeAlias, cast
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from purecompose import batch as batches, losses, tree
-from purecompose.core.context import Static
+from purecompose.core.again import repeatable
 from purecompose.core.contract import Contract
 from purecompose.core.coupling import check_passes_agree, with_whole_loss
 from purecompose.core.cut import Cut
 from purecompose.core.gradient import check_terms, differentiate, num_terms
 from purecompose.core.operation import Carry, Lowered, Node, Operation, Place, Purpose, in_order, lift, walk
-from purecompose.core.ranks import Ranks, Sharing
+from purecompose.core.ranks import Ranks
 from purecompose.core.slices import run_slices, run_until_loss
 from purecompose.core.state import State
 from purecompose.losses.evaluation import advice
@@ -39,7 +38,6 @@ __all__ = [
     "Update",
     "events_in",
     "matching_params",
-    "repeatable",
     "walk",
     "with_own_gradients",
 ]
@@ -318,105 +316,6 @@ def with_own_gradients(run_inner: Operation) -> Operation:
             return Carry(new_state.replace(grads=state.grads), used, inside.terms)
         merged = {**_without(state.grads, used), **grads}
         return Carry(new_state.replace(grads=merged), used.difference(grads) | inside.used, inside.terms)
-
-    return run
-
-
-class _Again:
-    """`state.gradient`: the part of a step that computes the gradient, to be run again at other parameters.
-
-    It is a pytree node containing the state at the start of that part, so that it can pass from one compiled part to
-    the next, and through `vmap`.
-    """
-
-    def __init__(
-        self, run_once: Operation, used: frozenset[str], ranks: Ranks | None, has_loss: bool, state: State
-    ) -> None:
-        self.run_once, self.used, self.ranks, self.has_loss, self.state = run_once, used, ranks, has_loss, state
-
-    def __call__(self, params: dict[str, Tensor], sharing: Sharing = "all") -> tuple[dict[str, Tensor], Tensor]:
-        if sharing not in get_args(Sharing):
-            raise ValueError(f"state.gradient: sharing={sharing!r}: expected 'all', 'own' or 'none'")
-        carry = Carry(self.state.replace(params=params, grads=None), self.used)
-        again = self.run_once(carry, Purpose(sharing, is_again=True)).state
-        if again.grads is None or again.loss is None:
-            raise RuntimeError("state.gradient(params): the program has no Grad with a loss")
-        earlier = {*(self.state.grads or ())} - self.used - again.grads.keys()
-        if earlier:
-            raise RuntimeError(
-                f"state.gradient(params): the gradients of {', '.join(sorted(earlier))} come from an earlier part of "
-                "the program, which is not run again; apply them by an update before the last Grad, or differentiate "
-                "with respect to all parameters in one Grad"
-            )
-        return again.grads, again.loss
-
-    def of_losses(
-        self, of: Sequence[Callable[..., Tensor]], params: dict[str, Tensor], sharing: Sharing
-    ) -> list[tuple[dict[str, Tensor], Tensor]]:
-        """Return gradients and loss for each of several losses in place of the state's own."""
-        if not self.has_loss:
-            raise RuntimeError(
-                "state.gradients(of=...): the program's last gradient is that of its own function, in which no other "
-                "loss can be put: its Grad needs the stage `loss`, or a Stage(..., sets_loss=True) that calls "
-                "state.context.loss"
-            )
-        found = []
-        for loss_fn in of:
-            context = self.state.context
-            if loss_fn is not context.loss:
-                losses.check_loss(loss_fn)
-                if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
-                    raise ValueError(_strange(loss_fn, "has parameters"))
-                context = context.replace(loss=loss_fn, loss_model=None)
-            state = self.state.replace(static=Static(context, self.state.static.timestamp))
-            marks = _marks_of_buffers(loss_fn)
-            found.append(_Again(self.run_once, self.used, self.ranks, self.has_loss, state)(params, sharing))
-            if _marks_of_buffers(loss_fn) != marks:
-                raise ValueError(_strange(loss_fn, "writes into its buffers"))
-        names = dict.fromkeys(name for grads, _ in found for name in grads)
-        return [
-            ({name: grads[name] if name in grads else torch.zeros_like(params[name]) for name in names}, loss)
-            for grads, loss in found
-        ]
-
-
-tree.register_node(
-    _Again,
-    lambda again: (("state",), (again.state,), (again.run_once, again.used, again.ranks, again.has_loss)),
-    lambda names, children, static: _Again(*static, *children),
-)
-
-
-def _strange(loss_fn: Any, what: str) -> str:
-    return (
-        f"state.gradients(of=...): {type(loss_fn).__name__} {what}, which are not in the state: only the state's own "
-        "loss, state.context.loss, may do so"
-    )
-
-
-def _marks_of_buffers(loss_fn: Any) -> list[tuple[str, int, int]]:
-    """Return the identity and version of each buffer of a loss, which change when it is written."""
-    named = loss_fn.named_buffers() if isinstance(loss_fn, nn.Module) else ()
-    return [(name, id(buffer), buffer._version) for name, buffer in named if not buffer.is_inference()]
-
-
-def repeatable(run_once: Operation, body: Program, ranks: Ranks | None = None) -> Operation:
-    """Return an operation that also provides `state.gradient`, which runs it again at other parameters.
-
-    Args:
-        run_once: The part of a step that computes its gradient.
-        body: The nodes that it is lowered from.
-        ranks: The processes that share the batch, if there are several.
-    """
-
-    has_loss = any(isinstance(node, Stage) and node.sets_loss for node in walk(body))
-
-    def run(carry: Carry, purpose: Purpose) -> Carry:
-        if carry.state.regrad is not None:  # the gradient of an earlier part is not available within this one
-            carry = carry._replace(state=carry.state.replace(regrad=None))
-        end, used, terms = run_once(carry, purpose)
-        again = _Again(run_once, carry.used, ranks, has_loss, carry.state)
-        return Carry(end.replace(batch=carry.state.batch, regrad=again), used, terms)
 
     return run
 

@@ -427,7 +427,7 @@ class State:
         """
         if self.regrad is None:
             raise RuntimeError("state.gradients(of=...) works inside a step, at events after its gradient")
-        return self.regrad.of_losses(of, self.params if params is None else params, sharing)
+        return self.regrad.gradients(of, self.params if params is None else params, sharing)
 
     def forward(self, inputs: Any, *, train: bool = False, name: str | None = None) -> Any:
         """Return the network's outputs for these inputs.

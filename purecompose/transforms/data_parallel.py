@@ -22,6 +22,7 @@ from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
 from purecompose._support.functorch import is_fake
 from purecompose._support.warnings import warn
+from purecompose.core.again import repeatable
 from purecompose.core.compose import Step
 from purecompose.core.coupling import check_separable, halves
 from purecompose.core.members import SINGLE
@@ -33,7 +34,6 @@ from purecompose.core.scopes import (
     Program,
     Scope,
     matching_params,
-    repeatable,
     walk,
     with_own_gradients,
 )

@@ -1,0 +1,120 @@
+"""`state.gradient`: the part of a step that computes its gradient, run again at other parameters or of other losses."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from purecompose import losses, tree
+from purecompose.core.context import Context, Static
+from purecompose.core.operation import Carry, Node, Operation, Purpose, walk
+from purecompose.core.ranks import Ranks, Sharing
+from purecompose.core.state import State
+
+
+__all__ = ["repeatable"]
+
+
+def repeatable(run_once: Operation, body: Iterable[Node], ranks: Ranks | None = None) -> Operation:
+    """Return an operation that also provides `state.gradient`, which runs it again at other parameters.
+
+    Args:
+        run_once: The part of a step that computes its gradient.
+        body: The nodes that it is lowered from.
+        ranks: The processes that share the batch, if there are several.
+    """
+    has_loss = any(getattr(node, "sets_loss", False) for node in walk(body))
+
+    def run(carry: Carry, purpose: Purpose) -> Carry:
+        if carry.state.regrad is not None:  # the gradient of an earlier part is not available within this one
+            carry = carry._replace(state=carry.state.replace(regrad=None))
+        end, used, terms = run_once(carry, purpose)
+        again = _Again(run_once, carry.used, ranks, has_loss, carry.state)
+        return Carry(end.replace(batch=carry.state.batch, regrad=again), used, terms)
+
+    return run
+
+
+class _Again:
+    """The part of a step that computes the gradient; see `Regrad`.
+
+    It is a pytree node containing the state at the start of that part, so that it can pass from one compiled part to
+    the next, and through `vmap`.
+    """
+
+    def __init__(
+        self, run_once: Operation, used: frozenset[str], ranks: Ranks | None, has_loss: bool, state: State
+    ) -> None:
+        self.run_once, self.used, self.ranks, self.has_loss, self.state = run_once, used, ranks, has_loss, state
+
+    def __call__(self, params: dict[str, Tensor], sharing: Sharing = "all") -> tuple[dict[str, Tensor], Tensor]:
+        return self._run(self.state, params, sharing)
+
+    def gradients(
+        self, of: Sequence[Callable[..., Any]], params: dict[str, Tensor], sharing: Sharing
+    ) -> list[tuple[dict[str, Tensor], Tensor]]:
+        if not self.has_loss:
+            raise RuntimeError(
+                "state.gradients(of=...): the program's last gradient is that of its own function, in which no other "
+                "loss can be put: its Grad needs the stage `loss`, or a Stage(..., sets_loss=True) that calls "
+                "state.context.loss"
+            )
+        found = []
+        for loss_fn in of:
+            static = Static(_with_loss(self.state.context, loss_fn), self.state.static.timestamp)
+            marks = _marks_of_buffers(loss_fn)
+            found.append(self._run(self.state.replace(static=static), params, sharing))
+            if _marks_of_buffers(loss_fn) != marks:
+                raise ValueError(_not_in_state(loss_fn, "writes into its buffers"))
+        names = dict.fromkeys(name for grads, _ in found for name in grads)
+        return [
+            ({name: grads[name] if name in grads else torch.zeros_like(params[name]) for name in names}, loss)
+            for grads, loss in found
+        ]
+
+    def _run(self, state: State, params: dict[str, Tensor], sharing: Sharing) -> tuple[dict[str, Tensor], Tensor]:
+        if sharing not in get_args(Sharing):
+            raise ValueError(f"state.gradient: sharing={sharing!r}: expected 'all', 'own' or 'none'")
+        carry = Carry(state.replace(params=params, grads=None), self.used)
+        end = self.run_once(carry, Purpose(sharing, is_again=True)).state
+        if end.grads is None or end.loss is None:
+            raise RuntimeError("state.gradient(params): the program has no Grad with a loss")
+        earlier = {*(state.grads or ())} - self.used - end.grads.keys()
+        if earlier:
+            raise RuntimeError(
+                f"state.gradient(params): the gradients of {', '.join(sorted(earlier))} come from an earlier part of "
+                "the program, which is not run again; apply them by an update before the last Grad, or differentiate "
+                "with respect to all parameters in one Grad"
+            )
+        return end.grads, end.loss
+
+
+tree.register_node(
+    _Again,
+    lambda again: (("state",), (again.state,), (again.run_once, again.used, again.ranks, again.has_loss)),
+    lambda names, children, static: _Again(*static, *children),
+)
+
+
+def _with_loss(context: Context, loss_fn: Callable[..., Any]) -> Context:
+    """Return the context with another loss, which has no parameters."""
+    if loss_fn is context.loss:
+        return context
+    losses.check_loss(loss_fn)
+    if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
+        raise ValueError(_not_in_state(loss_fn, "has parameters"))
+    return context.replace(loss=loss_fn, loss_model=None)
+
+
+def _not_in_state(loss_fn: Any, what: str) -> str:
+    return (
+        f"state.gradients(of=...): {type(loss_fn).__name__} {what}, which are not in the state: only the state's own "
+        "loss, state.context.loss, may do so"
+    )
+
+
+def _marks_of_buffers(loss_fn: Any) -> list[tuple[str, int, int]]:
+    """Return the identity and version of each buffer of a loss, which change when it is written."""
+    named = loss_fn.named_buffers() if isinstance(loss_fn, nn.Module) else ()
+    return [(name, id(buffer), buffer._version) for name, buffer in named if not buffer.is_inference()]
