@@ -10,10 +10,11 @@ from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.cut import Cut
 from purecompose.core.layout import Layout
 from purecompose.core.loop import advance, eval_forward, forward, loss
-from purecompose.core.operation import Node
+from purecompose.core.operation import Node, walk
 from purecompose.core.passes import Pass
+from purecompose.core.program import Program, Stage, StateFn, Update, as_nodes, events_in
 from purecompose.core.ranks import Ranks
-from purecompose.core.scopes import Grad, Program, Stage, StateFn, Update, as_nodes, events_in, walk
+from purecompose.core.scopes import Grad
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 

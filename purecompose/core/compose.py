@@ -35,11 +35,12 @@ from purecompose.core.loop import advance
 from purecompose.core.loss import Constant, check_constants, constants_of
 from purecompose.core.matching import Matcher
 from purecompose.core.members import SINGLE, Members
-from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Node, Operation, Place, Purpose, in_order
+from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Node, Operation, Place, Purpose, in_order, walk
 from purecompose.core.passes import DEFAULT_PASSES, Pass, compose_passes, order_by_constraints
 from purecompose.core.plan import Plan, describe_moment, lacking_events, make_plan
+from purecompose.core.program import Program, StateFn, Update, events_in
 from purecompose.core.ranks import Ranks
-from purecompose.core.scopes import Grad, Program, Scope, StateFn, Update, events_in, walk
+from purecompose.core.scopes import Grad, Scope
 from purecompose.core.state import NO_TEMPORARY, State
 from purecompose.nn.keyed.modules import detect
 from purecompose.nn.network import looking_for_draws

@@ -8,7 +8,7 @@ from purecompose._support.table import table
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.loop import loop_events
 from purecompose.core.passes import Pass, pass_name, precedes, run_pass, set_filo_order
-from purecompose.core.scopes import events_in
+from purecompose.core.program import events_in
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 

@@ -1,157 +1,29 @@
-"""The parts of a program besides events: stages, the update, and the scopes `Grad` and `Microbatches`.
+"""Scopes, the nodes of a program with a body: `Grad` and `Microbatches`.
 
-Each node lowers itself to operations (see `purecompose.core.operation`). Your own scope is a frozen dataclass that
-derives from `Scope` and defines `lower`.
+Your own scope is a frozen dataclass that derives from `Scope` and defines `lower`.
 """
 
-import fnmatch
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any
 
 from torch import Tensor
 
-from purecompose import batch as batches, losses, tree
+from purecompose import losses
 from purecompose.core.again import repeatable
-from purecompose.core.contract import Contract
-from purecompose.core.coupling import check_passes_agree, with_whole_loss
+from purecompose.core.coupling import with_whole_loss
 from purecompose.core.cut import Cut
-from purecompose.core.gradient import check_terms, differentiate, num_terms
-from purecompose.core.operation import Carry, Lowered, Node, Operation, Place, Purpose, in_order, lift, walk
+from purecompose.core.gradient import differentiate
+from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose, in_order
+from purecompose.core.program import Program, as_nodes, matching_params
 from purecompose.core.ranks import Ranks
 from purecompose.core.slices import run_slices, run_until_loss
 from purecompose.core.state import State
-from purecompose.losses.evaluation import advice
 from purecompose.time.event import Event
 
 
-__all__ = [
-    "as_nodes",
-    "Grad",
-    "Microbatches",
-    "Program",
-    "Scope",
-    "Stage",
-    "StateFn",
-    "Update",
-    "events_in",
-    "matching_params",
-    "walk",
-    "with_own_gradients",
-]
-
-StateFn: TypeAlias = Callable[[State], State]
-Program: TypeAlias = tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A named core part of a program: a pure function of the state."""
-
-    name: str
-    fn: StateFn
-    sets_loss: bool = False
-    """True if it sets `state.loss` from the outputs and the batch, so that slices are weighted by its terms."""
-
-    def __call__(self, state: State) -> State:
-        return self.fn(state)
-
-    def lower(self, place: Place) -> list[Lowered]:
-        """Return the stage as an operation; a loss whose slices are weighted also counts its terms."""
-        run = lift(self._run, place.pass_name(self.name), may_set_gradients=True)
-        ops = [Lowered(run, sets_loss=self.sets_loss)]
-        return [*ops, Lowered(_count_terms)] if self.sets_loss and place.is_weighted else ops
-
-    def _run(self, state: State, watch: Contract | None) -> State:
-        try:
-            new_state = self.fn(state)
-        except Exception as error:
-            given = {"batch": state.batch, "outputs": state.outputs}
-            forms = [f"{name} {_form(value)}" for name, value in given.items() if value is not None]
-            error.add_note(f"in the stage {self.name}, with {', '.join(forms)}")
-            if self.sets_loss:
-                for note in advice(state.outputs, _targets_if_any(state)):
-                    error.add_note(note)
-            raise
-        if watch is not None:
-            watch.note_stage(self)
-            if self.sets_loss:
-                check_terms(new_state)
-                check_passes_agree(new_state)
-        return new_state
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-def _targets_if_any(state: State) -> Any:
-    try:
-        return state.targets
-    except Exception:  # what is missing is reported already, or is not needed
-        return None
-
-
-def _form(value: Any) -> str:
-    return f"{type(value).__name__}({', '.join(map(tree.describe, batches.tensors(value)))})"
-
-
-def _count_terms(carry: Carry, purpose: Purpose) -> Carry:
-    del purpose
-    return carry._replace(terms=num_terms(carry.state))
-
-
-@dataclass(frozen=True)
-class Update:
-    """The node that updates the parameters with the optimizer; `update(wrt=pattern)` updates only those that match."""
-
-    wrt: str | None = None
-
-    def __call__(self, *, wrt: str) -> "Update":
-        return Update(wrt)
-
-    def lower(self, place: Place) -> list[Lowered]:
-        """Return the update as an operation."""
-        del place
-        return [Lowered(self._run)]
-
-    def _run(self, carry: Carry, purpose: Purpose) -> Carry:
-        state, used, terms = carry
-        if state.grads is None:
-            raise RuntimeError("the program's update comes before any Grad: there are no gradients")
-        if not state.grads:  # a method has removed them all, for a later step
-            return carry
-        if self.wrt is None:
-            chosen = state.grads
-        else:
-            # Match all trainable names, because gradients that an earlier update has used are gone after the next Grad.
-            chosen = matching_params(tuple(dict.fromkeys([*state.context.trainable, *state.grads])), self.wrt)
-        grads = {name: state.grads[name] for name in chosen if name in state.grads and name not in used}
-        if not grads:
-            if used.isdisjoint(chosen):  # the loss does not reach them
-                return carry
-            raise RuntimeError(
-                f"{self!r} has nothing to apply: an earlier update has used every gradient of these parameters; put "
-                "a Grad before it, or leave it out"
-            )
-        try:
-            result = state.optimizer.update(grads, state.opt_state, state.params, state.scalar)
-        except Exception as error:
-            error.add_note(f"in the update of the optimizer {state.optimizer!r}")
-            if frozen := [name for name in grads if name in state.context.frozen]:
-                error.add_note(
-                    f"state.grads has gradients of frozen parameters, for which the optimizer has no memory: {frozen}; "
-                    "take those of state.context.trainable only"
-                )
-            raise
-        if purpose.watch is not None:
-            purpose.watch.note_update(state, result)
-        params, opt_state = result
-        return Carry(state.replace(params=params, opt_state=opt_state), used.union(grads), terms)
-
-    def __repr__(self) -> str:
-        return "update" if self.wrt is None else f"update(wrt={self.wrt!r})"
+__all__ = ["Grad", "Microbatches", "Scope", "with_own_gradients"]
 
 
 class Scope:
@@ -320,56 +192,5 @@ def with_own_gradients(run_inner: Operation) -> Operation:
     return run
 
 
-def matching_params(names: tuple[str, ...], wrt: str | None) -> tuple[str, ...]:
-    """Return the names that match a pattern, or all names if it is `None`.
-
-    Raises:
-        ValueError: No name matches.
-    """
-    if wrt is None:
-        return names
-    found = tuple(name for name in names if fnmatch.fnmatchcase(name, wrt))
-    if not found:
-        raise ValueError(f"wrt={wrt!r} matches no trainable parameter; there are {', '.join(names) or 'none'}")
-    return found
-
-
 def _without(grads: dict[str, Tensor], used: frozenset[str]) -> dict[str, Tensor]:
     return {name: grad for name, grad in grads.items() if name not in used}
-
-
-def as_nodes(given: Iterable[Any]) -> Program:
-    """Return the nodes of a program, with names of events replaced by events and plain functions by stages.
-
-    Raises:
-        TypeError: An element is not an event, a stage, a function or a scope.
-    """
-    return tuple(map(_as_node, given))
-
-
-def _as_node(given: Any) -> Node:
-    if isinstance(given, str):
-        return Event(given)
-    if not isinstance(given, type) and callable(getattr(given, "lower", None)):
-        return given
-    if not callable(given):
-        raise TypeError(f"{given!r} is neither an event, a stage (a function State -> State), nor a scope")
-    return Stage(_name_of(given), cast(StateFn, given))
-
-
-def _name_of(fn: Any) -> str:
-    """Return a stage's name, which keys its draws: without an address, which would differ in a resumed run."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return getattr(fn, "__name__", None) or type(fn).__name__
-
-
-def events_in(program: Iterable[Node]) -> tuple[Event, ...]:
-    """Return the events of a program in order, including those inside scopes, each once.
-
-    Example:
-        >>> from purecompose.core.loop import predict_events
-        >>> [event.name for event in events_in(predict_events)[-2:]]
-        ['PREDICT_AFTER_FORWARD', 'PREDICT_BATCH_END']
-    """
-    return tuple(dict.fromkeys(node for node in walk(program) if isinstance(node, Event)))

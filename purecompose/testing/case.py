@@ -16,7 +16,7 @@ from purecompose.core.compose import Step, compose
 from purecompose.core.loop import loop_events
 from purecompose.core.operation import Node
 from purecompose.core.passes import DEFAULT_PASSES, Pass
-from purecompose.core.scopes import StateFn
+from purecompose.core.program import StateFn
 from purecompose.core.state import State
 from purecompose.testing.companions import COMPANIONS
 from purecompose.testing.tasks import TASKS, Task

@@ -12,8 +12,8 @@ from purecompose._support.table import table, terminal_width
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.loop import loop_events
+from purecompose.core.operation import walk
 from purecompose.core.passes import DEFAULT_PASSES, Pass, order_by_constraints, precedes, run_pass
-from purecompose.core.scopes import walk
 from purecompose.testing.order import Commutation, OrderOptions, commutes, meeting_events
 from purecompose.testing.rows import plain
 from purecompose.testing.subject import Subject

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.contract import FormError
 from purecompose.core.loop import loop_events
-from purecompose.core.scopes import events_in
+from purecompose.core.program import events_in
 from purecompose.testing.case import Case
 from purecompose.testing.process import process_restored
 from purecompose.testing.subject import Subject

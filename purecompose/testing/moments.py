@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from purecompose.core.loop import loop_events
-from purecompose.core.scopes import events_in
+from purecompose.core.program import events_in
 from purecompose.schedule import collect
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 from purecompose.time.event import Event

@@ -11,6 +11,7 @@ from hypothesis.strategies import SearchStrategy
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.loop import eval_events, loop_events, predict_events
+from purecompose.core.operation import walk
 from purecompose.core.passes import (
     compose_passes,
     order_by_constraints,
@@ -19,7 +20,7 @@ from purecompose.core.passes import (
     sort_gradients_by_trait,
     sort_selective_backprop_first,
 )
-from purecompose.core.scopes import Program, walk
+from purecompose.core.program import Program
 from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken

@@ -10,7 +10,8 @@ from purecompose.core.application import applied
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
 from purecompose.core.operation import Node
-from purecompose.core.scopes import Grad, Microbatches, Program, StateFn
+from purecompose.core.program import Program, StateFn
+from purecompose.core.scopes import Grad, Microbatches
 from purecompose.core.state import State, fields_where
 from purecompose.testing.law import Broken
 from purecompose.testing.outer import after_batch, begun, ended

@@ -16,7 +16,8 @@ from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
 from purecompose.core.loop import advance, forward, loop_events, loss, update
 from purecompose.core.operation import Node
-from purecompose.core.scopes import Grad, Microbatches, Program, events_in
+from purecompose.core.program import Program, events_in
+from purecompose.core.scopes import Grad, Microbatches
 from purecompose.core.state import State
 from purecompose.schedule import hparam
 from purecompose.testing.case import COMPANY, Case

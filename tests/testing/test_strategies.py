@@ -10,7 +10,8 @@ from hypothesis import Phase, find, given, settings, strategies as st
 import purecompose as pc
 from purecompose import Event, after, algorithms as alg, between, compose, every, loop_events, on
 from purecompose.core.loop import advance, update
-from purecompose.core.scopes import Grad, Microbatches, walk
+from purecompose.core.operation import walk
+from purecompose.core.scopes import Grad, Microbatches
 from purecompose.testing import strategies as strategy
 from purecompose.testing.case import Case
 from purecompose.testing.record import run

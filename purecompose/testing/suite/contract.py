@@ -13,7 +13,7 @@ from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.contract import FormError
 from purecompose.core.loop import eval_events, loop_events, loss, predict_events
 from purecompose.core.operation import Node
-from purecompose.core.scopes import StateFn, events_in
+from purecompose.core.program import StateFn, events_in
 from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts

@@ -10,8 +10,8 @@ from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step, compose
 from purecompose.core.contract import InPlaceError
 from purecompose.core.loop import eval_events, loop_events, predict_events, update
-from purecompose.core.operation import Node
-from purecompose.core.scopes import StateFn, events_in, walk
+from purecompose.core.operation import Node, walk
+from purecompose.core.program import StateFn, events_in
 from purecompose.core.state import State
 from purecompose.losses.metrics import mean_loss
 from purecompose.run.evaluation import Evaluator, evaluate, predict, run_evaluator

@@ -9,8 +9,9 @@ from purecompose import tree
 from purecompose._support.functorch import is_transforming
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.loop import forward, loop_events
-from purecompose.core.operation import Node
-from purecompose.core.scopes import Grad, Microbatches, StateFn, events_in, walk
+from purecompose.core.operation import Node, walk
+from purecompose.core.program import StateFn, events_in
+from purecompose.core.scopes import Grad, Microbatches
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
 from purecompose.testing.case import COMPANY, Case

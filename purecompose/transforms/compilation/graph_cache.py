@@ -13,7 +13,7 @@ from purecompose._support.warnings import warn
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
 from purecompose.core.operation import Operation
-from purecompose.core.scopes import events_in
+from purecompose.core.program import events_in
 from purecompose.core.state import State
 from purecompose.transforms.compilation.backends import compile_graph
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from purecompose.core.compose import Step
 from purecompose.core.operation import Lowered, Node
-from purecompose.core.scopes import Scope, Update, events_in
+from purecompose.core.program import Update, events_in
+from purecompose.core.scopes import Scope
 
 
 __all__ = ["Stretch", "Segments"]

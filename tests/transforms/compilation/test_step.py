@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose import Algorithm, Event, State, algorithms as alg, compose, loop_events, losses, on, optim
 from purecompose.core.loop import advance, update
-from purecompose.core.scopes import Grad, events_in
+from purecompose.core.program import events_in
+from purecompose.core.scopes import Grad
 from purecompose.schedule import cosine, hparam, linear
 from purecompose.testing import strategies
 from purecompose.testing.subject import Subject
