@@ -10,7 +10,7 @@ from torch import Tensor
 from purecompose._support.checks import check_whole
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose.core.algorithm import Algorithm, Trait, factory
-from purecompose.core.gradient import num_terms
+from purecompose.core.means import num_terms
 from purecompose.core.state import State
 from purecompose.optim.guarded import Guarded, all_finite
 from purecompose.surgery.weights import wide

@@ -10,7 +10,7 @@ from purecompose._support.device import as_scalar
 from purecompose.algorithms._gradient_norm import norm_of
 from purecompose.algorithms._parts.shared import gradient_of_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
-from purecompose.core.gradient import num_terms
+from purecompose.core.means import num_terms
 from purecompose.core.state import State
 from purecompose.time.event import Event
 from purecompose.time.predicates import on

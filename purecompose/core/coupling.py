@@ -16,7 +16,8 @@ from torch import Tensor
 from purecompose import batch as batches, losses
 from purecompose._support.checks import shown
 from purecompose._support.functorch import is_fake, is_transforming
-from purecompose.core.gradient import averaged, num_terms, value_and_grads
+from purecompose.core.gradient import value_and_grads
+from purecompose.core.means import averaged, num_terms
 from purecompose.core.operation import Carry, Purpose
 from purecompose.core.ranks import Shard
 from purecompose.core.state import State

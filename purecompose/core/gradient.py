@@ -15,20 +15,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, losses
-from purecompose._support.functorch import allowing_requires_grad, is_fake, is_transforming
+from purecompose import batch as batches
+from purecompose._support.functorch import allowing_requires_grad, is_transforming
 from purecompose.core.operation import Carry
 from purecompose.core.state import State, fields_where
-from purecompose.losses.evaluation import check_interpolation
 
 
 __all__ = [
-    "averaged",
-    "averaged_by_name",
-    "averaged_grads",
-    "check_terms",
     "differentiate",
-    "num_terms",
     "value_and_grads",
     "wants_outer_gradient",
 ]
@@ -123,79 +117,6 @@ def value_and_grads(fn: Callable[[list[Tensor]], tuple[Tensor, Any]], leaves: li
         loss, rest = checked(leaves)
     grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     return batches.map_tensors(_cut_off, rest), list(grads)
-
-
-def averaged_by_name(
-    means: dict[str, Tensor] | None,
-    values: dict[str, Tensor],
-    earlier: dict[str, Tensor] | None,
-    weight: int | Tensor,
-    total: int | Tensor,
-) -> dict[str, Tensor]:
-    """Return the means updated with one slice's values; values from before the slices stay as they are."""
-    means, earlier = means or {}, earlier or {}
-    new_means = {
-        name: value if value is earlier.get(name) else averaged(means.get(name), value, weight, total)
-        for name, value in values.items()
-    }
-    return {**means, **new_means}
-
-
-def averaged_grads(
-    means: dict[str, Tensor] | None, grads: dict[str, Tensor], weight: int | Tensor, total: int | Tensor
-) -> dict[str, Tensor]:
-    """Return the means updated with one slice's gradients; they are zero for parameters that a slice does not reach."""
-    if means is not None and means.keys() != grads.keys():
-        means = {**{name: torch.zeros_like(grad) for name, grad in grads.items()}, **means}
-        grads = {name: grads[name] if name in grads else torch.zeros_like(mean) for name, mean in means.items()}
-    return averaged_by_name(means, grads, None, weight, total)
-
-
-def averaged(mean: Tensor | None, value: Tensor, weight: int | Tensor, total: int | Tensor) -> Tensor:
-    """Return the weighted mean updated with one more value; a value of weight 0 (a mean of nothing, NaN) is ignored.
-
-    It is a running mean, so that only one set of gradients is alive besides the slice's own, whatever the number of
-    slices. If no value has weight, the result is the first value, as for the whole batch.
-    """
-    if mean is None:
-        return value
-    if not isinstance(weight, Tensor) and not isinstance(total, Tensor):
-        return torch.lerp(mean, value, weight / total)
-    # Fill on the device: a copy from the host would wait for the GPU.
-    weight = weight if isinstance(weight, Tensor) else torch.full((), weight, device=value.device)
-    total = total if isinstance(total, Tensor) else torch.full((), total, device=value.device)
-    share = weight.to(value.dtype) / torch.where(total > 0, total, 1)
-    # Before the first value with weight the mean may be NaN, which lerp would keep.
-    mixed = torch.where(weight < total, torch.lerp(mean, value, share), value)
-    return torch.where(weight > 0, mixed, mean)
-
-
-@torch.no_grad()
-def num_terms(state: State) -> int | Tensor:
-    """Return how many terms the loss is a mean of, from the outputs and targets that it was given.
-
-    It is the weight of a microbatch's gradient in the mean over microbatches.
-    """
-    loss_fn = state.context.loss
-    if losses.couples_examples(loss_fn):
-        return state.num_examples
-    # A model that computes its own loss looks up its targets in the batch itself.
-    targets = state.batch if isinstance(loss_fn, losses.ModelLoss) else state.targets
-    if not state.context.has_target_rows(state.batch) and not losses.counts_terms(loss_fn):
-        return state.num_examples
-    outputs = state.outputs
-    return state.call_loss(lambda loss: losses.num_terms(loss, outputs, targets), train=True)[0]
-
-
-@torch.no_grad()
-def check_terms(state: State) -> None:
-    """Raise, right after the loss, if terms of a model's own loss, or of interpolated losses, would be miscounted."""
-    reads_values = not is_transforming() and not is_fake(state.key)
-    if isinstance(state.context.loss, losses.ModelLoss):
-        state.context.loss.check(state.outputs, state.batch, reads_values=reads_values)
-    elif reads_values:
-        outputs, targets = state.outputs, state.targets
-        state.call_loss(lambda loss: check_interpolation(loss, outputs, targets), train=True)
 
 
 _Differentiated: TypeAlias = tuple[Carry, dict[str, Any], dict[str, Tensor]]

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast
 from purecompose import batch as batches, tree
 from purecompose.core.contract import Contract
 from purecompose.core.coupling import check_passes_agree
-from purecompose.core.gradient import check_terms, num_terms
+from purecompose.core.means import check_terms, num_terms
 from purecompose.core.operation import Carry, Lowered, Node, Place, Purpose, lift, walk
 from purecompose.core.state import State
 from purecompose.losses.evaluation import advice

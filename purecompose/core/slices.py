@@ -8,18 +8,13 @@ from torch import Tensor
 from purecompose import batch as batches
 from purecompose.core.coupling import check_separable, gathered, joined, part_of_loss, targets_of_loss
 from purecompose.core.cut import Cut
-from purecompose.core.gradient import averaged, averaged_by_name, averaged_grads
+from purecompose.core.means import averaged, averaged_by_name, averaged_grads, has_mean
 from purecompose.core.operation import Carry, Operation, Purpose
 from purecompose.core.state import State
 from purecompose.nn.network import is_first_run
 
 
-__all__ = ["check_rows", "has_mean", "run_slices", "run_until_loss"]
-
-
-def has_mean(metric: Any) -> bool:
-    """Return whether `Microbatches` averages a metric over the slices: a single floating number."""
-    return isinstance(metric, Tensor) and metric.ndim == 0 and metric.is_floating_point()
+__all__ = ["check_rows", "run_slices", "run_until_loss"]
 
 
 class _Slice(NamedTuple):

@@ -25,12 +25,13 @@ from purecompose._support.warnings import warn
 from purecompose.core.again import repeatable
 from purecompose.core.compose import Step
 from purecompose.core.coupling import check_separable, halves
+from purecompose.core.means import has_mean
 from purecompose.core.members import SINGLE
 from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose, walk
 from purecompose.core.program import Program, matching_params
 from purecompose.core.ranks import WATCHES, Ranks, Shard
 from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradients
-from purecompose.core.slices import check_rows, has_mean
+from purecompose.core.slices import check_rows
 from purecompose.core.state import State, fields_where
 from purecompose.nn.model import STATISTICS
 from purecompose.nn.network import is_first_run

@@ -19,7 +19,7 @@ from purecompose import batch as batches, losses, tree
 from purecompose.core import loop
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.compose import Step
-from purecompose.core.slices import has_mean
+from purecompose.core.means import has_mean
 from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
