@@ -16,6 +16,7 @@ from purecompose.core.cut import Cut
 from purecompose.core.ranks import Shard, Sharing
 from purecompose.core.state import State
 from purecompose.nn.keyed.parts import CURRENT, Part
+from purecompose.nn.network import is_first_run
 from purecompose.time.event import Event
 
 
@@ -47,6 +48,11 @@ class Purpose(NamedTuple):
     """Contract that checks each operation, in the first run of a schedule."""
     shard: Shard | None = None
     """The part of the batch that is run, if several processes share it."""
+
+    @property
+    def is_first(self) -> bool:
+        """True in the first run of a schedule, and within it also for `state.gradient`, which is not watched."""
+        return self.watch is not None or is_first_run()
 
 
 NO_PURPOSE = Purpose()

@@ -11,7 +11,6 @@ from purecompose.core.cut import Cut
 from purecompose.core.means import averaged, averaged_by_name, averaged_grads, has_mean
 from purecompose.core.operation import Carry, Operation, Purpose
 from purecompose.core.state import State
-from purecompose.nn.network import is_first_run
 
 
 __all__ = ["check_rows", "run_slices", "run_until_loss"]
@@ -52,10 +51,10 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_
         carry: Input of the body, with the whole batch.
         purpose: The purpose of the run.
         cut: The number or size of the slices.
-        is_checked: True to compare the loss of the batch with the mean over slices in a watched run.
+        is_checked: True to compare the loss of the batch with the mean over slices in a first run.
     """
-    state = carry.state
-    if purpose.watch is not None:
+    state, is_first = carry.state, purpose.is_first
+    if is_first:
         check_rows(state)
     current, total, ends = carry, 0, []
     mean_loss: Tensor | None = None
@@ -76,7 +75,7 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_
         if after.metrics is not state.metrics:
             numbers = {name: value for name, value in after.metrics.items() if has_mean(value)}
             mean_metrics = averaged_by_name(mean_metrics, numbers, state.metrics, weight, total)
-        if is_checked and (purpose.watch is not None or is_first_run()):  # also in `state.gradients`, unwatched
+        if is_checked and is_first:
             ends.append(after.replace(batch=fields["batch"], first_example=fields["first_example"]))
     means = {"loss": mean_loss, "grads": mean_grads, "metrics": {**current.state.metrics, **mean_metrics}}
     outer = {"batch": state.batch, "first_example": state.first_example, "whole_loss": state.whole_loss}

@@ -34,7 +34,6 @@ from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradient
 from purecompose.core.slices import check_rows
 from purecompose.core.state import State, fields_where
 from purecompose.nn.model import STATISTICS
-from purecompose.nn.network import is_first_run
 from purecompose.optim.checks import matched
 from purecompose.transforms.rank_timeouts import naming_late_ranks
 
@@ -130,12 +129,12 @@ def _run_shared(
         purpose: The purpose of the run.
         ranks: The processes.
         wrt: The patterns of the gradients that the operation computes.
-        is_checked: True to compare the loss of this rank's part with the mean over its halves in a watched run.
+        is_checked: True to compare the loss of this rank's part with the mean over its halves in a first run.
     """
     if purpose.sharing == "none":
         return operation(carry, purpose)
     state = carry.state
-    if purpose.watch is not None:
+    if purpose.is_first:
         check_rows(state)
     share = ranks.share(state.batch, state.context.layout)
     first = share.first_example if state.first_example is None else state.first_example + share.first_example
@@ -145,7 +144,7 @@ def _run_shared(
         end = operation(Carry(start, carry.used), purpose._replace(shard=shard))
     else:
         end = operation(Carry(start, carry.used), purpose)
-    if is_checked and (purpose.watch is not None or is_first_run()) and start.whole_loss is None:
+    if is_checked and purpose.is_first and start.whole_loss is None:
         own = end.state.replace(batch=share.batch, first_example=first)
         check_separable(own, halves(own))
     after = end.state.replace(batch=state.batch, first_example=state.first_example)
