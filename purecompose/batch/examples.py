@@ -1,68 +1,20 @@
-"""Batches of any structure: read and replace a member, count, split and select examples.
+"""The examples of a batch: count, split and select them; see `purecompose.batch`."""
 
-A batch is a tensor, a tuple, a list, a mapping, a dataclass or any object with attributes, nested to any depth. A
-*field* identifies one member: an index, a key of a mapping, an attribute, a list of these (several members), a
-getter, or a pair (getter, setter) where a setter is `(batch, value) -> new batch`. A single tensor has one member,
-itself, with the field 0: its rows are examples. Two fields stand for the whole batch: `WHOLE` passes a mapping to the
-model as keyword arguments, anything else unchanged; `AS_ARGUMENT` passes the batch as the only argument. `None` is the
-field of a member that batches do not have. No function here edits a batch in place.
-
-Examples are rows: they are indexed by the first dimension. If `dim` is not 0, as for sequences (T, N, ...), they are
-indexed by that dimension in every tensor that has it, and by the first dimension in the others.
-
-Batches of graphs, in the form of torch_geometric's `Batch`, and packed sequences know how many examples they hold;
-their rows are nodes, edges and time steps, and they cannot be cut without a `Splitter`.
-"""
-
-import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from purecompose import tree
-from purecompose._support.graphs import graph_tensors, is_graphs, map_graphs
+from purecompose._support.graphs import is_graphs
+from purecompose.batch.fields import Field, get
+from purecompose.batch.leaves import tensors, with_members
 
 
-__all__ = [
-    "AS_ARGUMENT",
-    "WHOLE",
-    "Field",
-    "Splitter",
-    "bounds",
-    "get",
-    "put",
-    "leading_size",
-    "num_examples",
-    "num_tokens",
-    "reported_size",
-    "split",
-    "take",
-    "map_tensors",
-    "tensors",
-    "check_field",
-]
-
-Field = int | str | list | tuple | Callable[[Any], Any]
-
-WHOLE = "*"
-"""The field of the whole batch: a mapping is passed to the model as keyword arguments, anything else unchanged."""
-
-
-def _as_argument(batch: Any) -> list[Any]:
-    return [batch]
-
-
-def _of_argument(batch: Any, value: list[Any]) -> Any:
-    del batch
-    return value[0]
-
-
-AS_ARGUMENT = (_as_argument, _of_argument)
-"""The field of the whole batch as one positional argument, for networks with `forward(self, batch)`."""
+__all__ = ["Splitter", "bounds", "leading_size", "num_examples", "num_tokens", "reported_size", "split", "take"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,76 +46,6 @@ class Splitter:
                 raise TypeError(f"Splitter: {name}={given!r}: expected a function")
 
 
-def get(batch: Any, field: Field | None) -> Any:
-    """Return the member of `batch` identified by `field`; `None` for the field `None`.
-
-    Args:
-        batch: The batch.
-        field: See the module's docstring.
-
-    Raises:
-        KeyError: The batch has no such member; the message lists its members.
-
-    Example:
-        >>> get({"image": 1, "label": 2}, "label")
-        2
-    """
-    if type(batch) is tuple and isinstance(field, int) and -len(batch) <= field < len(batch):
-        return batch[field]  # the common case, which runs in every step
-    if field is None:
-        return None
-    if isinstance(field, str) and field == WHOLE:
-        return batch
-    if callable(field):
-        return field(batch)
-    if isinstance(field, tuple):
-        return field[0](batch)
-    if isinstance(field, list):
-        return [get(batch, part) for part in field]
-    if isinstance(batch, Tensor):
-        if field == 0:
-            return batch
-        raise KeyError(_missing(batch, field))
-    try:
-        if isinstance(batch, Mapping) or isinstance(field, int):
-            return batch[field]  # pyright: ignore[reportCallIssue, reportArgumentType]
-        return getattr(batch, field)
-    except (KeyError, IndexError, AttributeError, TypeError):
-        raise KeyError(_missing(batch, field)) from None
-
-
-def put(batch: Any, field: Field | None, value: Any) -> Any:
-    """Return a copy of `batch` with `value` as the member identified by `field`; the other members are shared.
-
-    Raises:
-        KeyError: The batch has no such member.
-        TypeError: `field` is `None`, or a getter without a setter.
-
-    Example:
-        >>> put((1, 2), 1, 5)
-        (1, 5)
-    """
-    if type(batch) is tuple and isinstance(field, int) and 0 <= field < len(batch):
-        return (*batch[:field], value, *batch[field + 1 :])
-    if field is None:
-        raise TypeError("a member of the batch with the field None cannot be replaced: the batch has no such member")
-    if isinstance(field, str) and field == WHOLE:
-        return value
-    if isinstance(field, tuple):
-        return field[1](batch, value)
-    if callable(field):
-        raise TypeError(
-            f"the batch field {field!r} can only be read; give a pair (getter, setter), with setter(batch, value) -> "
-            "new batch"
-        )
-    if isinstance(field, list):
-        for part, member in zip(field, value, strict=True):
-            batch = put(batch, part, member)
-        return batch
-    get(batch, field)  # raises if there is no such member
-    return _put_one(batch, field, value)
-
-
 def num_examples(batch: Any, field: Field | None = None, dim: int = 0) -> int:
     """Return the number of examples: the common size of the batch's tensors along the dimension of the examples.
 
@@ -172,7 +54,7 @@ def num_examples(batch: Any, field: Field | None = None, dim: int = 0) -> int:
         field: The field of the input, for batches with tensors that are not per example (weights of the classes,
             position ids of shape (1, L)): if the tensors disagree, the leading dimension of the input counts, or of
             its first tensor if it has several.
-        dim: The dimension of the examples; see the module's docstring.
+        dim: The dimension of the examples; see `purecompose.batch`.
 
     Raises:
         ValueError: There is no tensor with a leading dimension, the tensors disagree and there is no field, or the
@@ -199,8 +81,8 @@ def num_examples(batch: Any, field: Field | None = None, dim: int = 0) -> int:
     own = _leading_sizes(get(batch, field), dim) if sizes and field is not None else []
     if len({int(size) for size in own}) > 2:
         raise ValueError(
-            f"cannot tell the examples of the batch: the input's tensors have {own[:8]} rows; for lists of images of "
-            "different sizes and the like give State.create(splitter=...), a purecompose.batch.Splitter"
+            f"cannot count the examples of the batch: the input's tensors have {own[:8]} rows. If examples are not "
+            "rows, as in lists of images of different sizes, use State.create(splitter=purecompose.batch.Splitter(...))"
         )
     if own:
         return own[0]
@@ -260,7 +142,7 @@ def split(batch: Any, num_parts: int, field: Field | None = None, dim: int = 0) 
         batch: The batch.
         num_parts: The number of parts, from 1 to the number of examples.
         field: The field of the input, as for `num_examples`.
-        dim: The dimension of the examples; see the module's docstring.
+        dim: The dimension of the examples; see `purecompose.batch`.
 
     Raises:
         ValueError: There are fewer examples than parts, or the tensors disagree on their number.
@@ -331,61 +213,6 @@ def take(batch: Any, indices: Tensor, num: int | None = None) -> Any:
     return _map_rows(chosen, batch, num_examples(batch) if num is None else num)
 
 
-def map_tensors(fn: Callable[[Tensor], Any], batch: Any) -> Any:
-    """Apply `fn` to every tensor of the batch, also inside dataclasses, mappings and objects.
-
-    Other leaves are unchanged; an object without tensors is shared. The sizes in a packed sequence count as its form:
-    they stay on the host.
-    """
-
-    def on_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return fn(leaf)
-        if isinstance(leaf, PackedSequence):
-            return leaf._replace(**{name: fn(getattr(leaf, name)) for name in _packed_tensors(leaf)})
-        if is_graphs(leaf):
-            return map_graphs(fn, leaf)
-        members = tree.members(leaf)
-        if not tensors(members):
-            return leaf
-        return _with_members(leaf, map_tensors(fn, members))
-
-    return tree.map(on_leaf, batch, is_leaf=_is_packed)
-
-
-def tensors(batch: Any) -> list[Tensor]:
-    """Return the batch's tensors, in order, also those inside dataclasses, mappings and objects."""
-    found: list[Tensor] = []
-    for leaf in tree.leaves(batch, is_leaf=_is_packed):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, PackedSequence):
-            found += [getattr(leaf, name) for name in _packed_tensors(leaf)]
-        elif is_graphs(leaf):
-            found += graph_tensors(leaf)
-        elif members := tree.members(leaf):
-            found += tensors(members)
-    return found
-
-
-def check_field(field: Field, role: str) -> None:
-    """Raise a `TypeError` if `field` is not a valid field."""
-    is_pair = isinstance(field, tuple) and len(field) == 2 and all(callable(part) for part in field)
-    if isinstance(field, bool) or not (isinstance(field, (int, str, list)) or is_pair or callable(field)):
-        raise TypeError(
-            f"{role}={field!r}: expected an index, a name, a list of these, a getter, or a pair (getter, setter)"
-        )
-
-
-def _is_packed(node: Any) -> bool:
-    return isinstance(node, PackedSequence)
-
-
-def _packed_tensors(packed: PackedSequence) -> list[str]:
-    """Return the names of a packed sequence's tensors, without the sizes, which have to be on the CPU."""
-    return [name for name in ("data", "sorted_indices", "unsorted_indices") if getattr(packed, name) is not None]
-
-
 def _check_rows(batch: Any) -> None:
     if reported_size(batch) is not None:
         raise ValueError(
@@ -425,7 +252,7 @@ def _map_rows(fn: Callable[[Any], Any], batch: Any, num: int, dim: int = 0) -> A
             return leaf
         changed = _map_rows(fn, members, num, dim)
         is_same = all(changed[name] is members[name] for name in members)
-        return leaf if is_same else _with_members(leaf, changed)
+        return leaf if is_same else with_members(leaf, changed)
 
     return tree.map(on_leaf, batch, is_leaf=is_rows)
 
@@ -446,63 +273,3 @@ def _read(indices: Tensor, rows: Any) -> list[int]:
             f"the batch holds a {type(rows).__name__} with a row for each example, which can be chosen from on the "
             "host only, not under vmap or while tracing; make it a tensor, or leave it out of the batch"
         ) from error
-
-
-def _with_members(leaf: Any, members: dict[Any, Any]) -> Any:
-    if isinstance(leaf, Mapping):
-        return _with_items(leaf, members)
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        settable = {field.name for field in dataclasses.fields(leaf) if field.init}
-        return dataclasses.replace(leaf, **{name: members[name] for name in members if name in settable})
-    successor = copy.copy(leaf)
-    successor.__dict__.update(members)
-    return successor
-
-
-def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if not isinstance(mapping, MutableMapping):
-        return type(mapping)({**mapping, **items})  # pyright: ignore[reportCallIssue]
-    # A copy keeps data that a constructor would lose: a defaultdict's factory, a tokenizer's encodings. Items are set
-    # one by one because the outputs of Hugging Face models refuse `update`.
-    successor = copy.copy(mapping)
-    for key, value in items.items():
-        successor[key] = value
-    return successor
-
-
-def _put_one(batch: Any, field: Any, value: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return value
-    if isinstance(batch, Mapping):
-        return _with_items(batch, {field: value})
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        name = batch._fields[field] if isinstance(field, int) else field  # pyright: ignore
-        return batch._replace(**{name: value})  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(batch, (list, tuple)):
-        members = list(batch)
-        members[field] = value
-        return type(batch)(members)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return dataclasses.replace(batch, **{field: value})
-    successor = copy.copy(batch)
-    setattr(successor, field, value)
-    return successor
-
-
-def _missing(batch: Any, field: Any) -> str:
-    if isinstance(batch, Mapping):
-        has = f"the keys {list(batch)}"
-    elif isinstance(batch, (tuple, list)):
-        has = f"{len(batch)} members"
-    elif isinstance(batch, Tensor):
-        has = "one, itself, by the field 0: its rows are examples"
-    elif is_graphs(batch):
-        has = f"the attributes {list(batch.to_dict())}"
-    else:
-        has = f"the attributes {sorted(getattr(batch, '__dict__', {}))}"
-    return (
-        f"the batch ({type(batch).__name__}) has no member {field!r}; it has {has}. "
-        "Name the right one with State.create(..., input_field=..., target_field=...); target_field=None is for a loss "
-        "that reads no target; with input_field=batch.WHOLE the network takes all members as keyword arguments, with "
-        "batch.AS_ARGUMENT the batch itself, forward(self, batch)"
-    )

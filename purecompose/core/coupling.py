@@ -7,7 +7,7 @@ its part of that gradient back to the parameters. See "GradCache": Gao, Zhang, H
 Learning Batch Size under Memory Limited Setup. 2021. https://arxiv.org/abs/2101.06983
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -139,7 +139,7 @@ def joined(parts: Sequence[Any], sizes: Sequence[int], where: str) -> Any:
                     f"{where} have a tensor of shape {tuple(tensor.shape)} in a slice of {size} examples: a loss of "
                     "the whole batch needs one row for each example"
                 )
-    return _with_tensors(parts[0], map(torch.cat, columns))
+    return batches.with_tensors(parts[0], map(torch.cat, columns))
 
 
 def gathered(tree: Any, shard: Shard) -> Any:
@@ -158,7 +158,7 @@ def gathered(tree: Any, shard: Shard) -> Any:
     leaves = batches.tensors(tree)
     sent = [padded(leaf.to(torch.uint8) if leaf.dtype is torch.bool else leaf) for leaf in leaves]
     found = zip(shard.ranks.reduced(sent, "sum"), leaves, strict=True)
-    return _with_tensors(tree, (tensor.to(leaf.dtype) for tensor, leaf in found))
+    return batches.with_tensors(tree, (tensor.to(leaf.dtype) for tensor, leaf in found))
 
 
 def halves(state: State) -> list[State]:
@@ -231,12 +231,6 @@ def check_separable(whole: State, parts: Sequence[State]) -> None:
 def _has_values(state: State) -> bool:
     """Return whether the tensors of a state can be read."""
     return not (is_transforming() or is_fake(state.key) or state.key.is_meta)
-
-
-def _with_tensors(tree: Any, tensors: Iterable[Tensor]) -> Any:
-    """Return a pytree with these tensors in place of its own."""
-    fresh = iter(tensors)
-    return batches.map_tensors(lambda _: next(fresh), tree)
 
 
 def _differentiable(outputs: Any) -> list[Tensor]:

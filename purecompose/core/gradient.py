@@ -148,8 +148,8 @@ def _with_functorch(body: Callable[[Carry], Carry], carry: Carry, names: tuple[s
     # returns None for leaves that the loss does not reach; torch.func.grad would return zeros.
     leaves = {name: state.params[name] for name in names}
     grads, _, tensors = torch.func.vjp(run, leaves, has_aux=True)  # pyright: ignore[reportAssignmentType]
-    (end,), fresh = ends, iter(tensors)
-    return end, batches.map_tensors(lambda _: next(fresh), _set_by_body(state, end.state)), grads
+    (end,) = ends
+    return end, batches.with_tensors(_set_by_body(state, end.state), tensors), grads
 
 
 def _grads(loss: Any, leaves: dict[str, Tensor], *, create_graph: bool = False) -> dict[str, Tensor]:

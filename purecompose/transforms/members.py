@@ -147,7 +147,7 @@ def _own_tensors(given: Any, known: dict[int, Any]) -> list[Tensor]:
 def _refill(leaf: Any, fresh: Any) -> Any:
     if isinstance(leaf, Tensor):
         return next(fresh)
-    return leaf if _is_whole(leaf) else batches.map_tensors(lambda _: next(fresh), leaf)
+    return leaf if _is_whole(leaf) else batches.with_tensors(leaf, fresh)
 
 
 def _is_whole(node: Any) -> bool:

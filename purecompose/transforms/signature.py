@@ -74,12 +74,9 @@ class Signature:
         template = batches.map_tensors(lambda _: _HOLE, value)
         if not found:
             return cls((), fingerprint(template), lambda _: value), found
-
-        def build(new: Iterable[Tensor]) -> Any:
-            fresh = iter(new)
-            return batches.map_tensors(lambda _: next(fresh), value)
-
-        return cls(tuple(map(spec_of, found)), fingerprint(template), build), found
+        return cls(
+            tuple(map(spec_of, found)), fingerprint(template), lambda new: batches.with_tensors(value, new)
+        ), found
 
     def build(self, tensors: list[Tensor]) -> Any:
         """Return the value of this signature with these tensors."""
