@@ -1,0 +1,149 @@
+"""The members of a batch, which a field identifies; see `purecompose.batch`."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from purecompose._support.graphs import is_graphs
+from purecompose.batch.leaves import with_items
+
+
+__all__ = ["AS_ARGUMENT", "WHOLE", "Field", "check_field", "get", "put"]
+
+Field = int | str | list | tuple | Callable[[Any], Any]
+
+WHOLE = "*"
+"""The field of the whole batch: a mapping is passed to the model as keyword arguments, anything else unchanged."""
+
+
+def _as_argument(batch: Any) -> list[Any]:
+    return [batch]
+
+
+def _of_argument(batch: Any, value: list[Any]) -> Any:
+    del batch
+    return value[0]
+
+
+AS_ARGUMENT = (_as_argument, _of_argument)
+"""The field of the whole batch as one positional argument, for networks with `forward(self, batch)`."""
+
+
+def get(batch: Any, field: Field | None) -> Any:
+    """Return the member of `batch` identified by `field`; `None` for the field `None`.
+
+    Args:
+        batch: The batch.
+        field: See `purecompose.batch`.
+
+    Raises:
+        KeyError: The batch has no such member; the message lists its members.
+
+    Example:
+        >>> get({"image": 1, "label": 2}, "label")
+        2
+    """
+    if type(batch) is tuple and isinstance(field, int) and -len(batch) <= field < len(batch):
+        return batch[field]  # the common case, which runs in every step
+    if field is None:
+        return None
+    if isinstance(field, str) and field == WHOLE:
+        return batch
+    if callable(field):
+        return field(batch)
+    if isinstance(field, tuple):
+        return field[0](batch)
+    if isinstance(field, list):
+        return [get(batch, part) for part in field]
+    if isinstance(batch, Tensor):
+        if field == 0:
+            return batch
+        raise KeyError(_missing(batch, field))
+    try:
+        if isinstance(batch, Mapping) or isinstance(field, int):
+            return batch[field]  # pyright: ignore[reportCallIssue, reportArgumentType]
+        return getattr(batch, field)
+    except (KeyError, IndexError, AttributeError, TypeError):
+        raise KeyError(_missing(batch, field)) from None
+
+
+def put(batch: Any, field: Field | None, value: Any) -> Any:
+    """Return a copy of `batch` with `value` as the member identified by `field`; the other members are shared.
+
+    Raises:
+        KeyError: The batch has no such member.
+        TypeError: `field` is `None`, or a getter without a setter.
+
+    Example:
+        >>> put((1, 2), 1, 5)
+        (1, 5)
+    """
+    if type(batch) is tuple and isinstance(field, int) and 0 <= field < len(batch):
+        return (*batch[:field], value, *batch[field + 1 :])
+    if field is None:
+        raise TypeError("a member of the batch with the field None cannot be replaced: the batch has no such member")
+    if isinstance(field, str) and field == WHOLE:
+        return value
+    if isinstance(field, tuple):
+        return field[1](batch, value)
+    if callable(field):
+        raise TypeError(
+            f"the batch field {field!r} can only be read; give a pair (getter, setter), with setter(batch, value) -> "
+            "new batch"
+        )
+    if isinstance(field, list):
+        for part, member in zip(field, value, strict=True):
+            batch = put(batch, part, member)
+        return batch
+    get(batch, field)  # raises if there is no such member
+    return _put_one(batch, field, value)
+
+
+def check_field(field: Field, role: str) -> None:
+    """Raise a `TypeError` if `field` is not a valid field."""
+    is_pair = isinstance(field, tuple) and len(field) == 2 and all(callable(part) for part in field)
+    if isinstance(field, bool) or not (isinstance(field, (int, str, list)) or is_pair or callable(field)):
+        raise TypeError(
+            f"{role}={field!r}: expected an index, a name, a list of these, a getter, or a pair (getter, setter)"
+        )
+
+
+def _put_one(batch: Any, field: Any, value: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return value
+    if isinstance(batch, Mapping):
+        return with_items(batch, {field: value})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        name = batch._fields[field] if isinstance(field, int) else field  # pyright: ignore
+        return batch._replace(**{name: value})  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(batch, (list, tuple)):
+        members = list(batch)
+        members[field] = value
+        return type(batch)(members)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return dataclasses.replace(batch, **{field: value})
+    successor = copy.copy(batch)
+    setattr(successor, field, value)
+    return successor
+
+
+def _missing(batch: Any, field: Any) -> str:
+    if isinstance(batch, Mapping):
+        has = f"the keys {list(batch)}"
+    elif isinstance(batch, (tuple, list)):
+        has = f"{len(batch)} members"
+    elif isinstance(batch, Tensor):
+        has = "one, itself, by the field 0: its rows are examples"
+    elif is_graphs(batch):
+        has = f"the attributes {list(batch.to_dict())}"
+    else:
+        has = f"the attributes {sorted(getattr(batch, '__dict__', {}))}"
+    return (
+        f"the batch ({type(batch).__name__}) has no member {field!r}; it has {has}. "
+        "Name the right one with State.create(..., input_field=..., target_field=...); target_field=None is for a loss "
+        "that reads no target; with input_field=batch.WHOLE the network takes all members as keyword arguments, with "
+        "batch.AS_ARGUMENT the batch itself, forward(self, batch)"
+    )
