@@ -5,17 +5,12 @@ batch's shapes decide. Predicates report which answers are fixed for consecutive
 only those that change from batch to batch.
 """
 
-import copy
-import dataclasses
-import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from purecompose import tree
 from purecompose.core.algorithm import Algorithm
+from purecompose.core.sealed import SealedState, ValueReadError
 from purecompose.core.state import State
 from purecompose.schedule import collect
 from purecompose.time import RunLength, Time, Timestamp
@@ -23,7 +18,7 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import ALWAYS, NEVER, Predicate
 
 
-__all__ = ["Matcher", "MatchError", "Question", "SealedTensor"]
+__all__ = ["Matcher", "MatchError", "Question"]
 
 
 class MatchError(RuntimeError):
@@ -36,102 +31,6 @@ class MatchError(RuntimeError):
     def __init__(self, message: str, event: Event) -> None:
         super().__init__(message)
         self.event = event
-
-
-class SealedTensor:
-    """A placeholder for a tensor during matching: shape, dtype and device can be read, values cannot."""
-
-    def __init__(self, path: str, tensor: Tensor) -> None:
-        self._path, self._tensor = path, tensor
-
-    shape = property(lambda self: self._tensor.shape)
-    dtype = property(lambda self: self._tensor.dtype)
-    device = property(lambda self: self._tensor.device)
-    ndim = property(lambda self: self._tensor.ndim)
-    requires_grad = property(lambda self: self._tensor.requires_grad)
-
-    def size(self, dim: int | None = None) -> Any:
-        """See `Tensor.size`."""
-        return self._tensor.size() if dim is None else self._tensor.size(dim)
-
-    def dim(self) -> int:
-        """See `Tensor.dim`."""
-        return self._tensor.dim()
-
-    def numel(self) -> int:
-        """See `Tensor.numel`."""
-        return self._tensor.numel()
-
-    def stride(self) -> tuple[int, ...]:
-        """See `Tensor.stride`."""
-        return self._tensor.stride()
-
-    def is_floating_point(self) -> bool:
-        """See `Tensor.is_floating_point`."""
-        return self._tensor.is_floating_point()
-
-    def __len__(self) -> int:
-        return len(self._tensor)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # protocols that numpy, copy and others look up before they read
-            raise AttributeError(name)
-        raise _ValueRead(self._path, name)
-
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise for torch functions of a sealed tensor, such as `torch.any(sealed)`."""
-        del types
-        found = (leaf for leaf in tree.leaves((args, kwargs or {})) if isinstance(leaf, cls))
-        raise _ValueRead(f"torch.{func.__name__}({next(found)._path})", "the result")
-
-    def _refuse(self, *_: Any) -> Any:
-        raise _ValueRead(self._path, "the value")
-
-    __bool__ = __int__ = __float__ = __complex__ = __index__ = __getitem__ = __iter__ = __array__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # pyright: ignore
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = _refuse
-    __rmatmul__ = __neg__ = __abs__ = __invert__ = __round__ = _refuse
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refuse
-    __hash__ = None  # pyright: ignore
-
-
-class _ValueRead(Exception):
-    """Raised by `SealedTensor`, with the tensor's path and a description of what was read."""
-
-
-class _View:
-    """The part of a state that a `match` may see: time at the event, static facts, and shapes instead of tensors."""
-
-    def __init__(self, state: State, batch: Any, timestamp: Timestamp) -> None:
-        self._state, self._batch, self.timestamp = state, batch, timestamp
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._state.replace(batch=self._batch), name)
-        if inspect.ismethod(value):
-            raise _ValueRead(f"state.{name}(...)", "the result")
-        return value if name in _STATIC else _sealed(f"state.{name}", value)
-
-
-_STATIC = frozenset({"static", "context", "model", "optimizer", "device"})
-
-
-def _sealed(path: str, value: Any) -> Any:
-    """Return the value with its tensors sealed, also those in dataclasses."""
-
-    def seal(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return SealedTensor(path, leaf)
-        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-            return leaf
-        twin = copy.copy(leaf)  # a batch's dataclass may be frozen, and may check its fields when made
-        for field in dataclasses.fields(leaf):
-            object.__setattr__(twin, field.name, _sealed(f"{path}.{field.name}", getattr(leaf, field.name)))
-        return twin
-
-    leaves, treespec = tree.leaves_with_paths(value), tree.structure(value)
-    return tree.unflatten(treespec, [seal(f"{path}{key}", leaf) for key, leaf in leaves.items()])
 
 
 class Question(NamedTuple):
@@ -270,10 +169,10 @@ def _answer(question: Question, state: State, batch: Any, moment: Timestamp) -> 
     if question.algorithm.host:
         view: Any = state.replace(batch=batch, timestamp=moment)
     else:
-        view = _View(state, batch, moment)
+        view = SealedState(state, batch, moment)
     try:
         return bool(question.predicate(question.event, view))
-    except _ValueRead as read:
+    except ValueReadError as read:
         path, what = read.args
         raise MatchError(
             f"{question.algorithm.name}: match at {question.event} read {what} of {path}. Matching is "
