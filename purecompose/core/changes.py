@@ -16,26 +16,26 @@ from purecompose.optim.checks import match_or_raise, matched
 from purecompose.schedule import Schedule, collect
 
 
-__all__ = ["as_hparams", "check_params", "check_trainable", "memory_for", "translated"]
+__all__ = ["as_hparams", "check_params", "memory_for", "translated"]
 
 _CONTEXT_FIELDS = frozenset(field.name for field in dataclasses.fields(Context) if field.init)
 
 
-def translated(changes: Mapping[str, Any], fields: Collection[str], static: Static, batch: Any) -> dict[str, Any]:
+def translated(state: Any, changes: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
     """Translate changes under convenient names to changes of fields.
 
     Args:
+        state: The state to be changed.
         changes: New values by name: fields, names of `Context`, `inputs`, `targets`, `timestamp`.
         fields: The names of the state's fields.
-        static: The state's static part.
-        batch: The state's batch.
 
     Raises:
         TypeError: No field has that name; `frozen` or `paused` is not a collection of names.
-        ValueError: A name or pattern in `frozen` or `paused` matches no parameter.
+        ValueError: A name or pattern in `frozen` or `paused` matches no parameter, or `frozen` leaves out a parameter
+            that is not floating point.
     """
     found = {name: value for name, value in changes.items() if name in fields}
-    new_batch, new_static = found.get("batch", batch), found.get("static", static)
+    new_batch, new_static = found.get("batch", state.batch), found.get("static", state.static)
     context = new_static.context
     # The model comes first, because names of parameters refer to the new model.
     for name, value in sorted(changes.items(), key=lambda change: change[0] != "model"):
@@ -50,10 +50,16 @@ def translated(changes: Mapping[str, Any], fields: Collection[str], static: Stat
         else:
             known = sorted({*fields, *_CONTEXT_FIELDS, "inputs", "targets", "timestamp"})
             raise TypeError(f"a state has no field {name!r}; it has {', '.join(known)}")
-    if new_batch is not batch:
+    if new_batch is not state.batch:
         found["batch"] = new_batch
-    if new_static is not static:
+    if new_static is not state.static:
         found["static"] = new_static
+    if "frozen" in changes:
+        context, params = new_static.context, found.get("params", state.params)
+        _check_trainable(context.trainable, params)
+        if "opt_state" not in found:
+            is_new = state.clock is None and state.timestamp.batch == 0
+            found["opt_state"] = memory_for(context, params, state.opt_state, is_new=is_new, key=state.key)
     return found
 
 
@@ -67,16 +73,6 @@ def as_hparams(values: Mapping[str, Any], key: Tensor, device: torch.device) -> 
     if all(isinstance(value, Tensor) and value.ndim <= num_dims for value in values.values()):
         return values
     return {name: _scalar(name, value, num_dims, device) for name, value in values.items()}
-
-
-def check_trainable(names: Iterable[str], params: Mapping[str, Tensor]) -> None:
-    """Raise a `ValueError` if a parameter that is not floating point is not frozen."""
-    whole = [name for name in names if not (params[name].is_floating_point() or params[name].is_complex())]
-    if whole:
-        raise ValueError(
-            f"replace(frozen=...) leaves out {', '.join(whole)}, of {params[whole[0]].dtype}: only floating numbers "
-            "have a gradient, so freeze it too"
-        )
 
 
 def memory_for(
@@ -112,6 +108,16 @@ def check_params(given: Any, own: Mapping[str, Tensor], *, is_other_model: bool)
         f"replace(params=...): {' and '.join(parts)}. Pass all parameters, params={{**state.params, name: value}}; to "
         "change which there are, replace the model too, replace(model=..., params=...)"
     )
+
+
+def _check_trainable(names: Iterable[str], params: Mapping[str, Tensor]) -> None:
+    """Raise a `ValueError` if a parameter that is not floating point is not frozen."""
+    whole = [name for name in names if not (params[name].is_floating_point() or params[name].is_complex())]
+    if whole:
+        raise ValueError(
+            f"replace(frozen=...) leaves out {', '.join(whole)}, of {params[whole[0]].dtype}: only floating numbers "
+            "have a gradient, so freeze it too"
+        )
 
 
 def _scalar(name: str, value: Any, num_dims: int, device: torch.device) -> Tensor:

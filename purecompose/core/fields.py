@@ -1,11 +1,11 @@
-"""The declaration of a state's fields: what each of them is is said once, in `FieldInfo`."""
+"""The fields of a state: what each of them is, which is declared once in `FieldInfo`, and where its value is kept."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 
-__all__ = ["DONATED", "HIDDEN", "REPORT", "TEMPORARY", "FieldInfo", "none", "state_field"]
+__all__ = ["DONATED", "HIDDEN", "REPORT", "TEMPORARY", "FieldInfo", "Leasable", "none", "state_field"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class FieldInfo:
 def state_field(info: FieldInfo, default_factory: Callable[[], Any] | None = None) -> Any:
     """Return a dataclass field with its properties as metadata; a default is given by a function.
 
-    A default factory leaves no attribute on the class, so that absent fields are looked up by `State.__getattr__`.
+    A default factory leaves no attribute on the class, so that absent fields are looked up by `Leasable.__getattr__`.
     """
     default: dict[str, Any] = {} if default_factory is None else {"default_factory": default_factory}
     return field(metadata={"info": info}, **default)
@@ -39,3 +39,36 @@ DONATED = FieldInfo(persists=True, keeps_form=True, leaves_grad=True)
 REPORT = FieldInfo(persists=True, leaves_grad=True)
 TEMPORARY = FieldInfo()
 HIDDEN = FieldInfo(holds_values=False)
+
+
+class Leasable:
+    """A dataclass whose fields may be absent and are then read through a lease; see `purecompose.transforms.donation`.
+
+    A compiled step with donation returns such states: their tensors are in buffers that the next step overwrites.
+    """
+
+    @property
+    def lease(self) -> Any:
+        """The lease through which a compiled step's buffers are read; `None` if the fields are held here."""
+        return self.__dict__.get("_lease")
+
+    def unleased(self) -> Self:
+        """Return the same with all leased fields read."""
+        successor = object.__new__(type(self))
+        successor.__dict__.update(self.__getstate__())
+        return successor
+
+    def __getattr__(self, name: str) -> Any:
+        lease, fields = self.lease, self.__dataclass_fields__
+        if lease is None or name not in fields:
+            known = ", ".join(known for known in fields if "info" in fields[known].metadata)
+            raise AttributeError(f"a state has no attribute {name!r}; its fields are {known}")
+        value = self.__dict__[name] = lease.read(name)
+        return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields themselves, without a lease, for `copy` and `pickle`."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        self.__dict__.update(fields)

@@ -165,7 +165,7 @@ _LEAVE_GRAD = fields_where(leaves_grad=True)
 def _set_by_body(before: State, after: State) -> dict[str, Any]:
     """Return the fields that the body replaced: only these can be attached to its graph."""
     new = after.__dict__
-    # A field that neither state has looked up yet (see `State.__getattr__`) was not replaced.
+    # A field that neither state has looked up yet (see `Leasable`) was not replaced.
     found = {name: new[name] for name in _LEAVE_GRAD if name in new and new[name] is not getattr(before, name)}
     return {**found, "loss": after.loss}
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from purecompose import batch as batches, losses, random, tree
 from purecompose._support.device import PRECISIONS
 from purecompose.core.calls import loss_dtype, run_loss, run_model
-from purecompose.core.changes import as_hparams, check_params, check_trainable, memory_for, translated
+from purecompose.core.changes import as_hparams, check_params, translated
 from purecompose.core.clock import Clock
 from purecompose.core.context import Context, Static
-from purecompose.core.fields import DONATED, HIDDEN, REPORT, TEMPORARY, FieldInfo, none, state_field
+from purecompose.core.fields import DONATED, HIDDEN, REPORT, TEMPORARY, FieldInfo, Leasable, none, state_field
 from purecompose.core.layout import Splitter
 from purecompose.core.loss import scalars_of, taken_apart
 from purecompose.core.ranks import Regrad, Sharing
@@ -37,28 +37,14 @@ __all__ = ["NO_TEMPORARY", "State", "check_single", "fields_where"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class State:
+class State(Leasable):
     """All values of a training run, as an immutable pytree.
 
     Make one with `State.create`, a changed copy with `replace`. Fields that are `None` are not leaves.
-
-    Attributes:
-        params: Parameters by qualified name.
-        buffers: Buffers by qualified name.
-        opt_state: The memory of the optimizer, any pytree.
-        slots: The memory of each algorithm, by its name.
-        hparams: Named scalars, 0-d float32.
-        key: The root key of the run.
-        loss: The loss of the last step, 0-d; NaN before the first.
-        metrics: Values that algorithms report about the last step.
-        batch: Inside a step, the batch, or the microbatch between BEFORE_FORWARD and AFTER_BACKWARD.
-        outputs: Inside a step from AFTER_FORWARD on, the outputs of the model.
-        grads: Inside a step from AFTER_BACKWARD on, the gradients of the trainable parameters.
-        clock: Inside a step, the time, as tensors.
-        static: The part that is not tensors: model, loss, optimizer, settings and the time on the host.
     """
 
     static: Static
+    """Everything that is not a tensor: model, loss, optimizer, settings, and the time on the host."""
     params: dict[str, Tensor] = state_field(FieldInfo(persists=True, keeps_form=True))
     """Parameters by qualified name."""
     buffers: dict[str, Tensor] = state_field(DONATED)
@@ -269,18 +255,7 @@ class State:
             ('weight',)
         """
         if not _FIELDS.issuperset(changes):
-            is_freezing = "frozen" in changes
-            changes = translated(changes, _FIELDS, self.static, self.batch)
-            if is_freezing:
-                check_trainable(changes["static"].context.trainable, changes.get("params", self.params))
-                if "opt_state" not in changes:
-                    changes["opt_state"] = memory_for(
-                        changes["static"].context,
-                        changes.get("params", self.params),
-                        self.opt_state,
-                        is_new=self.clock is None and self.timestamp.batch == 0,
-                        key=self.key,
-                    )
+            changes = translated(self, changes, _FIELDS)
         params = changes.get("params")
         if params is not None and (type(params) is not dict or params.keys() != self.params.keys()):
             check_params(params, self.params, is_other_model="static" in changes)
@@ -318,32 +293,6 @@ class State:
     def copy(self) -> "State":
         """Return a deep copy, whose tensors no compiled step overwrites."""
         return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self)
-
-    @property
-    def lease(self) -> Any:
-        """The lease through which a compiled step's buffers are read; `None` if the state holds its fields itself."""
-        return self.__dict__.get("_lease")
-
-    def unleased(self) -> "State":
-        """Return the state with all leased fields read; see `purecompose.transforms.donation`."""
-        state = object.__new__(State)
-        state.__dict__.update(self.__getstate__())
-        return state
-
-    def __getattr__(self, name: str) -> Any:
-        # A field that is absent here is read through the state's lease; see `purecompose.transforms.donation`.
-        lease = self.lease
-        if lease is None or name not in _FIELDS:
-            raise AttributeError(f"a state has no attribute {name!r}; its fields are {', '.join(_TENSOR_FIELDS)}")
-        value = self.__dict__[name] = lease.read(name)
-        return value
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the fields themselves, without a lease, for `copy` and `pickle`."""
-        return {name: getattr(self, name) for name in _FIELDS}
-
-    def __setstate__(self, fields: dict[str, Any]) -> None:
-        self.__dict__.update(fields)
 
     # Using
 
