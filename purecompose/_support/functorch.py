@@ -17,7 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 
-__all__ = ["allowing_requires_grad", "is_fake", "is_transforming", "only_maps", "plainly"]
+__all__ = [
+    "allowing_requires_grad",
+    "has_values",
+    "is_any",
+    "is_fake",
+    "is_transforming",
+    "only_maps",
+    "plainly",
+    "unwrapped",
+]
 
 
 def is_transforming() -> bool:
@@ -37,9 +46,25 @@ only_maps._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMember
 
 def is_fake(tensor: Tensor) -> bool:
     """Return whether a tensor is fake (without numbers), as while a step is traced, also inside transforms."""
+    return isinstance(unwrapped(tensor), FakeTensor)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has numbers that `unwrapped` can read."""
+    plain = unwrapped(tensor)
+    return not (plain.is_meta or isinstance(plain, FakeTensor))
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor inside transforms, under `vmap` those of all members."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
-    return isinstance(tensor, FakeTensor)
+    return tensor
+
+
+def is_any(conditions: Tensor) -> bool:
+    """Return whether a bool tensor holds anywhere, under `vmap` in any member."""
+    return bool(unwrapped(conditions).any())
 
 
 def allowing_requires_grad() -> AbstractContextManager[None]:

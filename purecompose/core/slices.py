@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from purecompose import batch as batches
-from purecompose.core.coupling import check_separable, gathered, joined, part_of_loss, targets_of_loss
+from purecompose.core.coupling import gathered, joined, part_of_loss, targets_of_loss
 from purecompose.core.cut import Cut
 from purecompose.core.means import averaged, averaged_by_name, averaged_grads, has_mean
 from purecompose.core.operation import Carry, Operation, Purpose
+from purecompose.core.separable import check_slices
 from purecompose.core.state import State
 
 
@@ -80,7 +81,7 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_
     means = {"loss": mean_loss, "grads": mean_grads, "metrics": {**current.state.metrics, **mean_metrics}}
     outer = {"batch": state.batch, "first_example": state.first_example, "whole_loss": state.whole_loss}
     end = current.state.replace(**outer, **means)
-    check_separable(end, ends)
+    check_slices(end, ends)
     # The total is used if this batch is itself a slice.
     return Carry(end, current.used, carry.terms if current.terms is None else total)
 

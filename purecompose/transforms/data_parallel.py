@@ -24,13 +24,13 @@ from purecompose._support.functorch import is_fake
 from purecompose._support.warnings import warn
 from purecompose.core.again import repeatable
 from purecompose.core.compose import Step
-from purecompose.core.coupling import check_separable, halves
 from purecompose.core.means import has_mean
 from purecompose.core.members import SINGLE
 from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose, walk
 from purecompose.core.program import Program, matching_params
 from purecompose.core.ranks import WATCHES, Ranks, Shard
 from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradients
+from purecompose.core.separable import check_halves
 from purecompose.core.slices import check_rows
 from purecompose.core.state import State, fields_where
 from purecompose.nn.model import STATISTICS
@@ -145,8 +145,7 @@ def _run_shared(
     else:
         end = operation(Carry(start, carry.used), purpose)
     if is_checked and purpose.is_first and start.whole_loss is None:
-        own = end.state.replace(batch=share.batch, first_example=first)
-        check_separable(own, halves(own))
+        check_halves(end.state.replace(batch=share.batch, first_example=first))
     after = end.state.replace(batch=state.batch, first_example=state.first_example)
     if purpose.sharing == "own":
         return Carry(after, end.used, carry.terms)

@@ -1,7 +1,8 @@
-"""Losses that compare examples, in slices and on several processes, and the check that finds undeclared ones."""
+"""Losses that compare examples, in slices and on several processes."""
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -127,71 +128,35 @@ def test_tasks_with_different_denominators_are_exact() -> None:
     assert_same(compose(loop_events, microbatches=4)(state_of(both), batch_of()), whole)
 
 
-def summed(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets, reduction="sum")
+class WithSecond(nn.Module):
+    """A network with a second output, a function of the first."""
 
+    def __init__(self, second: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.second = make_mlp(dtype=torch.float64), second
 
-def centred(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs - outputs.mean(0), targets)
-
-
-@pytest.mark.parametrize("loss", [nt_xent, summed, centred])
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_loss_that_is_not_a_mean_is_found_in_the_first_sliced_step(loss, is_compiled):
-    def step(microbatches: int) -> pc.Step:
-        composed = compose(loop_events, microbatches=microbatches)
-        return pc.compile(composed, backend="eager", quiet=True) if is_compiled else composed
-
-    step(1)(make_state(loss=loss), make_batch())
-    with pytest.raises(ValueError, match=r"examples together, but .* as the mean over 4 slices.*losses\.over_batch"):
-        step(4)(make_state(loss=loss), make_batch())
-
-
-def test_random_losses_and_partly_ignored_targets_are_not_taken_for_coupled():
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.drop = nn.Parameter(torch.ones(())), nn.Dropout(0.5)
-
-        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-            return self.scale * F.cross_entropy(self.drop(outputs), targets)
-
-    compose(loop_events, microbatches=4)(make_state(loss=Noisy()), make_batch())
-    inputs, targets = make_batch()
-    compose(loop_events, microbatches=4)(make_state(), (inputs, targets.index_fill(0, torch.arange(5), -100)))
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = self.net(inputs)
+        return outputs, self.second(outputs)
 
 
 def test_a_coupled_loss_needs_outputs_of_examples():
-    class Summary(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = make_mlp(dtype=torch.float64)
-
-        def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-            outputs = self.net(inputs)
-            return outputs, outputs.mean()
-
-    state = make_state(Summary(), loss=losses.over_batch(lambda outputs, targets: nt_xent(outputs[0], targets)))
+    loss = losses.over_batch(lambda outputs, targets: nt_xent(outputs[0], targets))
+    state = make_state(WithSecond(torch.mean), loss=loss)
     with pytest.raises(ValueError, match=r"the network's outputs have a tensor of shape \(\) in a slice of 3 examples"):
         compose(loop_events, microbatches=4)(state, batch_of())
 
 
 def test_slices_of_complex_outputs_agree():
-    class Waves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = make_mlp(dtype=torch.float64)
-
-        def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-            outputs = self.net(inputs)
-            return outputs, torch.polar(outputs, outputs.flip(1))
+    def waves(outputs: Tensor) -> Tensor:
+        return torch.polar(outputs, outputs.flip(1))
 
     def spread(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
         real, waves = outputs
         return (waves - waves.mean(0)).abs().square().mean() + (waves.mean(0) * (1 + 2j)).imag.sum() * real.std()
 
     whole, sliced = (
-        compose(loop_events, microbatches=k)(make_state(Waves(), loss=losses.over_batch(spread)), batch_of())
+        compose(loop_events, microbatches=k)(make_state(WithSecond(waves), loss=losses.over_batch(spread)), batch_of())
         for k in (1, 4)
     )
     assert_same(sliced, whole)

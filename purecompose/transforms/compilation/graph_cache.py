@@ -12,9 +12,11 @@ import torch
 from purecompose._support.warnings import warn
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
-from purecompose.core.operation import Operation
+from purecompose.core.members import SINGLE
+from purecompose.core.operation import NO_PURPOSE, Carry, Operation
 from purecompose.core.program import events_in
 from purecompose.core.state import State
+from purecompose.nn.network import looking_for_draws
 from purecompose.transforms.compilation.backends import compile_graph
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary
 from purecompose.transforms.compilation.capture import (
@@ -159,7 +161,10 @@ class GraphCache:
             self._may_build = True
 
     def _watch(self, start: State, signatures: Mapping[str, Signature], bits: int) -> None:
-        """Run a step on fake tensors, which take no memory, and check it as the first run of a schedule."""
+        """Run a step on fake tensors, which take no memory, and check it as the first run of a schedule.
+
+        What is compared by values is compared in slices that run compiled, or here.
+        """
         _fill_caches(start)
         with explained(), fake_mode(), torch.no_grad():
             fields = {
@@ -167,6 +172,11 @@ class GraphCache:
                 for name, signature in signatures.items()
             }
             self.step.run_checked(bits, state_of(start.static, None, fields))
+        if self.step.members is not SINGLE:
+            # All slices of a population are in one graph, so their losses are compared by a step of one member.
+            with looking_for_draws(), torch.no_grad():
+                of_one = self.step.replace(members=SINGLE).operation(bits)
+                of_one(Carry(self.step.members.one(start)), NO_PURPOSE)
 
     def _compiled_part(
         self, stretch: Stretch, boundary: Boundary, is_last: bool, body: Operation | None = None
