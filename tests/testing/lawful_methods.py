@@ -159,7 +159,7 @@ def accumulation(event: Event, state: State, name: str) -> State:
     return remember(state, name, {k: torch.where(is_due, 0, g) for k, g in total.items()})
 
 
-@lawful(on(Event.AFTER_TRAIN_BATCH), "vectors")
+@lawful(on(Event.AFTER_TRAIN_BATCH), "vectors", traits=[Trait.RENEWS_GRADIENTS])
 def per_example_clipping(event: Event, state: State, name: str) -> State:
     def loss(params: dict[str, Tensor], x: Tensor, y: Any) -> Tensor:
         outputs = state.replace(params={**state.params, **params}).forward(x[None])

@@ -49,7 +49,7 @@ PLACES = {
     (Event.AFTER_LOSS, ""): "branch_on_the_loss",
     (Event.AFTER_LOSS, "batch[1]"): "restores_by_argmax",
     (Event.AFTER_LOSS, "grads['position']"): "decay_times_examples",
-    (Event.AFTER_BACKWARD, GRAD): "gradients_clipped_by_slice",
+    (Event.AFTER_BACKWARD, GRAD): "gradients_clipped_by_slice replaces_one_gradient",
     (Event.AFTER_BACKWARD, "slots['slices_counted_as_batches']"): "slices_counted_as_batches",
     (Event.AFTER_BACKWARD, "slots['mean_kept_as_a_mean'][0]"): "mean_kept_as_a_mean",
     (Event.AFTER_TRAIN_BATCH, ""): (
@@ -57,7 +57,7 @@ PLACES = {
         "fades_by_a_number inputs_in_a_global"
     ),
     (Event.AFTER_TRAIN_BATCH, "buffers['1.running_mean']"): "resets_statistics statistics_in_place",
-    (Event.AFTER_TRAIN_BATCH, GRAD): "flips_gradients_in_place warms_up_by_match",
+    (Event.AFTER_TRAIN_BATCH, GRAD): "flips_gradients_in_place warms_up_by_match gradients_of_its_own_losses",
     (Event.AFTER_TRAIN_BATCH, "hparams['lr']"): "norm_detached",
     (Event.AFTER_TRAIN_BATCH, WEIGHT): (
         "replaces_entry stashes_on_tensor opens_the_seal decays_frozen averages_metrics value_or_default "

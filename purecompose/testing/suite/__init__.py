@@ -13,6 +13,7 @@ from purecompose.testing.suite.draws import draws_keyed
 from purecompose.testing.suite.evaluation import evaluation_blind, pairs_undone
 from purecompose.testing.suite.finite import stays_finite
 from purecompose.testing.suite.fitting import fit_repeats, memory_bounded
+from purecompose.testing.suite.gradients import gradients_taken
 from purecompose.testing.suite.loss import ignored_stay_ignored, loss_differentiated, mixtures_taken
 from purecompose.testing.suite.matching import match_pure, time_from_clock
 from purecompose.testing.suite.numbers import gradient_exact, microbatches_agree, ranks_agree, vmap_agrees
@@ -33,6 +34,7 @@ __all__ = [
     "frozen_kept",
     "global_state_kept",
     "gradient_exact",
+    "gradients_taken",
     "ignored_stay_ignored",
     "init_once",
     "input_untouched",
@@ -74,6 +76,7 @@ LAWS: tuple[Law, ...] = (
     mixtures_taken,
     loss_differentiated,
     ignored_stay_ignored,
+    gradients_taken,
     stays_finite,
     microbatches_agree,
     ranks_agree,

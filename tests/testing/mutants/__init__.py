@@ -9,6 +9,7 @@ from tests.testing.mutants import (
     contract,
     evaluation,
     finite,
+    gradients,
     matching,
     numbers,
     purity,
@@ -21,7 +22,7 @@ __all__ = ["MUTANTS", "Mutant"]
 
 MUTANTS: tuple[Mutant, ...] = tuple(
     found
-    for module in (purity, matching, contract, absence, evaluation, finite, numbers, compiled, resume)
+    for module in (purity, matching, contract, absence, evaluation, gradients, finite, numbers, compiled, resume)
     for found in vars(module).values()
     if isinstance(found, Mutant)
 )
