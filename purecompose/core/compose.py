@@ -14,8 +14,8 @@ import torch
 from purecompose._support.device import arithmetic
 from purecompose._support.keywords import suggests_keywords
 from purecompose._support.warnings import warn
-from purecompose.core.algorithm import Algorithm, Trait
-from purecompose.core.application import application, applied
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.application import application
 from purecompose.core.clock import Clock, noting_draws
 from purecompose.core.composable import (
     as_algorithms,
@@ -28,14 +28,15 @@ from purecompose.core.composable import (
     events_in_grad,
 )
 from purecompose.core.context import Context, SealedTime, Static
-from purecompose.core.contract import Contract, Observe, check_slots
+from purecompose.core.contract import Contract, Observe
 from purecompose.core.cut import Cut
 from purecompose.core.gradient import wants_outer_gradient
 from purecompose.core.loop import advance
 from purecompose.core.loss import Constant, check_constants, constants_of
 from purecompose.core.matching import Matcher
 from purecompose.core.members import SINGLE, Members
-from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Node, Operation, Place, Purpose, in_order, walk
+from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Node, Operation, Place, Purpose, walk
+from purecompose.core.outside import Outside
 from purecompose.core.passes import DEFAULT_PASSES, Pass, compose_passes, order_by_constraints
 from purecompose.core.plan import Plan, describe_moment, lacking_events, make_plan
 from purecompose.core.program import Program, StateFn, Update, events_in
@@ -44,10 +45,10 @@ from purecompose.core.scopes import Grad, Scope
 from purecompose.core.state import NO_TEMPORARY, State
 from purecompose.nn.keyed.modules import detect
 from purecompose.nn.network import looking_for_draws
-from purecompose.schedule import Hparam, Schedule, collect
+from purecompose.schedule import collect
 from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER, Custom
+from purecompose.time.predicates import NEVER
 
 
 __all__ = ["Step", "compose"]
@@ -85,8 +86,6 @@ class _Cache:
     """The loss of the last context."""
     constants: tuple[Constant, ...] = ()
     """The numbers and tensors that this loss reads from Python, as they were at its first step."""
-    outer_matchers: dict[Event, Matcher] = field(default_factory=dict)
-    """The matchers of events outside the program."""
 
 
 class Step:
@@ -122,8 +121,8 @@ class Step:
         self._lacks_update = is_for_training and Grad in kinds and Update not in kinds
         self._matches_values = any(not question.predicate.is_timed for question in self.matcher.questions)
         self._order = compose_passes(*passes)
+        self._outside = Outside(algorithms, self._order)
         self._masks = [self.matcher.mask(events_in([node])) for node in program]
-        self._wants_init = [a for a in algorithms if _needs_init(a)]
         self._guards = [
             node.guard for node in walk(program) if isinstance(node, Scope) and type(node).guard is not Scope.guard
         ]
@@ -293,24 +292,7 @@ class Step:
             ValueError: Two algorithms have different defaults for one hparam.
         """
         self.members.check(state)
-        return self.members.each(self._init, state, "init")
-
-    def _init(self, state: State) -> State:
-        settings = (state.optimizer, *(dict(algorithm.config) for algorithm in self.algorithms))
-        state = state.with_hparams(collect(settings, Hparam))
-        fresh = [a for a in self.algorithms if a.name not in state.context.initialised]
-        matched = self._matched_now(Event.INIT, state, fresh)
-        for algorithm in self.order(matched, Event.INIT):
-            state, _ = applied(algorithm, Event.INIT, state)
-        check_slots(state)
-        context = state.context
-        schedules = collect(settings, Schedule)
-        changes = {
-            "initialised": tuple(dict.fromkeys([*context.initialised, *[a.name for a in fresh]])),
-            "required": (*context.required, *[a.name for a in matched if Trait.REQUIRED_ON_LOAD in a.traits]),
-            "schedules": tuple(dict.fromkeys([*context.schedules, *schedules])),
-        }
-        return state.replace(**changes)
+        return self.members.each(self._outside.initialised, state, "init")
 
     def fire(self, event: Event | str, state: State) -> State:
         """Let the algorithms act at an event outside the program, such as EPOCH_END or EVAL_START.
@@ -322,23 +304,9 @@ class Step:
         if event in self.events or event is Event.INIT:
             raise ValueError(f"{event} fires inside the step{' (init)' if event is Event.INIT else ''}")
         self.members.check(state)
-        is_timed = all(algorithm.predicate.at(event).is_timed for algorithm in self.algorithms)
-        if is_timed and not self._matched_now(event, state, self.algorithms):
+        if self._outside.is_idle(event, state):
             return state
-        return self.members.each(lambda one: self._fire(event, one), state, str(event))
-
-    def _fire(self, event: Event, state: State) -> State:
-        matched = self.order(self._matched_now(event, state, self.algorithms), event)
-        if not matched:
-            return state
-        now, context = state.timestamp, state.context
-        clock = Clock.of(now, now, context.schedules, state.device, domain=event.value)
-        start = state.replace(static=Static(context, SealedTime(now, now)), clock=clock)
-        contract = Contract(start)
-        acting = in_order(application(algorithm, event, f".forward {event.name}") for algorithm in matched)
-        end = acting(Carry(start), Purpose(watch=contract)).state
-        contract.check(end)
-        return end.replace(static=Static(end.context.rested(), now), clock=None)
+        return self.members.each(lambda one: self._outside.fired(event, one), state, str(event))
 
     def plan(self, state: State, batch: Any = None) -> Plan:
         """Return which algorithms act at which events for this state, in what order and why; it prints as a table.
@@ -356,7 +324,7 @@ class Step:
         def matched(event: Event) -> Sequence[Algorithm]:
             if event in self.events:
                 return self.matcher.matched(bits, event, self.algorithms)
-            return self._matched_now(event, one, self.algorithms)
+            return self._outside.matched(event, one)
 
         return make_plan(self, matched, describe_moment(now), one.model.frozen_parts(one.context.frozen))
 
@@ -373,14 +341,6 @@ class Step:
         step = compose(**{**given, **changes})
         return Step(step.program, step.algorithms, step.passes, step.cut, members)
 
-    def _matched_now(self, event: Event, state: State, among: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
-        """Return the algorithms that act at an event outside the program."""
-        now, known = state.timestamp, self._cache.outer_matchers
-        if event not in known:
-            known[event] = Matcher(self.algorithms, [event])
-        matcher = known[event]
-        return matcher.matched(matcher.schedule(state, None, now, now), event, tuple(among))
-
     def _warn_of_standing_time(self, start: State) -> None:
         """Warn if time stands still within an epoch: epochs of unknown length must be ended by the caller."""
         run = start.static.opened(later=False).run
@@ -396,11 +356,7 @@ class Step:
             )
 
     def _check_ready(self, context: Context, batch: Any) -> None:
-        missing = [a.name for a in self._wants_init if a.name not in context.initialised]
-        if missing:
-            plain = [a.name for a in self._wants_init if a.name in missing and isinstance(a.predicate, Custom)]
-            why = f" (match of {', '.join(plain)} is a plain function, so it may be true at INIT)" if plain else ""
-            raise RuntimeError(f"{', '.join(missing)}: not initialised; call state = step.init(state) first{why}")
+        self._outside.check_initialised(context.initialised)
         check_updates(self.program, context.trainable)
         check_layout(context.layout, batch, self.algorithms, self.cut, self.ranks)
         if context.loss is not self._cache.loss:
@@ -483,7 +439,3 @@ def compose(
             "Put the Grad into one, Microbatches(Grad(...), Event.AFTER_BACKWARD)"
         )
     return step
-
-
-def _needs_init(algorithm: Algorithm) -> bool:
-    return algorithm.predicate.at(Event.INIT) != NEVER or bool(algorithm.hparams or algorithm.schedules)
