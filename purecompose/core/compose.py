@@ -16,7 +16,7 @@ from purecompose._support.keywords import suggests_keywords
 from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.application import application
-from purecompose.core.clock import Clock, noting_draws
+from purecompose.core.clock import Clock
 from purecompose.core.composable import (
     as_algorithms,
     as_passes,
@@ -28,25 +28,23 @@ from purecompose.core.composable import (
     events_in_grad,
 )
 from purecompose.core.context import Context, SealedTime, Static
-from purecompose.core.contract import Contract, Observe
+from purecompose.core.contract import Observe
 from purecompose.core.cut import Cut
+from purecompose.core.first_run import run_checked
 from purecompose.core.gradient import wants_outer_gradient
 from purecompose.core.loop import advance
 from purecompose.core.loss import Constant, check_constants, constants_of
 from purecompose.core.matching import Matcher
 from purecompose.core.members import SINGLE, Members
-from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Node, Operation, Place, Purpose, walk
+from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Node, Operation, Place, walk
 from purecompose.core.outside import Outside
 from purecompose.core.passes import DEFAULT_PASSES, Pass, compose_passes, order_by_constraints
 from purecompose.core.plan import Plan, describe_moment, lacking_events, make_plan
-from purecompose.core.program import Program, StateFn, Update, events_in
+from purecompose.core.program import Program, StateFn, events_in
 from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Grad, Scope
 from purecompose.core.state import NO_TEMPORARY, State
-from purecompose.nn.keyed.modules import detect
-from purecompose.nn.network import looking_for_draws
-from purecompose.schedule import collect
-from purecompose.time import Time, Timestamp, TimeUnit
+from purecompose.time import Timestamp
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 
@@ -115,10 +113,6 @@ class Step:
         self.differentiated = tuple(events_in_grad(program))
         self.has_advance = any(node == advance for node in walk(program))
         self.matcher = Matcher(algorithms, self.events)
-        kinds = {type(node) for node in walk(program)}
-        # A program without `advance` may exist only for its algorithms, which look at the gradients.
-        is_for_training = self.has_advance or not algorithms
-        self._lacks_update = is_for_training and Grad in kinds and Update not in kinds
         self._matches_values = any(not question.predicate.is_timed for question in self.matcher.questions)
         self._order = compose_passes(*passes)
         self._outside = Outside(algorithms, self._order)
@@ -260,23 +254,14 @@ class Step:
 
     def run_checked(self, bits: int, start: State, observe: Observe | None = None) -> State:
         """Run a schedule and check the contract of a step, as in the first run of each schedule."""
-        contract = Contract(start, observe)
-        self._warn_of_standing_time(start)
-        with looking_for_draws(), noting_draws() as draws, detect():
-            end = self.operation(bits)(Carry(start), Purpose(watch=contract)).state
-        contract.check(end)
-        is_trained = end.params is not start.params
-        if self._lacks_update and not is_trained:
-            warn(
-                "the step trains nothing: its program has a Grad and no update, and no parameter has changed. Put "
-                "`update` after the gradient, as loop_events does"
-            )
-        if draws and is_trained and not self.has_advance:
-            warn(
-                "every step will repeat the draws of this one (dropout, noise, ...): the program has no `advance`, by "
-                "which draws are numbered. Put `advance` after the update, as loop_events does"
-            )
-        return end
+        return run_checked(
+            self.operation(bits),
+            start,
+            observe,
+            program=self.program,
+            has_algorithms=bool(self.algorithms),
+            times=self.matcher.times,
+        )
 
     def finish(self, state: State) -> State:
         """Return the state as it is between steps: with the new time, and temporary fields set to `None`."""
@@ -340,20 +325,6 @@ class Step:
             given |= {"microbatches": self.microbatches, "microbatch_size": self.microbatch_size}
         step = compose(**{**given, **changes})
         return Step(step.program, step.algorithms, step.passes, step.cut, members)
-
-    def _warn_of_standing_time(self, start: State) -> None:
-        """Warn if time stands still within an epoch: epochs of unknown length must be ended by the caller."""
-        run = start.static.opened(later=False).run
-        if run.batches_per_epoch is not None:
-            return
-        units = {time.unit for time in (*collect(start.context.schedules, Time), *self.matcher.times)}
-        in_epochs = run.duration is not None and run.duration.unit in (TimeUnit.EPOCH, TimeUnit.ITERATION)
-        if TimeUnit.EPOCH in units or (TimeUnit.DURATION in units and in_epochs):
-            warn(
-                "epochs have no known length: time moves only when an epoch ends, so schedules and predicates stand "
-                "still within it. Give State.create batches_per_epoch=len(batches); or end epochs yourself, as fit "
-                "does, with state.replace(timestamp=state.timestamp.advance_epoch())"
-            )
 
     def _check_ready(self, context: Context, batch: Any) -> None:
         self._outside.check_initialised(context.initialised)
