@@ -54,7 +54,7 @@ class Trait(enum.Enum):
     REPLACES_LAYERS = "finds layers by their types and puts others in their place: comes before what splits layers"
     SHORTENS_SEQUENCES = "cuts sequences to a length: comes after what writes them into rows"
     MEASURES_MICROBATCHES = "measures microbatches: what it remembers and reports depends on how a batch is cut"
-    SKIPS_FROZEN_PARTS = "at INIT, leaves parts of the network without trainable parameters alone"
+    SKIPS_FROZEN_PARTS = "at INIT, does not change parts of the network without trainable parameters"
     REQUIRED_ON_LOAD = "changes the model, so a checkpoint cannot be loaded without it"
 
 

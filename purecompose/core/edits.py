@@ -1,7 +1,7 @@
 """Edits of the gradients by several algorithms at one event, and a warning if one undoes what others have done.
 
-In the first run of each schedule, operations are followed from the gradients that earlier algorithms have set. So it is
-known whether a later one uses them, whatever traits it declares.
+In the first run of each schedule, the gradients that earlier algorithms have set are followed through all operations.
+This shows whether a later algorithm uses them, whatever traits it declares.
 """
 
 from collections.abc import Callable, Iterable
@@ -100,7 +100,7 @@ class _Followed(TorchDispatchMode):
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
-        # By their memory, which nothing else can have while they are here.
+        # The key is the memory, which no other tensor can have while these tensors are kept here.
         self._reached = {storage_of(tensor): tensor for tensor in tensors}
 
     def includes(self, values: Any) -> bool:

@@ -83,7 +83,7 @@ def make_plan(
         names = ", ".join(frozen_parts[:3]) + (f" and {len(frozen_parts) - 3} more" * (len(frozen_parts) > 3))
         skips = {a.name for a in step.algorithms if Trait.SKIPS_FROZEN_PARTS in a.traits}
         rows = [
-            row._replace(reason=f"{row.reason}; leaves {names} alone: nothing trains there")
+            row._replace(reason=f"{row.reason}; does not change {names}: nothing trains there")
             if row.event is Event.INIT and row.algorithm in skips
             else row
             for row in rows

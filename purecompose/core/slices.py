@@ -132,8 +132,8 @@ def run_until_loss(
 
 
 _NO_ROWS = (
-    "if other members of the batch point to its rows, as the edges of a graph do, it cannot be cut into rows; give "
-    "State.create splitter=batch.Splitter(num_examples), or with a second function that cuts it"
+    "if other members of the batch point to its rows, as the edges of a graph do, it cannot be cut into rows; "
+    "use State.create(splitter=batch.Splitter(num_examples)), or give the Splitter a second function that cuts it"
 )
 
 
@@ -150,6 +150,6 @@ def check_rows(state: State) -> None:
     if targets is not None and inputs != targets:
         raise ValueError(
             f"the batch cannot be cut into parts: expected the same number of examples along dimension {dim} of inputs "
-            f"and targets, got {inputs} and {targets}; for sequences (T, N, ...) give State.create batch_dim=1, for "
-            "graphs and others that have no rows splitter=batch.Splitter(num_examples, part)"
+            f"and targets, got {inputs} and {targets}; for sequences (T, N, ...) use State.create(batch_dim=1), for "
+            "graphs and other batches without rows State.create(splitter=batch.Splitter(num_examples, part))"
         )

@@ -212,7 +212,7 @@ def _replayable(fn: Callable[..., Any], scope: Keyed | None) -> Callable[..., An
 
     def replayable(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_first
-        # In the region, a part of its own counts on, so that the recomputation can begin from the same number.
+        # The region counts its passes separately, so that a recomputation can begin from the same number.
         region = None if part is None else Part(part.name, num_passes)
         if not is_first:
             with bound_again(), running(region), nullcontext() if scope is None else _from(scope, start):
