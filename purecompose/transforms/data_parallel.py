@@ -8,6 +8,7 @@ number of processes, as for any number of microbatches.
 
 import pickle
 import re
+import textwrap
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -311,27 +312,35 @@ def _ranks(mesh: Any) -> Ranks | None:
 def _check_alike(ranks: Ranks, step: Step, state: State, batch: Any) -> None:
     """Compare settings, states and batches by sums of their bits."""
     context = state.context
+    fields = {name: getattr(state, name) for name in ("key", *fields_where(keeps_form=True))}
     settings = (
         [(algorithm.name, dict(algorithm.config)) for algorithm in step.algorithms],
         *(step.microbatches, step.microbatch_size, state.optimizer, context.trainable, context.precision),
         *(context.model.evaluated_parts, state.timestamp.run, state.timestamp.batch),
     )
-    # Functions are printed with their addresses, which differ between processes.
-    words = re.sub(r" at 0x[0-9a-f]+", "", repr(settings))
-    parts = {
-        "batch": batches.tensors(batch),
-        **{name: tree.leaves(getattr(state, name)) for name in ("key", *fields_where(keeps_form=True))},
+    forms = {path: tree.describe(leaf, with_device=False) for path, leaf in tree.leaves_with_paths(fields).items()}
+    words = {
+        "loss": context.loss,
+        "network": (context.model.module, context.model.param_names, context.model.buffer_names),
+        "program": step.program,
+        "batch fields": (context.target_field, context.layout),
+        # Settings come before forms: other frozen parameters also mean other memory of the optimizer.
+        "settings": settings,
+        "names, shapes or dtypes": forms,
     }
-    # Settings come first: other frozen parameters also mean other memory of the optimizer.
-    found = [torch.tensor(zlib.crc32(words.encode()), device=state.device)]
+    # Functions are printed with their addresses, which differ between processes.
+    words = {name: re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for name, value in words.items()}
+    parts = {"batch": batches.tensors(batch), **{name: tree.leaves(field) for name, field in fields.items()}}
+    found = [torch.tensor(zlib.crc32(text.encode()), device=state.device) for text in words.values()]
     found += [_digest(leaves, state.device) for leaves in parts.values()]
-    for name, agrees in zip(["settings", *parts], ranks.agree(found), strict=True):
+    for name, agrees in zip([*words, *parts], ranks.agree(found), strict=True):
         if not agrees:
-            raise ValueError(
-                f"data_parallel: the {ranks.size} processes differ in their {name}: {_REMEDIES.get(name, _SAME_STATE)}"
-            )
+            own = f" (process {ranks.rank} has {textwrap.shorten(words[name], 80)})" if name in _SAME_CODE else ""
+            remedy = "all must run the same code" if name in _SAME_CODE else _REMEDIES.get(name, _SAME_STATE)
+            raise ValueError(f"data_parallel: the {ranks.size} processes differ in their {name}{own}: {remedy}")
 
 
+_SAME_CODE = ("loss", "network", "program", "batch fields")
 _SAME_STATE = (
     "all must begin with the same state: seed torch before the network is made, and give State.create the same key; "
     "to continue a run, resume from the same checkpoint in each. If they were equal before, kernels have given other "

@@ -131,6 +131,12 @@ def refusals() -> dict[str, str]:
         "rate": lambda: pc.data_parallel(step)(make_state(optimizer=optim.sgd(0.1 + rank)), (inputs, targets)),
         "frozen": lambda: pc.data_parallel(step)(make_state().replace(frozen=("3.bias",)[:rank]), (inputs, targets)),
         "modes": lambda: pc.data_parallel(step)(make_state(eval_mode=["1"] * rank), (inputs, targets)),
+        "loss": lambda: pc.data_parallel(step)(make_state(loss=[pc.losses.mse, nt_xent][rank > 0]), (inputs, targets)),
+        "network": lambda: pc.data_parallel(step)(make_state(make_mlp(0, dropout=0.1 * rank)), (inputs, targets)),
+        "program": lambda: pc.data_parallel(step.replace(program=loop_events[rank > 0 :]))(
+            make_state(), (inputs, targets)
+        ),
+        "fields": lambda: pc.data_parallel(step)(make_state(target_field=[1, -1][rank > 0]), (inputs, targets)),
         "metrics": lambda: pc.data_parallel(reporting)(make_state(), (inputs, targets)),
         "params": lambda: pc.data_parallel(step)(make_state(make_mlp(rank)), (inputs, targets)),
         "second run": lambda: reused(make_state(make_mlp(rank)), (inputs, targets)),

@@ -114,6 +114,10 @@ def test_processes_that_do_not_fit_together_are_refused_on_all_ranks(ranks: list
         assert "differ in their key" in refusals["key"]
         assert "differ in their batch" in refusals["order"]
         assert all("differ in their settings" in refusals[name] for name in ("rate", "frozen", "modes"))
+        assert "differ in their loss (process" in refusals["loss"]
+        assert "differ in their network (process" in refusals["network"]
+        assert "differ in their program (process" in refusals["program"]
+        assert "differ in their batch fields (process" in refusals["fields"]
         assert "would send different messages" in refusals["metrics"]
         assert "as the mean over 2 slices" in refusals["coupled"]
         assert "a number" in refusals["auto"]
