@@ -33,7 +33,8 @@ class Checkpoints:
     """The settings of a run's checkpoints: folder, interval and number.
 
     If the disk is full at the end of a run, its last checkpoint replaces older ones that `keep` does not require in
-    addition; at least one complete checkpoint is always kept. If that is not enough, writing is repeated for a minute.
+    addition. If that is not enough, writing is repeated for a minute, and then it replaces others too, the oldest
+    first, unless `keep` is `None`. The best one and at least one complete checkpoint are always kept.
 
     Args:
         folder: Folder of the checkpoints, which are one folder each; it must belong to this run only.
@@ -267,7 +268,10 @@ class Keeper:
                 return
             # If the state is already saved, and only new metrics are missing, there is no need to wait.
             may_wait = self.written is None or self.written[1] != state.timestamp
-            if not self._make_room(state.timestamp) and not (may_wait and self._wait_for_room()):
+            if self._make_room(state.timestamp, self.settings) or (may_wait and self._wait_for_room()):
+                continue
+            # The newest state is worth more than older ones.
+            if not may_wait or not self._make_room(state.timestamp, _of_newest(self.settings)):
                 return
 
     def report_missing(self, now: Timestamp) -> None:
@@ -337,12 +341,12 @@ class Keeper:
         with contextlib.suppress(OSError):
             self._best = self._best_of(disk.all_in(self.folder)[0])  # a checkpoint that was not written does not count
 
-    def _make_room(self, now: Timestamp) -> bool:
+    def _make_room(self, now: Timestamp, settings: Checkpoints) -> bool:
         """Remove the oldest checkpoint that a new one at this time makes superfluous; return whether there was one."""
         with contextlib.suppress(OSError):
             found = disk.all_in(self.folder)[0]
             older = [one for one in found if one.index.batch < now.batch]
-            for one in reversed(_beside_a_newer_one(older, self.settings)):
+            for one in reversed(_beside_a_newer_one(older, settings)):
                 rest = [other for other in found if other is not one]
                 if any(disk.is_whole(other.path, other.index) for other in rest):
                     disk.remove(one.path)
@@ -401,6 +405,11 @@ def _beside_a_newer_one(found: Sequence[disk.Found], settings: Checkpoints) -> l
         return []
     newer = disk.Found(found[0].path, replace(found[0].index, metrics={}))
     return surplus([newer, *found], settings)
+
+
+def _of_newest(settings: Checkpoints) -> Checkpoints:
+    """Return the settings with only the newest checkpoint to keep, and the best one, unless all are."""
+    return settings if settings.keep is None else replace(settings, keep=1)
 
 
 def _is_disk_full(error: Exception | None) -> bool:
