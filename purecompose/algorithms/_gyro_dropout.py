@@ -127,7 +127,8 @@ def gyro_dropout(
     Events: INIT (replaces every nn.Dropout by a `GyroDropout`, and creates the slot with the length of a period),
     BATCH_START (writes the key and the period), BEFORE_FORWARD and AFTER_FORWARD (with microbatches: writes the range
     of rows and resets it). Reads the key, the clock and the batch's size; replaces the model and the buffer. Calls of
-    `F.dropout`, the dropout inside attention, `nn.Dropout2d` and similar layers are not replaced.
+    `F.dropout`, the dropout inside attention, `nn.Dropout2d` and similar layers are not replaced, and neither are those
+    in parts of the network without trainable parameters.
 
     The length of a period is computed at INIT from the run's length, and does not change if the run is extended. The
     authors use (sigma, tau) = (256, 16) for small networks, (1024, 8) for ResNet-18 and BERT.
@@ -167,7 +168,12 @@ def gyro_dropout(
 
     def init(state: State) -> State:
         length = _period_length(name, state, sigma, tau)
-        found = [path for path, module in state.model.module.named_modules() if _is_replaced(module)]
+        frozen = state.model.frozen_parts(state.context.frozen)
+        found = [
+            path
+            for path, module in state.model.module.named_modules()
+            if _is_replaced(module) and not any(f"{path}.".startswith(f"{part}.") for part in frozen)
+        ]
         if found:
             place = torch.zeros(6, dtype=torch.int64, device="meta")
             state = state.replace(model=state.model.with_modules({path: layer(path, place) for path in found}))
@@ -203,7 +209,7 @@ def gyro_dropout(
         name,
         NEVER if p == 0 else events,
         apply,
-        traits=frozenset({Trait.REQUIRED_ON_LOAD, Trait.SETS_BUFFERS}),
+        traits=frozenset({Trait.REQUIRED_ON_LOAD, Trait.SETS_BUFFERS, Trait.SKIPS_FROZEN_PARTS}),
         config={setting: value for setting, value in config.items() if value is not None},
     )
 

@@ -91,7 +91,8 @@ def apply_stochastic_depth(
     """Return a copy of a network whose residual blocks skip their branches at random; the network is not modified.
 
     The copy has separate weights, and is in the same mode (train or eval) as the network. Skipped branches are drawn
-    from torch's global generator. Create the optimizer from the copy.
+    from torch's global generator. Create the optimizer from the copy. Parts without trainable parameters are left
+    alone, unless nothing trains.
 
     Args:
         net: The network.
@@ -105,7 +106,13 @@ def apply_stochastic_depth(
     """
     rules = stochastic_depth_rules(net, stochastic_method, drop_rate, drop_distribution)
     _check_blocks(net, "apply_stochastic_depth", stochastic_method)
-    return surgery.operate(net, rules, name="stochastic_depth")[0] if _blocks(net) else copy.deepcopy(net)
+    if not _blocks(net):
+        return copy.deepcopy(net)
+    changed_net = surgery.operate(net, rules, name="stochastic_depth", skips_frozen=True)[0]
+    # A linear rate depends on the number of blocks that have been replaced.
+    for buffer, rate in _rates(changed_net, drop_rate, drop_distribution).items():
+        changed_net.get_buffer(buffer).fill_(rate)
+    return changed_net
 
 
 @factory
@@ -239,7 +246,16 @@ def _check_no_others(module: nn.Module, name: str, stochastic_method: str) -> No
 
 def _with_rates(state: State, rate: float | Tensor, drop_distribution: str) -> State:
     """Return the state with the rates of all blocks in their buffers."""
-    buffers = [(name, f"{name}.drop_rate".lstrip("."), child) for name, child in state.model.module.named_modules()]
+    new = {
+        buffer: as_scalar(value, state.buffers[buffer].dtype, state.device)
+        for buffer, value in _rates(state.model.module, rate, drop_distribution).items()
+    }
+    return state.replace(buffers={**state.buffers, **new})
+
+
+def _rates(module: nn.Module, rate: Any, drop_distribution: str) -> dict[str, Any]:
+    """Return the rates of all blocks that have been replaced, by the names of their buffers."""
+    buffers = [(name, f"{name}.drop_rate".lstrip("."), child) for name, child in module.named_modules()]
     # All drop paths of a block have the same rate.
     blocks = {
         buffer: name if isinstance(child, StochasticDepth) else name.rpartition(".")[0]
@@ -248,10 +264,7 @@ def _with_rates(state: State, rate: float | Tensor, drop_distribution: str) -> S
     }
     names = list(dict.fromkeys(blocks.values()))
     rates = dict(zip(names, stochastic_depth_rates(len(names), rate, drop_distribution), strict=True))
-    new = {
-        buffer: as_scalar(rates[block], state.buffers[buffer].dtype, state.device) for buffer, block in blocks.items()
-    }
-    return state.replace(buffers={**state.buffers, **new})
+    return {buffer: rates[block] for buffer, block in blocks.items()}
 
 
 def _blocks(module: nn.Module) -> list[str]:

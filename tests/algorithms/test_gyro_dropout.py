@@ -328,5 +328,5 @@ def test_registry_and_print():
     algorithm = gyro_dropout(0.4, 8, tau=2, feature_dim=-1)
     assert repr(algorithm) == "gyro_dropout(p=0.4, sigma=8, tau=2, feature_dim=-1)"
     assert algorithm.events == (Event.INIT, Event.BATCH_START, Event.BEFORE_FORWARD, Event.AFTER_FORWARD)
-    assert algorithm.traits == {Trait.REQUIRED_ON_LOAD, Trait.SETS_BUFFERS}
+    assert algorithm.traits == {Trait.REQUIRED_ON_LOAD, Trait.SETS_BUFFERS, Trait.SKIPS_FROZEN_PARTS}
     assert repr(GyroDropout(0.4, 8, 2, draw=1, place=torch.zeros(6))) == "GyroDropout(p=0.4, sigma=8, tau=2)"

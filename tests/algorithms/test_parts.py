@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, loop_events, models
-from purecompose.algorithms.functional import apply_squeeze_excite
+from purecompose.algorithms.functional import apply_squeeze_excite, apply_stochastic_depth
 from tests.helpers import assert_same, make_batches, make_state
 
 
@@ -45,6 +45,10 @@ def residual() -> nn.Module:
     return models.build("resnet8", in_shape=(3, 8, 8), num_classes=3, seed=0, width=4)
 
 
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Dropout(0.5)), nn.Linear(8, 3))
+
+
 METHODS: dict[str, tuple[Any, Any, str]] = {
     "alibi": (language, lambda **options: alg.alibi(1.0, **options), ""),
     "blurpool": (convolutional, lambda **options: alg.blurpool(min_channels=1, **options), ""),
@@ -55,6 +59,7 @@ METHODS: dict[str, tuple[Any, Any, str]] = {
     ),
     "gated_linear_units": (language, alg.gated_linear_units, ""),
     "ghost_batchnorm": (convolutional, lambda **options: alg.ghost_batchnorm(2, **options), ""),
+    "gyro_dropout": (dropping, lambda: alg.gyro_dropout(0.5, 4, 2), ""),
     "low_precision_groupnorm": (convolutional, alg.low_precision_groupnorm, "bf16"),
     "low_precision_layernorm": (language, alg.low_precision_layernorm, "bf16"),
     "squeeze_excite": (convolutional, lambda **options: alg.squeeze_excite(0.5, min_channels=1, **options), ""),
@@ -78,7 +83,7 @@ def part(state: State, name: str) -> str:
 def test_a_frozen_teacher_is_left_alone(name: str, teacher_first: bool) -> None:
     """The student is changed as it is without a teacher."""
     make_net, make_method, precision = METHODS[name]
-    options = {"precision": precision} if precision else {}
+    options: dict[str, Any] = {"batches_per_epoch": 4, **({"precision": precision} if precision else {})}
     state = make_state(Distillation(make_net, teacher_first=teacher_first), **options)
     alone = begun(make_state(make_net(), **options), make_method())
     end = begun(state, make_method())
@@ -116,6 +121,15 @@ def test_a_method_that_finds_only_frozen_parts_says_so() -> None:
     method = alg.squeeze_excite(0.5, min_channels=1)
     with pytest.warns(UserWarning, match="left 1 alone, in parts without trainable parameters, or out of its where="):
         begun(make_state(net), method)
+
+
+def test_blocks_of_a_frozen_part_have_no_rates() -> None:
+    net = apply_stochastic_depth(Distillation(residual), drop_rate=0.6)
+    alone = apply_stochastic_depth(residual(), drop_rate=0.6)
+    rates = {name: buffer.item() for name, buffer in net.named_buffers() if name.endswith("drop_rate")}
+    assert rates == {
+        f"student.{name}": buffer.item() for name, buffer in alone.named_buffers() if name.endswith("drop_rate")
+    }
 
 
 def test_a_network_without_trainable_parameters_is_changed_as_a_whole() -> None:
