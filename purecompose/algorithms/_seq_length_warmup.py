@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, tree
+from purecompose import batch as batches, losses, tree
 from purecompose._support.checks import check_flag, check_number, check_whole
 from purecompose.algorithms._parts.reports import reported
 from purecompose.core.algorithm import Algorithm, Trait, factory
@@ -154,8 +154,8 @@ def seq_length_warmup(
 
     Raises:
         TypeError, ValueError: A setting of the wrong type or out of range, or `preserve_end_of_sequence` with
-            `truncate=False`. In the step: inputs that are not sequences, a run without a duration or with a duration in
-            seconds, and the errors of `set_batch_sequence_length`.
+            `truncate=False`. In the step: a length of 1 for a model with its own loss, inputs that are not sequences, a
+            run without a duration or with a duration in seconds, and the errors of `set_batch_sequence_length`.
 
     Example:
         >>> seq_length_warmup(0.5, 64, 512, 64)  # doctest: +ELLIPSIS
@@ -183,6 +183,11 @@ def seq_length_warmup(
         sequences = sequences_of(state, name)
         # Call reached() in any case: it raises if the run's length is unknown.
         length = max_seq_length if state.timestamp.reached(ends) else warmup_length(_elapsed(state), **ramp)
+        if length == 1 < sequences.shape[1] and isinstance(state.context.loss, losses.ModelLoss):
+            raise ValueError(
+                f"{name}: sequences of 1 token have no next token, so the mean loss of a model that shifts its labels "
+                "itself is NaN: give min_seq_length=2 or more"
+            )
         batch = shortened(state.batch, sequences, length, truncate, preserve_end_of_sequence)
         num, current = sequences.shape[:2]
         if batch is not state.batch and not truncate:

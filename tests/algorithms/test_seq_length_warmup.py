@@ -216,3 +216,11 @@ def test_registry_and_print():
         "seq_length_warmup(duration=0.5, min_seq_length=64, max_seq_length=512, step_size=64, truncate=True, "
         "preserve_end_of_sequence=False)"
     )
+
+
+def test_one_token_is_too_short_for_a_model_that_shifts_its_labels():
+    own = {"loss": losses.model_loss, "input_field": pc.batch.WHOLE}
+    with pytest.raises(ValueError, match="seq_length_warmup: sequences of 1 token .* give min_seq_length=2"):
+        run(seq_length_warmup(0.5, 1, 12, 3), make_state(**own), make_batch(), 1)
+    _, states = run(seq_length_warmup(0.5, 1, 12, 3), make_state(), make_batch(), 1)
+    assert states[-1].loss.isfinite()
