@@ -254,7 +254,7 @@ class Step:
 
     def run_checked(self, bits: int, start: State, observe: Observe | None = None) -> State:
         """Run a schedule and check the contract of a step, as in the first run of each schedule."""
-        return run_checked(
+        end = run_checked(
             self.operation(bits),
             start,
             observe,
@@ -262,6 +262,8 @@ class Step:
             has_algorithms=bool(self.algorithms),
             times=self.matcher.times,
         )
+        check_constants(start.context.loss, self._cache.constants)
+        return end
 
     def finish(self, state: State) -> State:
         """Return the state as it is between steps: with the new time, and temporary fields set to `None`."""

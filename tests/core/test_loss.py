@@ -139,7 +139,15 @@ class InSlots:
         return weighted(outputs, targets, self.weight)
 
 
-@pytest.mark.parametrize("make", [lambda weight: functools.partial(weighted, weight=weight), Weighted, InSlots])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weight: functools.partial(weighted, weight=weight),
+        Weighted,
+        InSlots,
+        lambda weight: losses.over_batch(Weighted(weight).__call__),
+    ],
+)
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_schedules_and_named_scalars_of_a_loss_are_filled_in(make: Any, is_compiled: bool) -> None:
     loss = make(hparam("weight", 3.0) * pc.schedule.linear(1.0, 0.0))
@@ -221,6 +229,52 @@ class Reading(nn.Module):
         return self.part.weight * self.inner.weight.value * F.cross_entropy(outputs, targets)
 
 
+def in_helper() -> tuple[Any, Any]:
+    return lambda outputs, targets: with_global(outputs, targets), in_global()[1]
+
+
+def in_class() -> tuple[Any, Any]:
+    class Own(Weighted):
+        weight = 1.0
+
+        def __init__(self) -> None:
+            pass
+
+    return Own(), lambda: setattr(Own, "weight", 2.0)
+
+
+def in_other_config() -> tuple[Any, Any]:
+    loss = Weighted(1.0)
+    loss.config = [argparse.Namespace(weight=1.0)]  # pyright: ignore[reportAttributeAccessIssue]
+    return loss, lambda: setattr(loss, "config", [argparse.Namespace(weight=2.0)])
+
+
+def in_list() -> tuple[Any, Any]:
+    weights = [1.0, 1.0]
+    loss = lambda outputs, targets: weights[1] * F.cross_entropy(outputs, targets)  # noqa: E731
+    return loss, lambda: weights.__setitem__(1, 2.0)
+
+
+def in_property() -> tuple[Any, Any]:
+    class Owner(Trainer):
+        @property
+        def weight(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+            return self._weight
+
+        @weight.setter
+        def weight(self, value: float) -> None:
+            self._weight = value
+
+    owner = Owner(nn.Module())
+    return owner.loss, lambda: setattr(owner, "weight", 3.0)
+
+
+def in_buffer_of_a_module() -> tuple[Any, Any]:
+    inner = nn.CrossEntropyLoss(weight=torch.ones(3))
+    assert inner.weight is not None
+    return lambda outputs, targets: inner(outputs, targets), functools.partial(inner.weight.fill_, 2.0)
+
+
 def in_a_module_inside() -> tuple[Any, Any]:
     loss = Reading(argparse.Namespace(weight=argparse.Namespace(value=1.0)))
     return loss, lambda: setattr(loss.part, "weight", 2.0)
@@ -237,6 +291,12 @@ def in_a_module_inside() -> tuple[Any, Any]:
         (in_settings, r"settings\['weight'\]"),
         (in_slots, "attribute inner.weight.value"),
         (in_a_module_inside, "attribute part.weight"),
+        (in_helper, "global BETA"),
+        (in_class, "attribute weight"),
+        (in_other_config, "attribute config"),
+        (in_list, r"weights\[1\]"),
+        (in_property, "attribute _weight"),
+        (in_buffer_of_a_module, "inner.weight"),
     ],
 )
 @pytest.mark.parametrize("is_compiled", [False, True])
@@ -248,6 +308,14 @@ def test_a_number_that_a_loss_reads_must_not_change(make: Any, name: str, is_com
     change()
     with pytest.raises(ValueError, match=rf"reads .*{name}.*must not change during a run"):
         step(state, make_batch())
+
+
+def test_a_loss_that_writes_outside_of_the_state_is_refused_in_the_first_step() -> None:
+    norm, net = nn.BatchNorm1d(3, affine=False), nn.Sequential(nn.BatchNorm1d(3, affine=False), nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="reads norm.*, which has been written into"):
+        compose(loop_events)(make_state(loss=lambda outputs, targets: norm(outputs).square().mean()), make_batch())
+    with pytest.raises(ValueError, match=r"reads part, a BatchNorm1d of the network, outside of the state"):
+        make_state(net, loss=(lambda part: lambda outputs, targets: part(outputs).mean())(net[0]))
 
 
 class Trainer:
