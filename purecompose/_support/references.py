@@ -75,7 +75,8 @@ def attributes(value: Any) -> dict[str, Any]:
     return {
         name: getattr(value, name, None) if isinstance(member, types.MemberDescriptorType) else member  # of __slots__
         for name, member in found.items()
-        if name == "__call__" or not (name.startswith("__") or name in skipped)
+        if not (name.startswith("__") or name in skipped)
+        or (name == "__call__" and isinstance(member, types.FunctionType))
     }
 
 
