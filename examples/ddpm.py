@@ -4,8 +4,9 @@ The network draws its times and noise by torch's functions, from the run's key: 
 them. One more line adds the moving average of the weights, from which samples are made.
 """
 
-import argparse
 import math
+import sys
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,47 +35,43 @@ class Diffusion(nn.Module):
         signal = self.signal[times, None]
         return self.predict(signal.sqrt() * points + (1 - signal).sqrt() * noise, times), noise
 
-    @torch.no_grad()
-    def sample(self, key: Tensor, number: int) -> Tensor:
-        """Points (number, 2) from noise, one denoising step after the other."""
-        draws = pc.random.normal(key, (len(self.beta) + 1, number, 2))
-        points = draws[-1]
-        for t in reversed(range(len(self.beta))):
-            noise = self.predict(points, torch.full((number,), t))
-            points = (points - self.beta[t] / (1 - self.signal[t]).sqrt() * noise) / (1 - self.beta[t]).sqrt()
-            points = points + self.beta[t].sqrt() * draws[t] * (t > 0)
-        return points
-
 
 def denoising(outputs: tuple[Tensor, Tensor], targets: None) -> Tensor:
     return F.mse_loss(*outputs)
 
 
-def half_circles(key: Tensor, number: int, dtype: torch.dtype) -> Tensor:
-    angle = math.pi * pc.random.uniform(key, (number,), dtype=dtype)
+def half_circles(seed: int, dtype: torch.dtype, number: int = 256) -> Tensor:
+    angle = math.pi * pc.random.uniform(pc.random.key(seed), (number,), dtype=dtype)
     upper, lower = torch.stack([angle.cos(), angle.sin()], 1), torch.stack([1 - angle.cos(), 0.5 - angle.sin()], 1)
     return torch.where(torch.arange(number)[:, None] % 2 == 0, upper, lower)
 
 
-def make(num_batches: int = 6000, dtype: torch.dtype = torch.float32) -> tuple[Step, State, list[Tensor]]:
+@torch.no_grad()
+def sampled(net: Any, number: int = 500) -> Tensor:
+    """Points (number, 2) from noise, one denoising step by a `Diffusion` after the other."""
+    draws = pc.random.normal(pc.random.key(99), (len(net.beta) + 1, number, 2))
+    points = draws[-1]
+    for t in reversed(range(len(net.beta))):
+        noise = net.predict(points, torch.full((number,), t))
+        points = (points - net.beta[t] / (1 - net.signal[t]).sqrt() * noise) / (1 - net.beta[t]).sqrt()
+        points = points + net.beta[t].sqrt() * draws[t] * (t > 0)
+    return points
+
+
+def make(dtype: torch.dtype = torch.float32) -> tuple[Step, State, list[Tensor]]:
     torch.manual_seed(0)  # for the initial weights; training draws from the state's key
-    net, length = Diffusion().to(dtype), f"{num_batches}ba"
-    state = State.create(net, loss=denoising, optimizer=optim.adam(2e-3), duration=length, target_field=None)
-    step = compose(loop_events, [alg.ema(smoothing=0.99)])
-    return step, step.init(state), [half_circles(key, 256, dtype) for key in pc.random.split(pc.random.key(1), 50)]
+    state = State.create(Diffusion().to(dtype), loss=denoising, optimizer=optim.adam(2e-3), target_field=None)
+    return compose(loop_events, [alg.ema(smoothing=0.99)]), state, [half_circles(seed, dtype) for seed in range(50)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="600 batches instead of 6000")
+def main(duration: str) -> None:
     torch.set_num_threads(1)  # at this size more threads only wait for each other
-    step, start, batches = make(600 if parser.parse_args().short else 6000)
-    for state in (start, pc.fit(step, start, batches)):
-        net = pc.to_module(state, weights="ema")
-        assert isinstance(net, Diffusion)
-        distance = torch.cdist(net.sample(pc.random.key(2), 500), torch.cat(batches)).min(dim=1).values.mean()
-        print(f"after {state.timestamp.batch} batches: mean distance of samples from the half circles {distance:.3f}")
+    step, start, batches = make()
+    end = pc.fit(step, start, batches, duration=duration)
+    points = (sampled(net) for net in (pc.to_module(start), pc.to_module(end, weights="ema")))
+    before, after = (torch.cdist(one, torch.cat(batches)).min(dim=1).values.mean() for one in points)
+    print(f"distance {before:.3f} -> {after:.3f} of samples from the half circles")
 
 
 if __name__ == "__main__":
-    main()
+    main("600ba" if "--short" in sys.argv else "6000ba")

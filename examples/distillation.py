@@ -4,25 +4,25 @@ The teacher is a part of the network, frozen and in evaluation mode: it has no d
 still, and the optimizer has no memory for it. The loss returns its parts, which are logged in training and evaluation.
 """
 
-import argparse
 import functools
-from typing import Any
+import sys
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import purecompose as pc
-from purecompose import State, compose, loop_events, losses, optim, random
+from purecompose import State, Step, compose, loop_events, losses, optim
 
 
 def points(seed: int, dtype: torch.dtype, wrong: float = 0.0, number: int = 64) -> tuple[Tensor, Tensor]:
     """Return points (N, 8) and classes (N,), a share of which is drawn at random."""
-    keys, first, second = random.split(random.key(seed), 3), *random.split(random.key(12345))
-    inputs = random.normal(keys[0], (number, 8))
-    classes = ((inputs @ random.normal(first, (8, 16))).tanh() @ random.normal(second, (16, 4))).argmax(1)
-    others = random.randint(keys[1], (number,), 0, 4)
-    return inputs.to(dtype), torch.where(random.bernoulli(keys[2], wrong, (number,)), others, classes)
+    keys, first, second = pc.random.split(pc.random.key(seed), 3), *pc.random.split(pc.random.key(12345))
+    inputs = pc.random.normal(keys[0], (number, 8))
+    hidden = (inputs @ pc.random.normal(first, (8, 16))).tanh()
+    classes = (hidden @ pc.random.normal(second, (16, 4))).argmax(1)
+    others = pc.random.randint(keys[1], (number,), 0, 4)
+    return inputs.to(dtype), torch.where(pc.random.bernoulli(keys[2], wrong, (number,)), others, classes)
 
 
 def mlp(width: int, *layers: nn.Module) -> nn.Sequential:
@@ -51,28 +51,27 @@ def distillation_loss(outputs: tuple[Tensor, Tensor], labels: Tensor, share: flo
     return share * soft + (1 - share) * hard, {"soft": soft, "hard": hard}
 
 
-def make(dtype: torch.dtype = torch.float32, *, microbatches: int = 1, teacher: Any = None, share: float = 0.9) -> Any:
-    """Return the step, the state before it, and the batches."""
-    net, loss = Pair(teacher or make_teacher()).to(dtype), functools.partial(distillation_loss, share=share)
-    state = State.create(net, loss=loss, optimizer=optim.adam(3e-3), eval_mode=["teacher"], key=0)
-    return compose(loop_events, microbatches=microbatches), state, [points(i, dtype, wrong=0.5) for i in range(20)]
+def taught_by(teacher: nn.Module, share: float, dtype: torch.dtype = torch.float32) -> State:
+    loss = functools.partial(distillation_loss, share=share)
+    return State.create(Pair(teacher).to(dtype), loss=loss, optimizer=optim.adam(3e-3), eval_mode=["teacher"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="300 batches instead of 2000")
-    duration = "300ba" if parser.parse_args().short else "2000ba"
+def make(dtype: torch.dtype = torch.float32) -> tuple[Step, State, list[tuple[Tensor, Tensor]]]:
+    state = taught_by(make_teacher(), 0.9, dtype)
+    return compose(loop_events), state, [points(seed, dtype, wrong=0.5) for seed in range(20)]
+
+
+def main(duration: str) -> None:
     torch.set_num_threads(1)  # at this size more threads only wait for each other
-    clean, test = [points(i, torch.float32) for i in range(100, 500)], [points(99999, torch.float32, number=2000)]
+    step, _, batches = make()
     teacher = State.create(make_teacher(), loss=losses.cross_entropy, optimizer=optim.adam(3e-3))
-    teacher = pc.fit(compose(loop_events), teacher, clean, duration=duration)
-    scores, metrics = [], {"accuracy": lambda outputs, labels: outputs[0].argmax(1) == labels}
-    for share in (0.0, 0.9):
-        step, state, batches = make(teacher=pc.to_module(teacher), share=share)
-        state = pc.fit(step, state, batches, duration=duration)
-        scores.append(pc.evaluate(state, test, metrics)["accuracy"])
-    print(f"accuracy {scores[0]:.3f} -> {scores[1]:.3f}: a student of noisy labels, and one of a teacher as well")
+    clean = [points(seed, torch.float32) for seed in range(100, 500)]
+    teacher = pc.to_module(pc.fit(step, teacher, clean, duration=duration))
+    students = [pc.fit(step, taught_by(teacher, share), batches, duration=duration) for share in (0.0, 0.9)]
+    test, metrics = [points(99, torch.float32, number=2000)], {"accuracy": lambda outputs, y: outputs[0].argmax(1) == y}
+    before, after = (pc.evaluate(student, test, metrics)["accuracy"] for student in students)
+    print(f"accuracy {before:.3f} -> {after:.3f}: a student of noisy labels, and one of a teacher as well")
 
 
 if __name__ == "__main__":
-    main()
+    main("300ba" if "--short" in sys.argv else "2000ba")

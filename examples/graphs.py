@@ -3,14 +3,13 @@
 A batch is one large graph, of which a `Splitter` counts and cuts out the single ones: microbatches are then exact.
 """
 
-import argparse
-from typing import Any
+import sys
 
 import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import State, compose, loop_events, losses, optim
+from purecompose import State, Step, compose, loop_events, losses, optim
 
 
 Graphs = dict[str, Tensor]
@@ -56,25 +55,21 @@ class GraphNetwork(nn.Module):
         return self.head(mean_by_graph(x, batch["graph"], len(batch["energy"])))
 
 
-def make(dtype: torch.dtype = torch.float32, *, microbatches: int = 1) -> Any:
-    """Return the step, the state before it, and the batches."""
+def make(dtype: torch.dtype = torch.float32) -> tuple[Step, State, list[Graphs]]:
     torch.manual_seed(0)  # for the initial weights
     splitter = pc.batch.Splitter(lambda batch: len(batch["energy"]), part)
     fields = {"input_field": pc.batch.AS_ARGUMENT, "target_field": "energy", "splitter": splitter}
     state = State.create(GraphNetwork().to(dtype), loss=losses.mse, optimizer=optim.adam(3e-3), **fields)
-    return compose(loop_events, microbatches=microbatches), state, [graphs(seed, dtype) for seed in range(20)]
+    return compose(loop_events), state, [graphs(seed, dtype) for seed in range(20)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="100 batches instead of 1000")
-    duration = "100ba" if parser.parse_args().short else "1000ba"
+def main(duration: str) -> None:
     torch.set_num_threads(1)  # at this size more threads only wait for each other
-    step, state, batches = make()
-    trained, test = pc.fit(step, state, batches, duration=duration), [graphs(99, torch.float32)]
-    before, after = (pc.evaluate(one, test)["loss"] for one in (state, trained))
+    step, start, batches = make()
+    end, test = pc.fit(step, start, batches, duration=duration), [graphs(99, torch.float32)]
+    before, after = (pc.evaluate(state, test)["loss"] for state in (start, end))
     print(f"loss {before:.4f} -> {after:.4f}; energies have a variance of {test[0]['energy'].var():.3f}")
 
 
 if __name__ == "__main__":
-    main()
+    main("100ba" if "--short" in sys.argv else "1000ba")

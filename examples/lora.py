@@ -3,7 +3,7 @@
 The optimizer keeps memory for the adapters only, and a checkpoint of `parts="trainable"` holds nothing else.
 """
 
-import argparse
+import sys
 import tempfile
 from importlib.util import find_spec
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import State, compose, loop_events, losses, optim
+from purecompose import State, Step, compose, loop_events, losses, optim
 
 
 SIZE = 32  # of the vocabulary
@@ -30,13 +30,6 @@ class LoRA(nn.Module):
         return self.base(inputs) + 2 * (inputs @ self.down @ self.up)
 
 
-def with_adapters(net: Any) -> Any:
-    torch.manual_seed(1)  # for the adapters
-    for block in net.requires_grad_(False).transformer.h:
-        block.attn.c_attn = LoRA(block.attn.c_attn)
-    return net
-
-
 def texts(seed: int, increment: int, number: int = 32) -> dict[str, Tensor]:
     """Sequences that count by `increment`, of different lengths; what is padding is neither read nor predicted."""
     first, length = pc.random.randint(pc.random.key(seed), (2, number, 1), 0, SIZE)
@@ -52,29 +45,31 @@ def make_base() -> Any:
     return GPT2LMHeadModel(GPT2Config(vocab_size=SIZE, n_positions=16, n_embd=64, n_layer=2, n_head=4, **options))
 
 
-def make(dtype: torch.dtype = torch.float32, *, microbatches: int = 1, base: nn.Module | None = None) -> Any:
-    """Return the step, the state before it, and the batches."""
-    net, optimizer = with_adapters(base or make_base()).to(dtype), optim.adamw(0.02)
-    state = State.create(net, loss=losses.model_loss, optimizer=optimizer, duration="300ba")
-    return compose(loop_events, microbatches=microbatches), state, [texts(i, 3) for i in range(100, 108)]
+def with_adapters(base: Any, dtype: torch.dtype = torch.float32) -> State:
+    torch.manual_seed(1)  # for the adapters
+    for block in base.requires_grad_(False).transformer.h:
+        block.attn.c_attn = LoRA(block.attn.c_attn)
+    return State.create(base.to(dtype), loss=losses.model_loss, optimizer=optim.adamw(0.02))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="80 batches instead of 300")
-    duration = "80ba" if parser.parse_args().short else "300ba"
+def make(dtype: torch.dtype = torch.float32) -> tuple[Step, State, list[dict[str, Tensor]]]:
+    return compose(loop_events), with_adapters(make_base(), dtype), [texts(seed, 3) for seed in range(100, 108)]
+
+
+def main(duration: str) -> None:
+    torch.set_num_threads(1)  # at this size more threads only wait for each other
     if find_spec("transformers") is None:
         return print("skipped: transformers is not installed")
-    torch.set_num_threads(1)  # at this size more threads only wait for each other
+    step, _, batches = make()
     base = State.create(make_base(), loss=losses.model_loss, optimizer=optim.adamw(3e-3))  # as if pretrained
-    base = pc.fit(compose(loop_events), base, [texts(i, 1) for i in range(8)], duration=duration)
-    step, state, batches = make(base=pc.to_module(base))
-    trained = pc.fit(step, state, batches, duration=duration)
+    base = pc.fit(step, base, [texts(seed, 1) for seed in range(8)], duration=duration)
+    start = with_adapters(pc.to_module(base))
+    end = pc.fit(step, start, batches, duration=duration)
     with tempfile.TemporaryDirectory() as folder:  # the adapters of the file, and the base of the template
-        again = pc.load(pc.save(trained, f"{folder}/adapters", parts="trainable"), like=state)
-    before, after = (pc.evaluate(one, [texts(999, 3)])["loss"] for one in (state, again))
-    print(f"loss {before:.2f} -> {after:.2f}, by {len(state.context.trainable)} narrow matrices")
+        end = pc.load(pc.save(end, f"{folder}/adapters", parts="trainable"), like=start)
+    before, after = (pc.evaluate(state, [texts(99, 3)])["loss"] for state in (start, end))
+    print(f"loss {before:.2f} -> {after:.2f}, by {len(start.context.trainable)} narrow matrices")
 
 
 if __name__ == "__main__":
-    main()
+    main("80ba" if "--short" in sys.argv else "300ba")

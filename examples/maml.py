@@ -3,8 +3,8 @@
 Adaptation is the forward pass of a network of tasks: training, evaluation, microbatches and compiling are as usual.
 """
 
-import argparse
 import math
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import purecompose as pc
-from purecompose import State, Step, compose, loop_events, optim
+from purecompose import State, Step, compose, data, loop_events, losses, optim
 
 
 class Adapted(nn.Module):
@@ -34,9 +34,9 @@ class Adapted(nn.Module):
         return torch.vmap(values)(x, y, places)
 
 
-def sine_waves(key: Tensor, number: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+def sine_waves(rng: pc.random.Rng, dtype: torch.dtype, number: int = 24) -> tuple[list[Tensor], Tensor]:
     """Tasks with ten known points and ten places each, and the values to predict there."""
-    amplitudes, phases, places = pc.random.split(key, 3)
+    amplitudes, phases, places = pc.random.split(rng, 3)
     amplitude = pc.random.uniform(amplitudes, (number, 1, 1), low=0.1, high=5.0, dtype=dtype)
     phase = pc.random.uniform(phases, (number, 1, 1), high=math.pi, dtype=dtype)
     x = pc.random.uniform(places, (number, 20, 1), low=-5.0, high=5.0, dtype=dtype)
@@ -44,24 +44,20 @@ def sine_waves(key: Tensor, number: int, dtype: torch.dtype) -> tuple[list[Tenso
     return [x[:, :10], y[:, :10], x[:, 10:]], y[:, 10:]
 
 
-def make(num_batches: int = 6000, dtype: torch.dtype = torch.float32) -> tuple[Step, State, list]:
-    torch.manual_seed(0)  # for the initial weights; tasks are made from keys
-    net, length = Adapted().to(dtype), f"{num_batches}ba"
-    state = State.create(net, loss=pc.losses.mse, optimizer=optim.adam(1e-3), duration=length)
-    step = compose(loop_events)
-    return step, step.init(state), [sine_waves(key, 24, dtype) for key in pc.random.split(pc.random.key(1), 500)]
+def make(dtype: torch.dtype = torch.float32) -> tuple[Step, State, data.StateStream]:
+    torch.manual_seed(0)  # for the initial weights; each step has new tasks, drawn from the state's key
+    state = State.create(Adapted().to(dtype), loss=losses.mse, optimizer=optim.adam(1e-3))
+    return compose(loop_events), state, data.stream(lambda state: sine_waves(state.rng("tasks"), dtype))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="300 batches instead of 6000")
+def main(duration: str) -> None:
     torch.set_num_threads(1)  # at this size more threads only wait for each other
-    step, start, batches = make(300 if parser.parse_args().short else 6000)
-    new_tasks = [sine_waves(pc.random.key(2), 500, torch.float32)]
-    for state in (start, pc.fit(step, start, batches)):
-        error = pc.evaluate(state, new_tasks)["loss"]
-        print(f"after {state.timestamp.batch} batches: mean squared error on new tasks, adapted once, {error:.3f}")
+    step, start, batches = make()
+    end = pc.fit(step, start, batches, duration=duration)
+    new_tasks = [sine_waves(pc.random.Rng(pc.random.key(99)), torch.float32, number=500)]
+    before, after = (pc.evaluate(state, new_tasks)["loss"] for state in (start, end))
+    print(f"loss {before:.3f} -> {after:.3f} on new tasks, adapted by one step; its rate {end.params['lr']:.3f}")
 
 
 if __name__ == "__main__":
-    main()
+    main("300ba" if "--short" in sys.argv else "6000ba")

@@ -3,29 +3,23 @@
 It is a method of a few lines: `state.gradients` returns the gradient of each task, in microbatches and compiled too.
 """
 
-import argparse
-from typing import Any
+import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import Algorithm, Event, State, compose, loop_events, on, optim, random
-
-
-def network() -> nn.Module:
-    """Return a network whose two outputs, one for each task, share all but the rows of the last layer."""
-    torch.manual_seed(0)  # for the initial weights
-    return nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
+from purecompose import Algorithm, Event, State, Step, compose, loop_events, on, optim
 
 
 def points(seed: int, dtype: torch.dtype, number: int = 64) -> tuple[Tensor, Tensor]:
     """Return points (N, 4) and the targets (N, 2) of both tasks."""
-    x = random.normal(random.key(seed), (number, 4)).to(dtype)
+    x = pc.random.normal(pc.random.key(seed), (number, 4)).to(dtype)
     return x, torch.stack([(x[:, 0] + x[:, 1]).sin(), 3 * (x[:, 0] * x[:, 1] - x[:, 2]).cos()], 1)
 
 
-def loss_of(task: int) -> Any:
+def loss_of(task: int) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda outputs, targets: (outputs - targets)[:, task].square().mean()
 
 
@@ -44,24 +38,22 @@ def pcgrad(event: Event, state: State) -> State:
     return state.replace(grads=grads, metrics={**state.metrics, "conflict": (product < 0).float()})
 
 
-def make(dtype: torch.dtype = torch.float32, *, microbatches: int = 1) -> Any:
-    """Return the step, the state before it, and the batches."""
-    step = compose(loop_events, [Algorithm("pcgrad", on(Event.AFTER_TRAIN_BATCH), pcgrad)], microbatches=microbatches)
-    state = State.create(network().to(dtype), loss=loss, optimizer=optim.adam(3e-3), key=0)
+def make(dtype: torch.dtype = torch.float32) -> tuple[Step, State, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)  # for the initial weights
+    net = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2)).to(dtype)
+    state = State.create(net, loss=loss, optimizer=optim.adam(3e-3))
+    step = compose(loop_events, [Algorithm("pcgrad", on(Event.AFTER_TRAIN_BATCH), pcgrad)])
     return step, state, [points(seed, dtype) for seed in range(20)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="200 batches instead of 2000")
-    duration = "200ba" if parser.parse_args().short else "2000ba"
+def main(duration: str) -> None:
     torch.set_num_threads(1)  # at this size more threads only wait for each other
-    step, first, batches = make()
-    states = list(pc.training(step, first, batches, duration=duration))
-    before, after = (pc.evaluate(one, [points(999, torch.float32, 1000)])["loss"] for one in (first, states[-1]))
+    step, start, batches = make()
+    states = list(pc.training(step, start, batches, duration=duration))
+    before, after = (pc.evaluate(one, [points(99, torch.float32, 1000)])["loss"] for one in (start, states[-1]))
     share = torch.stack([state.metrics["conflict"] for state in states]).mean()
     print(f"loss {before:.3f} -> {after:.3f}; gradients conflicted in {share:.0%} of the steps")
 
 
 if __name__ == "__main__":
-    main()
+    main("200ba" if "--short" in sys.argv else "2000ba")

@@ -3,13 +3,13 @@
 One step trains eight times on a rollout. `Checkpoints(extra=carts)` saves where the carts are, and runs resume exactly.
 """
 
-import argparse
+import sys
 
 import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import Event, State, compose, data, loop, optim, random
+from purecompose import Event, State, Step, compose, data, loop, optim
 
 
 class Carts(nn.Module):
@@ -27,7 +27,7 @@ class Carts(nn.Module):
 
     def forward(self, state: State) -> list[Tensor]:  # places, actions, log probabilities, advantages (GAE), returns
         seen = []
-        for draw in random.uniform(state.rng("rollout"), (64, 16, 5)).to(self.places.dtype):
+        for draw in pc.random.uniform(state.rng("rollout"), (64, 16, 5)).to(self.places.dtype):
             log_probs, values = split(state.forward(self.places))
             actions = (draw[:, 0] < log_probs[:, 1].exp()).long()
             new_places = self.move(actions)
@@ -56,25 +56,22 @@ def ppo_loss(outputs: Tensor, targets: list[Tensor]) -> tuple[Tensor, dict[str, 
     return policy + 0.01 * value - 0.01 * entropy, {"policy": policy, "value": value, "entropy": entropy}
 
 
-def make(dtype: torch.dtype = torch.float32, *, microbatches: int = 1) -> tuple:
-    """Return the step, the state before it, and the batches."""
-    torch.manual_seed(0)  # for the initial weights
+def make(dtype: torch.dtype = torch.float32) -> tuple[Step, State, data.StateStream]:
+    torch.manual_seed(0)  # for the initial weights; rollouts are drawn from the state's key
     net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3)).to(dtype)
-    state = State.create(net, loss=ppo_loss, optimizer=optim.adam(0.01), target_field=[1, 2, 3, 4], key=0)
+    state = State.create(net, loss=ppo_loss, optimizer=optim.adam(0.01), target_field=[1, 2, 3, 4])
     once = (loop.Microbatches(loop.Grad(loop.forward, loop.loss)), loop.update)
-    program = (Event.AFTER_DATALOADER, *(8 * once), loop.advance, Event.BATCH_END)
-    return compose(program, microbatches=microbatches), state, data.stream(Carts(dtype))
+    step = compose((Event.AFTER_DATALOADER, *(8 * once), loop.advance, Event.BATCH_END))
+    return step, state, data.stream(Carts(dtype))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="30 rollouts instead of 100")
-    duration = "30ba" if parser.parse_args().short else "100ba"
+def main(duration: str) -> None:
     torch.set_num_threads(1)  # at this size more threads only wait for each other
-    step, state, batches = make()
-    lengths = [batches.fn.length.item() for _ in pc.training(step, state, batches, duration=duration)]
+    step, start, batches = make()
+    assert isinstance(carts := batches.fn, Carts)
+    lengths = [carts.length.item() for _ in pc.training(step, start, batches, duration=duration)]
     print(f"length {lengths[0]:.0f} -> {lengths[-1]:.0f}: steps of a cart for each fall")
 
 
 if __name__ == "__main__":
-    main()
+    main("30ba" if "--short" in sys.argv else "100ba")

@@ -3,9 +3,8 @@
 `losses.over_batch` declares that NT-Xent compares examples, so microbatches are exact. Its temperature is learned.
 """
 
-import argparse
 import math
-from collections.abc import Iterable
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -40,23 +39,26 @@ class NTXent(nn.Module):
         return loss, {"temperature": self.log_temperature.exp()}
 
 
-def two_views(event: Event, state: State) -> State:
-    """Shift each image by up to one pixel, and add noise, twice: (N, 1, 8, 8) -> (N, 2, 1, 8, 8)."""
-    images, n = state.inputs, state.num_examples
-    shifts = pc.random.randint(state.example_rng("shifts"), (n, 2, 2), 0, 3)
+def shifted(images: Tensor, shifts: Tensor) -> Tensor:
+    """Shift each image twice, by up to one pixel: (N, 1, 8, 8), and 0 to 2 in (N, 2, 2) -> (N, 2, 1, 8, 8)."""
     rows, columns = (shifts[..., None] + torch.arange(8)).unbind(2)  # (N, 2, 8) each
-    padded, example = F.pad(images[:, 0], (1, 1, 1, 1)), torch.arange(n).view(n, 1, 1, 1)
-    views = padded[example, rows[..., :, None], columns[..., None, :]]
-    noise = pc.random.normal(state.example_rng("noise"), (n, 2, 8, 8), dtype=views.dtype)
-    return state.replace(inputs=(views + 0.3 * noise)[:, :, None])
+    padded, example = F.pad(images[:, 0], (1, 1, 1, 1)), torch.arange(len(images)).view(-1, 1, 1, 1)
+    return padded[example, rows[..., :, None], columns[..., None, :]][:, :, None]
 
 
-def make(num_batches: int = 600, dtype: torch.dtype = torch.float32) -> tuple[Step, State, Iterable[Tensor]]:
+def two_views(event: Event, state: State) -> State:
+    n, dtype = state.num_examples, state.inputs.dtype
+    shifts = pc.random.randint(state.example_rng("shifts"), (n, 2, 2), 0, 3)
+    noise = pc.random.normal(state.example_rng("noise"), (n, 2, 1, 8, 8), dtype=dtype)
+    return state.replace(inputs=shifted(state.inputs, shifts) + 0.3 * noise)
+
+
+def make(dtype: torch.dtype = torch.float32) -> tuple[Step, State, data.Arrays]:
     torch.manual_seed(0)  # for the initial weights; views are drawn by the state's key
-    loss, length = losses.over_batch(NTXent().to(dtype)), f"{num_batches}ba"
-    state = State.create(Encoder().to(dtype), loss=loss, optimizer=optim.adam(2e-3), duration=length, target_field=None)
+    loss, images = losses.over_batch(NTXent().to(dtype)), data.load("digits").train_inputs.to(dtype)
+    state = State.create(Encoder().to(dtype), loss=loss, optimizer=optim.adam(2e-3), target_field=None)
     step = compose(loop_events, [Algorithm("two_views", on(Event.AFTER_DATALOADER), two_views)])
-    return step, step.init(state), data.arrays(data.load("digits").train_inputs.to(dtype), None, 64, drop_last=True)
+    return step, state, data.arrays(images, None, 64, drop_last=True)
 
 
 def accuracy(state: State) -> float:
@@ -67,14 +69,12 @@ def accuracy(state: State) -> float:
     return (digits.train_targets[(found @ known.T).argmax(1)] == digits.test_targets).float().mean().item()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="100 batches instead of 600")
+def main(duration: str) -> None:
     torch.set_num_threads(1)  # at this size more threads only wait for each other
-    step, state, batches = make(100 if parser.parse_args().short else 600)
-    end = pc.fit(step, state, batches)
-    print(f"accuracy {accuracy(state):.3f} -> {accuracy(end):.3f}, temperature {end.metrics['loss/temperature']:.3f}")
+    step, start, batches = make()
+    end = pc.fit(step, start, batches, duration=duration)
+    print(f"accuracy {accuracy(start):.3f} -> {accuracy(end):.3f}, temperature {end.metrics['loss/temperature']:.3f}")
 
 
 if __name__ == "__main__":
-    main()
+    main("100ba" if "--short" in sys.argv else "600ba")

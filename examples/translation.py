@@ -3,14 +3,13 @@
 What is padding is declared once, by the loss: metrics leave it out, and slices of a batch are weighted by what counts.
 """
 
-import argparse
-from typing import Any
+import sys
 
 import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import State, compose, loop_events, losses, metrics, optim
+from purecompose import State, Step, compose, loop_events, losses, metrics, optim
 
 
 PADDING, START, END, SIZE, LONGEST = 0, 1, 2, 20, 8  # three marks; marks and letters; letters of a word
@@ -47,13 +46,12 @@ class Translator(nn.Module):
         return self.head(hidden).transpose(1, 2)
 
 
-def make(dtype: torch.dtype = torch.float32, *, microbatches: int = 1) -> Any:
-    """Return the step, the state before it, and the batches."""
+def make(dtype: torch.dtype = torch.float32) -> tuple[Step, State, list[dict[str, Tensor]]]:
     torch.manual_seed(0)  # for the initial weights
     loss = losses.CrossEntropy(ignore_index=PADDING)
     fields = {"input_field": ["word", "given"], "target_field": "labels"}
     state = State.create(Translator().to(dtype), loss=loss, optimizer=optim.adam(3e-3), **fields)
-    return compose(loop_events, microbatches=microbatches), state, [words(seed) for seed in range(50)]
+    return compose(loop_events), state, [words(seed) for seed in range(50)]
 
 
 def translated(state: State, word: Tensor) -> Tensor:
@@ -64,17 +62,14 @@ def translated(state: State, word: Tensor) -> Tensor:
     return given[:, 1:]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="150 batches instead of 1500")
-    duration = "150ba" if parser.parse_args().short else "1500ba"
+def main(duration: str) -> None:
     torch.set_num_threads(1)  # at this size more threads only wait for each other
-    step, state, batches = make()
-    trained, test = pc.fit(step, state, batches, duration=duration), words(999)
-    before, after = (pc.evaluate(one, [test], {"accuracy": metrics.accuracy})["accuracy"] for one in (state, trained))
-    right = ((translated(trained, test["word"]) == test["labels"]) | (test["labels"] == PADDING)).all(1).float().mean()
+    step, start, batches = make()
+    end, test = pc.fit(step, start, batches, duration=duration), words(99)
+    before, after = (pc.evaluate(one, [test], {"accuracy": metrics.accuracy})["accuracy"] for one in (start, end))
+    right = ((translated(end, test["word"]) == test["labels"]) | (test["labels"] == PADDING)).all(1).float().mean()
     print(f"accuracy {before:.3f} -> {after:.3f} of letters given those before; {right:.3f} of words")
 
 
 if __name__ == "__main__":
-    main()
+    main("150ba" if "--short" in sys.argv else "1500ba")

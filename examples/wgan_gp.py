@@ -3,15 +3,14 @@
 A program is a tuple, so turns are written by a loop. Both players are in one state: one checkpoint, one compiled step.
 """
 
-import argparse
 import functools
-import math
+import sys
 
 import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import Event, State, Step, compose, loop, optim
+from purecompose import Event, State, Step, compose, loop, losses, optim
 
 
 class Players(nn.Module):
@@ -47,33 +46,35 @@ def generator_loss(state: State) -> State:
 
 
 TURNS = 5  # of the critic in a step
+turns = [("critic.*", functools.partial(critic_loss, i)) for i in range(TURNS)] + [("generator.*", generator_loss)]
 events = [Event.AFTER_DATALOADER]
-for i in range(TURNS):
-    events += [loop.Grad(functools.partial(critic_loss, i), wrt="critic.*"), loop.update(wrt="critic.*")]
-events += [loop.Grad(generator_loss, wrt="generator.*"), loop.update(wrt="generator.*"), loop.advance, Event.BATCH_END]
+for player, loss in turns:
+    events += [loop.Microbatches(loop.Grad(loss, wrt=player)), loop.update(wrt=player)]
+events += [loop.advance, Event.BATCH_END]
 
 
-def make(num_batches: int = 2000, dtype: torch.dtype = torch.float32) -> tuple[Step, State, list[Tensor]]:
-    torch.manual_seed(0)  # for the networks' initial weights; training draws from the state's key
-    net, optimizer, length = Players().to(dtype), optim.adam(1e-3, betas=(0.5, 0.9)), f"{num_batches}ba"
-    state = State.create(net, loss=pc.losses.mse, optimizer=optimizer, duration=length)
-    angles, offsets = pc.random.split(pc.random.key(1))
-    angle = pc.random.randint(angles, (50, 128, TURNS), 0, 8).to(dtype) * (math.tau / 8)
-    offset = 0.02 * pc.random.normal(offsets, (*angle.shape, 2), dtype=dtype)
-    step = compose(events)
-    return step, step.init(state), list(torch.stack([angle.cos(), angle.sin()], -1) + offset)
+def ring(seed: int, dtype: torch.dtype, number: int = 128) -> Tensor:
+    """Points (number, TURNS, 2) near eight places on the unit circle."""
+    angles, offsets = pc.random.split(pc.random.key(seed))
+    angle = pc.random.randint(angles, (number, TURNS), 0, 8).to(dtype) * (torch.pi / 4)
+    offset = 0.02 * pc.random.normal(offsets, (number, TURNS, 2), dtype=dtype)
+    return torch.stack([angle.cos(), angle.sin()], -1) + offset
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="150 batches instead of 2000")
+def make(dtype: torch.dtype = torch.float32) -> tuple[Step, State, list[Tensor]]:
+    torch.manual_seed(0)  # for the initial weights; training draws from the state's key
+    state = State.create(Players().to(dtype), loss=losses.mse, optimizer=optim.adam(1e-3, betas=(0.5, 0.9)))
+    return compose(events), state, [ring(seed, dtype) for seed in range(50)]
+
+
+def main(duration: str) -> None:
     torch.set_num_threads(1)  # at this size more threads only wait for each other
-    step, start, batches = make(150 if parser.parse_args().short else 2000)
-    for state in (start, pc.fit(step, start, batches)):
-        points = state.forward(["generator", pc.random.normal(pc.random.key(2), (1000, 2))])
-        distance = torch.cdist(points, batches[0].flatten(0, 1)).min(dim=1).values.mean()
-        print(f"after {state.timestamp.batch} batches: mean distance of generated points from real ones {distance:.3f}")
+    step, start, batches = make()
+    end, noise = pc.fit(step, start, batches, duration=duration), pc.random.normal(pc.random.key(99), (1000, 2))
+    points = (state.forward(["generator", noise]) for state in (start, end))
+    before, after = (torch.cdist(one, batches[0].flatten(0, 1)).min(dim=1).values.mean() for one in points)
+    print(f"distance {before:.3f} -> {after:.3f} of generated points from real ones")
 
 
 if __name__ == "__main__":
-    main()
+    main("150ba" if "--short" in sys.argv else "2000ba")
