@@ -129,6 +129,16 @@ def test_algorithms_cost_has_rows_for_the_cost_of_each_algorithm(run: Run) -> No
     assert all(row["eager ratio"] > 0 and row["compiled ratio"] > 0 for row in rows)
 
 
+def test_gallery_measures_programs_beside_plain_loops(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = run("gallery", "--program", "pcgrad")
+    assert row["program"] == "pcgrad" and float(row["difference"]) < 1e-9
+    assert row["eager of plain"] > 0 and row["compiled of plain"] > 0
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    table = runpy.run_path(str(FOLDER / "gallery.py"))["table"]
+    results = json.loads((FOLDER / "results" / "gallery.json").read_text())
+    assert table(results) in (FOLDER.parent / "docs" / "gallery.md").read_text()
+
+
 @pytest.mark.slow
 def test_compile_time_starts_two_processes(run: Run) -> None:
     first, second = run("compile_time")
