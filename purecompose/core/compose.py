@@ -28,7 +28,7 @@ from purecompose.core.composable import (
     events_in_grad,
 )
 from purecompose.core.context import Context, SealedTime, Static
-from purecompose.core.contract import Observe
+from purecompose.core.contract import Contract, Observe
 from purecompose.core.cut import Cut
 from purecompose.core.first_run import run_checked
 from purecompose.core.gradient import wants_outer_gradient
@@ -121,6 +121,9 @@ class Step:
             node.guard for node in walk(program) if isinstance(node, Scope) and type(node).guard is not Scope.guard
         ]
         self._cache = _Cache()
+        # Seen in a first run: algorithms that changed the loss at AFTER_LOSS, and whether an evaluation has reported
+        # them. Steps made by `replace` share it.
+        self.loss_editors: dict[str, bool] = {}
 
     @property
     def ranks(self) -> Ranks | None:
@@ -254,15 +257,18 @@ class Step:
 
     def run_checked(self, bits: int, start: State, observe: Observe | None = None) -> State:
         """Run a schedule and check the contract of a step, as in the first run of each schedule."""
+        contract = Contract(start, observe)
         end = run_checked(
             self.operation(bits),
             start,
-            observe,
+            contract,
             program=self.program,
             has_algorithms=bool(self.algorithms),
             times=self.matcher.times,
         )
         check_constants(start.context.loss, self._cache.constants)
+        for name in contract.loss_editors:
+            self.loss_editors.setdefault(name, False)
         return end
 
     def finish(self, state: State) -> State:
@@ -326,7 +332,9 @@ class Step:
         if changes.keys().isdisjoint(("microbatches", "microbatch_size")):  # either one replaces the other
             given |= {"microbatches": self.microbatches, "microbatch_size": self.microbatch_size}
         step = compose(**{**given, **changes})
-        return Step(step.program, step.algorithms, step.passes, step.cut, members)
+        replaced = Step(step.program, step.algorithms, step.passes, step.cut, members)
+        replaced.loss_editors = self.loss_editors
+        return replaced
 
     def _check_ready(self, context: Context, batch: Any) -> None:
         self._outside.check_initialised(context.initialised)

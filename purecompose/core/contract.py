@@ -66,6 +66,8 @@ class Contract:
         """
         self._start, self._observe = start, observe
         self.edits = Edits()
+        self.loss_editors: list[str] = []
+        """The algorithms that have changed the loss at AFTER_LOSS."""
         self._history: list[_Application] = []
         self._incoming = _incoming(start)
         self._marks = [_mark(tensor) for _, tensor in self._incoming]
@@ -80,6 +82,8 @@ class Contract:
         where = f"{algorithm.name} at {event}"
         self._history.append(_Application(where, event, _changed_forms(before, after), _new_metrics(before, after)))
         self._check_input(where, event)
+        if event is Event.AFTER_LOSS and after.loss is not before.loss:
+            self.loss_editors.append(algorithm.name)
         if self._observe is not None:
             self._observe(algorithm, event, before, after, exit_code)
 

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from purecompose._support.warnings import warn
 from purecompose.core.clock import noting_draws
-from purecompose.core.contract import Contract, Observe
+from purecompose.core.contract import Contract
 from purecompose.core.loop import advance
 from purecompose.core.operation import Carry, Operation, Purpose, walk
 from purecompose.core.program import Program, Update
@@ -22,7 +22,7 @@ __all__ = ["run_checked"]
 def run_checked(
     operation: Operation,
     start: State,
-    observe: Observe | None,
+    contract: Contract,
     *,
     program: Program,
     has_algorithms: bool,
@@ -33,12 +33,11 @@ def run_checked(
     Args:
         operation: The program as one operation.
         start: The state that the fold starts from.
-        observe: Called with each application of an algorithm.
+        contract: The contract of this run, which watches it.
         program: The program.
         has_algorithms: True if the step has algorithms.
         times: The times that its predicates compare with.
     """
-    contract = Contract(start, observe)
     _warn_of_standing_time(start, times)
     with looking_for_draws(), noting_draws() as draws, detect():
         end = operation(Carry(start), Purpose(watch=contract)).state

@@ -150,6 +150,9 @@ def evaluate(
         ValueError: There is no batch.
         KeyError: A batch has no target at the state's `target_field`.
         TypeError: Something that is not a metric.
+
+    Warns:
+        UserWarning: The loss is measured, and algorithms of `step` have changed the training loss at AFTER_LOSS.
     """
     evaluator = Evaluator(data, metrics or {}, num_batches=num_batches, microbatch_size=microbatch_size)
     inner = _sibling(step, eval_events, state)
@@ -206,6 +209,8 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
             value = _each(metric.compute, state)(totals[name])
             found = value if isinstance(value, dict) else {"": value}
             values |= {f"{evaluator.label}/{name}{part and f'/{part}'}": own for part, own in found.items()}
+        if any(metric.takes_loss for metric in metrics.values()):
+            _warn_of_missing_terms(evaluator, step)
         return tell(observers, Event.EVAL_END, step.fire(Event.EVAL_END, current.replace(metrics=values)))
 
 
@@ -265,6 +270,19 @@ def _slices(evaluator: Evaluator, state: State, batch: Any) -> list[Any]:
         )
     layout = state.context.layout
     return layout.split(batch, -(-layout.num_examples(batch) // size))
+
+
+def _warn_of_missing_terms(evaluator: Evaluator, step: Step) -> None:
+    """Warn, once for each, of algorithms that change the training loss, but not that of an evaluation."""
+    seen = step.loss_editors
+    names = [algorithm.name for algorithm in step.algorithms if seen.get(algorithm.name) is False]
+    seen.update(dict.fromkeys(names, True))
+    if names:
+        warn(
+            f"the loss of evaluator {evaluator.label!r} lacks what {', '.join(names)} did to the training loss at "
+            "AFTER_LOSS: put such a term into the loss itself, or give the evaluator other metrics than the state's "
+            "loss"
+        )
 
 
 def _each(fn: Callable[..., Any], state: State) -> Callable[..., Any]:

@@ -391,3 +391,21 @@ def test_data_without_an_end_are_refused_where_that_is_known(monkeypatch):
     monkeypatch.setattr("purecompose.run.evaluation._MANY", 3)
     with pytest.warns(UserWarning, match="has taken 3 batches from data of unknown length"):
         pc.evaluate(make_state(), (make_batch() for _ in range(5)))
+
+
+@pytest.mark.parametrize("form", ["plain", "compiled", "fit"])
+def test_terms_that_only_the_training_loss_has_are_reported_once(form):
+    penalty = changing("penalty", Event.AFTER_LOSS, lambda state: state.replace(loss=state.loss + 1))
+    reading = changing("reading", Event.AFTER_LOSS, lambda state: state.replace(metrics={"loss": state.loss}))
+    step, state = compose(loop_events, [penalty, reading]), make_state()
+    if form == "fit":
+        with pytest.warns(UserWarning, match="evaluator 'eval' lacks what penalty did to the training loss") as seen:
+            pc.fit(step, state, uneven(), duration="2ep", evaluate=Evaluator(uneven()))
+        assert len(seen) == 1
+        return
+    step = pc.compile(step, backend="eager", quiet=True) if form == "compiled" else step
+    state = step(step.init(state), make_batch())
+    evaluate(state, uneven(), {"accuracy": pc.metrics.accuracy}, step=step)
+    with pytest.warns(UserWarning, match="lacks what penalty did to the training loss at AFTER_LOSS"):
+        evaluate(state, uneven(), step=step)
+    evaluate(state, uneven(), step=step)
