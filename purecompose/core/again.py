@@ -7,10 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import losses, tree
+from purecompose._support.checks import shown
 from purecompose.core.context import Context, Static
+from purecompose.core.loss import check_reads, scalars_of
 from purecompose.core.operation import Carry, Node, Operation, Purpose, walk
 from purecompose.core.ranks import Ranks, Sharing
 from purecompose.core.state import State
+from purecompose.nn.network import is_first_run
+from purecompose.schedule import Hparam, Schedule, collect
 
 
 __all__ = ["repeatable"]
@@ -62,6 +66,8 @@ class _Again:
             )
         found = []
         for loss_fn in of:
+            if is_first_run():
+                _check_reads(loss_fn, self.state)
             static = Static(_with_loss(self.state.context, loss_fn), self.state.static.timestamp)
             marks = _marks_of_buffers(loss_fn)
             found.append(self._run(self.state.replace(static=static), params, sharing))
@@ -95,6 +101,21 @@ tree.register_node(
     lambda again: (("state",), (again.state,), (again.run_once, again.used, again.ranks, again.has_loss)),
     lambda names, children, static: _Again(*static, *children),
 )
+
+
+def _check_reads(loss_fn: Any, state: State) -> None:
+    """Raise if a loss of `state.gradients` reads what the state does not have."""
+    if loss_fn is state.context.loss:
+        return
+    check_reads(loss_fn)
+    scalars = tuple(scalars_of(loss_fn).values())
+    unknown = [scalar for scalar in collect(scalars, Hparam) if scalar.name not in state.hparams]
+    unknown += [schedule for schedule in collect(scalars, Schedule) if schedule not in state.context.schedules]
+    if unknown:
+        raise ValueError(
+            f"state.gradients(of=...): the loss {shown(loss_fn)} reads {unknown[0]!r}, which is not in the state: let "
+            f"the algorithm list it, as in Algorithm(..., config={{'weight': {unknown[0]!r}}}), and call step.init"
+        )
 
 
 def _with_loss(context: Context, loss_fn: Callable[..., Any]) -> Context:

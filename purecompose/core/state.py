@@ -371,7 +371,8 @@ class State(Leasable):
 
         Raises:
             TypeError, ValueError: One of them is not a loss, has parameters, or writes into its buffers; or in the
-                first run, it is not the mean over microbatches or processes (see `losses.over_batch`).
+                first run, it reads parameters, named scalars or schedules that are not in the state, or it is not the
+                mean over microbatches or processes (see `losses.over_batch`).
             RuntimeError: See `gradient`; or the program's gradient is not that of the stage `loss`.
         """
         if self.regrad is None:

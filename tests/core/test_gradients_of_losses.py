@@ -1,5 +1,6 @@
 """state.gradients: the running step's gradients of several losses."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -193,3 +194,19 @@ def test_a_loss_that_slices_would_change_is_refused(ranks: int) -> None:
     step, state = made(summed, microbatches=3 - ranks, dropout=False)
     with pytest.raises(ValueError, match="summed.* is .* as the mean over 2 slices"):
         played(step, ranks)(lambda one: one(state, batches(1)[0])) if ranks > 1 else step(state, batches(1)[0])
+
+
+def weighted(outputs: Any, targets: Any, weight: Any) -> Tensor:
+    return weight * both(outputs, targets)
+
+
+def test_scalars_and_parameters_of_other_losses_must_be_in_the_state() -> None:
+    net, weight = TwoHeads().double(), pc.hparam("weight", 2.0)
+    step, state = made(functools.partial(weighted, weight=weight), dropout=False)
+    with pytest.raises(ValueError, match=r"weighted.* reads hparam\('weight', 2.0\), which is not in the state: let"):
+        step(state, batches(1)[0])
+    end = step(state.with_hparams([weight]), batches(1)[0])
+    assert (end.metrics["loss apart"] - end.loss).abs() < 1e-14
+    step, state = made(lambda outputs, targets: both(outputs, targets) + net.kind.weight.sum())
+    with pytest.raises(ValueError, match="reads the parameters of net, a TwoHeads, outside of the state"):
+        step(state, batches(1)[0])
