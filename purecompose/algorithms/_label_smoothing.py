@@ -1,13 +1,18 @@
 """Label smoothing: takes a share of each target's weight and spreads it over all classes."""
 
+import functools
+from typing import Any
+
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from purecompose import batch as batches
 from purecompose._support.checks import check_number
 from purecompose.algorithms._parts.checks import check_can_write, check_reads_targets, check_scalar, given_fields
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.state import State
+from purecompose.losses.functions import MeanSquaredError
 from purecompose.losses.targets import Mixture, class_scores, has_index_targets, one_hot, wide_dtype
 from purecompose.losses.terms import for_mixtures, ignore_index_of
 from purecompose.schedule import Scalar
@@ -82,7 +87,7 @@ def label_smoothing(
 
     Raises:
         TypeError, ValueError: A setting has the wrong type or is out of range, or a field is read-only. At INIT: the
-            model computes the loss itself, or the state's target field is read-only. In the step: see
+            model computes the loss itself, it is one of regression, or the state's target field is read-only. In the step: see
             `smooth_labels`.
 
     Example:
@@ -102,6 +107,7 @@ def label_smoothing(
         field = fields.get("target_field", state.context.target_field)
         if event is Event.INIT:
             check_reads_targets(name, state.context.loss)
+            _check_has_classes(name, state.context.loss)
             check_can_write(field, "target_field")
             return state
         if event is Event.AFTER_LOSS:
@@ -118,6 +124,23 @@ def label_smoothing(
         apply,
         config={"smoothing": smoothing, **fields},
     )
+
+
+_REGRESSION = (
+    *(MeanSquaredError, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.GaussianNLLLoss, nn.PoissonNLLLoss),
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.gaussian_nll_loss, F.poisson_nll_loss),
+)
+"""Losses whose targets are values, not weights of classes."""
+
+
+def _check_has_classes(name: str, loss_fn: Any) -> None:
+    while isinstance(loss_fn, functools.partial):
+        loss_fn = loss_fn.func
+    if loss_fn in _REGRESSION or isinstance(loss_fn, tuple(kind for kind in _REGRESSION if isinstance(kind, type))):
+        raise TypeError(
+            f"{name}: expected a loss of classes, such as losses.cross_entropy, got {loss_fn!r}, whose targets are "
+            f"values: leave out {name}; or if they are weights of classes (one-hot), call it in a function of yours"
+        )
 
 
 def _smooth_terms(state: State, targets: Tensor | Mixture, smoothing: float | Tensor) -> Tensor | Mixture:

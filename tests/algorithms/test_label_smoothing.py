@@ -1,7 +1,10 @@
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
+from torch import nn
 
 from purecompose import losses, random, tree
 from purecompose.algorithms import FACTORIES
@@ -369,3 +372,9 @@ def test_read_only_keys_are_refused():
         label_smoothing(0.1, target_field=read_second)
     with pytest.raises(TypeError, match="target_field=.*is read-only"):
         compose(loop_events, [label_smoothing(0.1)]).init(make_state(target_field=read_second))
+
+
+@pytest.mark.parametrize("loss", [losses.mse, nn.HuberLoss(), functools.partial(F.l1_loss, reduction="mean")])
+def test_losses_of_values_are_refused_by_name(loss):
+    with pytest.raises(TypeError, match=r"label_smoothing: expected a loss of classes.* got .*(Mean|Huber|l1)"):
+        compose(loop_events, [label_smoothing(0.1)]).init(make_state().replace(loss=loss))
