@@ -92,9 +92,7 @@ class Scale(NamedTuple):
         return torch.where(extent > 0, extent, 1).to(like) if isinstance(extent, Tensor) else extent
 
 
-def on_levels(
-    images: Tensor, fn: Callable[[Tensor, Scale], Tensor], value_range: ValueRange, where: str, *, like: str = "images"
-) -> Tensor:
+def on_levels(images: Tensor, fn: Callable[[Tensor, Scale], Tensor], value_range: ValueRange, where: str) -> Tensor:
     """Apply a function of levels to images.
 
     Args:
@@ -102,7 +100,6 @@ def on_levels(
         fn: A function `(levels (N, C, H, W), scale) -> levels`, both in the form that the scale stores.
         value_range: See `Scale.of`.
         where: Prefix of error messages.
-        like: Name of the argument in messages.
 
     Returns:
         Images of the shape and dtype of `images`.
@@ -111,7 +108,7 @@ def on_levels(
         TypeError: `images` is not a tensor, or has another dtype.
         ValueError: `images` has another number of dimensions.
     """
-    check_image_tensor(images, f"{where}: {like}", has_levels=True)
+    check_image_tensor(images, f"{where}: images", has_levels=True)
     check_value_range(value_range, f"{where}: value_range", images.shape[-3])
     batch = images if images.ndim == 4 else images.unsqueeze(0)
     if not batch.numel():

@@ -86,18 +86,14 @@ class Primitive:
         return self.operation(levels, self.amount(strength))
 
 
-def _either(unit: float) -> Callable[[Strength], Tensor]:
-    return lambda strength: strength.either_way(strength.fraction * unit)
-
-
 _ALL = (
     Primitive("autocontrast", tones.autocontrast, lambda s: s.fraction),
     Primitive("equalize", tones.equalize, lambda s: s.fraction),
     Primitive("posterize", tones.posterize, lambda s: 8 - (s.fraction * 4).floor()),
     Primitive("rotate", geometry.rotate, lambda s: s.either_way((s.fraction * 30).floor())),
     Primitive("solarize", tones.solarize, lambda s: 256 - (s.fraction * 256).floor()),
-    Primitive("shear_x", geometry.shear_x, _either(0.3)),
-    Primitive("shear_y", geometry.shear_y, _either(0.3)),
+    Primitive("shear_x", geometry.shear_x, lambda s: s.either_way(s.fraction * 0.3)),
+    Primitive("shear_y", geometry.shear_y, lambda s: s.either_way(s.fraction * 0.3)),
     Primitive("translate_x", geometry.translate_x, lambda s: s.either_way((s.fraction * (s.width / 3)).floor())),
     Primitive("translate_y", geometry.translate_y, lambda s: s.either_way((s.fraction * (s.height / 3)).floor())),
     Primitive("color", tones.saturation, lambda s: s.factor()),
