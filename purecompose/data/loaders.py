@@ -10,19 +10,18 @@ seeded from (key, epoch), because its batches must not depend on earlier epochs.
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from itertools import islice
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from purecompose.data.order import epoch_seed, seed_words
 from purecompose.data.reader import Reader, naming
-from purecompose.data.samples import reads_whole_batches
-from purecompose.data.seeding import Stream, kept_globals, load_numpy, seed_globals
+from purecompose.data.samples import read_columns, reads_whole_batches
+from purecompose.data.seeding import Draws, Stream, load_numpy
 from purecompose.random import fold_in, salt
 
 
@@ -156,20 +155,22 @@ class _Batches:
         self.dataset, self.collate_fn = data.dataset, data.collate_fn
         self.makes_batches = data.batch_sampler is not None
         self.reads_whole_batches = reads_whole_batches(data.dataset)
+        self._draws = Draws()
         self._epoch: int | None = None
 
     def __getitem__(self, request: _Request) -> Any:
         if request.epoch != self._epoch:  # a persistent worker has its own copy of the data set
             _tell_epoch(self.dataset, request.epoch)
             self._epoch = request.epoch
-        with kept_globals() if get_worker_info() is None else nullcontext():
-            seed_globals(seed_words(request.key, _BATCH, request.batch, request.epoch))
-            with naming(f"this happened with batch {request.batch} of epoch {request.epoch}: {request.index}"):
-                return self._read(request.index)
+        with naming(lambda: f"this happened with batch {request.batch} of epoch {request.epoch}: {request.index}"):
+            words = seed_words(request.key, _BATCH, request.batch, request.epoch)
+            return self._draws.read(words, lambda: self._read(request.index))
 
     def _read(self, index: Any) -> Any:
         if not self.makes_batches:
             return self.collate_fn(self.dataset[index])
+        if self.collate_fn is default_collate and (columns := read_columns(self.dataset, index)) is not None:
+            return columns
         if self.reads_whole_batches:
             whole: Any = self.dataset
             return self.collate_fn(whole.__getitems__(index))

@@ -122,14 +122,15 @@ def loader(
         shuffle: Permute the order of each epoch by key; plain iteration never shuffles.
         drop_last: Leave out a last batch that is smaller than the others.
         workers: Number of processes that read; with 0, the caller's process reads.
-        transform: `transform(sample, rng) -> sample`, with all its randomness from `rng`.
+        transform: `transform(sample, rng) -> sample`, with all its randomness from `rng`, which belongs to this call.
         rng: Random argument of the transform: "torch" for a `torch.Generator`; "numpy" for a `numpy.random.Generator`;
             "key" for a `purecompose.random.Rng`, whose draws have the same bits in every version and take about 0.1 ms
             each; or None for a `transform(sample)` that draws from global generators, as torchvision's do.
         collate: Function from a list of samples to a batch; None for `torch.utils.data.default_collate`.
         seed_globals: Seed the global generators of torch, Python and numpy for each sample, while it is read and
-            transformed, and restore them. This takes about 10 microseconds per sample; without it, draws from them are
-            not reproducible.
+            transformed, and restore them. Only those that the samples draw from are seeded, which takes up to 8
+            microseconds per sample; without it, draws from them are not reproducible. A batch that is the first to
+            draw from a generator is read twice, unless it is the loader's first batch.
         pin_memory: Copy batches into pinned memory in a thread; `fit` does so itself if there is a GPU.
         prefetch_factor: Number of batches that each worker reads ahead; None for 2.
         persistent_workers: Keep workers between epochs; None to keep them if there are any.

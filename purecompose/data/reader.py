@@ -42,6 +42,8 @@ class Reader:
         self._source = source
         self._options = options | {"num_workers": num_workers, "worker_init_fn": init_fn}
         self._persistent = persistent_workers
+        # Without workers a `DataLoader` only adds 6 microseconds to each batch.
+        self._reads_here = num_workers == 0 and not options.get("pin_memory")
         self._idle = [self._new()]  # at most one
         # The workers end with the reader, and before anything that they use is released: see `_shut_down`.
         weakref.finalize(self, _close, self._idle, os.getpid())
@@ -56,6 +58,10 @@ class Reader:
             requests: The requests; with workers, they are read a few ahead of the batches.
             seed: Seed of the generators in new workers, if nothing else seeds them.
         """
+        if self._reads_here:
+            for request in requests:
+                yield self._source[request]
+            return
         # A loader in use is removed from the idle ones, because a second reading would reset the first one's workers.
         loader = self._idle.pop() if self._idle else self._new()
         loader.generator = torch.Generator().manual_seed(seed)  # otherwise it would draw from the global generator
@@ -182,7 +188,7 @@ class naming:
     A class, because a context from `contextlib.contextmanager` lets a `StopIteration` pass.
     """
 
-    def __init__(self, note: str) -> None:
+    def __init__(self, note: Callable[[], str]) -> None:
         self.note = note
 
     def __enter__(self) -> None:
@@ -191,9 +197,9 @@ class naming:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, StopIteration):
             # Raised by the loader, it would be taken as the end of the epoch.
-            raise RuntimeError(f"the data set raised StopIteration; {self.note}") from error
+            raise RuntimeError(f"the data set raised StopIteration; {self.note()}") from error
         if isinstance(error, Exception):
-            error.add_note(self.note)
+            error.add_note(self.note())
 
 
 def _as_it_is(batch: Any) -> Any:

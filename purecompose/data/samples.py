@@ -1,20 +1,20 @@
 """One batch of samples: seeded, transformed, collated, with errors that name the sample."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset, default_collate, get_worker_info
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from purecompose.data.order import seed_words
 from purecompose.data.reader import naming
-from purecompose.data.seeding import SEED_WORDS, kept_globals, seed_globals
+from purecompose.data.seeding import SEED_WORDS, Draws
 from purecompose.random import Rng, salt
 
 
-__all__ = ["RNG_KINDS", "Request", "Samples", "reads_whole_batches"]
+__all__ = ["RNG_KINDS", "Request", "Samples", "is_plain", "read_columns", "reads_whole_batches"]
 
 RNG_KINDS = ("torch", "numpy", "key", None)
 """Kinds of random argument that a transform may take besides the sample."""
@@ -53,57 +53,76 @@ class Samples:
         seeds_globals: bool,
     ) -> None:
         self.dataset, self.transform, self.rng, self.collate = dataset, transform, rng, collate
-        self.seeds_globals = seeds_globals
         self.reads_whole_batches = reads_whole_batches(dataset)
+        runs_code = transform is not None or collate is not None or not is_plain(dataset)
+        self._draws = Draws() if seeds_globals and runs_code else None
 
     def __getitem__(self, request: Request) -> Any:
-        # In a worker nothing else uses the generators, so they need not be restored.
-        is_outside_kept = self.seeds_globals and get_worker_info() is None
-        with kept_globals() if is_outside_kept else nullcontext():
-            return self._collated(self._samples(request), request)
+        if self._draws is None:
+            return self._read(request)
+        words = seed_words(request.key, _READ, request.indices[0], request.epoch)
+        return self._draws.read(words, lambda: self._read(request))
+
+    def _read(self, request: Request) -> Any:
+        if self.transform is None and self.collate is None:
+            columns = read_columns(self.dataset, request.indices)
+            if columns is not None:
+                return columns
+        return self._collated(self._samples(request), request)
 
     def _samples(self, request: Request) -> list[Any]:
-        indices, at_once = request.indices, None
-        if self.reads_whole_batches:
-            self._seed(request, _READ, indices[0])
-            with naming(f"data.loader: this happened with samples {_listed(indices)} of epoch {request.epoch}"):
-                at_once = self.dataset.__getitems__(indices)
-        samples = []
-        for place, index in enumerate(indices):
-            with naming(f"data.loader: this happened with sample {index} of epoch {request.epoch}"):
-                words = self._seed(request, _SAMPLE, index)
+        indices, at_once = request.indices, self._at_once(request)
+        transform, arguments = self.transform, self._arguments(request)
+        uses_words = bool(self._draws) or (transform is not None and self.rng in ("torch", "numpy"))
+        samples, index, words = [], indices[0], ()
+        with naming(lambda: f"data.loader: this happened with sample {index} of epoch {request.epoch}"):
+            for place, index in enumerate(indices):
+                if uses_words:
+                    words = self._seed(request, _SAMPLE, index)
                 sample = self.dataset[index] if at_once is None else at_once[place]
-                samples.append(self._transformed(sample, request, index, words[SEED_WORDS:]))
+                samples.append(sample if transform is None else transform(sample, *arguments(index, words)))
         return samples
 
-    def _transformed(self, sample: Any, request: Request, index: int, words: Sequence[int]) -> Any:
-        if self.transform is None:
-            return sample
-        if self.rng is None:
-            return self.transform(sample)
+    def _at_once(self, request: Request) -> Sequence[Any] | None:
+        """Return the samples of a batch if they can be read in one call."""
+        if not self.reads_whole_batches:
+            columns = read_columns(self.dataset, request.indices)
+            if columns is None:
+                return None
+            return (
+                columns.unbind() if isinstance(columns, Tensor) else list(zip(*map(torch.unbind, columns), strict=True))
+            )
+        with naming(lambda: f"data.loader: this happened with {_listed(request)} of epoch {request.epoch}"):
+            return self.dataset.__getitems__(request.indices)
+
+    def _arguments(self, request: Request) -> Callable[[int, Sequence[int]], tuple[Any, ...]]:
+        """Return a function of a sample's index and seed that gives the transform's random argument, if it has one."""
         if self.rng == "torch":
-            return self.transform(sample, torch.Generator().manual_seed(words[0]))
+            generator = torch.Generator()  # one for the batch, because seeding is cheaper than creating
+            return lambda index, words: (generator.manual_seed(words[SEED_WORDS]),)
         if self.rng == "numpy":
             import numpy as np
 
-            return self.transform(sample, np.random.default_rng(words))
-        return self.transform(sample, Rng(torch.tensor(request.key), _TRANSFORM, index, request.epoch))
+            return lambda index, words: (np.random.default_rng(words[SEED_WORDS:]),)
+        if self.rng == "key":
+            key = torch.tensor(request.key)
+            return lambda index, words: (Rng(key, _TRANSFORM, index, request.epoch),)
+        return lambda index, words: ()
 
     def _collated(self, samples: list[Any], request: Request) -> Any:
-        indices = request.indices
-        self._seed(request, _COLLATE, indices[0])
         if self.collate is not None:
-            with naming(f"data.loader: this happened with samples {_listed(indices)}, collating them"):
+            self._seed(request, _COLLATE, request.indices[0])
+            with naming(lambda: f"data.loader: this happened with {_listed(request)}, collating them"):
                 return self.collate(samples)
         try:
             return default_collate(samples)
         except (TypeError, RuntimeError, KeyError, ValueError, AttributeError) as error:
-            raise ValueError(_uncollated(samples, indices, error)) from error
+            raise ValueError(_uncollated(samples, request.indices, error)) from error
 
     def _seed(self, request: Request, draw: int, index: int) -> tuple[int, ...]:
         words = seed_words(request.key, draw, index, request.epoch)
-        if self.seeds_globals:
-            seed_globals(words)
+        if self._draws:
+            self._draws.seed(words)
         return words
 
 
@@ -115,6 +134,32 @@ def reads_whole_batches(dataset: Any) -> bool:
     if type(dataset) is Subset:
         return reads_whole_batches(dataset.dataset)
     return callable(getattr(dataset, "__getitems__", None))
+
+
+def read_columns(dataset: Any, indices: Sequence[int]) -> Any:
+    """Return a batch of tensors in memory, as `default_collate` makes it of their samples; `None` for other data."""
+    if type(dataset) is Subset:
+        return read_columns(dataset.dataset, [dataset.indices[index] for index in indices])
+    tensors = dataset.tensors if type(dataset) is TensorDataset else (dataset,)
+    if not all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in tensors):
+        return None
+    if not all(type(index) is int and index >= 0 for index in indices):  # others may mean something else
+        return None
+    chosen = torch.tensor(indices)
+    rows = [tensor.index_select(0, chosen.to(tensor.device)) for tensor in tensors]
+    return rows[0] if dataset is tensors[0] else rows
+
+
+def is_plain(dataset: Any) -> bool:
+    """Return whether reading and collating run no code of the user's: tensors, or a list of samples of tensors."""
+    if type(dataset) is Subset:
+        return is_plain(dataset.dataset)
+    if type(dataset) in (list, tuple):
+        return all(type(leaf) in _PLAIN for leaf in tree_leaves(dataset[0]))
+    return type(dataset) in (Tensor, TensorDataset, range)
+
+
+_PLAIN = (Tensor, int, float, bool, str, bytes)
 
 
 def _uncollated(samples: list[Any], indices: list[int], error: Exception) -> str:
@@ -143,5 +188,7 @@ def _form(sample: Any) -> str:
     return type(sample).__name__
 
 
-def _listed(indices: list[int]) -> str:
-    return f"{indices}" if len(indices) <= 8 else f"[{', '.join(map(str, indices[:8]))}, ... {len(indices)} in all]"
+def _listed(request: Request) -> str:
+    indices = request.indices
+    shown = f"{indices}" if len(indices) <= 8 else f"[{', '.join(map(str, indices[:8]))}, ... {len(indices)} in all]"
+    return f"samples {shown}"

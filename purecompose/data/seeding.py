@@ -1,23 +1,28 @@
-"""Scopes that seed the global generators of torch (on the CPU), Python and NumPy, and restore them.
+"""Seeding of the global generators of torch (on the CPU), Python and NumPy, and their states.
 
 Data sets draw from them: a random crop uses torch's, older code Python's `random` or `numpy.random`. If they are seeded
 before each read from a place in the run, such a data set becomes a function of that place.
 """
 
 import importlib.util
+import pickle
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from ctypes import string_at
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+from torch.utils.data import get_worker_info
 
 
-__all__ = ["SEED_WORDS", "Stream", "kept_globals", "load_numpy", "seed_globals"]
+__all__ = ["SEED_WORDS", "Draws", "Stream", "kept_globals", "load_numpy", "seed_globals"]
 
 SEED_WORDS = 4
 """Number of 32-bit words that `seed_globals` reads."""
+
+T = TypeVar("T")
 
 
 def load_numpy() -> None:
@@ -29,25 +34,164 @@ def load_numpy() -> None:
         importlib.import_module("numpy.random")
 
 
-def seed_globals(words: Sequence[int]) -> None:
-    """Seed the generators from four words of 32 bits each, in about 7 microseconds.
+class _Numpy:
+    """NumPy's generator, whose state is copied only if it has changed: NumPy copies it in 30 microseconds."""
 
-    `torch.manual_seed` would take 100 more, because it also seeds accelerators, which workers must not touch.
-    """
-    torch.default_generator.manual_seed(words[0])
-    random.seed(words[1] << 32 | words[2])
-    if (numpy := _numpy_random()) is not None:
-        numpy.seed(words[3])
+    def __init__(self) -> None:
+        self._words, self._state = b"", {}
+
+    def seed(self, words: Sequence[int]) -> None:
+        if (numpy := sys.modules.get("numpy.random")) is not None:
+            numpy.seed(words[3])
+
+    def state(self) -> Any:
+        """Return the state; the same object as before if nothing has been drawn. `None` without numpy."""
+        if (numpy := sys.modules.get("numpy.random")) is None:
+            return None
+        generator, words = numpy.get_bit_generator(), b""
+        if type(generator) is numpy.MT19937:
+            words = string_at(generator.ctypes.state_address, _MT19937_BYTES)
+        # A normal number that has been kept from a pair (`has_gauss`) is drawn without a change of the words.
+        if not words or words != self._words or self._state["has_gauss"]:
+            self._words, self._state = words, numpy.get_state(legacy=False)
+        return self._state
+
+    def restore(self, state: Any) -> None:
+        if state is not None and self.state() is not state:
+            sys.modules["numpy.random"].set_state(state)
+
+    def equal(self, a: Any, b: Any) -> bool:
+        return a is b or pickle.dumps(a) == pickle.dumps(b)
+
+
+_MT19937_BYTES = 625 * 4
+"""Size of the state of NumPy's Mersenne Twister: its words, and its position in them."""
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    """Return whether two states of Python's generator are equal, by the end of the words and their position."""
+    return a[1][-9:] == b[1][-9:] and a[2] == b[2]
+
+
+class _Generator(NamedTuple):
+    """What is done with a global generator."""
+
+    seed: Callable[[Sequence[int]], object]
+    state: Callable[[], Any]
+    restore: Callable[[Any], object]
+    equal: Callable[[Any, Any], bool]
+
+
+_TORCH, _NUMPY = torch.default_generator, _Numpy()
+_GENERATORS = (
+    # `torch.manual_seed` would take 100 microseconds, because it also seeds accelerators, which workers must not touch.
+    _Generator(lambda words: _TORCH.manual_seed(words[0]), _TORCH.get_state, _TORCH.set_state, torch.equal),
+    _Generator(lambda words: random.seed(words[1] << 32 | words[2]), random.getstate, random.setstate, _are_equal),
+    _Generator(_NUMPY.seed, _NUMPY.state, _NUMPY.restore, _NUMPY.equal),
+)
+
+
+def seed_globals(words: Sequence[int]) -> None:
+    """Seed the generators from four words of 32 bits each, in about 7 microseconds."""
+    for generator in _GENERATORS:
+        generator.seed(words)
 
 
 @contextmanager
 def kept_globals() -> Iterator[None]:
-    """Restore the generators afterwards; takes about 75 microseconds, nearly all of them for numpy."""
+    """Restore the generators afterwards."""
     outside = _states()
     try:
         yield
     finally:
-        _set(outside)
+        _restore(outside)
+
+
+def _states(generators: Sequence[_Generator] = _GENERATORS) -> list[Any]:
+    return [generator.state() for generator in generators]
+
+
+def _restore(states: Sequence[Any]) -> None:
+    for generator, state in zip(_GENERATORS, states, strict=False):
+        generator.restore(state)
+
+
+class Draws:
+    """Seeds of the global generators for a source of batches, limited to the generators that the source draws from.
+
+    To seed all of them takes longer than to read a sample from memory. The first batch seeds all and finds the ones
+    that the source draws from; later batches seed these and watch the others. A batch that draws from a watched one is
+    read again, with that one seeded, too. So all draws are as if every generator had been seeded each time.
+
+    torch's generator is seeded once for each batch in any case, because its seed can be read without a draw
+    (`torch.initial_seed`).
+    """
+
+    def __init__(self) -> None:
+        self._seeded = list(range(len(_GENERATORS)))
+        self._is_first = True
+        self._drawn: set[int] = set()
+        self._before: list[Any] = []
+
+    def __bool__(self) -> bool:
+        """Return whether `seed` seeds anything."""
+        return bool(self._seeded)
+
+    def seed(self, words: Sequence[int]) -> None:
+        """Seed the generators before the next part of a batch is read."""
+        if self._is_first:
+            self._drawn |= self._moved()
+        for number in self._seeded:
+            _GENERATORS[number].seed(words)
+        if self._is_first:
+            self._before = _states()
+
+    def read(self, words: Sequence[int], read: Callable[[], T]) -> T:
+        """Return the result of `read`, which may call `seed`, and restore the generators.
+
+        Args:
+            words: Seed for what is read before `seed` is called.
+            read: Function without arguments. It may be called again.
+        """
+        outside = _states()
+        changed = set(range(len(outside)))
+        try:
+            while True:
+                _TORCH.manual_seed(words[0])
+                self._before = [_TORCH.get_state(), *outside[1:]]
+                self.seed(words)
+                try:
+                    result, error = read(), None
+                except Exception as raised:  # perhaps because of a draw
+                    result, error = None, raised
+                seeded = {0, *self._seeded}
+                if self._has_seeded_all():
+                    changed = seeded
+                    break
+        finally:
+            if get_worker_info() is None:  # in a worker nothing else uses the generators
+                for number in changed:
+                    _GENERATORS[number].restore(outside[number])
+        if error is not None:
+            raise error
+        return cast(T, result)
+
+    def _has_seeded_all(self) -> bool:
+        """Return whether the batch has drawn from seeded generators only, and seed the others from now on."""
+        moved = self._moved()
+        is_complete = self._is_first or not moved
+        self._drawn |= moved
+        self._seeded, self._is_first = sorted(self._drawn), False
+        return is_complete
+
+    def _moved(self) -> set[int]:
+        """Return which of the watched generators were drawn from; in the first batch, which of all."""
+        pairs = zip(_GENERATORS, self._before, strict=True)
+        return {
+            number
+            for number, (generator, before) in enumerate(pairs)
+            if (self._is_first or number not in self._seeded) and not generator.equal(before, generator.state())
+        }
 
 
 class Stream:
@@ -60,42 +204,19 @@ class Stream:
     """
 
     def __init__(self, words: Sequence[int], torch_seed: int, torch_only: bool) -> None:
-        self._torch_only = torch_only
+        self._generators = _GENERATORS[:1] if torch_only else _GENERATORS
         with kept_globals():
             seed_globals(words)
-            torch.default_generator.manual_seed(torch_seed)
-            self._inside = _states(torch_only)
+            _TORCH.manual_seed(torch_seed)
+            self._inside = _states(self._generators)
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Return a scope in which the global generators continue this stream."""
-        outside = _states(self._torch_only)
-        _set(self._inside)
+        outside = _states(self._generators)
+        _restore(self._inside)
         try:
             yield
         finally:
-            self._inside = _states(self._torch_only)
-            _set(outside)
-
-
-def _states(torch_only: bool = False) -> tuple[Any, ...]:
-    if torch_only:
-        return (torch.default_generator.get_state(),)
-    numpy = _numpy_random()
-    return (
-        torch.default_generator.get_state(),
-        random.getstate(),
-        None if numpy is None else numpy.get_state(legacy=False),
-    )
-
-
-def _set(states: tuple[Any, ...]) -> None:
-    torch.default_generator.set_state(states[0])
-    if len(states) > 1:
-        random.setstate(states[1])
-        if states[2] is not None and (numpy := _numpy_random()) is not None:
-            numpy.set_state(states[2])
-
-
-def _numpy_random() -> Any:
-    return sys.modules.get("numpy.random")
+            self._inside = _states(self._generators)
+            _restore(outside)

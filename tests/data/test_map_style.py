@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 import purecompose as pc
 from purecompose import compose, fit, loop_events
-from purecompose.data import arrays, loader
-from purecompose.data.seeding import kept_globals
+from purecompose.data import arrays, epoch_batches, loader
+from purecompose.data.order import seed_words
+from purecompose.data.seeding import kept_globals, seed_globals
 from tests.helpers import assert_same, make_batch, make_state
 
 
@@ -193,6 +194,81 @@ def test_without_seeding_the_caller_controls_the_global_generators():
         np.random.seed(0)
         first = next(iter(read))
         assert not torch.equal(next(iter(read))[0], first[0])
+
+
+class Drawing(Dataset):
+    """A data set that draws for some of its samples, from some generators, and counts its reads."""
+
+    def __init__(self, kinds, every):
+        self.kinds, self.every, self.num_read = kinds, every, 0
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        self.num_read += 1
+        draws = {"torch": lambda: torch.rand(()).item(), "python": random.random, "numpy": np.random.rand}
+        return index + sum(draws[kind]() for kind in self.kinds if index % self.every == 0)
+
+
+@pytest.mark.parametrize("kinds", [(), ("torch",), ("python",), ("numpy",), ("torch", "numpy"), ("python", "numpy")])
+@pytest.mark.parametrize("every", [1, 13])
+def test_only_generators_that_are_drawn_from_are_seeded_with_the_same_draws(kinds, every, monkeypatch):
+    data = Drawing(kinds, every)
+    read = loader(data, 4)
+    found, before = [], global_states()
+    for _ in range(2):
+        found.append(torch.cat(list(read.epoch(KEY, 2))))
+    assert global_states() == before
+    assert torch.equal(*found)
+    assert data.num_read == 80 if every == 1 or not kinds else 80 <= data.num_read <= 80 + 4 * len(kinds)
+    for place, index in enumerate(read.order(KEY, 2).tolist()):  # each sample by its own seed
+        with kept_globals():
+            seed_globals(seed_words(tuple(KEY.tolist()), pc.random.salt("data sample"), index, 2))
+            assert data[index] == found[0][place].item()
+    seeded = []
+    monkeypatch.setattr(np.random, "seed", seeded.append)
+    list(read.epoch(KEY, 2))
+    assert len(seeded) == (0 if "numpy" not in kinds else 10 + 40)
+
+
+class Unreliable(Drawing):
+    """A data set that fails by chance."""
+
+    def __getitem__(self, index):
+        if self.num_read > 10 and random.random() < 0.3:
+            raise OSError("by chance")
+        self.num_read += 1
+        return index
+
+
+def test_an_error_that_follows_a_draw_is_as_with_all_generators_seeded():
+    def failing(data):
+        with pytest.raises(OSError, match="by chance") as raised:
+            list(loader(data, 4).epoch(KEY, 0))
+        return raised.value.__notes__[0]
+
+    late, early = Unreliable((), 1), Unreliable((), 1)
+    random.seed(1)
+    first = failing(late)
+    random.seed(2)
+    assert failing(early) == first
+
+
+@pytest.mark.parametrize("part", [None, range(7), [3, 2, -1, 5, 4]])
+@pytest.mark.parametrize("transform", [None, jitter])
+def test_tensors_are_read_by_the_batch_as_sample_by_sample(part, transform):
+    class Own(TensorDataset):
+        pass
+
+    inputs, targets = make_batch(0, 10)
+    one, many = Own(inputs, targets), TensorDataset(inputs, targets)
+    if part is not None:
+        one, many = Subset(one, part), Subset(many, part)  # type: ignore[arg-type]
+    expected = list(loader(one, 3, transform=transform).epoch(KEY, 0))
+    assert_same(list(loader(many, 3, transform=transform).epoch(KEY, 0)), expected)
+    whole = DataLoader(many, 3, shuffle=True), DataLoader(one, 3, shuffle=True)
+    assert_same(*(list(epoch_batches(data, KEY, 1)) for data in whole))
 
 
 # Reading many samples in one call
