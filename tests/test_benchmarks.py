@@ -86,6 +86,15 @@ def test_run_overhead_reports_the_remainder(run: Run) -> None:
     assert [row["what"] for row in rows] == [*timed, "left over with both", "left over with a run's folder"]
 
 
+# The machine may have fewer processors than there are workers.
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.slow
+def test_loader_reads_each_data_set_with_and_without_workers(run: Run) -> None:
+    rows = run("loader")
+    assert [row["workers"] for row in rows] == [0, 2] * (len(rows) // 2)
+    assert all(row["ours samples/s"] > 0 and row["DataLoader samples/s"] > 0 for row in rows)
+
+
 def test_products_measures_torch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_setaffinity", lambda *where: None, raising=False)
     monkeypatch.setenv("XLA_FLAGS", "")
