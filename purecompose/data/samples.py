@@ -76,6 +76,10 @@ class Samples:
         uses_words = bool(self._draws) or (transform is not None and self.rng in ("torch", "numpy"))
         samples, index, words = [], indices[0], ()
         with naming(lambda: f"data.loader: this happened with sample {index} of epoch {request.epoch}"):
+            if at_once is None and transform is None and not uses_words:  # the same as below, 0.1 us a sample faster
+                for index in indices:
+                    samples.append(self.dataset[index])
+                return samples
             for place, index in enumerate(indices):
                 if uses_words:
                     words = self._seed(request, _SAMPLE, index)
