@@ -56,6 +56,7 @@ def own_method() -> tuple[dict[str, Any], str]:
     return names, printed.getvalue()
 
 
+@pytest.mark.slow
 def test_the_page_on_your_own_methods(own_method: tuple[dict[str, Any], str]) -> None:
     names, printed = own_method
     assert printed.count("('gradient_noise', 'clip')\n") == 2
@@ -66,6 +67,7 @@ def test_the_page_on_your_own_methods(own_method: tuple[dict[str, Any], str]) ->
     assert names["lengths"] == [8] * 4 + [10] * 4 + [12] * 4 + [14] * 4
 
 
+@pytest.mark.slow
 def test_the_pages_running_loss_is_the_weighted_mean_of_the_losses(own_method: tuple[dict[str, Any], str]) -> None:
     names, _ = own_method
     step = pc.compose(pc.loop_events, [names["running_loss"](0.5)])
@@ -78,6 +80,7 @@ def test_the_pages_running_loss_is_the_weighted_mean_of_the_losses(own_method: t
     assert state.metrics["running_loss"].item() == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_the_pages_clipping_bounds_the_gradient(own_method: tuple[dict[str, Any], str]) -> None:
     names, _ = own_method
     state = pc.State.create(
@@ -90,6 +93,7 @@ def test_the_pages_clipping_bounds_the_gradient(own_method: tuple[dict[str, Any]
         assert pc.tree.global_norm(moved).item() == pytest.approx(bound, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_pages_scope_is_truncated_backpropagation_through_time(own_method: tuple[dict[str, Any], str]) -> None:
     names, _ = own_method
     net, (inputs, targets) = names["Recurrent"](), names["sequences"]
@@ -111,6 +115,7 @@ def without_numbers(text: str) -> str:
     return " ".join(re.sub(r"-?\d+(\.\d+)?(e-?\d+)?", "0", text).split())
 
 
+@pytest.mark.slow
 def test_the_page_on_laws(capsys: pytest.CaptureFixture[str]) -> None:
     names = run_page("laws.md")
     printed = without_numbers(capsys.readouterr().out)

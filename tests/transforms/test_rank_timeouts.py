@@ -33,14 +33,8 @@ for number in range(5):
 """
 
 
-@pytest.mark.parametrize(
-    ("is_compiled", "how"),
-    [
-        (False, "SIGKILL"),
-        pytest.param(False, "SIGSTOP", marks=pytest.mark.slow),
-        pytest.param(True, "SIGSTOP", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_compiled", "how"), [(False, "SIGKILL"), (False, "SIGSTOP"), (True, "SIGSTOP")])
 def test_a_process_that_does_not_answer_is_named(is_compiled: bool, how: str, tmp_path: pathlib.Path) -> None:
     shared = ["-c", PROGRAM, f"file://{tmp_path}/store"]
     processes = [

@@ -262,6 +262,7 @@ def test_known_graphs_serve_a_new_size_without_a_trace() -> None:
     assert not calls
 
 
+@pytest.mark.slow
 def test_parts_of_a_step_agree_with_all_sizes_open() -> None:
     methods = [scaling("a", Event.AFTER_DATALOADER, 1.1, 2), sharpness(when=every(3)), alg.mixup(0.2), noise()]
     step, fast = made(methods, dynamic="all")
@@ -269,7 +270,7 @@ def test_parts_of_a_step_agree_with_all_sizes_open() -> None:
     assert_runs_agree(step, fast, step.init(make_state(Pooled())), batches)
 
 
-@pytest.mark.parametrize("lay", LAYOUTS)
+@pytest.mark.parametrize("lay", one_in(3, LAYOUTS))
 def test_layouts_agree_with_all_sizes_open(lay: str) -> None:
     step, fast = made(dynamic="all")
     batches = [
@@ -279,8 +280,8 @@ def test_layouts_agree_with_all_sizes_open(lay: str) -> None:
     assert_runs_agree(step, fast, make_state(make_cnn()), batches)
 
 
-@pytest.mark.parametrize("dynamic", [True, "all"])
-@pytest.mark.parametrize("text, task", examples_on_tasks(quick=12))
+@pytest.mark.parametrize("dynamic", [True, pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("text, task", examples_on_tasks(quick=24))
 def test_shipped_settings_agree(text: str, task: str, dynamic: bool | str) -> None:
     step, fast = made([Subject.of(text).algorithm], dynamic=dynamic)
     state = step.init(TASKS[task].make_state(0, duration="5ba", batches_per_epoch=3))

@@ -46,14 +46,14 @@ from tests.transforms.compilation.compile_helpers import (
 
 
 @pytest.mark.parametrize("donate", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("text, task", examples_on_tasks(quick=6))
+@pytest.mark.parametrize("text, task", examples_on_tasks(quick=12))
 def test_every_shipped_setting_agrees(text: str, task: str, donate: bool) -> None:
     step, fast = made([Subject.of(text).algorithm], donate=donate)
     state = step.init(TASKS[task].make_state(0, duration="20ba", batches_per_epoch=10))
     assert_runs_agree(step, fast, state, [TASKS[task].make_batch(seed, 6) for seed in range(20)])
 
 
-@pytest.mark.parametrize("microbatches, donate", [(1, False), (3, True)])
+@pytest.mark.parametrize("microbatches, donate", [pytest.param(1, False, marks=pytest.mark.slow), (3, True)])
 def test_all_methods_together_agree(donate: bool, microbatches: int) -> None:
     methods = [
         alg.mixup(0.2),
