@@ -87,8 +87,8 @@ def label_smoothing(
 
     Raises:
         TypeError, ValueError: A setting has the wrong type or is out of range, or a field is read-only. At INIT: the
-            model computes the loss itself, it is one of regression, or the state's target field is read-only. In the step: see
-            `smooth_labels`.
+            model computes the loss itself, the loss is one of regression, or the state's target field is read-only. In
+            the step: see `smooth_labels`.
 
     Example:
         >>> label_smoothing(0.1)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random
@@ -14,7 +13,7 @@ from purecompose.nn.model import Model
 from purecompose.nn.network import call_model
 
 
-__all__ = ["loss_dtype", "run_loss", "run_model"]
+__all__ = ["run_loss", "run_model"]
 
 _Result = tuple[Any, dict[str, Tensor]]
 
@@ -37,7 +36,7 @@ def run_loss(state: Any, fn: Callable[[Callable[..., Any]], Any], *, train: bool
     """See `State.call_loss`."""
     context = state.context
     if context.loss_scalars:
-        inner, dtype = fn, loss_dtype(state.params)  # schedules are in float64, and would change the loss's dtype
+        inner, dtype = fn, context.loss_dtype  # schedules are in float64, and would change the loss's dtype
         scalars = {
             name: as_scalar(state.scalar(scalar), dtype, state.device) for name, scalar in context.loss_scalars.items()
         }
@@ -68,9 +67,3 @@ def _call(
         precision="fp32" if model is context.loss_model else context.precision,
     )
     return result, new_buffers if is_whole else {**buffers, **new_buffers}
-
-
-def loss_dtype(params: dict[str, Tensor]) -> torch.dtype:
-    """Return float64 for a double-precision network, else float32."""
-    wide = any(param.dtype in (torch.float64, torch.complex128) for param in params.values())
-    return torch.float64 if wide else torch.float32

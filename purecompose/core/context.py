@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from purecompose import batch as batches
@@ -54,6 +55,8 @@ class Context:
     """Parameters without gradient and update in the running step only; empty between steps."""
     loss_model: Model | None = None
     """Architecture of a loss whose parameters and buffers are in the state; `loss` is its module, without them."""
+    loss_dtype: torch.dtype = torch.float32
+    """float64 for a network that is created in double precision, else float32."""
     loss_scalars: dict[str, Scalar] = field(init=False)
     """Schedules and named scalars among the attributes of the loss, by name."""
     trainable: tuple[str, ...] = field(init=False)

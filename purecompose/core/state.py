@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, random, tree
 from purecompose._support.device import PRECISIONS
-from purecompose.core.calls import loss_dtype, run_loss, run_model
+from purecompose.core.calls import run_loss, run_model
 from purecompose.core.changes import as_hparams, check_params, translated
 from purecompose.core.clock import Clock
 from purecompose.core.context import Context, Static
@@ -156,6 +156,7 @@ class State(Leasable):
         if input_field is None:
             input_field = batches.WHOLE if isinstance(loss, losses.ModelLoss) else 0
         scalars = optimizer, tuple(scalars_of(loss).values())
+        is_double = any(param.dtype in (torch.float64, torch.complex128) for param in params.values())
         context = Context(
             parts.model,
             loss,
@@ -169,6 +170,7 @@ class State(Leasable):
             num_tokens,
             schedules=collect(scalars, Schedule),
             loss_model=None if own is None else own.model,
+            loss_dtype=torch.float64 if is_double else torch.float32,
         )
         run = RunLength(
             None if duration is None else named_time(duration, "State.create: duration"),
@@ -185,7 +187,7 @@ class State(Leasable):
             key=as_rng(key, "State.create").key if isinstance(key, Tensor) else random.key(key),
             static=Static(context, Timestamp(run=run)),
             # There is no loss yet; NaN keeps the structure the same before and after the first step.
-            loss=torch.full((), torch.nan, dtype=loss_dtype(params)),
+            loss=torch.full((), torch.nan, dtype=context.loss_dtype),
         )
         return state.with_hparams(collect(scalars, Hparam)).to(where)
 

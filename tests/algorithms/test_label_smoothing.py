@@ -377,4 +377,4 @@ def test_read_only_keys_are_refused():
 @pytest.mark.parametrize("loss", [losses.mse, nn.HuberLoss(), functools.partial(F.l1_loss, reduction="mean")])
 def test_losses_of_values_are_refused_by_name(loss):
     with pytest.raises(TypeError, match=r"label_smoothing: expected a loss of classes.* got .*(Mean|Huber|l1)"):
-        compose(loop_events, [label_smoothing(0.1)]).init(make_state().replace(loss=loss))
+        compose(loop_events, [label_smoothing(0.1)]).init(make_state(loss=loss))
