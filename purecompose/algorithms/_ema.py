@@ -77,8 +77,9 @@ def ema(
 
     with W the weights after a step, u the time since the last update and h the half-life, in the same unit; or with a
     given number s. The first update sets E = W. The trainable parameters and the running statistics of normalization
-    layers are averaged. Frozen parameters and all other buffers are those of the live network: the mean of the vectors
-    of a spectral norm's power iteration, of a queue or of a codebook's entries is not a valid one.
+    layers are averaged. Parameters that are frozen at INIT, even if they are thawed later, and all other buffers are
+    those of the live network: the mean of the vectors of a spectral norm's power iteration, of a queue or of a
+    codebook's entries is not a valid one.
 
     The slot contains the averages, an `Averages`. Evaluation and prediction with `step=` use them, as in `fit`;
     `to_module(state, weights="ema")` and `with_weights(state, "ema")` return them. Until the first update they are the
