@@ -38,18 +38,16 @@ def played(step: Step, size: int) -> Callable[[Callable[[Step], T]], list[T]]:
         >>> play(lambda step: step.ranks.reduced([torch.tensor(1.0 + step.ranks.rank)], "sum"))
         [[tensor(3.)], [tensor(3.)]]
     """
-    casts = [
-        step.replace(program=shared_program(step.program, _Part("", rank, size), is_checked=True))
-        for rank in range(size)
-    ]
+    parts = [_Part("", rank, size) for rank in range(size)]
 
     def play(act: Callable[[Step], T]) -> list[T]:
         answers: list[list[Tensor]] = []
         while True:
             ends, questions = [], []
-            for rank, cast in enumerate(casts):
-                assert isinstance(cast.ranks, _Part)
-                cast.ranks.begin(answers)
+            for rank, part in enumerate(parts):
+                part.begin(answers)
+                # A new step each time, since the first run of a step sends more messages.
+                cast = step.replace(program=shared_program(step.program, part, is_checked=True))
                 try:
                     with as_rank(rank, size):
                         ends.append(act(cast))

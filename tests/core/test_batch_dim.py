@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, batch as batches, losses, optim, tree
+from purecompose.testing import TASKS
 from purecompose.testing.ranks import played
 
 
@@ -78,6 +79,17 @@ def test_processes_share_the_examples():
         state = ours[0]
     assert tree.equal(ours[0].params, ours[1].params)
     assert_near(state.params, torch_params(True))
+
+
+def test_simulated_processes_take_several_steps_with_buffers():
+    def act(step: pc.Step) -> State:
+        state = TASKS["images"].make_state(0)
+        for number in range(2):
+            state = step(state, TASKS["images"].make_batch(number, 4))
+        return state
+
+    first, second = played(pc.compose(pc.loop_events), 2)(act)
+    assert tree.equal(first.buffers, second.buffers)
 
 
 def test_slices_use_different_random_numbers():
