@@ -395,7 +395,7 @@ def test_data_without_an_end_are_refused_where_that_is_known(monkeypatch):
 
 @pytest.mark.parametrize("form", ["plain", "compiled", "fit"])
 def test_terms_that_only_the_training_loss_has_are_reported_once(form):
-    penalty = changing("penalty", Event.AFTER_LOSS, lambda state: state.replace(loss=2 * state.loss))
+    penalty = changing("penalty", Event.AFTER_LOSS, lambda state: state.replace(loss=2 * state.loss))  # pyright: ignore
     reading = changing("reading", Event.AFTER_LOSS, lambda state: state.replace(metrics={"loss": state.loss}))
     step, state = compose(loop_events, [penalty, reading]), make_state()
     if form == "fit":
