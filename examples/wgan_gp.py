@@ -30,8 +30,8 @@ def generated(state: State, name: str) -> tuple[Tensor, State]:
 
 def critic_loss(turn: int, state: State) -> State:
     """Generated points score low, the turn's real ones high, and the score between them has a slope of 1."""
-    real, (fake, state) = state.batch[:, turn], generated(state, f"noise {turn}")
-    share = pc.random.uniform(state.example_rng(f"share {turn}"), (len(real), 1), dtype=real.dtype)
+    real, (fake, state) = state.batch[:, turn], generated(state, "noise")
+    share = pc.random.uniform(state.example_rng("share"), (len(real), 1), dtype=real.dtype)
     between = (share * real + (1 - share) * fake.detach()).requires_grad_()
     scores, state = state.call(["critic", torch.cat([real, fake.detach(), between])])
     of_real, of_fake, of_between = scores.chunk(3)

@@ -13,9 +13,23 @@ from purecompose.nn.model import Model
 from purecompose.nn.network import call_model
 
 
-__all__ = ["run_loss", "run_model"]
+__all__ = ["rng_of_turn", "run_loss", "run_model"]
 
 _Result = tuple[Any, dict[str, Tensor]]
+
+
+def _shared_rng(state: Any, name: str) -> random.Rng:
+    """Return the generator of the draws called `name`, the same in all turns of a stage; see `State.rng`."""
+    if state.clock is None:
+        return random.Rng(state.key, draw=random.salt(name), example=0, batch=state.timestamp.batch)
+    names = (state.clock.domain, name) if state.clock.domain else (name,)
+    return random.Rng(state.key, draw=random.salt(*names), example=0, batch=state.clock.draw)
+
+
+def rng_of_turn(state: Any, name: str) -> random.Rng:
+    """See `State.rng`."""
+    part = CURRENT.get()
+    return _shared_rng(state, name if part is None or not part.turn else f"{name}, turn {part.turn}")
 
 
 def run_model(state: Any, inputs: Any, *, train: bool, rng_name: str | None) -> _Result:
@@ -26,7 +40,7 @@ def run_model(state: Any, inputs: Any, *, train: bool, rng_name: str | None) -> 
     def rng() -> random.Rng:
         if part is not None:
             part.check_replayable()
-        return state.rng(name)
+        return _shared_rng(state, name)
 
     num_examples = batches.leading_size(inputs) if state.context.layout.has_rows(state.batch) else None
     return _call(state, state.context.model, inputs, num_examples, train=train, rng=rng)

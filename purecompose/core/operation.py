@@ -120,9 +120,13 @@ class Place(NamedTuple):
         It depends on the node's name and on how often that occurs before it, so that no other node, and no scope around
         it, changes these draws. The network's own pass, in the first stage `forward`, is named ".forward".
         """
-        number = sum(getattr(node, "name", None) == name for node in walk(self.earlier))
+        number = self.turn(name)
         words = [*([] if name in _OWN_PASSES else [name]), *([str(number)] if number else [])]
         return " ".join([".forward", *words])
+
+    def turn(self, name: str) -> int:
+        """Return how often a node's name occurs before this place in the program."""
+        return sum(getattr(node, "name", None) == name for node in walk(self.earlier))
 
 
 _OWN_PASSES = ("forward", "eval_forward")
@@ -146,20 +150,21 @@ def in_order(operations: Iterable[Operation]) -> Operation:
 
 
 def lift(
-    fn: Callable[[State, Contract | None], State], pass_name: str, *, may_set_gradients: bool = False
+    fn: Callable[[State, Contract | None], State], pass_name: str, *, turn: int = 0, may_set_gradients: bool = False
 ) -> Operation:
     """Lift a stage or an application of an algorithm to an operation.
 
     Args:
         fn: A function of the state and of the contract that watches the run, if any.
         pass_name: Name of the draws of its first forward pass; it differs between the parts of a step.
+        turn: Number of earlier stages of the same name, whose draws by name differ from those of this one.
         may_set_gradients: If true, gradients that it replaces count as new ones, which an update may apply.
     """
 
     def run(carry: Carry, purpose: Purpose) -> Carry:
         state, used, terms = carry
         # Not a `with` block, which would cost three times as much, in every step.
-        token = CURRENT.set(Part(pass_name))
+        token = CURRENT.set(Part(pass_name, turn=turn))
         try:
             new_state = fn(state, purpose.watch)
         finally:

@@ -39,7 +39,7 @@ class Stage:
 
     def lower(self, place: Place) -> list[Lowered]:
         """Return the stage as an operation; a loss whose slices are weighted also counts its terms."""
-        run = lift(self._run, place.pass_name(self.name), may_set_gradients=True)
+        run = lift(self._run, place.pass_name(self.name), turn=place.turn(self.name), may_set_gradients=True)
         ops = [Lowered(run, sets_loss=self.sets_loss)]
         return [*ops, Lowered(_count_terms)] if self.sets_loss and place.is_weighted else ops
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, random, tree
 from purecompose._support.device import PRECISIONS
-from purecompose.core.calls import run_loss, run_model
+from purecompose.core.calls import rng_of_turn, run_loss, run_model
 from purecompose.core.changes import as_hparams, check_params, translated
 from purecompose.core.clock import Clock
 from purecompose.core.context import Context, Static
@@ -313,12 +313,10 @@ class State(Leasable):
         """Return the generator of the draws called `name`, derived from the run's key, the batch and the name.
 
         The same name in the same step yields the same draws, at any event. Other names and other steps yield unrelated
-        draws, and so do evaluation (whose batches are numbered from 0) and each event outside the step.
+        draws, and so do evaluation (whose batches are numbered from 0), each event outside the step, and each turn of a
+        stage that occurs several times in the program.
         """
-        if self.clock is None:
-            return random.Rng(self.key, draw=random.salt(name), example=0, batch=self.timestamp.batch)
-        names = (self.clock.domain, name) if self.clock.domain else (name,)
-        return random.Rng(self.key, draw=random.salt(*names), example=0, batch=self.clock.draw)
+        return rng_of_turn(self, name)
 
     def example_rng(self, name: str) -> random.Rng:
         """Return a generator like `rng` for draws about single examples.

@@ -199,6 +199,38 @@ def test_turns_of_a_player_draw_apart():
     assert len(set(seen)) == 3
 
 
+@pytest.mark.parametrize("k", [None, 2])
+def test_turns_of_a_stage_draw_apart_by_name(k):
+    def noise(state: State) -> State:
+        draws = pc.random.normal(state.example_rng("noise"), (state.num_examples,))
+        return state.replace(metrics={**state.metrics, f"noise {len(state.metrics)}": draws.sum()})
+
+    turns = Grad(forward, loss, noise, noise)
+    step = compose([turns if k is None else Microbatches(turns), update, advance], microbatches=k)
+    eager, compiled = after(step).metrics, after(pc.compile(step, backend="eager", quiet=True)).metrics
+    assert_same(eager, compiled)
+    assert len({value.item() for value in eager.values()}) == 2
+
+
+class DroppingLoss(nn.Module):
+    """A loss with parameters, which are dropped at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.dropout(self.weight, 0.5).mean() + 0 * F.cross_entropy(outputs, targets)
+
+
+def test_turns_of_a_loss_draw_apart():
+    seen: list[float] = []
+    note = changing("note", Event.AFTER_LOSS, lambda state: seen.append(loss_of(state).item()) or state)
+    step = compose([Grad(forward, loss, Event.AFTER_LOSS, loss, Event.AFTER_LOSS), update, advance], [note])
+    step(make_state(loss=DroppingLoss()), make_batch())
+    assert len(set(seen)) == 2
+
+
 class Distance:
     """A stage that is an object."""
 

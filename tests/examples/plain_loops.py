@@ -147,10 +147,10 @@ def wgan_gp(net: Any) -> Loop:
     def step(batch: Tensor, draws: Draws) -> None:
         n, dtype = len(batch), batch.dtype
         for turn in range(TURNS):
-            real = batch[:, turn]
+            real, of_turn = batch[:, turn], f", turn {turn}" * (turn > 0)
             with torch.no_grad():
-                fake = generator(draws.normal(f"noise {turn}", (n, 2), dtype))
-            between = torch.lerp(fake, real, draws.uniform(f"share {turn}", (n, 1), dtype)).requires_grad_()
+                fake = generator(draws.normal(f"noise{of_turn}", (n, 2), dtype))
+            between = torch.lerp(fake, real, draws.uniform(f"share{of_turn}", (n, 1), dtype)).requires_grad_()
             of_real, of_fake, of_between = critic(torch.cat([real, fake, between])).split(n)
             (slopes,) = torch.autograd.grad(of_between.sum(), between, create_graph=True)
             penalty = (slopes.norm(dim=1) - 1).pow(2).mean()

@@ -22,12 +22,13 @@ class Part:
     Attributes:
         name: Name of the draws of its first pass.
         num_passes: Number of passes so far.
+        turn: Number of earlier stages of the same name in the program.
     """
 
-    __slots__ = ("_hooks", "name", "num_passes")
+    __slots__ = ("_hooks", "name", "num_passes", "turn")
 
-    def __init__(self, name: str, num_passes: int = 0) -> None:
-        self.name, self.num_passes = name, num_passes
+    def __init__(self, name: str, num_passes: int = 0, turn: int = 0) -> None:
+        self.name, self.num_passes, self.turn = name, num_passes, turn
         self._hooks = top_hooks()
 
     def next_pass(self) -> str:
