@@ -328,8 +328,7 @@ def _check_alike(ranks: Ranks, step: Step, state: State, batch: Any) -> None:
         "settings": settings,
         "names, shapes or dtypes": forms,
     }
-    # Functions are printed with their addresses, which differ between processes.
-    words = {name: re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for name, value in words.items()}
+    words = {name: _printed(value) for name, value in words.items()}
     parts = {"batch": batches.tensors(batch), **{name: tree.leaves(field) for name, field in fields.items()}}
     found = [torch.tensor(zlib.crc32(text.encode()), device=state.device) for text in words.values()]
     found += [_digest(leaves, state.device) for leaves in parts.values()]
@@ -338,6 +337,12 @@ def _check_alike(ranks: Ranks, step: Step, state: State, batch: Any) -> None:
             own = f" (process {ranks.rank} has {textwrap.shorten(words[name], 80)})" if name in _SAME_CODE else ""
             remedy = "all must run the same code" if name in _SAME_CODE else _REMEDIES.get(name, _SAME_STATE)
             raise ValueError(f"data_parallel: the {ranks.size} processes differ in their {name}{own}: {remedy}")
+
+
+def _printed(value: Any) -> str:
+    """Return a text without what differs between equal processes: addresses, numbers of devices, the order of sets."""
+    text = re.sub(r" at 0x[0-9a-f]+|(?<=\bcuda)(:\d+|', index=\d+)", "", repr(value))
+    return re.sub(r"(?<=\{)[^{}:]*(?=\})", lambda members: ", ".join(sorted(members[0].split(", "))), text)
 
 
 _SAME_CODE = ("loss", "network", "program", "batch fields")

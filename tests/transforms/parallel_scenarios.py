@@ -3,6 +3,7 @@
 python -m tests.transforms.parallel_scenarios STORE RANK WORLD_SIZE FOLDER
 """
 
+import dataclasses
 import datetime
 import sys
 import traceback
@@ -113,8 +114,19 @@ def told(state: State) -> dict[str, Tensor]:
     return {path: leaf for path, leaf in pc.tree.leaves_with_paths(state).items() if isinstance(leaf, Tensor)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    """A loss whose printed form differs between processes, by its device and the order of a set."""
+
+    device: torch.device
+    ignored: frozenset[str] = frozenset(f"class {number}" for number in range(20))
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return pc.losses.cross_entropy(outputs, targets)
+
+
 def refusals() -> dict[str, str]:
-    """Return the errors of processes that do not fit together."""
+    """Return the errors of processes that do not fit together, and of some that do."""
     step, (inputs, targets) = compose(loop_events), make_batch()
     rank = dist.get_rank()
 
@@ -132,6 +144,9 @@ def refusals() -> dict[str, str]:
         "frozen": lambda: pc.data_parallel(step)(make_state().replace(frozen=("3.bias",)[:rank]), (inputs, targets)),
         "modes": lambda: pc.data_parallel(step)(make_state(eval_mode=["1"] * rank), (inputs, targets)),
         "loss": lambda: pc.data_parallel(step)(make_state(loss=[pc.losses.mse, nt_xent][rank > 0]), (inputs, targets)),
+        "no refusal": lambda: pc.data_parallel(step)(
+            make_state(loss=Settled(torch.device("cuda", rank))), (inputs, targets)
+        ),
         "network": lambda: pc.data_parallel(step)(make_state(make_mlp(0, dropout=0.1 * rank)), (inputs, targets)),
         "program": lambda: pc.data_parallel(step.replace(program=loop_events[rank > 0 :]))(
             make_state(), (inputs, targets)

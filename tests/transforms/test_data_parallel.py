@@ -115,6 +115,7 @@ def test_processes_that_do_not_fit_together_are_refused_on_all_ranks(ranks: list
         assert "differ in their batch" in refusals["order"]
         assert all("differ in their settings" in refusals[name] for name in ("rate", "frozen", "modes"))
         assert "differ in their loss (process" in refusals["loss"]
+        assert "no refusal" not in refusals
         assert "differ in their network (process" in refusals["network"]
         assert "differ in their program (process" in refusals["program"]
         assert "differ in their batch fields (process" in refusals["fields"]
