@@ -134,7 +134,7 @@ def _check(state: State, ways: Iterable[tuple[State, Sequence[State]]]) -> None:
             if has_rows:
                 raise
             continue  # a way in which the outputs do not fit the targets
-        if compared is None or not compared.is_apart:
+        if compared is None or not compared.is_apart or not _is_apart_in_double(whole, parts):
             return
         found.append((compared, len(parts)))
     loss_fn, layout = state.context.loss, state.context.layout
@@ -182,6 +182,24 @@ def _compared(whole: State, parts: Sequence[State]) -> _Compared | None:
     member = int(unwrapped(difference).flatten().argmax())
     of_total, of_mean = (unwrapped(value).flatten()[member].item() for value in (total, mean))
     return _Compared(of_total, of_mean, is_any(is_apart))
+
+
+def _is_apart_in_double(whole: State, parts: Sequence[State]) -> bool:
+    """Return whether two losses also differ in double precision, if the loss accepts it, and not only by rounding."""
+    try:
+        compared = _compared(_in_double(whole), [_in_double(part) for part in parts])
+    except Exception:  # for example, because its own parameters are in single precision
+        return True
+    return compared is None or compared.is_apart
+
+
+def _in_double(state: State) -> State:
+    """Return the state with outputs in double precision."""
+
+    def doubled(tensor: Tensor) -> Tensor:
+        return tensor.to(torch.promote_types(tensor.dtype, torch.float64)) if tensor.is_floating_point() else tensor
+
+    return state.replace(outputs=batches.map_tensors(doubled, state.outputs))
 
 
 def _loss_of(state: State) -> Tensor | None:

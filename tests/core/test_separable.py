@@ -62,12 +62,18 @@ class Noisy(nn.Module):
         return self.scale * F.cross_entropy(self.drop(outputs), targets)
 
 
+def shifted(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return a difference of two large numbers, as that of a critic's scores may be."""
+    return (1e4 + outputs[:, 0]).mean() - (1e4 + outputs[:, 1]).mean()
+
+
 @pytest.mark.parametrize("num_members", [None, 2])
-def test_random_losses_and_partly_ignored_targets_are_not_taken_for_coupled(num_members):
+def test_random_rounded_and_partly_ignored_losses_are_not_taken_for_coupled(num_members):
     step = compose(loop_events, microbatches=4)
     inputs, targets = make_batch()
     for state, batch in (
         (make_state(loss=Noisy()), (inputs, targets)),
+        (make_state(loss=shifted), make_batch(size=50)),
         (make_state(), (inputs, targets.index_fill(0, torch.arange(5), -100))),
     ):
         if num_members:
