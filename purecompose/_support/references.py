@@ -3,7 +3,8 @@
 References are followed through the arguments of partial functions, the closures, defaults and globals of functions, the
 members of modules and containers, and all attributes of objects that can be called. Of other objects, such as settings
 or the owner of a method, many attributes may have nothing to do with the call: those are followed whose names occur in
-code. Code is read only where it belongs to the Python module of the function, or of the object's class.
+code. So are the members of a mapping whose keys occur in code; if none do, all of them. Code is read only where it
+belongs to the Python module of the function, or of the object's class.
 """
 
 import contextlib
@@ -102,8 +103,10 @@ def _inside(place: Place, names: set[str], home: str | None) -> Iterator[Place]:
     elif isinstance(value, (property, staticmethod, classmethod)):
         yield Place(where, value.fget if isinstance(value, property) else value.__func__)
     elif isinstance(value, (Mapping, list, tuple)):
-        keys = value if isinstance(value, Mapping) else range(len(value))
-        yield from (_item(f"{where}[{key!r}]", value, key) for key in keys if len(value) < _MANY)
+        keys = list(value) if isinstance(value, Mapping) else range(len(value))
+        if isinstance(value, Mapping):  # settings that are read by constant keys
+            keys = [key for key in keys if key in names] or keys
+        yield from (_item(f"{where}[{key!r}]", value, key) for key in keys if len(keys) < _MANY)
     elif not _is_foreign(value):
         yield from _inside_object(place, names)
 

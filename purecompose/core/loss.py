@@ -9,7 +9,7 @@ All of them are found by following references from the loss; see `purecompose._s
 import copy
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -34,8 +34,8 @@ __all__ = [
 
 PREFIX = "loss."
 """The names of a loss's parameters and buffers in a state begin with it."""
-Constant: TypeAlias = tuple[Place, int | None]
-"""A value that a loss reads, and the version of a tensor, which counts what is written into it."""
+Constant: TypeAlias = tuple[Place, Hashable]
+"""A value that a loss reads, and what changes when a tensor or array is written into; see `_version`."""
 
 
 class _Holder(nn.Module):
@@ -151,7 +151,7 @@ def check_constants(loss: Any, constants: tuple[Constant, ...]) -> None:
         except (AttributeError, LookupError, ValueError):
             now = None
         if now is value:
-            is_same = version is None or value._version == version
+            is_same = version is None or _version(value) == version
         else:
             is_same = not isinstance(value, Tensor) and fingerprint(now) == fingerprint(value)
         if not is_same:
@@ -181,5 +181,13 @@ def _outside(loss: Any, what: str) -> str:
     )
 
 
-def _version(value: Any) -> int | None:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
+def _version(value: Any) -> Hashable:
+    """Return how often a tensor has been written into, or a description of a small array of NumPy; else `None`."""
+    if isinstance(value, Tensor):
+        return None if value.is_inference() else value._version
+    is_array = hasattr(value, "tobytes") and hasattr(value, "dtype") and hasattr(value, "__setitem__")
+    return fingerprint(value) if is_array and value.nbytes <= _MANY_BYTES else None
+
+
+_MANY_BYTES = 4096
+"""Larger arrays are not compared, because that would take more than a few microseconds in each step."""

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -207,7 +208,7 @@ def in_config() -> tuple[Any, Any]:
 
 
 def in_settings() -> tuple[Any, Any]:
-    settings = {"weight": 1.0}
+    settings = {"weight": 1.0, "epoch": 0}
     loss = lambda outputs, targets: settings["weight"] * F.cross_entropy(outputs, targets)  # noqa: E731
     return loss, lambda: settings.update(weight=2.0)
 
@@ -255,6 +256,11 @@ def in_list() -> tuple[Any, Any]:
     return loss, lambda: weights.__setitem__(1, 2.0)
 
 
+def in_array() -> tuple[Any, Any]:
+    weight = np.ones(1)
+    return lambda outputs, targets: float(weight[0]) * F.cross_entropy(outputs, targets), lambda: weight.fill(2.0)
+
+
 def in_property() -> tuple[Any, Any]:
     class Owner(Trainer):
         @property
@@ -295,6 +301,7 @@ def in_a_module_inside() -> tuple[Any, Any]:
         (in_class, "attribute weight"),
         (in_other_config, "attribute config"),
         (in_list, r"weights\[1\]"),
+        (in_array, "weight"),
         (in_property, "attribute _weight"),
         (in_buffer_of_a_module, "inner.weight"),
     ],
@@ -339,6 +346,20 @@ def test_only_what_a_method_reads_belongs_to_its_loss() -> None:
     state = step(state, make_batch())
     trainer.weight = 3.0
     with pytest.raises(ValueError, match="reads its attribute weight"):
+        step(state, make_batch())
+
+
+def test_only_the_settings_that_are_read_belong_to_a_loss() -> None:
+    settings, step = {"weights": {"kl": 1.0}, "epoch": 0}, compose(loop_events)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return sum(settings["weights"].values()) * F.cross_entropy(outputs, targets)
+
+    state = step(make_state(loss=loss), make_batch())
+    settings["epoch"] = 1
+    state = step(state, make_batch())
+    settings["weights"]["kl"] = 2.0
+    with pytest.raises(ValueError, match=r"reads settings\['weights'\]\['kl'\]"):
         step(state, make_batch())
 
 
