@@ -176,6 +176,36 @@ def trained(transform: Callable[[Any], Any] = lambda step: step) -> State:
     return pc.fit(transform(compose(loop_events)), make_state(), loader, duration="2ep")
 
 
+class Walk:
+    """An environment that remembers a position outside of the state."""
+
+    def __init__(self) -> None:
+        self.position = torch.zeros(4)
+
+    def __call__(self, state: State) -> tuple[Tensor, Tensor]:
+        self.position = self.position + pc.random.normal(state.rng("walk"), (4,))
+        return self.position + make_batch(size=8)[0], make_batch(size=8)[1]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"position": self.position}
+
+    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
+        self.position = saved["position"]
+
+
+def resumed(folder: str) -> list[dict[str, Tensor]]:
+    """Return the results of a whole run in an environment, and of one that is resumed half-way."""
+
+    def end(name: str, duration: str) -> dict[str, Tensor]:
+        walk, step = Walk(), pc.data_parallel(compose(loop_events))
+        saved = pc.Checkpoints(f"{folder}/{name}", extra=walk)
+        state = pc.fit(step, make_state(), pc.data.stream(walk), duration=duration, checkpoints=saved, resume="auto")
+        return {**told(state), "walk": walk.position}
+
+    end("half", "2ba")
+    return [end("whole", "4ba"), end("half", "4ba")]
+
+
 def accuracy() -> float:
     """Return the accuracy of the last state of scenario "plain"."""
     step = pc.data_parallel(compose(loop_events))
@@ -196,6 +226,7 @@ def main(store: str, rank: int, size: int, folder: str) -> None:
             found[name] = traceback.format_exc()
             break  # the other processes wait at another place than this one
     found[".fit"] = [told(trained(pc.data_parallel))]
+    found[".resumed"] = resumed(folder)
     if rank == 0:
         found[".accuracy"] = accuracy()
     torch.save(found, f"{folder}/{rank}.pt")

@@ -105,6 +105,12 @@ def test_sam_per_rank_moves_each_part_by_its_own_gradient(ranks: list[dict[str, 
         torch.testing.assert_close(ranks[0]["sam per rank"][0][f".params['{name}']"], param - 0.1 * mean)
 
 
+def test_a_resumed_run_continues_with_the_same_environment_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        whole, resumed = found[".resumed"]
+        assert tree.equal(resumed, whole) and tree.equal(whole, ranks[0][".resumed"][0])
+
+
 def test_processes_that_do_not_fit_together_are_refused_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         refusals = found[".refusals"]
