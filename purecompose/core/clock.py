@@ -125,6 +125,12 @@ class Clock:
         """Return the clock after the step's `advance`."""
         return Clock(self._source, self.schedules, self.domain, 1)
 
+    def without_zeros(self) -> "Clock":
+        """Return the clock with 1 in place of schedules that are 0."""
+        counters, values = self.table.split([len(_FIELDS), len(self.schedules)], dim=1)
+        table = torch.cat([counters, torch.where(values == 0, 1.0, values)], dim=1)
+        return Clock(_Source(table=table), self.schedules, self.domain, self._row)
+
 
 _READERS: ContextVar[list["Clock"] | None] = ContextVar("readers_of_draws", default=None)
 

@@ -139,13 +139,13 @@ def _check(state: State, ways: Iterable[tuple[State, Sequence[State]]]) -> None:
         found.append((compared, len(parts)))
     loss_fn, layout = state.context.loss, state.context.layout
     if found:
-        (total, mean, _), num = found[0]
+        (total, mean, _, when), num = found[0]
         raise ValueError(
             f"the loss {shown(loss_fn)} is {total:.6g} for {state.num_examples} examples together, but {mean:.6g} as "
-            f"the mean over {num} slices, as which microbatches and several processes compute it. If it is a sum "
+            f"the mean over {num} slices{when}, as which microbatches and several processes compute it. If it is a sum "
             "over examples, make it a mean (reduction='mean'); if it is a mean over some positions, let it report "
             "their number in a method num_terms(outputs, targets); if it compares examples with each other, as "
-            "contrastive losses do, write losses.over_batch(loss)"
+            "contrastive losses do, or adds means with different denominators, write losses.over_batch(loss)"
         )
     if not has_rows:
         warn(
@@ -162,10 +162,27 @@ class _Compared(NamedTuple):
     mean: float
     is_apart: bool
     """True if they differ by more than rounding."""
+    when: str = ""
+    """The settings of the loss, if they are not those of the step."""
 
 
 def _compared(whole: State, parts: Sequence[State]) -> _Compared | None:
     """Return the two losses; `None` if the loss draws random numbers, changes buffers or is not a number."""
+    found = _compared_now(whole, parts)
+    if found is None or found.is_apart or not whole.context.loss_scalars:
+        return found
+    # The weight of a term often grows from 0, which hides the term in the first step.
+    later = _compared_now(_without_zeros(whole), [_without_zeros(part) for part in parts])
+    return later and later._replace(when=" (with 1 in place of schedules and named scalars that are 0 now)")
+
+
+def _without_zeros(state: State) -> State:
+    assert state.clock is not None
+    hparams = {name: torch.where(value == 0, 1.0, value) for name, value in state.hparams.items()}
+    return state.replace(clock=state.clock.without_zeros(), hparams=hparams)
+
+
+def _compared_now(whole: State, parts: Sequence[State]) -> _Compared | None:
     total, again = _loss_of(whole), _loss_of(whole.replace(key=fold_in(whole.key, 1)))
     if total is None or again is None or is_any(total != again):
         return None

@@ -25,10 +25,20 @@ def centred(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs - outputs.mean(0), targets)
 
 
+def spread(outputs: Tensor, targets: Tensor, weight: Any) -> Tensor:
+    return F.cross_entropy(outputs, targets) - weight * outputs.std(0).mean()
+
+
+SCHEDULED = functools.partial(spread, weight=pc.schedule.linear(0.0, 1.0))  # both are 0 in the first step
+NAMED = functools.partial(spread, weight=pc.hparam("weight", 0.0))
+
+
 @pytest.mark.parametrize(
     "loss, is_compiled, num_members",
     [
         (nt_xent, False, None),
+        (SCHEDULED, False, None),
+        (NAMED, True, 2),
         (summed, False, None),
         (centred, False, None),
         (centred, True, None),
@@ -37,9 +47,9 @@ def centred(outputs: Tensor, targets: Tensor) -> Tensor:
     ],
 )
 def test_a_loss_that_is_not_a_mean_is_found_in_the_first_sliced_step(loss, is_compiled, num_members):
-    state = make_state(loss=loss)
+    state = make_state(loss=loss, duration="4ba")
     if num_members:
-        state = pc.stack_states([state, make_state(loss=loss, key=1)])
+        state = pc.stack_states([state, make_state(loss=loss, duration="4ba", key=1)])
 
     def step(microbatches: int) -> pc.Step:
         made = compose(loop_events, microbatches=microbatches)
