@@ -84,7 +84,10 @@ def put(batch: Any, field: Field | None, value: Any) -> Any:
     if type(batch) is tuple and isinstance(field, int) and 0 <= field < len(batch):
         return (*batch[:field], value, *batch[field + 1 :])
     if field is None:
-        raise TypeError("a member of the batch with the field None cannot be replaced: the batch has no such member")
+        raise TypeError(
+            "targets cannot be replaced where batches have none (target_field=None): give the batch a member for them, "
+            "such as (inputs, inputs) with target_field=1"
+        )
     if isinstance(field, str) and field == WHOLE:
         return value
     if isinstance(field, tuple):

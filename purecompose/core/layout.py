@@ -86,7 +86,10 @@ class Layout:
         if self.splitter is None:
             return batches.split(batch, num_parts, self.field, self.dim)
         if self.splitter.part is None:
-            raise ValueError(f"the batch cannot be cut into {num_parts} parts: {self.splitter!r} has no part")
+            raise ValueError(
+                f"the batch cannot be cut into {num_parts} parts: {self.splitter!r} has no part; give it part=, a "
+                "function (batch, start, stop) -> batch, or leave out microbatch_size"
+            )
         bounds = batches.bounds(self.num_examples(batch), num_parts)
         parts = []
         for start, stop in itertools.pairwise(bounds):

@@ -279,7 +279,8 @@ def _check_static(first: State, other: State, index: int, role: str) -> None:
         ours, theirs = getattr(first.context, name), getattr(other.context, name)
         raise ValueError(
             f"{role}: member {index} has another {name} than member 0: {theirs!r} and {ours!r}; members of a "
-            'population differ in tensors only, such as named scalars: lr=pc.hparam("lr", 0.1)'
+            'population differ in tensors only: give all the same named scalar, such as lr=pc.hparam("lr", 0.1), and '
+            'then each its value, states.replace(hparams={"lr": torch.tensor([0.1, 0.2])})'
         )
     ours, theirs = first.static.timestamp, other.static.timestamp
     if ours != theirs:

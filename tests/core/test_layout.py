@@ -133,7 +133,7 @@ def test_a_batch_without_parts_is_counted_and_trained_on_as_a_whole():
         state = step(state, batch)
     assert_as_in_torch(state.params)
     assert state.timestamp.sample == 8
-    with pytest.raises(ValueError, match="cannot be cut into 3 parts: Splitter.* has no part"):
+    with pytest.raises(ValueError, match="cannot be cut into 3 parts: Splitter.* has no part; give it part="):
         pc.evaluate(state, BATCHES, microbatch_size=2)
     play = played(step, 2)
     with pytest.raises(ValueError, match="data_parallel: the batch would be cut"):

@@ -95,3 +95,5 @@ def test_a_missing_target_is_an_error_that_names_the_choice():
     for method in (alg.mixup(), alg.label_smoothing()):
         with pytest.raises(TypeError, match="target_field=None: expected a field"):
             compose(loop_events, [method]).init(start("no target"))
+    with pytest.raises(TypeError, match=r"targets cannot be replaced .*\(inputs, inputs\) with target_field=1"):
+        start("no target").replace(targets=INPUTS)

@@ -464,7 +464,8 @@ def test_recurrent_networks_work(train):
 class Hidden(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.pair = (torch.ones(3), torch.zeros(3))
+        self.inner = nn.Identity()
+        self.inner.prior = torch.distributions.Normal(torch.zeros(3), torch.ones(3))
 
 
 class Uncopyable(nn.Linear):
@@ -573,7 +574,7 @@ class Viewing(nn.Module):
         (scripted, TypeError, "the network is a RecursiveScriptModule, scripted or traced.*before torch.jit.script"),
         (lambda: torch.ones(3), TypeError, "expected an nn.Module.*got Tensor"),
         (lambda: nn.Linear, TypeError, "expected an nn.Module.*got type"),
-        (Hidden, ValueError, r"Hidden holds 2 tensors in tuples or objects.*float32\[3\].*register"),
+        (Hidden, ValueError, r"Hidden holds 2 tensors in.*float32\[3\], in inner\.prior\..*in forward"),
         (Uncopyable, TypeError, "Uncopyable cannot be deep-copied: .*lock"),
     ],
 )

@@ -278,7 +278,7 @@ def with_a_closure() -> nn.Module:
     [
         (lazy, ValueError, r"0\.weight has no shape yet \(a lazy module\): run the module once on a batch first"),
         (on_meta, ValueError, "weight is on the meta device and has no values: give it values first"),
-        (HiddenTensor, ValueError, "HiddenTensor holds 1 tensors in tuples or objects.*Keep them in lists"),
+        (HiddenTensor, ValueError, "HiddenTensor holds 1 tensors in tuples or objects.*, in scale. Keep them in lists"),
         (with_a_closure, ValueError, "_forward_hooks has a function that keeps the module .*Make it a method"),
         (Clamping, RuntimeError, r"forward wrote into the parameter 'enter\.weight'.*weight\.clamp\(\) for"),
         (Removing, RuntimeError, r"forward removed the buffer 'inner\.mean'"),

@@ -543,7 +543,7 @@ def test_stacking_and_unstacking_are_inverse():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.replace(optimizer=optim.sgd(0.2)), "member 1 has another optimizer than member 0.*hparam"),
+        (lambda s: s.replace(optimizer=optim.sgd(0.2)), r"member 1 has another optimizer than member 0.*hparams={"),
         (lambda s: make_members(2)[1], "member 1 has another loss"),
         (lambda s: s.replace(timestamp=s.timestamp.advance()), "member 1 stands at another time than member 0"),
         (lambda s: s.replace(slots={"a": torch.zeros(2)}), r"state.slots\['a'\] is float32\[2\] in member 1.*absent"),

@@ -1,5 +1,6 @@
 """Checks for networks that cannot be split into architecture and tensors, made when a state is created."""
 
+import copy
 import dis
 import functools
 import types
@@ -124,13 +125,25 @@ def _has_own_operations(kind: type) -> bool:
 
 def check_hidden(module: nn.Module, memo: Mapping[int, Any], twins: Mapping[int, Tensor]) -> None:
     """Raise a `ValueError` for tensors that were copied because they have no twin: weights outside of the state."""
-    hidden = [value for key, value in memo.items() if isinstance(value, Tensor) and key not in twins]
+    hidden = {key: value for key, value in memo.items() if isinstance(value, Tensor) and key not in twins}
     if hidden:
-        found = ", ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in hidden[:3])
+        found = ", ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in list(hidden.values())[:3])
+        where = ", ".join(_attributes_with(hidden, module, twins)) or "its attributes"
         raise ValueError(
             f"{type(module).__name__} holds {len(hidden)} tensors in tuples or objects, where no state can "
-            f"reach them: {found}. Keep them in lists or dictionaries, or register them as buffers"
+            f"reach them: {found}, in {where}. Keep them in lists or dictionaries, or register them as buffers, and "
+            "make objects such as distributions in forward"
         )
+
+
+def _attributes_with(hidden: Container[int], module: nn.Module, twins: Mapping[int, Tensor]) -> Iterator[str]:
+    """Yield the names of the attributes in which a deep copy finds tensors with these ids."""
+    for name, child in module.named_modules():
+        for key, value in _attributes(child).items():
+            memo: dict[int, Any] = dict(twins)
+            copy.deepcopy(value, memo)
+            if any(one in hidden for one in memo):
+                yield f"{name}.{key}".lstrip(".")
 
 
 def check_registered(skeleton: nn.Module, memo: Mapping[int, Any], names: Mapping[int, str]) -> None:
