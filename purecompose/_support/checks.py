@@ -113,7 +113,7 @@ def shown(value: Any) -> str:
     """
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    text = repr(value)
+    text = " ".join(repr(value).split())  # in one line; that of torch's optimizers has many
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
 
 

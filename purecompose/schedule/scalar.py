@@ -217,7 +217,8 @@ def resolve(
         if scalar.name not in hparams:
             raise KeyError(
                 f"hparam {scalar.name!r} is not in state.hparams, which holds {sorted(hparams)}; "
-                "State.create or step.init(state) adds the ones that the optimizer and the algorithms name"
+                "State.create and step.init(state) add those that the optimizer, the loss and the config of the "
+                "algorithms name, Algorithm(..., config={'name': hparam})"
             )
         return hparams[scalar.name]
     if isinstance(scalar, Product):

@@ -464,8 +464,7 @@ def test_recurrent_networks_work(train):
 class Hidden(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Identity()
-        self.inner.prior = torch.distributions.Normal(torch.zeros(3), torch.ones(3))
+        self.prior = torch.distributions.Normal(torch.zeros(3), torch.ones(3))
 
 
 class Uncopyable(nn.Linear):
@@ -574,7 +573,11 @@ class Viewing(nn.Module):
         (scripted, TypeError, "the network is a RecursiveScriptModule, scripted or traced.*before torch.jit.script"),
         (lambda: torch.ones(3), TypeError, "expected an nn.Module.*got Tensor"),
         (lambda: nn.Linear, TypeError, "expected an nn.Module.*got type"),
-        (Hidden, ValueError, r"Hidden holds 2 tensors in.*float32\[3\], in inner\.prior\..*in forward"),
+        (
+            lambda: nn.Sequential(Hidden()),
+            ValueError,
+            r"Sequential holds 2 tensors in.*float32\[3\], in 0\.prior\..*in forward",
+        ),
         (Uncopyable, TypeError, "Uncopyable cannot be deep-copied: .*lock"),
     ],
 )

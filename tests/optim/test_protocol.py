@@ -89,6 +89,7 @@ def without_value(self: Any, grads: Any, opt_state: Any, params: Any) -> Any:
     ("optimizer", "said"),
     [
         (Descent, r"optimizer: expected a pure optimizer with init and update, .* got .*Descent.*; call it: Descent\("),
+        (torch.optim.NAdam([torch.zeros(1)]), r"got NAdam \( Parameter Group 0 .*from_torch"),
         (torch.optim.NAdam, r"write from_torch\(torch.optim.NAdam, \.\.\.\)"),
         (Thawed(), r"Thawed\(lr=0.1\): expected a hashable one, .*frozen dataclass"),
         (
