@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from purecompose._support.autograd import GradMode
 from purecompose._support.device import arithmetic
 from purecompose._support.keywords import suggests_keywords
 from purecompose._support.warnings import warn
@@ -171,7 +172,7 @@ class Step:
         case = prepared.bits, prepared.num_examples
         checked = self._cache.checked.get(case) if observe is None else None
         is_first = checked is not context and checked != context
-        grad_mode = nullcontext() if wants_outer_gradient(state, batch) else torch.no_grad()
+        grad_mode = _UNGUARDED if wants_outer_gradient(state, batch) else GradMode(False)
         with self.guarded(state, batch, is_first=is_first), arithmetic(context.precision, state.device), grad_mode:
             if is_first:
                 end = self.run_checked(prepared.bits, prepared.start(), observe)

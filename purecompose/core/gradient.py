@@ -9,13 +9,14 @@ A parameter that the loss does not reach has no gradient, as in PyTorch, where i
 weight decay, momentum and Adam move its parameter.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from purecompose import batch as batches
+from purecompose._support.autograd import GradMode, gradients
 from purecompose._support.functorch import allowing_requires_grad, is_transforming
 from purecompose.core.operation import Carry
 from purecompose.core.state import State, fields_where
@@ -77,7 +78,7 @@ def differentiate(body: Callable[[Carry], Carry], carry: Carry, names: tuple[str
     is_differentiated = torch.is_grad_enabled() or is_transforming()
     engine = _with_functorch if is_differentiated else _with_autograd
     # Parameters stay in the skeleton for the whole scope: activation checkpointing runs forward again in it.
-    with torch.enable_grad(), state.model.skeleton(train=True).held():
+    with GradMode(True), state.model.skeleton(train=True).held():
         try:
             end, values, grads = engine(body, carry, names)
         except RuntimeError as error:
@@ -127,7 +128,7 @@ def _with_autograd(body: Callable[[Carry], Carry], carry: Carry, names: tuple[st
     state, used, terms = carry
     leaves = {name: state.params[name].detach().requires_grad_() for name in names}
     end = body(Carry(state.replace(params={**state.params, **leaves}, loss=None), used, terms))
-    grads = _grads(end.state.loss, leaves)
+    grads = _grads(end.state.loss, leaves, gradients)
     return end, {name: _detached(value) for name, value in _set_by_body(state, end.state).items()}, grads
 
 
@@ -137,7 +138,7 @@ def _with_functorch(body: Callable[[Carry], Carry], carry: Carry, names: tuple[s
     def run(leaves: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
         with allowing_requires_grad():
             end = body(carry._replace(state=state.replace(params={**state.params, **leaves}, loss=None)))
-        grads = _grads(end.state.loss, leaves, create_graph=True)
+        grads = _grads(end.state.loss, leaves, _differentiable_gradients)
         ends.append(end)
         # Values may leave the transform only through its result, which must consist of tensors.
         return grads, tuple(batches.tensors(_set_by_body(state, end.state)))
@@ -152,10 +153,18 @@ def _with_functorch(body: Callable[[Carry], Carry], carry: Carry, names: tuple[s
     return end, batches.with_tensors(_set_by_body(state, end.state), tensors), grads
 
 
-def _grads(loss: Any, leaves: dict[str, Tensor], *, create_graph: bool = False) -> dict[str, Tensor]:
+def _differentiable_gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    return torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+
+
+def _grads(
+    loss: Any,
+    leaves: dict[str, Tensor],
+    engine: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor | None]],
+) -> dict[str, Tensor]:
     """Return the gradients of the loss with respect to the leaves that it reaches."""
     _check_loss(loss)
-    found = torch.autograd.grad(loss, list(leaves.values()), create_graph=create_graph, allow_unused=True)
+    found = engine(loss, [*leaves.values()])
     return {name: grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
 
 

@@ -4,7 +4,6 @@ An operation is a function `(carry, purpose) -> carry`. The carry changes along 
 run and is the same for all of it. Events, stages and scopes lower themselves to operations.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -142,9 +141,13 @@ def walk(program: Iterable[Node]) -> Iterator[Node]:
 def in_order(operations: Iterable[Operation]) -> Operation:
     """Return one operation that runs the given ones one after the other: the fold."""
     ops = tuple(operations)
+    if len(ops) == 1:
+        return ops[0]
 
     def run(carry: Carry, purpose: Purpose) -> Carry:
-        return functools.reduce(lambda carry, op: op(carry, purpose), ops, carry)
+        for op in ops:
+            carry = op(carry, purpose)
+        return carry
 
     return run
 
@@ -169,7 +172,7 @@ def lift(
             new_state = fn(state, purpose.watch)
         finally:
             CURRENT.reset(token)
-        if may_set_gradients and used and new_state.grads:
+        if may_set_gradients and used and new_state.grads and new_state.grads is not state.grads:
             old: dict[str, Any] = state.grads or {}
             used -= {name for name, grad in new_state.grads.items() if grad is not old.get(name)}
         return Carry(new_state, used, terms)

@@ -1,0 +1,46 @@
+"""torch's autograd engine and grad mode without the checks of their public functions.
+
+`torch.autograd.grad` checks its arguments, and `torch.enable_grad` prepares to be a decorator. In a step of a small
+network the two cost as much as a layer.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function
+
+
+try:  # a private function, which `torch.autograd.grad` and `Tensor.backward` call
+    from torch.autograd.graph import _engine_run_backward as _run_backward
+except ImportError:  # pragma: no cover
+    _run_backward = None
+
+
+__all__ = ["GradMode", "gradients"]
+
+
+def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Return the gradients of a real 0-d loss that has a graph, `None` for leaves that it does not reach."""
+    is_plain = loss.is_floating_point() and not has_torch_function((loss, *leaves))
+    if _run_backward is None or not is_plain or torch.compiler.is_compiling():
+        return torch.autograd.grad(loss, leaves, allow_unused=True)
+    # By position: grad_outputs, retain_graph, create_graph, inputs, allow_unused.
+    return _run_backward((loss,), (torch.ones_like(loss),), False, False, tuple(leaves), True, accumulate_grad=False)
+
+
+class GradMode:
+    """Context manager that sets whether operations are recorded, as `torch.set_grad_enabled` does."""
+
+    __slots__ = ("_before", "_mode")
+
+    def __init__(self, mode: bool) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(self._mode)
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._set_grad_enabled(self._before)

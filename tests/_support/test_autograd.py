@@ -1,0 +1,44 @@
+"""torch's engine without the checks of its public functions: the same gradients and grad mode."""
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from purecompose._support import autograd
+
+
+class Calls(TorchFunctionMode):
+    """Mode that lists the functions of torch that are called in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.found.append(func)
+        return func(*args, **kwargs or {})
+
+
+def gradients():
+    x, y, unreached = (torch.tensor([1.0, 2.0], requires_grad=True) for _ in range(3))
+    return autograd.gradients((x * y.exp()).sum(), [x, y, unreached])
+
+
+@pytest.mark.parametrize("way", ["observed by a mode", "without the private function"])
+def test_gradients_are_those_of_the_public_function(way, monkeypatch):
+    expected = gradients()
+    with Calls() as calls, monkeypatch.context() as patch:
+        if way != "observed by a mode":
+            patch.setattr(autograd, "_run_backward", None)
+        found = gradients()
+    assert torch.autograd.grad in calls.found
+    assert all(map(torch.equal, found[:2], expected[:2])) and found[2] is expected[2] is None
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_the_grad_mode_is_restored(outer):
+    with torch.set_grad_enabled(outer):
+        with pytest.raises(KeyError), autograd.GradMode(not outer):
+            assert torch.is_grad_enabled() is not outer
+            raise KeyError
+        assert torch.is_grad_enabled() is outer
