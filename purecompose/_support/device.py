@@ -1,11 +1,13 @@
 """Device helpers: numbers sent without waiting, the precision of products, and where modules are built."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from purecompose._support.scopes import NOTHING
 
 
 __all__ = ["AUTOCAST", "PRECISIONS", "arithmetic", "as_scalar", "building", "sent"]
@@ -16,7 +18,6 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = ("fp32", "tf32", *AUTOCAST)
 """Precisions of a state: full float32; float32 with products rounded on a GPU; a forward pass in half precision."""
 
-_AS_IT_IS = nullcontext()
 _BACKENDS: Any = torch.backends  # pyright does not know all of its members
 _ON_CUDA = (_BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.cudnn.rnn)
 _ALL = (*_ON_CUDA, _BACKENDS.mkldnn.matmul)
@@ -74,9 +75,9 @@ def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[N
     if torch._C._is_any_autocast_enabled():
         return _without_autocast(precision, device)
     if device.type != "cuda":
-        return _AS_IT_IS
+        return NOTHING
     tf32 = precision == "tf32"
-    return _AS_IT_IS if _multiplies(tf32) else _multiplying(tf32)
+    return NOTHING if _multiplies(tf32) else _multiplying(tf32)
 
 
 @contextmanager

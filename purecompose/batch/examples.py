@@ -116,6 +116,8 @@ def reported_size(batch: Any) -> int | None:
 
 def leading_size(inputs: Any, dim: int = 0) -> int | None:
     """Return the size of all tensors along the dimension of the examples; `None` without tensors or a common size."""
+    if type(inputs) is Tensor:
+        return inputs.shape[dim] if inputs.ndim > dim else None
     sizes = _leading_sizes(inputs, dim)
     # Compared one by one, because symbolic sizes cannot be hashed.
     return sizes[0] if sizes and all(size == sizes[0] for size in sizes) else None

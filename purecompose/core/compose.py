@@ -5,7 +5,7 @@ once, with the algorithms in the order determined by the passes; a step looks up
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from purecompose._support.autograd import GradMode
 from purecompose._support.device import arithmetic
 from purecompose._support.keywords import suggests_keywords
+from purecompose._support.scopes import NOTHING, together
 from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.application import application
@@ -53,7 +54,6 @@ from purecompose.time.predicates import NEVER
 __all__ = ["Step", "compose"]
 
 _WHOLE = Cut(1)
-_UNGUARDED: AbstractContextManager[None] = nullcontext()
 
 
 class Prepared(NamedTuple):
@@ -172,8 +172,9 @@ class Step:
         case = prepared.bits, prepared.num_examples
         checked = self._cache.checked.get(case) if observe is None else None
         is_first = checked is not context and checked != context
-        grad_mode = _UNGUARDED if wants_outer_gradient(state, batch) else GradMode(False)
-        with self.guarded(state, batch, is_first=is_first), arithmetic(context.precision, state.device), grad_mode:
+        grad_mode = NOTHING if wants_outer_gradient(state, batch) else GradMode(False)
+        guarded = self.guarded(state, batch, is_first=is_first)
+        with together(guarded, arithmetic(context.precision, state.device), grad_mode):
             if is_first:
                 end = self.run_checked(prepared.bits, prepared.start(), observe)
             else:
@@ -216,12 +217,7 @@ class Step:
     def guarded(self, state: State, batch: Any, *, is_first: bool) -> AbstractContextManager[Any]:
         """Return the context manager in which the program's scopes require a step to run."""
         guards = [guard for make in self._guards if (guard := make(self, state, batch, is_first=is_first)) is not None]
-        if not guards:
-            return _UNGUARDED
-        stack = ExitStack()
-        for guard in guards:
-            stack.enter_context(guard)
-        return stack
+        return together(*guards)
 
     def num_examples(self, state: State, batch: Any) -> int:
         """Return the number of examples in a batch, or in each member's batch."""

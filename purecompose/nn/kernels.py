@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,12 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from purecompose._support.functorch import is_fake, is_transforming
+from purecompose._support.scopes import NOTHING
 from purecompose.nn.keyed.layers import past_dispatch
 
 
 __all__ = ["kernels"]
-
-_AS_IT_IS = nullcontext()
 
 
 def kernels(
@@ -29,7 +28,7 @@ def kernels(
         return _transformed(narrow, device)
     if params and is_fake(next(iter(params.values()))):
         return _Traced()
-    return _GroupNormOfData() if has_group_norms and torch.is_grad_enabled() else _AS_IT_IS
+    return _GroupNormOfData() if has_group_norms and torch.is_grad_enabled() else NOTHING
 
 
 @contextmanager
@@ -39,7 +38,7 @@ def _transformed(narrow: torch.dtype | None, device: str) -> Iterator[None]:
 
     torch's fused attention has no second derivative, and on the CPU `vmap` runs it in a loop, with a warning.
     """
-    with sdpa_kernel(SDPBackend.MATH), _Transformed(), _AS_IT_IS if narrow is None else _Narrowed(narrow, device):
+    with sdpa_kernel(SDPBackend.MATH), _Transformed(), NOTHING if narrow is None else _Narrowed(narrow, device):
         yield
 
 
@@ -119,7 +118,7 @@ class _Traced(TorchFunctionMode):
             return False
         if func is torch.nn.functional.group_norm and isinstance(args[0], Tensor) and args[0].shape[0] == 1:
             args = (args[0].contiguous(), *args[1:])
-        with _without_onednn() if func is torch.lstm else _AS_IT_IS:
+        with _without_onednn() if func is torch.lstm else NOTHING:
             return func(*args, **kwargs or {})
 
 

@@ -1,7 +1,7 @@
 """One forward pass of a skeleton: bind the tensors, draw random numbers by key, return new buffers."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from purecompose import batch as batches, random, tree
 from purecompose._support.device import AUTOCAST, arithmetic
 from purecompose._support.functorch import is_fake, is_transforming
+from purecompose._support.scopes import NOTHING, together
 from purecompose._support.warnings import warn
 from purecompose._support.writes import DataGuard, WriteGuard, kept_in_place
 from purecompose.nn.kernels import kernels
@@ -22,7 +23,6 @@ from purecompose.nn.skeleton import Skeleton
 __all__ = ["call_model", "is_first_run", "looking_for_draws", "warn_of_dropped"]
 
 _LOOKING: ContextVar[bool] = ContextVar("looking_for_draws", default=False)
-_AS_IT_IS = nullcontext()
 _CPU = torch.device("cpu")
 
 
@@ -88,7 +88,7 @@ def call_model(
         params = {name: _contiguous(param) for name, param in params.items()}
         inputs = batches.map_tensors(_contiguous, inputs)
     scope = kernels(params, narrow, device.type, has_group_norms=skeleton.has_group_norms)
-    with arithmetic(precision, device), _autocast(narrow, device.type), scope:
+    with together(arithmetic(precision, device), _autocast(narrow, device.type), scope):
         looking = _LOOKING.get()
         if skeleton.draws is False and skeleton.is_fixed and not looking:
             outputs, new_buffers = _run(skeleton, params, buffers, inputs)
@@ -134,7 +134,7 @@ def _run(
     params: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     inputs: Any,
-    context: AbstractContextManager[Any] = _AS_IT_IS,
+    context: AbstractContextManager[Any] = NOTHING,
     *,
     is_watched: bool = False,
 ) -> _Result:
@@ -191,7 +191,7 @@ class _Pass(NamedTuple):
         self.skeleton.draws = result is None
         return self._drawn()[0] if result is None else result
 
-    def _plain(self, context: AbstractContextManager[Any] = _AS_IT_IS) -> _Result:
+    def _plain(self, context: AbstractContextManager[Any] = NOTHING) -> _Result:
         before = _versions(self.params)
         with self._guards():
             result = _run(self.skeleton, self.params, self.buffers, self.inputs, context, is_watched=self.is_watched)
@@ -205,7 +205,7 @@ class _Pass(NamedTuple):
         """Return a scope that stops or detects assignments to `.data`; under transforms torch itself rejects them."""
         is_traced = bool(self.params) and is_fake(next(iter(self.params.values())))
         if is_transforming() or not (is_traced or self.is_watched):
-            return _AS_IT_IS
+            return NOTHING
         guards = ExitStack()
         if is_traced:
             guards.enter_context(DataGuard(self.params, _write_error))
@@ -291,7 +291,7 @@ def _device(params: Mapping[str, Tensor]) -> torch.device:
 
 
 def _autocast(dtype: torch.dtype | None, device: str) -> AbstractContextManager[Any]:
-    return _AS_IT_IS if dtype is None else torch.autocast(device, dtype, cache_enabled=False)
+    return NOTHING if dtype is None else torch.autocast(device, dtype, cache_enabled=False)
 
 
 def _call(module: torch.nn.Module, inputs: Any) -> Any:

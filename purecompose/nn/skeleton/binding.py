@@ -2,8 +2,8 @@
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ class Skeleton:
             slots = self._param_slots if name in param_names else self._buffer_slots
             slots.append(_Slot(name, place.container, place.key))
         self._slots = self._param_slots + self._buffer_slots
+        self._at_rest = [(container, key, container[key]) for _, container, key in self._slots]
         self._lock = threading.RLock()
         self._depth = 0
         self._held: list[_Bound] | None = None
@@ -103,31 +104,50 @@ class Skeleton:
         with self._lock:
             return copy.deepcopy(self.module, {id(place.tensor): place.tensor for place in places(self.module)})
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> "_Held":
         """Return a scope that keeps all bindings made in it until its end, since activation checkpointing recomputes
         forward passes in it.
         """
-        with self._lock:
-            if self._held is not None:
-                yield
-                return
-            self._held = []
-            try:
-                yield
-            finally:
-                scope, self._held = self._held, None
-                bindings = scope.copy()
-                scope.clear()  # breaks the cycle with the bindings, which would keep their tensors alive for a while
-                if len(bindings) == 1:  # avoids the stack, which costs as much as the release
-                    bindings[0].release()
-                else:
-                    with ExitStack() as stack:
-                        for binding in bindings:
-                            stack.callback(binding.release)
-            for binding in bindings:
-                if binding.notes:
-                    binding.check_untouched()
+        return _Held(self)
+
+
+class _Held:
+    """Context that holds bindings; a class, since a generator costs twice as much and every step uses it."""
+
+    __slots__ = ("is_outermost", "skeleton")
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self.skeleton = skeleton
+
+    def __enter__(self) -> None:
+        skeleton = self.skeleton
+        skeleton._lock.acquire()
+        self.is_outermost = skeleton._held is None
+        if self.is_outermost:
+            skeleton._held = []
+
+    def __exit__(self, kind: Any, *error: object) -> None:
+        skeleton = self.skeleton
+        try:
+            if self.is_outermost:
+                self._release(is_failed=kind is not None)
+        finally:
+            skeleton._lock.release()
+
+    def _release(self, *, is_failed: bool) -> None:
+        scope, self.skeleton._held = self.skeleton._held, None
+        assert scope is not None
+        bindings = scope.copy()
+        scope.clear()  # breaks the cycle with the bindings, which would keep their tensors alive for a while
+        if len(bindings) == 1:  # avoids the stack, which costs as much as the release
+            bindings[0].release()
+        else:
+            with ExitStack() as stack:
+                for binding in bindings:
+                    stack.callback(binding.release)
+        for binding in () if is_failed else bindings:
+            if binding.notes:
+                binding.check_untouched()
 
 
 class _Slot(NamedTuple):
@@ -189,7 +209,6 @@ class _Bound:
         """Prepare the swap; `first` is the binding that this one repeats, for a recomputation."""
         self.is_watched = is_watched
         self.skeleton, self.params, self.buffers, self.first = skeleton, params, buffers, first
-        self.saved: list[tuple[Any, Any, Any]] = []
         self.scope: list[_Bound] | None = None
         self.notes: dict[str, tuple[Tensor, int | None, Tensor | None]] = {}
 
@@ -214,7 +233,10 @@ class _Bound:
         skeleton._depth += 1
         skeleton._is_watched |= self.is_watched
         slots = skeleton._slots
-        self.saved = [(container, key, container[key]) for _, container, key in slots]
+        if skeleton._depth == 1:
+            self.saved = skeleton._at_rest
+        else:
+            self.saved = [(container, key, container[key]) for _, container, key in slots]
         for (_, container, key), tensor in zip(slots, new, strict=True):
             container[key] = tensor
         self.token = _CURRENT.set(self)
