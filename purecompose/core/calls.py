@@ -32,7 +32,7 @@ def rng_of_turn(state: Any, name: str) -> random.Rng:
     return _shared_rng(state, name if part is None or not part.turn else f"{name}, turn {part.turn}")
 
 
-def run_model(state: Any, inputs: Any, *, train: bool, rng_name: str | None) -> _Result:
+def run_model(state: Any, inputs: Any, *, train: bool, rng_name: str | None = None) -> _Result:
     """See `State.run_model`."""
     part = CURRENT.get() if rng_name is None else None
     name = rng_name or (".state.forward" if part is None else part.next_pass())
@@ -42,11 +42,15 @@ def run_model(state: Any, inputs: Any, *, train: bool, rng_name: str | None) -> 
             part.check_replayable()
         return _shared_rng(state, name)
 
-    num_examples = batches.leading_size(inputs) if state.context.layout.has_rows(state.batch) else None
+    def num_examples() -> int | None:
+        return batches.leading_size(inputs) if state.context.layout.has_rows(state.batch) else None
+
     return _call(state, state.context.model, inputs, num_examples, train=train, rng=rng)
 
 
-def run_loss(state: Any, fn: Callable[[Callable[..., Any]], Any], *, train: bool, num_examples: int | None) -> _Result:
+def run_loss(
+    state: Any, fn: Callable[[Callable[..., Any]], Any], *, train: bool, num_examples: int | None = None
+) -> _Result:
     """See `State.call_loss`."""
     context = state.context
     if context.loss_scalars:
@@ -57,15 +61,23 @@ def run_loss(state: Any, fn: Callable[[Callable[..., Any]], Any], *, train: bool
         fn = lambda loss: inner(with_scalars(loss, scalars))  # noqa: E731
     if context.loss_model is None:
         return fn(context.loss), state.buffers
-    if not context.layout.has_rows(state.batch):
-        num_examples = None
-    elif num_examples is None:
-        num_examples = state.num_examples
-    return _call(state, context.loss_model, [fn], num_examples, train=train, rng=lambda: state.rng(".loss"))
+
+    def num_rows() -> int | None:
+        if not context.layout.has_rows(state.batch):
+            return None
+        return state.num_examples if num_examples is None else num_examples
+
+    return _call(state, context.loss_model, [fn], num_rows, train=train, rng=lambda: state.rng(".loss"))
 
 
 def _call(
-    state: Any, model: Model, inputs: Any, num_examples: int | None, *, train: bool, rng: Callable[[], random.Rng]
+    state: Any,
+    model: Model,
+    inputs: Any,
+    num_examples: Callable[[], int | None],
+    *,
+    train: bool,
+    rng: Callable[[], random.Rng],
 ) -> _Result:
     context, buffers = state.context, state.buffers
     is_whole = context.loss_model is None

@@ -4,6 +4,7 @@ A program is a tuple of events, stages and scopes; a training step is the fold o
 """
 
 from purecompose import losses
+from purecompose.core.calls import run_loss, run_model
 from purecompose.core.coupling import targets_of_loss, with_loss_of_slice
 from purecompose.core.operation import Carry, Lowered, Place, Purpose, in_order
 from purecompose.core.program import Program, Stage, Update
@@ -36,7 +37,7 @@ __all__ = [
 
 
 def _forward(state: State) -> State:
-    outputs, buffers = state.run_model(state.inputs, train=True)
+    outputs, buffers = run_model(state, state.inputs, train=True)
     return state.replace(outputs=outputs, buffers=buffers)
 
 
@@ -49,7 +50,7 @@ def _loss(state: State) -> State:
     if state.whole_loss is not None:
         return with_loss_of_slice(state)
     outputs, targets = state.outputs, targets_of_loss(state)
-    (loss, parts), buffers = state.call_loss(lambda loss: losses.evaluate_parts(loss, outputs, targets), train=True)
+    (loss, parts), buffers = run_loss(state, lambda loss: losses.evaluate_parts(loss, outputs, targets), train=True)
     changes = {} if buffers is state.buffers else {"buffers": buffers}
     if parts:
         changes["metrics"] = {**state.metrics, **losses.metrics_of_parts(parts)}

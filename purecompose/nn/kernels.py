@@ -26,7 +26,7 @@ def kernels(
     """
     if is_transforming():
         return _transformed(narrow, device)
-    if params and is_fake(next(iter(params.values()))):
+    if params and type(first := next(iter(params.values()))) is not Tensor and is_fake(first):
         return _Traced()
     return _GroupNormOfData() if has_group_norms and torch.is_grad_enabled() else NOTHING
 

@@ -49,12 +49,12 @@ def is_first_run() -> bool:
 def call_model(
     model: Model,
     params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
+    buffers: dict[str, Tensor],
     inputs: Any,
     *,
     train: bool,
     rng: Callable[[], random.Rng],
-    num_examples: int | None = None,
+    num_examples: Callable[[], int | None] = lambda: None,
     first_example: int | Tensor = 0,
     precision: str = "fp32",
 ) -> tuple[Any, dict[str, Tensor]]:
@@ -67,7 +67,7 @@ def call_model(
         inputs: One argument, a list of arguments, or a mapping of keyword arguments.
         train: True to run modules in training mode, False for evaluation mode.
         rng: Function that returns the `Rng` of the network's draws; called only if it draws.
-        num_examples: The batch's size, for draws per example.
+        num_examples: Function that returns the batch's size, for draws per example; called as `rng` is.
         first_example: The index, in the whole batch, of this batch's first example.
         precision: "fp32", "tf32", "bf16" or "fp16", as in `State.create`.
 
@@ -88,7 +88,8 @@ def call_model(
         params = {name: _contiguous(param) for name, param in params.items()}
         inputs = batches.map_tensors(_contiguous, inputs)
     scope = kernels(params, narrow, device.type, has_group_norms=skeleton.has_group_norms)
-    with together(arithmetic(precision, device), _autocast(narrow, device.type), scope):
+    autocast = NOTHING if narrow is None else torch.autocast(device.type, narrow, cache_enabled=False)
+    with together(arithmetic(precision, device), autocast, scope):
         looking = _LOOKING.get()
         if skeleton.draws is False and skeleton.is_fixed and not looking:
             outputs, new_buffers = _run(skeleton, params, buffers, inputs)
@@ -132,7 +133,7 @@ _Result = tuple[Any, dict[str, Tensor]]
 def _run(
     skeleton: Skeleton,
     params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
+    buffers: dict[str, Tensor],
     inputs: Any,
     context: AbstractContextManager[Any] = NOTHING,
     *,
@@ -140,7 +141,7 @@ def _run(
 ) -> _Result:
     """Return the result of a pass within a context, on its own copies of the buffers."""
     # A forward pass writes into the buffers it is given (batch norm's running statistics).
-    own = {name: buffer.clone() for name, buffer in buffers.items()} if buffers else {}
+    own = {name: buffer.clone() for name, buffer in buffers.items()} if buffers else buffers
     with skeleton.bound(params, own, is_watched=is_watched) as module, context:
         outputs = _call(module, inputs)
         if is_watched and (rebound := skeleton.rebound(params)):
@@ -153,10 +154,10 @@ class _Pass(NamedTuple):
 
     skeleton: Skeleton
     params: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
+    buffers: dict[str, Tensor]
     inputs: Any
     rng: Callable[[], random.Rng]
-    num_examples: int | None
+    num_examples: Callable[[], int | None]
     first_example: int | Tensor
     is_watched: bool
 
@@ -214,7 +215,7 @@ class _Pass(NamedTuple):
         return guards
 
     def _drawn(self) -> tuple[_Result, int]:
-        scope = modules.keyed(self.rng(), num_examples=self.num_examples, first_example=self.first_example)
+        scope = modules.keyed(self.rng(), num_examples=self.num_examples(), first_example=self.first_example)
         return self._plain(scope), scope.draws
 
     def _detected(self) -> _Result | None:
@@ -288,10 +289,6 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 def _device(params: Mapping[str, Tensor]) -> torch.device:
     return next(iter(params.values())).device if params else _CPU
-
-
-def _autocast(dtype: torch.dtype | None, device: str) -> AbstractContextManager[Any]:
-    return NOTHING if dtype is None else torch.autocast(device, dtype, cache_enabled=False)
 
 
 def _call(module: torch.nn.Module, inputs: Any) -> Any:

@@ -30,6 +30,8 @@ class Skeleton:
             name = names[id(place.tensor)]
             slots = self._param_slots if name in param_names else self._buffer_slots
             slots.append(_Slot(name, place.container, place.key))
+        self._param_names = [slot.name for slot in self._param_slots]
+        self._buffer_names = [slot.name for slot in self._buffer_slots]
         self._slots = self._param_slots + self._buffer_slots
         self._at_rest = [(container, key, container[key]) for _, container, key in self._slots]
         self._lock = threading.RLock()
@@ -64,7 +66,7 @@ class Skeleton:
 
     def slot_names(self) -> tuple[str, ...]:
         """Return the name of each place's tensor; the name of a tied tensor occurs several times."""
-        return tuple(slot.name for slot in self._slots)
+        return (*self._param_names, *self._buffer_names)
 
     def current_buffers(self) -> dict[str, Tensor]:
         """Return the buffers' current values, including those that a forward pass rebound.
@@ -215,10 +217,10 @@ class _Bound:
     def __enter__(self) -> nn.Module:
         skeleton, params, buffers = self.skeleton, self.params, self.buffers
         try:
-            new = [params[slot.name] for slot in skeleton._param_slots]
+            new = list(map(params.__getitem__, skeleton._param_names))
             if not skeleton.is_fixed:
                 _mark_parameters(new)
-            new += [buffers[slot.name] for slot in skeleton._buffer_slots]
+            new += map(buffers.__getitem__, skeleton._buffer_names)
         except KeyError as error:
             raise KeyError(
                 f"the model's tensor {error.args[0]!r} is missing from the given params and buffers"
