@@ -76,7 +76,10 @@ class CrossEntropy:
     def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         is_index = has_index_targets(outputs, targets)
         options: dict[str, Any] = {"ignore_index": self.ignore_index} if is_index else {}
-        targets = targets.long() if is_index else self._dense(outputs, targets)
+        if not is_index:
+            targets = self._dense(outputs, targets)
+        elif targets.dtype is not torch.int64:
+            targets = targets.long()
         if is_index and self.weight is None:
             return F.cross_entropy(outputs, targets, reduction=reduction, **options)
         weight = self._class_weights(outputs, outputs.dtype)

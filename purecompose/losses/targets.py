@@ -38,9 +38,10 @@ def has_index_targets(outputs: Tensor, targets: Tensor) -> bool:
             f"{type(targets).__name__}; let the loss or the model's forward pick the tensor out (as in "
             "`outputs.logits`), or use losses.model_loss where the model computes its own loss"
         )
-    if targets.shape == outputs.shape:
+    given, scores = targets.shape, outputs.shape
+    if given == scores:
         return False
-    if outputs.ndim != targets.ndim + 1 or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
+    if len(scores) != len(given) + 1 or (scores[0], *scores[2:]) != given:
         raise ValueError(_misfit(outputs, targets))
     if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
         raise ValueError(
