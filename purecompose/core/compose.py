@@ -216,6 +216,8 @@ class Step:
 
     def guarded(self, state: State, batch: Any, *, is_first: bool) -> AbstractContextManager[Any]:
         """Return the context manager in which the program's scopes require a step to run."""
+        if not self._guards:
+            return NOTHING
         guards = [guard for make in self._guards if (guard := make(self, state, batch, is_first=is_first)) is not None]
         return together(*guards)
 

@@ -176,12 +176,13 @@ def _set_by_body(before: State, after: State) -> dict[str, Any]:
     new = after.__dict__
     # A field that neither state has looked up yet (see `Leasable`) was not replaced.
     found = {name: new[name] for name in _LEAVE_GRAD if name in new and new[name] is not getattr(before, name)}
-    return {**found, "loss": after.loss}
+    found["loss"] = after.loss
+    return found
 
 
 def _detached(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return _cut_off(value)
+        return value.detach() if value.requires_grad else value
     if type(value) is dict:  # buffers, slots and metrics: map_tensors costs more than a layer of a small network
         return {name: _detached(member) for name, member in value.items()}
     return batches.map_tensors(_cut_off, value)

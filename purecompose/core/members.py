@@ -54,8 +54,9 @@ class _Single:
     """A single state."""
 
     def check(self, state: State) -> None:
-        remedy = "population(step, n) steps all of them, unstack_states(state) gives each of them"
-        check_single(state, "step(state, batch)", remedy)
+        if state.key.ndim > 1:
+            remedy = "population(step, n) steps all of them, unstack_states(state) gives each of them"
+            check_single(state, "step(state, batch)", remedy)
 
     def one(self, state: State) -> State:
         return state

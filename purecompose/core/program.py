@@ -85,12 +85,12 @@ class Update:
             raise RuntimeError("the program's update comes before any Grad: there are no gradients")
         if not state.grads:  # a method has removed them all, for a later step
             return carry
-        if self.wrt is None:
-            chosen = state.grads
-        else:
+        chosen, grads = state.grads, state.grads
+        if self.wrt is not None:
             # Match all trainable names, because gradients that an earlier update has used are gone after the next Grad.
             chosen = matching_params(tuple(dict.fromkeys([*state.context.trainable, *state.grads])), self.wrt)
-        grads = {name: state.grads[name] for name in chosen if name in state.grads and name not in used}
+        if used or self.wrt is not None:
+            grads = {name: state.grads[name] for name in chosen if name in state.grads and name not in used}
         if not grads:
             if used.isdisjoint(chosen):  # the loss does not reach them
                 return carry

@@ -89,7 +89,9 @@ class Grad(Scope):
 
         def run(carry: Carry, purpose: Purpose) -> Carry:
             state, used, _ = carry
-            names = matching_params(state.context.trainable, self.wrt)
+            names = state.context.trainable
+            if self.wrt is not None:
+                names = matching_params(names, self.wrt)
             if used and state.grads is not None:
                 carry = carry._replace(state=state.replace(grads=_without(state.grads, used) or None))
             after = differentiate(lambda inner: body(inner, purpose), carry, names)

@@ -253,15 +253,14 @@ def _gathered(
     """Return a cell's gradients (in its parameters' dtypes), parameters and slots as lists."""
     names = cell.names
     try:
-        cell_params = [params[name] for name in names]
-        slots = {slot: [opt_state[slot][name] for name in names] for slot in cell.slots}
+        cell_params = list(map(params.__getitem__, names))
+        slots = {slot: list(map(opt_state[slot].__getitem__, names)) for slot in cell.slots}
     except KeyError:
         raise KeyError(_missing(cell, opt_state, params)) from None
-    cell_grads = [grads[name] for name in names]
     # Gradients accumulated in another precision must not promote the parameters.
     cell_grads = [
-        grad if grad.dtype is param.dtype else grad.to(param.dtype)
-        for grad, param in zip(cell_grads, cell_params, strict=True)
+        grad if (grad := grads[name]).dtype is param.dtype else grad.to(param.dtype)
+        for name, param in zip(names, cell_params, strict=True)
     ]
     return cell_grads, cell_params, slots
 
