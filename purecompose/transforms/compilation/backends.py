@@ -23,6 +23,7 @@ from torch import Tensor, _guards, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
+from purecompose.transforms.compilation.layouts import with_channels_last
 
 
 __all__ = ["BACKENDS", "Compiled", "MODES", "compile_graph", "ensure_cache"]
@@ -102,7 +103,7 @@ def _imports() -> Future[list[Any]]:
 
 
 def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
-    inductor, inner, decomposition, *_ = _imports().result()
+    inductor, inner, decomposition, _, lowering = _imports().result()
     decompositions = decomposition.select_decomp_table()
     options = dict(inductor.list_mode_options(mode)) if mode not in (None, "default") else {}
     options["triton.cudagraphs"] = False  # CUDA graphs are captured around the whole call, by `Replay`
@@ -113,6 +114,8 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
     context = _guards.tracing(_guards.TracingContext(mode_of_fakes))
     with inductor.config.patch(options), context, mode_of_fakes:
         graph = _functional(graph, decompositions)
+        if lowering.GraphLowering.decide_layout_opt(graph, is_inference=False):
+            graph = with_channels_last(graph)
         # The code after the graph reads each result by its traced strides. Inductor keeps the strides of the results
         # listed here; it chooses the layout of others, such as channels last for convolutions.
         (output,) = graph.graph.find_nodes(op="output")
