@@ -39,6 +39,7 @@ def run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 # torch.compile warns about its own code: deprecated modules, gradients that it accesses.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_step_overhead_measures_five_sides_without_and_with_methods(run: Run) -> None:
     rows = run("step_overhead")
@@ -102,6 +103,7 @@ def test_products_measures_torch(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     assert rows[0]["side"] == "torch" and all(row["GFLOP/s"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_many_leaves_measures_with_and_without_donation(run: Run) -> None:
     rows = run("many_leaves")
     assert [row["donated"] for row in rows] == [False, True]
@@ -129,6 +131,7 @@ def test_alibi_lengths_evaluates_at_lengths_beyond_those_of_training(run: Run) -
     assert all(rows[name]["loss_at_32"] > 0 for name in ("alibi", "learned", "learned, full length"))
 
 
+@pytest.mark.slow
 def test_algorithms_cost_has_rows_for_the_cost_of_each_algorithm(run: Run) -> None:
     rows = run("algorithms_cost", "--algorithm", "label_smoothing")
     assert [(row["algorithm"], row["network"].partition(" ")[0]) for row in rows] == [

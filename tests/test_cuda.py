@@ -167,7 +167,8 @@ def test_an_optimizer_of_torch_gives_the_same_step_on_the_gpu() -> None:
 
 
 @pytest.mark.parametrize(("device", "watch"), DEVICES)
-@pytest.mark.parametrize("task", ["vectors", pytest.param("images", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["vectors", "images"])
 @pytest.mark.filterwarnings("ignore:decoupled_weight_decay. .*also has a weight decay")
 @pytest.mark.filterwarnings("ignore:.*replaces the gradients")
 def test_all_methods_together_do_not_wait(task: str, device: str, watch: Watch) -> None:

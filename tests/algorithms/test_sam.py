@@ -455,6 +455,7 @@ def test_gradients_flow_to_rho_and_through_the_norm():
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_compiled_steps_agree_and_the_interval_costs_one_more_variant():
     step = compose(loop_events, [sam(0.5, every=2), alg.mixup(0.3)])
     fast = pc.compile(step, backend="aot_eager", quiet=True)

@@ -136,7 +136,8 @@ def test_bad_arguments_are_refused_in_one_line(here, capsys, arguments, expected
     assert len(err.splitlines()) == 1 and expected in err
 
 
-@pytest.mark.parametrize("num", [3, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [3, None])
 def test_all_is_every_shipped_algorithm(here, capsys, monkeypatch, num) -> None:
     from purecompose.testing.shipped import SHIPPED
 

@@ -8,6 +8,7 @@ import pytest
 
 from purecompose.cli import load_run, main
 from purecompose.cli.settings import UsageError
+from tests.sampling import one_in
 
 
 MODULE = """
@@ -65,13 +66,16 @@ def test_user_defined_code_trains(folder, capsys):
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ("evaluate", "run"),
-        ("predict", "run"),
-        ("plan", "run"),
-        ("train", "--resume", "--out", "run", "--quiet"),
-        ("train", "--config", "run/config.toml", "--quiet"),
-    ],
+    one_in(
+        5,
+        [
+            ("evaluate", "run"),
+            ("predict", "run"),
+            ("plan", "run"),
+            ("train", "--resume", "--out", "run", "--quiet"),
+            ("train", "--config", "run/config.toml", "--quiet"),
+        ],
+    ),
 )
 def test_code_that_a_file_names_is_not_run_unless_allowed(command, folder, capsys):
     assert main(["train", *OWN, *SHORT, "--out", "run"]) == 0

@@ -282,6 +282,7 @@ _MAKERS: Sequence[Callable[[], Algorithm]] = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow, HealthCheck.nested_given])
 @given(st.tuples(st.sampled_from(_MAKERS), st.sampled_from(_MAKERS)), st.integers(0, 3))
 def test_the_answer_does_not_depend_on_the_order_of_arguments(pair, seed: int) -> None:
@@ -311,6 +312,7 @@ def decided(answer: Conflicts) -> list[tuple[Event, tuple[str, str], str | None]
     return [(meeting.event, meeting.order, meeting.decided_by) for meeting in answer.conflicting]
 
 
+@pytest.mark.slow
 def test_conflicts_of_shipped_algorithms() -> None:
     answer = conflicts([mixup(0.2), label_smoothing(0.1), whole_sb()], max_examples=3)
     order = ("selective_backprop", "mixup")
@@ -457,6 +459,7 @@ def test_answers_are_values() -> None:
     assert hash(answer) == hash(commutes(shift(), scale(), **FEW))
 
 
+@pytest.mark.slow
 def test_pairs_that_act_at_different_times_are_recognised_without_a_run():
     def apply(event: Event, state: State) -> State:
         del event

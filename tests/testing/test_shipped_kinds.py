@@ -17,8 +17,8 @@ from purecompose.testing.ranks import played
 from purecompose.testing.shipped import Row
 
 
-def each_method(quick: str, *, without: tuple[str, ...] = ()) -> Any:
-    """Parametrize a test by all methods but those named; `quick` is the one among the quick tests."""
+def each_method(quick: str | None = None, *, without: tuple[str, ...] = ()) -> Any:
+    """Parametrize a test by all methods but those named; `quick` is the only one in the quick tests."""
     rows = [row for row in SHIPPED.values() if row.name not in without and not row.is_alone]
     return pytest.mark.parametrize(
         "row", [pytest.param(row, id=row.name, marks=[] if row.name == quick else pytest.mark.slow) for row in rows]
@@ -67,12 +67,12 @@ class Centred(nn.Module):
 
 
 LAWS = ["microbatches_agree", "ranks_agree", "vmap_agrees", "compiled_agrees"]
-# These need a loss for each example: losses of the batch as a whole have none.
 HALF = ("fused_layernorm", "low_precision_groupnorm", "low_precision_layernorm")  # idle in float32
+# These need a loss for each example: losses of the batch as a whole have none.
 PER_EXAMPLE = ("per_example_clipping", "selective_backprop")
 
 
-@each_method("layer_freezing", without=(*PER_EXAMPLE, *HALF))
+@each_method(without=(*PER_EXAMPLE, *HALF))
 def test_a_loss_with_state_that_compares_examples(row: Row) -> None:
     base = TASKS["vectors"] if "vectors" in row.accepted else task_of(row)
     options = {name: option for name, option in base.options.items() if name != "precision"}

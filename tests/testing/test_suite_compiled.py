@@ -209,6 +209,7 @@ def options_of(monkeypatch, seed):
     return made[0]
 
 
+@pytest.mark.slow
 def test_the_seed_decides_on_donation(monkeypatch):
     assert [options_of(monkeypatch, seed)[1]["donate"] for seed in range(4)] == [True, False, True, False]
 

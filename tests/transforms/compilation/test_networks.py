@@ -24,7 +24,8 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "kind, options", [(nn.LSTM, {}), (nn.LSTM, {"bidirectional": True}), (nn.GRU, {}), (nn.RNN, {})]
+    "kind, options",
+    [(nn.LSTM, {}), pytest.param(nn.LSTM, {"bidirectional": True}, marks=pytest.mark.slow), (nn.GRU, {}), (nn.RNN, {})],
 )
 def test_recurrent_networks_with_dropout_compile(kind, options):
     with torch.random.fork_rng():

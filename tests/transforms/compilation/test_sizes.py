@@ -163,6 +163,7 @@ def test_layouts_agree(lay: str) -> None:
     assert_runs_agree(step, fast, make_state(make_cnn()), batches)
 
 
+@pytest.mark.slow
 @DONATE
 def test_boundaries_and_slices_agree(donate: bool) -> None:
     methods = [scaling("a", Event.AFTER_DATALOADER, 1.1, 2), sharpness(when=every(3)), alg.mixup(0.2), noise()]
@@ -281,7 +282,7 @@ def test_layouts_agree_with_all_sizes_open(lay: str) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [True, pytest.param("all", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("text, task", examples_on_tasks(quick=24))
+@pytest.mark.parametrize("text, task", examples_on_tasks(quick=60))
 def test_shipped_settings_agree(text: str, task: str, dynamic: bool | str) -> None:
     step, fast = made([Subject.of(text).algorithm], dynamic=dynamic)
     state = step.init(TASKS[task].make_state(0, duration="5ba", batches_per_epoch=3))
