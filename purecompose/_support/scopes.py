@@ -1,6 +1,7 @@
 """Several context managers as one."""
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 
@@ -11,7 +12,7 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def together(*scopes: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Return one context manager for several, to be entered at once; those that do nothing cost nothing.
+    """Return one context manager for several; those that do nothing cost nothing.
 
     Example:
         >>> together(NOTHING, NOTHING) is NOTHING
@@ -20,7 +21,12 @@ def together(*scopes: AbstractContextManager[Any]) -> AbstractContextManager[Any
     active = [scope for scope in scopes if scope is not NOTHING]
     if len(active) < 2:
         return active[0] if active else NOTHING
+    return _nested(active)
+
+
+@contextmanager
+def _nested(scopes: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
     with ExitStack() as stack:
-        for scope in active:
+        for scope in scopes:
             stack.enter_context(scope)
-        return stack.pop_all()
+        yield

@@ -4,6 +4,7 @@ An operation is a function `(carry, purpose) -> carry`. The carry changes along 
 run and is the same for all of it. Events, stages and scopes lower themselves to operations.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -145,9 +146,7 @@ def in_order(operations: Iterable[Operation]) -> Operation:
         return ops[0]
 
     def run(carry: Carry, purpose: Purpose) -> Carry:
-        for op in ops:
-            carry = op(carry, purpose)
-        return carry
+        return functools.reduce(lambda carry, op: op(carry, purpose), ops, carry)
 
     return run
 
