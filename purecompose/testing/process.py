@@ -13,7 +13,16 @@ from typing import Any
 import torch
 
 
-__all__ = ["as_rank", "elsewhere", "process_restored", "process_settings", "read_settings", "seeded", "write_settings"]
+__all__ = [
+    "as_rank",
+    "elsewhere",
+    "ignoring_missing_terms",
+    "process_restored",
+    "process_settings",
+    "read_settings",
+    "seeded",
+    "write_settings",
+]
 
 
 def process_settings() -> dict[str, Any]:
@@ -64,6 +73,14 @@ def seeded(seed: int) -> Iterator[None]:
         python_random.seed(seed)
         if numpy is not None:
             numpy.random.seed(seed)
+        yield
+
+
+@contextlib.contextmanager
+def ignoring_missing_terms() -> Iterator[None]:
+    """Return a scope without the warning that an evaluation lacks terms of the training loss, which laws do not judge."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the loss of evaluator", UserWarning)
         yield
 
 

@@ -19,7 +19,7 @@ from purecompose.run.fit import fit
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.outer import after_batch, begun
-from purecompose.testing.process import elsewhere, process_settings
+from purecompose.testing.process import elsewhere, ignoring_missing_terms, process_settings
 from purecompose.testing.record import LASTING, Watched, check_equal, check_process, compare, snapshot
 from purecompose.testing.subject import Subject
 from purecompose.testing.suite.contract import watching_others
@@ -76,7 +76,7 @@ def _fitted(step: Step, start: State, case: Case, seed: int) -> _Fitted:
     total = case.epochs * case.batches_per_epoch
     duration = f"{case.start + _MOST_BATCHES}ba" if total - case.start > _MOST_BATCHES else None
     run = _Fitted()
-    with elsewhere(seed):
+    with ignoring_missing_terms(), elsewhere(seed):
         before = process_settings()
         run.end = fit(step, start, data, duration=duration, evaluate=evaluator, observers=run)
         check_process(before, ("before fit", "after it"))
