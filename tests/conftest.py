@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 
 
 # The quick tests try few cases; --slow and -m slow try more.
-settings.register_profile("dev", deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("dev", deadline=None, max_examples=6, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=True)
 PROFILE = "ci" if os.environ.get("CI") else "dev"
 settings.load_profile(PROFILE)

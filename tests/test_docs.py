@@ -149,6 +149,7 @@ def test_the_pages_gradient_through_two_steps_is_the_difference_quotient() -> No
     torch.testing.assert_close(gradient, quotient, rtol=0.02, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_page_on_compiled_steps(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "110")  # as without a terminal; a worker process may appear to have one
     names = run_page("compile.md")

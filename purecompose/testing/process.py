@@ -78,7 +78,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ignoring_missing_terms() -> Iterator[None]:
-    """Return a scope without the warning that an evaluation lacks terms of the training loss, which laws do not judge."""
+    """Return a scope without the warning that an evaluation lacks terms of the loss, which laws do not judge."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the loss of evaluator", UserWarning)
         yield

@@ -152,6 +152,7 @@ def test_evaluation_of_the_run_and_of_another_text(run: Run, trained: pathlib.Pa
     assert status == 2 and "digits holds images" in err
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_to_the_same_bits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = checksum(run("train", *SHORT)[1])
     observer = RunFolder.observer.fget

@@ -89,6 +89,7 @@ def test_scaling_and_adding_do_not_commute_by_the_closed_form() -> None:
     assert repr(case) in text and answer.path in text
 
 
+@pytest.mark.slow
 def test_the_counterexample_shows_the_difference_again() -> None:
     ours, theirs = mixup(0.2), noise(scale=5.0)
     answer = commutes(ours, theirs, **FEW)
@@ -112,6 +113,7 @@ def test_a_small_difference_is_within_the_tolerance() -> None:
     assert not commutes(ours, theirs, tolerance=1e-13, **FEW)
 
 
+@pytest.mark.slow
 def test_the_order_of_slots_and_metrics_is_ignored() -> None:
     assert commutes(bystander("one"), bystander("two"), **FEW)
 

@@ -143,6 +143,7 @@ def test_bodies_fixtures_and_classes(pytester) -> None:
     assert "2 passed" in done.stdout, done.stdout
 
 
+@pytest.mark.slow
 def test_laws_that_do_not_apply_are_skipped_and_undecidable_ones_fail(pytester) -> None:
     done = run_pytest(
         pytester,
