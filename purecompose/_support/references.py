@@ -148,7 +148,7 @@ def _item(where: str, holder: Any, key: Any) -> Place:
 
 
 def _is_code(value: Any) -> bool:
-    """Return whether a value is a Python module, a class, a function, or a property and the like."""
+    """Return whether a value is a Python module, a class, a function, or a descriptor such as a property."""
     return isinstance(value, (types.ModuleType, type)) or hasattr(type(value), "__get__")
 
 
