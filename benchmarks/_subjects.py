@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import purecompose as pc
-from purecompose import Algorithm, State, algorithms as alg, compose, loop_events, losses, models, optim
-from purecompose.nn import layers
+from purecompose import Algorithm, State, algorithms as alg, compose, loop_events, losses, optim
+from purecompose.nn import layers, models
 
 
 LR, MOMENTUM = 0.01, 0.9

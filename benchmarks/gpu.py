@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import purecompose as pc
-from purecompose import State, compose, loop_events, losses, models, optim
-from purecompose.nn import layers
+from purecompose import State, compose, loop_events, losses, optim
+from purecompose.nn import layers, models
 
 
 HAS_GPU = torch.cuda.is_available()

@@ -18,8 +18,9 @@ from _timing import Row, arguments, median_us, paired, parse, ratio, save
 from torch.nn import functional as F
 
 import purecompose as pc
-from purecompose import State, compose, loop_events, models
+from purecompose import State, compose, loop_events
 from purecompose.algorithms._layer_freezing import frozen_layers, layer_freezing, layers_of
+from purecompose.nn import models
 
 
 LENGTH = 100_000

@@ -23,8 +23,9 @@ from _subjects import Subject, going_on, new_state
 from _timing import Row, arguments, paired, parse, save
 
 import purecompose as pc
-from purecompose import Algorithm, compose, loop_events, models
+from purecompose import Algorithm, compose, loop_events
 from purecompose.algorithms.recipes import RECIPES
+from purecompose.nn import models
 
 
 POINTS = {"small images": 10_000, "whole images": 90_000}

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from _timing import Row, arguments, parse, quartiles, save
 
-from purecompose import Algorithm, State, algorithms as alg, compose, loop_events, losses, models, optim, tree
+from purecompose import Algorithm, State, algorithms as alg, compose, loop_events, losses, optim, tree
+from purecompose.nn import models
 
 
 METHODS: dict[str, Callable[[], Algorithm]] = {

@@ -13,6 +13,7 @@ from purecompose import (
     data,
     errors,
     losses,
+    nn,
     observers,
     optim,
     random,
@@ -33,7 +34,6 @@ from purecompose.core.passes import DEFAULT_PASSES
 from purecompose.core.state import State
 from purecompose.core.trace import traced
 from purecompose.losses import metrics
-from purecompose.nn import layers, models
 from purecompose.run import saving
 from purecompose.run.evaluation import Evaluator, evaluate, predict
 from purecompose.run.fit import fit, training
@@ -41,23 +41,21 @@ from purecompose.run.plateau import ReduceOnPlateau
 from purecompose.run.saving import Checkpoints, load, save
 from purecompose.run.stopping import EarlyStopping, Threshold
 from purecompose.schedule import hparam
-from purecompose.surgery.weights import to_module, with_weights
+from purecompose.surgery.weights import to_module
 from purecompose.time.event import Event
-from purecompose.time.predicates import ALWAYS, NEVER, after, before, between, epoch_ends, every, on
+from purecompose.time.predicates import after, before, between, epoch_ends, every, on
 from purecompose.transforms.compilation import compile
 from purecompose.transforms.data_parallel import data_parallel
 from purecompose.transforms.population import population, stack_states, unstack_states
 
 
 __all__ = [
-    "ALWAYS",
     "Algorithm",
     "Checkpoints",
     "DEFAULT_PASSES",
     "EarlyStopping",
     "Evaluator",
     "Event",
-    "NEVER",
     "ReduceOnPlateau",
     "State",
     "Step",
@@ -82,13 +80,12 @@ __all__ = [
     "functional",
     "hparam",
     "identity",
-    "layers",
     "load",
     "loop",
     "loop_events",
     "losses",
     "metrics",
-    "models",
+    "nn",
     "observers",
     "on",
     "optim",
@@ -109,7 +106,6 @@ __all__ = [
     "training",
     "tree",
     "unstack_states",
-    "with_weights",
 ]
 
 

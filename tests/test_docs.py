@@ -177,10 +177,10 @@ def test_the_page_on_surgery(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_page_on_models(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs" / "models.md").read_text()
-    for name in pc.models.MODELS:
+    for name in pc.nn.models.MODELS:
         (row,) = [line for line in text.splitlines() if line.startswith("|") and f"`{name}`" in line]
         described = re.sub(r"`, `", ", ", row.replace('"', "'"))
-        assert pc.models.describe(name).partition("(")[2].removesuffix(")") in described
+        assert pc.nn.models.describe(name).partition("(")[2].removesuffix(")") in described
     pytest.importorskip("transformers", reason="transformers is not installed")
     names = run_page("models.md")
     assert capsys.readouterr().out.startswith("torch.Size([4, 100, 65])\n")

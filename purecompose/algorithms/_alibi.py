@@ -38,7 +38,8 @@ def alibi_rules() -> surgery.Rules:
             which would be lost; or position embeddings in a network without any supported attention.
 
     Example:
-        >>> from purecompose import models, random
+        >>> from purecompose import random
+        >>> from purecompose.nn import models
         >>> from purecompose.nn.model import from_module
         >>> model, params, buffers, _ = from_module(models.gpt(65, 16, width=8, depth=1))
         >>> after = surgery.replace(model, alibi_rules(), params, buffers, key=random.key(0))

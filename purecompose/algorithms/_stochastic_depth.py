@@ -55,7 +55,7 @@ def stochastic_depth_rates(num_blocks: int, drop_rate: Any = 0.2, drop_distribut
 def stochastic_depth_rules(
     module: nn.Module, stochastic_method: str = "block", drop_rate: float = 0.2, drop_distribution: str = "linear"
 ) -> surgery.Rules:
-    """Return the rules that replace each residual block of a network by `purecompose.layers.StochasticDepth`.
+    """Return the rules that replace each residual block of a network by `purecompose.nn.layers.StochasticDepth`.
 
     Args:
         module: The network; only its names and structure are read.
@@ -65,7 +65,7 @@ def stochastic_depth_rules(
         TypeError, ValueError: A setting of the wrong type or out of range.
 
     Example:
-        >>> from purecompose import models
+        >>> from purecompose.nn import models
         >>> [kind.__name__ for kind in stochastic_depth_rules(models.resnet8(1, 10, width=4))]
         ['Module', 'StochasticDepth', 'DropPath']
     """
@@ -139,13 +139,13 @@ def stochastic_depth(
     Block i of L, in the order of definition, has the rate p (uniform) or p (i + 1) / L (linear). With `drop_warmup` w
     all rates are multiplied by min(t / w, 1).
 
-    Blocks are recognised by the names of their children. Blocks of `purecompose.models` and of torchvision's residual
-    networks are replaced, see `purecompose.nn.layers.residuals`, unless they directly have parameters, buffers or
-    hooks, or a forward set on the instance. In blocks of timm and Hugging Face with a `drop_path` (see
-    `purecompose.nn.layers.drop_paths`), of any rate, it is replaced by `purecompose.layers.DropPath`: there, a skipped
-    branch still updates its buffers, and the activation is still applied after it. The transformers of `torch.nn`, and
-    those of Hugging Face without `drop_path` (BERT, GPT-2), are not changed, and neither are parts of the network
-    without trainable parameters.
+    Blocks are recognised by the names of their children. Blocks of `purecompose.nn.models` and of torchvision's
+    residual networks are replaced, see `purecompose.nn.layers.residuals`, unless they directly have parameters, buffers
+    or hooks, or a forward set on the instance. In blocks of timm and Hugging Face with a `drop_path` (see
+    `purecompose.nn.layers.drop_paths`), of any rate, it is replaced by `purecompose.nn.layers.DropPath`: there, a
+    skipped branch still updates its buffers, and the activation is still applied after it. The transformers of
+    `torch.nn`, and those of Hugging Face without `drop_path` (BERT, GPT-2), are not changed, and neither are parts of
+    the network without trainable parameters.
 
     Events: INIT, and BATCH_START if rates vary. Reads the clock; replaces the model, and writes the rates, a buffer of
     each block.

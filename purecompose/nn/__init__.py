@@ -1,1 +1,6 @@
 """Networks: modules as pure functions, keyed randomness inside them, layers and models."""
+
+from purecompose.nn import layers, models
+
+
+__all__ = ["layers", "models"]

@@ -70,7 +70,7 @@ def check_evaluation_sees_averages(method: Algorithm) -> None:
     step, data = compose(loop_events, [method]), BATCHES[:2]
     state = states_after(method, cnn_state(), BATCHES)[-1]
     before = state.copy()
-    averaged = pc.with_weights(state, method.name)
+    averaged = pc.surgery.with_weights(state, method.name)
     expected = pc.evaluate(averaged, data)
     assert pc.evaluate(state, data, step=step) == expected != pc.evaluate(state, data)
     assert_same(pc.predict(state, data, step=step), pc.predict(averaged, data))
@@ -102,7 +102,7 @@ def check_populations(method: Algorithm) -> None:
         alone = states_after(method, start, BATCHES)[-1]
         assert_close(averages_of(member, method.name), averages_of(alone, method.name), rtol=1e-4, atol=1e-5)
         assert_close(member.params, alone.params, rtol=1e-4, atol=1e-5)
-    averaged = pc.unstack_states(pc.with_weights(found, method.name))
+    averaged = pc.unstack_states(pc.surgery.with_weights(found, method.name))
     losses = pc.evaluate(found, BATCHES[:2], step=both)["loss"]
     expected = [pc.evaluate(member, BATCHES[:2])["loss"] for member in averaged]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-6)

@@ -237,9 +237,9 @@ def test_evaluation_sees_the_later_one_of_two_averages():
     methods = [ema("1ba", name="fast"), ema("10ba", name="slow")]
     state = states_after(methods, cnn_state(), BATCHES)[-1]
     step = compose(loop_events, methods)
-    expected = pc.evaluate(pc.with_weights(state, "slow"), BATCHES[:1])
+    expected = pc.evaluate(pc.surgery.with_weights(state, "slow"), BATCHES[:1])
     assert pc.evaluate(state, BATCHES[:1], step=step) == expected
-    assert expected != pc.evaluate(pc.with_weights(state, "fast"), BATCHES[:1])
+    assert expected != pc.evaluate(pc.surgery.with_weights(state, "fast"), BATCHES[:1])
 
 
 # Networks of all kinds, and other ways to run them
@@ -250,7 +250,7 @@ def test_frozen_parameters_are_in_no_average():
     net[0].weight.requires_grad_(False)
     state = states_after(ema("2ba"), make_state(net), make_batches(3))[-1]
     assert state.slots["ema"].averages.params.keys() == {"0.bias", "3.weight", "3.bias"}
-    assert pc.with_weights(state, "ema").params["0.weight"] is state.params["0.weight"]
+    assert pc.surgery.with_weights(state, "ema").params["0.weight"] is state.params["0.weight"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -263,13 +263,13 @@ def test_averages_of_half_precision_are_float32(dtype):
     samples = [weights_of(state) for state in states[1:]]
     assert {tensor.dtype for tensor in states[-1].slots["ema"].averages.params.values()} == {torch.float32}
     assert_near(averages_of(states[-1], "ema"), expected_averages(samples, [0.999] * 5))
-    seen = pc.with_weights(states[-1], "ema").params
+    seen = pc.surgery.with_weights(states[-1], "ema").params
     assert {tensor.dtype for tensor in seen.values()} == {dtype}
 
 
 def test_counters_are_the_live_ones():
     state = states_after(ema("2ba"), cnn_state(), BATCHES)[-1]
-    seen = pc.with_weights(state, "ema").buffers
+    seen = pc.surgery.with_weights(state, "ema").buffers
     assert seen["1.num_batches_tracked"].item() == len(BATCHES)
     assert not torch.equal(seen["1.running_mean"], state.buffers["1.running_mean"])
 
@@ -291,7 +291,7 @@ class Masked(nn.Module):
 def test_masks_of_infinities_are_unchanged():
     state = states_after(ema("2ba", buffers=["mask"]), make_state(Masked()), make_batches(3))[-1]
     assert "mask" in state.slots["ema"].averages.buffers
-    assert torch.equal(pc.with_weights(state, "ema").buffers["mask"], state.buffers["mask"])
+    assert torch.equal(pc.surgery.with_weights(state, "ema").buffers["mask"], state.buffers["mask"])
 
 
 def test_patterns_choose_the_buffers_to_average():
@@ -319,7 +319,7 @@ def test_gradients_flow_through_averages():
         state = start.replace(hparams={"lr": rate})
         for seed in range(3):
             state = step(state, make_batch(seed, dtype=torch.float64))
-        return pc.tree.global_norm(pc.with_weights(state, "ema").params)
+        return pc.tree.global_norm(pc.surgery.with_weights(state, "ema").params)
 
     rate = torch.tensor(0.1, dtype=torch.float64)
     slope = torch.func.grad(loss_of_average)(rate)

@@ -139,7 +139,7 @@ def test_frozen_weights_have_frozen_factors_of_their_dtype():
 
 
 def test_neutral_and_wrong_settings():
-    assert factorize(False, False).predicate == pc.NEVER
+    assert factorize(False, False).predicate == pc.time.predicates.NEVER
     refused: list[tuple[dict[str, Any], type[Exception]]] = [
         ({"latent_features": 0}, ValueError), ({"min_channels": 0}, ValueError), ({"latent_channels": "a"}, TypeError),
         ({"factorize_convs": 1}, TypeError), ({"min_features": 1.5}, TypeError),

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import purecompose as pc
-from purecompose import functional, models, surgery
+from purecompose import functional, surgery
 from purecompose.algorithms import FACTORIES
+from purecompose.nn import models
 from tests.helpers import assert_same, make_state
 
 

@@ -276,7 +276,7 @@ def test_activation_checkpointing_computes_the_same_masks_again():
             return self.call(self.inner, x)
 
     ends = []
-    for call in (lambda inner, x: inner(x), pc.layers.checkpoint):
+    for call in (lambda inner, x: inner(x), pc.nn.layers.checkpoint):
         step, state = started(Net(call), gyro_dropout(0.5, 8, 4), microbatches=2)
         ends.append(step(state, make_batch()).params)
     torch.testing.assert_close(ends[0], ends[1])

@@ -11,11 +11,12 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 import purecompose as pc
-from purecompose import Algorithm, Event, State, compose, loop_events, losses, models, on, optim, tree
+from purecompose import Algorithm, Event, State, compose, loop_events, losses, on, optim, tree
 from purecompose.algorithms._gradient_norm import gradient_norm
 from purecompose.algorithms._layer_freezing import frozen_layers, frozen_share, layer_freezing, layers_of
 from purecompose.algorithms._loss_scaling import loss_scaling
 from purecompose.algorithms._weight_standardization import weight_standardization
+from purecompose.nn import models
 from purecompose.time import Timestamp
 from purecompose.time.predicates import NEVER
 from tests.algorithms import method_helpers as helpers

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import State, algorithms as alg, compose, loop_events, models
+from purecompose import State, algorithms as alg, compose, loop_events
 from purecompose.algorithms.functional import apply_squeeze_excite, apply_stochastic_depth
+from purecompose.nn import models
 from tests.helpers import assert_same, make_batches, make_state
 
 
@@ -171,7 +172,7 @@ def of(tensors: dict[str, Tensor], player: str) -> dict[str, Tensor]:
 
 def test_only_chosen_parameters_and_statistics_are_averaged() -> None:
     state = run(alg.ema("2ba", where="first.*"))[-1]
-    seen, whole = pc.with_weights(state, "ema"), pc.with_weights(run(alg.ema("2ba"))[-1], "ema")
+    seen, whole = pc.surgery.with_weights(state, "ema"), pc.surgery.with_weights(run(alg.ema("2ba"))[-1], "ema")
     for field in ("params", "buffers"):
         live, mine = getattr(state, field), getattr(seen, field)
         assert_same(of(mine, "first"), of(getattr(whole, field), "first"))

@@ -150,7 +150,7 @@ def test_parameters_are_always_between_z_and_x():
 def test_a_rate_of_zero_moves_nothing():
     states = states_after(schedule_free(), make_state(optimizer=optim.sgd(0.0), batches_per_epoch=4), make_batches(3))
     assert_same(states[-1].params, states[0].params)
-    assert_same(pc.with_weights(states[-1], "schedule_free").params, states[0].params)
+    assert_same(pc.surgery.with_weights(states[-1], "schedule_free").params, states[0].params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +196,7 @@ def test_evaluation_sees_the_average_and_does_not_change_training():
     method = schedule_free()
     state = states_after(method, cnn_state(optimizer=optim.sgd(0.1)), BATCHES)[-1]
     before, step = state.copy(), compose(loop_events, [method])
-    averaged = pc.with_weights(state, "schedule_free")
+    averaged = pc.surgery.with_weights(state, "schedule_free")
     assert_same(averaged.params, state.slots["schedule_free"].averages.params)
     assert (
         pc.evaluate(state, BATCHES[:2], step=step)
@@ -287,7 +287,7 @@ def test_gradients_flow_to_the_rate():
 
     def norm(rate: Tensor) -> Tensor:
         end = run_steps(step, start.replace(hparams={"lr": rate}), DOUBLE[:3])
-        return pc.tree.global_norm(pc.with_weights(end, "schedule_free").params)
+        return pc.tree.global_norm(pc.surgery.with_weights(end, "schedule_free").params)
 
     rate = torch.tensor(0.3, dtype=torch.float64)
     quotient = (norm(rate + 1e-5) - norm(rate - 1e-5)) / 2e-5
@@ -331,7 +331,7 @@ def test_layers_frozen_during_the_run_are_unchanged():
 def test_other_averages_come_after_it(turn):
     step = compose(loop_events, [alg.ema(smoothing=0.0), schedule_free()][::turn])
     state = run_steps(step, step.init(cnn_state(optimizer=optim.sgd(0.1))), BATCHES[:3])
-    assert_same(pc.with_weights(state, "ema").params, state.params)
+    assert_same(pc.surgery.with_weights(state, "ema").params, state.params)
 
 
 # Settings

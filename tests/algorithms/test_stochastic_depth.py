@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import purecompose as pc
-from purecompose import algorithms as alg, compose, functional, loop_events, models, surgery
+from purecompose import algorithms as alg, compose, functional, loop_events, surgery
 from purecompose.algorithms import stochastic_depth
+from purecompose.nn import models
 from purecompose.nn.layers import ClassesSecond, StochasticDepth, residuals
 from tests.algorithms.method_helpers import one_step
 from tests.algorithms.surgery_checks import hooked, patched

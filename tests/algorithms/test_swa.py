@@ -124,7 +124,7 @@ def test_by_default_the_last_batches_bring_statistics_up_to_date():
 def test_until_the_end_statistics_are_those_of_the_live_network_at_the_last_update():
     states = states_after(swa("2ba", "10ba", "3ba"), cnn_state(), BATCHES)
     for now, last in ((2, 2), (4, 2), (5, 5), (7, 5), (8, 8), (9, 8)):
-        seen = pc.with_weights(states[now], "swa").buffers
+        seen = pc.surgery.with_weights(states[now], "swa").buffers
         for name in ("1.running_mean", "4.running_var"):
             assert torch.equal(seen[name], states[last].buffers[name])
         assert seen["1.num_batches_tracked"].item() == now
@@ -133,7 +133,7 @@ def test_until_the_end_statistics_are_those_of_the_live_network_at_the_last_upda
 def test_before_the_first_update_evaluation_sees_the_training_weights():
     states = states_after(swa("6ba", 1.0, "1ba"), cnn_state(), BATCHES)
     for state in states[:6]:
-        assert_same(pc.with_weights(state, "swa"), state)
+        assert_same(pc.surgery.with_weights(state, "swa"), state)
 
 
 @pytest.mark.parametrize("duration", ["1ep", "3ep", "40ba", "7ep"])
@@ -197,7 +197,7 @@ def test_frozen_parameters_are_in_no_average():
     net[0].weight.requires_grad_(False)
     state = states_after(swa(0, 1.0, "1ba"), make_state(net, batches_per_epoch=4), make_batches(3))[-1]
     assert state.slots["swa"].averages.params.keys() == {"0.bias", "3.weight", "3.bias"}
-    assert pc.with_weights(state, "swa").params["0.weight"] is state.params["0.weight"]
+    assert pc.surgery.with_weights(state, "swa").params["0.weight"] is state.params["0.weight"]
 
 
 def test_averages_of_half_precision_are_float32():
@@ -205,7 +205,7 @@ def test_averages_of_half_precision_are_float32():
     states = states_after(swa(0, 1.0, "1ba"), state, make_batches(6, dtype=torch.bfloat16))
     assert {param.dtype for param in states[-1].slots["swa"].averages.params.values()} == {torch.float32}
     assert_near(averages_of(states[-1], "swa"), mean_of([weights_of(state) for state in states[1:]]))
-    assert {param.dtype for param in pc.with_weights(states[-1], "swa").params.values()} == {torch.bfloat16}
+    assert {param.dtype for param in pc.surgery.with_weights(states[-1], "swa").params.values()} == {torch.bfloat16}
 
 
 # Statistics

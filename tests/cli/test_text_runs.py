@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from purecompose import Event, compose, data, loop_events, losses, models, optim, random, to_module
+from purecompose import Event, compose, data, loop_events, losses, optim, random, to_module
 from purecompose.cli import load_run, main
 from purecompose.cli.settings import read_config
 from purecompose.cli.telling import checksum as checksum_of
 from purecompose.core.state import State
 from purecompose.data import CharacterVocabulary
-from purecompose.nn import layers
+from purecompose.nn import layers, models
 from purecompose.records import RunFolder
 from purecompose.run.saving import load
 

@@ -7,11 +7,12 @@ import sys
 import pytest
 import torch
 
-from purecompose import compose, data, loop_events, losses, models, optim, schedule
+from purecompose import compose, data, loop_events, losses, optim, schedule
 from purecompose.algorithms import FACTORIES
 from purecompose.cli import kinds, main
 from purecompose.cli.telling import checksum
 from purecompose.core.state import State
+from purecompose.nn import models
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -253,7 +253,7 @@ def test_stages_without_a_name_draw_the_same_whenever_they_are_made(stage):
 
 
 def test_a_checkpointed_pass_is_recomputed_with_its_draws():
-    plain, again = distance_of_views(), distance_of_views(through=pc.layers.checkpoint)
+    plain, again = distance_of_views(), distance_of_views(through=pc.nn.layers.checkpoint)
     plain, again = compose(program(plain)), compose(program(again))
     assert_same(after(again).params, after(plain).params)
 
@@ -263,5 +263,5 @@ def test_torchs_checkpoint_around_a_numbered_pass_is_refused():
         return torch_checkpoint(fn, x, use_reentrant=False)  # pyright: ignore[reportReturnType]
 
     assert after(compose(program(distance_of_views(name="view", through=through)))).loss == 0
-    with pytest.raises(UnkeyedRandomError, match=r"state.forward.*purecompose.layers.checkpoint.*name="):
+    with pytest.raises(UnkeyedRandomError, match=r"state.forward.*purecompose.nn.layers.checkpoint.*name="):
         after(compose(program(distance_of_views(through=through))))

@@ -387,7 +387,7 @@ class Blocks(nn.Module):
 
     def forward(self, inputs):
         hidden = self.first(inputs)
-        hidden = pc.layers.checkpoint(self.block, hidden) if self.is_checkpointed else self.block(hidden)
+        hidden = pc.nn.layers.checkpoint(self.block, hidden) if self.is_checkpointed else self.block(hidden)
         return self.last(hidden)
 
 

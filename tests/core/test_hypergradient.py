@@ -274,14 +274,14 @@ def test_the_step_holds_nothing_of_a_run_that_was_differentiated() -> None:
 
 
 class Checkpointed(nn.Module):
-    """A block inside `pc.layers.checkpoint`, or the same block plainly."""
+    """A block inside `pc.nn.layers.checkpoint`, or the same block plainly."""
 
     def __init__(self, is_checkpointed: bool) -> None:
         super().__init__()
         self.net, self.is_checkpointed = NETS["dropout"](), is_checkpointed
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return pc.layers.checkpoint(self.net, inputs) if self.is_checkpointed else self.net(inputs)
+        return pc.nn.layers.checkpoint(self.net, inputs) if self.is_checkpointed else self.net(inputs)
 
 
 @pytest.mark.parametrize("grad", [by_autograd, lambda loss, settings: torch.func.grad(loss)(settings)])
@@ -382,6 +382,6 @@ def test_the_pages_recomputed_steps_hold_less_memory() -> None:
 def test_the_layers_checkpoint_around_a_step_is_an_error() -> None:
     step = make_step()
     start = make_start(step)
-    loss = outer_loss(lambda state, batch: pc.layers.checkpoint(step, state, batch), start)
+    loss = outer_loss(lambda state, batch: pc.nn.layers.checkpoint(step, state, batch), start)
     with pytest.raises(RuntimeError, match="saved tensor hooks"):
         by_autograd(loss, start.hparams)

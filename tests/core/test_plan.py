@@ -86,7 +86,7 @@ def test_the_plan_uses_the_shapes_of_the_given_batch():
 
 
 def test_warnings():
-    neutral = Algorithm("neutral", pc.NEVER, lambda event, state: state, config={"alpha": 0})
+    neutral = Algorithm("neutral", pc.time.predicates.NEVER, lambda event, state: state, config={"alpha": 0})
     waiting = changing("waiting", Event.AFTER_LOSS, lambda state: state)
     program = [Event.BATCH_START, pc.loop.Grad(pc.loop.forward, pc.loop.loss), pc.loop.update]
     with pytest.warns(UserWarning, match="AFTER_LOSS|BATCH_END") as caught:
@@ -113,7 +113,7 @@ def test_a_plan_prints_as_a_table():
     assert ["AFTER_DATALOADER", "0", "noise"] in cells
     assert ["BATCH_END", "-", "decay"] in cells
     assert str(compose(loop_events).plan(make_state())) == "no algorithm acts anywhere"
-    neutral = Algorithm("neutral", pc.NEVER, lambda event, state: state)
+    neutral = Algorithm("neutral", pc.time.predicates.NEVER, lambda event, state: state)
     text = str(compose(loop_events, [neutral]).plan(make_state()))
     assert text.endswith("warning: neutral() never acts: its settings are neutral")
 

@@ -287,5 +287,5 @@ def run(name: str, num_batches: int) -> dict[str, Tensor]:
 
 def weights_of(state: State) -> dict[str, Tensor]:
     """Return a state's parameters and, if there are any, their averages, named as by a plain loop."""
-    averages = pc.with_weights(state, "ema").params if "ema" in state.slots else {}
+    averages = pc.surgery.with_weights(state, "ema").params if "ema" in state.slots else {}
     return {**state.params, **{f"ema.{name}": average for name, average in averages.items()}}

@@ -264,7 +264,7 @@ class Recomputed(nn.Module):
         self.body = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), RunningMean("in place"), nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
-        return pc.layers.checkpoint(self.body, x)
+        return pc.nn.layers.checkpoint(self.body, x)
 
 
 class Sentences(nn.Module):

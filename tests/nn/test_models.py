@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from purecompose import models
+from purecompose.nn import models
 
 
 SMALL = {

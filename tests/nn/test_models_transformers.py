@@ -10,7 +10,8 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import State, hparam, models, optim, tree
+from purecompose import State, hparam, optim, tree
+from purecompose.nn import models
 from purecompose.nn.layers import SelfAttention
 from purecompose.transforms.population import stack_states, unstack_states
 

@@ -373,7 +373,7 @@ def plainly(fn: Any, *args: Any) -> Any:
 def test_recomputation_repeats_the_pass_without_changing_its_buffers(k):
     step = compose(loop_events, microbatches=k)
     plain, recomputed = (
-        run_steps(step, make_state(Normed(f)), make_batches(3)) for f in (plainly, pc.layers.checkpoint)
+        run_steps(step, make_state(Normed(f)), make_batches(3)) for f in (plainly, pc.nn.layers.checkpoint)
     )
     assert_same(recomputed.buffers, plain.buffers)
     assert_same(recomputed.params, plain.params)
@@ -382,7 +382,7 @@ def test_recomputation_repeats_the_pass_without_changing_its_buffers(k):
 
 def test_recomputation_after_the_pass_sees_the_tensors_of_the_pass():
     gradients = []
-    for around in (plainly, pc.layers.checkpoint):
+    for around in (plainly, pc.nn.layers.checkpoint):
         state = make_state(Normed(around))
         leaves = {name: param.clone().requires_grad_() for name, param in state.params.items()}
         loss = state.replace(params=leaves).forward(make_batch()[0], train=True).square().sum()
@@ -394,7 +394,7 @@ def test_torchs_own_checkpoint_may_not_write_a_second_time():
     def around(fn: Any, *args: Any) -> Any:
         return torch_checkpoint(fn, *args, use_reentrant=False)
 
-    with pytest.raises(RuntimeError, match=r"into the buffer '.*' a second time.*purecompose.layers.checkpoint"):
+    with pytest.raises(RuntimeError, match=r"into the buffer '.*' a second time.*purecompose.nn.layers.checkpoint"):
         compose(loop_events)(make_state(Normed(around)), make_batch())
 
 
@@ -404,7 +404,7 @@ def test_a_second_pass_in_a_gradient_does_not_lend_its_parameters_to_the_first()
         return state.replace(outputs=state.outputs + teacher.call(state.inputs)[0].detach())
 
     states = []
-    for around in (plainly, pc.layers.checkpoint):
+    for around in (plainly, pc.nn.layers.checkpoint):
         step = compose(loop_events, [changing("teach", Event.AFTER_FORWARD, teach)])
         states.append(run_steps(step, make_state(Normed(around)), make_batches(2)))
     assert_same(states[0].params, states[1].params)

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import purecompose as pc
-from purecompose import compose, loop_events, models, optim, schedule
+from purecompose import compose, loop_events, optim, schedule
+from purecompose.nn import models
 
 
 BATCH = torch.randint(0, 7, (2, 8), generator=torch.Generator().manual_seed(0))

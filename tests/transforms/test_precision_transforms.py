@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import State, compose, loop_events, losses, models, optim
+from purecompose import State, compose, loop_events, losses, optim
+from purecompose.nn import models
 
 
 def make_encoder() -> nn.Module:

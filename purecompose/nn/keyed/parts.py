@@ -41,7 +41,7 @@ class Part:
         """Raise inside of torch's own checkpoint, whose recomputation would give the pass another number."""
         if is_under_foreign_checkpoint([self._hooks]):
             why = "was called under `torch.utils.checkpoint`, whose recomputation would draw other numbers"
-            advice = "Use `purecompose.layers.checkpoint(fn, *args)` in its place, or name the pass: name='teacher'."
+            advice = "Use `purecompose.nn.layers.checkpoint(fn, *args)` in its place, or name the pass: name='teacher'."
             raise unkeyed("state.forward", why, advice)
 
 

@@ -170,7 +170,7 @@ class Scope(TorchFunctionMode):
         """
         if is_under_foreign_checkpoint(self.replayable_hooks):
             why = "was called under `torch.utils.checkpoint`, which cannot replay its key"
-            raise unkeyed(func, why, "Use `purecompose.layers.checkpoint(fn, *args)` in its place.")
+            raise unkeyed(func, why, "Use `purecompose.nn.layers.checkpoint(fn, *args)` in its place.")
 
 
 def is_under_foreign_checkpoint(replayable_hooks: Iterable[tuple[Any, Any] | None]) -> bool:

@@ -58,8 +58,8 @@ def residuals(block: nn.Module) -> tuple[Residual, ...]:
     forward presumably applies them first.
 
     Blocks of two steps are x + dropout(attention(norm1(x))), then the same with norm2 and feed_forward, as in
-    `purecompose.models`: they have children of these names, dropout being optional, and no others. Each norm has to be
-    defined before the layer that follows it: otherwise the forward presumably applies it afterwards. The forwards of
+    `purecompose.nn.models`: they have children of these names, dropout being optional, and no others. Each norm has to
+    be defined before the layer that follows it: otherwise the forward presumably applies it afterwards. The forwards of
     the block, the attention and the feed-forward part take one argument each: others, such as a mask, would be lost.
     The blocks of `torch.nn` and of Hugging Face's networks are not recognized: they have other names, masks and caches.
 

@@ -292,7 +292,7 @@ class _Bound:
             if version != _version(tensor):
                 raise RuntimeError(
                     f"backward ran forward again and wrote into the buffer {name!r} a second time, as "
-                    "torch.utils.checkpoint does: use purecompose.layers.checkpoint(fn, *args) in its place"
+                    "torch.utils.checkpoint does: use purecompose.nn.layers.checkpoint(fn, *args) in its place"
                 )
 
     def _buffers_now(self) -> dict[str, tuple[Tensor, int | None, Tensor | None]]:

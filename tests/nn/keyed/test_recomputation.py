@@ -111,11 +111,11 @@ def test_under_a_transform_a_checkpoint_runs_plainly() -> None:
 def test_torchs_own_checkpoint_around_a_draw_is_named() -> None:
     x = images().requires_grad_()
     with keyed(Rng(key(0))):
-        with pytest.raises(UnkeyedRandomError, match="purecompose.layers.checkpoint"):
+        with pytest.raises(UnkeyedRandomError, match="purecompose.nn.layers.checkpoint"):
             torch_checkpoint(F.dropout, x, use_reentrant=False)
-        with pytest.raises(UnkeyedRandomError, match="purecompose.layers.checkpoint"):
+        with pytest.raises(UnkeyedRandomError, match="purecompose.nn.layers.checkpoint"):
             checkpoint(lambda x: torch_checkpoint(F.dropout, x, use_reentrant=False), x)
-        with pytest.raises(UnkeyedRandomError, match="purecompose.layers.checkpoint"):
+        with pytest.raises(UnkeyedRandomError, match="purecompose.nn.layers.checkpoint"):
             torch_checkpoint(F.dropout, x, use_reentrant=True)
         with torch.no_grad():
             assert F.dropout(x).shape == x.shape

@@ -79,7 +79,7 @@ def test_live_weights_are_written_unless_averages_are_put_in_place_first(tmp_pat
     averaged = pc.to_module(state, weights="ema").state_dict()
     assert not torch.equal(averaged["0.weight"], state.params["0.weight"])
     live = load_file(pc.saving.save_weights(state, tmp_path / "live"))
-    written = load_file(pc.saving.save_weights(pc.with_weights(state, "ema"), tmp_path / "ema"))
+    written = load_file(pc.saving.save_weights(pc.surgery.with_weights(state, "ema"), tmp_path / "ema"))
     for name, param in state.params.items():
         assert_same(live[name], param)
         assert_same(written[name], averaged[name])

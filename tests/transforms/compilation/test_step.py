@@ -113,7 +113,7 @@ class Checkpointed(nn.Module):
         self.inner, self.drop, self.outer = nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.outer(pc.layers.checkpoint(lambda y: self.drop(torch.tanh(self.inner(y))), x))
+        return self.outer(pc.nn.layers.checkpoint(lambda y: self.drop(torch.tanh(self.inner(y))), x))
 
 
 class Scaled(nn.Module):
