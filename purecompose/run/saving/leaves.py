@@ -210,7 +210,10 @@ def _lasting(state: State) -> State:
 
 
 def restored_tensor(saved: Tensor, spec: Spec, device: torch.device | str = "cpu") -> Tensor:
-    """Return a tensor from the form of the file, the inverse of `stored`.
+    """Return a copy of a tensor from the form of the file, the inverse of `stored`.
+
+    It is a copy, because tensors in a file begin at multiples of 8 bytes and torch's own at multiples of 64, and the
+    last bits of a matrix product can depend on where its factors begin.
 
     Raises:
         DamagedError: It has not the form that the index says.
@@ -219,6 +222,5 @@ def restored_tensor(saved: Tensor, spec: Spec, device: torch.device | str = "cpu
     value = torch.view_as_complex(saved) if dtype.is_complex else saved
     if value.dtype != dtype or tuple(value.shape) != spec.shape:
         raise DamagedError(f"a tensor is {tree.describe(value)} in the file and {spec} in the index")
-    if spec.stride is None:
-        return value.to(device)
-    return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device).copy_(value)
+    stride = value.stride() if spec.stride is None else spec.stride  # the file's tensors are contiguous
+    return torch.empty_strided(spec.shape, stride, dtype=dtype, device=device).copy_(value)

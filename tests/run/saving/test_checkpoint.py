@@ -47,6 +47,15 @@ def test_a_state_comes_back_with_the_same_bits(optimizer: Any, tmp_path: pathlib
     assert_same(step(found, make_batch(4)), step(state, make_batch(4)))
 
 
+def test_tensors_begin_where_torch_lets_its_own_begin(tmp_path: pathlib.Path) -> None:
+    """The last bits of a matrix product can depend on it, and with them those of a resumed run."""
+    state = compose(loop_events, [counter()]).init(make_state(make_mlp()))
+    found = there_and_back(state, tmp_path, state)
+    tensors = [leaf for leaf in pc.tree.leaves(found) if isinstance(leaf, torch.Tensor) and leaf.numel()]
+    assert len(tensors) > 4
+    assert {tensor.data_ptr() % 64 for tensor in tensors} == {0}
+
+
 def test_strides_dtypes_and_plain_values_come_back(tmp_path: pathlib.Path) -> None:
     kept = {
         "half": torch.arange(3, dtype=torch.float16),
