@@ -167,7 +167,7 @@ class _Compared(NamedTuple):
 
 
 def _compared(whole: State, parts: Sequence[State]) -> _Compared | None:
-    """Return the two losses; `None` if the loss draws random numbers, changes buffers or is not a number."""
+    """Return the two losses; `None` if the loss draws random numbers, changes buffers or is not finite."""
     found = _compared_now(whole, parts)
     if found is None or found.is_apart or not whole.context.loss_scalars:
         return found
@@ -184,18 +184,19 @@ def _without_zeros(state: State) -> State:
 
 def _compared_now(whole: State, parts: Sequence[State]) -> _Compared | None:
     total, again = _loss_of(whole), _loss_of(whole.replace(key=fold_in(whole.key, 1)))
-    if total is None or again is None or is_any(total != again):
+    if total is None or again is None or is_any(~total.isfinite() | (total != again)):
         return None
     mean, weights, largest = None, 0, total.abs()
     for part in parts:
         value, weight = _loss_of(part), num_terms(part)
         if value is None:
             return None
-        weights, largest = weights + weight, largest.maximum(value.abs())
+        weights, largest = weights + weight, largest.maximum(torch.where(value.isfinite(), value.abs(), 0))
         mean = averaged(mean, value, weight, weights)
     assert mean is not None
     difference = (total - mean).abs()
-    is_apart = difference > max(_TOLERANCE, 8 * torch.finfo(total.dtype).eps) * largest + 1e-6
+    # The mean over a slice in which nothing counts is NaN; `averaged` leaves it out if the loss reports its terms.
+    is_apart = ~mean.isfinite() | (difference > max(_TOLERANCE, 8 * torch.finfo(total.dtype).eps) * largest + 1e-6)
     member = int(unwrapped(difference).flatten().argmax())
     of_total, of_mean = (unwrapped(value).flatten()[member].item() for value in (total, mean))
     return _Compared(of_total, of_mean, is_any(is_apart))
@@ -220,12 +221,12 @@ def _in_double(state: State) -> State:
 
 
 def _loss_of(state: State) -> Tensor | None:
-    """Return the loss of a state's outputs; `None` if it is not a number or has changed buffers."""
+    """Return the loss of a state's outputs; `None` if it is not 0-d or has changed buffers."""
     outputs, targets = state.outputs, targets_of_loss(state)
     loss, buffers = state.call_loss(lambda fn: losses.evaluate_loss(fn, outputs, targets), train=True)
     names = state.context.loss_buffer_names
     is_changed = any(is_any(buffers[name] != state.buffers[name]) for name in names)
-    return None if is_changed or loss.ndim or is_any(~loss.isfinite()) else loss.detach()
+    return None if is_changed or loss.ndim else loss.detach()
 
 
 _TOLERANCE = 1e-3

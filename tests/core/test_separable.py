@@ -92,6 +92,20 @@ def test_random_rounded_and_partly_ignored_losses_are_not_taken_for_coupled(num_
             step(state, batch)
 
 
+@pytest.mark.parametrize("num_members", [None, 2])
+def test_a_loss_without_its_number_of_terms_is_found_by_a_slice_in_which_nothing_counts(num_members):
+    inputs, targets = make_batch()
+    targets = targets.index_fill(0, torch.arange(2), -100)  # all of the first slice
+    state, step = (
+        make_state(loss=lambda outputs, targets: F.cross_entropy(outputs, targets)),
+        compose(loop_events, microbatches=4),
+    )
+    if num_members:
+        state, step = pc.stack_states([state] * num_members), pc.population(step, num_members)
+    with pytest.raises(ValueError, match=r"but nan as the mean over 4 slices.*num_terms"):
+        step(state, (inputs, targets))
+
+
 class Positions(nn.Module):
     """Logits of each position of sequences (T, N, 4): as they are, flattened, or of the last position only."""
 
