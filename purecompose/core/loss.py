@@ -42,9 +42,8 @@ class _Holder(nn.Module):
     """A module around a loss, which gives the loss's tensors their prefix; it calls a function with the loss."""
 
     def __init__(self, loss: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # in training mode, so that the loss keeps the modes of its modules, as in a plain loop
         self.loss = loss
-        self.training = loss.training
 
     def forward(self, fn: Any) -> Any:
         return fn(self.loss)

@@ -107,7 +107,7 @@ class State(Leasable):
                 mode, as pretrained networks are.
             loss: `(outputs, targets, reduction="mean") -> loss`, 0-d, or `-> (loss, parts)`, with 0-d tensors by name;
                 or `losses.model_loss` for a model that computes its own. The parameters and buffers of a module are in
-                the state, with names that begin with "loss.". Schedules and named scalars among its attributes, or the
+                the state, with names that begin with "loss."; it trains in the mode that its modules are in. Schedules and named scalars among its attributes, or the
                 keywords of a `functools.partial`, are filled in. See `purecompose.losses`.
             optimizer: A pure optimizer, such as `optim.sgd(0.1)`, or a frozen dataclass of your own with `init` and
                 `update`; see `optim.Optimizer`.

@@ -93,6 +93,13 @@ def test_members_of_a_population_have_their_own_losses() -> None:
         assert values["loss/size"][i] == pytest.approx(pc.evaluate(one, [make_batch()])["loss/size"])
 
 
+def test_a_loss_keeps_the_modes_of_its_modules() -> None:
+    """As in a plain loop, which puts the network into training mode, but not the loss."""
+    evaluates = trained(compose(loop_events), make_state(loss=Uncertainty().eval()))
+    trains = trained(compose(loop_events), make_state(loss=Uncertainty()))
+    assert [state.buffers["loss.calls"].item() for state in (evaluates, trains)] == [0, 3]
+
+
 def test_surgery_and_freezing_leave_the_loss_in_place() -> None:
     step = compose(loop_events, [alg.ghost_batchnorm(4)])
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
