@@ -151,9 +151,11 @@ class Microbatches(Scope):
             on_outputs, on_whole = (None, None) if to_loss is None else (transform(to_loss), transform(with_whole_loss))
 
             def run(carry: Carry, purpose: Purpose) -> Carry:
-                if losses.couples_examples(carry.state.context.loss):
-                    carry = run_until_loss(on_outputs, on_whole, carry, purpose, cut)
-                return run_slices(on_slice, carry, purpose, cut, is_checked=to_loss is not None)
+                if not losses.couples_examples(carry.state.context.loss):
+                    return run_slices(on_slice, carry, purpose, cut, is_checked=to_loss is not None)
+                outer = carry.state.whole_loss
+                carry = run_slices(on_slice, run_until_loss(on_outputs, on_whole, carry, purpose, cut), purpose, cut)
+                return carry._replace(state=carry.state.replace(whole_loss=outer))
 
             return run if place.is_shared else repeatable(with_own_gradients(run), self.body)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import State, algorithms as alg, compose, loop_events, losses, optim
+from purecompose import State, algorithms as alg, compose, loop, loop_events, losses, optim
 from tests.helpers import assert_close, make_batch, make_mlp, make_state, nt_xent
 
 
@@ -61,6 +61,14 @@ def test_compiled_and_mapped_slices_agree():
     assert_same(pc.compile(step, backend="eager", quiet=True)(states[0], batch_of()), expected[0])
     together = pc.population(step, 2)(pc.stack_states(states), batch_of())
     assert_same(together, pc.stack_states(expected))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_each_gradient_of_a_program_has_the_loss_of_its_own_parameters(is_compiled):
+    once = (loop.Microbatches(loop.Grad(loop.forward, loop.loss)), loop.update)
+    whole, sliced = (compose((*once, *once, loop.advance), microbatches=num) for num in (1, 3))
+    sliced = pc.compile(sliced, backend="eager", quiet=True) if is_compiled else sliced
+    assert_same(sliced(state_of(Temperature()), batch_of()), whole(state_of(Temperature()), batch_of()))
 
 
 def test_gradients_through_the_step_agree():
