@@ -107,8 +107,8 @@ class Microbatches(Scope):
     """Run the body on slices of the batch, so that k slices give the gradient of the whole batch.
 
     Loss, gradients and metrics that are single numbers (0-d, floating) become means over the slices, weighted by the
-    terms in each slice's loss. `outputs` and other metrics are those of the last slice; buffers and slots are passed
-    from slice to slice.
+    terms in each slice's loss; other metrics are those of the last slice. Buffers and slots are passed from slice to
+    slice. After several slices `outputs` cannot be read.
 
     Args:
         body: Events, stages and a `Grad`.

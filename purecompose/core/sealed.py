@@ -1,4 +1,8 @@
-"""The view of a state that a `match` may see: time, static facts, and tensors with shapes and no values."""
+"""Values that exist and cannot be read.
+
+A `match` sees a view of the state with time, static facts, and tensors with shapes and no values. After a batch has run
+in parts, the outputs are sealed: only those of the last part are there.
+"""
 
 import copy
 import dataclasses
@@ -13,7 +17,7 @@ from purecompose.core.state import State
 from purecompose.time import Timestamp
 
 
-__all__ = ["SealedState", "ValueReadError"]
+__all__ = ["SealedOutputs", "SealedState", "ValueReadError"]
 
 _STATIC = frozenset({"static", "context", "model", "optimizer", "device"})
 """The attributes of a state that hold no tensors."""
@@ -40,7 +44,38 @@ class SealedState:
         return value if name in _STATIC else _sealed(f"state.{name}", value)
 
 
-class SealedTensor:
+class _Sealed:
+    """A placeholder for a value that cannot be read."""
+
+    def _refuse(self, what: str, by: str = "") -> Any:
+        """Raise because `what` was read, by torch's function of that name if there is one."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # protocols that numpy, copy and others look up before they read
+            raise AttributeError(name)
+        self._refuse(name)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise for torch functions of a sealed value, such as `torch.any(sealed)`."""
+        del types
+        given = tree.leaves((args, kwargs or {}), is_leaf=lambda node: isinstance(node, cls))
+        return next(leaf for leaf in given if isinstance(leaf, cls))._refuse("the result", func.__name__)
+
+    def _refuse_value(self, *_: Any) -> Any:
+        self._refuse("the value")
+
+    __bool__ = __int__ = __float__ = __complex__ = __index__ = __getitem__ = __iter__ = __array__ = _refuse_value
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse_value  # pyright: ignore
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_value
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = _refuse_value
+    __rmatmul__ = __neg__ = __abs__ = __invert__ = __round__ = _refuse_value
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refuse_value
+    __hash__ = None  # pyright: ignore
+
+
+class SealedTensor(_Sealed):
     """A placeholder for a tensor: shape, dtype and device can be read, values cannot."""
 
     def __init__(self, path: str, tensor: Tensor) -> None:
@@ -50,29 +85,39 @@ class SealedTensor:
         return len(self._tensor)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _FORM:
-            return getattr(self._tensor, name)
-        if name.startswith("__"):  # protocols that numpy, copy and others look up before they read
-            raise AttributeError(name)
-        raise ValueReadError(self._path, name)
+        return getattr(self._tensor, name) if name in _FORM else super().__getattr__(name)
 
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise for torch functions of a sealed tensor, such as `torch.any(sealed)`."""
-        del types
-        found = (leaf for leaf in tree.leaves((args, kwargs or {})) if isinstance(leaf, cls))
-        raise ValueReadError(f"torch.{func.__name__}({next(found)._path})", "the result")
+    def _refuse(self, what: str, by: str = "") -> Any:
+        raise ValueReadError(f"torch.{by}({self._path})" if by else self._path, what)
 
-    def _refuse(self, *_: Any) -> Any:
-        raise ValueReadError(self._path, "the value")
 
-    __bool__ = __int__ = __float__ = __complex__ = __index__ = __getitem__ = __iter__ = __array__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # pyright: ignore
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = _refuse
-    __rmatmul__ = __neg__ = __abs__ = __invert__ = __round__ = _refuse
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refuse
-    __hash__ = None  # pyright: ignore
+class SealedOutputs(_Sealed):
+    """A placeholder for the outputs after a batch has run in several parts, of which the last part's would be left.
+
+    It is a pytree node without leaves, so that it passes through transforms.
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        self.num_parts = num_parts
+
+    def _refuse(self, what: str, by: str = "") -> Any:
+        del what, by
+        raise RuntimeError(
+            f"state.outputs was read after the batch has run in {self.num_parts} parts (slices or processes), where it "
+            "would be that of the last part only, beside the whole batch. Read it within each part, from AFTER_FORWARD "
+            "to AFTER_BACKWARD; or run the network on the whole batch again, state.forward(state.inputs)"
+        )
+
+    def __len__(self) -> int:
+        return self._refuse("the value")
+
+    def __repr__(self) -> str:
+        return f"SealedOutputs(num_parts={self.num_parts})"
+
+
+tree.register_node(
+    SealedOutputs, lambda sealed: ((), (), sealed.num_parts), lambda names, children, static: SealedOutputs(static)
+)
 
 
 def _sealed(path: str, value: Any) -> Any:

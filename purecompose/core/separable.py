@@ -20,6 +20,7 @@ from purecompose._support.functorch import has_values, is_any, unwrapped
 from purecompose._support.warnings import warn
 from purecompose.core.coupling import targets_of_loss
 from purecompose.core.means import averaged, num_terms
+from purecompose.core.sealed import SealedOutputs
 from purecompose.core.state import State
 from purecompose.random.keys import fold_in
 
@@ -43,7 +44,7 @@ def check_slices(whole: State, slices: Sequence[State]) -> None:
     Warns:
         UserWarning: The outputs of batches without rows cannot be put together.
     """
-    if len(slices) < 2 or not _is_compared(whole):
+    if len(slices) < 2 or not all(map(_is_compared, slices)):
         return
     sizes = [one.num_examples for one in slices]
     columns = zip(*[batches.tensors(one.outputs) for one in slices], strict=False)
@@ -75,7 +76,7 @@ def check_halves(state: State) -> None:
 def _is_compared(state: State) -> bool:
     loss_fn = state.context.loss
     is_mean = not isinstance(loss_fn, losses.ModelLoss) and not losses.couples_examples(loss_fn)
-    return is_mean and has_values(state.key)
+    return is_mean and not isinstance(state.outputs, SealedOutputs) and has_values(state.key)
 
 
 def _joined(column: Sequence[Tensor], sizes: Sequence[int], whole: State) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ from purecompose.core.coupling import gathered, joined, part_of_loss, targets_of
 from purecompose.core.cut import Cut
 from purecompose.core.means import averaged, averaged_by_name, averaged_grads, has_mean
 from purecompose.core.operation import Carry, Operation, Purpose
+from purecompose.core.sealed import SealedOutputs
 from purecompose.core.separable import check_slices
 from purecompose.core.state import State
 
@@ -57,7 +58,7 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_
     state, is_first = carry.state, purpose.is_first
     if is_first:
         check_rows(state)
-    current, total, ends = carry, 0, []
+    current, total, num_slices, ends = carry, 0, 0, []
     mean_loss: Tensor | None = None
     mean_grads: dict[str, Tensor] | None = None
     mean_metrics: dict[str, Tensor] = {}
@@ -68,7 +69,7 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_
             error.add_note(f"in a slice of the batch, its examples from {fields['first_example']} on: {_NO_ROWS}")
             raise
         after, weight = current.state, size if current.terms is None else current.terms
-        total = total + weight
+        total, num_slices = total + weight, num_slices + 1
         if after.loss is not None:
             mean_loss = averaged(mean_loss, after.loss, weight, total)
         if after.grads is not None:
@@ -82,6 +83,8 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_
     outer = {"batch": state.batch, "first_example": state.first_example, "whole_loss": state.whole_loss}
     end = current.state.replace(**outer, **means)
     check_slices(end, ends)
+    if num_slices > 1 and end.outputs is not state.outputs:
+        end = end.replace(outputs=SealedOutputs(num_slices))
     # The total is used if this batch is itself a slice.
     return Carry(end, current.used, carry.terms if current.terms is None else total)
 

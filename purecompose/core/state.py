@@ -64,7 +64,7 @@ class State(Leasable):
     batch: Any = state_field(TEMPORARY, none)
     """Inside a step: the batch, or the microbatch between BEFORE_FORWARD and AFTER_BACKWARD."""
     outputs: Any = state_field(FieldInfo(leaves_grad=True), none)
-    """Inside a step: the model's outputs; after `Microbatches` those of the last slice."""
+    """Inside a step: the model's outputs; after several slices of a batch, or on several processes, they are sealed."""
     grads: dict[str, Tensor] | None = state_field(TEMPORARY, none)
     """Inside a step: the gradients of the trainable parameters that the loss reaches; the others are absent."""
     clock: Clock | None = state_field(HIDDEN, none)
@@ -107,8 +107,9 @@ class State(Leasable):
                 mode, as pretrained networks are.
             loss: `(outputs, targets, reduction="mean") -> loss`, 0-d, or `-> (loss, parts)`, with 0-d tensors by name;
                 or `losses.model_loss` for a model that computes its own. The parameters and buffers of a module are in
-                the state, with names that begin with "loss."; it trains in the mode that its modules are in. Schedules and named scalars among its attributes, or the
-                keywords of a `functools.partial`, are filled in. See `purecompose.losses`.
+                the state, with names that begin with "loss."; it trains in the mode that its modules are in. Schedules
+                and named scalars among its attributes, or the keywords of a `functools.partial`, are filled in. See
+                `purecompose.losses`.
             optimizer: A pure optimizer, such as `optim.sgd(0.1)`, or a frozen dataclass of your own with `init` and
                 `update`; see `optim.Optimizer`.
             key: The run's seed, or its key (int64 of shape (2,)).

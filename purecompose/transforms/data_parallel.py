@@ -31,6 +31,7 @@ from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose
 from purecompose.core.program import Program, matching_params
 from purecompose.core.ranks import WATCHES, Ranks, Shard
 from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradients
+from purecompose.core.sealed import SealedOutputs
 from purecompose.core.separable import check_halves
 from purecompose.core.slices import check_rows
 from purecompose.core.state import State, fields_where
@@ -148,6 +149,8 @@ def _run_shared(
     if is_checked and purpose.is_first and start.whole_loss is None:
         check_halves(end.state.replace(batch=share.batch, first_example=first))
     after = end.state.replace(batch=state.batch, first_example=state.first_example)
+    if after.outputs is not state.outputs:
+        after = after.replace(outputs=SealedOutputs(ranks.size))
     if purpose.sharing == "own":
         return Carry(after, end.used, carry.terms)
     for name in ("params", "opt_state", "hparams", "key"):
@@ -234,10 +237,11 @@ def data_parallel(step: Step, mesh: Any = None) -> Step:
 
     Returns:
         A `Step`. States of all processes stay the same bit for bit, so only one of them has to save checkpoints and
-        reports. Metrics that are single floating numbers are means over the parts; other metrics, and `outputs`, are
-        those of this process's part. Slots that algorithms change within a part (between BEFORE_FORWARD and
-        AFTER_BACKWARD) are treated as sums and flags: the changes of all parts are added up. `state.gradient` is the
-        gradient of the whole batch. `evaluate` and everything outside the step run on each process.
+        reports. Metrics that are single floating numbers are means over the parts; other metrics are those of this
+        process's part, and `outputs` cannot be read after the parts. Slots that algorithms change within a part
+        (between BEFORE_FORWARD and AFTER_BACKWARD) are treated as sums and flags: the changes of all parts are added
+        up. `state.gradient` is the gradient of the whole batch. `evaluate` and everything outside the step run on each
+        process.
 
     Raises:
         TypeError: `step` is not a composed step, or `mesh` is neither a mesh nor a process group.

@@ -1,12 +1,25 @@
 """compose: rejected arguments, when `match` is called, what algorithms may do, and what a step keeps."""
 
+import dataclasses
 import warnings
 
 import pytest
 import torch
 
 import purecompose as pc
-from purecompose import Algorithm, Event, State, Trait, compose, loop_events, on, optim, schedule
+from purecompose import (
+    Algorithm,
+    Event,
+    State,
+    Trait,
+    algorithms as alg,
+    compose,
+    loop,
+    loop_events,
+    on,
+    optim,
+    schedule,
+)
 from purecompose.core.loop import advance, update
 from purecompose.errors import MatchError
 from purecompose.time.predicates import Predicate
@@ -353,8 +366,7 @@ def test_host_algorithms_are_refused_inside_a_gradient():
         step(step.init(make_state()), make_batch())
 
 
-@pytest.mark.parametrize("k", [1, 2])
-def test_after_the_gradient_the_batch_is_whole_and_outputs_are_the_last_slices(k):
+def test_after_the_gradient_batch_and_outputs_are_whole():
     seen = []
 
     def look(state):
@@ -365,13 +377,38 @@ def test_after_the_gradient_the_batch_is_whole_and_outputs_are_the_last_slices(k
     events = (Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
     looks = [changing(f"look {event}", event, look) for event in events]
     batch = make_batch(size=8)
-    end = compose(loop_events, looks, microbatches=k)(make_state(), batch)
+    end = compose(loop_events, looks, microbatch_size=8)(make_state(), batch)
     with torch.no_grad():
-        expected = make_mlp()(batch[0].tensor_split(k)[-1])
+        expected = make_mlp()(batch[0])
     assert [num for num, _ in seen] == [8, 8]
     for _, outputs in seen:
         torch.testing.assert_close(outputs, expected)
     assert end.outputs is None
+
+
+@pytest.mark.parametrize(
+    "read",
+    [torch.mean, len, list, lambda outputs: outputs.mean(), lambda outputs: outputs[0], lambda outputs: 1 - outputs],
+)
+def test_the_outputs_of_the_last_slice_are_not_taken_for_those_of_the_batch(read):
+    look = changing("look", Event.AFTER_TRAIN_BATCH, lambda state: state.replace(loss=read(state.outputs)))
+    with pytest.raises(RuntimeError, match=r"in 2 parts .*state\.forward\(state\.inputs\)") as caught:
+        compose(loop_events, [look], microbatches=2)(make_state(), make_batch())
+    assert "in look at Event.AFTER_TRAIN_BATCH" in caught.value.__notes__
+
+
+@pytest.mark.parametrize("transform", [lambda step: step, lambda step: pc.compile(step, backend="eager", quiet=True)])
+def test_sealed_outputs_pass_through_every_kind_of_step(transform):
+    """Two parts of a step follow the slices in a compiled step, with the outputs between them."""
+    host = dataclasses.replace(changing("host", Event.AFTER_TRAIN_BATCH, lambda state: state), host=True)
+    algorithms = [host, alg.ema("2ba")]
+    step, nested = compose(loop_events, algorithms, microbatches=2), loop.Microbatches(*loop_events[3:4])
+    start, batch = step.init(make_state()), make_batch(size=8)
+    end = transform(step)(start, batch)
+    inner = transform(compose((*loop_events[:3], nested, *loop_events[4:]), algorithms, microbatches=2))(start, batch)
+    members = transform(pc.population(step, 2))(pc.stack_states([start, start]), batch)
+    for found in (inner, pc.unstack_states(members)[1]):
+        assert_close(found.params, end.params)
 
 
 # What does nothing

@@ -63,10 +63,14 @@ def mean_kept_as_a_mean(event: Event, state: State) -> State:
     return with_slot(state, name, (mean + (state.loss - mean) * state.num_examples / num, num))
 
 
-@mutant("ranks_agree", at=Event.BATCH_END)
-def decay_by_the_outputs(state: State) -> State:
-    """Shrinks the weights by the size of the outputs, which differ between processes."""
-    return scaled_params(state, 1 - 1e-3 * batches.tensors(state.outputs)[0].abs().mean().clamp(max=1))
+@mutant("ranks_agree", at=(Event.AFTER_FORWARD, Event.BATCH_END))
+def decay_by_the_outputs(event: Event, state: State) -> State:
+    """Shrinks the weights by a metric with a row for each example, of which each process has those of its own part."""
+    name = "decay_by_the_outputs"
+    if event is Event.AFTER_FORWARD:
+        rows = batches.tensors(state.outputs)[0].detach().flatten(1)
+        return state.replace(metrics={**state.metrics, name: rows})
+    return scaled_params(state, 1 - 1e-3 * state.metrics[name].abs().mean().clamp(max=1))
 
 
 # vmap_agrees
