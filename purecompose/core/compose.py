@@ -85,6 +85,8 @@ class _Cache:
     """The loss of the last context."""
     constants: tuple[Constant, ...] = ()
     """The numbers and tensors that this loss reads from Python, as they were at its first step."""
+    loss_editors: dict[str, bool] = field(default_factory=dict)
+    """The algorithms that changed the loss at AFTER_LOSS in a first run, and whether an evaluation has said so."""
 
 
 class Step:
@@ -122,9 +124,11 @@ class Step:
             node.guard for node in walk(program) if isinstance(node, Scope) and type(node).guard is not Scope.guard
         ]
         self._cache = _Cache()
-        # Seen in a first run: algorithms that changed the loss at AFTER_LOSS, and whether an evaluation has reported
-        # them. Steps made by `replace` share it.
-        self.loss_editors: dict[str, bool] = {}
+
+    @property
+    def loss_editors(self) -> dict[str, bool]:
+        """The algorithms that have changed the loss at AFTER_LOSS; see `_Cache`. Steps made by `replace` share them."""
+        return self._cache.loss_editors
 
     @property
     def ranks(self) -> Ranks | None:
@@ -267,7 +271,7 @@ class Step:
         )
         check_constants(start.context.loss, self._cache.constants)
         for name in contract.loss_editors:
-            self.loss_editors.setdefault(name, False)
+            self._cache.loss_editors.setdefault(name, False)
         return end
 
     def finish(self, state: State) -> State:
@@ -332,7 +336,7 @@ class Step:
             given |= {"microbatches": self.microbatches, "microbatch_size": self.microbatch_size}
         step = compose(**{**given, **changes})
         replaced = Step(step.program, step.algorithms, step.passes, step.cut, members)
-        replaced.loss_editors = self.loss_editors
+        replaced._cache.loss_editors = self.loss_editors
         return replaced
 
     def _check_ready(self, context: Context, batch: Any) -> None:

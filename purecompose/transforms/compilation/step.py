@@ -118,7 +118,8 @@ class CompiledStep(Step):
     def __init__(self, step: Step, options: Options) -> None:
         """Copy the step's data; nothing is compiled yet."""
         super().__init__(step.program, step.algorithms, step.passes, step.cut, step.members)
-        self.step, self.options, self.loss_editors = step, options, step.loss_editors
+        self.step, self.options = step, options
+        self._cache.loss_editors = step.loss_editors
         self._graphs = GraphCache(step, options)
         self._met: set[Any] = set()
         self._eager: dict[Any, Context] = {}
