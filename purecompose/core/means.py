@@ -11,7 +11,7 @@ from purecompose.core.state import State
 from purecompose.losses.evaluation import check_interpolation
 
 
-__all__ = ["averaged", "averaged_by_name", "averaged_grads", "check_terms", "has_mean", "num_terms"]
+__all__ = ["averaged", "averaged_grads", "check_terms", "has_mean", "num_terms"]
 
 
 @torch.no_grad()
@@ -47,22 +47,6 @@ def has_mean(metric: Any) -> bool:
     return isinstance(metric, Tensor) and metric.ndim == 0 and metric.is_floating_point()
 
 
-def averaged_by_name(
-    means: dict[str, Tensor] | None,
-    values: dict[str, Tensor],
-    earlier: dict[str, Tensor] | None,
-    weight: int | Tensor,
-    total: int | Tensor,
-) -> dict[str, Tensor]:
-    """Return the means updated with one slice's values; values from before the slices stay as they are."""
-    means, earlier = means or {}, earlier or {}
-    new_means = {
-        name: value if value is earlier.get(name) else averaged(means.get(name), value, weight, total)
-        for name, value in values.items()
-    }
-    return {**means, **new_means}
-
-
 def averaged_grads(
     means: dict[str, Tensor] | None, grads: dict[str, Tensor], weight: int | Tensor, total: int | Tensor
 ) -> dict[str, Tensor]:
@@ -70,7 +54,8 @@ def averaged_grads(
     if means is not None and means.keys() != grads.keys():
         means = {**{name: torch.zeros_like(grad) for name, grad in grads.items()}, **means}
         grads = {name: grads[name] if name in grads else torch.zeros_like(mean) for name, mean in means.items()}
-    return averaged_by_name(means, grads, None, weight, total)
+    means = means or {}
+    return {name: averaged(means.get(name), grad, weight, total) for name, grad in grads.items()}
 
 
 def averaged(mean: Tensor | None, value: Tensor, weight: int | Tensor, total: int | Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from purecompose import batch as batches
 from purecompose.core.coupling import gathered, joined, part_of_loss, targets_of_loss
 from purecompose.core.cut import Cut
-from purecompose.core.means import averaged, averaged_by_name, averaged_grads, has_mean
+from purecompose.core.means import averaged, averaged_grads, has_mean
 from purecompose.core.operation import Carry, Operation, Purpose
 from purecompose.core.sealed import SealedOutputs
 from purecompose.core.separable import check_slices
@@ -62,6 +62,7 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_
     mean_loss: Tensor | None = None
     mean_grads: dict[str, Tensor] | None = None
     mean_metrics: dict[str, Tensor] = {}
+    metric_totals: dict[str, Any] = {}  # a metric may be that of some slices only
     for fields, size in _slices(state, cut):
         try:
             current = body(Carry(current.state.replace(**fields), current.used), purpose)
@@ -75,8 +76,10 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_
         if after.grads is not None:
             mean_grads = averaged_grads(mean_grads, after.grads, weight, total)
         if after.metrics is not state.metrics:
-            numbers = {name: value for name, value in after.metrics.items() if has_mean(value)}
-            mean_metrics = averaged_by_name(mean_metrics, numbers, state.metrics, weight, total)
+            for name, value in after.metrics.items():
+                if has_mean(value) and value is not state.metrics.get(name):
+                    metric_totals[name] = metric_totals.get(name, 0) + weight
+                    mean_metrics[name] = averaged(mean_metrics.get(name), value, weight, metric_totals[name])
         if is_checked and is_first:
             ends.append(after.replace(batch=fields["batch"], first_example=fields["first_example"]))
     means = {"loss": mean_loss, "grads": mean_grads, "metrics": {**current.state.metrics, **mean_metrics}}

@@ -536,6 +536,16 @@ def test_numbers_among_metrics_are_means_over_slices(k):
     assert torch.equal(end.metrics["rows"], inputs.mean((1, 2)))
 
 
+def test_a_metric_of_some_slices_is_the_mean_over_these():
+    def measure(state):
+        is_short = state.num_examples == 2
+        return state.replace(metrics={**state.metrics, "short": state.inputs.mean()}) if is_short else state
+
+    step = compose(loop_events, [changing("measure", Event.AFTER_LOSS, measure)], microbatches=3)
+    inputs, targets = make_batch(size=7)  # slices of 3, 2 and 2
+    torch.testing.assert_close(step(make_state(), (inputs, targets)).metrics["short"], inputs[3:].mean())
+
+
 class OwnLoss(nn.Module):
     """A model that computes its loss, as language models do."""
 
