@@ -26,23 +26,14 @@ def frozen(setting: Any) -> Any:
 
 
 def check_flag(value: Any, where: str) -> bool:
-    """Require an actual bool; 0 and 1 are rejected.
-
-    Raises:
-        TypeError: The value is not a bool.
-    """
+    """Require an actual bool; 0 and 1 are rejected."""
     if not isinstance(value, bool):
         raise TypeError(f"{where}: expected True or False, got {shown(value)}")
     return value
 
 
 def check_whole(value: Any, where: str, low: float = -math.inf, high: float = math.inf, *, hint: str = "") -> int:
-    """Require an int or an object with `__index__`, but not a float or a tensor, whose value may be on a device.
-
-    Raises:
-        TypeError: The value is not an int.
-        ValueError: The value is outside of [low, high].
-    """
+    """Require an int or an object with `__index__`, but not a float or a tensor, whose value may be on a device."""
     if type(value) is int and low <= value <= high:  # the usual case, which runs in every step
         return value
     is_int = hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
@@ -61,21 +52,7 @@ def check_number(
     below: bool = False,
     hint: str = "",
 ) -> float:
-    """Require a finite real number and return it as a float.
-
-    Args:
-        value: The value.
-        where: The function and the argument, at the start of the message.
-        low: The lower bound.
-        high: The upper bound.
-        above: True if the lower bound is excluded.
-        below: True if the upper bound is excluded.
-        hint: The end of the message.
-
-    Raises:
-        TypeError: The value is not a number.
-        ValueError: The value is not finite, or out of range.
-    """
+    """Require a finite real number and return it as a float."""
     if is_number(value) and math.isfinite(value) and low <= value <= high:
         if not (above and value == low) and not (below and value == high):
             return float(value)

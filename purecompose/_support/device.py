@@ -67,10 +67,6 @@ def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[N
     enables it by default for convolutions and recurrent layers; here only "tf32" uses it, also for matrix products. The
     switches are restored afterwards. They belong to the process: to train in several threads, set them beforehand,
     since switches that already have the right values are not changed. Other devices than CUDA have no such switch.
-
-    Args:
-        precision: One of `PRECISIONS`.
-        device: The device of the computation.
     """
     if torch._C._is_any_autocast_enabled():
         return _without_autocast(precision, device)

@@ -17,9 +17,6 @@ def opened(file: Path) -> Iterator[BufferedReader]:
     """Open a regular file, or a link to one, for reading.
 
     A pipe would wait for its writer and a device such as `/dev/zero` has no end, so both are refused.
-
-    Raises:
-        OSError: The file cannot be opened, or it is not a regular file.
     """
     # Without O_NONBLOCK, opening a pipe waits; with regular files it makes no difference.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -35,9 +32,6 @@ def read_whole(file: Path, most: int) -> bytes:
     Args:
         file: The file, or a link to it.
         most: The largest size in bytes that is read; larger files are refused before anything is read.
-
-    Raises:
-        OSError: The file cannot be read, is not a regular file, or is larger.
     """
     with opened(file) as stream:
         size = os.fstat(stream.fileno()).st_size

@@ -15,16 +15,7 @@ T = TypeVar("T")
 
 
 def check_keywords(given: Iterable[str], function: Callable[..., Any], instead: Mapping[str, str]) -> None:
-    """Raise if a function has no parameter of a given name.
-
-    Args:
-        given: Names of keyword arguments.
-        function: The function.
-        instead: What to write in place of arguments that other libraries have.
-
-    Raises:
-        TypeError: A parameter is missing; the message names the right one, if it is known.
-    """
+    """Raise if a function has no parameter of a given name."""
     known = inspect.signature(function).parameters
     for name in given:
         if name not in known:

@@ -64,9 +64,6 @@ class Call:
 def parse(text: str) -> tuple[Call, ...]:
     """Return the calls listed in a text; the empty text and `none` list no calls.
 
-    Raises:
-        SpecError: The text has another form, or an argument is not a literal; the message contains the column.
-
     Example:
         >>> [str(call) for call in parse("mixup(alpha=0.2), label_smoothing")]
         ['mixup(alpha=0.2)', 'label_smoothing()']
@@ -83,9 +80,6 @@ def parse(text: str) -> tuple[Call, ...]:
 
 def parse_one(text: str) -> Call:
     """Return the only call in a text.
-
-    Raises:
-        SpecError: As `parse`, or there is not exactly one call.
 
     Example:
         >>> parse_one("adam(lr=2e-3)").kwargs

@@ -232,15 +232,7 @@ def _elapsed(state: State) -> float:
 
 
 def sequences_of(state: State, where: str) -> Tensor:
-    """Return the input of a state, (N, L) or (N, L, D), which determines the length of its batch's sequences.
-
-    Args:
-        state: A state with a batch.
-        where: Prefix of error messages.
-
-    Raises:
-        TypeError: Inputs that are not sequences.
-    """
+    """Return the input of a state, (N, L) or (N, L, D), which determines the length of its batch's sequences."""
     inputs = state.inputs
     return _checked(inputs, where) if isinstance(inputs, Tensor) else _sequences(inputs, where)
 

@@ -322,11 +322,7 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _with_hypothesis(command: str, place: str) -> Callable[[argparse.Namespace], int]:
-    """Return a command that needs Hypothesis, from a module that the other commands do not import.
-
-    Raises:
-        ImportError: Hypothesis is missing.
-    """
+    """Return a command that needs Hypothesis, from a module that the other commands do not import."""
     try:
         import hypothesis  # noqa: F401
     except ImportError as error:

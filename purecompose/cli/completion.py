@@ -27,10 +27,6 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
     Args:
         parser: The parser of all commands; each of its arguments gets an attribute that defines its completion.
         shell: One of `SHELLS`.
-
-    Raises:
-        ImportError: Shtab is not installed.
-        UsageError: The installed shtab does not know the shell.
     """
     try:
         import shtab  # pyright: ignore[reportMissingImports]

@@ -14,11 +14,7 @@ __all__ = ["show_conflicts"]
 
 
 def show_conflicts(options: argparse.Namespace) -> None:
-    """Print the pairs of listed algorithms that do not commute, and the rule that decides their order.
-
-    Raises:
-        UsageError: An algorithm is invalid, or listed twice.
-    """
+    """Print the pairs of listed algorithms that do not commute, and the rule that decides their order."""
     found = chosen(options, {} if options.run is None else settings_of(Path(options.run)))
     text = (
         options.algorithms

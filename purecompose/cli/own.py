@@ -34,11 +34,7 @@ def is_own(name: str) -> bool:
 
 
 def imported(name: str) -> Any:
-    """Import `my_module:name`, also from the current folder.
-
-    Raises:
-        SpecError: There is no such module, it cannot be imported, or it does not contain the name.
-    """
+    """Import `my_module:name`, also from the current folder."""
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:  # the console script does not search the current folder
         sys.path.insert(0, os.getcwd())
@@ -103,10 +99,6 @@ def network_of(call: specs.Call, data: ImageData | TextData, seed: int) -> nn.Mo
 
     `timm:NAME` is a network of timm, `transformers:CLASS` one of transformers whose configuration has these options.
     Other functions and classes are called with `in_shape` and `num_classes` if they have such parameters.
-
-    Raises:
-        SpecError: The arguments do not fit.
-        ValueError: The result is not a network.
     """
     with building(seed):
         made = _made(call, {"in_shape": data.in_shape, "num_classes": data.num_classes})
@@ -151,10 +143,6 @@ def data_of(name: str) -> ImageData | TextData:
     """Return the data from a function of the user's own code.
 
     It returns `data.ImageData`, `data.TextData`, or four tensors: inputs and classes for training, then for testing.
-
-    Raises:
-        SpecError: There is no such function.
-        ValueError: It returns something else.
     """
     found = imported(name)
     given = found() if callable(found) else found

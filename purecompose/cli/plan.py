@@ -16,12 +16,7 @@ __all__ = ["show_plan"]
 
 
 def show_plan(options: argparse.Namespace) -> None:
-    """Print the algorithms that act at each event at a point of a run, either one with a folder or a new one.
-
-    Raises:
-        UsageError: An option is invalid, or the folder is not a run's.
-        ImportError: A package that the data need is missing.
-    """
+    """Print the algorithms that act at each event at a point of a run, either one with a folder or a new one."""
     earlier = {} if options.run is None else settings_of(Path(options.run))
     settings, data = completed(chosen(options, earlier), allowed=allowed_by(options))
     with fixed_arithmetic(settings["threads"]), plain_warnings():

@@ -23,11 +23,7 @@ __all__ = ["listed", "notes_elsewhere", "one_line", "subject"]
 
 
 def subject(text: str) -> Subject:
-    """Return the algorithm that a text names: `my_module:my_algorithm`, or a shipped one as a call.
-
-    Raises:
-        UsageError: There is no such algorithm, or its code raises any exception.
-    """
+    """Return the algorithm that a text names: `my_module:my_algorithm`, or a shipped one as a call."""
     _see_folder()
     module = text.partition(":")[0] if ":" in text.partition("(")[0] else None
     try:

@@ -28,12 +28,7 @@ __all__ = ["show_evaluation", "show_plot", "show_predictions"]
 
 
 def show_evaluation(options: argparse.Namespace) -> None:
-    """Print the metrics of a checkpoint on the test data.
-
-    Raises:
-        UsageError: There is no such run or checkpoint.
-        CheckpointError: The checkpoint cannot be used.
-    """
+    """Print the metrics of a checkpoint on the test data."""
     settings, data = completed(settings_for(options.run, options.data), allowed=allowed_by(options))
     with fixed_arithmetic(settings["threads"]), plain_warnings():
         run = trained(options.run, options.checkpoint, settings, data)
@@ -56,10 +51,6 @@ def show_predictions(options: argparse.Namespace) -> None:
     """Write the predicted class of each test image, or each next character of a text, with its probability, as CSV.
 
     With a prompt, write the prompt and its continuation by a language model instead.
-
-    Raises:
-        UsageError: There is no such run or checkpoint, the output cannot be written, or a prompt is given for images.
-        CheckpointError: The checkpoint cannot be used.
     """
     if options.out is not None:
         check_target("--out", options.out)
@@ -135,11 +126,7 @@ def _opened(path: str | None) -> Iterator[TextIO]:
 
 
 def show_plot(options: argparse.Namespace) -> None:
-    """Draw the curves of runs into one picture.
-
-    Raises:
-        UsageError: A folder is not a run's, or the picture cannot be written.
-    """
+    """Draw the curves of runs into one picture."""
     check_target("--out", options.out)
     try:
         runs = [read_run(Path(path)) for path in options.runs]

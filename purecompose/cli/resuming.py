@@ -24,11 +24,7 @@ _MOST_LINES = 12
 
 
 def earlier_settings(out: Path | None, *, is_asked: bool) -> dict[str, Any]:
-    """Return the settings of the resumed run; empty if there is none.
-
-    Raises:
-        UsageError: No folder is given, or its settings cannot be read.
-    """
+    """Return the settings of the resumed run; empty if there is none."""
     if not is_asked:
         return {}
     if out is None:

@@ -43,10 +43,6 @@ def prompt_of(options: argparse.Namespace, settings: Mapping[str, Any]) -> Promp
     Args:
         options: The options of the command line.
         settings: The run's settings, with a text's vocabulary and window; the text itself is not needed.
-
-    Raises:
-        UsageError: The run's network is for images; the prompt is empty or has unknown characters; data are given as
-            well; the seed is invalid; or options of a prompt are given without a prompt.
     """
     if options.prompt is None:
         for name in ("length", "seed"):

@@ -209,15 +209,7 @@ def whole(text: str) -> int:
 
 
 def chosen(options: argparse.Namespace, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the settings that were chosen by `--set`, by an option or by a file. Defaults are left out.
-
-    Args:
-        options: The options of the command line.
-        config: The settings of a resumed run, which all others override.
-
-    Raises:
-        UsageError: A file cannot be read, a setting does not exist, or a value has the wrong kind.
-    """
+    """Return the settings that were chosen by `--set`, by an option or by a file. Defaults are left out."""
     found = dict(config or {})
     if options.config is not None:
         found |= read_config(Path(options.config))
@@ -253,9 +245,6 @@ def with_arguments(
         settings: Complete settings, with the arguments to change under "within".
         factories: For the settings "algorithms", "optimizer" and "schedule", functions by name, whose signatures name
             positional arguments.
-
-    Raises:
-        UsageError: No call has that name, or it does not accept the argument.
     """
     settings = dict(settings)
     for name, arguments in settings.pop("within", {}).items():
@@ -278,11 +267,7 @@ def with_arguments(
 
 
 def settings_of(run: Path) -> dict[str, Any]:
-    """Return the settings in the folder of a run.
-
-    Raises:
-        UsageError: The folder is not a run's, or its settings cannot be read.
-    """
+    """Return the settings in the folder of a run."""
     config = run / "config.toml"
     if not config.exists():
         why = "it has no config.toml" if run.exists() else "it does not exist"
@@ -291,11 +276,7 @@ def settings_of(run: Path) -> dict[str, Any]:
 
 
 def check_target(option: str, path: str) -> None:
-    """Check, before the work begins, that its result can be written to a path.
-
-    Raises:
-        UsageError: The path is a folder, or its parent folder does not exist.
-    """
+    """Check, before the work begins, that its result can be written to a path."""
     target = Path(path)
     if target.is_dir():
         raise UsageError(f"{option}: {path} is a folder; expected a file's name")
@@ -310,9 +291,6 @@ def read_config(path: Path, *, option: str = "--config: ") -> dict[str, Any]:
         path: The file.
         option: Beginning of the messages. If it is empty, the file is from a run's folder, which another person may
             have prepared: only a regular file of limited size is read.
-
-    Raises:
-        UsageError: The file cannot be read, or contains an unknown setting or a value of the wrong kind.
     """
     try:
         content = tomllib.loads(path.read_text("utf-8") if option else read_whole(path, 2**20).decode("utf-8"))
@@ -376,11 +354,7 @@ def _value(text: str) -> Any:
 def _set(
     name: str, call: specs.Call, arguments: Mapping[str, Any], factories: Mapping[str, Callable[..., Any]]
 ) -> specs.Call:
-    """Return a call with arguments of `--set`.
-
-    Raises:
-        UsageError: The arguments are wrong; faults of the call itself are reported later, with its option.
-    """
+    """Return a call with arguments of `--set`."""
     named = specs.by_name(call, factories)
     changed = dataclasses.replace(named, kwargs={**named.kwargs, **arguments})
     try:

@@ -128,11 +128,6 @@ def completed(
         found: The settings that were chosen.
         data: Data to use instead of those that the settings name.
         allowed: Names of the user's own code that may be imported; `None` for all.
-
-    Raises:
-        UsageError: The settings name code that may not be imported, there are no such data, or `--set` names an
-            argument of an unknown call.
-        ImportError: A package that the data need is missing.
     """
     settings = {name: setting.default for name, setting in SETTINGS.items()} | dict(found)
     check_imports(settings, allowed)
@@ -148,11 +143,7 @@ def completed(
 
 
 def prepare(settings: Mapping[str, Any], data: Data) -> Setup:
-    """Return the run that complete settings define.
-
-    Raises:
-        UsageError: A setting is invalid.
-    """
+    """Return the run that complete settings define."""
     kind = kind_of(data)
     inputs, targets, *aside = _divided(settings, data)
     with reported_as("--batch-size"):
@@ -268,11 +259,7 @@ def plain_warnings() -> Iterator[None]:
 
 @contextmanager
 def fixed_arithmetic(num_threads: int) -> Iterator[None]:
-    """Fix threads and kernels, on which the bits of a result depend, and restore them afterwards.
-
-    Raises:
-        UsageError: The number of threads is below 1.
-    """
+    """Fix threads and kernels, on which the bits of a result depend, and restore them afterwards."""
     if num_threads < 1:
         raise UsageError(f"--threads: expected a positive number, got {num_threads}")
     threads, were_deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()

@@ -59,11 +59,7 @@ def print_results(
     out: Path | None,
     missing: Sequence[str] = (),
 ) -> None:
-    """Print the table at the end; `missing` are the files in `out` that could not be written.
-
-    Raises:
-        ImportError: Rich is missing.
-    """
+    """Print the table at the end; `missing` are the files in `out` that could not be written."""
     from rich.console import Console
     from rich.table import Table
 

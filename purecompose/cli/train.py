@@ -34,14 +34,7 @@ class RunError(Exception):
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train with the given options, show the progress, and print a table at the end.
-
-    Raises:
-        UsageError: An option is invalid; or this is one of several processes of a launcher such as torchrun.
-        ImportError: A package that the data or the display needs is missing.
-        RunError: A step has failed (with `--traceback` its own exception is raised instead). After the table: the last
-            checkpoint or a file of the run's folder could not be written.
-    """
+    """Train with the given options, show the progress, and print a table at the end."""
     _check_alone()
     if options.fast_dev_run and (options.out is not None or options.resume):
         raise UsageError("--fast-dev-run: it trains one batch and keeps nothing; leave out --out and --resume")
@@ -181,11 +174,7 @@ def _changed_inputs(error: Exception, setup: Setup) -> list[str] | None:
 
 
 def _check_recipe(name: str, settings: Mapping[str, Any], setup: Setup) -> None:
-    """Try one step with a recipe and discard its state; the images are smallest in the first step.
-
-    Raises:
-        UsageError: The methods do not fit the data, or make images smaller than the network accepts.
-    """
+    """Try one step with a recipe and discard its state; the images are smallest in the first step."""
     try:
         setup.plain_step(setup.state, next(iter(setup.train_data)))
     except torch.OutOfMemoryError:

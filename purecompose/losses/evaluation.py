@@ -100,9 +100,6 @@ def check_interpolation(loss_fn: Callable[..., Tensor], outputs: Any, targets: A
     """Raise if a mean over all losses, by which a `Mixture` interpolates them, is not the mean that the loss takes.
 
     It evaluates the loss again and waits for the device. A loss that reports what it counts is not examined.
-
-    Raises:
-        ValueError: The means differ for the targets of a term.
     """
     if not isinstance(targets, Mixture) or not targets.interpolate_loss or hasattr(counter_of(loss_fn), "counted"):
         return

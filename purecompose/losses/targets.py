@@ -56,9 +56,6 @@ def class_scores(outputs: Any, targets: Any) -> Any:
     """Return the tensor (N, C, ...) among a model's outputs whose shape tells the classes of these targets.
 
     Outputs that are a single tensor, and targets that are not one, are not examined.
-
-    Raises:
-        ValueError: Among several outputs no tensor fits the targets, or tensors of different shapes do.
     """
     if isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return outputs

@@ -20,10 +20,6 @@ def set_modes(root: nn.Module, eval_mode: Sequence[str], train_mode: Sequence[st
     Args:
         root: The network, which is modified.
         eval_mode, train_mode: Patterns (`fnmatch`) of qualified names; "" is the network itself.
-
-    Raises:
-        TypeError: An argument is not a sequence of strings.
-        ValueError: A pattern matches no module, or patterns of both arguments match the same one.
     """
     names = [name for name, _ in root.named_modules()]
     for role, patterns in (("eval_mode", eval_mode), ("train_mode", train_mode)):
@@ -44,12 +40,7 @@ def set_modes(root: nn.Module, eval_mode: Sequence[str], train_mode: Sequence[st
 
 
 def warn_of_idle_parts(root: nn.Module, eval_mode: Sequence[str]) -> None:
-    """Warn of parts in evaluation mode that would act differently in training mode.
-
-    Args:
-        root: The network, as it trains.
-        eval_mode: Patterns of the modules whose mode has been decided.
-    """
+    """Warn of parts in evaluation mode that would act differently in training mode."""
     found = _idle(root, "", eval_mode)
     if found:
         listed = ", ".join(name or "the network" for name in found[:3])

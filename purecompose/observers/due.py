@@ -12,14 +12,6 @@ class Due:
 
     Epochs count at their last batch, or at the next batch if their length is not known.
 
-    Args:
-        every: The interval; a bare number means batches.
-        where: Beginning of the messages, such as "Records: every".
-
-    Raises:
-        TypeError: The interval is not a time.
-        ValueError: The interval is not positive, or in seconds.
-
     Example:
         >>> due = Due("2ba", "every")
         >>> due.start(Timestamp())
@@ -36,11 +28,7 @@ class Due:
         self._before = timestamp
 
     def __call__(self, timestamp: Timestamp) -> bool:
-        """Return whether a multiple was passed since the last call, given the time after a batch.
-
-        Raises:
-            ValueError: The interval is a fraction of the run, which has no duration.
-        """
+        """Return whether a multiple was passed since the last call, given the time after a batch."""
         before, self._before = self._before or batch_before(timestamp), timestamp
         return has_passed(self._interval, before, timestamp)
 

@@ -26,9 +26,6 @@ class Format(Protocol):
         """Yield the records of a file, each after the offset of its line's end, up to a line without an end.
 
         The first item is an empty record with the offset at which the records begin.
-
-        Raises:
-            ValueError: A line is not a record.
         """
         ...
 

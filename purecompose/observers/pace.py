@@ -19,12 +19,7 @@ class _Reading(NamedTuple):
 
 
 class Pace:
-    """Rates over the most recent readings, so that they adapt when the speed of the run changes.
-
-    Args:
-        stopwatch: The stopwatch that measures the training seconds, without evaluations.
-        num_readings: Maximal number of readings that are kept.
-    """
+    """Rates over the most recent readings, so that they adapt when the speed of the run changes."""
 
     def __init__(self, stopwatch: Stopwatch, num_readings: int) -> None:
         """Create a pace without readings."""

@@ -46,19 +46,7 @@ class Drawing:
 def drawn(
     panels: Sequence[Panel], names: Sequence[str], breaks: Sequence[int], x: str, dark: bool, narrow: bool = False
 ) -> Drawing:
-    """Return a picture of panels.
-
-    Args:
-        panels: The panels, at least one.
-        names: Names of the runs.
-        breaks: Batches at which the run continued.
-        x: The column along the horizontal axis.
-        dark: True for light curves on a dark background.
-        narrow: True for one panel below the other, for narrow screens.
-
-    Raises:
-        ImportError: Matplotlib is not installed.
-    """
+    """Return a picture of panels."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

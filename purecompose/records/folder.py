@@ -346,11 +346,7 @@ def _noted(name: str, problems: dict[str, Exception]) -> Iterator[None]:
 
 
 def _goes_on(path: Path, resume: bool) -> bool:
-    """Return whether the folder contains a run.
-
-    Raises:
-        FileExistsError, NotADirectoryError: The folder cannot be used.
-    """
+    """Return whether the folder contains a run."""
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"RunFolder: {path} is a file; give a folder")
     # Hidden files do not count: they may be from the desktop, or half-written by a killed process.

@@ -32,11 +32,7 @@ LOCK = ".lock"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file as UTF-8, in one move.
-
-    Raises:
-        OSError: The file cannot be written; an old one is left unchanged.
-    """
+    """Write a file as UTF-8, in one move."""
     with written(path) as new:
         new.write_bytes(text.encode("utf-8", "replace"))
 
@@ -45,10 +41,6 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON, in one move.
 
     Numbers that are not finite become the strings "nan", "inf" and "-inf"; tensors become lists.
-
-    Raises:
-        OSError: The file cannot be written; an old one is left unchanged.
-        TypeError: A value cannot be represented in JSON.
     """
     write_text(path, json.dumps(_finite(content), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
 

@@ -29,9 +29,6 @@ class Lock:
 
     A lock whose process has ended is taken over. Whether a process on another machine or in another container is still
     running cannot be determined: its lock is taken over, too, with a warning, so that a job can be restarted elsewhere.
-
-    Args:
-        folder: The run's folder, which must exist.
     """
 
     def __init__(self, folder: Path) -> None:

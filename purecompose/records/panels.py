@@ -66,15 +66,7 @@ class Panel:
 
 
 def panels_of(runs: Sequence[RunRecords], x: str) -> list[Panel]:
-    """Return the panels for which some run has numbers.
-
-    Args:
-        runs: The runs.
-        x: The column along the horizontal axis.
-
-    Raises:
-        ValueError: No run has this column.
-    """
+    """Return the panels for which some run has numbers."""
     check_axis(runs, x)
     evaluated = list(dict.fromkeys(name for run in runs for name in evaluation_columns(run.records)))
     trained = [name for name in _columns(runs) if name.startswith("train/") and name not in evaluated]

@@ -107,11 +107,7 @@ def read_run(path: str | os.PathLike[str]) -> RunRecords:
 
 
 def read_history(path: Path) -> tuple[dict[str, Any], list[Start]]:
-    """Return the description of the training in a folder, and its starts; both are empty if it has no history.
-
-    Raises:
-        ValueError: The history is damaged.
-    """
+    """Return the description of the training in a folder, and its starts; both are empty if it has no history."""
     file = path / HISTORY
     if not file.exists():
         return {}, []
@@ -123,12 +119,7 @@ def read_history(path: Path) -> tuple[dict[str, Any], list[Start]]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return a JSON object, with "nan", "inf" and "-inf" as numbers.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file does not contain a JSON object, or is too large or too deeply nested.
-    """
+    """Return a JSON object, with "nan", "inf" and "-inf" as numbers."""
     try:
         content = json.loads(read_whole(file, _MOST_BYTES).decode("utf-8"))
     except (ValueError, RecursionError) as error:

@@ -16,11 +16,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def checked_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a copy of settings, flat or one level nested, with paths as text, tuples as lists, and `None` left out.
-
-    Raises:
-        TypeError: A name is not a string, or TOML cannot represent a value.
-    """
+    """Return a copy of settings, flat or one level nested, with paths as text, tuples as lists, and `None` left out."""
     settings: dict[str, Any] = {}
     for name, value in _named(config, where):
         if isinstance(value, Mapping):

@@ -165,19 +165,9 @@ def evaluate(
 def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Iterable[Observer] = ()) -> State:
     """Run one evaluation, from EVAL_START to EVAL_END.
 
-    Args:
-        evaluator: The evaluator.
-        state: The training state.
-        step: A step over `eval_events`.
-        observers: Called at EVAL_START and EVAL_END, and after every batch.
-
     Returns:
         The evaluation's own state. Its `metrics` contain the values as "label/name": 0-d tensors on the state's
         device, or tensors of shape (n,) for a population of n.
-
-    Raises:
-        ValueError: There is no batch.
-        KeyError: A batch has no target at the state's `target_field`.
     """
     loss_fn = state.context.loss
     metrics: Mapping[str, Metric] = evaluator.metrics or {"loss": mean_loss()}
@@ -237,11 +227,7 @@ def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> l
 
 
 def _as_metric(name: str, given: Any) -> Metric:
-    """Return one of an evaluator's metrics.
-
-    Raises:
-        TypeError: It is not a metric, or one of its functions takes other arguments.
-    """
+    """Return one of an evaluator's metrics."""
     for factory, call in _FACTORIES.items():
         if given is factory:
             raise TypeError(f"metric {name!r}: {factory.__name__} returns a metric: write {call}")

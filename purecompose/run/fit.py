@@ -264,11 +264,7 @@ def _check_metrics(
 
 
 def _check_resumed(resumed: Resumed, like: State, data: Any) -> None:
-    """Warn if the data differ from those of the checkpoint, as far as that is known.
-
-    Raises:
-        MismatchError: The checkpoint is in the middle of an epoch of another length, or past the end of this run.
-    """
+    """Warn if the data differ from those of the checkpoint, as far as that is known."""
     now, length = resumed.state.timestamp, like.timestamp.run.batches_per_epoch
     saved = now.run.batches_per_epoch
     other = differences(resumed.index.memory.get("data", {}), describe_data(data))

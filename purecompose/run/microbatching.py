@@ -29,11 +29,7 @@ class Adaptive:
         self._proven = 0
 
     def __call__(self, state: State, batch: Any) -> State:
-        """Return the state after one batch.
-
-        Raises:
-            RuntimeError: The memory does not suffice for a single example either.
-        """
+        """Return the state after one batch."""
         num_examples = self.step.num_examples(state, batch)
         while True:
             try:

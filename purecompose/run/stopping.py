@@ -165,12 +165,7 @@ class Threshold:
 
 
 def with_memories(state: State, stoppers: tuple[Stopper, ...]) -> State:
-    """Return the state with a slot for each stopping rule that has none yet.
-
-    Raises:
-        ValueError: Two stopping rules have the same name, or the state is a population, whose members would stop at
-            different times.
-    """
+    """Return the state with a slot for each stopping rule that has none yet."""
     if not stoppers:
         return state
     names = [stopper.name for stopper in stoppers]

@@ -45,10 +45,6 @@ class Moment(NamedTuple):
 
         The current time counts from the schedule's start. `role` names the time in messages; without a time, infinity
         is returned for it.
-
-        Raises:
-            UnitError: The times have no unit in common.
-            ValueError: A time is a fraction of a run that has no duration, or one in seconds; or a length is negative.
         """
         if self[1:] == _PLAIN:  # the usual case, needed twice in every step: the same result in a third of the time
             run = self.timestamp.run
@@ -105,11 +101,7 @@ _PLAIN = ((), _RUN, 1.0, 1.0)
 
 
 def checked_time(time: TimeLike, where: str, *, is_positive: bool = False) -> Time:
-    """Return a time that a schedule can follow.
-
-    Raises:
-        TypeError, ValueError: This is not a time, or it is negative, in seconds, or 0 with `is_positive`.
-    """
+    """Return a time that a schedule can follow."""
     try:
         checked = Time.of(time)
     except (TypeError, ValueError) as error:

@@ -128,11 +128,7 @@ def multi_step(milestones: Iterable[TimeLike], gamma: float = 0.1, warmup: TimeL
 
 
 def checked_times(times: Iterable[TimeLike], where: str) -> tuple[Time, ...]:
-    """Return several times that a schedule can follow.
-
-    Raises:
-        TypeError, ValueError: This is not a collection of times, or one of them is not valid; see `checked_time`.
-    """
+    """Return several times that a schedule can follow."""
     if isinstance(times, str | Time) or not isinstance(times, Iterable):
         raise TypeError(f"{where}: expected a sequence of times, such as ['30ep', '60ep'], got {shown(times)}")
     return tuple(checked_time(time, f"{where}[{index}]") for index, time in enumerate(times))

@@ -44,13 +44,7 @@ class Snapshot:
 
 
 class Originals:
-    """Modules and tensors of a network before rules are applied.
-
-    Args:
-        root: The network, a private copy that shares the caller's tensors.
-        given: The caller's tensors by name.
-        name: Name of the surgery in errors.
-    """
+    """Modules and tensors of a network before rules are applied."""
 
     def __init__(self, root: nn.Module, given: Mapping[str, Tensor], name: str) -> None:
         self.modules = Snapshot(root)
@@ -64,11 +58,7 @@ class Originals:
         return id(tensor) in self._tensors
 
     def found_in(self, root: nn.Module) -> dict[str, str]:
-        """Map the first names of tensors in another network to their names here, for tensors that are in both.
-
-        Raises:
-            RuntimeError: A rule has moved a tensor to other memory, so that its values are not the caller's.
-        """
+        """Map the first names of tensors in another network to their names here, for tensors that are in both."""
         found: dict[int, str] = {}
         for place in places(root):
             if place.tensor in self:
@@ -80,14 +70,7 @@ class Originals:
         return {new: self._tensors[key][0] for key, new in found.items()}
 
     def check_settings(self, replaced: Iterable[str]) -> None:
-        """Reject in-place changes to modules that were not replaced, because they might or might not be kept.
-
-        Args:
-            replaced: Names of the replaced modules.
-
-        Raises:
-            RuntimeError: There is such a change.
-        """
+        """Reject in-place changes to modules that were not replaced, because they might or might not be kept."""
         sites = tuple(replaced)
         for name, attribute in self.modules.changes():
             if not any(site in ("", name) or name.startswith(f"{site}.") for site in sites):

@@ -68,11 +68,7 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def averages_in(state: State, name: str) -> Averages:
-    """Return the averages in the slot of the algorithm of this name.
-
-    Raises:
-        ValueError: There are no averages of this name.
-    """
+    """Return the averages in the slot of the algorithm of this name."""
     found = _all_averages(state)
     if name not in found:
         known = f"there are {', '.join(found)}" if found else "no algorithm of this state keeps any"

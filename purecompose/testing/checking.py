@@ -110,17 +110,7 @@ class _Probe(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
-    """An algorithm, and the laws to try on it; created by `trials`.
-
-    Args:
-        subject: The algorithm.
-        neutral: The same algorithm with settings that should change nothing, if given.
-        laws: The laws.
-        candidates: The tasks, including those that the algorithm may refuse.
-        tasks_were_named: True if the user chose the tasks.
-        max_examples: Number of cases for each law.
-        seed: Seed of the cases.
-    """
+    """An algorithm, and the laws to try on it; created by `trials`."""
 
     subject: Subject
     neutral: Subject | None

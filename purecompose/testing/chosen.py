@@ -15,17 +15,7 @@ Named = TypeVar("Named", Law, Task)
 
 
 def chosen(kind: str, given: Iterable[Any], known: Mapping[str, Named], wanted: type[Named]) -> tuple[Named, ...]:
-    """Return the chosen laws or tasks, given as names or objects, in order, without duplicates.
-
-    Args:
-        kind: The word for one of them in messages.
-        given: Names and objects, or a single one.
-        known: The known objects by name.
-        wanted: Their type.
-
-    Raises:
-        TypeError, ValueError: An item has another type, a name is unknown or used twice, or nothing is given.
-    """
+    """Return the chosen laws or tasks, given as names or objects, in order, without duplicates."""
     given = (given,) if isinstance(given, (str, wanted)) else tuple(given)
     if not given:
         raise ValueError(f"no {kind} given: expected at least one of {', '.join(known)}")

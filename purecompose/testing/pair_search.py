@@ -72,13 +72,7 @@ _LOOP = frozenset(node for node in walk(loop_events) if isinstance(node, Event))
 
 
 class Pair:
-    """Two algorithms that are run in both orders.
-
-    Args:
-        a: An algorithm.
-        b: Another algorithm.
-        tolerance: Share of its largest magnitude by which a leaf may differ.
-    """
+    """Two algorithms that are run in both orders."""
 
     def __init__(self, a: Algorithm, b: Algorithm, tolerance: float) -> None:
         # Sorted by name, so that the result does not depend on which one is named first.
@@ -94,11 +88,7 @@ class Pair:
         return cases(tasks, algorithm=both if event in _LOOP else None)
 
     def difference(self, case: Case, event: Event) -> Broken | None:
-        """Return the difference that the order at an event makes in a case.
-
-        Raises:
-            NoAnswer: They do not both act there, or fail in both orders.
-        """
+        """Return the difference that the order at an event makes in a case."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of the algorithms do not matter here
             is_alike = event is Event.INIT and self._starts_alike(case)

@@ -30,12 +30,7 @@ class LawTest:
         self.outcome: Outcome | None = None
 
     def __call__(self) -> Outcome:
-        """Try the law; a second call repeats the result of the first one.
-
-        Raises:
-            LawViolation: The law is broken. If the law does not apply, the test is skipped instead; if the law could
-                not be judged, the test fails.
-        """
+        """Try the law; a second call repeats the result of the first one."""
         __tracebackhide__ = True
         import pytest
 

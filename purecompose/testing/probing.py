@@ -30,16 +30,7 @@ class Refusal(NamedTuple):
 
 
 def refusal(task: Task, algorithm: Algorithm, owner_of: Callable[[Exception], Law | None]) -> Refusal | None:
-    """Return the reason why the algorithm does not work on a task; `None` if it works, or breaks a law there.
-
-    Args:
-        task: The task.
-        algorithm: The algorithm.
-        owner_of: Function that returns the law that an error indicates, if any.
-
-    Raises:
-        ValueError: The task itself does not work, or is not the same each time.
-    """
+    """Return the reason why the algorithm does not work on a task; `None` if it works, or breaks a law there."""
     _check_task(task)
     for case in _probes(task, algorithm):
         touched: list[Event] = []

@@ -146,16 +146,7 @@ def check_equal(
     event: Event | None = None,
     tolerance: tree.ToleranceLike = 0.0,
 ) -> None:
-    """Raise `Broken` for the first leaf in which two trees differ.
-
-    Args:
-        first: A tree.
-        second: Another tree.
-        labels: Descriptions of the two.
-        where: Prefix of the leaf's path, such as "params".
-        event: The event to which they belong, if known.
-        tolerance: See `tree.differences`.
-    """
+    """Raise `Broken` for the first leaf in which two trees differ."""
     if first is second:
         return
     found = list(tree.differences(first, second, tolerance=tolerance))

@@ -23,11 +23,7 @@ class SnapshotError(ValueError):
 
 
 def to_bytes(state: State) -> bytes:
-    """Return everything in a state that persists between steps.
-
-    Raises:
-        SnapshotError: A leaf is neither a tensor nor a plain value.
-    """
+    """Return everything in a state that persists between steps."""
     try:
         taken = snapshot(state)
     except (TypeError, CheckpointError) as error:
@@ -48,10 +44,6 @@ def from_bytes(data: bytes, like: State) -> State:
 
     Returns:
         The state, on the template's device.
-
-    Raises:
-        SnapshotError: The bytes are not a snapshot; or a leaf has no place in the template, is missing, or has another
-            shape or dtype, and the message names it.
     """
     package = library()
     try:

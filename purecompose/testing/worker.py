@@ -87,15 +87,7 @@ class Request(NamedTuple):
 
 
 def resumed(algorithm: Algorithm, case: Case, snapshot: bytes, first: int, num: int) -> State:
-    """Return the state some steps after a snapshot, with a new step and a new template.
-
-    Args:
-        algorithm: The algorithm.
-        case: The case.
-        snapshot: Snapshot of the state before the first of these steps.
-        first: Number of the first step in the case.
-        num: Number of steps.
-    """
+    """Return the state some steps after a snapshot, with a new step and a new template."""
     step = case.step(algorithm)
     # A program that resumes a run first builds a network with other weights, at time 0. Its values must not matter.
     template = step.init(replace(case, seed=case.seed + 1, start=0).state())
@@ -106,13 +98,7 @@ def resumed(algorithm: Algorithm, case: Case, snapshot: bytes, first: int, num: 
 
 
 def resumed_elsewhere(subject: Subject, case: Case, snapshot: bytes, first: int, num: int) -> bytes:
-    """Return a snapshot of the result of `resumed` in another process, with the algorithm created from its source.
-
-    Raises:
-        Unportable: There is no source, or the case cannot be sent.
-        RemoteError: The run failed there.
-        WorkerError: The algorithm cannot be created there, or there was no answer.
-    """
+    """Return a snapshot of the result of `resumed` in another process, with the algorithm created from its source."""
     if subject.source is None or subject.source.startswith("__main__:"):
         raise Unportable(f"{subject.algorithm!r} has no source text that means the same elsewhere")
     try:
@@ -318,11 +304,7 @@ def _write(pipe: IO[bytes], message: bytes) -> None:
 
 
 def _read(pipe: IO[bytes]) -> bytes:
-    """Return the next message.
-
-    Raises:
-        EOFError: The other end is closed.
-    """
+    """Return the next message."""
     header = pipe.read(8)
     message = pipe.read(int.from_bytes(header, "big")) if len(header) == 8 else b""
     if len(header) < 8 or len(message) < int.from_bytes(header, "big"):

@@ -27,18 +27,7 @@ def checked_interval(value: Any, name: str, default_unit: TimeUnit | None = None
 def checked_interval(
     value: Any, name: str, default_unit: TimeUnit | None = None, *, seconds: bool = False, functions: bool = False
 ) -> Interval:
-    """Return an interval as a time, or unchanged if it is a function.
-
-    Args:
-        value: The argument.
-        name: The function and the argument, for errors, such as "Evaluator: every".
-        default_unit: The unit of a bare number.
-        seconds: True to accept seconds of wall-clock time.
-        functions: True to accept functions.
-
-    Raises:
-        TypeError, ValueError: The value is not a time, not positive, or in seconds without `seconds`.
-    """
+    """Return an interval as a time, or unchanged if it is a function."""
     if functions and callable(value) and not isinstance(value, type):
         return cast(Interval, value)
     interval = named_time(value, name, default_unit)
@@ -50,10 +39,6 @@ def checked_interval(
 
 def has_passed(interval: Interval, before: Timestamp, now: Timestamp) -> bool:
     """Return whether a multiple of the interval lies after `before` and not after `now`; not for seconds.
-
-    Raises:
-        ValueError: The interval is a fraction of a run without a duration.
-        TypeError: The function does not return a bool.
 
     Example:
         >>> has_passed(Time.of("10ba"), Timestamp(batch=9), Timestamp(batch=10))

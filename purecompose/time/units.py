@@ -246,9 +246,6 @@ def named_time(value: Any, where: str, default_unit: TimeUnit | None = None, *, 
         share: For the hint about a number between 0 and 1: the words to put before it, by default about a share of the
             run.
 
-    Raises:
-        TypeError, ValueError: As `Time.of`.
-
     Example:
         >>> named_time("soon", "ema: half_life")
         Traceback (most recent call last):
@@ -264,10 +261,6 @@ def named_time(value: Any, where: str, default_unit: TimeUnit | None = None, *, 
 
 def named_point(value: Any, where: str) -> Time:
     """Return a point of a run, a share in [0, 1] or a time of at least 0, with errors that name the argument.
-
-    Raises:
-        TypeError, ValueError: The value is not a time, negative, a share above 1, or in seconds: wall-clock time is not
-            part of a state.
 
     Example:
         >>> named_point(0.5, "after: time"), named_point("10ep", "after: time")

@@ -82,12 +82,7 @@ class Shared(Scope):
         return [inner._replace(run=with_slices(lambda body: body), with_slices=with_slices)]
 
     def guard(self, step: Step, state: State, batch: Any, *, is_first: bool) -> AbstractContextManager[Any] | None:
-        """Return a context manager that reports ranks that do not answer and, once per epoch, compares all ranks.
-
-        Raises:
-            ValueError: The processes have different states, batches or settings; raised in the first step and in the
-                first of each epoch.
-        """
+        """Return a context manager that reports ranks that do not answer and, once per epoch, compares all ranks."""
         if self.ranks is None:
             return None
         return self._guarded(self.ranks, step, state, batch, is_first)
@@ -269,17 +264,7 @@ def data_parallel(step: Step, mesh: Any = None) -> Step:
 
 
 def shared_program(program: Program, ranks: Ranks | None, *, is_checked: bool = False) -> Program:
-    """Return a program in which several processes share the batch of each `Microbatches`.
-
-    Args:
-        program: A program for one process.
-        ranks: The processes.
-        is_checked: As for `Shared`.
-
-    Raises:
-        ValueError: The program is shared already, a gradient is outside of `Microbatches`, or there is nothing to
-            divide.
-    """
+    """Return a program in which several processes share the batch of each `Microbatches`."""
     if any(isinstance(node, Shared) for node in program):
         raise ValueError("data_parallel: the step's batch is divided among processes already")
     if any(isinstance(node, Grad) for node in program):

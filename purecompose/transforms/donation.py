@@ -78,11 +78,7 @@ class BufferLease:
         return self.generation == self.buffers.generation
 
     def read(self, name: str) -> Any:
-        """Return the value of a field, always the same object.
-
-        Raises:
-            SpentStateError: A later step has written there.
-        """
+        """Return the value of a field, always the same object."""
         if name not in self._issued:
             self.check()
             tensors = self.buffers.values[name]

@@ -84,10 +84,6 @@ def mapped(fn: Callable[..., Any], chunk_size: int | None = None) -> Callable[..
 
     Trees may contain leaves that vmap refuses: constants, and objects that only `purecompose.batch` can traverse.
     Leaves that `fn` returns unchanged are returned as they were given, also if they are common to all members.
-
-    Args:
-        fn: Function from trees to a tree.
-        chunk_size: Number of members computed at a time; by default all.
     """
 
     def run(*given: Any) -> Any:

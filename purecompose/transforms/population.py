@@ -60,11 +60,7 @@ class Stacked:
         return member(state, 0)
 
     def example(self, batch: Any) -> Any:
-        """Return the first member's batch.
-
-        Raises:
-            ValueError: With `batches="each"`, a tensor has no leading dimension of `n`.
-        """
+        """Return the first member's batch."""
         if self.batches == "shared":
             return batch
         for tensor in batches.tensors(batch):
@@ -94,11 +90,7 @@ class Stacked:
         return in_order(parts)
 
     def each(self, fn: Callable[[State], State], state: State, where: str) -> State:
-        """Return the state after a host function of each member.
-
-        Raises:
-            ValueError: Afterwards the members differ in structure, shapes or dtypes.
-        """
+        """Return the state after a host function of each member."""
         return _joined([fn(one) for one in self._members(state)], where)
 
     def settle(self, state: State) -> State:

@@ -25,15 +25,7 @@ class RankTimeoutError(RuntimeError):
 
 @contextmanager
 def naming_late_ranks(ranks: Ranks, batch: int) -> Iterator[None]:
-    """Return a context manager in which unanswered messages raise an error with the ranks that are missing.
-
-    Args:
-        ranks: The processes.
-        batch: The number of the current batch, for the message.
-
-    Raises:
-        RankTimeoutError: The process group gave up on a message, after its `timeout`.
-    """
+    """Return a context manager in which unanswered messages raise an error with the ranks that are missing."""
     start = time.monotonic()
     try:
         yield

@@ -32,11 +32,7 @@ class Spec(NamedTuple):
 
 
 def spec_of(tensor: Tensor) -> Spec:
-    """Return the spec of a tensor.
-
-    Raises:
-        TypeError: The tensor is sparse or quantized: compiled code reads plain, strided memory.
-    """
+    """Return the spec of a tensor."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"expected a dense tensor, got one with layout {tensor.layout}; to_dense() makes it one")
     return Spec(tensor.dtype, tensor.shape, tensor.stride(), tensor.device)

@@ -83,17 +83,7 @@ _REFUSED = (
 
 @contextmanager
 def explained(state: State, num: int) -> Iterator[None]:
-    """Return a context manager in which errors of vmap are reported with the layer, the line and a remedy.
-
-    Args:
-        state: The stacked state.
-        num: The number of its members.
-
-    Raises:
-        ValueError: A leaf lacks a row for each member.
-        UnkeyedRandomError: Code drew from a global generator.
-        RuntimeError: An operation cannot be mapped.
-    """
+    """Return a context manager in which errors of vmap are reported with the layer, the line and a remedy."""
     try:
         with unvalidated():
             yield

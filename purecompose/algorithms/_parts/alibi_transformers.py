@@ -144,11 +144,7 @@ def _check_forward(module: nn.Module, site: surgery.Site) -> None:
 
 
 def check_attention(site: surgery.Site) -> None:
-    """Reject removing the positions of a network whose attention gets no biases: it could not see any order.
-
-    Raises:
-        ValueError: There is no supported attention.
-    """
+    """Reject removing the positions of a network whose attention gets no biases: it could not see any order."""
     if not any(isinstance(module, _ATTENTION) for module in site.root.modules()):
         there = ", ".join(sorted({type(module).__name__ for module in site.root.modules()}))
         raise ValueError(

@@ -58,15 +58,7 @@ def checked_where(where: Any, where_from: str) -> tuple[str, ...] | None:
 
 
 def given_fields(*, writes: Sequence[str] = (), **fields: batches.Field | None) -> dict[str, batches.Field]:
-    """Return the batch fields that are not `None`, by role; for the other roles the state's fields are used.
-
-    Args:
-        writes: The roles whose fields are written.
-        fields: The fields by role.
-
-    Raises:
-        TypeError: An object that cannot be a field, or a getter without a setter in a role that is written.
-    """
+    """Return the batch fields that are not `None`, by role; for the other roles the state's fields are used."""
     given = {role: field for role, field in fields.items() if field is not None}
     for role, field in given.items():
         batches.check_field(field, role)

@@ -29,10 +29,6 @@ class _ByIdentity(type):
 def one_of(members: Container[Any], shown: str) -> type[nn.Module]:
     """Return a class, for `isinstance` and the rules of a surgery, whose instances are certain modules.
 
-    Args:
-        members: The modules; the container may be filled later.
-        shown: Name of the class in messages.
-
     Example:
         >>> first = nn.Linear(2, 2)
         >>> isinstance(first, one_of([first], "first")), isinstance(nn.Linear(2, 2), one_of([first], "first"))

@@ -51,12 +51,7 @@ def for_examples(rng: random.Rng, num: int | None) -> random.Rng:
 
 
 def mixture_for(inputs: Tensor, targets: Tensor | Mixture, where: str) -> Mixture:
-    """Return the targets of these inputs as a mixture.
-
-    Raises:
-        TypeError: The targets are not a tensor with a batch dim.
-        ValueError: The numbers of targets and inputs differ.
-    """
+    """Return the targets of these inputs as a mixture."""
     mixture = Mixture.of(targets)
     if len(mixture.weights[0]) != len(inputs):
         raise ValueError(

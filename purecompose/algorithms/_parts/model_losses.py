@@ -50,9 +50,6 @@ def model_losses(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> Ten
 
     These are the losses that the model returns, if it returns more than one number; otherwise the cross entropy of its
     logits and the labels without the first `loss_fn.shift` ones. An example without counted labels has loss 0.
-
-    Raises:
-        ValueError: See `check_outputs`.
     """
     check_outputs(name, loss_fn, outputs, batch)
     all_labels, own = loss_fn.labels_of(batch), _member(outputs, loss_fn.key)

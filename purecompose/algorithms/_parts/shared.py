@@ -27,9 +27,6 @@ def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> di
         state: A state at an event after the gradient.
         part: Consecutive examples, in the form of the batch.
         first_example: The index in the batch of the first example; an int, or a 0-d int64 tensor.
-
-    Raises:
-        RuntimeError: No gradient has been computed yet in this step.
     """
     # `regrad` is a tree node whose only child is the state from which the gradient is computed again.
     again = tree.map(
@@ -46,9 +43,6 @@ def share_of_batch(state: State) -> range:
     """Return the positions in the batch of this process's examples: all of them, unless several processes share it.
 
     The range may be empty.
-
-    Args:
-        state: A state at an event after the gradient.
     """
     ranks = _ranks(state)
     if ranks is None:

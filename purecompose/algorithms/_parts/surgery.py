@@ -56,12 +56,7 @@ def surgery_method(
 
 
 def on_module(name: str, rules_of: Callable[_P, surgery.Rules]) -> Callable[Concatenate[nn.Module, _P], nn.Module]:
-    """Return the method as a function of a plain network, `(net, *settings) -> net`, which shares its rules.
-
-    Args:
-        name: Name of the algorithm.
-        rules_of: A function from the method's settings to its rules.
-    """
+    """Return the method as a function of a plain network, `(net, *settings) -> net`, which shares its rules."""
 
     def apply(net: nn.Module, *args: _P.args, **kwargs: _P.kwargs) -> nn.Module:
         return surgery.operate(net, rules_of(*args, **kwargs), name=name, skips_frozen=True)[0]
@@ -102,13 +97,6 @@ def _documented(apply: Any, name: str, rules_of: Callable[..., Any], leading: li
 
 
 def warn_of_nothing(name: str, wanted: str, module: nn.Module, advice: str) -> None:
-    """Warn that a method has found nothing to change in a network.
-
-    Args:
-        name: Name of the algorithm.
-        wanted: The objects that it looks for.
-        module: The network.
-        advice: Advice to the user, appended to the warning.
-    """
+    """Warn that a method has found nothing to change in a network."""
     there = ", ".join(sorted({type(child).__name__ for child in module.modules()}))
     warn(f"{name} has no effect: it looked for {wanted} and found none in a network of {there}. {advice}")

@@ -103,10 +103,6 @@ def on_levels(images: Tensor, fn: Callable[[Tensor, Scale], Tensor], value_range
 
     Returns:
         Images of the shape and dtype of `images`.
-
-    Raises:
-        TypeError: `images` is not a tensor, or has another dtype.
-        ValueError: `images` has another number of dimensions.
     """
     check_image_tensor(images, f"{where}: images", has_levels=True)
     check_value_range(value_range, f"{where}: value_range", images.shape[-3])

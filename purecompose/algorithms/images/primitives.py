@@ -113,12 +113,7 @@ SETS = {"all": _ALL, "safe": _ALL[:9], "original": (*_ALL[:9], *_ORIGINAL)}
 
 
 def chosen_primitives(given: Any, where: str) -> tuple[Primitive, ...]:
-    """Return the primitives of a set's name, or of a sequence of primitives and their names.
-
-    Raises:
-        TypeError: Another type.
-        ValueError: An unknown name, or an empty sequence.
-    """
+    """Return the primitives of a set's name, or of a sequence of primitives and their names."""
     if isinstance(given, str):
         if given in PRIMITIVES:
             raise ValueError(f"{where}={given!r}: expected a set of operations, got one: write ({given!r},)")

@@ -42,13 +42,7 @@ def whole_part(share: float | Tensor, size: int) -> int | Tensor:
 
 
 def check_image_tensor(images: Any, where: str, *, has_levels: bool = False) -> None:
-    """Raise a `TypeError` unless images are a tensor, and a `ValueError` unless it is (N, C, H, W) or (C, H, W).
-
-    Args:
-        images: The object to check.
-        where: Prefix of error messages.
-        has_levels: Require also uint8 or a floating dtype, and raise a `TypeError` for others.
-    """
+    """Raise a `TypeError` unless images are a tensor, and a `ValueError` unless it is (N, C, H, W) or (C, H, W)."""
     if not isinstance(images, Tensor):
         raise TypeError(f"{where}: expected a tensor of images, got {shown(images)}")
     if has_levels and images.dtype != torch.uint8 and not images.is_floating_point():

@@ -11,14 +11,6 @@ __all__ = ["check_latent", "latent_size"]
 def check_latent(latent: Any, where: str) -> float:
     """Return a width as given in a setting: an integer of at least 1, or below 1 a fraction.
 
-    Args:
-        latent: The setting.
-        where: The function and the argument, which begin the message.
-
-    Raises:
-        TypeError: The setting is not a number.
-        ValueError: The number is not above 0, not finite, or above 1 and not an integer.
-
     Example:
         >>> check_latent(0.25, "mine: width"), check_latent(64.0, "mine: width")
         (0.25, 64.0)

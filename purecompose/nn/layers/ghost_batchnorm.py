@@ -23,15 +23,7 @@ _KINDS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 
 
 def check_momentum(batchnorm: _BatchNorm, where: str) -> None:
-    """Reject running statistics that are means over all batches instead of exponential averages.
-
-    Args:
-        batchnorm: The layer.
-        where: Name of the caller, which begins the message.
-
-    Raises:
-        ValueError: The layer has running statistics and `momentum=None`.
-    """
+    """Reject running statistics that are means over all batches instead of exponential averages."""
     if batchnorm.momentum is None and batchnorm.track_running_stats:
         raise ValueError(
             f"{where}: expected a batch normalisation with a momentum, got momentum=None (a mean over all batches); "

@@ -45,9 +45,6 @@ class Sharing:
     def check(self) -> None:
         """Look for tensors that share memory without being tied; a state holds each of them separately.
 
-        Raises:
-            ValueError: One of them is a parameter: an update of one would no longer change the other.
-
         Warns:
             UserWarning: They are buffers; if forward writes into one, the other does not change.
         """

@@ -69,11 +69,7 @@ class Snapshot:
     """Event at which the copies from a GPU are complete."""
 
     def write(self, target: Path) -> None:
-        """Write the snapshot, atomically; may be called in another thread.
-
-        Raises:
-            OSError: See `purecompose.run.saving.folder.write`.
-        """
+        """Write the snapshot, atomically; may be called in another thread."""
         if self.arrived is not None:
             self.arrived.synchronize()
         tensors = {name: stored(tensor) for name, tensor in self.tensors.items()}
@@ -93,9 +89,6 @@ def snapshot(
 
     On the CPU only `extra` is copied here: tensors of a state never change, and those that a compiled step would
     overwrite are copied when they are read.
-
-    Raises:
-        TypeError, CheckpointError: See `save`.
     """
     if parts not in get_args(Parts):
         raise ValueError(f"save: parts={parts!r}: expected {' or '.join(map(repr, get_args(Parts)))}")
@@ -211,11 +204,7 @@ def _whole_before(path: Path) -> Path | None:
 
 
 def restored(path: Path, index: Index, like: State) -> State:
-    """Return the state of a checkpoint whose index has already been compared.
-
-    Raises:
-        DamagedError: The tensors are incomplete.
-    """
+    """Return the state of a checkpoint whose index has already been compared."""
     try:
         return assembled(index, folder.read_tensors(path, index), like)
     except DamagedError as error:
@@ -251,11 +240,7 @@ def restore_extra(extra: Any, path: Path, index: Index) -> None:
 
 
 def assembled(index: Index, tensors: Mapping[str, Tensor], like: State) -> State:
-    """Return the state that an index and its tensors describe, in a template that they fit.
-
-    Raises:
-        DamagedError: The tensors do not agree with the index.
-    """
+    """Return the state that an index and its tensors describe, in a template that they fit."""
     specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
     if tensors.keys() != specs.keys():
         raise DamagedError("the tensors in the file are not those of the index")

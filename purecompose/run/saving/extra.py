@@ -25,12 +25,7 @@ _TENSOR, _ARRAY, _TUPLE, _MAP, _BYTES = "!tensor", "!array", "!tuple", "!dict", 
 
 
 def check_extra(extra: Any) -> None:
-    """Raise if what a run keeps outside the state cannot be saved or restored.
-
-    Raises:
-        TypeError: A member is neither a tensor, an array, a plain value, nor an object with `state_dict` and
-            `load_state_dict`; or the whole is a single value, in whose place nothing can be restored.
-    """
+    """Raise if what a run keeps outside the state cannot be saved or restored."""
     if extra is not None and isinstance(extra, (*_PLAIN, bytes, tuple)):
         raise TypeError(
             f"Checkpoints: extra={shown(extra)}: expected something that can be restored in its place: an object with "
@@ -45,11 +40,7 @@ def is_extra(name: str) -> bool:
 
 
 def pack(extra: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return values for JSON, and copies of the tensors and arrays by their names in the checkpoint.
-
-    Raises:
-        TypeError: See `check_extra`.
-    """
+    """Return values for JSON, and copies of the tensors and arrays by their names in the checkpoint."""
     tensors: dict[str, Tensor] = {}
 
     def stored(tensor: Tensor) -> str:
@@ -80,11 +71,7 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def restore(extra: Any, saved: Any, place: str = "extra") -> Any:
-    """Put saved values back in their place: into objects, tensors and containers; return what now stands there.
-
-    Raises:
-        MismatchError: A member is missing, or a tensor or array has another shape or dtype.
-    """
+    """Put saved values back in their place: into objects, tensors and containers; return what now stands there."""
     if _has_state(extra):
         extra.load_state_dict(saved)
         return extra

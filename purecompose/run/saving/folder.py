@@ -68,10 +68,6 @@ def write(target: Path, make_index: Callable[[dict[str, Any]], Index], tensors: 
         target: The checkpoint's folder.
         make_index: Function that returns the index, given the files' lengths and checksums.
         tensors: Tensors by name, on the CPU and contiguous.
-
-    Raises:
-        OSError: The disk is full, the folder cannot be written to, ...; an existing checkpoint is left unchanged.
-        ImportError: Safetensors is not installed.
     """
     with replaced(target) as folder:
         # Tied tensors are written twice, because the file format has no ties, and a state needs none.
@@ -81,12 +77,7 @@ def write(target: Path, make_index: Callable[[dict[str, Any]], Index], tensors: 
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file.
-
-    Raises:
-        OSError: The disk is full, ...; safetensors raises its own error, with the number in the text.
-        ImportError: Safetensors is not installed.
-    """
+    """Write a safetensors file."""
     package = library()
     try:
         package.torch.save_file(dict(tensors), file, dict(metadata))
@@ -99,11 +90,7 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[st
 
 @contextlib.contextmanager
 def replaced(target: Path) -> Iterator[Path]:
-    """Yield a folder to write to, which replaces the target at the end of the scope; after an error it is removed.
-
-    Raises:
-        FileExistsError: The target exists and is not a checkpoint.
-    """
+    """Yield a folder to write to, which replaces the target at the end of the scope; after an error it is removed."""
     _check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     new, old = _hidden(target, _WRITING), _hidden(target, _OLD)
@@ -174,12 +161,7 @@ def read_index(path: Path) -> Index:
 
 
 def read_tensors(path: Path, index: Index) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint, after comparing the file with the index.
-
-    Raises:
-        DamagedError: The file is missing, cut off or changed.
-        ImportError: Safetensors is not installed.
-    """
+    """Return the tensors of a checkpoint, after comparing the file with the index."""
     package, file = library(), path / _TENSORS
     check_tensors(path, index)
     try:
@@ -189,11 +171,7 @@ def read_tensors(path: Path, index: Index) -> dict[str, Tensor]:
 
 
 def check_tensors(path: Path, index: Index) -> None:
-    """Compare the file of a checkpoint's tensors with its index.
-
-    Raises:
-        DamagedError: The file is missing, cut off or changed.
-    """
+    """Compare the file of a checkpoint's tensors with its index."""
     file, reported = path / _TENSORS, index.files.get(_TENSORS, {})
     try:
         with opened(file) as stream:
@@ -276,11 +254,7 @@ def digest(file: Path) -> dict[str, Any]:
 
 
 def library() -> Any:
-    """Return the safetensors package.
-
-    Raises:
-        ImportError: It is not installed.
-    """
+    """Return the safetensors package."""
     try:
         import safetensors.torch
     except ImportError as error:

@@ -57,12 +57,7 @@ def to_json(index: Index) -> str:
 
 
 def from_json(text: bytes) -> Index:
-    """Return an index from its file's content.
-
-    Raises:
-        DamagedError: The text is not an index of a checkpoint, or has been changed since it was written.
-        CheckpointError: A later version of the library wrote it.
-    """
+    """Return an index from its file's content."""
     try:
         content = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -94,11 +89,7 @@ def time_to_plain(timestamp: Timestamp) -> dict[str, Any]:
 
 
 def time_from_plain(plain: Mapping[str, Any]) -> Timestamp:
-    """Return the timestamp from the values of `time_to_plain`.
-
-    Raises:
-        DamagedError: A value is missing or is not a time.
-    """
+    """Return the timestamp from the values of `time_to_plain`."""
     try:
         duration, iteration = plain["duration"], plain["iteration_length"]
         run = RunLength(

@@ -80,12 +80,7 @@ class Checkpoints:
 
 
 def surplus(found: Sequence[disk.Found], settings: Checkpoints) -> list[disk.Found]:
-    """Return the checkpoints that need not be kept.
-
-    Args:
-        found: The existing checkpoints, newest first.
-        settings: Settings with the number to keep and the metric.
-    """
+    """Return the checkpoints that need not be kept."""
     if settings.keep is None:
         return []
     rest = found[settings.keep :]
@@ -126,9 +121,6 @@ def resumed_from(path: Path | str, like: State, step: Any, *, is_adaptive: bool 
         like: The template.
         step: The step that will train it.
         is_adaptive: True if the number of microbatches is found by trying, so that another number is not a difference.
-
-    Raises:
-        FileNotFoundError, DamagedError, MismatchError, CheckpointError: See `load`.
     """
     state = read(path, step.fire(Event.BEFORE_LOAD, like), step=step, is_adaptive=is_adaptive)
     return Resumed(state, disk.read_index(Path(path)), Path(path))
@@ -139,11 +131,6 @@ def resumed_from_newest(folder: Path | str, like: State, step: Any, *, is_adapti
 
     Damaged ones are renamed to `*.damaged-*`, because the run will write these batches again. For the arguments see
     `resumed_from`.
-
-    Raises:
-        MismatchError: It is of another model, optimizer or set of algorithms.
-        DamagedError: All checkpoints are damaged.
-        CheckpointError: A later version of the library wrote one of them.
     """
     with contextlib.suppress(OSError):  # a read-only folder is sufficient
         disk.clear(Path(folder))
@@ -199,11 +186,6 @@ class Keeper:
         Args:
             state: The state at the start of the run.
             from_here: The checkpoint in this folder from which the run continues, if any.
-
-        Raises:
-            TypeError: The state cannot be saved in a checkpoint.
-            ImportError: Safetensors is not installed.
-            FileExistsError: The folder contains checkpoints of a run that has come further.
         """
         leaves_of(state)
         disk.library()
@@ -233,14 +215,7 @@ class Keeper:
         return has_passed(every, before, now)
 
     def keep(self, state: State, step: Any, metrics: Mapping[str, Any], memory: Mapping[str, Any]) -> None:
-        """Write a checkpoint, or pass it to the thread; errors of the disk become warnings.
-
-        Args:
-            state: The state.
-            step: The step that trains it.
-            metrics: Metrics that have been measured of this state.
-            memory: Notes of the run that are not in the state.
-        """
+        """Write a checkpoint, or pass it to the thread; errors of the disk become warnings."""
         self._tell()
         now, is_best = state.timestamp, self._is_best(metrics)
         if self._last == (now, metrics):

@@ -40,12 +40,7 @@ class Leaves(NamedTuple):
 
 
 def leaves_of(state: State) -> Leaves:
-    """Return the leaves of a state between steps.
-
-    Raises:
-        TypeError: A leaf is neither a tensor nor a plain value.
-        CheckpointError: The state is from inside a step.
-    """
+    """Return the leaves of a state between steps."""
     if isinstance(state.static.timestamp, SealedTime):
         raise CheckpointError("the state stands inside a step: save what the step returns")
     found = {path.removeprefix("."): leaf for path, leaf in tree.leaves_with_paths(_lasting(state)).items()}
@@ -84,9 +79,6 @@ class Spec(NamedTuple):
     def of_text(text: str) -> "Spec":
         """Return the spec from its text, the inverse of `str`.
 
-        Raises:
-            DamagedError: The text is not a spec.
-
         Example:
             >>> Spec.of_text("float32[2, 3] by [1, 2]")
             Spec(dtype='float32', shape=(2, 3), stride=(1, 2))
@@ -106,11 +98,7 @@ def spec_of(tensor: Tensor) -> Spec:
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """Return the tensor in the form of the file: on the CPU, contiguous, complex numbers as pairs.
-
-    Raises:
-        TypeError: The file cannot represent the tensor's layout.
-    """
+    """Return the tensor in the form of the file: on the CPU, contiguous, complex numbers as pairs."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"a checkpoint holds dense tensors, got {tensor.layout}")
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()

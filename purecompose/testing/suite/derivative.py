@@ -43,9 +43,6 @@ def check_derivative(
 
     Returns:
         True if the gradient is correct, False if finite differences cannot decide it.
-
-    Raises:
-        Broken: The gradient is wrong, in the first leaf whose direction is sufficient to show it.
     """
     direction = _direction(point, seed)
     found = _slopes(loss, point, grads, direction)
