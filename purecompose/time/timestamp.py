@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from purecompose._support.checks import check_number, check_whole
+from purecompose._support.checks import check_whole
 from purecompose.time.units import Time, TimeLike, TimeUnit, snapped
 
 
@@ -107,7 +107,6 @@ _COUNTERS = {
     TimeUnit.BATCH: "batch",
     TimeUnit.SAMPLE: "sample",
     TimeUnit.TOKEN: "token",
-    TimeUnit.SECOND: "total_wct",
 }
 
 
@@ -115,12 +114,11 @@ _COUNTERS = {
 class Timestamp:
     """The point that a run has reached: its counters so far, and the run's length. Immutable.
 
-    Samples and tokens are sums over ranks. The `*_wct` fields are seconds of wall-clock time; the training
-    step never changes them, since it reads no clock: they change only if a caller passes `duration`.
-    `timestamp < "5ep"` compares the counter of that unit.
+    Samples and tokens are sums over ranks. `timestamp < "5ep"` compares the counter of that unit. Wall-clock time is
+    not counted: a training step reads no clock.
 
     Raises:
-        TypeError: A counter is not an int, a `*_wct` is not a number, or `run` is not a RunLength.
+        TypeError: A counter is not an int, or `run` is not a RunLength.
         ValueError: A counter is negative.
 
     Example:
@@ -139,10 +137,6 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
     batch_in_epoch: int = 0
     sample_in_epoch: int = 0
     token_in_epoch: int = 0
-    total_wct: float = 0.0
-    iteration_wct: float = 0.0
-    epoch_wct: float = 0.0
-    batch_wct: float = 0.0
     run: RunLength = RunLength()
 
     def __post_init__(self) -> None:
@@ -150,21 +144,20 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
             raise TypeError(f"run: expected a RunLength, got {self.run!r} ({type(self.run).__name__})")
         for name, value in list(vars(self).items()):
             if name != "run":
-                checked = check_number(value, name, 0) if name.endswith("_wct") else check_whole(value, name, 0)
-                object.__setattr__(self, name, checked)
+                object.__setattr__(self, name, check_whole(value, name, 0))
 
     def __repr__(self) -> str:
         changed = (f"{name}={value!r}" for name, value in vars(self).items() if value != getattr(Timestamp, name))
         return f"Timestamp({', '.join(changed)})"
 
-    def to_next_batch(self, samples: int = 0, tokens: int = 0, duration: float = 0.0) -> Timestamp:
-        """Return the timestamp one batch later; `duration` is the batch's wall-clock time in seconds.
+    def to_next_batch(self, samples: int = 0, tokens: int = 0) -> Timestamp:
+        """Return the timestamp one batch later.
 
         Raises:
-            ValueError: `samples`, `tokens` or `duration` is negative.
+            ValueError: `samples` or `tokens` is negative.
         """
-        if samples < 0 or tokens < 0 or duration < 0:
-            raise ValueError(f"expected counts >= 0, got samples={samples}, tokens={tokens}, duration={duration}")
+        if samples < 0 or tokens < 0:
+            raise ValueError(f"expected counts >= 0, got samples={samples}, tokens={tokens}")
         new, fields = self._copy()
         fields["batch"] += 1
         fields["batch_in_epoch"] += 1
@@ -174,32 +167,14 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
             fields["token"] += tokens
             fields["token_in_epoch"] += tokens
             fields["token_in_iteration"] += tokens
-        fields["batch_wct"] = duration
-        if duration:
-            fields["total_wct"] += duration
-            fields["iteration_wct"] += duration
-            fields["epoch_wct"] += duration
         return new
 
-    def to_next_epoch(self, duration: float = 0.0) -> Timestamp:
+    def to_next_epoch(self) -> Timestamp:
         """Return the timestamp one epoch later: the in-epoch counters start at 0 again."""
-        duration = check_number(duration, "duration", 0)
         new, fields = self._copy()
         fields["epoch"] += 1
         fields["epoch_in_iteration"] += 1
-        fields.update(batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0, epoch_wct=0.0, batch_wct=0.0)
-        fields["total_wct"] += duration
-        fields["iteration_wct"] += duration
-        return new
-
-    def to_next_iteration(self, duration: float = 0.0) -> Timestamp:
-        """Return the timestamp one iteration later: the in-iteration and in-epoch counters start at 0 again."""
-        duration = check_number(duration, "duration", 0)
-        new, fields = self._copy()
-        fields["iteration"] += 1
-        fields.update(epoch_in_iteration=0, token_in_iteration=0, batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0)
-        fields.update(iteration_wct=0.0, epoch_wct=0.0, batch_wct=0.0)
-        fields["total_wct"] += duration
+        fields.update(batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0)
         return new
 
     def advance(self, samples: int = 0, tokens: int = 0) -> Timestamp:
@@ -243,19 +218,24 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         new = self.to_next_epoch()
         return new if self.run.iteration_length is None else new._roll_iteration(self.run.iteration_length)
 
-    def get(self, unit: TimeUnit | str) -> int | float:
-        """Return the counter of a unit; for `sec` the total wall-clock time in seconds.
+    def get(self, unit: TimeUnit | str) -> int:
+        """Return the counter of a unit.
 
         Raises:
-            ValueError: The unit is `dur`, which is not a counter.
+            ValueError: The unit is `dur` or `sec`, which have no counter.
         """
         unit = unit if isinstance(unit, TimeUnit) else TimeUnit(unit)
-        if unit is TimeUnit.DURATION:
-            raise ValueError("dur is not a counter: timestamp.elapsed() is the fraction of the run gone by")
+        if unit not in _COUNTERS:
+            raise ValueError(
+                f"{unit.value} has no counter: timestamp.elapsed() is the fraction of the run gone by, and wall-clock "
+                "time is not part of the state"
+            )
         return getattr(self, _COUNTERS[unit])
 
     def elapsed(self) -> float | None:
-        """Return the elapsed fraction of the run; above 1 if training continues, None for a run without a duration.
+        """Return the elapsed fraction of the run; above 1 if training continues.
+
+        None for a run without a duration, or with one in seconds.
 
         It changes with every batch if the duration can be counted in batches, otherwise with the counter of
         the duration's unit (for epochs of unknown length, at their ends).
@@ -264,7 +244,9 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         if total is not None:
             return self.batch / total
         duration = self.run.duration
-        return None if duration is None else self.get(duration.unit) / duration.value
+        if duration is None or duration.unit is TimeUnit.SECOND:
+            return None
+        return self.get(duration.unit) / duration.value
 
     def reached(self, time: TimeLike) -> bool:
         """Return whether the run has reached this point, given in any unit but `sec`, including `dur`.
@@ -316,9 +298,11 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return unit, value
 
     def is_finished(self) -> bool:
-        """Return whether the run has reached its duration; always False without a duration."""
+        """Return whether the run has reached its duration; always False without one, or with one in seconds."""
         duration = self.run.duration
-        return duration is not None and self.get(duration.unit) >= duration.value
+        if duration is None or duration.unit is TimeUnit.SECOND:
+            return False
+        return self.get(duration.unit) >= duration.value
 
     def replace(self, **changes: Any) -> Timestamp:
         """Return a copy with new values in some fields.
@@ -350,7 +334,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return compare(self.get(time.unit), time.value)
 
     def _copy(self) -> tuple[Timestamp, dict[str, Any]]:
-        # Every training step makes a copy; __init__, with its checks and fifteen guarded assignments, would cost ten
+        # Every training step makes a copy; __init__, with its checks and eleven guarded assignments, would cost ten
         # times as much.
         new = object.__new__(Timestamp)
         fields = new.__dict__
@@ -365,7 +349,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         if epochs:
             fields["epoch"] += epochs
             fields["epoch_in_iteration"] += epochs
-            fields.update(sample_in_epoch=0, token_in_epoch=0, epoch_wct=0.0)
+            fields.update(sample_in_epoch=0, token_in_epoch=0)
         since_epoch = in_epoch if epochs else batches
         fields["batch"] += batches
         fields["batch_in_epoch"] = in_epoch
@@ -382,5 +366,5 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
             return self
         new, fields = self._copy()
         fields["iteration"] += 1
-        fields.update(epoch_in_iteration=0, token_in_iteration=0, iteration_wct=0.0)
+        fields.update(epoch_in_iteration=0, token_in_iteration=0)
         return new

@@ -42,17 +42,15 @@ def at_time(timestamp: Timestamp) -> Any:
 
 @st.composite
 def walks(draw: st.DrawFn, run: RunLength, *, max_size: int = 25) -> list[Timestamp]:
-    """Draw the points of a walk: mostly batch by batch, sometimes an epoch or an iteration that ends early."""
-    moves = st.sampled_from(["batch"] * 8 + ["epoch", "iteration"])
+    """Draw the points of a walk: mostly batch by batch, sometimes an epoch that ends early."""
+    moves = st.sampled_from(["batch"] * 8 + ["epoch"])
     points = [Timestamp(run=run)]
     for move in draw(st.lists(moves, min_size=1, max_size=max_size)):
         if move == "batch":
             counts = draw(st.tuples(st.integers(0, 9), st.integers(0, 5)))
             points.append(points[-1].advance(*counts))
-        elif move == "epoch":
-            points.append(points[-1].to_next_epoch())
         else:
-            points.append(points[-1].to_next_iteration())
+            points.append(points[-1].advance_epoch())
     return points
 
 
