@@ -28,11 +28,6 @@ def translated(state: Any, changes: Mapping[str, Any], fields: Collection[str]) 
         state: The state to be changed.
         changes: New values by name: fields, names of `Context`, `inputs`, `targets`, `timestamp`.
         fields: The names of the state's fields.
-
-    Raises:
-        TypeError: No field has that name; `frozen` or `paused` is not a collection of names.
-        ValueError: A name or pattern in `frozen` or `paused` matches no parameter, or `frozen` leaves out a parameter
-            that is not floating point.
     """
     found = {name: value for name, value in changes.items() if name in fields}
     new_batch, new_static = found.get("batch", state.batch), found.get("static", state.static)
@@ -64,11 +59,7 @@ def translated(state: Any, changes: Mapping[str, Any], fields: Collection[str]) 
 
 
 def as_hparams(values: Mapping[str, Any], key: Tensor, device: torch.device) -> Mapping[str, Any]:
-    """Return named scalars as tensors: numbers become 0-d float32.
-
-    Raises:
-        TypeError: A value is neither a number nor a tensor, or in a single state, with one key, a tensor is not 0-d.
-    """
+    """Return named scalars as tensors: numbers become 0-d float32."""
     num_dims = key.ndim - 1  # a population has a key for each member
     if all(isinstance(value, Tensor) and value.ndim <= num_dims for value in values.values()):
         return values

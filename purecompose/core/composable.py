@@ -32,12 +32,7 @@ __all__ = [
 
 
 def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
-    """Return the algorithms.
-
-    Raises:
-        TypeError: An element is not an algorithm.
-        ValueError: A name is used twice.
-    """
+    """Return the algorithms."""
     chosen = _as_tuple(given, "algorithms")
     for algorithm in chosen:
         if not isinstance(algorithm, Algorithm):
@@ -51,11 +46,7 @@ def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
 
 
 def as_passes(given: Iterable[Pass]) -> tuple[Pass, ...]:
-    """Return the passes.
-
-    Raises:
-        TypeError: An element cannot be called.
-    """
+    """Return the passes."""
     ordering = _as_tuple(given, "passes")
     for one_pass in ordering:
         if not callable(one_pass):
@@ -64,12 +55,7 @@ def as_passes(given: Iterable[Pass]) -> tuple[Pass, ...]:
 
 
 def as_program(given: Iterable[Node | StateFn | str]) -> Program:
-    """Return the program, with names of events replaced by the events.
-
-    Raises:
-        TypeError: An element is not a node.
-        ValueError: There is more than one `advance`, or an event is on the wrong side of it.
-    """
+    """Return the program, with names of events replaced by the events."""
     if isinstance(given, (Event, str)) or not isinstance(given, Iterable):
         raise TypeError(f"{given!r} is not a program: a tuple of events, stages and scopes, such as loop_events")
     program = as_nodes(given)
@@ -104,10 +90,6 @@ def check_updates(program: Program, trainable: Iterable[str]) -> None:
     """Raise a `ValueError` for an `update(wrt=...)` if no `Grad` before it differentiates any of its parameters.
 
     An `update` after one of the user's own functions is not checked, because the function may set gradients.
-
-    Args:
-        program: The loop program.
-        trainable: The names of the trainable parameters.
     """
     names = list(trainable)
     patterns: list[str] = []
@@ -128,15 +110,7 @@ def check_updates(program: Program, trainable: Iterable[str]) -> None:
 def check_layout(
     layout: Layout, batch: Any, algorithms: Iterable[Algorithm], cut: Cut, ranks: Ranks | None = None
 ) -> None:
-    """Raise a `ValueError` for what needs the examples as rows, or cuts the batch, if its layout does not allow that.
-
-    Args:
-        layout: The layout of batches.
-        batch: A batch.
-        algorithms: The methods of the step.
-        cut: The slices of the step.
-        ranks: The processes that share a batch, if any.
-    """
+    """Raise a `ValueError` for what needs the examples as rows, or cuts the batch, if its layout does not allow that."""
     acting = [algorithm for algorithm in algorithms if algorithm.predicate != NEVER]
     names = [algorithm.name for algorithm in acting if not _TAKES_ROWS.isdisjoint(algorithm.traits)]
     if names and not layout.has_rows(batch):

@@ -123,9 +123,6 @@ def joined(parts: Sequence[Any], sizes: Sequence[int], where: str) -> Any:
         parts: Pytrees of one structure, one for each slice.
         sizes: Number of examples in each.
         where: Description of the pytree, for errors.
-
-    Raises:
-        ValueError: A tensor does not have one row for each of the slice's examples.
     """
     columns = list(zip(*map(batches.tensors, parts), strict=True))
     for column in columns:
@@ -139,12 +136,7 @@ def joined(parts: Sequence[Any], sizes: Sequence[int], where: str) -> Any:
 
 
 def gathered(tree: Any, shard: Shard) -> Any:
-    """Return a pytree of tensors joined along the examples of all ranks, the same on each.
-
-    Args:
-        tree: The tensors of this rank's part of the examples.
-        shard: The part.
-    """
+    """Return a pytree of tensors joined along the examples of all ranks, the same on each."""
     rest = shard.total - shard.start - shard.size
 
     def padded(tensor: Tensor) -> Tensor:

@@ -16,12 +16,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def checked(cls, microbatches: Any, microbatch_size: Any, where: str) -> "Cut":
-        """Return the cut described by two arguments of a function named `where`.
-
-        Raises:
-            TypeError: An argument is neither an int nor `None`.
-            ValueError: An int is below 1, or both arguments are given.
-        """
+        """Return the cut described by two arguments of a function named `where`."""
         if microbatches is not None and microbatch_size is not None:
             raise ValueError(
                 f"{where}: expected microbatches (how many slices) or microbatch_size (at most so many examples in "

@@ -46,14 +46,7 @@ class Edits:
     def followed(
         self, algorithm: Algorithm, event: Event, before: State, apply: Callable[[], tuple[State, int | None]]
     ) -> tuple[State, int | None]:
-        """Return the result of `apply`; warn if it undoes what earlier algorithms did to the gradients.
-
-        Args:
-            algorithm: The algorithm.
-            event: The event.
-            before: The state that it is given.
-            apply: Function that applies it.
-        """
+        """Return the result of `apply`; warn if it undoes what earlier algorithms did to the gradients."""
         if event is not self._round.event or algorithm.name in self._round.acted:  # in the next microbatch
             self._round = _Round(event)
         self._round.acted.add(algorithm.name)

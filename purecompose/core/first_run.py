@@ -28,16 +28,7 @@ def run_checked(
     has_algorithms: bool,
     times: Collection[Time],
 ) -> State:
-    """Run a step and check its contract; warn of programs that train nothing, repeat draws, or do not move time.
-
-    Args:
-        operation: The program as one operation.
-        start: The state that the fold starts from.
-        contract: The contract of this run, which watches it.
-        program: The program.
-        has_algorithms: True if the step has algorithms.
-        times: The times that its predicates compare with.
-    """
+    """Run a step and check its contract; warn of programs that train nothing, repeat draws, or do not move time."""
     _warn_of_standing_time(start, times)
     with looking_for_draws(), noting_draws() as draws, detect():
         end = operation(Carry(start), Purpose(watch=contract)).state

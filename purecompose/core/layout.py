@@ -22,9 +22,6 @@ class Layout:
         dim: The dimension of the examples in the batch's tensors.
         splitter: Functions used instead of `field` and `dim`.
         token_counter: `batch -> int`, the number of tokens; by default the size of `input_ids`.
-
-    Raises:
-        TypeError, ValueError: A value is of the wrong kind, or both a splitter and a dimension are given.
     """
 
     field: batches.Field | None = None
@@ -56,31 +53,19 @@ class Layout:
         return f"batch_dim={self.dim}" if self.dim else "a batch of graphs or packed sequences"
 
     def num_examples(self, batch: Any) -> int:
-        """Return the number of examples in a batch.
-
-        Raises:
-            TypeError, ValueError: As `batch.num_examples`; the splitter did not return a whole number.
-        """
+        """Return the number of examples in a batch."""
         if self.splitter is None:
             return batches.num_examples(batch, self.field, self.dim)
         return check_whole(self.splitter.num_examples(batch), "Splitter.num_examples(batch)", 0)
 
     def num_tokens(self, batch: Any) -> int:
-        """Return the number of tokens in a batch, for the timestamp.
-
-        Raises:
-            TypeError, ValueError: The given function returned something other than a whole number.
-        """
+        """Return the number of tokens in a batch, for the timestamp."""
         if self.token_counter is None:
             return batches.num_tokens(batch)
         return check_whole(self.token_counter(batch), "num_tokens(batch)", 0)
 
     def split(self, batch: Any, num_parts: int) -> list[Any]:
-        """Split the batch into consecutive parts of nearly equal size, larger ones first.
-
-        Raises:
-            ValueError: As `batch.split`; the splitter has no `part`, or one that does not have the expected size.
-        """
+        """Split the batch into consecutive parts of nearly equal size, larger ones first."""
         if num_parts == 1 and not self.can_cut(batch):
             return [batch]
         if self.splitter is None:

@@ -144,10 +144,6 @@ def lacking_events(algorithms: Iterable[Algorithm], present: Collection[Event]) 
     """Return the algorithms that act at events of a training step which a program lacks, one line each.
 
     Algorithms with a plain `match` function are left out, because they may act at any event.
-
-    Args:
-        algorithms: The algorithms.
-        present: The events of the program.
     """
     found = []
     for algorithm in algorithms:

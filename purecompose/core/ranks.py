@@ -103,9 +103,6 @@ class Ranks:
             before: The slots before the changes, the same on all ranks.
             after: This rank's slots.
             counts: True if this rank's changes count.
-
-        Raises:
-            RuntimeError: A slot has another form than before.
         """
         old, spec = tree.flatten(dict(before))
         new, new_spec = tree.flatten(dict(after))
@@ -143,10 +140,6 @@ class Ranks:
         """Return the tensors reduced over all ranks, element by element and bit for bit the same on each.
 
         One message is sent for each dtype and device.
-
-        Raises:
-            RuntimeError: The call is differentiated through or mapped; or, in a step that is watched, other ranks have
-                tensors of other shapes or dtypes.
         """
         if WATCHES.get() and tensors and not is_fake(tensors[0]):
             self._check_alike(tensors)

@@ -38,9 +38,6 @@ def check_slices(whole: State, slices: Sequence[State]) -> None:
         whole: A state with the whole batch.
         slices: States with a slice of the batch and its outputs each.
 
-    Raises:
-        ValueError: The two differ by more than rounding.
-
     Warns:
         UserWarning: The outputs of batches without rows cannot be put together.
     """

@@ -158,11 +158,7 @@ class Model:
         return self  # immutable
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the training skeleton, modules whose tensors have shapes and no values.
-
-        Raises:
-            pickle.PicklingError: The network has parametrized modules, whose classes are made at run time.
-        """
+        """Pickle the training skeleton, modules whose tensors have shapes and no values."""
         for name, child in self.module.named_modules():
             if parametrize.is_parametrized(child):
                 raise pickle.PicklingError(

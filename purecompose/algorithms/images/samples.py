@@ -120,9 +120,6 @@ def as_tensor(image: Any, *, is_moved: bool = False) -> Tensor:
     Args:
         image: The image.
         is_moved: True if pixels are only moved, so that palettes and modes of other dtypes are accepted.
-
-    Raises:
-        TypeError: Neither a tensor nor a PIL image, or a PIL image of another mode.
     """
     if isinstance(image, Tensor):
         return image

@@ -48,16 +48,7 @@ class Skeleton:
     def bound(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, is_watched: bool = False
     ) -> "_Bound":
-        """Return a context in which the module has these tensors; afterwards the previous ones are restored.
-
-        Args:
-            params: All parameters by name.
-            buffers: All buffers by name.
-            is_watched: Also look for changes in torch's own layers afterwards.
-
-        Raises:
-            KeyError: A tensor of the architecture is missing.
-        """
+        """Return a context in which the module has these tensors; afterwards the previous ones are restored."""
         return _Bound(self, params, buffers, is_watched=is_watched)
 
     def rebound(self, params: Mapping[str, Tensor]) -> list[str]:
@@ -69,11 +60,7 @@ class Skeleton:
         return (*self._param_names, *self._buffer_names)
 
     def current_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers' current values, including those that a forward pass rebound.
-
-        Raises:
-            RuntimeError: A forward pass removed a buffer.
-        """
+        """Return the buffers' current values, including those that a forward pass rebound."""
         found: dict[str, Tensor] = {}
         for name, container, key in self._buffer_slots:
             try:
@@ -283,11 +270,7 @@ class _Bound:
         return copies
 
     def check_untouched(self) -> None:
-        """Check, after a held scope, that no recomputation wrote into the buffers that the pass returned.
-
-        Raises:
-            RuntimeError: A recomputation that did not use `replay` wrote into them.
-        """
+        """Check, after a held scope, that no recomputation wrote into the buffers that the pass returned."""
         for name, (tensor, version, _) in self.notes.items():
             if version != _version(tensor):
                 raise RuntimeError(

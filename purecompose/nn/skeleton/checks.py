@@ -20,12 +20,7 @@ __all__ = ["check_functions", "check_hidden", "check_modules", "check_registered
 
 
 def check_modules(module: nn.Module) -> None:
-    """Reject modules whose weights cannot be exchanged, or whose gradients no optimizer supports.
-
-    Raises:
-        TypeError: A module is scripted, traced, compiled, or a wrapper for several devices.
-        ValueError: An embedding has sparse gradients.
-    """
+    """Reject modules whose weights cannot be exchanged, or whose gradients no optimizer supports."""
     for name, child in module.named_modules():
         where, kind = f"{name!r}" if name else "the network", type(child).__name__
         if isinstance(child, torch.jit.ScriptModule):
