@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -188,6 +189,7 @@ def test_arguments_that_are_not_keys_are_refused(key):
     [
         ((torch.ones(2), torch.ones(3)), r"\[2, 3\]"),
         (("no", 1), "no tensor"),
+        ((np.ones((4, 2)), np.ones(4)), r"no tensor with rows in the batch \(tuple\); convert .* torch.from_numpy"),
         (torch.tensor(1.0), "no tensor"),
         ({"a": torch.ones(2), "b": {"c": torch.ones(3, 1)}}, r"\[2, 3\]"),
     ],

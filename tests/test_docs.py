@@ -237,7 +237,10 @@ def test_links_lead_to_files(page: pathlib.Path) -> None:
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
-MODULES = "batch|data|errors|functional|layers|loop|losses|metrics|models|nn|optim|passes|saving|schedule|surgery|testing"
+MODULES = (
+    r"batch|data|errors|functional|layers|loop|losses|metrics|models|nn\.layers|nn\.models|optim|passes|saving|schedule|"
+    "surgery|testing"
+)
 DOTTED = re.compile(rf"\b(?:pc|purecompose)((?:\.[A-Za-z_]\w*)+)|`((?:{MODULES}|Event|State|Step|Trait)(?:\.\w+)+)")
 
 

@@ -86,9 +86,13 @@ def num_examples(batch: Any, field: Field | None = None, dim: int = 0) -> int:
         )
     if own:
         return own[0]
-    found = f"found {sizes}" if sizes else f"found no tensor in {type(batch).__name__} (torch.from_numpy helps)"
-    hint = "; name the input by input_field=, and its leading dimension counts" if sizes and field is None else ""
-    raise ValueError(f"a batch's tensors must share their leading dimension; {found}{hint}")
+    if not sizes:
+        raise ValueError(
+            f"found no tensor with rows in the batch ({type(batch).__name__}); convert its arrays or numbers, as by "
+            "torch.from_numpy or torch.tensor"
+        )
+    hint = "; name the input by input_field=, and its leading dimension counts" if field is None else ""
+    raise ValueError(f"a batch's tensors must share their leading dimension; found {sizes}{hint}")
 
 
 def reported_size(batch: Any) -> int | None:

@@ -41,7 +41,6 @@ class History:
     """
 
     def __init__(self) -> None:
-        """Create an empty history."""
         self._records: list[dict[str, Any]] = []
         self._unread = 0
         self._left_out: set[str] = set()

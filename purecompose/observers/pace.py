@@ -22,7 +22,6 @@ class Pace:
     """Rates over the most recent readings, so that they adapt when the speed of the run changes."""
 
     def __init__(self, stopwatch: Stopwatch, num_readings: int) -> None:
-        """Create a pace without readings."""
         self._stopwatch = stopwatch
         self._readings: deque[_Reading] = deque(maxlen=num_readings)
 

@@ -22,7 +22,6 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        """Create a stopwatch at zero."""
         self._started: float | None = None
         self._now = 0.0
         self._evaluation_began: float | None = None

@@ -27,7 +27,6 @@ class Pile(Generic[T]):
     """
 
     def __init__(self, most: int, seconds: float = math.inf) -> None:
-        """Create an empty queue."""
         self._most, self._seconds = most, seconds
         self._waiting: list[T] = []
         self._since = 0.0
