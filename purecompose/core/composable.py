@@ -110,7 +110,7 @@ def check_updates(program: Program, trainable: Iterable[str]) -> None:
 def check_layout(
     layout: Layout, batch: Any, algorithms: Iterable[Algorithm], cut: Cut, ranks: Ranks | None = None
 ) -> None:
-    """Raise a `ValueError` for what needs the examples as rows, or cuts the batch, if its layout does not allow that."""
+    """Raise a `ValueError` if the batch's layout does not allow what a method needs, or that the batch is cut."""
     acting = [algorithm for algorithm in algorithms if algorithm.predicate != NEVER]
     names = [algorithm.name for algorithm in acting if not _TAKES_ROWS.isdisjoint(algorithm.traits)]
     if names and not layout.has_rows(batch):

@@ -131,7 +131,7 @@ def test_a_function_may_return_bools_and_sees_mixtures_as_dense_targets():
 
 def test_a_function_that_returns_something_else_is_an_error():
     outputs, targets = torch.zeros(4, 2), torch.zeros(4)
-    with pytest.raises(ValueError, match=r"4 rows.*\(3,\)"):
+    with pytest.raises(ValueError, match=r"4 rows.*\(3,\).*leave examples out, write a Metric"):
         metric = from_function(lambda outputs, targets: torch.zeros(3))
         metric.update(metric.init(), outputs, targets)
     with pytest.raises(TypeError, match="got float"):
