@@ -221,7 +221,7 @@ def test_the_code_of_a_methods_card_runs(name: str) -> None:
 
 def test_the_page_names_each_setting_that_may_move() -> None:
     text = (ROOT / "docs" / "algorithms.md").read_text()
-    told = text.partition("**Scalars that move.**")[2].partition("\n* ")[0]
+    told = text.partition("**Scalars that change.**")[2].partition("\n* ")[0]
     moving = {
         parameter.name
         for factory in FACTORIES.values()
