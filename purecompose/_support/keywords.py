@@ -15,13 +15,18 @@ T = TypeVar("T")
 
 
 def check_keywords(given: Iterable[str], function: Callable[..., Any], instead: Mapping[str, str]) -> None:
-    """Raise if a function has no parameter of a given name."""
+    """Raise if a function has no parameter of a given name; the message suggests one, or lists all."""
     known = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return
     for name in given:
         if name not in known:
-            hint = f" write {instead[name]}" if name in instead else did_you_mean(name, known)
-            message = f"{function.__name__}() got an unexpected keyword argument {name!r}"
-            raise TypeError(f"{message};{hint}" if hint else message)
+            names = [name for name in known if name != "cls"]
+            hint = f" write {instead[name]}" if name in instead else did_you_mean(name, names)
+            raise TypeError(
+                f"{function.__qualname__}() got an unexpected keyword argument {name!r};"
+                f"{hint or ' it takes ' + ', '.join(names)}"
+            )
 
 
 def suggests_keywords(**instead: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, ParamSpec, Protocol, cast
 
+from purecompose._support.keywords import check_keywords
 from purecompose.core.state import State
 from purecompose.schedule import Hparam, Schedule, collect
 from purecompose.time.event import Event
@@ -196,6 +197,7 @@ def factory(make: Callable[_P, Algorithm]) -> Callable[_P, Algorithm]:
 
     @functools.wraps(make)
     def made(*args: _P.args, **kwargs: _P.kwargs) -> Algorithm:
+        check_keywords(kwargs, make, {})
         algorithm = dataclasses.replace(make(*args, **kwargs))
         object.__setattr__(algorithm, "_made_by", _Call(made, args, kwargs))
         return algorithm

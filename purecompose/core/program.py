@@ -67,11 +67,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class Update:
-    """The node that updates the parameters with the optimizer; `update(wrt=pattern)` updates only those that match."""
+    """The node that updates the parameters with the optimizer; `update(wrt=pattern)` updates only those that match.
+
+    `update()` is the same as `update`.
+    """
 
     wrt: str | None = None
 
-    def __call__(self, *, wrt: str) -> "Update":
+    def __call__(self, *, wrt: str | None = None) -> "Update":
         return Update(wrt)
 
     def lower(self, place: Place) -> list[Lowered]:

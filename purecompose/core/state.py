@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, random, tree
 from purecompose._support.device import PRECISIONS
+from purecompose._support.keywords import suggests_keywords
 from purecompose.core.calls import rng_of_turn, run_loss, run_model
 from purecompose.core.changes import as_hparams, check_params, translated
 from purecompose.core.clock import Clock
@@ -78,6 +79,7 @@ class State(Leasable):
     """Inside a step, after its gradients: a pytree node that runs them again; see `gradient`."""
 
     @classmethod
+    @suggests_keywords(seed="key=3", epochs='duration="3ep"', lr="optimizer=optim.sgd(0.1)")
     @torch.inference_mode(False)  # tensors made in inference mode can never be differentiated
     def create(
         cls,

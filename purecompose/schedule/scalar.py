@@ -246,7 +246,8 @@ def number(scalar: Scalar) -> float:
             "read it (where a function takes `value=`, pass one that calls purecompose.schedule.resolve)"
         )
     if not _is_scalar(scalar):
-        raise TypeError(f"expected a number, an hparam, a schedule or a product of them, got {shown(scalar)}")
+        hint = f"; a named scalar is state.hparams[{scalar!r}]" if isinstance(scalar, str) else ""
+        raise TypeError(f"expected a number, an hparam, a schedule or a product of them, got {shown(scalar)}{hint}")
     return float(scalar)
 
 

@@ -637,3 +637,7 @@ def test_the_events_of_a_program_are_in_order_and_each_once():
     assert events_in(program) == (Event.BATCH_START, Event.BEFORE_FORWARD)
     assert events_in(loop_events) == compose(loop_events).events
     assert list(walk(program[2:])) == [update] and len(list(walk(program))) == 7
+
+
+def test_update_may_be_called_without_a_pattern() -> None:
+    assert update() == update and repr(update()) == "update"
