@@ -8,8 +8,8 @@ from torch import Tensor
 from purecompose import batch as batches, random
 from purecompose._support.device import as_scalar
 from purecompose.core.loss import with_scalars
+from purecompose.nn.keyed import modules
 from purecompose.nn.keyed.parts import CURRENT
-from purecompose.nn.model import Model
 from purecompose.nn.network import call_model
 
 
@@ -36,16 +36,17 @@ def run_model(state: Any, inputs: Any, *, train: bool, rng_name: str | None = No
     """See `State.run_model`."""
     part = CURRENT.get() if rng_name is None else None
     name = rng_name or (".state.forward" if part is None else part.next_pass())
+    context = state.context
 
-    def rng() -> random.Rng:
+    def keyed() -> modules.Keyed:
         if part is not None:
             part.check_replayable()
-        return _shared_rng(state, name)
+        num_examples = batches.leading_size(inputs) if context.layout.has_rows(state.batch) else None
+        return _keyed(state, _shared_rng(state, name), num_examples)
 
-    def num_examples() -> int | None:
-        return batches.leading_size(inputs) if state.context.layout.has_rows(state.batch) else None
-
-    return _call(state, state.context.model, inputs, num_examples, train=train, rng=rng)
+    return call_model(
+        context.model, state.params, state.buffers, inputs, train=train, keyed=keyed, precision=context.precision
+    )
 
 
 def run_loss(
@@ -62,34 +63,14 @@ def run_loss(
     if context.loss_model is None:
         return fn(context.loss), state.buffers
 
-    def num_rows() -> int | None:
-        if not context.layout.has_rows(state.batch):
-            return None
-        return state.num_examples if num_examples is None else num_examples
+    def keyed() -> modules.Keyed:
+        has_rows = context.layout.has_rows(state.batch)
+        rows = None if not has_rows else state.num_examples if num_examples is None else num_examples
+        return _keyed(state, state.rng(".loss"), rows)
 
-    return _call(state, context.loss_model, [fn], num_rows, train=train, rng=lambda: state.rng(".loss"))
+    return call_model(context.loss_model, state.params, state.buffers, [fn], train=train, keyed=keyed)
 
 
-def _call(
-    state: Any,
-    model: Model,
-    inputs: Any,
-    num_examples: Callable[[], int | None],
-    *,
-    train: bool,
-    rng: Callable[[], random.Rng],
-) -> _Result:
-    context, buffers = state.context, state.buffers
-    is_whole = context.loss_model is None
-    result, new_buffers = call_model(
-        model,
-        state.params,
-        buffers if is_whole else {name: buffers[name] for name in model.buffer_names},
-        inputs,
-        train=train,
-        rng=rng,
-        num_examples=num_examples,
-        first_example=0 if state.first_example is None else state.first_example,
-        precision="fp32" if model is context.loss_model else context.precision,
-    )
-    return result, new_buffers if is_whole else {**buffers, **new_buffers}
+def _keyed(state: Any, rng: random.Rng, num_examples: int | None) -> modules.Keyed:
+    first_example = 0 if state.first_example is None else state.first_example
+    return modules.keyed(rng, num_examples=num_examples, first_example=first_example)

@@ -183,7 +183,7 @@ class Step:
                 end = self.run_checked(prepared.bits, prepared.start(), observe)
             else:
                 end = self.operation(prepared.bits)(Carry(prepared.start()), NO_PURPOSE).state
-        if is_first:
+        if checked is not context:  # from now on this object is recognized without a comparison
             self._cache.checked[case] = context
         return self.members.settle(end)
 

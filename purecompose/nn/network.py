@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, random, tree
+from purecompose import batch as batches, tree
 from purecompose._support.device import AUTOCAST, arithmetic
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.scopes import NOTHING, together
@@ -53,22 +53,18 @@ def call_model(
     inputs: Any,
     *,
     train: bool,
-    rng: Callable[[], random.Rng],
-    num_examples: Callable[[], int | None] = lambda: None,
-    first_example: int | Tensor = 0,
+    keyed: Callable[[], modules.Keyed],
     precision: str = "fp32",
 ) -> tuple[Any, dict[str, Tensor]]:
     """Run the network; no argument is modified.
 
     Args:
         model: The architecture.
-        params: All parameters by name.
-        buffers: All buffers by name.
+        params: All parameters by name; others may be among them.
+        buffers: All buffers by name, likewise.
         inputs: One argument, a list of arguments, or a mapping of keyword arguments.
         train: True to run modules in training mode, False for evaluation mode.
-        rng: Function that returns the `Rng` of the network's draws; called only if it draws.
-        num_examples: Function that returns the batch's size, for draws per example; called as `rng` is.
-        first_example: The index, in the whole batch, of this batch's first example.
+        keyed: Function that returns the scope of the network's draws; called only if it draws.
         precision: "fp32", "tf32", "bf16" or "fp16", as in `State.create`.
 
     Returns:
@@ -95,7 +91,7 @@ def call_model(
             outputs, new_buffers = _run(skeleton, params, buffers, inputs)
         else:
             is_watched = looking or skeleton.draws is None
-            forward = _Pass(skeleton, params, buffers, inputs, rng, num_examples, first_example, is_watched)
+            forward = _Pass(skeleton, params, buffers, inputs, keyed, is_watched)
             outputs, new_buffers = forward.first() if is_watched else forward.later()
     if narrow is not None:
         # The loss, and algorithms that edit outputs, run outside of autocast: in bfloat16 a loss has three digits, and
@@ -141,12 +137,12 @@ def _run(
 ) -> _Result:
     """Return the result of a pass within a context, on its own copies of the buffers."""
     # A forward pass writes into the buffers it is given (batch norm's running statistics).
-    own = {name: buffer.clone() for name, buffer in buffers.items()} if buffers else buffers
+    own = {name: buffer.clone() for name, buffer in buffers.items() if name in skeleton.buffer_names} if buffers else {}
     with skeleton.bound(params, own, is_watched=is_watched) as module, context:
-        outputs = _call(module, inputs)
+        outputs = module(inputs) if type(inputs) is Tensor else _call(module, inputs)
         if is_watched and (rebound := skeleton.rebound(params)):
             raise _write_error(", ".join(map(repr, rebound)), "by replacing or deleting it")
-        return outputs, _without_aliases(skeleton.current_buffers(), own) if own else own
+        return outputs, {**buffers, **_without_aliases(skeleton.current_buffers(), own)} if own else buffers
 
 
 class _Pass(NamedTuple):
@@ -156,9 +152,7 @@ class _Pass(NamedTuple):
     params: Mapping[str, Tensor]
     buffers: dict[str, Tensor]
     inputs: Any
-    rng: Callable[[], random.Rng]
-    num_examples: Callable[[], int | None]
-    first_example: int | Tensor
+    keyed: Callable[[], modules.Keyed]
     is_watched: bool
 
     def first(self) -> _Result:
@@ -215,7 +209,7 @@ class _Pass(NamedTuple):
         return guards
 
     def _drawn(self) -> tuple[_Result, int]:
-        scope = modules.keyed(self.rng(), num_examples=self.num_examples(), first_example=self.first_example)
+        scope = self.keyed()
         return self._plain(scope), scope.draws
 
     def _detected(self) -> _Result | None:
@@ -292,8 +286,6 @@ def _device(params: Mapping[str, Tensor]) -> torch.device:
 
 
 def _call(module: torch.nn.Module, inputs: Any) -> Any:
-    if type(inputs) is Tensor:
-        return module(inputs)
     if isinstance(inputs, Mapping):
         try:
             return module(**inputs)

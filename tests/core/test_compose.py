@@ -20,6 +20,7 @@ from purecompose import (
     optim,
     schedule,
 )
+from purecompose.core.context import Context
 from purecompose.core.loop import advance, update
 from purecompose.errors import MatchError
 from purecompose.time.predicates import Predicate
@@ -503,3 +504,13 @@ def test_cutting_batches_that_the_program_leaves_whole_is_reported(cut):
         compose(program, **cut)
     compose(pc.loop.eval_events, **cut)
     compose([*program[:1], pc.loop.Microbatches(*program[1:2]), *program[2:]], **cut)
+
+
+def test_an_equal_context_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, batches = compose(loop_events), make_batches(4)
+    run_steps(step, make_state(), batches[:1])
+    compared = []
+    equals = Context.__eq__
+    monkeypatch.setattr(Context, "__eq__", lambda one, other: compared.append(one) or equals(one, other))
+    run_steps(step, make_state(), batches)
+    assert len(compared) == 1
