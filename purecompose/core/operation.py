@@ -166,7 +166,7 @@ def lift(
     def run(carry: Carry, purpose: Purpose) -> Carry:
         state, used, terms = carry
         # Not a `with` block, which would cost three times as much, in every step.
-        token = CURRENT.set(Part(pass_name, turn))
+        token = CURRENT.set(Part(pass_name, turn=turn))
         try:
             new_state = fn(state, purpose.watch)
         finally:

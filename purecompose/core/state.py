@@ -224,12 +224,12 @@ class State(Leasable):
     @property
     def inputs(self) -> Any:
         """The batch's input, by the state's `input_field`."""
-        return batches.get(self.batch, self.static.context.input_field)
+        return batches.get(self.batch, self.context.input_field)
 
     @property
     def targets(self) -> Any:
         """The batch's target, by the state's `target_field`; `None` if that is `None`."""
-        return batches.get(self.batch, self.static.context.target_field)
+        return batches.get(self.batch, self.context.target_field)
 
     @property
     def num_examples(self) -> int:
@@ -259,17 +259,6 @@ class State(Leasable):
             >>> state.replace(frozen=["b*"]).context.trainable
             ('weight',)
         """
-        if not _UNCHECKED.issuperset(changes):
-            changes = self._checked(changes)
-        # This is called ten times a step: `|=` copies faster than `update` or the constructor.
-        successor = object.__new__(State)
-        values = successor.__dict__
-        values |= self.__dict__
-        values |= changes
-        return successor
-
-    def _checked(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Return changes of fields, from changes under any of the names that `replace` takes."""
         if not _FIELDS.issuperset(changes):
             changes = translated(self, changes, _FIELDS)
         params = changes.get("params")
@@ -277,7 +266,12 @@ class State(Leasable):
             check_params(params, self.params, is_other_model="static" in changes)
         if "hparams" in changes:
             changes["hparams"] = as_hparams(changes["hparams"], changes.get("key", self.key), self.device)
-        return changes
+        # This is called ten times a step: `|=` copies faster than `update` or the constructor.
+        successor = object.__new__(State)
+        values = successor.__dict__
+        values |= self.__dict__
+        values |= changes
+        return successor
 
     def with_hparams(self, wanted: Iterable[Hparam]) -> "State":
         """Add the named scalars that the state lacks, with their defaults; existing ones keep their values.
@@ -464,8 +458,6 @@ class State(Leasable):
 
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(State))
-_UNCHECKED = _FIELDS - {"params", "hparams"}
-"""The fields that `replace` takes as they are."""
 _INFO: dict[str, FieldInfo] = {
     field.name: field.metadata["info"] for field in dataclasses.fields(State) if "info" in field.metadata
 }

@@ -213,7 +213,7 @@ def _replayable(fn: Callable[..., Any], scope: Keyed | None) -> Callable[..., An
     def replayable(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_first
         # The region counts its passes separately, so that a recomputation can begin from the same number.
-        region = None if part is None else Part(part.name, part.turn, num_passes)
+        region = None if part is None else Part(part.name, num_passes, part.turn)
         if not is_first:
             with bound_again(), running(region), nullcontext() if scope is None else _from(scope, start):
                 return fn(*args, **kwargs)

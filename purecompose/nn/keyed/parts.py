@@ -27,8 +27,8 @@ class Part:
 
     __slots__ = ("_hooks", "name", "num_passes", "turn")
 
-    def __init__(self, name: str, turn: int = 0, num_passes: int = 0) -> None:
-        self.name, self.turn, self.num_passes = name, turn, num_passes
+    def __init__(self, name: str, num_passes: int = 0, turn: int = 0) -> None:
+        self.name, self.num_passes, self.turn = name, num_passes, turn
         self._hooks = top_hooks()
 
     def next_pass(self) -> str:

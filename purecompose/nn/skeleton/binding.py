@@ -32,6 +32,7 @@ class Skeleton:
             slots.append(_Slot(name, place.container, place.key))
         self._param_names = [slot.name for slot in self._param_slots]
         self._buffer_names = [slot.name for slot in self._buffer_slots]
+        self.buffer_names = frozenset(self._buffer_names)
         self._slots = self._param_slots + self._buffer_slots
         self._at_rest = [(container, key, container[key]) for _, container, key in self._slots]
         self._lock = threading.RLock()
