@@ -283,7 +283,7 @@ def with_a_closure() -> nn.Module:
         (Clamping, RuntimeError, r"forward wrote into the parameter 'enter\.weight'.*weight\.clamp\(\) for"),
         (Removing, RuntimeError, r"forward removed the buffer 'inner\.mean'"),
         (OwnGenerator, UnkeyedRandomError, r"torch\.randn` in OwnGenerator\.forward .*Leave `generator` out"),
-        (TorchCheckpoint, UnkeyedRandomError, r"Use `purecompose\.layers\.checkpoint\(fn, \*args\)` in its place"),
+        (TorchCheckpoint, UnkeyedRandomError, r"Use `purecompose\.nn\.layers\.checkpoint\(fn, \*args\)` in its place"),
         (Packed, UnkeyedRandomError, "no keyed dropout for packed sequences. Pass padded sequences"),
         (ShapedByTheBatch, pc.errors.ContractError, r"last"),
     ],
