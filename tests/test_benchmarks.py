@@ -51,6 +51,13 @@ def test_step_overhead_measures_five_sides_without_and_with_methods(run: Run) ->
         assert bool(row["of plain"]) is (row["methods"] != "none")
 
 
+def test_eager_parts_adds_up_to_the_composed_step(run: Run) -> None:
+    rows = run("eager_parts")
+    assert rows[0]["of by hand"] == 1.0 and rows[-1]["side"].endswith("the composed step")
+    times = [row["us a step"] for row in rows[1:]]
+    assert abs(times[0] + sum(row["more"] for row in rows[2:]) - times[-1]) <= len(rows)  # all are rounded
+
+
 def test_unmatched_compares_inactive_algorithms_with_none(run: Run) -> None:
     rows = run("unmatched")
     assert [row["algorithms"] for row in rows] == ["none", "five", "none again"]
