@@ -7,12 +7,13 @@ once, with the algorithms in the order determined by the passes; a step looks up
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from purecompose._support.autograd import GradMode
 from purecompose._support.device import arithmetic
+from purecompose._support.dynamo import called_by_dynamo, get_eval_frame_callback, without_dynamo
 from purecompose._support.keywords import suggests_keywords
 from purecompose._support.scopes import NOTHING, together
 from purecompose._support.warnings import warn
@@ -51,9 +52,14 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 
 
-__all__ = ["Step", "compose"]
+__all__ = ["Step", "WHY_UNTRACED", "compose"]
 
 _WHOLE = Cut(1)
+WHY_UNTRACED = (
+    "a step decides in Python, by the time in its state, which algorithms act; if Dynamo traced that, it would compile "
+    "again in every batch. So a step breaks Dynamo's graph and runs as a graph of its own. Leave out fullgraph=True, "
+    "or call pc.compile(step) outside of torch.compile"
+)
 
 
 class Prepared(NamedTuple):
@@ -87,6 +93,8 @@ class _Cache:
     """The numbers and tensors that this loss reads from Python, as they were at its first step."""
     loss_editors: dict[str, bool] = field(default_factory=dict)
     """The algorithms that changed the loss at AFTER_LOSS in a first run, and whether an evaluation has said so."""
+    in_torch_compile: list[tuple[Any, "Step"]] = field(default_factory=list)
+    """The backends of `torch.compile` within which the step was called, with the compiled step for each."""
 
 
 class Step:
@@ -102,6 +110,9 @@ class Step:
         cut: The number or size of the slices into which `Microbatches` cuts batches.
         members: The kind of states that the step accepts: single ones, or those of a population.
     """
+
+    call_in_torch_compile: ClassVar[Callable[["Step", State, Any, Any], State]]
+    """Function that a call within `torch.compile` is passed to, with the backend; set by `transforms.compilation`."""
 
     def __init__(
         self,
@@ -146,6 +157,7 @@ class Step:
         """The largest number of examples in a slice; `None` if the number of slices is given."""
         return self.cut.microbatch_size
 
+    @called_by_dynamo(WHY_UNTRACED)
     def __call__(self, state: State, batch: Any) -> State:
         """Return the state after one batch; `state` and `batch` are not modified.
 
@@ -154,6 +166,8 @@ class Step:
             MatchError: An algorithm's `match` read something that is not known before the step.
             ContractError: An algorithm changed a structure, shape or dtype that must stay the same.
         """
+        if get_eval_frame_callback() is not None:
+            return without_dynamo(Step.call_in_torch_compile, self, state, batch)
         end = self.finish(self.fold(state, batch))
         # `state` may hold a lease of a compiled step, which ends with that step's next call: read its fields now.
         return end if end.lease is None else end.unleased()

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from purecompose._support.checks import check_flag, check_whole, shown
 from purecompose._support.device import arithmetic
+from purecompose._support.dynamo import called_by_dynamo, get_eval_frame_callback, without_dynamo
 from purecompose._support.functorch import is_transforming
 from purecompose._support.keywords import suggests_keywords
-from purecompose.core.compose import Prepared, Step
+from purecompose.core.compose import WHY_UNTRACED, Prepared, Step
 from purecompose.core.context import Context
 from purecompose.core.state import NO_TEMPORARY, State
 from purecompose.time import TimeUnit
@@ -124,6 +125,7 @@ class CompiledStep(Step):
         self._met: set[Any] = set()
         self._eager: dict[Any, Context] = {}
 
+    @called_by_dynamo(WHY_UNTRACED)
     def __call__(self, state: State, batch: Any) -> State:
         """Return the state after one batch; see `compile`.
 
@@ -133,6 +135,8 @@ class CompiledStep(Step):
             TraceError: The step cannot be compiled.
             VariantLimitError: The step needs more variants than `max_variants`.
         """
+        if get_eval_frame_callback() is not None:
+            return without_dynamo(Step.call_in_torch_compile, self, state, batch)
         if not isinstance(state, State):
             raise TypeError(f"step(state, batch): expected a State first, got {type(state).__name__}")
         lease: BufferLease | None = state.lease

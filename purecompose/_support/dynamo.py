@@ -1,0 +1,52 @@
+"""Functions that Dynamo, the tracer of `torch.compile`, calls instead of tracing them.
+
+`torch.compiler.disable` does this too, but imports Dynamo, which takes two seconds, and its functions do not learn
+whether they are called within `torch.compile`.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch._C._dynamo.eval_frame import (  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
+    _FrameAction,
+    _FrameExecStrategy,
+    get_eval_frame_callback,
+    set_code_exec_strategy,
+    set_eval_frame,
+)
+
+
+__all__ = ["called_by_dynamo", "get_eval_frame_callback", "without_dynamo"]
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+
+def called_by_dynamo(reason: str) -> Callable[[Fn], Fn]:
+    """Return a decorator for a function that Dynamo calls after a break of its graph.
+
+    In the function `get_eval_frame_callback()` is not `None` if it is called within `torch.compile`. Dynamo would then
+    trace the functions that it calls; `without_dynamo` prevents this.
+
+    Args:
+        reason: Text for Dynamo's error where its graph must not break (`fullgraph=True`).
+    """
+
+    def mark(fn: Any) -> Any:
+        fn._torchdynamo_disable, fn._torchdynamo_disable_msg = True, reason
+        set_code_exec_strategy(fn.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+        return fn
+
+    return mark
+
+
+@called_by_dynamo("it turns Dynamo off")
+def without_dynamo(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn(*args, backend)` with Dynamo turned off, where `backend` is that of the `torch.compile` around it."""
+    callback = set_eval_frame(None)
+    backend: Any = callback
+    try:
+        while hasattr(backend, "_torchdynamo_orig_backend"):
+            backend = backend._torchdynamo_orig_backend
+        return fn(*args, backend)
+    finally:
+        set_eval_frame(callback)
