@@ -13,6 +13,7 @@ import importlib
 import os
 import pathlib
 import stat
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -86,7 +87,9 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
-_INDUCTOR = tuple(f"torch._inductor{name}" for name in ("", ".compile_fx", ".decomposition", ".lowering", ".graph"))
+_INDUCTOR = tuple(
+    f"torch._inductor{name}" for name in ("", ".compile_fx", ".decomposition", ".lowering", ".graph", ".codecache")
+)
 
 
 @functools.cache
@@ -103,7 +106,8 @@ def _imports() -> Future[list[Any]]:
 
 
 def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
-    inductor, inner, decomposition, _, lowering = _imports().result()
+    inductor, inner, decomposition, _, lowering, cache = _imports().result()
+    _keep_headers_private(cache)
     decompositions = decomposition.select_decomp_table()
     options = dict(inductor.list_mode_options(mode)) if mode not in (None, "default") else {}
     options["triton.cudagraphs"] = False  # CUDA graphs are captured around the whole call, by `Replay`
@@ -197,17 +201,38 @@ def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
     return graph.graph.find_nodes(op="placeholder")
 
 
+def _keep_headers_private(cache: Any) -> None:
+    """Keep Inductor's precompiled headers, which are compiled into kernels, in our cache folder if that is in use.
+
+    Inductor keeps them under the shared temporary folder, whatever `TORCHINDUCTOR_CACHE_DIR` says.
+    """
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") == str(_cache_folder()):
+        cache._HEADER_DIR = str(_cache_folder() / "precompiled_headers")
+        cache._HEADER_LOCK_DIR = str(_cache_folder() / "precompiled_headers" / "locks")
+
+
+def _cache_folder() -> pathlib.Path:
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base) / "purecompose" / f"torch-{torch.__version__}-2"
+
+
+def _is_torchs_default(folder: str) -> bool:
+    """Return whether this is the folder that torch writes into the environment, at the latest when it first traces."""
+    place, name = os.path.split(folder)
+    return place == tempfile.gettempdir() and name.startswith("torchinductor_")
+
+
 def ensure_cache() -> None:
-    """Set Inductor's cache on disk to a folder that only this user can write to, unless the environment names one.
+    """Set Inductor's cache on disk to a folder that only this user can write to, unless the user has named one.
 
     Code found in the cache is run. By default the cache has a fixed name under the shared temporary folder, where
     another user could have placed files first. Entries are keyed by the graph and the versions of torch and compiler,
     but not by the options for results that are passed to Inductor: a number in the folder's name stands for these.
     """
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if named is not None and not _is_torchs_default(named):
         return
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    folder = pathlib.Path(base) / "purecompose" / f"torch-{torch.__version__}-2"
+    folder = _cache_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = folder.stat()

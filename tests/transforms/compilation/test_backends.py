@@ -148,6 +148,30 @@ def test_a_cache_set_by_the_user_is_kept(home: pathlib.Path, monkeypatch: pytest
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/somewhere" and not home.exists()
 
 
+def test_the_folder_that_torch_names_itself_is_not_kept(home: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_mode()  # imports what asks for the folder in some versions of torch
+    names = importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    assert names.cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"] == names.default_cache_dir()
+    backends.ensure_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == names.cache_dir() == str(home)
+
+
+def test_precompiled_headers_are_in_the_cache_if_it_is_ours(
+    home: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = importlib.import_module("torch._inductor.codecache")
+    for name in ("_HEADER_DIR", "_HEADER_LOCK_DIR"):
+        monkeypatch.setattr(cache, name, "/elsewhere")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
+    backends._keep_headers_private(cache)
+    assert cache._HEADER_DIR == "/elsewhere"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    backends.ensure_cache()
+    backends._keep_headers_private(cache)
+    assert pathlib.Path(cache._HEADER_DIR).parent == home
+    assert home in pathlib.Path(cache._HEADER_LOCK_DIR).parents
+
+
 def test_a_cache_that_others_can_write_to_is_refused(home: pathlib.Path) -> None:
     home.mkdir(parents=True)
     home.chmod(0o777)
