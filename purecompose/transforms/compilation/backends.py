@@ -12,6 +12,7 @@ import functools
 import importlib
 import os
 import pathlib
+import platform
 import stat
 import tempfile
 import warnings
@@ -88,7 +89,8 @@ def _explained() -> Iterator[None]:
 
 
 _INDUCTOR = tuple(
-    f"torch._inductor{name}" for name in ("", ".compile_fx", ".decomposition", ".lowering", ".graph", ".codecache")
+    f"torch._inductor{name}"
+    for name in ("", ".compile_fx", ".decomposition", ".lowering", ".graph", ".cpu_vec_isa", ".codecache")
 )
 
 
@@ -106,8 +108,10 @@ def _imports() -> Future[list[Any]]:
 
 
 def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
-    inductor, inner, decomposition, _, lowering, cache = _imports().result()
+    inductor, inner, decomposition, _, lowering, instructions, cache = _imports().result()
     _keep_headers_private(cache)
+    if _placeholders(graph)[0].meta["val"].device.type == "cpu":
+        _check_one_instruction_set(inductor.config, instructions)
     decompositions = decomposition.select_decomp_table()
     options = dict(inductor.list_mode_options(mode)) if mode not in (None, "default") else {}
     options["triton.cudagraphs"] = False  # CUDA graphs are captured around the whole call, by `Replay`
@@ -128,6 +132,20 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
         ]
         compiled = inner.compile_fx_inner(graph, [node.meta["val"] for node in _placeholders(graph)])
     return getattr(compiled, "current_callable", None) or compiled
+
+
+@functools.cache
+def _check_one_instruction_set(config: Any, instructions: Any) -> None:
+    """Let Inductor check only the best of the processor's vector instructions, if the compiler can use them.
+
+    It uses only these, but checks all, and each check compiles a file for two seconds, or starts Python in a process
+    whose cache has the file.
+    """
+    flags = instructions.x86_isa_checker() if platform.machine() in ("x86_64", "AMD64") else []
+    supported = (isa for isa in instructions.supported_vec_isa_list if all(flag in flags for flag in str(isa).split()))
+    if next(supported, False):  # as a bool, an instruction set is the result of its check
+        with config.patch({"cpp.vec_isa_ok": True}):
+            instructions.valid_vec_isa_list()  # keeps its result
 
 
 def _by_torch_compile(graph: fx.GraphModule, backend: Any, mode: str | None) -> Compiled:

@@ -172,6 +172,28 @@ def test_precompiled_headers_are_in_the_cache_if_it_is_ours(
     assert home in pathlib.Path(cache._HEADER_LOCK_DIR).parents
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_weaker_vector_instructions_are_not_checked(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, instructions = (importlib.import_module(f"torch._inductor.{name}") for name in ("config", "cpu_vec_isa"))
+    checked: list[str] = []
+
+    class Instructions(str):
+        def __bool__(self) -> bool:
+            if config.cpp.vec_isa_ok is None:
+                checked.append(self)
+            return config.cpp.vec_isa_ok or works
+
+    supported = [Instructions(name) for name in ("other", "best", "good")]
+    monkeypatch.setattr(instructions, "supported_vec_isa_list", supported)
+    monkeypatch.setattr(instructions, "x86_isa_checker", lambda: ["best", "good"])
+    listed: list[list[str]] = []
+    monkeypatch.setattr(instructions, "valid_vec_isa_list", lambda: listed.append([n for n in supported[1:] if n]))
+    monkeypatch.setattr(backends.platform, "machine", lambda: "x86_64")
+    backends._check_one_instruction_set.__wrapped__(config, instructions)
+    assert checked == ["best"]
+    assert listed == ([["best", "good"]] if works else [])
+
+
 def test_a_cache_that_others_can_write_to_is_refused(home: pathlib.Path) -> None:
     home.mkdir(parents=True)
     home.chmod(0o777)
@@ -190,6 +212,7 @@ def test_a_changed_inductor_falls_back_to_torch_compile(monkeypatch: pytest.Monk
     inner = importlib.import_module("torch._inductor.compile_fx")
     monkeypatch.setattr(inner, "compile_fx_inner", None)
     monkeypatch.setattr(backends, "_by_torch_compile", lambda graph, backend, mode: lambda args: graph(*args))
+    monkeypatch.setattr(backends, "_check_one_instruction_set", lambda *_: None)  # would compile a file
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", "unused"))
     step, fast = made(backend="inductor")
     with pytest.warns(UserWarning, match="torch.compile instead"):
