@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import purecompose as pc
-from purecompose import Algorithm, State, algorithms as alg, compose, loop_events, losses, optim
+from purecompose import Algorithm, State, Step, algorithms as alg, compose, loop_events, losses, optim
 from purecompose.nn import layers, models
 
 
@@ -114,18 +114,18 @@ def by_hand(subject: Subject, *, mix: bool = False, backend: str | None = None) 
     return lambda: run(subject.inputs, subject.targets)
 
 
-def ours(step: Callable[..., State], subject: Subject) -> Callable[[], None]:
+def ours(step: Step, subject: Subject, call: Callable[..., State] | None = None) -> Callable[[], None]:
     """A step of ours, composed or compiled, from the start of a run on."""
-    return going_on(step, new_state(subject), (subject.inputs, subject.targets))
+    return going_on(step, new_state(subject), (subject.inputs, subject.targets), call)
 
 
-def going_on(step: Callable[..., State], state: State, batch: Any) -> Callable[[], None]:
-    """Step after step from this state on, always with the same batch."""
-    state = step.init(state)  # pyright: ignore[reportFunctionMemberAccess]
+def going_on(step: Step, state: State, batch: Any, call: Callable[..., State] | None = None) -> Callable[[], None]:
+    """Step after step from this state on, always with the same batch; by `call`, where it is not the step itself."""
+    state, take = step.init(state), call or step
 
     def run() -> None:
         nonlocal state
-        state = step(state, batch)
+        state = take(state, batch)
 
     return run
 
@@ -139,4 +139,5 @@ def sides(subject: Subject, *, mix: bool, backend: str) -> dict[str, Callable[[]
         "ours eager": ours(step, subject),
         "ours compiled": ours(pc.compile(step, donate=False, backend=backend), subject),
         "ours donated": ours(pc.compile(step, backend=backend), subject),
+        "ours in torch.compile": ours(step, subject, torch.compile(step, backend=backend)),
     }

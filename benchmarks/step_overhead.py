@@ -2,9 +2,10 @@
 
     python benchmarks/step_overhead.py [--blocks 40] [--network MLP] [--threads 1]
 
-Five sides take turns in blocks of 50 steps: the loop by hand, the same under `torch.compile`, our step eager,
-compiled, and compiled with donation. Ratios are medians over blocks. The rows with methods compare with a loop
-that does the same mixing and smoothing by hand; "of plain" is the side with methods over the same side without.
+Six sides take turns in blocks of 50 steps: the loop by hand, the same under `torch.compile`, our step eager,
+compiled, compiled with donation, and within `torch.compile`. Ratios are medians over blocks. The rows with methods
+compare with a loop that does the same mixing and smoothing by hand; "of plain" is the side with methods over the same
+side without.
 
 Each network has a process of its own: the MLP one thread, the ResNet two. The ResNet is measured twice. glibc's
 malloc gives the memory of large activations back to the system after a step and takes page faults for it in the

@@ -41,10 +41,10 @@ def run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 # torch.compile warns about its own code: deprecated modules, gradients that it accesses.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_step_overhead_measures_five_sides_without_and_with_methods(run: Run) -> None:
+def test_step_overhead_measures_six_sides_without_and_with_methods(run: Run) -> None:
     rows = run("step_overhead")
-    assert [row["methods"] for row in rows] == ["none"] * 5 + ["mixup + label smoothing"] * 5
-    assert len({row["side"] for row in rows}) == 5
+    assert [row["methods"] for row in rows] == ["none"] * 6 + ["mixup + label smoothing"] * 6
+    assert len({row["side"] for row in rows}) == 6
     for row in rows:
         assert row["us a step"] > 0
         assert (row["of by hand"] == 1.0) is (row["side"] == "by hand")
