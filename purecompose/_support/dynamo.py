@@ -4,21 +4,22 @@
 whether they are called within `torch.compile`.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch._C._dynamo.eval_frame import (  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
-    _FrameAction,
-    _FrameExecStrategy,
-    get_eval_frame_callback,
-    set_code_exec_strategy,
-    set_eval_frame,
-)
+
+try:
+    _dynamo: Any = importlib.import_module("torch._C._dynamo.eval_frame")
+except ImportError:  # a private module, which a later version may not have: Dynamo then traces these functions
+    _dynamo = None
 
 
 __all__ = ["called_by_dynamo", "get_eval_frame_callback", "without_dynamo"]
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+get_eval_frame_callback: Callable[[], Any] = getattr(_dynamo, "get_eval_frame_callback", lambda: None)
 
 
 def called_by_dynamo(reason: str) -> Callable[[Fn], Fn]:
@@ -33,7 +34,9 @@ def called_by_dynamo(reason: str) -> Callable[[Fn], Fn]:
 
     def mark(fn: Any) -> Any:
         fn._torchdynamo_disable, fn._torchdynamo_disable_msg = True, reason
-        set_code_exec_strategy(fn.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+        if _dynamo is not None:
+            skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
+            _dynamo.set_code_exec_strategy(fn.__code__, skip)
         return fn
 
     return mark
@@ -42,11 +45,11 @@ def called_by_dynamo(reason: str) -> Callable[[Fn], Fn]:
 @called_by_dynamo("it turns Dynamo off")
 def without_dynamo(fn: Callable[..., Any], *args: Any) -> Any:
     """Call `fn(*args, backend)` with Dynamo turned off, where `backend` is that of the `torch.compile` around it."""
-    callback = set_eval_frame(None)
+    callback = _dynamo.set_eval_frame(None)
     backend: Any = callback
     try:
         while hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
         return fn(*args, backend)
     finally:
-        set_eval_frame(callback)
+        _dynamo.set_eval_frame(callback)
