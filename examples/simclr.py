@@ -58,7 +58,7 @@ def make(dtype: torch.dtype = torch.float32) -> tuple[Step, State, data.Arrays]:
     loss, images = losses.over_batch(NTXent().to(dtype)), data.load("digits").train_inputs.to(dtype)
     state = State.create(Encoder().to(dtype), loss=loss, optimizer=optim.adam(2e-3), target_field=None)
     step = compose(loop_events, [Algorithm("two_views", on(Event.AFTER_DATALOADER), two_views)])
-    return step, state, data.arrays(images, None, 64, drop_last=True)
+    return step, state, data.arrays(images, batch_size=64, drop_last=True)
 
 
 def accuracy(state: State) -> float:

@@ -43,7 +43,7 @@ def make(dtype: torch.dtype = torch.float32) -> tuple[Step, State, data.Arrays]:
     images = (images - images.min()) / (images.max() - images.min())
     loss = functools.partial(negative_elbo, beta=schedule.linear(0.0, 1.0, "1000ba"))
     state = State.create(VAE().to(dtype), loss=loss, optimizer=optim.adam(2e-3), target_field=0)  # the images
-    return compose(loop_events), state, data.arrays(images, None, 64, drop_last=True)
+    return compose(loop_events), state, data.arrays(images, batch_size=64, drop_last=True)
 
 
 def main(duration: str) -> None:

@@ -18,6 +18,7 @@ from purecompose import tree
 from purecompose._support.checks import check_whole, shown
 from purecompose.data.order import epoch_order
 from purecompose.random import Rng, key as make_key, permutation, salt
+from purecompose.random.keys import as_rng
 
 
 __all__ = ["Arrays", "Split", "arrays", "split"]
@@ -96,7 +97,7 @@ class Arrays:
             An iterator over batches in the form of plain iteration. Shuffled batches are copies.
 
         Raises:
-            TypeError: `epoch` or `start` is not an int.
+            TypeError: `key` is not a key, or `epoch` or `start` is not an int.
             ValueError: `epoch` is negative, or `start` is outside 0 to `len(self)`.
 
         Example:
@@ -116,7 +117,7 @@ class Arrays:
 
     def order(self, key: Tensor, epoch: int) -> Tensor:
         """Return the keyed order of one epoch: int64 of shape `(num_examples,)`, on the data's device."""
-        return epoch_order(key.to(self.device), epoch, self.num_examples)
+        return epoch_order(as_rng(key, "Arrays.epoch: key").key.to(self.device), epoch, self.num_examples)
 
     def to(self, device: torch.device | str) -> "Arrays":
         """Return the same set with its tensors on `device`."""
@@ -154,8 +155,8 @@ class Split(NamedTuple):
 
 def arrays(
     inputs: Tensor,
-    targets: Tensor | None,
-    batch_size: int,
+    targets: Tensor | None = None,
+    batch_size: int | None = None,
     *,
     shuffle: bool = True,
     drop_last: bool = False,
@@ -165,18 +166,18 @@ def arrays(
 
     Args:
         inputs: Shape `(num_examples, *rest)`.
-        targets: Shape `(num_examples, *rest)`; `None` for data without targets, whose batches are the inputs alone: the
-            state needs `target_field=None`, or 0 where the input is the target.
-        batch_size: Examples per batch, at least 1.
+        targets: Shape `(num_examples, *rest)`; `None` for data without targets, whose batches are only the inputs: the
+            state needs `target_field=None`, or 0 if the input is the target.
+        batch_size: Examples per batch, at least 1. Required.
         shuffle: Permute the order of each epoch by key; plain iteration never shuffles.
         drop_last: Leave out a last batch that is smaller than the others.
-        names: Two names, for batches that are dicts, such as `("input_ids", "labels")`, with which the tokens of a
-            language model's batch are counted; one name if there are no targets. The state needs the same names as its
-            `input_field` and `target_field`.
+        names: Two names, for batches that are dicts, such as `("input_ids", "labels")`; the tokens of a language
+            model's batch are counted by these names. One name if there are no targets. The state needs the same names
+            as its `input_field` and `target_field`.
 
     Raises:
-        TypeError: Something other than tensors, a batch size that is not an int, or names that are not one string for
-            each tensor.
+        TypeError: Something other than tensors, a batch size that is missing or not an int, or names that are not one
+            string for each tensor.
         ValueError: There are no examples, inputs and targets differ in number or device, the batch size is below 1, or
             `drop_last` is given with fewer examples than one batch.
 
@@ -184,9 +185,14 @@ def arrays(
         >>> data = arrays(torch.zeros(10, 3), torch.zeros(10, dtype=torch.int64), batch_size=4)
         >>> len(data), [tuple(inputs.shape) for inputs, _ in data]
         (3, [(4, 3), (4, 3), (2, 3)])
-        >>> [tuple(inputs.shape) for inputs in arrays(torch.zeros(10, 3), None, batch_size=8)]
+        >>> [tuple(inputs.shape) for inputs in arrays(torch.zeros(10, 3), batch_size=8)]
         [(8, 3), (2, 3)]
     """
+    if batch_size is None:
+        raise TypeError(
+            "arrays: batch_size is missing; write arrays(inputs, targets, batch_size), or without targets "
+            "arrays(inputs, batch_size=64)"
+        )
     return Arrays(inputs, targets, batch_size, shuffle=shuffle, drop_last=drop_last, names=names)
 
 

@@ -100,7 +100,7 @@ def test_iteration_does_not_change_data_and_global_generator():
 @pytest.mark.parametrize("names", [None, ("image",)])
 def test_data_without_targets_have_the_inputs_of_the_same_batches(names):
     labelled, inputs = numbered(10, 4), numbered(10, 4).inputs
-    alone = arrays(inputs, None, 4, names=names)
+    alone = arrays(inputs, batch_size=4, names=names)
     for pairs, found in ((labelled, alone), (labelled.epoch(key(2), 1), alone.epoch(key(2), 1))):
         batches = [batch if names is None else batch["image"] for batch in found]
         assert all(torch.equal(ours, theirs) for ours, (theirs, _) in zip(batches, pairs, strict=True))
@@ -125,7 +125,7 @@ def test_order_is_the_same_on_the_accelerator():
 
 
 # Values that a type checker would refuse, to test that they are refused at run time too.
-WRONG: Any = {"float": 2.5, "list": [1.0]}
+WRONG: Any = {"float": 2.5, "list": [1.0], "key": 0}
 
 
 @pytest.mark.parametrize(
@@ -153,6 +153,8 @@ def test_impossible_values_are_refused_at_once(make_fn, message):
         (lambda: numbered(5, True), r"batch_size: expected an int >= 1, got True \(bool\)"),
         (lambda: arrays(WRONG["list"], torch.zeros(1), 1), r"inputs to be a tensor, got \[1.0\] \(list\)"),
         (lambda: numbered(5, 2).epoch(key(0), WRONG["float"]), r"epoch: expected an int >= 0, got 2.5"),
+        (lambda: arrays(torch.zeros(3)), r"batch_size is missing; .* arrays\(inputs, batch_size=64\)"),
+        (lambda: numbered(5, 2).epoch(WRONG["key"], 0), r"epoch: key: expected a key, .* got 0 \(int\)"),
         (lambda: arrays(torch.zeros(3), None, 1, names=("x", "y")), r"one name, such as \('image',\), got \('x', "),
     ],
 )
