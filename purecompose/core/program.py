@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 from purecompose import batch as batches, tree
-from purecompose.core.contract import Contract
+from purecompose.core.contract import Contract, ContractError
 from purecompose.core.coupling import check_passes_agree
 from purecompose.core.means import check_terms, num_terms
 from purecompose.core.operation import Carry, Lowered, Node, Place, Purpose, lift, walk
@@ -54,6 +54,11 @@ class Stage:
                 for note in advice(state.outputs, _targets_if_any(state)):
                     error.add_note(note)
             raise
+        if not isinstance(new_state, State):
+            raise ContractError(
+                f"the stage {self.name} must return a State, got {type(new_state).__name__}"
+                f"{' (is a return statement missing?)' if new_state is None else ''}; return state.replace(...)"
+            )
         if watch is not None:
             watch.note_stage(self)
             if self.sets_loss:

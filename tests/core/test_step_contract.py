@@ -101,6 +101,18 @@ def test_a_result_of_a_wrong_type_is_an_error(result):
         step(make_state(), make_batch())
 
 
+@pytest.mark.parametrize(
+    ("result", "hint"), [(torch.zeros(2), "got Tensor; return"), (None, "return statement missing")]
+)
+def test_a_stage_that_returns_no_state_is_named(result, hint):
+    def noisy(state):
+        return result
+
+    step = compose([noisy, *loop_events])
+    with pytest.raises(ContractError, match=rf"the stage noisy must return a State, .*{hint}"):
+        step(make_state(), make_batch())
+
+
 def test_only_init_and_host_algorithms_change_the_static_part():
     freeze = changing("freeze", Event.BATCH_END, lambda s: s.replace(frozen=frozenset({"0.weight"})))
     with pytest.raises(ContractError, match="freeze at Event.BATCH_END changed the static part"):
