@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import check_number, shown
+from purecompose._support.keywords import suggests_keywords
 from purecompose.optim.base import ByGroup, OptState, Value, read, wide_dtype
 from purecompose.optim.checks import Groups, check_real, checked_constant, checked_groups, checked_scalar
 from purecompose.optim.decay import decayed
@@ -20,6 +21,7 @@ from purecompose.schedule import Scalar
 __all__ = ["Adafactor", "adafactor"]
 
 
+@suggests_keywords(learning_rate="lr=0.1")
 def adafactor(
     lr: Scalar = 1e-2,
     *,

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from purecompose._support.checks import shown
+from purecompose._support.keywords import suggests_keywords
 from purecompose.optim.base import Optimizer, OptState, Value, can_move
 from purecompose.optim.checks import match_or_raise
 from purecompose.optim.protocol import check_optimizer
@@ -23,6 +24,7 @@ __all__ = ["ByPattern", "by_pattern"]
 Patterns: TypeAlias = tuple[tuple[str, Any], ...]
 
 
+@suggests_keywords()
 def by_pattern(groups: Mapping[str, Optimizer] | Patterns, rest: Optimizer) -> ByPattern:
     """Return one optimizer that uses different optimizers for different parameters.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from purecompose._support.checks import shown
 from purecompose.schedule import Hparam, Product, Scalar, Schedule, number
-from purecompose.schedule.scalar import factors_of
+from purecompose.schedule.scalar import factors_of, not_a_scalar
 
 
 __all__ = [
@@ -109,7 +109,7 @@ def checked_scalar(scalar: Scalar, where: str, *, below: float = math.inf) -> Sc
             "no tensors: use hparam('lr', 0.1), whose tensor is kept in state.hparams"
         )
     if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real | Hparam | Product | Schedule):
-        raise TypeError(f"{where}: expected a number, an hparam, a schedule or a product of them, got {shown(scalar)}")
+        raise TypeError(f"{where}: {not_a_scalar(scalar)}")
     known = known_part(scalar)
     bound = math.inf if any(isinstance(factor, Schedule) for factor in factors_of(scalar)) else below
     if not 0 <= known < bound:  # also rejects NaN, and infinity, which is below no bound

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from purecompose._support.checks import check_number
+from purecompose._support.keywords import suggests_keywords
 from purecompose.optim.checks import checked_scalar
 from purecompose.schedule import Scalar
 
@@ -12,6 +13,7 @@ from purecompose.schedule import Scalar
 __all__ = ["layerwise"]
 
 
+@suggests_keywords()
 def layerwise(net: nn.Module, lr: Scalar, decay: float, *, blocks: str | None = None) -> dict[str, dict[str, Any]]:
     """Return groups for fine-tuning, whose learning rates fall by a factor with every block from the head to the input.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from purecompose._support.keywords import suggests_keywords
 from purecompose.optim.base import ByGroup, OptState, Value, read
 from purecompose.optim.checks import Groups, check_real, checked_betas, checked_groups, checked_scalar
 from purecompose.optim.decay import decayed
@@ -18,6 +19,7 @@ from purecompose.schedule import Scalar
 __all__ = ["Lion", "lion"]
 
 
+@suggests_keywords(learning_rate="lr=0.1")
 def lion(
     lr: Scalar = 1e-4,
     *,

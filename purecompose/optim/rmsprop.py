@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from purecompose._support.checks import check_flag
+from purecompose._support.keywords import suggests_keywords
 from purecompose.optim.base import ByGroup, OptState, Value, read
 from purecompose.optim.checks import Groups, check_real, checked_constant, checked_groups, checked_scalar
 from purecompose.optim.decay import decayed
@@ -19,6 +20,7 @@ from purecompose.schedule import Scalar
 __all__ = ["RMSprop", "rmsprop"]
 
 
+@suggests_keywords(learning_rate="lr=0.1")
 def rmsprop(
     lr: Scalar = 1e-2,
     *,

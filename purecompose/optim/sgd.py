@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import check_flag
+from purecompose._support.keywords import suggests_keywords
 from purecompose.optim.base import ByGroup, Value, read, wide_dtype
 from purecompose.optim.checks import Groups, checked_groups, checked_scalar
 from purecompose.optim.decay import Decay, decayed, warn_if_strong
@@ -20,6 +21,7 @@ from purecompose.schedule import Scalar
 __all__ = ["SGD", "decoupled_sgdw", "sgd"]
 
 
+@suggests_keywords(learning_rate="lr=0.1")
 def sgd(
     lr: Scalar,
     *,
@@ -71,6 +73,7 @@ def sgd(
     return SGD(lr, momentum, dampening, nesterov, weight_decay, "coupled", groups)  # type: ignore[arg-type]
 
 
+@suggests_keywords(learning_rate="lr=0.1")
 def decoupled_sgdw(
     lr: Scalar,
     *,

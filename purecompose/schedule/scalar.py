@@ -8,13 +8,26 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from purecompose._support.checks import check_flag, check_number, is_number, shown
 from purecompose.schedule.shape import Shape, stretched
 from purecompose.time import Time, Timestamp
 
 
-__all__ = ["Hparam", "Product", "Scalar", "Schedule", "factors_of", "hparam", "made", "number", "resolve", "scheduled"]
+__all__ = [
+    "Hparam",
+    "Product",
+    "Scalar",
+    "Schedule",
+    "factors_of",
+    "hparam",
+    "made",
+    "not_a_scalar",
+    "number",
+    "resolve",
+    "scheduled",
+]
 
 
 class _Factor:
@@ -246,9 +259,21 @@ def number(scalar: Scalar) -> float:
             "read it (where a function takes `value=`, pass one that calls purecompose.schedule.resolve)"
         )
     if not _is_scalar(scalar):
-        hint = f"; a named scalar is state.hparams[{scalar!r}]" if isinstance(scalar, str) else ""
-        raise TypeError(f"expected a number, an hparam, a schedule or a product of them, got {shown(scalar)}{hint}")
+        raise TypeError(not_a_scalar(scalar))
     return float(scalar)
+
+
+def not_a_scalar(value: object) -> str:
+    """Return the message for a value that is not a scalar, with a hint for names, functions and torch's schedulers."""
+    hint = ""
+    if isinstance(value, str):
+        hint = f"; a named scalar is state.hparams[{value!r}]"
+    elif isinstance(value, LRScheduler) or (isinstance(value, type) and issubclass(value, LRScheduler)):
+        name = value.__name__ if isinstance(value, type) else type(value).__name__
+        hint = f"; write schedule.from_torch(torch.optim.lr_scheduler.{name}, ...) with the settings of the scheduler"
+    elif callable(value):
+        hint = "; make a schedule of a function of the timestamp with schedule.scheduled(fn)"
+    return f"expected a number, an hparam, a schedule or a product of them, got {shown(value)}{hint}"
 
 
 def _written(setting: object) -> object:

@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 from torch.func import grad, stack_module_state, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim.lr_scheduler import StepLR
 from torch.utils import _pytree as pytree
 
 from purecompose import optim
@@ -282,11 +283,22 @@ def test_wrong_groups_are_refused_at_construction(groups: Any, error: type[Excep
             r"sgd: lr: expected a number, an hparam, a schedule or a product of them, got '0.1' \(str\)",
         ),
         (torch.tensor(0.1), TypeError, r"an optimizer holds no tensors: use hparam"),
+        (abs, TypeError, r"got <built-in function abs> .*with schedule.scheduled\(fn\)$"),
+        (StepLR, TypeError, r"write schedule.from_torch\(torch.optim.lr_scheduler.StepLR, ...\)"),
+        (StepLR(torch.optim.SGD([torch.zeros(1)], 0.1), 2), TypeError, r"schedule.from_torch\(.*StepLR, ...\)"),
     ],
 )
 def test_wrong_scalars_are_refused_at_construction(lr: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         optim.sgd(lr)
+
+
+@pytest.mark.parametrize("name", ["sgd", "decoupled_sgdw", "rmsprop", "lion", "adafactor"])
+def test_an_unknown_setting_is_answered_by_the_right_one(name: str):
+    with pytest.raises(TypeError, match=rf"{name}\(\) got .*'learning_rate'; write lr=0.1$"):
+        getattr(optim, name)(learning_rate=0.1)
+    with pytest.raises(TypeError, match=rf"{name}\(\) got .*'weight_deca'; did you mean 'weight_decay'"):
+        getattr(optim, name)(0.1, weight_deca=0.1)
 
 
 def test_a_gradient_of_an_unknown_parameter_is_named(tensors):
