@@ -17,7 +17,6 @@ from purecompose import (
     compose,
     loop_events,
     losses,
-    models,
     on,
     optim,
     population,
@@ -28,7 +27,7 @@ from purecompose import (
     tree,
 )
 from purecompose.algorithms import alibi, blurpool
-from purecompose.nn import layers
+from purecompose.nn import layers, models
 from purecompose.optim.guarded import Guarded
 from purecompose.run.saving import load, save
 from purecompose.surgery import Site
