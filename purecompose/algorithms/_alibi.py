@@ -102,7 +102,7 @@ def alibi(
 
     Events: INIT, and AFTER_DATALOADER unless s = 1, before methods that shorten sequences (`Trait.SHORTENS_SEQUENCES`),
     whose lengths refer to the new rows. Reads and replaces: the model, its parameters and the optimizer's state; the
-    batch. Time is measured in what the loader returned, as with `seq_length_warmup`.
+    batch. Time counts the batch as it was loaded, as with `seq_length_warmup`.
 
     The input must be token ids (N, L) or embeddings (N, L, D), as for `seq_length_warmup`, unless s = 1.
 
@@ -110,7 +110,7 @@ def alibi(
         train_sequence_length_scaling: s, in (0, 1], the factor by which the length of sequences for training is
             multiplied. The number of sequences grows accordingly, so that a batch has the same number of tokens. 1
             leaves batches unchanged. The resulting length should be at least 128 tokens, 256 to be safe.
-        where: Pattern or patterns (`fnmatch`) of the names of modules to change, with all that they contain, such as
+        where: Pattern or patterns (`fnmatch`) of the names of modules to change, including their submodules, such as
             "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
         name: Name of the algorithm.
 

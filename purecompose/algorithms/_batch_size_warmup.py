@@ -31,7 +31,7 @@ def warmup_batch_size(
     """Return the number of examples to train on at a point of a run; see `batch_size_warmup` for the settings.
 
     Args:
-        elapsed: The fraction of the run that is over, at least 0; above 1 where training continues.
+        elapsed: The fraction of the run that is over, at least 0; above 1 if training continues.
         batch_size: The number of examples in the batch.
         duration: The warm-up's share of the run; 0 for none.
         initial_share: The share of the batch at the start.
@@ -66,22 +66,22 @@ def batch_size_warmup(
     *,
     name: str = "batch_size_warmup",
 ) -> Algorithm:
-    """Train on a part of each batch that grows to the whole.
+    """Train on a part of each batch that grows during the warm-up.
 
         s(t) = s0 + (1 - s0) t / d,   n = m max(1, floor(s(t) N / m))
 
     with t the fraction of the run that is over, d the warm-up's share of it, s0 the initial share of a batch, and m the
-    multiple of which sizes are multiples: the first n of N examples are used, and from t = d on all of them. Early in a
-    run the gradient is large relative to its noise, so a few examples estimate it well enough.
+    `multiple`: the first n of N examples are used, and from t = d on all of them. Early in a run the gradient is large
+    relative to its noise, so a few examples estimate it well enough.
 
     Events: AFTER_DATALOADER, while t < d, before methods that choose or change examples (`Trait.SELECTS_EXAMPLES`).
     Reads and replaces: the batch. Reports in `metrics`, as a number: `f"{name}/batch_size"`, the number of examples
     used. After the warm-up the method does not act and reports nothing.
 
-    **The other examples are dropped**: they were loaded for nothing, and the run uses them only if the order of another
-    epoch puts them first in a batch. So the number of steps, the schedules and the run's length do not change: time
-    counts what the loader returned, and `timestamp.sample` counts the whole batch. Examples must be in random order, as
-    from a shuffling loader; the first examples of a sorted batch are not a representative sample.
+    **The other examples are dropped**: the run uses them only if the order of another epoch puts them first in a batch.
+    The number of steps, the schedules and the run's length do not change, because time and `timestamp.sample` count the
+    whole batch. Examples must be in random order, as from a shuffling loader; the first examples of a sorted batch are
+    not a representative sample.
 
     The learning rate is not changed. To scale it with the batch size (the linear rule), give it a schedule with the
     same line: `0.1 * schedule.linear(s0, 1.0, t_max="0.3dur")`. If batches grow instead of a decay of the learning

@@ -102,7 +102,7 @@ def blurpool(
             as in the paper, which multiplies the cost of the convolution by the product of the strides.
         min_channels: The least number of input channels of a convolution that is replaced; with 16, convolutions of
             the image itself are not.
-        where: Pattern or patterns (`fnmatch`) of the names of modules to change, with all that they contain, such as
+        where: Pattern or patterns (`fnmatch`) of the names of modules to change, including their submodules, such as
             "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
         name: Name of the algorithm.
 

@@ -117,11 +117,11 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
     counts batches, and so do schedules and intervals of other methods. Batches after the last complete group of a run
     are not applied; a run resumed from its end finishes the group.
 
-    Events: INIT; BATCH_START of every k-th step, counted from 1, without which nothing is ever updated; AFTER_LOSS of
-    every slice, to count its terms (in a program without this event, batches are weighted by their examples);
-    AFTER_TRAIN_BATCH of every step, once, after methods that compute gradients again and before methods that clip them.
-    Reads and replaces: the gradients. The slot contains the sums, as large as the parameters; float32 for parameters in
-    half precision.
+    Events: INIT; BATCH_START of every k-th step, counted from 1, which a program needs in order to update at all;
+    AFTER_LOSS of every slice, to count its terms (in a program without this event, batches are weighted by their
+    examples); AFTER_TRAIN_BATCH of every step, once, after methods that compute gradients again and before methods that
+    clip them. Reads and replaces: the gradients. The slot contains the sums, as large as the parameters; float32 for
+    parameters in half precision.
 
     A batch whose gradients are not finite spoils its group, unless such steps are skipped: with `loss_scaling` or
     `skip_nonfinite` it is left out of the sum, and the mean is over the other batches. If no batch of a group is

@@ -27,7 +27,7 @@ def frozen_share(
     """Return the share of layers to freeze at a point of a run; see `layer_freezing` for the settings.
 
     Args:
-        elapsed: The fraction of the run that is over, at least 0; above 1 where training continues.
+        elapsed: The fraction of the run that is over, at least 0; above 1 if training continues.
         freeze_start: The fraction of the run up to which nothing is frozen.
         freeze_level: The share at the end of the run.
         num_stages: The number of equal stages in which the share grows; `None` for a straight line.
@@ -93,7 +93,7 @@ def frozen_layers(
     Args:
         module: A network. Parameters with `requires_grad=False` do not count as layers. So in your own loop, either
             exclude the returned names from the optimizer's update, or call `layers_of` before freezing anything.
-        elapsed: The fraction of the run that is over, at least 0; above 1 where training continues.
+        elapsed: The fraction of the run that is over, at least 0; above 1 if training continues.
         freeze_start: The fraction of the run up to which nothing is frozen.
         freeze_level: The share at the end of the run.
         num_stages: The number of equal stages in which the share grows; `None` for a straight line.

@@ -50,8 +50,8 @@ def lookahead(alpha: Scalar = 0.5, every: int = 5, *, name: str = "lookahead") -
     state is not changed.
 
     Events: INIT; BATCH_END of one step in `every`, counted from 1. Reads and replaces: the parameters that were
-    trainable at INIT and still are. The slot contains the slow weights, by name. They are the weights at INIT at first,
-    so load other weights before `step.init`.
+    trainable at INIT and still are. The slot contains the slow weights, by name. Initially they are the weights at
+    INIT, so load other weights before `step.init`.
 
     Args:
         alpha: The share of the way that is kept, in [0, 1]; with 1 the algorithm never matches. An `hparam` or a

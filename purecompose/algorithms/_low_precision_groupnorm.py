@@ -49,7 +49,7 @@ def low_precision_groupnorm(*, name: str = "low_precision_groupnorm") -> Algorit
 
     Events: INIT, after all other methods, together with low-precision layer norm. Reads and replaces: the model only.
     Under `precision="fp32"` and `"tf32"` it changes nothing, and warns. Parts of the network without trainable
-    parameters are left alone.
+    parameters are not changed.
 
     Args:
         name: Name of the algorithm.

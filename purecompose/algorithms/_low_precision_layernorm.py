@@ -49,7 +49,7 @@ def low_precision_layernorm(*, name: str = "low_precision_layernorm") -> Algorit
     not change, so weights can be exchanged with plain layer norms.
 
     Events: INIT, after all other methods. Reads and replaces: the model only. Under `precision="fp32"` and `"tf32"` it
-    changes nothing, and warns. Parts of the network without trainable parameters are left alone.
+    changes nothing, and warns. Parts of the network without trainable parameters are not changed.
 
     Args:
         name: Name of the algorithm.

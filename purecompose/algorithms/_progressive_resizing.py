@@ -39,7 +39,7 @@ def progressive_scale(
     """Return the scale of images at a point of a run; see `progressive_resizing` for the settings.
 
     Args:
-        elapsed: The fraction of the run that is over, at least 0; above 1 where training continues.
+        elapsed: The fraction of the run that is over, at least 0; above 1 if training continues.
         initial_scale: The scale at the start.
         finetune_fraction: The share of the run at its end with full scale.
         delay_fraction: The share of the run at its start with the initial scale.

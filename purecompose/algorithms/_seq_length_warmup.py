@@ -32,7 +32,7 @@ def warmup_length(
     """Return the length of sequences at a point of a run; see `seq_length_warmup` for the settings.
 
     Args:
-        elapsed: The fraction of the run that is over, at least 0; above 1 where training continues.
+        elapsed: The fraction of the run that is over, at least 0; above 1 if training continues.
         duration: The warm-up's share of the run; 0 for none.
         min_seq_length: The length at the start, tokens.
         max_seq_length: The length at the end of the warm-up and after it.
@@ -126,8 +126,8 @@ def seq_length_warmup(
     This is a host algorithm: lengths depend on time, and a compiled step is compiled separately for each length; see
     `step_size`.
 
-    Time is measured in what the loader returned: `timestamp.sample` and `timestamp.token` count the batch before it is
-    shortened. So a run of a given number of samples or tokens uses the same data with and without the method.
+    Time counts the batch as it was loaded: `timestamp.sample` and `timestamp.token` count it before it is shortened. So
+    a run of a given number of samples or tokens uses the same data with and without the method.
     Everything else sees the shortened batch: `state.num_examples`, microbatches (split after shortening, so that
     `microbatch_size` is respected when `truncate=False` makes more rows), the loss, and draws for each example.
 

@@ -64,7 +64,7 @@ def squeeze_excite(
         latent_channels: The hidden width: an integer of at least 1, or, if below 1, a share of the convolution's output
             channels, rounded down. The authors recommend 64 or more.
         min_channels: The least number of input channels and of output channels of a convolution that is replaced.
-        where: Pattern or patterns (`fnmatch`) of the names of modules to change, with all that they contain, such as
+        where: Pattern or patterns (`fnmatch`) of the names of modules to change, including their submodules, such as
             "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
         name: Name of the algorithm and of the draws of its weights.
 

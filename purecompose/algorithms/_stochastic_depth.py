@@ -91,8 +91,8 @@ def apply_stochastic_depth(
     """Return a copy of a network whose residual blocks skip their branches at random; the network is not modified.
 
     The copy has separate weights, and is in the same mode (train or eval) as the network. Skipped branches are drawn
-    from torch's global generator. Create the optimizer from the copy. Parts without trainable parameters are left
-    alone, unless nothing trains.
+    from torch's global generator. Create the optimizer from the copy. Parts without trainable parameters are not
+    changed, unless no part has any.
 
     Args:
         net: The network.

@@ -107,7 +107,7 @@ def weight_standardization(
     Args:
         n_last_layers_ignore: The number of last convolutions, in order of definition, that are not changed, such as
             those that compute the network's output.
-        where: Pattern or patterns (`fnmatch`) of the names of modules to change, with all that they contain, such as
+        where: Pattern or patterns (`fnmatch`) of the names of modules to change, including their submodules, such as
             "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
         name: Name of the algorithm.
 

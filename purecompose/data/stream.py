@@ -12,7 +12,7 @@ __all__ = ["StateStream", "stream"]
 
 @dataclass(frozen=True)
 class StateStream:
-    """Data without an end, whose batches are made from the state; see `stream`.
+    """Endless data, whose batches are made from the state; see `stream`.
 
     Attributes:
         fn: `state -> batch`.
@@ -38,11 +38,11 @@ class StateStream:
 def stream(fn: Callable[[Any], Any]) -> StateStream:
     """Return data for `fit` that are made from the state as the run proceeds, one batch before each step.
 
-    Nothing is read ahead, so `fn` sees the weights that the batch will train. It draws from `state.rng(name)`, a
-    different draw in each step. What it remembers between calls, such as an environment or a buffer, belongs in
-    `Checkpoints(extra=...)`; a run that is resumed then makes the same batches.
+    Batches are not prefetched, so `fn` sees the weights that the batch will train. It draws from `state.rng(name)`, a
+    different draw in each step. Data that it keeps between calls, such as an environment or a buffer, belong in
+    `Checkpoints(extra=...)`; a resumed run then makes the same batches.
 
-    A stream has no epochs of its own: give the run's length in batches, samples, tokens or seconds, or
+    A stream has no epochs: give the run's length in batches, samples, tokens or seconds, or
     `State.create(batches_per_epoch=...)`.
 
     Args:

@@ -6,8 +6,8 @@ A loss is any callable `(outputs, targets, reduction="mean")` with reduction "me
 A loss may report what its mean divides by, so that microbatches add up to the batch. It does so with a method
 `counted(outputs, targets)`, which returns a bool tensor of the shape of the losses with reduction "none", true where a
 position enters the mean (padding does not); or with a method `num_terms(outputs, targets)`, which returns the number
-itself, possibly a sum of weights. A loss with neither is taken as a mean over all elements. Nothing here reads a value
-back from the device.
+itself, possibly a sum of weights. A loss with neither is treated as a mean over all elements. Nothing here reads a
+value back from the device.
 """
 
 from purecompose.losses.coupling import couples_examples, over_batch

@@ -24,7 +24,7 @@ def over_batch(loss: Loss) -> Loss:
     The result is that of the whole batch; only the network's outputs are held for all of it. Each slice passes forward
     through the network twice. BatchNorm still uses the statistics of each slice.
 
-    A class may declare it by an attribute, `couples_examples = True`, in place of this function.
+    A class may set the attribute `couples_examples = True` instead of using this function.
 
     Args:
         loss: `(outputs, targets) -> loss`, a function or module. The tensors in outputs and targets have the examples

@@ -116,7 +116,7 @@ def check_interpolation(loss_fn: Callable[..., Tensor], outputs: Any, targets: A
 
 
 def advice(outputs: Any, targets: Any) -> Iterator[str]:
-    """Yield what to do about an error of a loss that may not take such outputs and targets."""
+    """Yield hints for an error of a loss that may not support these outputs and targets."""
     if not isinstance(outputs, Tensor):
         yield (
             f"the network returns a {type(outputs).__name__}: a loss takes the tensor that it needs from it, as in "

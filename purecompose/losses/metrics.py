@@ -314,7 +314,7 @@ def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
 
 
 def from_torchmetrics(metric: Any) -> Metric:
-    """Return a metric of torchmetrics as three pure functions; the object itself is copied and stays as it was.
+    """Return a metric of torchmetrics as three pure functions; the object itself is copied and not changed.
 
     Its states (`metric_state`) are the accumulator. Its `update(preds, target)` is called with `(outputs, targets)`; a
     `Mixture` is passed as dense targets. The result should be a single number, to appear in records. For a population
@@ -368,10 +368,10 @@ def from_torchmetrics(metric: Any) -> Metric:
 
 
 def of_loss(metric: Metric, loss_fn: Any) -> Metric:
-    """Return the metric as it is for a state with this loss.
+    """Return the metric, adapted to the loss of a state.
 
-    A metric that leaves an index out takes the loss's `ignore_index`, unless it was given its own. One that takes
-    logits reads, for a model that computes its own loss, the outputs' `logits` and the labels named by the loss.
+    A metric that ignores an index uses the `ignore_index` of the loss, unless it was given one. If the model computes
+    its own loss, a metric of logits reads the outputs' `logits` and the labels named by the loss.
 
     Args:
         metric: A metric; one that does neither is returned unchanged.

@@ -81,8 +81,8 @@ def share_of_mean(loss: Tensor, terms: int | Tensor, total: int | Tensor) -> Ten
 def for_mixtures(loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the loss that takes a `Mixture`'s targets: the library's for torch's cross entropy, else the loss itself.
 
-    torch's own refuses dense targets beside an `ignore_index` of 0 or more, and counts rows of zeros, which stand for
-    what does not count in targets that methods made dense.
+    torch's cross entropy refuses dense targets if `ignore_index` is 0 or more, and counts rows of zeros, which are the
+    dense form of ignored positions.
     """
     settings = _torch_settings(loss_fn)
     if settings is None or settings.is_likelihood:

@@ -47,9 +47,9 @@ def from_torch(
     """Return an optimizer class of torch as a pure optimizer, for those that `purecompose.optim` does not have.
 
     It computes the same results as the class, bit for bit, and an interrupted run resumes with the same bits, because
-    the optimizer's state contains all that the class remembers. It is slower than an optimizer of this library, since
-    every update copies parameters, gradients and memory, and on a GPU a counter that the class keeps on the host is
-    read back once a step.
+    the optimizer's state contains everything that the class keeps. It is slower than an optimizer of this library,
+    since every update copies parameters, gradients and memory, and on a GPU a counter that the class keeps on the host
+    is read back once a step.
 
     The class cannot be traced: a step with it runs as composed, and neither `compile` nor `population` nor a gradient
     through the update works. Each of them raises an error that explains this.

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: loop programs like the one of training, on a state that is then discarded."""
+"""Evaluation and prediction: loop programs like the one of training, run on a temporary state."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sized
@@ -71,12 +71,12 @@ class Evaluator:
         label: Name of the evaluator in records: a metric appears as "label/name".
         num_batches: Maximal number of batches per evaluation; by default all.
         microbatch_size: Maximal number of examples that pass through the network together, to save memory; by default
-            the whole batch. Algorithms see each slice as a batch. Metrics still cover all examples; a function of yours
-            that returns one number for a batch is averaged over the slices.
+            the whole batch. Algorithms see each slice as a batch. Metrics still cover all examples; the values of your
+            own function that returns one number for a batch are averaged over the slices.
 
     Raises:
-        ValueError: An interval that is not positive, or in seconds; `num_batches` or `microbatch_size` below 1;
-            `itertools.cycle` and the like without `num_batches`.
+        ValueError: An interval that is not positive, or in seconds; `num_batches` or `microbatch_size` below 1; endless
+            data, such as `itertools.cycle`, without `num_batches`.
         TypeError: Something that is not a metric.
     """
 
@@ -131,7 +131,7 @@ def evaluate(
     """Return the metrics of a state on some data. The state is not changed.
 
     Args:
-        state: The state; evaluation starts from it and discards its own copy.
+        state: The state, from which evaluation makes a temporary one.
         data: Batches of the form that training uses.
         metrics: Metrics, or functions `(outputs, targets)` of one value for each example, by name; by default the mean
             loss, as `"loss"`. Values with further dimensions, (N, ...), are averaged over them.

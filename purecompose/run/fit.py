@@ -1,7 +1,6 @@
 """`fit` and `training`: check the settings of a run, then run the loop of `outer`.
 
-Nothing happens here that the fifteen-line loop could not do: it reads batches, calls the step, and fires the events
-outside the step.
+A loop of fifteen lines could do the same: it reads batches, calls the step, and fires the events outside the step.
 """
 
 from __future__ import annotations
@@ -146,11 +145,11 @@ def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
         step: The training step. It is initialised here if that has not been done.
         state: The state to start from; it is not changed.
         data: Batches, iterated again for every epoch; or an object with `epoch(key, epoch, start)`, which returns an
-            epoch's batches in an order that depends on the run's key only, as `data.arrays` and `data.loader` do. A
+            epoch's batches in an order that depends only on the run's key, as `data.arrays` and `data.loader` do. A
             `DataLoader` over a map-style data set without a generator also follows the run's key, and can start in the
-            middle of an epoch. Other data are read from the epoch's start, with a `SkippingWarning`.
-            Endless data need a duration in batches, samples, tokens or seconds, or `batches_per_epoch`. `data.stream`
-            makes each batch from the current state.
+            middle of an epoch. Other data are read from the epoch's start, with a `SkippingWarning`. Endless data need
+            a duration in batches, samples, tokens or seconds, or `batches_per_epoch`. `data.stream` makes each batch
+            from the current state.
         duration: Length of the whole run, instead of the state's own duration. In seconds it is a budget of
             wall-clock time for this call, in addition to the state's own duration if it has one.
         evaluate: One or several `Evaluator`s, with their intervals. Each needs a different label.
@@ -164,8 +163,7 @@ def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
             one of `checkpoints` (if there is none, the run starts at `state`), or a checkpoint's folder. `state` then
             defines the structure and the run's length, and `checkpoints.extra` is restored in its place. BEFORE_LOAD
             fires on `state` if there is a checkpoint, and AFTER_LOAD on the loaded state.
-        microbatches: `"auto"` to cut batches into twice as many slices whenever the memory does not suffice, from that
-            batch on.
+        microbatches: `"auto"` to double the number of slices whenever memory does not suffice, from that batch on.
 
     Returns:
         The state at the end. Calling `fit` again with a longer duration continues from there.
@@ -186,7 +184,7 @@ def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
 
 @_declare(_states)
 def training(step: Any, state: Any, data: Any, **settings: Any) -> Iterator[State]:
-    """Return the run of `fit` as a generator of states, for an outer loop of your own.
+    """Return the run of `fit` as a generator of states, for your own outer loop.
 
     Yields the state after each batch and all that belongs to it (evaluation, the end of an epoch, a checkpoint), and
     finally the state that `fit` returns, after FIT_END. Leaving the loop early keeps the checkpoints so far.

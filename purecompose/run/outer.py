@@ -1,7 +1,7 @@
 """The loop around the step: batches, events outside the step, evaluation, checkpoints, stopping.
 
 A run can be interrupted between any two batches, once everything that belongs to the first one is done. At these points
-("cuts") checkpoints are written, signals are obeyed, and states are yielded.
+("cuts") checkpoints are written, signals are handled, and states are yielded.
 """
 
 import math
@@ -80,9 +80,9 @@ class Run:
     def states(self, state: State, *, defers_signals: bool = False) -> Iterator[State]:
         """Yield the states between batches, and finally the state at the end of the run.
 
-        Signals that arrive while the run works are obeyed at the next boundary between two batches; in the caller's
-        code between two states they act as usual. With `defers_signals`, for a caller that runs no code there, they
-        are deferred throughout.
+        Signals that arrive during a batch are handled at the next boundary between two batches; in the caller's code
+        between two states they act as usual. With `defers_signals`, for a caller that runs no code there, they are
+        always deferred.
         """
         self._is_stopped = is_over(state, self.stoppers)
         self._measured_at = state.timestamp if self._metrics else None
