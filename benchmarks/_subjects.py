@@ -54,11 +54,11 @@ def resnet20() -> Subject:
     return _images(models.build("resnet20", in_shape=(3, 16, 16), num_classes=10, seed=0), 16)
 
 
-def gpt() -> Subject:
-    """A GPT of two blocks, of width 128, and a batch of 16 sequences of 64 tokens."""
-    net = models.build("gpt", in_shape=(64,), num_classes=64, seed=0, depth=2)
+def gpt(depth: int = 2, batch_size: int = 16) -> Subject:
+    """A GPT of width 128 and a batch of sequences of 64 tokens."""
+    net = models.build("gpt", in_shape=(64,), num_classes=64, seed=0, depth=depth)
     torch.manual_seed(0)
-    tokens = torch.randint(64, (16, 65))
+    tokens = torch.randint(64, (batch_size, 65))
     return Subject(layers.ClassesSecond(net), tokens[:, :-1], tokens[:, 1:])
 
 
@@ -87,8 +87,13 @@ def new_state(subject: Subject, **options: Any) -> State:
     )
 
 
-def by_hand(subject: Subject, *, mix: bool = False, backend: str | None = None) -> Callable[[], Tensor]:
-    """The loop by hand: `zero_grad`, forward, loss, backward, `step`; with a backend under `torch.compile`."""
+def by_hand(
+    subject: Subject, *, mix: bool = False, backend: str | None = None, precision: str = "fp32"
+) -> Callable[[], Tensor]:
+    """The loop by hand: `zero_grad`, forward, loss, backward, `step`; with a backend under `torch.compile`.
+
+    With precision "bf16", forward and loss are under autocast.
+    """
     net = copy.deepcopy(subject.net).train()  # this side only changes its network in place
     optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
     beta = torch.distributions.Beta(0.2, 0.2)
@@ -105,7 +110,8 @@ def by_hand(subject: Subject, *, mix: bool = False, backend: str | None = None) 
         if mix:
             inputs, targets = mixed(inputs, targets)
         optimizer.zero_grad()
-        loss = F.cross_entropy(net(inputs), targets)
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            loss = F.cross_entropy(net(inputs), targets)
         loss.backward()
         optimizer.step()
         return loss
@@ -114,9 +120,11 @@ def by_hand(subject: Subject, *, mix: bool = False, backend: str | None = None) 
     return lambda: run(subject.inputs, subject.targets)
 
 
-def ours(step: Step, subject: Subject, call: Callable[..., State] | None = None) -> Callable[[], None]:
+def ours(
+    step: Step, subject: Subject, call: Callable[..., State] | None = None, **options: Any
+) -> Callable[[], None]:
     """A step of ours, composed or compiled, from the start of a run on."""
-    return going_on(step, new_state(subject), (subject.inputs, subject.targets), call)
+    return going_on(step, new_state(subject, **options), (subject.inputs, subject.targets), call)
 
 
 def going_on(step: Step, state: State, batch: Any, call: Callable[..., State] | None = None) -> Callable[[], None]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from purecompose._support.scopes import NOTHING
 
 
-__all__ = ["AUTOCAST", "PRECISIONS", "arithmetic", "as_scalar", "building", "sent"]
+__all__ = ["AUTOCAST", "PRECISIONS", "arithmetic", "as_scalar", "bfloat16_units", "building", "sent"]
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtype of the forward pass, for each precision that uses autocast."""
@@ -56,6 +56,12 @@ def sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Te
         return torch.tensor(numbers, dtype=dtype, device="cpu")
     host = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=device.type != "mps")
+
+
+def bfloat16_units() -> str | None:
+    """Return the name of this CPU's instructions for matrix products in bfloat16; `None` if it has none."""
+    found = torch.cpu.get_capabilities()
+    return next((name for name in ("amx_bf16", "avx512_bf16") if found.get(name)), None)
 
 
 def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[None]:

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from purecompose._support.functorch import is_fake, is_transforming
-from purecompose._support.scopes import NOTHING
+from purecompose._support.scopes import NOTHING, together
 from purecompose.nn.keyed.layers import past_dispatch
 
 
@@ -21,14 +21,30 @@ __all__ = ["kernels"]
 def kernels(
     params: Mapping[str, Tensor], narrow: torch.dtype | None, device: str, *, has_group_norms: bool
 ) -> AbstractContextManager[Any]:
-    """Return a scope that replaces those of torch's kernels that do not work as the network now runs: under function
-    transforms, traced, or plainly.
+    """Return a scope that replaces those of torch's kernels that do not work, or are slow, as the network now runs:
+    under function transforms, traced, or plainly.
+
+    Args:
+        params: The network's parameters.
+        narrow: The dtype of autocast, or `None` without it.
+        device: The type of the device.
+        has_group_norms: Whether the network contains group normalisation.
     """
     if is_transforming():
         return _transformed(narrow, device)
+    attention = _Attention(narrow, device) if narrow is not None and (device, narrow) in _ATTENTION else NOTHING
     if params and type(first := next(iter(params.values()))) is not Tensor and is_fake(first):
-        return _Traced()
-    return _GroupNormOfData() if has_group_norms and torch.is_grad_enabled() else NOTHING
+        return together(_Traced(), attention)
+    return together(_GroupNormOfData() if has_group_norms and torch.is_grad_enabled() else NOTHING, attention)
+
+
+_ATTENTION = {("cpu", torch.bfloat16): torch.float32}
+"""Dtype of scaled dot product attention by device and dtype of autocast, where another than autocast's is faster.
+
+Measured by `benchmarks/bf16.py`. On CPUs with units for bfloat16 its kernel takes as long forward as in float32, and up
+to 7 times as long backward, which is half of a small transformer's step. Of the other operations on large inputs only
+layer norm and softmax are slower, by less than their casts would cost.
+"""
 
 
 @contextmanager
@@ -38,7 +54,8 @@ def _transformed(narrow: torch.dtype | None, device: str) -> Iterator[None]:
 
     torch's fused attention has no second derivative, and on the CPU `vmap` runs it in a loop, with a warning.
     """
-    with sdpa_kernel(SDPBackend.MATH), _Transformed(), NOTHING if narrow is None else _Narrowed(narrow, device):
+    narrowed = NOTHING if narrow is None else together(_WideNorms(narrow), _Attention(narrow, device))
+    with sdpa_kernel(SDPBackend.MATH), _Transformed(), narrowed:
         yield
 
 
@@ -147,35 +164,18 @@ def _without_onednn() -> Iterator[None]:
 _NORMS = (torch.nn.functional.batch_norm, torch.nn.functional.instance_norm, torch.batch_norm, torch.instance_norm)
 
 
-class _Narrowed(TorchFunctionMode):
-    """Mode that casts attention's arguments as autocast would, runs attention without autocast, and computes the norms
-    of `_NORMS` in float32.
+class _WideNorms(TorchFunctionMode):
+    """Mode that computes the norms of `_NORMS` in float32, as torch's own kernels sum.
 
-    Under autocast, torch.func.grad records the operations of plain attention with the dtypes from before the cast, and
-    vmap does not support these norms for half-precision inputs with float32 statistics. torch's own kernels sum in
-    float32, too.
+    vmap does not support these norms for half-precision inputs with float32 statistics.
     """
 
-    def __init__(self, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, narrow: torch.dtype) -> None:
         super().__init__()
-        self._dtype, self._device = dtype, device
+        self._narrow = narrow
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.multi_head_attention_forward:
-            with self:  # a mode is off inside its own handler
-                return past_dispatch(func)(*args, **kwargs)
-        if func in _NORMS:
-            return _widened(func, self._dtype, *args, **kwargs)
-        if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-
-        def narrowed(value: Any) -> Any:
-            is_float = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
-            return value.to(self._dtype) if is_float else value
-
-        with torch.autocast(self._device, enabled=False):
-            return func(*map(narrowed, args), **{name: narrowed(value) for name, value in kwargs.items()})
+        return _widened(func, self._narrow, *args, **kwargs or {}) if func in _NORMS else func(*args, **kwargs or {})
 
 
 def _widened(func: Any, narrow: torch.dtype, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -184,3 +184,32 @@ def _widened(func: Any, narrow: torch.dtype, input: Tensor, *args: Any, **kwargs
     if input.dtype is narrow and any(other.dtype is not narrow for other in others):
         return func(input.float(), *args, **kwargs).to(narrow)
     return func(input, *args, **kwargs)
+
+
+class _Attention(TorchFunctionMode):
+    """Mode that runs attention in the dtype of `_ATTENTION`, or autocast's, and returns the result in autocast's.
+
+    Under transforms it is needed for any dtype: under autocast, torch.func.grad records the operations of plain
+    attention with the dtypes from before the cast.
+    """
+
+    def __init__(self, narrow: torch.dtype, device: str) -> None:
+        super().__init__()
+        self._narrow, self._device = narrow, device
+        self._dtype = _ATTENTION.get((device, narrow), narrow)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.multi_head_attention_forward:
+            with self:  # a mode is off inside its own handler
+                return past_dispatch(func)(*args, **kwargs)
+        is_attention = func is torch.nn.functional.scaled_dot_product_attention
+        if not is_attention or not torch.is_autocast_enabled(self._device):
+            return func(*args, **kwargs)
+        with torch.autocast(self._device, enabled=False):
+            result = func(*map(self._cast, args), **{name: self._cast(value) for name, value in kwargs.items()})
+            return result.to(self._narrow) if result.dtype is self._dtype else result
+
+    def _cast(self, value: Any) -> Any:
+        is_float = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+        return value.to(self._dtype) if is_float else value

@@ -40,6 +40,13 @@ def test_a_short_run_learns_and_ends_with_a_table(capsys) -> None:
     assert "\x1b" not in out
 
 
+@pytest.mark.parametrize(("precision", "units"), [("fp32", "amx_bf16"), ("bf16", "amx_bf16"), ("fp32", None)])
+def test_units_for_bfloat16_are_reported_if_they_are_not_used(capsys, monkeypatch, precision, units) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, units: True})
+    out = run(capsys, "train", "--duration", "1ba", "--model", "mlp", "--precision", precision)
+    assert ("this CPU has amx_bf16: --precision bf16" in out) is (precision == "fp32" and units is not None)
+
+
 @pytest.mark.slow
 def test_the_default_run_reaches_98_percent(capsys) -> None:
     accuracy = re.search(r"test accuracy\W+([\d.]+)%", run(capsys, "train", "--quiet"))

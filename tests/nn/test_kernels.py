@@ -1,0 +1,101 @@
+"""Attention in float32 under bfloat16 on the CPU, where torch's bfloat16 kernel is slower."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import purecompose as pc
+from purecompose import State, compose, loop_events, losses, optim
+
+
+BATCH = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0])
+
+
+class Attending(nn.Module):
+    """Self-attention by torch's function, with a mask of numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        mask = torch.zeros(6, 6, dtype=x.dtype)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+class ByModule(nn.Module):
+    """Self-attention by torch's module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+class InItsOwnDtype(Attending):
+    """Attention that its author keeps out of autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            result = super().forward(x.double())
+        assert result.dtype is torch.float64
+        return result.to(x.dtype)
+
+
+KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+KERNELS = (KERNEL.default, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+ATTENTIONS = pytest.mark.parametrize("attention", [Attending, ByModule])
+
+
+class Watch(TorchDispatchMode):
+    """Mode that keeps the dtypes of the arguments of attention's kernels, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[set[torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in KERNELS:
+            self.dtypes.append({arg.dtype for arg in args if isinstance(arg, Tensor)})
+        return func(*args, **kwargs or {})
+
+
+def make_state(attention: type[nn.Module], precision: str = "bf16") -> State:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 16), attention(), nn.Linear(16, 16), nn.Flatten(), nn.Linear(96, 2))
+    return State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="9ba", precision=precision)
+
+
+@ATTENTIONS
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_attention_and_its_gradient_are_computed_in_float32(attention: type[nn.Module], is_compiled: bool) -> None:
+    step = compose(loop_events)
+    step = pc.compile(step, backend="eager", quiet=True) if is_compiled else step
+    state = step(make_state(attention), BATCH)
+    with Watch() as watch:
+        step(state, BATCH)
+    assert watch.dtypes == [{torch.float32}] * 2
+
+
+@ATTENTIONS
+def test_the_other_operations_remain_in_bfloat16(attention: type[nn.Module]) -> None:
+    state = make_state(attention)
+    seen: list[torch.dtype] = []
+
+    class Seeing(attention):
+        def forward(self, x: Tensor) -> Tensor:
+            result = super().forward(x)
+            seen.extend((x.dtype, result.dtype))
+            return result
+
+    make_state(Seeing).forward(BATCH[0])
+    assert seen == [torch.bfloat16] * 2
+    after, wide = (compose(loop_events)(one, BATCH).params for one in (state, make_state(attention, "fp32")))
+    torch.testing.assert_close(after, wide, rtol=0.02, atol=2e-3)
+
+
+def test_attention_outside_of_autocast_is_left_as_it_is() -> None:
+    make_state(InItsOwnDtype).forward(BATCH[0])
