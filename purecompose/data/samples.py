@@ -54,6 +54,7 @@ class Samples:
     ) -> None:
         self.dataset, self.transform, self.rng, self.collate = dataset, transform, rng, collate
         self.reads_whole_batches = reads_whole_batches(dataset)
+        self._has_columns = has_columns(dataset)
         runs_code = transform is not None or collate is not None or not is_plain(dataset)
         self._draws = Draws() if seeds_globals and runs_code else None
 
@@ -64,14 +65,13 @@ class Samples:
         return self._draws.read(words, lambda: self._read(request))
 
     def _read(self, request: Request) -> Any:
-        if self.transform is None and self.collate is None:
-            columns = read_columns(self.dataset, request.indices)
-            if columns is not None:
-                return columns
-        return self._collated(self._samples(request), request)
+        columns = read_columns(self.dataset, request.indices) if self._has_columns else None
+        if columns is not None and self.transform is None and self.collate is None:
+            return columns
+        return self._collated(self._samples(request, columns), request)
 
-    def _samples(self, request: Request) -> list[Any]:
-        indices, at_once = request.indices, self._at_once(request)
+    def _samples(self, request: Request, columns: Any) -> list[Any]:
+        indices, at_once = request.indices, self._at_once(request, columns)
         transform, arguments = self.transform, self._arguments(request)
         uses_words = bool(self._draws) or (transform is not None and self.rng in ("torch", "numpy"))
         samples, index, words = [], indices[0], ()
@@ -87,20 +87,21 @@ class Samples:
                 samples.append(sample if transform is None else transform(sample, *arguments(index, words)))
         return samples
 
-    def _at_once(self, request: Request) -> Sequence[Any] | None:
-        """Return the samples of a batch if they can be read in one call."""
+    def _at_once(self, request: Request, columns: Any) -> Sequence[Any] | None:
+        """Return the samples of a batch if they can be read in one call, or have been, as columns."""
+        if isinstance(columns, Tensor):
+            return columns.unbind()
+        if columns is not None:
+            return list(zip(*map(torch.unbind, columns), strict=True))
         if not self.reads_whole_batches:
-            columns = read_columns(self.dataset, request.indices)
-            if columns is None:
-                return None
-            return (
-                columns.unbind() if isinstance(columns, Tensor) else list(zip(*map(torch.unbind, columns), strict=True))
-            )
+            return None
         with naming(lambda: f"data.loader: this happened with {_listed(request)} of epoch {request.epoch}"):
             return self.dataset.__getitems__(request.indices)
 
     def _arguments(self, request: Request) -> Callable[[int, Sequence[int]], tuple[Any, ...]]:
         """Return a function of a sample's index and seed that gives the transform's random argument, if it has one."""
+        if self.transform is None:
+            return lambda index, words: ()
         if self.rng == "torch":
             generator = torch.Generator()  # one for the batch, because seeding is cheaper than creating
             return lambda index, words: (generator.manual_seed(words[SEED_WORDS]),)
@@ -138,6 +139,13 @@ def reads_whole_batches(dataset: Any) -> bool:
     if type(dataset) is Subset:
         return reads_whole_batches(dataset.dataset)
     return callable(getattr(dataset, "__getitems__", None))
+
+
+def has_columns(dataset: Any) -> bool:
+    """Return whether `read_columns` can read a data set: tensors, or a `Subset` of them."""
+    if type(dataset) is Subset:
+        return has_columns(dataset.dataset)
+    return type(dataset) in (Tensor, TensorDataset)
 
 
 def read_columns(dataset: Any, indices: Sequence[int]) -> Any:
