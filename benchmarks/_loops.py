@@ -1,6 +1,6 @@
 """The loops of `peers.py`: one for each library, as its users write it, over batches that come in blocks.
 
-    python benchmarks/_loops.py SIDE BACKEND
+    python benchmarks/_loops.py SIDE NETWORK BACKEND [--mix]
 
 A process of its own for each, which `peers.py` starts and talks to: a line with a number of steps asks for a block,
 a line of JSON with seconds a step and the last loss answers.
@@ -14,11 +14,11 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
-from _subjects import LR, MOMENTUM, Subject, by_hand, mlp, new_state
-from torch import nn
+from _subjects import LR, MOMENTUM, Subject, by_hand, gpt, methods, mixed, mlp, new_state, resnet8, vit
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import purecompose as pc
@@ -51,74 +51,89 @@ class Feed:
             print(json.dumps({"seconds": seconds, "loss": loss}), file=self.answers, flush=True)
 
 
-def hand(subject: Subject, feed: Feed, backend: str | None) -> None:
-    step = by_hand(subject, backend=backend)
+NETWORKS: dict[str, Callable[[], Subject]] = {"MLP": mlp, "ResNet-8": resnet8, "GPT": gpt, "ViT": vit}
+
+
+class Task(NamedTuple):
+    """What a loop trains."""
+
+    network: str
+    subject: Subject
+    mix: bool
+    """True to mix inputs and targets, and to smooth the targets."""
+
+    def prepared(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The batch as the loss by hand takes it."""
+        return mixed(inputs, targets, self.subject.num_classes) if self.mix else (inputs, targets)
+
+
+def hand(task: Task, feed: Feed, backend: str | None, *, network_only: bool = False) -> None:
+    subject = task.subject
+    if network_only:
+        subject.net.compile(backend=backend)
+        optimizer = _sgd(subject.net)
+        for inputs, targets in feed:
+            feed.last = _step(task, subject.net, optimizer, inputs, targets, lambda loss: loss.backward())
+        return
+    step = by_hand(subject, mix=task.mix, backend=backend)
     for _ in feed:
         feed.last = step()
 
 
-def ours(subject: Subject, feed: Feed, make: Callable[[pc.Step], Callable[..., pc.State]]) -> None:
-    composed = compose(loop_events)
-    state, step = composed.init(new_state(subject)), make(composed)
+def ours(task: Task, feed: Feed, make: Callable[[pc.Step], Callable[..., pc.State]]) -> None:
+    are_tokens = not task.subject.inputs.is_floating_point()
+    composed = compose(loop_events, methods(are_tokens=are_tokens) if task.mix else [])
+    state, step = composed.init(new_state(task.subject)), make(composed)
     feed.read = lambda state: float(state.loss)
     for batch in feed:
         feed.last = state = step(state, batch)
 
 
-def jax(subject: Subject, feed: Feed) -> None:
-    import jax  # pyright: ignore[reportMissingImports]
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-    import optax  # pyright: ignore[reportMissingImports]
+def jax(task: Task, feed: Feed) -> None:
+    import _jax_steps  # imported only where JAX is installed
 
-    linear = [layer for layer in subject.net if isinstance(layer, nn.Linear)]  # pyright: ignore
-    params = [tuple(jnp.array(p.detach().numpy()) for p in (x.weight.T, x.bias)) for x in linear]
-    optimizer = optax.sgd(LR, momentum=MOMENTUM)
-    opt_state = optimizer.init(params)
-
-    def loss_fn(params: Any, inputs: Any, targets: Any) -> Any:
-        *hidden, (weight, bias) = params
-        for fan, shift in hidden:
-            inputs = jax.nn.relu(inputs @ fan + shift)
-        return optax.softmax_cross_entropy_with_integer_labels(inputs @ weight + bias, targets).mean()
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Any, opt_state: Any, inputs: Any, targets: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_fn)(params, inputs, targets)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    feed.batch = tuple(jnp.array(tensor.numpy()) for tensor in feed.batch)
-    for inputs, targets in feed:
-        params, opt_state, feed.last = step(params, opt_state, inputs, targets)
+    step, state, feed.batch = _jax_steps.start(task.network, task.subject, task.mix, LR, MOMENTUM)
+    for batch in feed:
+        state, feed.last = step(state, batch)
 
 
 def _sgd(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
 
 
-def fabric(subject: Subject, feed: Feed) -> None:
+def _step(
+    task: Task, net: Any, optimizer: Any, inputs: Tensor, targets: Tensor, backward: Callable[[Tensor], object]
+) -> Tensor:
+    """One step as in each library's introduction; they differ in who wraps the network and calls `backward`."""
+    inputs, targets = task.prepared(inputs, targets)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(inputs), targets)
+    backward(loss)
+    optimizer.step()
+    return loss
+
+
+def fabric(task: Task, feed: Feed) -> None:
     from lightning.fabric import Fabric  # pyright: ignore[reportMissingImports]
 
     lit = Fabric(accelerator="cpu", devices=1)
-    net, optimizer = lit.setup(subject.net, _sgd(subject.net))
+    net, optimizer = lit.setup(task.subject.net, _sgd(task.subject.net))
     for inputs, targets in feed:
-        optimizer.zero_grad()
-        feed.last = loss = F.cross_entropy(net(inputs), targets)
-        lit.backward(loss)
-        optimizer.step()
+        feed.last = _step(task, net, optimizer, inputs, targets, lit.backward)
 
 
-def trainer(subject: Subject, feed: Feed) -> None:
+def trainer(task: Task, feed: Feed) -> None:
     import lightning  # pyright: ignore[reportMissingImports]
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = subject.net
+            self.net = task.subject.net
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             del batch_idx
-            feed.last = loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            inputs, targets = task.prepared(*batch)
+            feed.last = loss = F.cross_entropy(self.net(inputs), targets)
             return loss
 
         def configure_optimizers(self) -> Any:
@@ -128,19 +143,16 @@ def trainer(subject: Subject, feed: Feed) -> None:
     lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, barebones=True).fit(Module(), feed)
 
 
-def accelerate(subject: Subject, feed: Feed) -> None:
+def accelerate(task: Task, feed: Feed) -> None:
     from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
 
     accelerator = Accelerator(cpu=True)
-    net, optimizer = accelerator.prepare(subject.net, _sgd(subject.net))
+    net, optimizer = accelerator.prepare(task.subject.net, _sgd(task.subject.net))
     for inputs, targets in feed:
-        optimizer.zero_grad()
-        feed.last = loss = F.cross_entropy(net(inputs), targets)
-        accelerator.backward(loss)
-        optimizer.step()
+        feed.last = _step(task, net, optimizer, inputs, targets, accelerator.backward)
 
 
-def ignite(subject: Subject, feed: Feed) -> None:
+def ignite(task: Task, feed: Feed) -> None:
     from ignite.engine import create_supervised_trainer  # pyright: ignore[reportMissingImports]
 
     def keep(inputs: Any, targets: Any, outputs: Any, loss: Any) -> Any:
@@ -148,16 +160,20 @@ def ignite(subject: Subject, feed: Feed) -> None:
         feed.last = loss
         return loss
 
-    engine = create_supervised_trainer(subject.net, _sgd(subject.net), F.cross_entropy, output_transform=keep)
+    net = task.subject.net
+    engine = create_supervised_trainer(
+        net, _sgd(net), F.cross_entropy, prepare_batch=lambda batch, *_: task.prepared(*batch), output_transform=keep
+    )
     engine.run(feed, max_epochs=1, epoch_length=len(feed))
 
 
-def loops(backend: str) -> dict[str, Callable[[Subject, Feed], None]]:
+def loops(backend: str) -> dict[str, Callable[[Task, Feed], None]]:
     """By the name of the side."""
     compiled = functools.partial(pc.compile, backend=backend)
     return {
         "by hand": functools.partial(hand, backend=None),
         "by hand + torch.compile": functools.partial(hand, backend=backend),
+        "by hand, network compiled": functools.partial(hand, backend=backend, network_only=True),
         "ours eager": functools.partial(ours, make=lambda step: step),
         "ours compiled": functools.partial(ours, make=functools.partial(compiled, donate=False)),
         "ours donated": functools.partial(ours, make=compiled),
@@ -170,16 +186,16 @@ def loops(backend: str) -> dict[str, Callable[[Subject, Feed], None]]:
 
 
 def main() -> None:
-    side, backend = sys.argv[1:]
+    side, network, backend, *flags = sys.argv[1:]
     # What libraries print goes to the error stream; the answers have the output for themselves.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    subject = mlp()
-    subject.net.train()
-    loops(backend)[side](subject, Feed((subject.inputs, subject.targets), sys.stdin, answers))
+    task = Task(network, NETWORKS[network](), "--mix" in flags)
+    task.subject.net.train()
+    loops(backend)[side](task, Feed((task.subject.inputs, task.subject.targets), sys.stdin, answers))
 
 
 if __name__ == "__main__":

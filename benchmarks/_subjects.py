@@ -28,6 +28,7 @@ class Subject(NamedTuple):
     net: nn.Module
     inputs: Tensor
     targets: Tensor
+    num_classes: int = 10
 
 
 def mlp(dropout: float = 0.0) -> Subject:
@@ -59,7 +60,13 @@ def gpt(depth: int = 2, batch_size: int = 16) -> Subject:
     net = models.build("gpt", in_shape=(64,), num_classes=64, seed=0, depth=depth)
     torch.manual_seed(0)
     tokens = torch.randint(64, (batch_size, 65))
-    return Subject(layers.ClassesSecond(net), tokens[:, :-1], tokens[:, 1:])
+    return Subject(layers.ClassesSecond(net), tokens[:, :-1], tokens[:, 1:], 64)
+
+
+def vit() -> Subject:
+    """A vision transformer of two blocks, of width 64, with 64 patches, and a batch of 64 images of 32x32."""
+    net = models.build("vit", in_shape=(3, 32, 32), num_classes=10, seed=0, depth=2, pool="mean")
+    return _images(net, 32)
 
 
 def _images(net: nn.Module, size: int) -> Subject:
@@ -70,9 +77,21 @@ def _images(net: nn.Module, size: int) -> Subject:
 NETWORKS: dict[str, Callable[[], Subject]] = {"MLP 64-128-128-10": mlp, "ResNet-8, 32x32": resnet8}
 
 
-def methods() -> list[Algorithm]:
-    """MixUp and label smoothing."""
-    return [alg.mixup(alpha=0.2), alg.label_smoothing(0.1)]
+def methods(*, are_tokens: bool = False) -> list[Algorithm]:
+    """MixUp and label smoothing; for tokens, which cannot be mixed, label smoothing."""
+    return [*([] if are_tokens else [alg.mixup(alpha=0.2)]), alg.label_smoothing(0.1)]
+
+
+def mixed(inputs: Tensor, targets: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+    """The same by hand: inputs mixed, targets mixed and smoothed, with draws from torch's global generator."""
+    dense = F.one_hot(targets, num_classes).float()
+    if inputs.is_floating_point():
+        share = torch.distributions.Beta(0.2, 0.2).sample()
+        share = torch.minimum(share, 1 - share)
+        order = torch.rand(len(inputs)).argsort()
+        inputs = (1 - share) * inputs + share * inputs[order]
+        dense = (1 - share) * dense + share * dense[order]
+    return inputs, (dense * 0.9 + 0.1 / num_classes).movedim(-1, 1)
 
 
 def new_state(subject: Subject, **options: Any) -> State:
@@ -96,19 +115,10 @@ def by_hand(
     """
     net = copy.deepcopy(subject.net).train()  # this side only changes its network in place
     optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
-    beta = torch.distributions.Beta(0.2, 0.2)
-
-    def mixed(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        share = beta.sample()
-        share = torch.minimum(share, 1 - share)
-        order = torch.rand(len(inputs)).argsort()
-        inputs = (1 - share) * inputs + share * inputs[order]
-        dense = F.one_hot(targets, 10).float()
-        return inputs, ((1 - share) * dense + share * dense[order]) * 0.9 + 0.01
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         if mix:
-            inputs, targets = mixed(inputs, targets)
+            inputs, targets = mixed(inputs, targets, subject.num_classes)
         optimizer.zero_grad()
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=precision == "bf16"):
             loss = F.cross_entropy(net(inputs), targets)

@@ -1,14 +1,18 @@
 """How does a step compare with JAX, Lightning, Accelerate and ignite, for the same arithmetic?
 
     pip install -c constraints.txt ".[bench]"
-    python benchmarks/peers.py [--blocks 40] [--side ours --side JAX]
+    python benchmarks/peers.py [--blocks 20] [--network MLP] [--side ours --side JAX]
 
-An MLP 64-128-128-10, batch 64, SGD with momentum. Each side is a process of its own with one thread, all pinned to
-the same core; they take turns in blocks of 50 steps. Each runs the loop that its library's users write (_loops.py),
-over batches that come in blocks. All start from the same weights, and before anything is timed the losses after
-20 steps must agree to 1e-4. What is not installed is left out.
+An MLP 64-128-128-10, a ResNet-8, a GPT and a vision transformer of two blocks (_subjects.py), with SGD with momentum;
+plain, and with MixUp and label smoothing, written by hand in each loop but ours (for the GPT label smoothing only:
+tokens cannot be mixed). Each side is a process of its own with one thread, all pinned to the same core; they take turns
+in blocks of 50 steps, 5 for the larger networks. Each runs the loop that its library's users write (_loops.py), over
+batches that come in blocks. All start from the same weights, and before anything plain is timed the losses after 20
+steps must agree to 1e-3; with methods the draws differ. What is not installed is left out. A run in full also draws
+`docs/images/peers.svg` (_peers_picture.py).
 """
 
+import argparse
 import json
 import os
 import pathlib
@@ -18,6 +22,7 @@ import tempfile
 from importlib import metadata
 from typing import Any
 
+from _peers_picture import PICTURE, draw
 from _timing import Row, against, arguments, in_turn, median_us, parse, save
 
 
@@ -31,6 +36,7 @@ ONE_THREAD = {
 SIDES: dict[str, tuple[str, ...]] = {
     "by hand": (),
     "by hand + torch.compile": (),
+    "by hand, network compiled": (),
     "ours eager": (),
     "ours compiled": (),
     "ours donated": (),
@@ -41,18 +47,20 @@ SIDES: dict[str, tuple[str, ...]] = {
     "ignite": ("pytorch-ignite",),
 }
 """The sides with the packages that they need beside torch."""
-TOLERANCE = 1e-4
+NETWORKS = {"MLP": 1, "ResNet-8": 10, "GPT": 10, "ViT": 10}
+"""The networks, with how many times fewer steps are in a block."""
+TOLERANCE = 1e-3
 
 
 class Side:
     """A loop in a process of its own, which stands still between blocks."""
 
-    def __init__(self, name: str, backend: str, core: int | None) -> None:
+    def __init__(self, name: str, network: str, mix: bool, backend: str, core: int | None) -> None:
         self.name = name
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         script = pathlib.Path(__file__).with_name("_loops.py")
         self._process = subprocess.Popen(
-            [sys.executable, str(script), name, backend],
+            [sys.executable, str(script), name, network, backend, *(["--mix"] if mix else [])],
             env={**os.environ, **ONE_THREAD},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -79,26 +87,40 @@ class Side:
 
 
 def main() -> None:
-    parser = arguments(__doc__, blocks=40)
+    parser = arguments(__doc__, blocks=20)
     parser.add_argument("--side", action="append", default=[], help="only sides whose name begins so; may be repeated")
+    parser.add_argument("--network", action="append", default=[], choices=NETWORKS, help="only this; may be repeated")
     args = parse(parser)
     names = [name for name in SIDES if _is_installed(name) and name.startswith(tuple(args.side) or "")]
+    rows: list[Row] = []
+    for network in args.network or NETWORKS:
+        for mix in (False, True):
+            seconds = measure(names, network, mix, args)
+            rows += [{"network": network, "methods": mix} | _row(name, seconds) for name in names]
+    save("peers", rows, args.out, *sorted({package for name in names for package in SIDES[name]}))
+    if not args.short and not args.side and not args.network:
+        draw(rows, PICTURE)
+
+
+def measure(names: list[str], network: str, mix: bool, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds a step of each side, block by block."""
     # Where a system cannot pin, the sides are where it puts them.
     core = max(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else None
+    calls = max(1, args.calls // NETWORKS[network])
     sides: dict[str, Side] = {}
     try:
         for name in names:  # one at a time: what they compile must not slow the others
-            sides[name] = Side(name, args.backend, core)
+            sides[name] = Side(name, network, mix, args.backend, core)
             sides[name].block(1)
-        _check_same({name: side.block(19)["loss"] for name, side in sides.items()})
-        seconds = in_turn(names, lambda name: sides[name].block(args.calls)["seconds"], args.blocks + 1)
+        losses = {name: side.block(19)["loss"] for name, side in sides.items()}
+        if not mix:
+            _check_same(losses)
+        seconds = in_turn(names, lambda name: sides[name].block(calls)["seconds"], args.blocks + 1)
     finally:
         for side in sides.values():
             side.close()
     # The first round warms what 20 steps have not.
-    seconds = {name: values[1:] for name, values in seconds.items()}
-    packages = sorted({package for name in names for package in SIDES[name]})
-    save("peers", [_row(name, seconds) for name in names], args.out, *packages)
+    return {name: values[1:] for name, values in seconds.items()}
 
 
 def _is_installed(name: str) -> bool:
