@@ -160,10 +160,12 @@ def ignite(task: Task, feed: Feed) -> None:
         feed.last = loss
         return loss
 
+    def prepare(batch: Any, **device: Any) -> tuple[Tensor, Tensor]:
+        del device
+        return task.prepared(*batch)
+
     net = task.subject.net
-    engine = create_supervised_trainer(
-        net, _sgd(net), F.cross_entropy, prepare_batch=lambda batch, *_: task.prepared(*batch), output_transform=keep
-    )
+    engine = create_supervised_trainer(net, _sgd(net), F.cross_entropy, prepare_batch=prepare, output_transform=keep)
     engine.run(feed, max_epochs=1, epoch_length=len(feed))
 
 
