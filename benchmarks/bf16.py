@@ -3,9 +3,9 @@
     python benchmarks/bf16.py [--threads 1]
 
 Writes two files. `bf16_operations.json` has the forward and the backward pass of single operations, bfloat16 over
-float32, of which `purecompose/nn/kernels.py` takes what stays in float32 under `precision="bf16"`. `bf16_steps.json`
-has steps of a GPT of four blocks (12 x 64 tokens) and of ResNet-8 (64 images of 32x32) in both precisions, and in
-bfloat16 over the loop by hand under torch.compile and autocast.
+float32, of which `purecompose/nn/kernels.py` takes what stays in float32 under `precision="bf16"`. `bf16.json` has
+steps of a GPT of four blocks (12 x 64 tokens) and of ResNet-8 (64 images of 32x32) in both precisions, and in bfloat16
+over the loop by hand under torch.compile and autocast.
 """
 
 import functools
@@ -136,7 +136,7 @@ def main() -> None:
         for name, subject in subjects.items()
         for row in step_rows(name, subject, args.backend, args.calls, args.blocks)
     ]
-    save("bf16_steps", rows, args.out)
+    save("bf16", rows, args.out)
 
 
 if __name__ == "__main__":

@@ -168,6 +168,15 @@ def test_compile_time_starts_two_processes(run: Run) -> None:
 
 @pytest.mark.slow
 def test_peers_agree_with_each_other(run: Run) -> None:
-    rows = run("peers")  # it stops if two sides disagree about the loss
+    rows = run("peers", "--network", "MLP")  # it stops if two sides disagree about the loss
     assert [row["side"] for row in rows][:2] == ["by hand", "by hand + torch.compile"]
+    assert [row["methods"] for row in rows] == sorted(row["methods"] for row in rows)
     assert all(row["us a step"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_bf16_measures_four_sides_of_two_networks(run: Run) -> None:
+    rows = run("bf16")
+    assert len(rows) == 8
+    assert all(row["bf16 ms"] > 0 for row in rows)
