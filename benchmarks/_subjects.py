@@ -130,9 +130,7 @@ def by_hand(
     return lambda: run(subject.inputs, subject.targets)
 
 
-def ours(
-    step: Step, subject: Subject, call: Callable[..., State] | None = None, **options: Any
-) -> Callable[[], None]:
+def ours(step: Step, subject: Subject, call: Callable[..., State] | None = None, **options: Any) -> Callable[[], None]:
     """A step of ours, composed or compiled, from the start of a run on."""
     return going_on(step, new_state(subject, **options), (subject.inputs, subject.targets), call)
 
