@@ -39,11 +39,11 @@ from purecompose.core.loop import advance
 from purecompose.core.loss import Constant, check_constants, constants_of
 from purecompose.core.matching import Matcher
 from purecompose.core.members import SINGLE, Members
-from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Node, Operation, Place, walk
+from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Node, Operation, Place, Purpose, walk
 from purecompose.core.outside import Outside
 from purecompose.core.passes import DEFAULT_PASSES, Pass, compose_passes, order_by_constraints
 from purecompose.core.plan import Plan, describe_moment, lacking_events, make_plan
-from purecompose.core.program import Program, StateFn, events_in
+from purecompose.core.program import Program, StateFn, Update, events_in
 from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Grad, Scope
 from purecompose.core.state import NO_TEMPORARY, State
@@ -83,6 +83,8 @@ class _Cache:
     """The operations of a node, by its index and its part of the schedule."""
     operations: dict[int, Operation] = field(default_factory=dict)
     """The whole program as one operation, by schedule."""
+    purposes: dict[int, Purpose] = field(default_factory=dict)
+    """The purpose of a step of which only the result of the clean-up is read, by schedule."""
     checked: dict[tuple[int, int], Context] = field(default_factory=dict)
     """The context in which a schedule was last checked, by schedule and number of examples."""
     ready: Context | None = None
@@ -168,7 +170,7 @@ class Step:
         """
         if get_eval_frame_callback() is not None:
             return without_dynamo(Step.call_in_torch_compile, self, state, batch)
-        end = self.finish(self.fold(state, batch))
+        end = self.finish(self._fold(state, batch, keeps_fields=False))
         # `state` may hold a lease of a compiled step, which ends with that step's next call: read its fields now.
         return end if end.lease is None else end.unleased()
 
@@ -184,6 +186,19 @@ class Step:
             domain: Purpose of the draws; draws of two domains are unrelated.
             draw: Number that identifies the draws of this call; by default the batch's number in the run.
         """
+        return self._fold(state, batch, observe, domain=domain, draw=draw)
+
+    def _fold(
+        self,
+        state: State,
+        batch: Any,
+        observe: Observe | None = None,
+        *,
+        domain: str = "",
+        draw: int | None = None,
+        keeps_fields: bool = True,
+    ) -> State:
+        """Return the same; without `keeps_fields`, gradients and outputs may be absent if no algorithm reads them."""
         if not isinstance(state, State):
             raise TypeError(f"step(state, batch): expected a State first, got {type(state).__name__}")
         prepared, context = self.prepare(state, batch, domain=domain, draw=draw), state.context
@@ -192,11 +207,12 @@ class Step:
         is_first = checked is not context and checked != context
         grad_mode = NOTHING if wants_outer_gradient(state, batch) else GradMode(False)
         guarded = self.guarded(state, batch, is_first=is_first)
+        purpose = NO_PURPOSE if keeps_fields else self._purpose(prepared.bits)
         with together(guarded, arithmetic(context.precision, state.device), grad_mode):
             if is_first:
-                end = self.run_checked(prepared.bits, prepared.start(), observe)
+                end = self.run_checked(prepared.bits, prepared.start(), observe, frees_fields=purpose.frees_fields)
             else:
-                end = self.operation(prepared.bits)(Carry(prepared.start()), NO_PURPOSE).state
+                end = self.operation(prepared.bits)(Carry(prepared.start()), purpose).state
         if checked is not context:  # from now on this object is recognized without a comparison
             self._cache.checked[case] = context
         return self.members.settle(end)
@@ -272,13 +288,26 @@ class Step:
             self._cache.operations[bits] = self.members.in_order(self.lowered(bits))
         return self._cache.operations[bits]
 
-    def run_checked(self, bits: int, start: State, observe: Observe | None = None) -> State:
+    def _purpose(self, bits: int) -> Purpose:
+        """Return the purpose of a step whose temporary fields are read by the algorithms of this schedule only."""
+        if bits not in self._cache.purposes:
+            nodes = [self.program[lowered.node] for lowered in self.lowered(bits)]
+            while nodes and nodes[-1] == advance:
+                nodes.pop()
+            num_updates = sum(isinstance(node, Update) for node in walk(self.program))
+            frees = num_updates == 1 and bool(nodes) and isinstance(nodes[-1], Update)
+            self._cache.purposes[bits] = Purpose(frees_fields=frees)
+        return self._cache.purposes[bits]
+
+    def run_checked(
+        self, bits: int, start: State, observe: Observe | None = None, *, frees_fields: bool = False
+    ) -> State:
         """Run a schedule and check the contract of a step, as in the first run of each schedule."""
         contract = Contract(start, observe)
         end = run_checked(
             self.operation(bits),
             start,
-            contract,
+            Purpose(watch=contract, frees_fields=frees_fields),
             program=self.program,
             has_algorithms=bool(self.algorithms),
             times=self.matcher.times,

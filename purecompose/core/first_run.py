@@ -4,7 +4,6 @@ from collections.abc import Collection
 
 from purecompose._support.warnings import warn
 from purecompose.core.clock import noting_draws
-from purecompose.core.contract import Contract
 from purecompose.core.loop import advance
 from purecompose.core.operation import Carry, Operation, Purpose, walk
 from purecompose.core.program import Program, Update
@@ -22,16 +21,18 @@ __all__ = ["run_checked"]
 def run_checked(
     operation: Operation,
     start: State,
-    contract: Contract,
+    purpose: Purpose,
     *,
     program: Program,
     has_algorithms: bool,
     times: Collection[Time],
 ) -> State:
     """Run a step and check its contract; warn of programs that train nothing, repeat draws, or do not move time."""
+    contract = purpose.watch
+    assert contract is not None
     _warn_of_standing_time(start, times)
     with looking_for_draws(), noting_draws() as draws, detect():
-        end = operation(Carry(start), Purpose(watch=contract)).state
+        end = operation(Carry(start), purpose).state
     contract.check(end)
     nodes = list(walk(program))
     kinds, has_advance, is_trained = {type(node) for node in nodes}, advance in nodes, end.params is not start.params

@@ -48,6 +48,8 @@ class Purpose(NamedTuple):
     """Contract that checks each operation, in the first run of a schedule."""
     shard: Shard | None = None
     """The part of the batch that is run, if several processes share it."""
+    frees_fields: bool = False
+    """True if nothing reads gradients and outputs after the update, so that their memory is free for the new values."""
 
     @property
     def is_first(self) -> bool:
@@ -140,13 +142,18 @@ def walk(program: Iterable[Node]) -> Iterator[Node]:
 
 
 def in_order(operations: Iterable[Operation]) -> Operation:
-    """Return one operation that runs the given ones one after the other: the fold."""
+    """Return one operation that runs the given ones one after the other: the fold.
+
+    The carry is in a list, which is empty while an operation runs: so nothing else holds what an operation drops.
+    """
     ops = tuple(operations)
     if len(ops) == 1:
         return ops[0]
 
     def run(carry: Carry, purpose: Purpose) -> Carry:
-        return functools.reduce(lambda carry, op: op(carry, purpose), ops, carry)
+        held = [carry]
+        del carry
+        return functools.reduce(lambda held, op: [op(held.pop(), purpose)], ops, held).pop()
 
     return run
 

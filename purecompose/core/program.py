@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
+from torch import Tensor
+
 from purecompose import batch as batches, tree
 from purecompose.core.contract import Contract, ContractError
 from purecompose.core.coupling import check_passes_agree
@@ -88,29 +90,22 @@ class Update:
         return [Lowered(self._run)]
 
     def _run(self, carry: Carry, purpose: Purpose) -> Carry:
-        state, used, terms = carry
-        if state.grads is None:
-            raise RuntimeError("the program's update comes before any Grad: there are no gradients")
-        if not state.grads:  # a method has removed them all, for a later step
-            return carry
-        chosen, grads = state.grads, state.grads
-        if self.wrt is not None:
-            # Match all trainable names, because gradients that an earlier update has used are gone after the next Grad.
-            chosen = matching_params(tuple(dict.fromkeys([*state.context.trainable, *state.grads])), self.wrt)
-        if used or self.wrt is not None:
-            grads = {name: state.grads[name] for name in chosen if name in state.grads and name not in used}
+        grads = self._to_apply(carry)
         if not grads:
-            if used.isdisjoint(chosen):  # the loss does not reach them
-                return carry
-            raise RuntimeError(
-                f"{self!r} has nothing to apply: an earlier update has used every gradient of these parameters; put "
-                "a Grad before it, or leave it out"
-            )
+            return carry
+        state, used, terms = carry
+        used = used.union(grads)
+        if purpose.frees_fields:
+            state = state.replace(grads=None, outputs=None)
+            del carry
+        # Only the optimizer holds the gradients during its update: their memory is free as soon as it drops them.
+        given = [grads]
+        del grads
         try:
-            result = state.optimizer.update(grads, state.opt_state, state.params, state.scalar)
+            result = state.optimizer.update(given.pop(), state.opt_state, state.params, state.scalar)
         except Exception as error:
             error.add_note(f"in the update of the optimizer {state.optimizer!r}")
-            if frozen := [name for name in grads if name in state.context.frozen]:
+            if frozen := [name for name in used if name in state.context.frozen]:
                 error.add_note(
                     f"state.grads has gradients of frozen parameters, for which the optimizer has no memory: {frozen}; "
                     "take those of state.context.trainable only"
@@ -119,7 +114,26 @@ class Update:
         if purpose.watch is not None:
             purpose.watch.note_update(state, result)
         params, opt_state = result
-        return Carry(state.replace(params=params, opt_state=opt_state), used.union(grads), terms)
+        return Carry(state.replace(params=params, opt_state=opt_state), used, terms)
+
+    def _to_apply(self, carry: Carry) -> dict[str, Tensor]:
+        """Return the gradients that the update applies, in a new dictionary; empty if there is nothing to do."""
+        state, used, _ = carry
+        if state.grads is None:
+            raise RuntimeError("the program's update comes before any Grad: there are no gradients")
+        if not state.grads:  # a method has removed them all, for a later step
+            return {}
+        chosen: Iterable[str] = state.grads
+        if self.wrt is not None:
+            # Match all trainable names, because gradients that an earlier update has used are gone after the next Grad.
+            chosen = matching_params(tuple(dict.fromkeys([*state.context.trainable, *state.grads])), self.wrt)
+        grads = {name: state.grads[name] for name in chosen if name in state.grads and name not in used}
+        if not grads and not used.isdisjoint(chosen):  # otherwise the loss does not reach them
+            raise RuntimeError(
+                f"{self!r} has nothing to apply: an earlier update has used every gradient of these parameters; put "
+                "a Grad before it, or leave it out"
+            )
+        return grads
 
     def __repr__(self) -> str:
         return "update" if self.wrt is None else f"update(wrt={self.wrt!r})"

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
@@ -161,11 +161,16 @@ class ByGroup:
         """
         new_params = dict(params)
         new_opt_state = {slot: dict(leaves) for slot, leaves in opt_state.items()}
-        for cell in self._cells(grads, params):
-            moved, slots = cell.rule.move(*_gathered(cell, grads, opt_state, params), value)
-            new_params.update(zip(cell.names, moved, strict=True))
-            for slot, leaves in slots.items():
-                new_opt_state[slot].update(zip(cell.names, leaves, strict=True))
+        left = dict(grads)
+        del grads  # A gradient that has been used, and that the caller does not hold, makes room for the new values.
+        for cell in self._cells(left, params):
+            for names in _portions(cell.names, left):
+                moved, slots = cell.rule.move(*_gathered(cell, names, left, opt_state, params), value)
+                new_params.update(zip(names, moved, strict=True))
+                for slot, leaves in slots.items():
+                    new_opt_state[slot].update(zip(names, leaves, strict=True))
+                for name in names:
+                    del left[name]
         return new_params, new_opt_state
 
     def fresh(self, slot: str, param: Tensor) -> Tensor:
@@ -244,14 +249,34 @@ def wide_dtype(params: Iterable[Tensor]) -> torch.dtype:
     return torch.float64 if any(param.dtype is torch.float64 for param in params) else torch.float32
 
 
+_PORTION = 2**24
+"""Number of bytes of gradients that are used at a time: a rule's temporary tensors take a few times as much."""
+
+
+def _portions(names: tuple[str, ...], grads: Mapping[str, Tensor]) -> Iterable[Sequence[str]]:
+    """Divide the names into portions of bounded size; tensors that exceed it come first, while most memory is free."""
+    sizes = {name: grads[name].nbytes for name in names}
+    if sum(sizes.values()) <= _PORTION:
+        return (names,)
+    portions: list[list[str]] = []
+    room = 0
+    for name in sorted(names, key=lambda name: sizes[name] <= _PORTION):
+        if sizes[name] > room:
+            portions.append([])
+            room = _PORTION
+        portions[-1].append(name)
+        room -= sizes[name]
+    return portions
+
+
 def _gathered(
     cell: Cell,
+    names: Sequence[str],
     grads: Mapping[str, Tensor],
     opt_state: Mapping[str, Mapping[str, Tensor]],
     params: Mapping[str, Tensor],
 ) -> tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]:
-    """Return a cell's gradients (in its parameters' dtypes), parameters and slots as lists."""
-    names = cell.names
+    """Return gradients (in their parameters' dtypes), parameters and slots of a cell as lists."""
     try:
         cell_params = list(map(params.__getitem__, names))
         slots = {slot: list(map(opt_state[slot].__getitem__, names)) for slot in cell.slots}

@@ -131,9 +131,11 @@ class ByPattern:
         """
         new_params = dict(params)
         new_opt_state = {slot: dict(leaves) for slot, leaves in opt_state.items()}
-        for i, names in self.parts(grads, params).items():
+        left = dict(grads)
+        del grads  # as in ByGroup.update
+        for i, names in self.parts(left, params).items():
             moved, slots = self._optimizer(i).update(
-                {name: grads[name] for name in names},
+                {name: left.pop(name) for name in names},
                 {
                     slot: own
                     for slot, leaves in opt_state.items()

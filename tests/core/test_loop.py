@@ -1,6 +1,7 @@
 """The loop program against manually written loops, and microbatches against whole batches."""
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import Event, State, compose, loop_events, optim
+from purecompose import Event, State, algorithms as alg, compose, loop_events, optim
 from purecompose.core.loop import advance, update
 from purecompose.core.operation import walk
 from purecompose.core.program import events_in
@@ -292,6 +293,43 @@ def test_gradients_last_until_an_update_uses_them():
     some = compose([disc, update(wrt="disc.0.*"), gen, update])(state, batch)
     for name in ("disc.2.weight", "disc.2.bias", "disc.0.weight"):
         assert torch.equal(some.params[name], together.params[name])
+
+
+@dataclass(frozen=True)
+class Watched:
+    """An optimizer that notes whether gradients are held elsewhere when it has dropped them."""
+
+    held: list[bool] = field(compare=False)
+
+    def init(self, params):
+        return {}
+
+    def update(self, grads, opt_state, params, value=None):
+        marks = [weakref.ref(grad) for grad in grads.values()]
+        moved = {**params, **{name: params[name] - grad for name, grad in grads.items()}}
+        del grads
+        self.held.append(any(mark() is not None for mark in marks))
+        return moved, opt_state
+
+
+def test_gradients_that_nothing_reads_later_are_freed_during_the_update():
+    held, norms = [], []
+    state, batch = make_state(optimizer=Watched(held)), make_batch()
+    clip = alg.gradient_clipping("norm", 0.1)
+    step = compose(loop_events, [clip])
+    step(step(state, batch), batch)
+    assert held == [False, False]
+
+    def look(state):
+        norms.append(pc.tree.global_norm(state.grads))
+        return state
+
+    compose(loop_events, [clip, changing("look", Event.BATCH_END, look)])(state, batch)
+    assert held[2:] == [True] and 0 < norms[0] <= 0.1001
+    assert pc.tree.global_norm(step.fold(state, batch).grads) == norms[0]
+    stage = compose([*loop_events, look], [clip])
+    stage(state, batch)
+    assert held[3:] == [True, True] and len(norms) == 2
 
 
 def test_an_update_without_new_gradients_is_an_error():

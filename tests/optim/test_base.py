@@ -1,6 +1,7 @@
 """Laws of every optimizer, parameter groups, and the checks of settings."""
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils import _pytree as pytree
 
 from purecompose import optim
+from purecompose.optim import base
 from purecompose.optim.base import cells
 from purecompose.schedule import Hparam, collect, cosine, hparam, linear
 
@@ -54,6 +56,40 @@ def run(optimizer: Any, params: Any, grads: list[Any], value: Callable[[Any], An
     for step_grads in grads:
         params, opt_state = optimizer.update(step_grads, opt_state, params, value)
     return params, opt_state
+
+
+@every_optimizer
+def test_portions_of_parameters_move_as_all_at_once(kind: str, tensors, monkeypatch):
+    optimizer, params, grads = OPTIMIZERS[kind](0.1), tensors(0), [tensors(1), tensors(2)]
+    with torch.no_grad():
+        at_once = run(optimizer, params, grads, reading(0.1))
+        monkeypatch.setattr(base, "_PORTION", 8 * 7)  # the first weight exceeds it
+        in_portions = run(optimizer, params, grads, reading(0.1))
+    for one, other in zip(pytree.tree_leaves(at_once), pytree.tree_leaves(in_portions), strict=True):
+        assert torch.equal(one, other)
+    assert [list(tree) for tree in in_portions] == [list(tree) for tree in at_once]
+
+
+@every_optimizer
+def test_gradients_are_dropped_portion_by_portion(kind: str, tensors, monkeypatch):
+    monkeypatch.setattr(base, "_PORTION", 1)
+    optimizer, params, grads = OPTIMIZERS[kind](0.1), tensors(0), tensors(1)
+    opt_state = optimizer.init(params)
+    marks = [weakref.ref(grad) for grad in grads.values()]
+    alive: list[int] = []
+    portions = base._portions
+
+    def counted(*args: Any) -> Any:
+        for portion in portions(*args):
+            alive.append(sum(mark() is not None for mark in marks))
+            yield portion
+
+    monkeypatch.setattr(base, "_portions", counted)
+    given = [grads]
+    del grads
+    with torch.no_grad():
+        optimizer.update(given.pop(), opt_state, params)
+    assert alive == [4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("watched", [False, True])
