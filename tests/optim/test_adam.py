@@ -48,6 +48,34 @@ def test_hparams_equal_numbers(assert_like_torch):
     assert_like_torch(ours, torch.optim.AdamW, {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.1})
 
 
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("kind", [optim.adam, optim.adamw, optim.decoupled_adamw])
+def test_the_kernel_reads_every_memory_layout(kind, decay: float, amsgrad: bool):
+    def laid_out(seed: int, turn: int) -> dict[str, torch.Tensor]:
+        """Return tensors of the same values in the layouts of another turn."""
+        draw = torch.Generator().manual_seed(seed)
+        image = torch.randn(2, 3, 4, 5, generator=draw, dtype=torch.float64)
+        found = {
+            "image": [image, image.to(memory_format=torch.channels_last), image.mT.contiguous().mT][turn],
+            "gaps": torch.stack([image] * 2, -1)[..., 0] if turn else image,
+            "expanded": torch.randn(1, 3, generator=draw, dtype=torch.float64).expand(2, 3),
+            "number": torch.randn((), generator=draw, dtype=torch.float64),
+        }
+        return found if turn == 1 else {**found, "expanded": found["expanded"].contiguous()}
+
+    optimizer = kind(0.1, weight_decay=decay, amsgrad=amsgrad)
+    ends = []
+    for is_plain in (True, False):  # the rule's own formula moves them when torch records gradients
+        params = laid_out(0, 2)
+        opt_state = optimizer.init(params)
+        with torch.set_grad_enabled(not is_plain):
+            for turn in (0, 1, 2):
+                params, opt_state = optimizer.update(laid_out(turn + 1, turn), opt_state, params)
+        ends.append((params, opt_state))
+    torch.testing.assert_close(*ends)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_betas_as_tensors_equal_numbers(tensors, dtype):
     params, grads = tensors(0), tensors(1)
