@@ -167,6 +167,13 @@ def test_compile_time_starts_two_processes(run: Run) -> None:
 
 
 @pytest.mark.slow
+def test_real_sizes_measures_each_side_in_its_own_process(run: Run) -> None:
+    rows = run("real_sizes", "--network", "GPT")
+    assert [row["side"] for row in rows][:2] == ["by hand", "by hand + torch.compile"] and len(rows) == 5
+    assert all(row["ms a step"] > 0 and row["first s"] > 0 and row["peak MB"] > 0 for row in rows)
+
+
+@pytest.mark.slow
 def test_peers_agree_with_each_other(run: Run) -> None:
     rows = run("peers", "--network", "MLP")  # it stops if two sides disagree about the loss
     assert [row["side"] for row in rows][:2] == ["by hand", "by hand + torch.compile"]
