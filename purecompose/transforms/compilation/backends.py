@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
 from purecompose.transforms.compilation.layouts import with_channels_last
+from purecompose.transforms.compilation.ordering import write_early
 
 
 __all__ = ["BACKENDS", "Compiled", "MODES", "compile_graph", "ensure_cache"]
@@ -52,6 +53,7 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
     """
     is_empty = all(node.op in ("placeholder", "output") for node in graph.graph.nodes)
     if backend == "eager" or is_empty or not _placeholders(graph):
+        write_early(graph)
         return torch.no_grad()(lambda args: graph(*args))  # a constant in the graph may require a gradient
     if backend != "inductor":
         return _by_torch_compile(graph, backend, None)

@@ -61,7 +61,7 @@ def compile(  # noqa: A001
         donate: True to write new values over old ones.
         mode: As in `torch.compile`: `"max-autotune"` benchmarks kernels, `"reduce-overhead"` replays CUDA graphs.
         backend: `"inductor"`; `"eager"`, which runs the traced graph without compiling it, to distinguish errors of
-            tracing from errors of compiling; or any other backend of `torch.compile`.
+            tracing from errors of compiling, or for donation alone; or any other backend of `torch.compile`.
         fallback: True to run a step as composed, with one warning, instead of raising if it cannot be traced or
             Inductor fails on it.
         eager_below: Batches with fewer examples run as composed: for the short last batch of an epoch, which is not
