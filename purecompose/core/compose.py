@@ -170,25 +170,11 @@ class Step:
         """
         if get_eval_frame_callback() is not None:
             return without_dynamo(Step.call_in_torch_compile, self, state, batch)
-        end = self.finish(self._fold(state, batch, keeps_fields=False))
+        end = self.finish(self.fold(state, batch, keeps_fields=False))
         # `state` may hold a lease of a compiled step, which ends with that step's next call: read its fields now.
         return end if end.lease is None else end.unleased()
 
     def fold(
-        self, state: State, batch: Any, observe: Observe | None = None, *, domain: str = "", draw: int | None = None
-    ) -> State:
-        """Return the state at the end of the fold, before the clean-up: outputs and batch are still there.
-
-        Args:
-            state: The state.
-            batch: The batch.
-            observe: Called with each application of an algorithm.
-            domain: Purpose of the draws; draws of two domains are unrelated.
-            draw: Number that identifies the draws of this call; by default the batch's number in the run.
-        """
-        return self._fold(state, batch, observe, domain=domain, draw=draw)
-
-    def _fold(
         self,
         state: State,
         batch: Any,
@@ -198,7 +184,16 @@ class Step:
         draw: int | None = None,
         keeps_fields: bool = True,
     ) -> State:
-        """Return the same; without `keeps_fields`, gradients and outputs may be absent if no algorithm reads them."""
+        """Return the state at the end of the fold, before the clean-up: outputs and batch are still there.
+
+        Args:
+            state: The state.
+            batch: The batch.
+            observe: Called with each application of an algorithm.
+            domain: Purpose of the draws; draws of two domains are unrelated.
+            draw: Number that identifies the draws of this call; by default the batch's number in the run.
+            keeps_fields: False to free gradients and outputs early, where no algorithm reads them after the update.
+        """
         if not isinstance(state, State):
             raise TypeError(f"step(state, batch): expected a State first, got {type(state).__name__}")
         prepared, context = self.prepare(state, batch, domain=domain, draw=draw), state.context

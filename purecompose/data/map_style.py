@@ -22,6 +22,7 @@ from purecompose.data.order import epoch_order
 from purecompose.data.reader import Reader
 from purecompose.data.samples import RNG_KINDS, Request, Samples
 from purecompose.data.seeding import load_numpy
+from purecompose.random.keys import as_rng
 
 
 __all__ = ["Loader", "loader"]
@@ -78,7 +79,7 @@ class Loader:
         """
         check_whole(epoch, "Loader.epoch: epoch", 0)
         check_whole(start, "Loader.epoch: start", 0, len(self))
-        key = key.cpu()
+        key = as_rng(key, "Loader.epoch: key").key.cpu()
         low, high = key.tolist()
         order = self.order(key, epoch) if self.shuffle else torch.arange(self.num_examples)
         return self._read((low, high), epoch, order, start)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import check_flag
+from purecompose._support.keywords import suggests_keywords
 from purecompose.optim.base import ByGroup, OptState, Value, read, wide_dtype
 from purecompose.optim.checks import (
     Groups,
@@ -38,6 +39,7 @@ from purecompose.schedule import Scalar
 __all__ = ["Adam", "adam", "adamw", "decoupled_adamw"]
 
 
+@suggests_keywords(learning_rate="lr=0.001")
 def adam(
     lr: Scalar = 1e-3,
     *,
@@ -96,6 +98,7 @@ def adam(
     return Adam(lr, betas, eps, weight_decay, amsgrad, "coupled", groups)  # type: ignore[arg-type]
 
 
+@suggests_keywords(learning_rate="lr=0.001")
 def adamw(
     lr: Scalar = 1e-3,
     *,
@@ -123,6 +126,7 @@ def adamw(
     return Adam(lr, betas, eps, weight_decay, amsgrad, "by rate", groups)  # type: ignore[arg-type]
 
 
+@suggests_keywords(learning_rate="lr=0.001")
 def decoupled_adamw(
     lr: Scalar = 1e-3,
     *,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import check_flag, check_number, check_whole, shown
+from purecompose._support.keywords import suggests_keywords
 from purecompose.optim.base import ByGroup, OptState, Value, read
 from purecompose.optim.checks import Groups, checked_constant, checked_groups, checked_scalar
 from purecompose.optim.decay import decayed
@@ -24,6 +25,7 @@ __all__ = ["Muon", "muon", "orthogonalized"]
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
+@suggests_keywords(learning_rate="lr=0.02")
 def muon(
     lr: Scalar = 1e-3,
     *,
