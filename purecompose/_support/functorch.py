@@ -22,6 +22,7 @@ __all__ = [
     "has_values",
     "is_any",
     "is_fake",
+    "is_plain",
     "is_transforming",
     "only_maps",
     "plainly",
@@ -47,6 +48,17 @@ only_maps._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMember
 def is_fake(tensor: Tensor) -> bool:
     """Return whether a tensor is fake (without numbers), as while a step is traced, also inside transforms."""
     return isinstance(unwrapped(tensor), FakeTensor)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether an operation on a tensor runs at once on its numbers: eager, outside transforms and modes."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(tensor) is Tensor
+        and peek_interpreter_stack() is None
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not tensor.is_meta
+    )
 
 
 def has_values(tensor: Tensor) -> bool:

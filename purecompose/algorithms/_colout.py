@@ -79,8 +79,8 @@ def colout_batch(
         >>> from purecompose.random import key
         >>> places = torch.arange(16).view(1, 4, 4)
         >>> colout_batch(key(0), places, p_row=0.5, p_col=0.25)
-        tensor([[[ 4,  5,  6],
-                 [12, 13, 14]]])
+        tensor([[[ 0,  1,  3],
+                 [12, 13, 15]]])
     """
     if targets is None and resize_target is True:
         raise ValueError("colout_batch: resize_target=True, but there are no targets; pass them, or leave it out")

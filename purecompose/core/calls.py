@@ -21,9 +21,9 @@ _Result = tuple[Any, dict[str, Tensor]]
 def _shared_rng(state: Any, name: str) -> random.Rng:
     """Return the generator of the draws called `name`, the same in all turns of a stage; see `State.rng`."""
     if state.clock is None:
-        return random.Rng(state.key, draw=random.salt(name), example=0, batch=state.timestamp.batch)
+        return random.Rng(random.fold_in(state.key, state.timestamp.batch), random.salt(name))
     names = (state.clock.domain, name) if state.clock.domain else (name,)
-    return random.Rng(state.key, draw=random.salt(*names), example=0, batch=state.clock.draw)
+    return random.Rng(state.clock.key_of_draws(state.key), random.salt(*names))
 
 
 def rng_of_turn(state: Any, name: str) -> random.Rng:

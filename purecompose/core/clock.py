@@ -15,6 +15,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.device import sent
+from purecompose.random.keys import fold_in
 from purecompose.schedule import Schedule
 from purecompose.time import Timestamp
 
@@ -99,10 +100,21 @@ class Clock:
     @property
     def draw(self) -> Tensor:
         """The number of this step's draws, 0-d int64: the same before and after `advance`, so that no draw repeats."""
+        self._note_reader()
+        return self.values[6].to(torch.int64)
+
+    def key_of_draws(self, key: Tensor) -> Tensor:
+        """Return `fold_in(key, draw)`, the key of this step's draws, derived once per step."""
+        self._note_reader()
+        known = self._source.folded
+        if known is None or known[0] is not key:
+            known = self._source.folded = key, fold_in(key, self.values[6].to(torch.int64))
+        return known[1]
+
+    def _note_reader(self) -> None:
         readers = _READERS.get()
         if readers is not None:
             readers.append(self)
-        return self.values[6].to(torch.int64)
 
     def scheduled(self, schedule: Schedule) -> Tensor:
         """Return the schedule's multiplier now, 0-d float64.
@@ -149,10 +161,11 @@ def noting_draws() -> Iterator[list["Clock"]]:
 class _Source:
     """The source of a clock's numbers: a table, or the host's counters from which the table is made when first read."""
 
-    __slots__ = ("failed_later", "_counters", "_table")
+    __slots__ = ("failed_later", "folded", "_counters", "_table")
 
     def __init__(self, *counters: Any, table: Tensor | None = None) -> None:
         self._counters, self._table = counters, table
+        self.folded: tuple[Tensor, Tensor] | None = None  # a key, and the key of the step's draws
         # Errors are raised only when a value after `advance` is read, which is rare: a list of rates may end with the
         # run. Traced code sees NaN.
         self.failed_later: dict[Schedule, Exception] = {}

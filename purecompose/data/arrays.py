@@ -227,8 +227,7 @@ def split(inputs: Tensor, targets: Tensor, size: int | float, *, seed: int) -> S
             f"split: expected size to be a count from 1 to {num_examples - 1} or a fraction in (0, 1) that "
             f"leaves neither part of the {num_examples} examples empty, got {size!r} ({type(size).__name__})"
         )
-    rng = Rng(key=make_key(seed).to(inputs.device), draw=_SPLIT, example=0, batch=0)
-    order = permutation(rng, num_examples)
+    order = permutation(Rng(make_key(seed).to(inputs.device), _SPLIT), num_examples)
     held, kept = order[:count], order[count:]
     return Split(inputs[kept], targets[kept], inputs[held], targets[held])
 

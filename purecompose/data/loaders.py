@@ -104,11 +104,11 @@ def keyed_batches(data: "DataLoader[Any]", key: Tensor, epoch: int, start: int =
     """
     key = key.cpu()
     seed = epoch_seed(key, epoch)
-    low, high = key.tolist()
+    first, second = key.tolist()
     load_numpy()
     if isinstance(data.dataset, IterableDataset) or type(data).__iter__ is not DataLoader.__iter__:
-        return _after(start, _streamed(data, seed_words((low, high), _STREAM, 0, epoch), seed), data, epoch)
-    requests = _requests(data, (low, high), epoch, start, seed)
+        return _after(start, _streamed(data, seed_words((first, second), _STREAM, 0, epoch), seed), data, epoch)
+    requests = _requests(data, (first, second), epoch, start, seed)
     return _reader(data).read(requests, seed ^ _WORKERS)
 
 

@@ -80,9 +80,9 @@ class Loader:
         check_whole(epoch, "Loader.epoch: epoch", 0)
         check_whole(start, "Loader.epoch: start", 0, len(self))
         key = as_rng(key, "Loader.epoch: key").key.cpu()
-        low, high = key.tolist()
+        first, second = key.tolist()
         order = self.order(key, epoch) if self.shuffle else torch.arange(self.num_examples)
-        return self._read((low, high), epoch, order, start)
+        return self._read((first, second), epoch, order, start)
 
     def order(self, key: Tensor, epoch: int) -> Tensor:
         """Return the keyed order of one epoch, int64 of shape `(num_examples,)`, on the CPU; as in `arrays`."""

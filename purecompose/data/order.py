@@ -24,13 +24,12 @@ def epoch_order(key: Tensor, epoch: int, num_examples: int) -> Tensor:
     Returns:
         int64 of shape `(num_examples,)`, on the key's device.
     """
-    return permutation(Rng(key=key, draw=_ORDER, example=0, batch=epoch), num_examples)
+    return permutation(Rng(fold_in(key, epoch), _ORDER), num_examples)
 
 
 def epoch_seed(key: Tensor, epoch: int) -> int:
     """Return a 64-bit seed for code that draws an epoch's order in its own way, such as a sampler."""
-    low, high = fold_in(fold_in(key, _ORDER), epoch).tolist()
-    return (high << 32) | low
+    return int(fold_in(fold_in(key, _ORDER), epoch)[0]) % 2**64
 
 
 def seed_words(key: tuple[int, int], draw: int, number: int, epoch: int) -> tuple[int, ...]:
@@ -39,7 +38,7 @@ def seed_words(key: tuple[int, int], draw: int, number: int, epoch: int) -> tupl
     They are computed by a hash on the host, which takes 2 microseconds; a draw on tensors takes a hundred.
 
     Args:
-        key: The two words of the run's key.
+        key: The two numbers of the run's key, seed and offset.
         draw: A salt that identifies the purpose of the words.
         number: The item's number, such as the index of an example, in [0, 2**64).
         epoch: Number of the epoch in the run, from 0.
@@ -47,4 +46,4 @@ def seed_words(key: tuple[int, int], draw: int, number: int, epoch: int) -> tupl
     return _WORDS.unpack(blake2s(_PLACE.pack(*key, draw, number, epoch), digest_size=_WORDS.size).digest())
 
 
-_PLACE, _WORDS = Struct("<IIIQQ"), Struct("<8I")
+_PLACE, _WORDS = Struct("<qqIQQ"), Struct("<8I")

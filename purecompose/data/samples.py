@@ -11,7 +11,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from purecompose.data.order import seed_words
 from purecompose.data.reader import naming
 from purecompose.data.seeding import SEED_WORDS, Draws
-from purecompose.random import Rng, salt
+from purecompose.random import Rng, fold_in, salt
 
 
 __all__ = ["RNG_KINDS", "Request", "Samples", "is_plain", "read_columns", "reads_whole_batches"]
@@ -110,8 +110,8 @@ class Samples:
 
             return lambda index, words: (np.random.default_rng(words[SEED_WORDS:]),)
         if self.rng == "key":
-            key = torch.tensor(request.key)
-            return lambda index, words: (Rng(key, _TRANSFORM, index, request.epoch),)
+            epoch = Rng(fold_in(torch.tensor(request.key), request.epoch), _TRANSFORM)
+            return lambda index, words: (epoch.per_example(index),)
         return lambda index, words: ()
 
     def _collated(self, samples: list[Any], request: Request) -> Any:

@@ -1,9 +1,10 @@
-"""Draws: pure functions from a key and a shape to random numbers, each one call of Philox.
+"""Draws: pure functions from a key and a shape to random numbers, each from one stream.
 
-Element e of a draw depends only on (key, draw, e, example, batch): not on the number of elements (a longer draw
-starts with the shorter one), and not on the number of examples. In a draw per example, of shape (n, *rest), e counts
-within `rest`. Integers, `uniform` on [0, 1) and `bernoulli` have equal bits on every device, in eager, compiled and
-under vmap; draws that compute logarithms and cosines agree up to the last few bits.
+Element e of a draw depends only on (key, name, example, e): not on the number of elements (a longer draw starts with
+the shorter one), and not on the number of examples. In a draw per example, of shape (n, *rest), e counts within `rest`.
+Integers, `uniform` on [0, 1) and `bernoulli` have equal bits on every device and with every torch, in eager, compiled
+and under vmap; draws that compute logarithms and cosines agree up to the last few bits. `bits` and `uniform` of a key
+equal those of `torch.func._random`, and `normal` up to rounding.
 
 Every draw takes a key (int64 of shape (2,)) or an `Rng` as its first argument, creates its result on the key's
 device, and does not use torch's global generators. Two draws from one key read the same words: split the key, or
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import shown
+from purecompose.random.emulation import PRECISION
 from purecompose.random.keys import Rng, as_rng, fold_in, key, salt, split
-from purecompose.random.philox import WORD, philox_lanes
+from purecompose.random.philox import WORD
+from purecompose.random.streams import numbers
 
 
 __all__ = [
@@ -28,11 +31,12 @@ __all__ = [
     "bits",
     "box_muller",
     "check_float",
-    "element_words",
+    "drawn",
+    "element_bits",
     "fold_in",
-    "join53",
     "key",
     "normal",
+    "open_unit",
     "randint",
     "salt",
     "split",
@@ -40,9 +44,6 @@ __all__ = [
 ]
 
 Shape = int | Sequence[int]
-
-# Significant bits of a float, including the hidden one: with this many random bits, uniform numbers are exact.
-_PRECISION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 def bits(key: Tensor | Rng, shape: Shape) -> Tensor:
@@ -60,7 +61,7 @@ def bits(key: Tensor | Rng, shape: Shape) -> Tensor:
         >>> bits(key(0), 2).tolist()
         [1713891541, 3781805453]
     """
-    return element_words(key, shape, 1, "bits").squeeze(-1)
+    return drawn(key, shape, torch.uint32, "bits")
 
 
 def uniform(
@@ -86,22 +87,18 @@ def uniform(
 
     Example:
         >>> uniform(key(0), 2)
-        tensor([0.3990, 0.8805])
+        tensor([0.1559, 0.4132])
     """
     check_float(dtype, "uniform")
     is_unit = low == 0.0 and high == 1.0
     if not is_unit:
         _check_bounds(low, high, dtype)
-    precision = _PRECISION[dtype]
-    if dtype == torch.float64:
-        unit = join53(element_words(key, shape, 2, "uniform")).to(dtype) * 2.0**-53
-    else:
-        words = element_words(key, shape, 1, "uniform").squeeze(-1)
-        unit = (words >> (32 - precision)).to(torch.float32) * 2.0**-precision
+    unit = drawn(key, shape, dtype, "uniform")
     if is_unit:
-        return unit.to(dtype)
+        return unit
     # Clamped, because rounding may reach `high`, which must not be returned.
-    return (low + (high - low) * unit).to(dtype).clamp(max=_greatest_below(high, dtype))
+    wide = unit if PRECISION[dtype] >= 24 else unit.to(torch.float32)
+    return (low + (high - low) * wide).to(dtype).clamp(max=_greatest_below(high, dtype))
 
 
 def normal(
@@ -136,12 +133,7 @@ def normal(
         raise ValueError(f"normal: expected std >= 0, got {std}")
     sizes, lead, count = _layout(as_rng(key, "normal"), shape, "normal")
     pairs = (*lead, (count + 1) // 2)
-    if dtype == torch.float64:
-        units = join53(element_words(key, pairs, 4, "normal").unflatten(-1, (2, 2))).to(dtype)
-        radius, angle = ((units + 0.5) * 2.0**-53).unbind(-1)
-    else:
-        units = element_words(key, pairs, 2, "normal").to(torch.float32)
-        radius, angle = ((units + 0.5) * 2.0**-32).unbind(-1)
+    radius, angle = open_unit(key, (*pairs, 2), dtype, "normal", wide=torch.float32).unbind(-1)
     standard = torch.stack(box_muller(radius, angle), dim=-1).flatten(-2)
     standard = standard.narrow(-1, 0, count).reshape(sizes)
     if isinstance(std, Tensor) or std != 1.0:
@@ -168,20 +160,20 @@ def bernoulli(key: Tensor | Rng, p: float | Tensor, shape: Shape | None = None) 
 
     Example:
         >>> bernoulli(key(0), 0.5, 4).tolist()
-        [True, False, False, False]
+        [False, True, True, True]
     """
     if isinstance(p, Tensor):
         # A power of two scales without rounding, and integers compare equally on every device.
-        threshold = (p.to(torch.promote_types(p.dtype, torch.float32)) * 2.0**32).to(torch.int64)
-        sizes = p.shape if shape is None else shape
-    else:
-        if isinstance(p, (tuple, list, torch.Size)):
-            raise TypeError(f"bernoulli: expected bernoulli(key, p, shape), with a probability p, got p={p}")
-        if not 0 <= p <= 1:
-            raise ValueError(f"bernoulli: expected a probability in [0, 1], got p={p} ({type(p).__name__})")
-        threshold = int(p * 2**32)
-        sizes = () if shape is None else shape
-    return element_words(key, sizes, 1, "bernoulli").squeeze(-1) < threshold
+        threshold = (p.to(torch.promote_types(p.dtype, torch.float32)) * 2.0**32).to(torch.int64) - 2**31
+        return drawn(key, p.shape if shape is None else shape, torch.int32, "bernoulli").to(torch.int64) < threshold
+    if isinstance(p, (tuple, list, torch.Size)):
+        raise TypeError(f"bernoulli: expected bernoulli(key, p, shape), with a probability p, got p={p}")
+    if not 0 <= p <= 1:
+        raise ValueError(f"bernoulli: expected a probability in [0, 1], got p={p} ({type(p).__name__})")
+    bits = drawn(key, () if shape is None else shape, torch.int32, "bernoulli")
+    threshold = int(p * 2**32) - 2**31
+    # The threshold of p=1 exceeds int32.
+    return bits < threshold if threshold < 2**31 else torch.ones_like(bits, dtype=torch.bool)
 
 
 def randint(key: Tensor | Rng, shape: Shape, low: int | Tensor, high: int | Tensor) -> Tensor:
@@ -205,47 +197,50 @@ def randint(key: Tensor | Rng, shape: Shape, low: int | Tensor, high: int | Tens
 
     Example:
         >>> randint(key(0), 4, 0, 10).tolist()
-        [8, 6, 3, 0]
+        [3, 7, 9, 6]
     """
     span = high - low
     if not isinstance(span, Tensor) and not 0 < span < 2**63:
         raise ValueError(f"randint: expected low < high, less than 2**63 apart, got low={low}, high={high}")
-    lower, upper = element_words(key, shape, 2, "randint").unbind(-1)
-    return low + _multiply_high(lower, upper, span)
+    word = drawn(key, shape, torch.int64, "randint")
+    return low + _multiply_high(word & WORD, word >> 32 & WORD, span)
 
 
-def element_words(key: Tensor | Rng, shape: Shape, num: int, what: str) -> Tensor:
-    """Return the words of a draw, `num` for each element, from one call of Philox.
+def drawn(key: Tensor | Rng, shape: Shape, dtype: torch.dtype, what: str) -> Tensor:
+    """Return the first numbers of a draw's stream.
 
     Args:
         key: A key or an `Rng`.
         shape: Sizes of the draw; for an `Rng` of n examples, (n, ...).
-        num: Number of words per element.
+        dtype: int32 or int64 for random bits, uint32 for words in an int64 tensor, or a float for uniform numbers on
+            [0, 1).
         what: The draw's name, for errors.
-
-    Returns:
-        int64 words of shape (*shape, num).
 
     Raises:
         TypeError: As for `bits`.
         ValueError: As for `bits`.
     """
     rng = as_rng(key, what)
-    sizes, lead, count = _layout(rng, shape, what)
-    count = count * num
-    blocks = (count + 3) // 4
-    element = torch.arange(blocks, dtype=torch.int64, device=rng.key.device)
-    example = rng.example & WORD
-    if lead and isinstance(example, Tensor):
-        example = example.unsqueeze(-1)
-    words = philox_lanes(element, rng.draw, example, rng.batch, rng.key)
-    return words.reshape(*lead, 4 * blocks).narrow(-1, 0, count).reshape(*sizes, num)
+    return numbers_of(rng, _layout(rng, shape, what)[0], dtype)
 
 
-def join53(words: Tensor) -> Tensor:
-    """Return 53 random bits from each pair of words: int64 of shape (...) from (..., 2)."""
-    lower, upper = words.unbind(-1)
-    return (upper << 21) | (lower >> 11)
+def numbers_of(rng: Rng, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return the numbers of a checked draw. All draws go through this function, which `testing` listens to."""
+    return numbers(rng.streams(), sizes, dtype)
+
+
+def element_bits(key: Tensor | Rng, shape: Shape, num: int, what: str) -> Tensor:
+    """Return `num` int32 of random bits for each element of a draw, (*shape, num); the rest as for `drawn`."""
+    rng = as_rng(key, what)
+    return numbers_of(rng, (*_layout(rng, shape, what)[0], num), torch.int32)
+
+
+def open_unit(key: Tensor | Rng, shape: Shape, dtype: torch.dtype, what: str, *, wide: torch.dtype) -> Tensor:
+    """Return uniform numbers on (0, 1]: float64 from 53 bits for float64; from 32, in `wide`, for narrower dtypes."""
+    if dtype == torch.float64:
+        upper = (drawn(key, shape, torch.int64, what) >> 11) & (2**53 - 1)
+        return (upper.to(torch.float64) + 0.5) * 2.0**-53
+    return (drawn(key, shape, torch.uint32, what).to(wide) + 0.5) * 2.0**-32
 
 
 def box_muller(radius: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
@@ -257,8 +252,8 @@ def box_muller(radius: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_float(dtype: torch.dtype, what: str) -> None:
     """Raise TypeError unless `dtype` is a float that draws are defined for; `what` names the draw."""
-    if dtype not in _PRECISION:
-        names = ", ".join(str(known) for known in _PRECISION)
+    if dtype not in PRECISION:
+        names = ", ".join(str(known) for known in PRECISION)
         raise TypeError(f"{what}: expected a dtype of {names}, got {dtype}")
 
 
@@ -272,12 +267,12 @@ def _layout(rng: Rng, shape: Shape, what: str) -> tuple[tuple[int, ...], tuple[i
             raise TypeError(f"{what}: expected a shape of ints, got {shown(size)} in {shape}")
         if size < 0:
             raise ValueError(f"{what}: expected sizes >= 0, got shape {sizes}")
-    example = rng.example
-    if not isinstance(example, Tensor) or example.dim() == 0:
+    examples = rng.examples
+    if examples is None or examples.dim() == 1:
         return sizes, (), math.prod(sizes)
-    if not sizes or sizes[0] != example.shape[0]:
+    if not sizes or sizes[0] != examples.shape[0]:
         raise ValueError(
-            f"{what}: expected shape[0] to be the number of examples, {example.shape[0]}, got shape {sizes}; "
+            f"{what}: expected shape[0] to be the number of examples, {examples.shape[0]}, got shape {sizes}; "
             "draw (n, ...), or use rng.per_example(None) for a draw for the whole batch"
         )
     return sizes, (sizes[0],), math.prod(sizes[1:])
@@ -298,7 +293,7 @@ def _greatest_below(bound: float, dtype: torch.dtype) -> float:
     if mantissa == 0.5:  # below a power of two the floats are twice as dense
         exponent -= 1
     least = info.smallest_normal * info.eps
-    spacing = least if bound == 0 else max(math.ldexp(1.0, exponent - _PRECISION[dtype]), least)
+    spacing = least if bound == 0 else max(math.ldexp(1.0, exponent - PRECISION[dtype]), least)
     return (math.ceil(bound / spacing) - 1) * spacing
 
 

@@ -1,11 +1,9 @@
-"""Keys: make, split and fold them, and name the place of a draw.
+"""Keys: make, split and fold them, and name a draw.
 
-A key is an int64 tensor of shape (2,), two words. A draw reads only the Philox blocks at
-
-    counter = (element, draw, example, batch)
-
-so a draw can be repeated by a rank, a microbatch or a resumed run, and no draw affects another. `Rng` holds a key and
-the last three numbers of that counter.
+A key is an int64 tensor of shape (2,), a seed and an offset, as in `torch.func._random`, where it is uint64. It is the
+start of a stream of blocks of four words: a draw reads the first of them, and `fold_in(key, data)` takes block `data`
+as the new key. So use a key for one of these only: for draws, or as the parent of other keys. The draws of an `Rng`
+have streams of their own, one for each name and each example.
 """
 
 from dataclasses import dataclass, field, replace
@@ -18,10 +16,11 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from purecompose._support.checks import check_whole, shown
-from purecompose.random.philox import WORD, philox_lanes
+from purecompose.random.philox import WORD
+from purecompose.random.streams import folded
 
 
-__all__ = ["Rng", "as_rng", "fold_in", "key", "salt", "split"]
+__all__ = ["Rng", "as_rng", "fold_in", "key", "salt", "signed", "split"]
 
 
 def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -32,7 +31,7 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
         device: Device of the key, and of every draw from it.
 
     Returns:
-        int64 of shape (2,): the low and the high word of the seed.
+        int64 of shape (2,): the seed, as a signed number of 64 bits, and the offset 0.
 
     Raises:
         TypeError: The seed is not an integer.
@@ -45,26 +44,26 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
     number = check_whole(seed, "key: seed")
     if not 0 <= number < 2**64:
         raise ValueError(f"key: expected a seed in [0, 2**64), got {seed}; take it modulo 2**64 yourself")
-    return torch.tensor([number & WORD, number >> 32], dtype=torch.int64, device=device)
+    return torch.tensor([signed(number), 0], dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # comparison of tensors has no single truth value
 class Rng:
-    """A key and a place, which together determine a draw.
+    """A key and a name, which together determine a draw.
 
     Two draws from one `Rng` read the same words: give each its own name. Tensor fields are pytree leaves,
     host numbers are part of the structure.
 
     Args:
         key: int64 of shape (2,).
-        draw: A 32-bit salt that identifies the draw; a host number, or a 0-d int64 tensor.
-        example: 0 for draws about the whole batch; else the global indices of the examples in the batch,
-            int64 of shape (n,), or one such index, 0-d. Below 2**32.
-        batch: Number of the batch in the run, a host number or a 0-d int64 tensor, below 2**32.
+        draw: A 32-bit salt that identifies the draw; a host number, or a 0-d int64 tensor. It is added to the upper
+            words of the seed and the offset, so that each name has a stream of its own.
+        examples: None for draws about the whole batch; else the keys of the examples, int64 of shape (n, 2), or of a
+            single one, (2,). `per_example` makes them.
 
     Example:
         >>> from purecompose.random import uniform
-        >>> rng = Rng(key(0), batch=3).named("mixup")
+        >>> rng = Rng(fold_in(key(0), 3)).named("mixup")
         >>> whole = uniform(rng.per_example(torch.arange(4)), (4, 2))
         >>> torch.equal(uniform(rng.per_example(torch.arange(2, 4)), (2, 2)), whole[2:])
         True
@@ -72,12 +71,15 @@ class Rng:
 
     key: Tensor
     draw: int | Tensor = 0
-    example: int | Tensor = 0
-    batch: int | Tensor = 0
+    examples: Tensor | None = None
     _leaf_names: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        names = tuple(name for name in _FIELDS if name == "key" or not isinstance(getattr(self, name), int))
+        names = ("key",)
+        if not isinstance(self.draw, int):
+            names += ("draw",)
+        if self.examples is not None:
+            names += ("examples",)
         object.__setattr__(self, "_leaf_names", names)
 
     def named(self, name: str | int) -> "Rng":
@@ -85,18 +87,30 @@ class Rng:
 
         Siblings named by numbers in [0, 2**32) never share a salt; other names do with probability 2**-32.
         """
-        return replace(self, draw=_mix(self.draw, _name_word(name)))
+        return Rng(self.key, _mix(self.draw, _name_word(name)), self.examples)
 
-    def per_example(self, indices: Tensor | None) -> "Rng":
-        """Return an `Rng` for draws of shape (n, ...), row i for example `indices[i]`; None for the whole batch."""
+    def per_example(self, indices: int | Tensor | None) -> "Rng":
+        """Return an `Rng` for draws of shape (n, ...), row i for example `indices[i]`; None for the whole batch.
+
+        The keys of the examples are `fold_in(key, index)`. A single index, an int or 0-d, is for draws of any shape
+        about that example.
+        """
         if indices is None:
-            return replace(self, example=0)
-        if not isinstance(indices, Tensor) or indices.dtype != torch.int64 or indices.dim() > 1:
+            return replace(self, examples=None)
+        is_index = isinstance(indices, int) and not isinstance(indices, bool)
+        if not is_index and not (isinstance(indices, Tensor) and indices.dtype == torch.int64 and indices.dim() <= 1):
             raise TypeError(
                 "Rng.per_example: expected the examples' global indices, int64 of shape (n,), "
                 f"got {shown(indices)}; pass torch.arange(first, first + n)"
             )
-        return replace(self, example=indices)
+        return replace(self, examples=folded(self.key, indices))
+
+    def streams(self) -> Tensor:
+        """Return the keys whose streams this draw reads: int64 of shape (2,), or (n, 2) for n examples."""
+        keys = self.key if self.examples is None else self.examples
+        if isinstance(self.draw, Tensor):
+            return keys + (self.draw << 32)
+        return keys + signed(self.draw << 32) if self.draw else keys
 
 
 @overload
@@ -106,7 +120,7 @@ def split(key: Rng, num: int = 2) -> list[Rng]: ...
 def split(key: Tensor | Rng, num: int = 2) -> Tensor | list[Rng]:
     """Make `num` keys that are unrelated to each other and to the original key.
 
-    A split into more keys begins with the same ones: `split(key, 3)[:2]` equals `split(key, 2)`.
+    Key i is `fold_in(key, i)`, so a split into more keys begins with the same ones.
 
     Args:
         key: int64 of shape (2,), or an `Rng`.
@@ -128,8 +142,7 @@ def split(key: Tensor | Rng, num: int = 2) -> Tensor | list[Rng]:
         branch = key.named("split")
         return [branch.named(index) for index in range(num)]
     root = as_rng(key, "split").key
-    index = torch.arange(num, dtype=torch.int64, device=root.device)
-    return philox_lanes(index, _SPLIT, 0, 0, root)[:, :2]
+    return folded(root, torch.arange(num, dtype=torch.int64, device=root.device))
 
 
 @overload
@@ -164,11 +177,11 @@ def fold_in(key: Tensor | Rng, data: int | str | Tensor) -> Tensor | Rng:
     if isinstance(data, Tensor):
         if data.dtype != torch.int64 or data.dim() != 0:
             raise TypeError(f"fold_in: expected an int or a 0-d int64 tensor, got {shown(data)}")
-        return philox_lanes(data & WORD, _FOLD_IN, data >> 32 & WORD, 0, root)[:2]
+        return folded(root, data)
     number = check_whole(data, "fold_in: data")
     if not -(2**63) <= number < 2**64:
         raise ValueError(f"fold_in: expected an integer of 64 bits, got {number}")
-    return philox_lanes(number & WORD, _FOLD_IN, number >> 32 & WORD, 0, root)[:2]
+    return folded(root, signed(number))
 
 
 def salt(*names: str | int) -> int:
@@ -182,7 +195,7 @@ def salt(*names: str | int) -> int:
 
 
 def as_rng(key: Tensor | Rng, what: str) -> Rng:
-    """Check a key and give it a place: a bare key becomes a draw about a whole batch, with all numbers 0.
+    """Check a key and return it as an `Rng`: a bare key becomes an unnamed draw about a whole batch.
 
     Args:
         key: int64 of shape (2,), or an `Rng` of such a key.
@@ -199,6 +212,11 @@ def as_rng(key: Tensor | Rng, what: str) -> Rng:
             "make one with key(seed), or use torch.func.vmap for many"
         )
     return rng
+
+
+def signed(number: int) -> int:
+    """Return a number modulo 2**64 as int64 holds it."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def _mix(state: Any, word: int) -> Any:
@@ -229,8 +247,7 @@ def _name_word(name: str | int) -> int:
 _name_word._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-_SPLIT, _FOLD_IN = salt("split"), salt("fold_in")
-_FIELDS = ("key", "draw", "example", "batch")
+_FIELDS = ("key", "draw", "examples")
 
 
 def _flatten(rng: Rng) -> tuple[list[Any], Any]:

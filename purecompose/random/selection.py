@@ -12,7 +12,7 @@ from torch import Tensor
 
 from purecompose._support.checks import shown
 from purecompose._support.device import sent
-from purecompose.random.draws import element_words, join53, randint
+from purecompose.random.draws import drawn, open_unit, randint, uniform
 from purecompose.random.keys import Rng, as_rng
 
 
@@ -44,9 +44,7 @@ def permutation(key: Tensor | Rng, n: int | Tensor) -> Tensor:
         return n.index_select(0, permutation(key, n.shape[0]).to(n.device))
     _check_size(n, "permutation: n")
     rng = _for_all(as_rng(key, "permutation"))
-    lower, upper = element_words(rng, n, 2, "permutation").unbind(-1)
-    # The upper word also fills the sign bit, since the sort only needs all orders to be equally likely.
-    return torch.sort((upper << 32) | lower, stable=True).indices
+    return torch.sort(drawn(rng, n, torch.int64, "permutation"), stable=True).indices
 
 
 def choice(
@@ -95,16 +93,16 @@ def choice(
         return randint(rng, k, 0, max(n, 1)) if replace else permutation(rng, n)[:k]
     weights = _weights(p, n, k, replace, rng.key.device)
     if not replace:
-        units = (join53(element_words(rng, n, 2, "choice")).to(torch.float64) + 0.5) * 2.0**-53
+        units = open_unit(rng, n, torch.float64, "choice", wide=torch.float64)
         return torch.sort(-torch.log(units) / weights, stable=True).indices[:k]
     totals = weights.cumsum(0)
-    units = join53(element_words(rng, k, 2, "choice")).to(torch.float64) * 2.0**-53
+    units = uniform(rng, k, dtype=torch.float64)
     return torch.searchsorted(totals, units * totals[-1:], right=True).clamp(max=n - 1)
 
 
 def _for_all(rng: Rng) -> Rng:
     """Return the `Rng` of a draw for all examples, if it is of several."""
-    return rng.per_example(None) if isinstance(rng.example, Tensor) and rng.example.ndim else rng
+    return rng.per_example(None) if rng.examples is not None and rng.examples.ndim > 1 else rng
 
 
 def _weights(p: Tensor | Sequence[float], n: int, k: int, replace: bool, device: torch.device) -> Tensor:

@@ -108,7 +108,8 @@ def test_each_image_has_its_own_rows_whatever_the_batch_is():
 
 
 def test_samples_of_one_epoch_lose_different_rows():
-    rngs = [random.Rng(random.key(0), 5, index, 2) for index in range(8)]  # as a data set's loader makes them
+    epoch = random.Rng(random.fold_in(random.key(0), 2), 5)
+    rngs = [epoch.per_example(index) for index in range(8)]  # as a data set's loader makes them
     assert len({str(kept(colout_batch(rng, places(1, 1, 20, 20)[0])[0])) for rng in rngs}) == 8
 
 

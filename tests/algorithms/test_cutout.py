@@ -173,7 +173,8 @@ def test_an_image_alone_is_a_batch_of_one():
 
 
 def test_samples_of_one_epoch_have_different_holes():
-    rngs = [random.Rng(random.key(0), 5, index, 2) for index in range(8)]  # as a data set's loader makes them
+    epoch = random.Rng(random.fold_in(random.key(0), 2), 5)
+    rngs = [epoch.per_example(index) for index in range(8)]  # as a data set's loader makes them
     masks = {tuple(cutout_batch(rng, ones(1, 16, 16)).flatten().tolist()) for rng in rngs}
     assert len(masks) == 8
 

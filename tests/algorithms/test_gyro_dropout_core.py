@@ -92,11 +92,10 @@ def test_a_mask_does_not_depend_on_sizes_and_counts():
     assert long.isdisjoint(distinct(gyro_dropout_mask(random.key(3), (8, WIDE), sigma=8, tau=8)))
 
 
-def test_an_rngs_name_matters_but_not_its_batch_and_examples():
+def test_an_rngs_name_matters_but_not_its_examples():
     rng = random.Rng(random.key(0)).named("layer")
     mask = gyro_dropout_mask(rng, (8, WIDE))
-    later = random.Rng(random.key(0), batch=7).named("layer").per_example(torch.arange(8))
-    assert torch.equal(gyro_dropout_mask(later, (8, WIDE)), mask)
+    assert torch.equal(gyro_dropout_mask(rng.per_example(torch.arange(8)), (8, WIDE)), mask)
     assert distinct(mask).isdisjoint(distinct(gyro_dropout_mask(rng.named("other"), (8, WIDE))))
 
 

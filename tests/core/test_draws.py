@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, compose, loop_events, population, stack_states
+from purecompose.core import clock
 from purecompose.core.loop import Grad, Microbatches, advance, forward, loss, update
 from purecompose.errors import UnkeyedRandomError
 from purecompose.testing.ranks import played
@@ -91,6 +92,24 @@ def test_compiled_slices_draw_what_eager_slices_draw(draw):
     step, state = compose(loop_events, microbatches=4), drawing_state(draw)
     compiled = pc.compile(step, backend="eager", quiet=True)
     torch.testing.assert_close(compiled(state, BATCH).params, step(state, BATCH).params)
+
+
+def test_a_step_derives_its_key_once_for_all_draws(monkeypatch):
+    calls = []
+
+    def counted(key: Tensor, data: Tensor) -> Tensor:
+        calls.append(data)
+        return pc.random.fold_in(key, data)
+
+    def note(state: State) -> State:
+        draws = [pc.random.uniform(rng(name), (SIZE,)) for rng in (state.rng, state.example_rng) for name in "ab"]
+        assert len({tuple(draw.tolist()) for draw in draws}) == 4
+        return state
+
+    monkeypatch.setattr(clock, "fold_in", counted)
+    step = compose(loop_events, [changing("note", Event.BATCH_START, note), changing("twice", Event.AFTER_LOSS, note)])
+    step(drawing_state(mean_of_samples), BATCH)
+    assert len(calls) == 1
 
 
 # Forward passes

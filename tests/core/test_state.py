@@ -511,7 +511,7 @@ def test_draws_depend_only_on_name_batch_and_key():
         draw(start(key=2), "mixup"),
     ]
     assert not any(torch.equal(other, base) for other in others)
-    expected = random.Rng(random.key(1), draw=random.salt("mixup"), batch=0)
+    expected = random.Rng(random.fold_in(random.key(1), 0), random.salt("mixup"))
     assert torch.equal(random.uniform(expected, (8,)), base)
 
 

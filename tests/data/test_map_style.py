@@ -144,8 +144,8 @@ def test_transforms_draw_from_their_second_argument(rng, draw):
         assert torch.equal(torch.cat(list(read.epoch(KEY, 3))), whole)
     assert len(set(whole.tolist())) == 4
     if rng == "key":
-        place = pc.random.Rng(KEY, pc.random.salt("data transform", "shift"), torch.arange(4), 3)
-        assert torch.equal(whole, pc.random.uniform(place, (4,)))
+        place = pc.random.Rng(pc.random.fold_in(KEY, 3), pc.random.salt("data transform", "shift"))
+        assert torch.equal(whole, pc.random.uniform(place.per_example(torch.arange(4)), (4,)))
 
 
 def test_a_transform_of_one_argument_draws_globally():
@@ -208,7 +208,7 @@ class Drawing(Dataset):
     def __getitem__(self, index):
         self.num_read += 1
         draws = {"torch": lambda: torch.rand(()).item(), "python": random.random, "numpy": np.random.rand}
-        return index + sum(draws[kind]() for kind in self.kinds if index % self.every == 0)
+        return float(index + sum(draws[kind]() for kind in self.kinds if index % self.every == 0))
 
 
 @pytest.mark.parametrize("kinds", [(), ("torch",), ("python",), ("numpy",), ("torch", "numpy"), ("python", "numpy")])

@@ -9,7 +9,18 @@ from scipy import stats
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from purecompose.random import Rng, beta, distributions, exponential, gamma, key, split, truncated_normal
+from purecompose.random import (
+    Rng,
+    beta,
+    distributions,
+    draws,
+    exponential,
+    fold_in,
+    gamma,
+    key,
+    split,
+    truncated_normal,
+)
 
 
 LEAST_P = 1e-3  # the seeds are fixed, so a statistic that passes once always passes
@@ -120,13 +131,29 @@ def test_the_two_gammas_of_a_beta_are_uncorrelated() -> None:
 def test_all_rounds_failing_gives_a_finite_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """No round accepts these words: the smallest radius word gives a far point, the largest uniform refuses it."""
 
-    def words(key: object, shape: tuple[int, ...], num: int, what: str) -> Tensor:
-        block = torch.tensor([0, 2**31, 2**32 - 1, 2**32 - 1])  # cos = -1: base < 0 at concentration 1
-        return block.repeat(num // 4).expand(*shape, num)
+    def bits(key: object, shape: tuple[int, ...], num: int, what: str) -> Tensor:
+        block = torch.tensor([0, -(2**31), -1, -1], dtype=torch.int32)  # cos = -1: base < 0 at concentration 1
+        return block.repeat(num // 4).repeat(*shape, 1)
 
-    monkeypatch.setattr(distributions, "element_words", words)
-    assert float(gamma(key(0), 1.0, (1,))) == pytest.approx(1 - 1 / 3)
-    assert float(beta(key(0), 1.0, 1.0, (1,))) == pytest.approx(0.5)
+    monkeypatch.setattr(distributions, "element_bits", bits)
+    for shape in ((1,), (2,)):  # a single draw is computed on the host
+        torch.testing.assert_close(gamma(key(0), 1.0, shape), torch.full(shape, 1 - 1 / 3))
+        torch.testing.assert_close(beta(key(0), 1.0, 1.0, shape), torch.full(shape, 0.5))
+
+
+@pytest.mark.parametrize("alpha", [1e-3, 0.2, 1.0, 30.0])
+def test_a_single_draw_equals_the_same_draw_by_tensor_operations(alpha: float) -> None:
+    keys = split(key(4), 50)
+    for draw in (lambda k: gamma(k, alpha, ()), lambda k: beta(k, alpha, torch.tensor(alpha))):
+        torch.testing.assert_close(torch.func.vmap(draw)(keys), torch.stack([draw(k) for k in keys]))
+
+
+def test_a_single_draw_takes_any_tensor_as_parameter() -> None:
+    """Values of tensors are not checked, so they must not raise an error on the host either."""
+    for alpha in (-2.0, math.nan, math.inf, 0.0):
+        weights = torch.tensor([alpha, alpha], dtype=torch.float64)
+        for draw in (gamma, lambda k, a: beta(k, a, a)):
+            torch.testing.assert_close(draw(key(0), weights[:1]), draw(key(0), weights)[:1], equal_nan=True)
 
 
 def test_parameters_may_be_tensors() -> None:
@@ -151,7 +178,7 @@ def test_gamma_and_beta_carry_no_gradient() -> None:
 @each_dtype
 def test_draws_start_with_shorter_draws_and_keep_rows(draw: Callable[..., Tensor], dtype: torch.dtype) -> None:
     assert torch.equal(draw(key(0), 9, dtype=dtype)[:4], draw(key(0), 4, dtype=dtype))
-    rng = Rng(key(0), batch=3).named("x")
+    rng = Rng(fold_in(key(0), 3)).named("x")
     whole = draw(rng.per_example(torch.arange(6)), (6, 2), dtype=dtype)
     some = torch.tensor([4, 1])
     assert torch.equal(draw(rng.per_example(some), (2, 2), dtype=dtype), whole[some])
@@ -180,15 +207,15 @@ def test_compiled_equals_eager(draw: Callable[..., Tensor]) -> None:
 
 
 @each_draw
-def test_one_philox_call(draw: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_stream(draw: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def counted(*arguments: object) -> Tensor:
         calls.append(arguments)
-        return element_words(*arguments)  # type: ignore[arg-type]
+        return numbers(*arguments)  # type: ignore[arg-type]
 
-    element_words = distributions.element_words
-    monkeypatch.setattr(distributions, "element_words", counted)
+    numbers = draws.numbers
+    monkeypatch.setattr(draws, "numbers", counted)
     draw(key(0), (3, 5))
     assert len(calls) == 1
 

@@ -12,8 +12,9 @@ from scipy import stats
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from purecompose.random import Rng, bernoulli, bits, draws, key, normal, philox4x32, randint, split, uniform
+from purecompose.random import Rng, bernoulli, bits, draws, fold_in, key, normal, randint, split, uniform
 from purecompose.random.draws import _greatest_below
+from purecompose.random.emulation import PRECISION
 
 
 # The seeds are fixed, so a statistic that passes once always passes; a wrong law has a p-value of about 0.
@@ -35,14 +36,6 @@ EXACT = [name for name in DRAWS if not name.startswith("normal")]
 each_draw = pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
 
 
-def test_bits_read_the_documented_counter() -> None:
-    """counter = (element block, draw, example, batch), four elements to a block."""
-    rng = Rng(key(5), draw=11, batch=13).per_example(torch.tensor([3, 9]))
-    counters = torch.tensor([[[block, 11, example, 13] for block in (0, 1)] for example in (3, 9)])
-    expected = philox4x32(counters, key(5)).reshape(2, 8)[:, :6].reshape(2, 2, 3)
-    assert torch.equal(bits(rng, (2, 2, 3)), expected)
-
-
 @each_draw
 @given(few=st.integers(0, 20), more=st.integers(0, 20))
 def test_longer_draws_start_with_shorter_ones(draw: Callable[..., Tensor], few: int, more: int) -> None:
@@ -53,7 +46,7 @@ def test_longer_draws_start_with_shorter_ones(draw: Callable[..., Tensor], few: 
 @each_draw
 @given(st.permutations(range(7)), st.integers(0, 7), st.integers(1, 6))
 def test_rows_belong_to_their_examples(draw: Callable[..., Tensor], order: list[int], num: int, width: int) -> None:
-    rng = Rng(key(2), batch=torch.tensor(4)).named("noise")
+    rng = Rng(fold_in(key(2), torch.tensor(4))).named("noise")
     whole = draw(rng.per_example(torch.arange(7)), (7, width))
     some = torch.tensor(order[:num], dtype=torch.int64)
     assert torch.equal(draw(rng.per_example(some), (num, width)), whole[some])
@@ -76,8 +69,8 @@ def test_different_places_have_different_draws(draw: Callable[..., Tensor]) -> N
         Rng(key(4)),
         rng.named("a"),
         rng.named("b"),
-        Rng(key(3), batch=1),
-        rng.per_example(torch.tensor(1)),
+        Rng(fold_in(key(3), 1)),
+        rng.per_example(torch.tensor(2)),
     ]
     drawn = [tuple(draw(place, 40).tolist()) for place in places]
     assert len(set(drawn)) == len(places)
@@ -97,7 +90,7 @@ def test_vmap_equals_loop(name: str) -> None:
 @each_draw
 def test_traces(draw: Callable[..., Tensor], tracing_mode: Literal["real", "fake"]) -> None:
     def step(key: Tensor, first: Tensor, batch: Tensor) -> Tensor:
-        return draw(Rng(key, 6, first + torch.arange(4), batch), (4, 3))
+        return draw(Rng(fold_in(key, batch), 6).per_example(first + torch.arange(4)), (4, 3))
 
     traced = make_fx(step, tracing_mode=tracing_mode)(key(0), torch.tensor(0), torch.tensor(0))
     arguments = (key(9), torch.tensor(8), torch.tensor(3))
@@ -109,7 +102,7 @@ def test_traces(draw: Callable[..., Tensor], tracing_mode: Literal["real", "fake
 @pytest.mark.parametrize("name", DRAWS)
 def test_compiled_equals_eager(name: str) -> None:
     def step(key: Tensor, examples: Tensor) -> Tensor:
-        return DRAWS[name](Rng(key, 6, examples, 2), (5, 3))
+        return DRAWS[name](Rng(fold_in(key, 2), 6).per_example(examples), (5, 3))
 
     torch.compiler.reset()  # otherwise the names count as recompilations of one function, which are limited
     compiled = torch.compile(step, fullgraph=True, dynamic=False)
@@ -119,15 +112,15 @@ def test_compiled_equals_eager(name: str) -> None:
 
 
 @each_draw
-def test_one_philox_call_and_no_global_generator(draw: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_stream_and_no_global_generator(draw: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def counted(*lanes: object) -> Tensor:
-        calls.append(lanes)
-        return philox_lanes(*lanes)  # type: ignore[arg-type]
+    def counted(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        calls.append(key)
+        return numbers(key, shape, dtype)
 
-    philox_lanes = draws.philox_lanes
-    monkeypatch.setattr(draws, "philox_lanes", counted)
+    numbers = draws.numbers
+    monkeypatch.setattr(draws, "numbers", counted)
     before = torch.get_rng_state()
     draw(key(0), (3, 5))
     assert len(calls) == 1
@@ -171,7 +164,7 @@ def test_neighbours_are_uncorrelated() -> None:
     """Pairs (element, next), (example, next) and (batch, next) fill the square evenly."""
     rng = Rng(key(0))
     table = uniform(rng.per_example(torch.arange(200)), (200, 100))
-    later = uniform(Rng(key(0), batch=1).per_example(torch.arange(200)), (200, 100))
+    later = uniform(Rng(fold_in(key(0), 1)).per_example(torch.arange(200)), (200, 100))
     pairs = [(table[:, :-1], table[:, 1:]), (table[:-1], table[1:]), (table, later)]
     for first, second in pairs:
         cells = (first * 8).long() * 8 + (second * 8).long()
@@ -188,10 +181,10 @@ def test_uniform_distribution(dtype: torch.dtype) -> None:
     assert stats.kstest(moved.numpy(), "uniform", args=(-3, 8)).pvalue > LEAST_P
 
 
-def test_uniform_is_the_words_upper_bits() -> None:
+def test_uniform_is_the_words_lower_bits() -> None:
     words = bits(key(7), 50).tolist()
-    assert uniform(key(7), 50).tolist() == [(word >> 8) / 2**24 for word in words]
-    wide = [((high << 32 | low) >> 11) / 2**53 for low, high in zip(words[::2], words[1::2], strict=True)]
+    assert uniform(key(7), 50).tolist() == [word % 2**24 / 2**24 for word in words]
+    wide = [(high << 32 | low) % 2**53 / 2**53 for high, low in zip(words[::2], words[1::2], strict=True)]
     assert uniform(key(7), 25, dtype=torch.float64).tolist() == wide
 
 
@@ -215,26 +208,33 @@ def test_uniform_stays_below_its_bound(dtype: torch.dtype, low: int, width: floa
     assert draw.max() < high
 
 
-def test_the_greatest_word_stays_below_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    def greatest(key: object, shape: tuple[int, ...], num: int, what: str) -> Tensor:
-        return torch.full((*shape, num), 2**32 - 1)
+def constant(word: int) -> Callable[..., Tensor]:
+    """Return a function in place of `draws.numbers` whose streams consist of one word."""
 
-    monkeypatch.setattr(draws, "element_words", greatest)
+    def numbers(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if dtype in PRECISION:
+            scale = 2 ** PRECISION[dtype]
+            return torch.full(shape, (word << 32 | word) % scale / scale, dtype=dtype)
+        value = word if dtype == torch.uint32 else word << 32 | word
+        wide = torch.full(shape, (value + 2**63) % 2**64 - 2**63)
+        return wide.to(torch.int32) if dtype == torch.int32 else wide
+
+    return numbers
+
+
+def test_the_greatest_word_stays_below_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws, "numbers", constant(2**32 - 1))
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for low, high in ((0.0, 1.0), (1.0, 2.0), (-2.0, -1.0), (0.0, 0.1), (-1.0, 0.0), (100.0, 101.0)):
             draw = uniform(key(0), (1,), low=low, high=high, dtype=dtype)
             assert low <= float(draw) < high
-    assert bernoulli(key(0), 1.0, (1,)).all()
     assert randint(key(0), (1,), 3, 10).item() == 9
     assert randint(key(0), (1,), 0, 2**63 - 1).item() == 2**63 - 2
     assert torch.isfinite(normal(key(0), (1,))).all()
 
 
 def test_the_least_word_keeps_normal_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    def least(key: object, shape: tuple[int, ...], num: int, what: str) -> Tensor:
-        return torch.zeros((*shape, num), dtype=torch.int64)
-
-    monkeypatch.setattr(draws, "element_words", least)
+    monkeypatch.setattr(draws, "numbers", constant(0))
     assert normal(key(0), (1,)).item() == pytest.approx(math.sqrt(2 * 33 * math.log(2)))
     longest = normal(key(0), (1,), dtype=torch.float64).item()
     assert longest == pytest.approx(math.sqrt(2 * 54 * math.log(2)))
@@ -331,6 +331,15 @@ def test_bernoulli_detects_arguments_in_the_wrong_order() -> None:
         bernoulli(key(0), (3, 2), 0.5)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("word", [0, 2**31 - 1, 2**31, 2**32 - 1])
+def test_bernoulli_compares_the_word_as_a_signed_number(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws, "numbers", constant(word))
+    share = (word + 2**31) % 2**32 / 2**32
+    for p in (0.0, 2.0**-32, share, min(share + 2.0**-32, 1.0), 1.0):
+        assert bernoulli(key(0), p, ()).item() == (share < p)
+        assert bernoulli(key(0), torch.tensor(p, dtype=torch.float64)).item() == (share < p)
+
+
 def test_bernoulli_bounds_are_certain() -> None:
     assert not bernoulli(key(0), 0.0, 5000).any()
     assert bernoulli(key(0), 1.0, 5000).all()
@@ -373,7 +382,7 @@ spans = st.one_of(st.integers(1, 100), st.integers(2**31 - 2, 2**33), st.integer
 def test_randint_is_the_high_product(span: int, low: int) -> None:
     """The reference uses Python's integers, which do not wrap; the tensor form always takes the general path."""
     words = bits(key(9), 12).tolist()
-    wide = [high << 32 | lower for lower, high in zip(words[::2], words[1::2], strict=True)]
+    wide = [high << 32 | lower for high, lower in zip(words[::2], words[1::2], strict=True)]
     expected = [low + (word * span >> 64) for word in wide]
     if low + span <= 2**63 - 1:
         assert randint(key(9), 6, low, low + span).tolist() == expected
@@ -391,14 +400,3 @@ def test_randint_takes_a_range_per_element() -> None:
 def test_randint_checks_its_range(low: int, high: int) -> None:
     with pytest.raises(ValueError, match="low < high"):
         randint(key(0), 2, low, high)
-
-
-def test_uniforms_agree_with_torchs_own_philox() -> None:
-    """torch.func._random is experimental and has no CPU kernels in 2.13, so it is compared where it runs."""
-    module = pytest.importorskip("torch.func._random", reason="no torch.func._random in this torch")
-    try:
-        theirs = module.uniform(module.key(5), 20_000)
-    except (NotImplementedError, RuntimeError, AttributeError) as error:
-        pytest.skip(f"torch.func._random does not run here: {type(error).__name__}")
-    result: Any = stats.ks_2samp(theirs.numpy(), uniform(key(5), 20_000).numpy())
-    assert result.pvalue > LEAST_P

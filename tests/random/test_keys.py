@@ -19,8 +19,9 @@ names = st.one_of(st.text(max_size=8), st.integers(0, 2**32 - 1))
 
 @given(seeds)
 def test_key_holds_the_seed(seed: int) -> None:
-    low, high = key(seed).tolist()
-    assert low + 2**32 * high == seed
+    number, offset = key(seed).tolist()
+    assert number % 2**64 == seed
+    assert offset == 0
     assert key(seed).dtype == torch.int64
 
 
@@ -40,6 +41,12 @@ def test_key_refuses_wide_seeds(seed: int) -> None:
         key(seed)
 
 
+@given(seeds, st.integers(0, 9))
+def test_split_folds_in_the_numbers(seed: int, num: int) -> None:
+    folded = [fold_in(key(seed), index).tolist() for index in range(num)]
+    assert split(key(seed), num).tolist() == folded
+
+
 @given(seeds, st.integers(0, 9), st.integers(0, 9))
 def test_split_has_the_prefix_law(seed: int, few: int, more: int) -> None:
     few, more = sorted((few, more))
@@ -49,12 +56,12 @@ def test_split_has_the_prefix_law(seed: int, few: int, more: int) -> None:
 
 def test_keys_of_a_tree_are_distinct() -> None:
     root = key(0)
-    made = [root, *split(root, 100), *(fold_in(root, i) for i in range(100)), *split(split(root)[1], 100)]
+    made = [root, *split(root, 100), *(fold_in(root, -i) for i in range(1, 100)), *split(split(root)[1], 100)]
     assert len({tuple(k.tolist()) for k in made}) == len(made)
 
 
 def test_draws_of_split_keys_are_uncorrelated_with_the_parents() -> None:
-    seen = [set(bits(k, 64).tolist()) for k in (key(0), *split(key(0), 8), fold_in(key(0), 0), key(1))]
+    seen = [set(bits(k, 64).tolist()) for k in (key(0), *split(key(0), 8), fold_in(key(0), -1), key(1))]
     assert all(a.isdisjoint(b) for a, b in itertools.combinations(seen, 2))
 
 
@@ -159,11 +166,11 @@ def test_a_salt_on_the_device_mixes_as_on_the_host(first: str | int, second: str
 
 
 def test_rng_splits_and_folds_by_name() -> None:
-    rng = Rng(key(0), batch=2)
+    rng = Rng(key(0))
     parts = split(rng, 3)
     assert len({rng.draw, *(part.draw for part in parts)}) == 4
     assert [part.draw for part in split(rng, 5)[:3]] == [part.draw for part in parts]
-    assert all(part.key is rng.key and part.batch == 2 for part in parts)
+    assert all(part.key is rng.key for part in parts)
     assert fold_in(rng, "noise").draw == rng.named("noise").draw
     with pytest.raises(TypeError, match="expected a str or an int for an Rng"):
         fold_in(rng, torch.tensor(1))  # type: ignore[arg-type]
@@ -171,25 +178,35 @@ def test_rng_splits_and_folds_by_name() -> None:
 
 def test_per_example_checks_its_indices() -> None:
     rng = Rng(key(0)).per_example(torch.arange(3))
-    assert rng.per_example(None).example == 0
-    for wrong in (3, [0, 1], torch.tensor([0.0]), torch.zeros(2, 2, dtype=torch.int64)):
+    assert rng.per_example(None).examples is None
+    for wrong in (True, [0, 1], torch.tensor([0.0]), torch.zeros(2, 2, dtype=torch.int64)):
         with pytest.raises(TypeError, match="global indices"):
             rng.per_example(wrong)  # type: ignore[arg-type]
 
 
 def test_rng_is_a_pytree_of_its_tensors() -> None:
-    rng = Rng(key(0), draw=5, example=torch.arange(3), batch=torch.tensor(2))
+    rng = Rng(key(0), draw=5).per_example(torch.arange(3))
     leaves, spec = _pytree.tree_flatten(rng)
-    assert [leaf.shape for leaf in leaves] == [(2,), (3,), ()]
+    assert [leaf.shape for leaf in leaves] == [(2,), (3, 2)]
     again = _pytree.tree_unflatten(leaves, spec)
     assert again.draw == 5
     assert torch.equal(bits(again, 3), bits(rng, 3))
     paths = [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(rng)[0]]
-    assert paths == [".key", ".example", ".batch"]
+    assert paths == [".key", ".examples"]
 
 
 def test_rng_passes_through_vmap() -> None:
     keys = split(key(0), 3)
-    rngs = Rng(keys, draw=salt("noise"), batch=4)
+    rngs = Rng(keys, draw=salt("noise"))
     mapped = torch.func.vmap(lambda rng: bits(rng, 5))(rngs)
-    assert torch.equal(mapped, torch.stack([bits(Rng(k, salt("noise"), 0, 4), 5) for k in keys]))
+    assert torch.equal(mapped, torch.stack([bits(Rng(k, salt("noise")), 5) for k in keys]))
+
+
+def test_names_and_examples_have_streams_of_their_own() -> None:
+    """The salt is added to the upper words of seed and offset; an example's key is folded in."""
+    rng = Rng(fold_in(key(7), 3)).named("noise")
+    seed, offset = fold_in(rng.key, 4).tolist()
+    shift = salt("noise") << 32
+    expected = [(number + shift + 2**63) % 2**64 - 2**63 for number in (seed, offset)]
+    assert rng.per_example(4).streams().tolist() == expected
+    assert rng.per_example(torch.tensor([2, 4])).streams()[1].tolist() == expected

@@ -57,7 +57,7 @@ def test_words_of_a_counter_may_be_ints(counter: tuple[int, ...], key: tuple[int
 
 def test_words_of_a_counter_broadcast() -> None:
     columns, rows = torch.arange(3), torch.arange(2).unsqueeze(-1)
-    result = philox_lanes(columns, 7, rows, 9, torch.tensor([1, 2]))
+    result = torch.stack(philox_lanes(columns, 7, rows, 9, *torch.tensor([1, 2])), dim=-1)
     assert result.shape == (2, 3, 4)
     assert result[1, 2].tolist() == philox_in_python([2, 7, 1, 9], [1, 2])
 

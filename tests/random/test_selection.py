@@ -10,7 +10,7 @@ from scipy import stats
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from purecompose.random import Rng, bits, choice, key, permutation, split
+from purecompose.random import Rng, bits, choice, fold_in, key, permutation, split
 
 
 LEAST_P = 1e-3  # the seeds are fixed, so a statistic that passes once always passes
@@ -32,7 +32,7 @@ def test_permutation_returns_a_permutation(seed: int, n: int) -> None:
 def test_permutation_sorts_its_words() -> None:
     """The reference is Python's sort of (upper as signed, lower), from the words of `bits`."""
     words = bits(key(3), 40).tolist()
-    keys = [((high ^ 2**31) << 32) | low for low, high in zip(words[::2], words[1::2], strict=True)]
+    keys = [((high ^ 2**31) << 32) | low for high, low in zip(words[::2], words[1::2], strict=True)]
     assert permutation(key(3), 20).tolist() == sorted(range(20), key=keys.__getitem__)
 
 
@@ -54,13 +54,13 @@ def test_permutation_of_rows() -> None:
 
 
 def test_several_examples_are_ignored_and_a_single_one_is_not() -> None:
-    rng = Rng(key(0), batch=2).named("order")
+    rng = Rng(fold_in(key(0), 2)).named("order")
     part, one = rng.per_example(torch.arange(3, 5)), rng.per_example(torch.tensor(3))
     assert torch.equal(permutation(part, 9), permutation(rng, 9))
     assert torch.equal(choice(part, 9, 4), choice(rng, 9, 4))
     assert not torch.equal(permutation(one, 9), permutation(rng, 9))
     assert not torch.equal(choice(one, 9, 4), choice(rng, 9, 4))
-    assert not torch.equal(permutation(Rng(key(0), batch=3).named("order"), 9), permutation(rng, 9))
+    assert not torch.equal(permutation(Rng(fold_in(key(0), 3)).named("order"), 9), permutation(rng, 9))
 
 
 WEIGHTS = torch.tensor([1.0, 4.0, 0.0, 2.0, 3.0])

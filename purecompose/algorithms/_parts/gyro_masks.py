@@ -3,6 +3,8 @@
 Mask j depends only on (key, j), and a choice on (key, period), so neither has to be stored.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -142,8 +144,8 @@ def chosen_masks(
     feature_dim: int | None,
 ) -> Tensor:
     """Do what `gyro_dropout_mask` does, for checked settings and given groups."""
-    root = random.Rng(rng.key, draw=rng.draw)
-    choosing = random.Rng(rng.key, draw=rng.draw, batch=period).named("choice")
+    root = rng.per_example(None)
+    choosing = replace(root, key=random.fold_in(root.key, period)).named("choice")
     chosen = random.choice(choosing, sigma, tau)
     # The mask's number in the bank replaces the example's number, so that only the chosen masks are drawn.
     masks = random.bernoulli(root.named("bank").per_example(chosen), 1 - p, (tau, *_own_shape(shape, feature_dim)))

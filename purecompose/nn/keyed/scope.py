@@ -96,16 +96,15 @@ class Scope(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.draws = draws
-        # A draw that is not per example belongs to a slice of the batch, which its first example identifies.
-        self.rng = replace(rng, example=first_example)
+        self.rng = rng.per_example(None)
         self.num_examples = num_examples
         self.first_example = first_example
         # The regions whose recomputation repeats these draws: the one in which the scope was opened (a recomputation
         # opens it again), and those that `checkpoint` adds.
         self.replayable_hooks: list[tuple[Any, Any] | None] = [top_hooks()]
-        self._indices: Tensor | None = None
-        if num_examples is not None:
-            self._indices = torch.arange(num_examples, device=rng.key.device) + first_example
+        # Derived when first needed, and shared by all draws of the pass.
+        self._keys_of_examples: Tensor | None = None
+        self._key_of_slice: Tensor | None = None
 
     def draw(
         self,
@@ -136,17 +135,32 @@ class Scope(TorchFunctionMode):
         """
         self._check_replayable(func)
         shape = tuple(shape)
-        rng = self._moved(self.rng.named(self.draws), device)
+        rng = self.rng.named(self.draws)
         self.draws += 1
         if not shape:  # a decision about the whole batch, such as to drop a block
-            return sampler(replace(rng, example=0), shape)
+            return sampler(_moved(rng, device), shape)
         count = self.num_examples if per_example else None
-        if self._indices is None or not (count and shape[0] and shape[0] % count == 0):
-            return sampler(rng, shape)
-        rng = rng.per_example(self._indices.to(device))
+        if not (count and shape[0] and shape[0] % count == 0):
+            return sampler(_moved(replace(rng, examples=self._slice()), device), shape)
+        rng = _moved(replace(rng, examples=self._examples(count)), device)
         if shape[0] == count:
             return sampler(rng, shape)
         return sampler(rng, (count, shape[0] // count, *shape[1:])).reshape(shape)
+
+    def _examples(self, count: int) -> Tensor:
+        """Return the keys of the examples, (n, 2)."""
+        if self._keys_of_examples is None:
+            indices = torch.arange(count, device=self.rng.key.device) + self.first_example
+            self._keys_of_examples = self.rng.per_example(indices).examples
+        assert self._keys_of_examples is not None
+        return self._keys_of_examples
+
+    def _slice(self) -> Tensor:
+        """Return the key of draws for all examples of this slice of the batch, which its first example identifies."""
+        if self._key_of_slice is None:
+            self._key_of_slice = self.rng.per_example(self.first_example).examples
+        assert self._key_of_slice is not None
+        return self._key_of_slice
 
     @contextmanager
     def replayable(self) -> Iterator[None]:
@@ -157,11 +171,6 @@ class Scope(TorchFunctionMode):
         finally:
             self.replayable_hooks.pop()
 
-    def _moved(self, rng: Rng, device: torch.device) -> Rng:
-        if rng.key.device == device:
-            return rng
-        return tree_map_only(Tensor, lambda leaf: leaf.to(device), rng)
-
     def _check_replayable(self, func: Any) -> None:
         """Raise inside of torch's own checkpoint, which cannot repeat the draws of a recomputed forward.
 
@@ -171,6 +180,12 @@ class Scope(TorchFunctionMode):
         if is_under_foreign_checkpoint(self.replayable_hooks):
             why = "was called under `torch.utils.checkpoint`, which cannot replay its key"
             raise unkeyed(func, why, "Use `purecompose.nn.layers.checkpoint(fn, *args)` in its place.")
+
+
+def _moved(rng: Rng, device: torch.device) -> Rng:
+    if rng.key.device == device:
+        return rng
+    return tree_map_only(Tensor, lambda leaf: leaf.to(device), rng)
 
 
 def is_under_foreign_checkpoint(replayable_hooks: Iterable[tuple[Any, Any] | None]) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import random as python_random
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
-from purecompose.random import draws as sources, salt
+from purecompose.random import Rng, draws as sources, salt
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.outer import after_batch, begun
@@ -30,11 +31,10 @@ _TWIN, _TWIN_EVERY = "its_twin", 3
 
 
 class _Draw(NamedTuple):
-    """The inputs of the generator for a draw, except the example and the element."""
+    """The inputs of the generator for a draw, except the example and the element. The key follows from the batch."""
 
     key: tuple[int, ...]
     salt: int
-    batch: int
 
 
 _Seen = dict[_Draw, Event]
@@ -82,7 +82,7 @@ def draws_keyed(subject: Subject, case: Case) -> bool:
 def _check_apart(mine: _Seen, theirs: _Seen, what: str) -> None:
     for draw, event in mine.items():
         if draw in theirs:
-            raise Broken(f"{what} (key {draw.key}, salt {draw.salt}, batch {draw.batch})", event=event)
+            raise Broken(f"{what} (key {draw.key}, salt {draw.salt})", event=event)
 
 
 @dataclasses.dataclass
@@ -98,7 +98,7 @@ class _Application:
         """Record a draw; raise `Broken` if an earlier one of another size had the same name."""
         if self.sizes.setdefault(draw, size) != size:
             what = "two draws of different sizes under one name: they begin with the same numbers"
-            raise Broken(f"{what} (key {draw.key}, salt {draw.salt}, batch {draw.batch})", event=self.event)
+            raise Broken(f"{what} (key {draw.key}, salt {draw.salt})", event=self.event)
 
 
 @contextlib.contextmanager
@@ -203,20 +203,21 @@ class _Recorder:
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
         """Record the inputs of every draw while the context is active."""
-        original: Callable[..., Tensor] = sources.philox_lanes
+        original: Callable[..., Tensor] = sources.numbers_of
 
-        def listening(element: Any, draw: Any, example: Any, batch: Any, key: Tensor) -> Tensor:
+        def listening(rng: Rng, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             if self.acting:
                 application = self.acting[-1]
                 with contextlib.suppress(RuntimeError):  # under vmap there is no single value
-                    found = _Draw(tuple(key.tolist()), int(draw), int(batch))
+                    found = _Draw(tuple(rng.key.tolist()), int(rng.draw))
                     self.drawn.setdefault(application.name, {}).setdefault(found, application.event)
                     if application.name == self.subject.name:
-                        application.note(found, len(element))
-            return original(element, draw, example, batch, key)
+                        num_lead = rng.streams().dim() - 1
+                        application.note(found, math.prod(sizes[num_lead:]) * dtype.itemsize)
+            return original(rng, sizes, dtype)
 
-        sources.philox_lanes = listening
+        sources.numbers_of = listening
         try:
             yield
         finally:
-            sources.philox_lanes = original
+            sources.numbers_of = original

@@ -194,8 +194,8 @@ def test_masks_of_any_kind_are_transformed_and_other_targets_are_not():
 def test_the_same_source_gives_the_same_and_others_differ(name):
     transform, image = TRANSFORMS[name], make_pixels()
     by_key = [transform(image, random.key(seed)) for seed in range(6)]
-    by_rng = [transform(image, random.Rng(random.key(0), example=example)) for example in range(6)]
-    assert torch.equal(by_rng[2], transform(image, random.Rng(random.key(0), example=2)))
+    by_rng = [transform(image, random.Rng(random.key(0)).per_example(example)) for example in range(6)]
+    assert torch.equal(by_rng[2], transform(image, random.Rng(random.key(0)).per_example(2)))
     by_generator = [transform(image, torch.Generator().manual_seed(seed)) for seed in range(6)]
     assert torch.equal(by_generator[3], transform(image, torch.Generator().manual_seed(3)))
     with torch.random.fork_rng():
@@ -345,6 +345,6 @@ def test_two_methods_draw_different_numbers_from_one_source():
     one = randaugment_transform(depth=1, augmentation_set=("brightness",))
     two = augmix_transform(depth=1, width=1, augmentation_set=("brightness",))
     for example in range(20):
-        rng = random.Rng(random.key(0), example=example)
+        rng = random.Rng(random.key(0)).per_example(example)
         share_of_equal += int(torch.equal(one._key(rng), two._key(rng)))  # pyright: ignore[reportArgumentType]
     assert share_of_equal == 0

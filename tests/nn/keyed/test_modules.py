@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from purecompose.nn.keyed.modules import UnkeyedRandomError, detect, keyed
-from purecompose.random.keys import Rng, key, split
+from purecompose.random.keys import Rng, fold_in, key, split
 from tests.nn.keyed.module_helpers import Fn, images, seeded, sequences
 
 
@@ -145,7 +145,7 @@ def test_one_key_gives_one_result_and_another_key_batch_or_call_another(name: st
     first = run(fn, x)
     assert torch.equal(run(fn, x), first)
     assert not torch.equal(run(fn, x, Rng(key(1))), first)
-    assert not torch.equal(run(fn, x, Rng(key(0), batch=1)), first)
+    assert not torch.equal(run(fn, x, Rng(fold_in(key(0), 1))), first)
     with keyed(Rng(key(0)), num_examples=len(x)) as record:
         again, other = fn(x), fn(x)
     assert torch.equal(again, first) and not torch.equal(other, first)

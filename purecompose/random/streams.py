@@ -1,0 +1,69 @@
+"""The numbers of a key, by the fastest of three ways that give the same bits.
+
+torch's kernels where it has them (`native.py`); otherwise Python's integers for a small draw in eager, and tensor
+operations for all others (`emulation.py`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from purecompose._support.functorch import is_plain
+from purecompose.random.emulation import MOST_ON_HOST, emulated, emulated_keys, keys_on_host, num_blocks, on_host
+from purecompose.random.native import filled, has_kernels, next_keys, traced
+from purecompose.random.philox import WORD
+
+
+__all__ = ["folded", "numbers"]
+
+
+def numbers(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return the first numbers of each key's stream.
+
+    Args:
+        key: int64 of shape (*lead, 2).
+        shape: Sizes of the result, which begin with `lead`.
+        dtype: int32 or int64 for random bits, uint32 for words in an int64 tensor, or a float for uniform numbers on
+            [0, 1).
+    """
+    if has_kernels(key.device.type):
+        fill = filled if is_plain(key) else traced
+        if dtype == torch.uint32:
+            return fill(key, shape, torch.int32).to(torch.int64) & WORD
+        return fill(key, shape, dtype)
+    if _is_for_host(key) and key.numel() // 2 * num_blocks(key, shape, dtype) <= MOST_ON_HOST:
+        return on_host(key, shape, dtype)
+    return emulated(key, shape, dtype)
+
+
+def folded(key: Tensor, data: int | Tensor) -> Tensor:
+    """Return the key that belongs to `data`: the block at `offset + data` of the key's stream.
+
+    Args:
+        key: int64 of shape (2,).
+        data: A number in [-2**63, 2**63), or int64 of any shape.
+
+    Returns:
+        int64 of shape (2,), or (*data.shape, 2).
+    """
+    if isinstance(data, int) and is_plain(key):  # the key of a step, in few operations
+        if has_kernels(key.device.type):
+            return next_keys(key, data)
+        if key.device.type == "cpu":
+            return keys_on_host(key, data)
+    offset = key[1] + data
+    places = torch.stack((key[0].expand_as(offset), offset), dim=-1)
+    if has_kernels(key.device.type):
+        if is_plain(places):
+            return next_keys(places)
+        # No change of dtype by a view, which has no rule for vmap.
+        bits = traced(places, (*offset.shape, 2), torch.int64)
+        return (bits << 32) | (bits >> 32 & WORD)
+    if _is_for_host(places) and offset.numel() <= MOST_ON_HOST:
+        return keys_on_host(places)
+    return emulated_keys(places)
+
+
+def _is_for_host(key: Tensor) -> bool:
+    return key.device.type == "cpu" and is_plain(key)
