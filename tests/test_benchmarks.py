@@ -58,6 +58,14 @@ def test_eager_parts_adds_up_to_the_composed_step(run: Run) -> None:
     assert abs(times[0] + sum(row["more"] for row in rows[2:]) - times[-1]) <= len(rows)  # all are rounded
 
 
+def test_draws_count_operations_and_compare_two_emulations(run: Run) -> None:
+    rows = run("draws")
+    counted = {row["draw"]: row["operations"] for row in rows}
+    assert 1 <= counted["uniform, 64"] < counted["mixup_batch, 64 x 64"]
+    assert counted["dropout, one more"] <= (5 if rows[0]["way"] == "kernels" else 160)
+    assert [row["way"] for row in rows[-2:]] == ["Python's integers", "tensor operations"]
+
+
 def test_unmatched_compares_inactive_algorithms_with_none(run: Run) -> None:
     rows = run("unmatched")
     assert [row["algorithms"] for row in rows] == ["none", "five", "none again"]
