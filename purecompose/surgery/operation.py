@@ -242,7 +242,8 @@ def _on_module(
     net: nn.Module, rules: Rules, name: str, key: int | Tensor, **parts_to_change: Any
 ) -> tuple[nn.Module, Report]:
     parts = from_module(net)
-    rng = as_rng(key if isinstance(key, Tensor) else random.key(key), name).named(name)
+    root = as_rng(key if isinstance(key, Tensor) else random.key(key), name).key
+    rng = random.Rng(random.fold_in(root, 0)).named(name)  # as a state draws before its first batch
     after = replace(parts.model, rules, parts.params, parts.buffers, key=rng, name=name, **parts_to_change)
     new = after.model.skeleton(train=True).filled_copy(after.params, after.buffers, is_shared=True)
     # from_module sets training mode if all of the module was in evaluation mode; restore this here.
