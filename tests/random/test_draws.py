@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from purecompose.random import Rng, bernoulli, bits, draws, fold_in, key, normal, randint, split, uniform
 from purecompose.random.draws import _greatest_below
 from purecompose.random.emulation import PRECISION
+from tests.sampling import one_in
 
 
 # The seeds are fixed, so a statistic that passes once always passes; a wrong law has a p-value of about 0.
@@ -86,7 +87,7 @@ def test_vmap_equals_loop(name: str) -> None:
     torch.testing.assert_close(mapped, looped, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("tracing_mode", ["real", "fake"])
+@pytest.mark.parametrize("tracing_mode", one_in(2, ["real", "fake"]))
 @each_draw
 def test_traces(draw: Callable[..., Tensor], tracing_mode: Literal["real", "fake"]) -> None:
     def step(key: Tensor, first: Tensor, batch: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from purecompose.batch import split
 from purecompose.core.cut import Cut
 from purecompose.core.scopes import Grad, Microbatches
 from tests.helpers import assert_same, changing, make_batch, make_mlp, make_state, noise, run_steps
+from tests.sampling import one_in
 
 
 def sizes_seen(seen: list[int]):
@@ -51,7 +52,7 @@ def test_a_scope_may_have_its_own_size():
     )
 
 
-@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("donate", one_in(2, [True, False]))
 def test_compiled_steps_cut_each_batch_by_its_own_size(donate):
     step = compose(loop_events, [noise()], microbatch_size=4)
     fast = pc.compile(step, backend="eager", quiet=True, donate=donate)

@@ -15,7 +15,7 @@ from tests.testing.mixed_tasks import MIXED_TASKS
 NUM_STEPS = 20
 
 # One pair in QUICK is among the quick tests.
-QUICK = 20
+QUICK = 40
 
 # A pair is tried on the first task that both accept, or else on one with layers for both.
 ORDER = ("images", "tokens", "vectors", "bf16_images", "bf16_tokens")

@@ -66,7 +66,7 @@ LAWFUL = [
     [(0, 1), (1, 1), (2, 1), (3, 1), (0, 3), (1, 2)],
     ids=["donated in parts", "kept in parts", "donated", "kept", "donated in slices", "kept in slices"],
 )
-@pytest.mark.parametrize("algorithm", one_in(2, LAWFUL, repr))
+@pytest.mark.parametrize("algorithm", one_in(4, LAWFUL, repr))
 def test_lawful_algorithms_agree(algorithm, seed, num_slices):
     assert compiled_agrees(algorithm, Case(seed=seed, num_batches=2, microbatches=num_slices)) is True
 

@@ -113,7 +113,7 @@ def runs(text: str, name: str) -> tuple[pc.Step, list[State], list[Any], list[St
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
-@pytest.mark.parametrize(("text", "name"), examples_on_tasks(quick=2))
+@pytest.mark.parametrize(("text", "name"), examples_on_tasks(quick=6))
 def test_each_member_equals_its_single_run(text, name, chunk_size):
     step, start, batches, expected = runs(text, name)
     states = run_steps(population(step, 3, chunk_size), stack_states(start), batches)

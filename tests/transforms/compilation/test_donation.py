@@ -12,6 +12,7 @@ from purecompose import Event, State, compose, hparam, loop_events, optim, tree
 from purecompose.errors import SpentStateError
 from purecompose.transforms.donation import LASTING
 from tests.helpers import changing, counter, make_batch, make_batches, make_cnn, make_state
+from tests.sampling import one_in
 from tests.transforms.compilation.compile_helpers import (
     assert_agree,
     assert_runs_agree,
@@ -226,7 +227,7 @@ OVERRIDES: dict[str, Callable[[State], State]] = {
 
 
 @DONATE
-@pytest.mark.parametrize("override", OVERRIDES.values(), ids=OVERRIDES)
+@pytest.mark.parametrize("override", one_in(3, OVERRIDES.values()))
 def test_overrides_between_steps_are_respected(override: Callable[[State], State], donate: bool) -> None:
     step, fast = made([average()], donate=donate)
     eager = leased = step.init(make_state(optimizer=optim.sgd(hparam("lr", 0.1), momentum=0.9)))

@@ -43,6 +43,7 @@ def num_frames() -> int:
     return COUNTERS["frames"]["ok"]
 
 
+@pytest.mark.slow
 def test_a_step_is_one_graph_for_each_schedule_and_size() -> None:
     graphs, step = Graphs(), changing_step()
     by_torch, by_us = torch.compile(step, backend=graphs), compiled(step, donate=False)

@@ -39,7 +39,9 @@ def members(net: Any, num: int = 4) -> list[pc.State]:
 
 
 @DONATE
-@pytest.mark.parametrize("share, chunk_size", [("shared", None), ("each", None), ("each", 3)])
+@pytest.mark.parametrize(
+    ("share", "chunk_size"), [("shared", None), pytest.param("each", None, marks=pytest.mark.slow), ("each", 3)]
+)
 def test_compiled_populations_agree(share: str, chunk_size: int | None, donate: bool) -> None:
     one = compose(loop_events, [noise(), alg.label_smoothing(0.1), average(when=every(3))])
     many = population(one, 4, chunk_size=chunk_size, batches=share)

@@ -153,7 +153,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("lay", one_in(3, LAYOUTS))
+@pytest.mark.parametrize("lay", one_in(6, LAYOUTS))
 def test_layouts_agree(lay: str) -> None:
     step, fast = made([noise()], dynamic=True)
     batches = [
@@ -271,7 +271,7 @@ def test_parts_of_a_step_agree_with_all_sizes_open() -> None:
     assert_runs_agree(step, fast, step.init(make_state(Pooled())), batches)
 
 
-@pytest.mark.parametrize("lay", one_in(3, LAYOUTS))
+@pytest.mark.parametrize("lay", one_in(6, LAYOUTS))
 def test_layouts_agree_with_all_sizes_open(lay: str) -> None:
     step, fast = made(dynamic="all")
     batches = [
