@@ -58,6 +58,7 @@ def test_eager_parts_adds_up_to_the_composed_step(run: Run) -> None:
     assert abs(times[0] + sum(row["more"] for row in rows[2:]) - times[-1]) <= len(rows)  # all are rounded
 
 
+@pytest.mark.slow
 def test_draws_count_operations_and_compare_two_emulations(run: Run) -> None:
     rows = run("draws")
     counted = {row["draw"]: row["operations"] for row in rows}

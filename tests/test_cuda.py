@@ -120,7 +120,7 @@ def run_watched(state: State, algorithms: Any, data: list[Any], device: str, wat
 
 @pytest.mark.parametrize(("device", "watch"), DEVICES)
 @pytest.mark.parametrize("microbatches", [1, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("text", "task"), examples_on_tasks(quick=12))
+@pytest.mark.parametrize(("text", "task"), examples_on_tasks(quick=40))
 def test_shipped_algorithms_do_not_wait(text: str, task: str, microbatches: int, device: str, watch: Watch) -> None:
     chosen = TASKS[task]
     if chosen.is_half and device == "meta":

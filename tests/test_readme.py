@@ -3,6 +3,7 @@
 import pathlib
 import re
 
+import pytest
 import torch
 
 import purecompose as pc
@@ -24,6 +25,7 @@ def batches(count: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return made
 
 
+@pytest.mark.slow
 def test_the_readmes_code_blocks_run_one_after_the_other(capsys) -> None:
     assert len(BLOCKS) == 4
     names: dict[str, object] = {"batches": batches(6, 16), "test_batches": batches(6, 16)}

@@ -165,6 +165,7 @@ def test_progress_is_only_shown_on_a_terminal(here, capsys, monkeypatch) -> None
     assert err.endswith("\r\x1b[K")  # the line is erased at the end
 
 
+@pytest.mark.slow
 def test_other_commands_do_not_load_hypothesis() -> None:
     code = "import sys, purecompose.cli; assert 'hypothesis' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

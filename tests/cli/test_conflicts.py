@@ -45,6 +45,7 @@ def own_module(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     sys.modules.pop("own_conflicts", None)
 
 
+@pytest.mark.slow
 def test_the_default_list(capsys) -> None:
     threads = torch.get_num_threads()
     out = run(capsys)

@@ -77,6 +77,7 @@ def test_user_defined_code_trains(folder, capsys):
         ],
     ),
 )
+@pytest.mark.slow
 def test_code_that_a_file_names_is_not_run_unless_allowed(command, folder, capsys):
     assert main(["train", *OWN, *SHORT, "--out", "run"]) == 0
     sys.modules.pop("own_code")
@@ -90,6 +91,7 @@ def test_code_that_a_file_names_is_not_run_unless_allowed(command, folder, capsy
     assert main([*command, "--allow-imports"]) == 0
 
 
+@pytest.mark.slow
 def test_code_named_on_the_command_line_is_allowed(folder):
     assert main(["train", *OWN, *SHORT, "--out", "run"]) == 0
     assert main(["train", *OWN, *SHORT, "--duration", "3ba", "--out", "run", "--resume"]) == 0

@@ -101,6 +101,7 @@ def test_resume_starts_a_new_run_and_is_required_for_an_existing_one(run: Run) -
     assert status == 2 and "give the folder of the run, --out FOLDER" in err
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_network_is_an_error(run: Run) -> None:
     run("train", *SMALL, "--out", "a")
     status, _, err = run("train", "--out", "a", "--resume", "--quiet", "--set", "model.hidden=8")
@@ -124,6 +125,7 @@ def test_settings_that_may_change_are_reported_and_are_not_errors(run: Run) -> N
     assert "  continues with --" not in run("train", "--out", "a", "--resume")[1]
 
 
+@pytest.mark.slow
 def test_checkpoints_are_evaluated(run: Run) -> None:
     out = run("train", *SMALL, "--out", "a")[1]
     accuracy = re.search(r"test accuracy\W+([\d.]+)%", out)
@@ -146,6 +148,7 @@ def test_checkpoints_are_evaluated(run: Run) -> None:
         assert status == 2 and said in err
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_a_separate_error(run: Run) -> None:
     run("train", *SMALL, "--out", "a")
     pathlib.Path("a/checkpoints/ep0002-ba00000044/state.safetensors").write_bytes(b"no")
@@ -153,6 +156,7 @@ def test_a_damaged_checkpoint_is_a_separate_error(run: Run) -> None:
     assert status == 1 and "not whole" in err
 
 
+@pytest.mark.slow
 def test_a_run_can_be_resumed_in_python(run: Run) -> None:
     run("train", *SMALL, "--out", "a")
     told = json.loads(run("evaluate", "a", "--json")[1])
@@ -171,6 +175,7 @@ def test_a_run_can_be_resumed_in_python(run: Run) -> None:
         load_run("b")
 
 
+@pytest.mark.slow
 def test_predictions_are_written(run: Run) -> None:
     run("train", *SMALL, "--out", "a")
     told = json.loads(run("evaluate", "a", "--json")[1])
@@ -271,6 +276,7 @@ def test_cards(run: Run) -> None:
         ],
     ),
 )
+@pytest.mark.slow
 def test_a_complete_run_is_reported_and_not_changed(run: Run, settings: tuple[str, ...]) -> None:
     def contents() -> dict[str, bytes]:
         return {str(path): path.read_bytes() for path in pathlib.Path("a").rglob("*") if path.is_file()}

@@ -29,6 +29,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch:
     return command
 
 
+@pytest.mark.slow
 def test_windows_of_another_length_are_evaluated(run: Run) -> None:
     run("train", *SHORT, "--algorithms", "alibi", "--out", "a")
     told = {n: json.loads(run("evaluate", "a", "--length", n, "--json")[1])["loss"] for n in ("8", "16", "32")}
@@ -39,6 +40,7 @@ def test_windows_of_another_length_are_evaluated(run: Run) -> None:
         assert status == 2 and said in err and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_network_with_learned_positions_refuses_longer_windows(run: Run) -> None:
     run("train", *SHORT, "--out", "a")
     status, _, err = run("evaluate", "a", "--length", "32")

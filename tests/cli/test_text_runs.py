@@ -125,6 +125,7 @@ def test_a_folder_keeps_the_vocabulary_and_the_command_stays_short(run: Run, tra
     assert checksum(run("train", "--config", str(trained / "config.toml"), "--quiet")[1]) == first
 
 
+@pytest.mark.slow
 def test_a_given_vocabulary_is_part_of_the_command(run: Run) -> None:
     larger = f"{''.join(sorted(set(TEXT)))}xyz"
     first = run("train", *SHORT, "--vocabulary", larger, "--out", "a")[1]
@@ -374,6 +375,7 @@ def test_bad_prompts_are_refused(run: Run, trained: pathlib.Path, arguments: lis
     assert (status, out) == (2, "") and said in err
 
 
+@pytest.mark.slow
 def test_a_prompt_for_images_is_refused(run: Run) -> None:
     run("train", "--model", "mlp(hidden=8)", "--duration", "1ba", "--quiet", "--out", "a")
     status, _, err = run("predict", "a", "--prompt", "7")

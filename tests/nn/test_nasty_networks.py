@@ -21,6 +21,7 @@ from purecompose.testing.suite import absence, contract, numbers, purity, resume
 from purecompose.testing.tasks import Task
 from tests.helpers import assert_close, assert_same
 from tests.nn.nasty_networks import NETWORKS, Around, RunningMean, vectors
+from tests.sampling import one_in
 
 
 # The library's warnings about them, once per network.
@@ -181,6 +182,7 @@ def case_of(name: str, **changes: Any) -> Case:
     return Case(task=NETWORKS[name], others=others, **changes)
 
 
+@pytest.mark.parametrize("name", one_in(4, NETWORKS), indirect=True)
 @pytest.mark.filterwarnings("ignore:.*neither:UserWarning")
 def test_the_laws_of_purity(name):
     subject = dataclasses.replace(subjects(name)[-1], name="subject") if name in NOT_MIXED else subjects(name)[-1]

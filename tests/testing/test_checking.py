@@ -18,6 +18,7 @@ from purecompose.testing.report import Report, Status
 from purecompose.testing.subject import Subject
 from purecompose.testing.suite import purity
 from purecompose.testing.tasks import TASKS, Task, make_mlp
+from tests.sampling import one_in
 
 
 PURITY = (purity.input_untouched, purity.deterministic, purity.global_state_kept)
@@ -487,7 +488,7 @@ def test_the_report_can_be_read_as_data() -> None:
     assert "violation" not in kept
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", one_in(3, [60, 80, 120]))
 def test_the_text_fits_the_terminal(width: int) -> None:
     text = check(make_growing(), laws=PURITY, max_examples=3).text(width)
     assert all(len(line) <= width for line in text.splitlines())

@@ -31,6 +31,7 @@ from tests.helpers import (
     noise,
 )
 from tests.pages import ROOT
+from tests.sampling import one_in
 from tests.shipped_examples import examples_on_tasks
 from tests.transforms.compilation.compile_helpers import (
     DONATE,
@@ -81,7 +82,7 @@ OPTIMIZERS = {
 
 
 @DONATE
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", one_in(3, OPTIMIZERS.values()))
 def test_optimizers_and_schedules_agree(optimizer: Any, donate: bool) -> None:
     step, fast = made([noise()], donate=donate)
     state = step.init(make_state(optimizer=optimizer, duration="20ba"))
