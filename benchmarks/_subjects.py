@@ -135,7 +135,7 @@ def ours(step: Step, subject: Subject, call: Callable[..., State] | None = None,
     return going_on(step, new_state(subject, **options), (subject.inputs, subject.targets), call)
 
 
-def going_on(step: Step, state: State, batch: Any, call: Callable[..., State] | None = None) -> Callable[[], None]:
+def going_on(step: Step, state: State, batch: Any, call: Callable[..., Any] | None = None) -> Callable[[], None]:
     """Step after step from this state on, always with the same batch; by `call`, where it is not the step itself."""
     state, take = step.init(state), call or step
 

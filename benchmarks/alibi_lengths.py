@@ -25,10 +25,10 @@ from purecompose import (
     fit,
     loop_events,
     losses,
-    models,
     optim,
     schedule,
 )
+from purecompose.nn import models
 from purecompose.nn.layers import ClassesSecond
 
 

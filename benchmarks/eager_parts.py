@@ -94,9 +94,7 @@ def ladder(subject: Subject) -> dict[str, Callable[[], object]]:
     }
     sides: dict[str, Callable[[], object]] = {"by hand": by_hand(subject)}
     for name, take in takes.items():
-        inside = without_grad(take)
-        inside.init = lambda state: state  # pyright: ignore[reportFunctionMemberAccess]
-        sides[name] = going_on(inside, start, batch)
+        sides[name] = going_on(step, start, batch, without_grad(take))
     sides["+ decisions on the host and clean-up: the composed step"] = going_on(step, state, batch)
     return sides
 

@@ -28,11 +28,11 @@ from purecompose import (
     loop_events,
     losses,
     metrics,
-    models,
     optim,
     save,
 )
 from purecompose.data import ImageData
+from purecompose.nn import models
 from purecompose.records import RunFolder
 
 

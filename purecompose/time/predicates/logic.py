@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from purecompose.time import Timestamp
 from purecompose.time.event import Event
+from purecompose.time.timestamp import Timestamp
 
 
 __all__ = ["ALWAYS", "NEVER", "Custom", "Predicate", "Timed", "as_predicate"]

@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.predicates.logic import ALWAYS, NEVER, Predicate, Timed
-from purecompose.time.units import named_point, named_time, snapped
+from purecompose.time.timestamp import RunLength, Timestamp
+from purecompose.time.units import Time, TimeUnit, named_point, named_time, snapped
 
 
 __all__ = ["after", "before", "between", "epoch_ends", "every", "first_turn", "on", "through"]
