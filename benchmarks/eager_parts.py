@@ -77,13 +77,15 @@ def ladder(subject: Subject) -> dict[str, Callable[[], object]]:
         assert end.grads is not None
         return updated(end, end.grads).replace(grads=None)
 
-    def without_grad(take: Take) -> Callable[[State, object], State]:
-        def inside(state: State, batch: object) -> State:
-            del batch
-            with GradMode(False):
-                return take(state)
+    def in_turn(take: Take) -> Callable[[], None]:
+        now = start
 
-        return inside
+        def run() -> None:
+            nonlocal now
+            with GradMode(False):
+                now = take(now)
+
+        return run
 
     takes: dict[str, Take] = {
         "its arithmetic, with new tensors": arithmetic,
@@ -94,7 +96,7 @@ def ladder(subject: Subject) -> dict[str, Callable[[], object]]:
     }
     sides: dict[str, Callable[[], object]] = {"by hand": by_hand(subject)}
     for name, take in takes.items():
-        sides[name] = going_on(step, start, batch, without_grad(take))
+        sides[name] = in_turn(take)
     sides["+ decisions on the host and clean-up: the composed step"] = going_on(step, state, batch)
     return sides
 

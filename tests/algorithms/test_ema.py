@@ -302,6 +302,7 @@ def test_patterns_choose_the_buffers_to_average():
         compose(loop_events, [ema(buffers=["*tracked"])]).init(cnn_state())
 
 
+@pytest.mark.slow
 def test_graphs_that_torch_rewrites_average_too():
     check_compiled(ema("3ba"), backend="aot_eager", donate=False)
 

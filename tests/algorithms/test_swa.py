@@ -184,6 +184,7 @@ def test_evaluation_sees_averages_and_does_not_change_training(end):
     check_evaluation_sees_averages(swa("2ba", end, "1ba"))
 
 
+@pytest.mark.slow
 def test_graphs_that_torch_rewrites_average_too():
     check_compiled(swa("2ba", "9ba", "1ba"), backend="aot_eager", donate=False)
 

@@ -56,6 +56,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
     return tmp_path
 
 
+@pytest.mark.slow
 def test_user_defined_code_trains(folder, capsys):
     assert main(["train", *OWN, *SHORT, "--out", "run"]) == 0
     run = load_run("run", allow_imports=True)

@@ -268,6 +268,7 @@ def test_help_and_version(capsys, arguments: list[str]) -> None:
     assert "purecompose" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_module_runs_and_passes_on_the_status() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "purecompose", "train", "--model", "cn"], capture_output=True, text=True, check=False

@@ -65,6 +65,7 @@ def test_a_living_process_keeps_others_out_and_a_killed_one_does_not(
     assert holders(tmp_path)["process"] == os.getpid()
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_normally_leaves_no_lock(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
     holder.communicate("\n")
     assert list(tmp_path.iterdir()) == []
@@ -109,6 +110,7 @@ def test_an_earlier_process_with_the_same_pid_counts_as_dead(tmp_path: Path) -> 
     assert holders(tmp_path)["token"] != "00000000"
 
 
+@pytest.mark.slow
 def test_a_process_of_another_machine_is_taken_over_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: "subprocess.Popen[str]"
 ) -> None:

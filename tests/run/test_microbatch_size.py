@@ -69,6 +69,7 @@ def test_the_slices_graph_is_built_once_for_a_size_of_batch():
     assert [variant.batch for variant in fast.variants()].count("2x4 2") == 1
 
 
+@pytest.mark.slow
 def test_compiled_steps_of_open_sizes():
     step = compose(loop_events, microbatch_size=4)
     fast = pc.compile(step, backend="eager", quiet=True, dynamic=True)

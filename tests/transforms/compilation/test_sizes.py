@@ -229,6 +229,7 @@ class Pooled(nn.Module):
 
 
 @DONATE
+@pytest.mark.slow
 def test_one_variant_serves_sequences_of_every_number_and_length(donate: bool) -> None:
     torch.manual_seed(0)
     step, fast = made([noise(), average()], dynamic="all", donate=donate, max_variants=2)

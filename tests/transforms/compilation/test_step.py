@@ -55,6 +55,7 @@ def test_every_shipped_setting_agrees(text: str, task: str, donate: bool) -> Non
 
 
 @pytest.mark.parametrize("microbatches, donate", [pytest.param(1, False, marks=pytest.mark.slow), (3, True)])
+@pytest.mark.slow
 def test_all_methods_together_agree(donate: bool, microbatches: int) -> None:
     methods = [
         alg.mixup(0.2),
