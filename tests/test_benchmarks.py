@@ -179,7 +179,7 @@ def test_compile_time_starts_two_processes(run: Run) -> None:
 def test_real_sizes_measures_each_side_in_its_own_process(run: Run) -> None:
     rows = run("real_sizes", "--network", "GPT")
     assert [row["side"] for row in rows][:2] == ["by hand", "by hand + torch.compile"] and len(rows) == 5
-    assert all(row["ms a step"] > 0 and row["first s"] > 0 and row["peak MB"] > 0 for row in rows)
+    assert all(row["ms a step"] > 0 and row["first s"] >= 0 and row["peak MB"] > 0 for row in rows)
 
 
 @pytest.mark.slow

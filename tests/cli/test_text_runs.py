@@ -179,7 +179,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(run: Run, monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_the_best_checkpoint_has_the_lowest_loss(run: Run) -> None:
     # A rate so high that the loss rises again.
-    arguments = ("--optimizer", "adam(0.3)", "--schedule", "constant", "--duration", "4ep", "--keep", "4")
+    arguments = ("--optimizer", "adam(3.0)", "--schedule", "constant", "--duration", "4ep", "--keep", "4")
     out = run("train", *SHORT, *arguments, "--out", "a")[1]
     paths = sorted(path.name for path in pathlib.Path("a/checkpoints").iterdir() if path.is_dir())
     told = {name: json.loads(run("evaluate", "a", "--checkpoint", name, "--json")[1])["loss"] for name in paths}

@@ -78,7 +78,7 @@ PLACES = {
     (Event.BATCH_END, WEIGHT): (
         "decays_in_place clamps_through_data python_coin counts_in_closure module_global widens_params wraps_params "
         "flips_strides normalises_when_neutral counts_slots numbers_itself averages_in_closure anchors_in_closure "
-        "remembers_losses_in_a_list number_or_default decay_by_the_outputs"
+        "remembers_losses_in_a_list number_or_default"
     ),
     (Event.BATCH_END, "slots['companion.bystander']['draws']"): "replaces_slots",
     (Event.BATCH_END, "slots['early_witness']['draws']"): "forgets_everything",
@@ -94,7 +94,7 @@ PLACES = {
     (Event.PREDICT_BEFORE_FORWARD, INPUTS): "flips_when_predicting",
     # The mistake needs two events, so no single one is blamed.
     (None, "loss"): "densifies_when_neutral",
-    (None, WEIGHT): "counts_evaluations told_by_identity",
+    (None, WEIGHT): "counts_evaluations told_by_identity decay_by_the_outputs",
 }
 """Mutants by the place of detection: the event and the first leaf that differs, or "" without a leaf."""
 FOUND = {name: place for place, names in PLACES.items() for name in names.split()}
