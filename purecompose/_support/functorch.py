@@ -22,6 +22,7 @@ __all__ = [
     "has_values",
     "is_any",
     "is_fake",
+    "is_mapped_gradient",
     "is_plain",
     "is_transforming",
     "only_maps",
@@ -40,9 +41,17 @@ def only_maps() -> bool:
     return all(level.key() is TransformType.Vmap for level in retrieve_all_functorch_interpreters())
 
 
-# torch.compile evaluates it while tracing, under the active transforms, and keeps the result as a constant. The
+def is_mapped_gradient() -> bool:
+    """Return whether `vmap` is the outermost transform around the caller, and at most one gradient is taken in it."""
+    levels = [level.key() for level in retrieve_all_functorch_interpreters()]
+    is_known = all(key in (TransformType.Vmap, TransformType.Grad) for key in levels)
+    return is_known and levels[:1] == [TransformType.Vmap] and levels.count(TransformType.Grad) <= 1
+
+
+# torch.compile evaluates them while tracing, under the active transforms, and keeps the result as a constant. The
 # public decorator for this imports the compiler.
 only_maps._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+is_mapped_gradient._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def is_fake(tensor: Tensor) -> bool:

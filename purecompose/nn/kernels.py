@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.scopes import NOTHING, together
+from purecompose.nn.fused_attention import fused_attention
 from purecompose.nn.keyed.layers import past_dispatch
 
 
@@ -49,8 +50,8 @@ softmax are slower too, but by tens of microseconds.
 
 @contextmanager
 def _transformed(narrow: torch.dtype | None, device: str) -> Iterator[None]:
-    """Return a scope in which attention uses plain operations, with the weights, (N, H, L, S), in memory, and the
-    replacements of `_Transformed` are made.
+    """Return a scope in which the replacements of `_Transformed` are made, and attention that is not replaced uses
+    plain operations, with the weights, (N, H, L, S), in memory.
 
     torch's fused attention has no second derivative, and on the CPU `vmap` runs it in a loop, with a warning.
     """
@@ -61,6 +62,8 @@ def _transformed(narrow: torch.dtype | None, device: str) -> Iterator[None]:
 
 class _Transformed(TorchFunctionMode):
     """Mode that replaces kernels which transforms do not support.
+
+    Attention of the members of a population is computed by `fused_attention`, where it can be.
 
     Norms are split in two parts, the normalisation and the learned affine map: second derivatives of layer norm and
     batch norm with learned weights are wrong if one of the two gradients is taken around a `vmap` (torch 2.13); without
@@ -73,6 +76,12 @@ class _Transformed(TorchFunctionMode):
             return kwargs["out"].copy_(func(*args, **{**kwargs, "out": None}))
         if func is Tensor.__bool__ and _looks_for_a_causal_mask():
             return False
+        if func is torch.nn.functional.multi_head_attention_forward:
+            with self:  # a mode is off inside its own handler
+                return past_dispatch(func)(*args, **kwargs)
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            result = fused_attention(*args, **kwargs)
+            return func(*args, **kwargs) if result is None else result
         places = _LEARNED.get(func)
         if places is None:
             return func(*args, **kwargs)

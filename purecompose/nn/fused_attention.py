@@ -1,0 +1,119 @@
+"""torch's fused attention for the CPU under `vmap`, with second derivatives.
+
+The kernel treats every example alike, so the members of a population are more examples: their dimension becomes part of
+the batch dimension. Second derivatives, which the kernel lacks, are those of the plain operations.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose._support.functorch import is_mapped_gradient
+
+
+__all__ = ["fused_attention"]
+
+_aten = torch.ops.aten
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Return `F.scaled_dot_product_attention` of these arguments by the fused kernel, or `None` where it is not used.
+
+    It is used on the CPU within `vmap` and at most one gradient, for queries, keys and values of (N, H, L, D), without
+    mask and dropout.
+    """
+    del enable_gqa  # no effect on tensors with the same number of heads
+    if attn_mask is not None or dropout_p or query.device.type != "cpu" or not is_mapped_gradient():
+        return None
+    if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape or not query.numel() or not key.numel():
+        return None
+    if (*query.shape[:2], query.shape[3]) != (*key.shape[:2], key.shape[3]):
+        return None
+    return _Fused.apply(query, key, value, is_causal, scale)[0]
+
+
+class _Fused(torch.autograd.Function):
+    """Attention of (N, H, L, D), and the logarithm of each softmax's denominator."""
+
+    @staticmethod
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        inputs = _dense(query, key, value)
+        return _aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, is_causal, scale=scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.is_causal, ctx.scale = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return *_FusedGradient.apply(grads[0], *ctx.saved_tensors, ctx.is_causal, ctx.scale), None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _mapped(_Fused, info.batch_size, in_dims, args)
+
+
+class _FusedGradient(torch.autograd.Function):
+    """The gradients of the inputs of `_Fused`, whose results are arguments as well."""
+
+    @staticmethod
+    def forward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        *tensors, out, sums, is_causal, scale = args
+        inputs = _dense(grad, *tensors)
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *inputs, out, sums, 0.0, is_causal, scale=scale
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, _, _, ctx.is_causal, ctx.scale = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return _aten._scaled_dot_product_attention_math(
+                query, key, value, is_causal=ctx.is_causal, scale=ctx.scale
+            )[0]
+
+        def gradient(grad: Tensor, *tensors: Tensor) -> Any:
+            return torch.func.vjp(plain, *tensors)[1](grad)
+
+        return *torch.func.vjp(gradient, *ctx.saved_tensors)[1](grads), None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _mapped(_FusedGradient, info.batch_size, in_dims, args)
+
+
+def _dense(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors; those whose elements of the last dimension are not side by side are copied."""
+    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
+
+
+def _mapped(function: Any, num: int, in_dims: Any, args: Any) -> Any:
+    """Apply a function of tensors (N, ...) to those of all members, as one of (members x N, ...)."""
+
+    def fold(arg: Any, dim: int | None) -> Any:
+        if not isinstance(arg, Tensor):
+            return arg
+        arg = arg.expand(num, *arg.shape) if dim is None else arg.movedim(dim, 0)
+        return arg.flatten(0, 1)
+
+    results = function.apply(*map(fold, args, in_dims))
+    return tuple(result.unflatten(0, (num, -1)) for result in results), (0,) * len(results)
