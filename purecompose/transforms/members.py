@@ -4,7 +4,8 @@ Values that all members have in common have no such dimension: the time, everyth
 leaves, such as one batch for all.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from purecompose import batch as batches, tree
 from purecompose.core.clock import Clock
 
 
-__all__ = ["Common", "common", "expanded", "mapped", "member", "stacked"]
+__all__ = ["Common", "common", "expanded", "mapped", "member", "own_tensors", "stacked"]
 
 
 class Common:
@@ -79,6 +80,19 @@ def stacked(members: Sequence[Any], *, with_common: bool = False) -> Any:
     return tree.map(together, *members, is_leaf=_is_whole)
 
 
+def own_tensors(given: Any, known: Mapping[int, Any] = MappingProxyType({})) -> list[Tensor]:
+    """Return the tensors with a row for each member, without those of leaves whose ids are known."""
+    found: list[Tensor] = []
+
+    def collect(leaf: Any) -> Any:
+        if id(leaf) not in known and not _is_whole(leaf):
+            found.extend(batches.tensors(leaf))
+        return leaf
+
+    tree.map(collect, given, is_leaf=_is_whole)
+    return found
+
+
 def mapped(fn: Callable[..., Any], chunk_size: int | None = None) -> Callable[..., Any]:
     """Map `fn` of single members' trees over all members' trees by `torch.vmap`.
 
@@ -88,7 +102,7 @@ def mapped(fn: Callable[..., Any], chunk_size: int | None = None) -> Callable[..
 
     def run(*given: Any) -> Any:
         inside = _Inside(fn, given)
-        rows = torch.vmap(inside, chunk_size=chunk_size)(*_own_tensors(given, {}))
+        rows = torch.vmap(inside, chunk_size=chunk_size)(*own_tensors(given))
         return inside.refilled(rows)
 
     return run
@@ -117,7 +131,7 @@ class _Inside:
 
         self._entered = tree.map(enter, self.given, is_leaf=_is_whole)
         self._result = self.fn(*self._entered)
-        return tuple(_own_tensors(self._result, self._known))
+        return tuple(own_tensors(self._result, self._known))
 
     def refilled(self, rows: Sequence[Tensor]) -> Any:
         """Return the result with all members' tensors in place of the last member's."""
@@ -125,19 +139,6 @@ class _Inside:
         return tree.map(
             lambda leaf: known[id(leaf)] if id(leaf) in known else _refill(leaf, fresh), self._result, is_leaf=_is_whole
         )
-
-
-def _own_tensors(given: Any, known: dict[int, Any]) -> list[Tensor]:
-    """Return the tensors with a row for each member, without those of known leaves."""
-    found: list[Tensor] = []
-
-    def collect(leaf: Any) -> Any:
-        if id(leaf) not in known and not _is_whole(leaf):
-            found.extend(batches.tensors(leaf))
-        return leaf
-
-    tree.map(collect, given, is_leaf=_is_whole)
-    return found
 
 
 def _refill(leaf: Any, fresh: Any) -> Any:

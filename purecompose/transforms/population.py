@@ -55,6 +55,12 @@ class Stacked:
         hint = "population(step, n) has to have its n" if state.key.ndim == 2 else "stack_states([...]) makes one"
         raise ValueError(f"population: expected a stacked state of {self.n} members, got {came}; {hint}")
 
+    def in_chunks(self) -> "tuple[Stacked, int]":
+        """Return the members of one chunk and the number of chunks; all and 1 if chunks would differ in size."""
+        if self.chunk_size is None or self.n % self.chunk_size:
+            return self, 1
+        return dataclasses.replace(self, n=self.chunk_size, chunk_size=None), self.n // self.chunk_size
+
     def one(self, state: State) -> State:
         """Return the first member: schedules depend only on what all members have in common."""
         return member(state, 0)
@@ -156,7 +162,8 @@ def population(step: Step, n: int, chunk_size: int | None = None, batches: str =
         step: The step of one member, as `compose` makes it.
         n: The number of members.
         chunk_size: Number of members computed at a time, which bounds the memory for activations; by default
-            all.
+            all. A compiled step on the CPU builds one graph for a chunk, if `n` is a multiple, and is faster if the
+            tensors of a chunk fit into the processor's cache.
         batches: "shared": all members train on the given batch. "each": every tensor of the batch has a
             leading dimension of n, with a batch for each member.
 

@@ -12,7 +12,7 @@ import torch
 from purecompose._support.warnings import warn
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
-from purecompose.core.members import SINGLE
+from purecompose.core.members import SINGLE, Members
 from purecompose.core.operation import NO_PURPOSE, Carry, Operation
 from purecompose.core.program import events_in
 from purecompose.core.state import State
@@ -28,6 +28,7 @@ from purecompose.transforms.compilation.capture import (
     fake_mode,
     state_of,
 )
+from purecompose.transforms.compilation.chunks import in_chunks, of_chunk
 from purecompose.transforms.compilation.plan_parts import EAGER, CompiledPart, Entry, ExecutionPlan, PlanPart
 from purecompose.transforms.compilation.segments import Segments, Stretch
 from purecompose.transforms.compilation.sizes import can_open
@@ -35,6 +36,7 @@ from purecompose.transforms.compilation.sliced import SlicedPart
 from purecompose.transforms.compilation.variants import Variant, too_many
 from purecompose.transforms.donation import LASTING
 from purecompose.transforms.members import member
+from purecompose.transforms.population import Stacked
 from purecompose.transforms.signature import ABSENT, Signature
 
 
@@ -197,7 +199,8 @@ class GraphCache:
         variant = Variant(stretch.segment, self._acting(stretch), _shapes(boundary.signatures["batch"]))
         if len(self.variants) >= self.options.max_variants:
             raise too_many(self.variants, variant, self.options.max_variants)
-        part = self._build(variant, boundary, is_last, body or self.step.members.in_order(stretch.lowered))
+        members, num_chunks = self._members(boundary)
+        part = self._build(variant, boundary, is_last, body or members.in_order(stretch.lowered), num_chunks)
         known.append(part)
         self.variants.append(part.variant)
         return part
@@ -229,22 +232,35 @@ class GraphCache:
             *rest,
         )
 
-    def _build(self, variant: Variant, boundary: Boundary, is_last: bool, body: Operation) -> CompiledPart:
+    def _build(
+        self, variant: Variant, boundary: Boundary, is_last: bool, body: Operation, num_chunks: int
+    ) -> CompiledPart:
         options, signatures = self.options, boundary.signatures
         say = options.announce or (lambda text: None)
         say(f"purecompose: compiling {variant.title} ...")
         start = time.perf_counter()
-        captured = self._captured(variant, body, boundary, is_last)
+        captured = self._captured(variant, body, of_chunk(boundary, num_chunks), is_last)
         if captured.sizes is not None:
             variant.batch = _words(captured.sizes.describe("batch", signatures["batch"]))
         traced = time.perf_counter()
         call = compile_graph(captured.graph, options.backend, options.mode)
+        captured, call = in_chunks(captured, call, boundary, num_chunks)
         variant.trace_seconds, variant.compile_seconds = traced - start, time.perf_counter() - traced
         variant.nodes = len(captured.graph.graph.nodes)
         say(f" {variant.nodes} operations, {variant.seconds:.1f} s\n")
         is_on_gpu = signatures["key"].specs[0].device.type == "cuda"
         replays = options.mode == "reduce-overhead" and is_on_gpu and captured.sizes is None
         return CompiledPart(captured, call, variant, replays=replays)
+
+    def _members(self, boundary: Boundary) -> tuple[Members, int]:
+        """Return the members whose operations are one graph, and the number of times that it is called.
+
+        It is called for each chunk of a population only on the CPU: kernels for GPUs assume aligned tensors.
+        """
+        members, device = self.step.members, boundary.signatures["key"].specs[0].device.type
+        if isinstance(members, Stacked) and device == "cpu" and not self.options.dynamic:
+            return members.in_chunks()
+        return members, 1
 
     def _captured(self, variant: Variant, body: Operation, boundary: Boundary, is_last: bool) -> Captured:
         dynamic = self.options.dynamic

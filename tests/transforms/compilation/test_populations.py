@@ -40,7 +40,8 @@ def members(net: Any, num: int = 4) -> list[pc.State]:
 
 @DONATE
 @pytest.mark.parametrize(
-    ("share", "chunk_size"), [("shared", None), pytest.param("each", None, marks=pytest.mark.slow), ("each", 3)]
+    ("share", "chunk_size"),
+    [("shared", None), pytest.param("each", None, marks=pytest.mark.slow), ("each", 3), ("shared", 2), ("each", 2)],
 )
 def test_compiled_populations_agree(share: str, chunk_size: int | None, donate: bool) -> None:
     one = compose(loop_events, [noise(), alg.label_smoothing(0.1), average(when=every(3))])
@@ -57,12 +58,26 @@ def test_compiled_populations_agree(share: str, chunk_size: int | None, donate: 
 
 
 @DONATE
-def test_compiled_populations_with_statistics_boundaries_slices_and_host_algorithms_agree(donate: bool) -> None:
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_compiled_populations_with_statistics_boundaries_slices_and_host_algorithms_agree(
+    chunk_size: int | None, donate: bool
+) -> None:
     bump = changing("bump", Event.BATCH_START, lambda s: s.replace(inputs=s.inputs * 1.1), host=True, when=every(3))
     methods = [sharpness(when=every(2)), average(when=every(3)), swap(), bump]
-    many = population(compose(loop_events, methods, microbatches=2), 2)
+    many = population(compose(loop_events, methods, microbatches=2), 2, chunk_size)
     state = many.init(stack_states(members(make_cnn, 2)))
     assert_runs_agree(many, compiled(many, donate=donate), state, make_batches(4, shape=(2, 6, 6)), tolerance=1e-4)
+
+
+def test_the_graph_of_a_chunk_is_called_for_each_chunk() -> None:
+    def num_operations(num: int, chunk_size: int | None) -> int:
+        fast = compiled(population(compose(loop_events), num, chunk_size))
+        fast(stack_states(members(make_mlp, num)), make_batches(1)[0])
+        (variant,) = fast.variants()
+        return variant.nodes
+
+    assert num_operations(6, 2) == num_operations(2, None)
+    assert num_operations(6, 4) > num_operations(4, None)  # chunks of 4 and 2 are parts of one graph
 
 
 def test_warmup_of_a_population_builds_what_the_run_uses() -> None:
