@@ -2,9 +2,11 @@
 
     python benchmarks/population.py [--members 64] [--threads 1] [--chunk-size 8]
 
-64 MLPs with a batch of 64, SGD with momentum; the members differ in seed and learning rate. Three sides take turns:
-the loop by hand over one of them, the population eager and compiled. Times are for one member's step; "batches" says
-whether all members train on one batch, or each on its own. Compile time is not part of it.
+64 MLPs with a batch of 64, SGD with momentum; the members differ in seed and learning rate. The sides take turns: the
+loop by hand over one of them, the population eager, compiled, and compiled in chunks of members, whose tensors stay in
+the processor's cache; and the eight matrix products of each member, and nothing else, as `torch.bmm`. Times are for one
+member's step; "batches" says whether all members train on one batch, or each on its own. Compile time is not part of
+it.
 """
 
 from collections.abc import Callable
@@ -46,22 +48,43 @@ def side(step: Any, states: State, batch: Any) -> Callable[[], None]:
     return run
 
 
-def sides(subject: Subject, num: int, batches: str, chunk_size: int | None, backend: str) -> dict[str, Any]:
+def sides(subject: Subject, num: int, batches: str, chunk_size: int, backend: str) -> dict[str, Callable[[], None]]:
     """All ways to train the members."""
     batch = (subject.inputs, subject.targets)
     if batches == "each":
         batch = tuple(torch.stack([tensor] * num) for tensor in batch)
-    pop = pc.population(compose(loop_events), num, chunk_size, batches)
-    steps: dict[str, Any] = {"population, eager": pop}
-    if hasattr(pc, "compile"):
-        steps["population, compiled"] = pc.compile(pop, backend=backend)
+    whole, chunks = (pc.population(compose(loop_events), num, size, batches) for size in (None, chunk_size))
+    steps: dict[str, Any] = {
+        "population, eager": whole,
+        "population, compiled": pc.compile(whole, backend=backend),
+        f"population, compiled, chunks of {chunk_size}": pc.compile(chunks, backend=backend),
+    }
     return {name: side(step, members(subject, num), batch) for name, step in steps.items()}
+
+
+def products(num: int) -> Callable[[], None]:
+    """The products of all members by `torch.bmm`, with factors transposed as in a step, into memory that is there."""
+    x, h, grad, last = (torch.randn(num, 64, width) for width in (64, 128, 128, 10))
+    first, second, third = (torch.randn(num, rows, columns) for rows, columns in ((128, 64), (128, 128), (10, 128)))
+    pairs = [
+        (x, first.mT), (h, second.mT), (h, third.mT),  # forward
+        (last.mT, h), (last, third),  # backward, layer by layer
+        (grad.mT, h), (grad, second),
+        (grad.mT, x),
+    ]  # fmt: skip
+    results = [left @ right for left, right in pairs]
+
+    def run() -> None:
+        for (left, right), result in zip(pairs, results, strict=True):
+            torch.bmm(left, right, out=result)
+
+    return run
 
 
 def main() -> None:
     parser = arguments(__doc__, blocks=20, calls=5)
     parser.add_argument("--members", type=int, default=64, help="how many (default %(default)s)")
-    parser.add_argument("--chunk-size", type=int, help="members computed at a time (default all)")
+    parser.add_argument("--chunk-size", type=int, default=8, help="members in a chunk (default %(default)s)")
     parser.add_argument("--threads", type=int, default=1)
     args = parse(parser)
     torch.set_num_threads(args.threads)
@@ -75,6 +98,7 @@ def main() -> None:
     rows: list[Row] = []
     for batches in ("shared", "each"):
         fns = {"by hand": loop, **sides(subject, num, batches, args.chunk_size, args.backend)}
+        fns["products only"] = products(num)
         seconds = paired(fns, calls=args.calls, blocks=args.blocks)
         for name in fns:
             rows.append(
