@@ -5,10 +5,11 @@
 64 MLPs with a batch of 64, SGD with momentum; the members differ in seed and learning rate. The sides take turns: the
 loop by hand over one of them, the population eager, compiled, and compiled in chunks of members, whose tensors stay in
 the processor's cache; and the eight matrix products of each member, and nothing else, as `torch.bmm`. Times are for one
-member's step; "batches" says whether all members train on one batch, or each on its own. Compile time is not part of
-it.
+member's step, with one thread the processor's; "batches" says whether all members train on one batch, or each on its
+own. Compile time is not part of it.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -95,11 +96,12 @@ def main() -> None:
         for _ in range(num):
             hand()
 
+    clock = time.process_time if args.threads == 1 else time.perf_counter
     rows: list[Row] = []
     for batches in ("shared", "each"):
         fns = {"by hand": loop, **sides(subject, num, batches, args.chunk_size, args.backend)}
         fns["products only"] = products(num)
-        seconds = paired(fns, calls=args.calls, blocks=args.blocks)
+        seconds = paired(fns, calls=args.calls, blocks=args.blocks, clock=clock)
         for name in fns:
             rows.append(
                 {
