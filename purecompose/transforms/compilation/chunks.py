@@ -40,13 +40,13 @@ def in_chunks(captured: Captured, call: Compiled, boundary: Boundary, num: int) 
         return captured, call
     own = {name: _own(signature) for name, signature in boundary.signatures.items()}
     are_args_own = [own[field][place] for field, place in (*captured.takes, *captured.targets)]
-    are_results_own: dict[int, bool] = {}
+    joined: dict[int, Spec | None] = {}  # for each result, the spec of the joined one if there is a row for each member
 
     def of_all(spec: Spec, source: Source, is_own: bool) -> Spec:
         if source.field:
             return boundary.signatures[source.field].specs[source.place]
-        are_results_own[source.place] = is_own
-        return _of_all(spec, num) if is_own else spec
+        joined[source.place] = _of_all(spec, num) if is_own else None
+        return joined[source.place] or spec
 
     writes = {
         name: (signature.with_specs(map(of_all, signature.specs, where, _own(signature))), where)
@@ -57,8 +57,8 @@ def in_chunks(captured: Captured, call: Compiled, boundary: Boundary, num: int) 
         rows = [arg.chunk(num) if is_own else [arg] * num for arg, is_own in zip(args, are_args_own, strict=True)]
         columns = list(zip(*(call(list(chunk)) for chunk in zip(*rows, strict=True)), strict=True))
         return [
-            torch.cat(columns[place]).contiguous() if is_own else columns[place][0]
-            for place, is_own in sorted(are_results_own.items())
+            columns[place][0] if spec is None else torch.cat(columns[place], out=spec.empty())
+            for place, spec in sorted(joined.items())
         ]
 
     reads = {name: boundary.signatures[name] for name in captured.reads}
@@ -81,6 +81,7 @@ def _of_chunk(signature: Signature, num: int) -> Signature:
 
 
 def _of_all(spec: Spec, num: int) -> Spec:
-    """Return the spec of the chunks' results, joined in contiguous memory."""
-    shape = torch.Size((spec.shape[0] * num, *spec.shape[1:]))
-    return spec._replace(shape=shape, stride=torch.empty(shape, device="meta").stride())
+    """Return the spec of the chunks' results joined, one member after the other, each laid out as before."""
+    row = torch.empty_like(torch.empty_strided(spec.shape[1:], spec.stride[1:], device="meta"))
+    shape = torch.Size((spec.shape[0] * num, *row.shape))
+    return spec._replace(shape=shape, stride=(max(row.numel(), 1), *row.stride()))

@@ -80,6 +80,15 @@ def test_the_graph_of_a_chunk_is_called_for_each_chunk() -> None:
     assert num_operations(6, 4) > num_operations(4, None)  # chunks of 4 and 2 are parts of one graph
 
 
+def test_the_results_of_chunks_keep_their_strides() -> None:
+    many = population(compose(loop_events, [alg.channels_last()]), 4, 2)
+    state = many.init(stack_states(members(make_cnn)))
+    end = assert_runs_agree(many, compiled(many, donate=False), state, make_batches(3, shape=(2, 6, 6)), tolerance=1e-4)
+    strides = [{name: param.stride() for name, param in one.params.items()} for one in (state, end)]
+    assert strides[0] == strides[1]
+    assert not state.params["0.weight"].is_contiguous()
+
+
 def test_warmup_of_a_population_builds_what_the_run_uses() -> None:
     many = population(compose(loop_events, [scaling("s", Event.BATCH_END, 0.9, 2)]), 2)
     fast, state = compiled(many), stack_states(members(make_mlp, 2))
