@@ -117,11 +117,11 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
     counts batches, and so do schedules and intervals of other methods. Batches after the last complete group of a run
     are not applied; a run resumed from its end finishes the group.
 
-    Events: INIT; BATCH_START of every k-th step, counted from 1, which a program needs in order to update at all;
-    AFTER_LOSS of every slice, to count its terms (in a program without this event, batches are weighted by their
-    examples); AFTER_TRAIN_BATCH of every step, once, after methods that compute gradients again and before methods that
-    clip them. Reads and replaces: the gradients. The slot contains the sums, as large as the parameters; float32 for
-    parameters in half precision.
+    Events: INIT; BEFORE_TRAIN_BATCH of every k-th step, counted from 1, which a program with AFTER_TRAIN_BATCH needs in
+    order to update at all; AFTER_LOSS of every slice, to count its terms (in a program without this event, batches are
+    weighted by their examples); AFTER_TRAIN_BATCH of every step, once, after methods that compute gradients again and
+    before methods that clip them. Reads and replaces: the gradients. The slot contains the sums, as large as the
+    parameters; float32 for parameters in half precision.
 
     A batch whose gradients are not finite spoils its group, unless such steps are skipped: with `loss_scaling` or
     `skip_nonfinite` it is left out of the sum, and the mean is over the other batches. If no batch of a group is
@@ -157,7 +157,7 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
         slot = state.slots[name]
         is_last = isinstance(slot, _Last)
         own = slot.own if is_last else slot
-        if event is Event.BATCH_START:
+        if event is Event.BEFORE_TRAIN_BATCH:
             return with_slot(state, _Last(own))
         if event is Event.AFTER_LOSS:
             counted = own.counted(num_terms(state))
@@ -174,7 +174,7 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
         mean = own.mean({**state.grads, **missing}, of_nothing=math.nan if is_guarded else 0.0)
         return with_slot(state.replace(grads=mean), own.emptied(waiting))
 
-    acts = on(Event.INIT, Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH) | on(Event.BATCH_START) & every(num_steps)
+    acts = on(Event.INIT, Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH) | on(Event.BEFORE_TRAIN_BATCH) & every(num_steps)
     return Algorithm(
         name,
         NEVER if num_steps == 1 else acts,

@@ -34,7 +34,7 @@ class NoiseScale(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Content of the slot between BATCH_START and AFTER_TRAIN_BATCH: sums over parts with t terms and b examples."""
+    """Content of the slot from BEFORE_TRAIN_BATCH to AFTER_TRAIN_BATCH: sums over parts with t terms and b examples."""
 
     own: NoiseScale
     num_parts: Tensor
@@ -126,10 +126,10 @@ def gradient_noise_scale(decay: float = 0.95, *, name: str = "gradient_noise_sca
     addition, at the cost of half a gradient. The gradient of the other half follows from it, so the result is the same
     as with two microbatches. With several processes, each process has a part anyway.
 
-    Events: INIT (the slot), BATCH_START, AFTER_BACKWARD (the norm of a part), AFTER_TRAIN_BATCH (the norm of the batch;
-    before methods that change gradients, such as `sam` and clipping). Reads gradients, outputs and the batch. Does not
-    change training; adds `metrics[f"{name}/critical_batch_size"]` (B_simple, in examples; infinite if the average of
-    |G|^2 is not above 0, and 0 if the average of tr(Sigma) is negative), `f"{name}/squared_norm"` and
+    Events: INIT (the slot), BEFORE_TRAIN_BATCH, AFTER_BACKWARD (the norm of a part), AFTER_TRAIN_BATCH (the norm of the
+    batch; before methods that change gradients, such as `sam` and clipping). Reads gradients, outputs and the batch.
+    Does not change training; adds `metrics[f"{name}/critical_batch_size"]` (B_simple, in examples; infinite if the
+    average of |G|^2 is not above 0, and 0 if the average of tr(Sigma) is negative), `f"{name}/squared_norm"` and
     `f"{name}/trace"`, which may be negative. All three are NaN before the first estimate. Remembers a `NoiseScale` in
     `slots[name]`.
 
@@ -160,7 +160,7 @@ def gradient_noise_scale(decay: float = 0.95, *, name: str = "gradient_noise_sca
             zero = torch.zeros((), dtype=_dtype(state), device=state.device)
             return _remembering(state, name, NoiseScale(zero, zero, zero))
         slot = state.slots[name]
-        if event is Event.BATCH_START:
+        if event is Event.BEFORE_TRAIN_BATCH:
             return _remembering(state, name, _Parts(slot, *[torch.zeros_like(slot.weight) for _ in range(5)]))
         if event is Event.AFTER_BACKWARD:
             return _remembering(state, name, _with_part(slot, state))
@@ -177,7 +177,7 @@ def gradient_noise_scale(decay: float = 0.95, *, name: str = "gradient_noise_sca
 
     return Algorithm(
         name,
-        on(Event.INIT, Event.BATCH_START, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH),
+        on(Event.INIT, Event.BEFORE_TRAIN_BATCH, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH),
         apply,
         traits=frozenset({Trait.MEASURES_MICROBATCHES}),
         runs_before=(Trait.RENEWS_GRADIENTS, Trait.COLLECTS_GRADIENTS, Trait.CLIPS_GRADIENTS),

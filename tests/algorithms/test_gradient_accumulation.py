@@ -186,7 +186,7 @@ def test_an_empty_mean_whose_gradient_is_nan_is_left_out(nothing):
 
 
 def test_without_an_event_that_counts_terms_batches_weigh_their_examples():
-    program = (Event.BATCH_START, Grad(pc.loop.forward, pc.loop.loss), Event.AFTER_TRAIN_BATCH, update, advance)
+    program = (Event.BEFORE_TRAIN_BATCH, Grad(pc.loop.forward, pc.loop.loss), Event.AFTER_TRAIN_BATCH, update, advance)
     (batch,) = groups(1)
     with pytest.warns(UserWarning, match="gradient_accumulation acts at AFTER_LOSS, which the program does not have"):
         step = compose(program, [gradient_accumulation(2)])
@@ -326,7 +326,7 @@ def test_the_norm_that_is_reported_is_the_means_and_zero_in_between():
 def test_of_two_players_those_with_gradients_before_the_event_wait(is_together):
     """Both players' gradients come before it, or only the second's; then the first one updates in every step."""
     first, second = Grad(pc.loop.forward, pc.loop.loss, wrt="0.*"), Grad(pc.loop.forward, pc.loop.loss, wrt="2.*")
-    start, end = Event.BATCH_START, (Event.AFTER_TRAIN_BATCH, update(wrt="2.*"), advance)
+    start, end = Event.BEFORE_TRAIN_BATCH, (Event.AFTER_TRAIN_BATCH, update(wrt="2.*"), advance)
     if is_together:
         program = (start, first, second, Event.AFTER_TRAIN_BATCH, update(wrt="0.*"), update(wrt="2.*"), advance)
     else:
@@ -409,7 +409,7 @@ def test_gradients_flow_through_a_group():
 def test_a_program_with_two_gradients_to_collect_is_refused():
     """The second player's gradients would be mistaken for those of another batch, and never used."""
     turn = (Grad(pc.loop.forward, pc.loop.loss), Event.AFTER_TRAIN_BATCH, update)
-    program = (Event.BATCH_START, *turn, *turn, advance)
+    program = (Event.BEFORE_TRAIN_BATCH, *turn, *turn, advance)
     with pytest.raises(ValueError, match=r"^gradient_accumulation adds up .*AFTER_TRAIN_BATCH 2 times: fire it once"):
         compose(program, [gradient_accumulation(2)])
     compose(program, [gradient_accumulation(1)])
@@ -424,7 +424,7 @@ def test_groups_of_one_batch_never_match():
 
 @pytest.mark.filterwarnings("ignore:gradient_accumulation acts at AFTER_LOSS")
 def test_a_program_without_a_gradient_before_the_event_is_still_an_error():
-    program = (Event.BATCH_START, Event.AFTER_TRAIN_BATCH, update, advance)
+    program = (Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH, update, advance)
     step = compose(program, [gradient_accumulation(2)])
     with pytest.raises(RuntimeError, match="comes before any Grad"):
         step(step.init(helpers.make_state()), helpers.make_batch())

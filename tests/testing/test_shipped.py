@@ -4,7 +4,9 @@ import pytest
 import torch
 from hypothesis import find, given, settings, strategies as st
 
+from purecompose import compose, loop_events, tree
 from purecompose.algorithms import FACTORIES
+from purecompose.core.scopes import Scope
 from purecompose.schedule import Hparam, Product, Schedule, collect
 from purecompose.testing.case import Case
 from purecompose.testing.law import acts_in_step
@@ -13,6 +15,7 @@ from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.strategies import cases
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import KINDS, TASKS
+from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 from tests.sampling import one_in
 from tests.shipped_examples import examples
@@ -115,3 +118,24 @@ def test_edge_values_are_among_the_settings():
     assert drawn("selective_backprop", "images", lambda given: given.get("scale_factor", 1) < 1)
     assert drawn("selective_backprop", "tokens", lambda given: given.get("keep") == 1)
     assert drawn("selective_backprop", "tokens", lambda given: given.get("full_every") == 1)
+
+
+def without(program, name):
+    """Return a program without a pair of events, such as BATCH_START and BATCH_END for "batch"."""
+    kept = [node for node in program if not (isinstance(node, Event) and node.canonical_name == name)]
+    return tuple(type(node)(*without(node.body, name)) if isinstance(node, Scope) else node for node in kept)
+
+
+@pytest.mark.filterwarnings("ignore:.* which the program does not have")
+@pytest.mark.parametrize("pair", ["train_batch", "batch", "backward"])
+@pytest.mark.parametrize(
+    "name", ["gradient_noise_scale", "gradient_accumulation", "skip_nonfinite", "training_metrics"]
+)
+def test_a_slot_that_changes_its_form_closes_without_a_pair_of_events(name, pair):
+    step = compose(without(loop_events, pair), [Subject.of(SHIPPED[name].examples[0]).algorithm], microbatches=2)
+    task = TASKS["vectors"]
+    state = step.init(task.make_state(0, duration="8ba", batches_per_epoch=4))
+    form = tree.structure(state.slots)
+    for _ in range(2):
+        state = step(state, task.make_batch(0, 4))
+    assert tree.structure(state.slots) == form
