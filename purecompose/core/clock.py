@@ -108,7 +108,7 @@ class Clock:
         self._note_reader()
         known = self._source.folded
         if known is None or known[0] is not key:
-            known = self._source.folded = key, fold_in(key, self.values[6].to(torch.int64))
+            known = self._source.folded = key, fold_in(key, self._source.draw)
         return known[1]
 
     def _note_reader(self) -> None:
@@ -169,6 +169,11 @@ class _Source:
         # Errors are raised only when a value after `advance` is read, which is rare: a list of rates may end with the
         # run. Traced code sees NaN.
         self.failed_later: dict[Schedule, Exception] = {}
+
+    @property
+    def draw(self) -> int | Tensor:
+        """The number of the draws: of the host, if it is known there, because it then costs no operations."""
+        return self._counters[3] if self._counters else self.table[0, 6].to(torch.int64)
 
     @property
     def table(self) -> Tensor:
