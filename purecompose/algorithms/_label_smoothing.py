@@ -53,10 +53,10 @@ def smooth_labels(
     """
     if not isinstance(smoothing, Tensor):
         check_number(smoothing, "smooth_labels: smoothing", 0, 1, hint=_HINT)
-    dense = _dense(logits, targets, ignore_index)
-    # The loss ignores positions whose dense row is zero, so these rows must stay zero.
-    is_counted = dense.any(dim=1, keepdim=True)
-    return torch.where(is_counted, (1 - smoothing) * dense + smoothing / dense.shape[1], dense)
+    if has_index_targets(logits, targets):
+        return _smoothed(one_hot(targets, logits, ignore_index=ignore_index), smoothing)
+    dense = _dense(logits, targets)
+    return _smoothed(dense, smoothing, dense.any(dim=1, keepdim=True).to(dense.dtype) / dense.shape[1])
 
 
 @factory
@@ -151,14 +151,26 @@ def _smooth_terms(state: State, targets: Tensor | Mixture, smoothing: float | Te
         logits = class_scores(state.outputs, term)
         return smooth_labels(logits, term, smoothing, ignore_index=ignore_index)
 
-    if isinstance(targets, Mixture) or for_mixtures(loss_fn) is not loss_fn:
-        return Mixture.of(targets).map(smooth)
-    return smooth(targets)
+    if not isinstance(targets, Mixture) and for_mixtures(loss_fn) is loss_fn:
+        return smooth(targets)
+    mixture = Mixture.of(targets)
+    logits = class_scores(state.outputs, mixture.targets[0])
+    if mixture.interpolate_loss or not has_index_targets(logits, mixture.targets[0]):
+        return mixture.map(smooth)
+    # The sum of the smoothed terms, by smoothing a single tensor.
+    return Mixture.of(_smoothed(mixture.soft(logits, ignore_index=ignore_index), smoothing))
 
 
-def _dense(logits: Tensor, targets: Tensor, ignore_index: int | None) -> Tensor:
-    if has_index_targets(logits, targets):
-        return one_hot(targets, logits, ignore_index=ignore_index)
+def _smoothed(dense: Tensor, smoothing: float | Tensor, even: Tensor | None = None) -> Tensor:
+    """Return dense targets that are moved towards even ones, by default with the same sum in each row.
+
+    The loss ignores positions whose row is zero: there the even target is zero, too.
+    """
+    even = dense.mean(dim=1, keepdim=True) if even is None else even
+    return torch.lerp(dense, even, smoothing.to(dense) if isinstance(smoothing, Tensor) else smoothing)
+
+
+def _dense(logits: Tensor, targets: Tensor) -> Tensor:
     if logits.ndim < 2 or logits.shape[1] < 2:
         raise ValueError(
             f"label smoothing spreads targets over the classes in dim 1: expected at least two, got logits of shape "

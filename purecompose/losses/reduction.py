@@ -10,7 +10,8 @@ __all__ = ["mean_of", "reduced"]
 def mean_of(total: Tensor, count: int | Tensor) -> Tensor:
     """Return total / count; for a count of zero, NaN with a gradient of zero (the gradient of 0 / 0 would be NaN)."""
     count = count if isinstance(count, Tensor) else torch.full((), count, device=total.device)
-    return torch.where(count > 0, total / torch.where(count > 0, count, 1), torch.nan)
+    is_any = count > 0
+    return torch.where(is_any, total / torch.where(is_any, count, 1), torch.nan)
 
 
 def reduced(losses: Tensor, reduction: str) -> Tensor:
