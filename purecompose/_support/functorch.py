@@ -24,6 +24,7 @@ __all__ = [
     "is_fake",
     "is_mapped_gradient",
     "is_plain",
+    "is_readable",
     "is_transforming",
     "only_maps",
     "plainly",
@@ -68,6 +69,11 @@ def is_plain(tensor: Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and not tensor.is_meta
     )
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Return whether the host can read a tensor at once: on the CPU and plain."""
+    return tensor.device.type == "cpu" and is_plain(tensor)
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -65,15 +65,16 @@ def mixup_batch(
         torch.Size([2, 1])
     """
     _check_inputs(inputs)
-    if mixing is None:
-        mixing = _draw_mixing(key, alpha, inputs.shape[0] if per_example else None)
-    elif not isinstance(mixing, Tensor):
-        check_number(mixing, "mixup_batch: mixing", 0, 1, hint="it is the share of the partner")
+    num = inputs.shape[0]
     if isinstance(mixing, Tensor):
         mixing = mixing.to(inputs.device)
-    if indices is None:
-        indices = random.permutation(_rng(key).named("permutation"), inputs.shape[0])
-    partners = indices.to(inputs.device)
+    elif mixing is not None:
+        check_number(mixing, "mixup_batch: mixing", 0, 1, hint="it is the share of the partner")
+    if mixing is None or indices is None:
+        rng = needed_rng(key, "mixup_batch", "when mixing or indices are left out")
+        mixing = _draw_mixing(rng.named("mixing"), alpha, num if per_example else None) if mixing is None else mixing
+        indices = random.permutation(rng.named("permutation"), num) if indices is None else indices
+    partners = indices if indices.device == inputs.device else indices.to(inputs.device)
     # Build the mixture first: it rejects partners of the wrong shape with a message about shapes.
     mixture = mixture_for(inputs, targets, "mixup_batch").mixed_with(partners, mixing, interpolate_loss)
     return _mix(inputs, partners, mixing), mixture
@@ -143,14 +144,10 @@ def mixup(
     )
 
 
-def _draw_mixing(key: Tensor | random.Rng | None, alpha: float | Tensor, num: int | None) -> float | Tensor:
-    """Return the partner's share, 0-d or (num,), float32."""
-    share = draw_share(_rng(key).named("mixing"), alpha, num, "mixup_batch: alpha", _ALPHA_HINT)
-    return torch.minimum(share, 1 - share) if isinstance(share, Tensor) else share
-
-
-def _rng(key: Tensor | random.Rng | None) -> random.Rng:
-    return needed_rng(key, "mixup_batch", "when mixing or indices are left out")
+def _draw_mixing(rng: random.Rng, alpha: float | Tensor, num: int | None) -> float | Tensor:
+    """Return the partner's share, a number or 0-d or (num,), float32."""
+    share = draw_share(rng, alpha, num, "mixup_batch: alpha", _ALPHA_HINT)
+    return torch.minimum(share, 1 - share) if isinstance(share, Tensor) else min(share, 1 - share)
 
 
 def _mix(inputs: Tensor, partners: Tensor, mixing: float | Tensor) -> Tensor:
@@ -161,7 +158,8 @@ def _mix(inputs: Tensor, partners: Tensor, mixing: float | Tensor) -> Tensor:
     if isinstance(mixing, Tensor):
         share = per_row(mixing.to(wide), wide) if mixing.ndim else mixing.to(wide)
     # lerp is exact for shares of 0 and 1 and for equal partners; the sum of two products is not.
-    return torch.lerp(wide, wide.index_select(0, partners), share).to(floating.dtype)
+    mixed = torch.lerp(wide, wide.index_select(0, partners), share)
+    return mixed if wide is floating else mixed.to(floating.dtype)
 
 
 def _check_inputs(inputs: Any) -> None:

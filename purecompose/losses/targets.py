@@ -168,7 +168,7 @@ class Mixture:
                 f"expected targets as a tensor with a leading batch dim, got {came}; "
                 "select the target in the batch by its index, key or accessor"
             )
-        return cls((targets,), (targets.new_ones(targets.shape[0], dtype=wide_dtype(targets)),))
+        return cls((targets,), (targets.new_full(targets.shape[:1], 1.0, dtype=wide_dtype(targets)),))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Mixture:
         """Apply `fn` to the targets of each term.
@@ -189,12 +189,14 @@ class Mixture:
             ValueError: The permutation or the weight has the wrong shape.
         """
         self._check_partners(permutation, weight.shape if isinstance(weight, Tensor) else ())
-        return Mixture(
-            self.targets + tuple(targets[permutation] for targets in self.targets),
-            tuple((1 - weight) * own for own in self.weights)
-            + tuple(weight * own[permutation] for own in self.weights),
-            self.interpolate_loss or interpolate_loss,
-        )
+        partners = tuple(targets.index_select(0, permutation) for targets in self.targets)
+        if len(self.weights) == 1 and not isinstance(weight, Tensor):  # the weights of a single term are 1
+            own = self.weights[0]
+            weights = own.new_full(own.shape, 1 - weight), own.new_full(own.shape, weight)
+        else:
+            kept = tuple(own - own * weight for own in self.weights)
+            weights = kept + tuple(own.index_select(0, permutation) * weight for own in self.weights)
+        return Mixture(self.targets + partners, weights, self.interpolate_loss or interpolate_loss)
 
     def pasted(self, permutation: Tensor, inside: Tensor) -> Mixture:
         """Give each example its partner's targets within a region, where targets are maps such as masks.

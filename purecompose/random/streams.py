@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from purecompose._support.functorch import is_plain
+from purecompose._support.functorch import is_plain, is_readable
 from purecompose.random.emulation import MOST_ON_HOST, emulated, emulated_keys, keys_on_host, num_blocks, on_host
 from purecompose.random.native import filled, has_kernels, next_keys, traced
 from purecompose.random.philox import WORD
@@ -32,7 +32,7 @@ def numbers(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if dtype == torch.uint32:
             return fill(key, shape, torch.int32).to(torch.int64) & WORD
         return fill(key, shape, dtype)
-    if _is_for_host(key) and key.numel() // 2 * num_blocks(key, shape, dtype) <= MOST_ON_HOST:
+    if is_readable(key) and key.numel() // 2 * num_blocks(key, shape, dtype) <= MOST_ON_HOST:
         return on_host(key, shape, dtype)
     return emulated(key, shape, dtype)
 
@@ -60,10 +60,6 @@ def folded(key: Tensor, data: int | Tensor) -> Tensor:
         # No change of dtype by a view, which has no rule for vmap.
         bits = traced(places, (*offset.shape, 2), torch.int64)
         return (bits << 32) | (bits >> 32 & WORD)
-    if _is_for_host(places) and offset.numel() <= MOST_ON_HOST:
+    if is_readable(places) and offset.numel() <= MOST_ON_HOST:
         return keys_on_host(places)
     return emulated_keys(places)
-
-
-def _is_for_host(key: Tensor) -> bool:
-    return key.device.type == "cpu" and is_plain(key)

@@ -14,6 +14,7 @@ from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
 from purecompose.losses.terms import for_mixtures
+from purecompose.random.distributions import beta_number
 from purecompose.schedule import Scalar
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
@@ -33,12 +34,14 @@ def draw_share(rng: random.Rng, alpha: float | Tensor, num: int | None, where: s
         hint: End of error messages.
 
     Returns:
-        The draw, 0-d or (num,), float32; the number 0.0 if alpha is the number 0.
+        The draw, 0-d or (num,), float32; a number where the host can read it at once, and 0.0 if alpha is the number 0.
     """
     if not isinstance(alpha, Tensor):
         check_number(alpha, where, 0, hint=hint)
         if alpha == 0:
             return 0.0
+        if num is None:
+            return beta_number(rng, alpha, alpha)
     shape: tuple[int, ...] = () if num is None else (num,)
     share = random.beta(for_examples(rng, num), alpha, alpha, shape)
     # The draw is NaN for an alpha of 0, which a member of a population may have.
@@ -53,10 +56,11 @@ def for_examples(rng: random.Rng, num: int | None) -> random.Rng:
 def mixture_for(inputs: Tensor, targets: Tensor | Mixture, where: str) -> Mixture:
     """Return the targets of these inputs as a mixture."""
     mixture = Mixture.of(targets)
-    if len(mixture.weights[0]) != len(inputs):
+    num, num_targets = inputs.shape[0], mixture.weights[0].shape[0]
+    if num_targets != num:
         raise ValueError(
             f"{where}: expected inputs and targets of the same length, one target per example in the first dim, got "
-            f"inputs of {len(inputs)} examples and targets of {len(mixture.weights[0])}"
+            f"inputs of {num} examples and targets of {num_targets}"
         )
     return mixture
 
