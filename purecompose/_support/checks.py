@@ -78,6 +78,8 @@ def is_callable_with(fn: Any, num_args: int) -> bool:
 
 def is_number(value: Any) -> bool:
     """Return whether the value is a real number; a bool is not."""
+    if type(value) is float:  # the usual case, which runs in every step
+        return True
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 

@@ -45,6 +45,8 @@ __all__ = [
 
 Shape = int | Sequence[int]
 
+_INTS = (int, torch.SymInt)
+
 
 def bits(key: Tensor | Rng, shape: Shape) -> Tensor:
     """Draw random words: int64 of the given shape, uniform on [0, 2**32).
@@ -131,9 +133,12 @@ def normal(
     check_float(dtype, "normal")
     if not isinstance(std, Tensor) and not std >= 0:
         raise ValueError(f"normal: expected std >= 0, got {std}")
-    sizes, lead, count = _layout(as_rng(key, "normal"), shape, "normal")
+    rng = as_rng(key, "normal")
+    sizes = _sizes(rng, shape, "normal")
+    lead = () if rng.examples is None else sizes[: rng.examples.dim() - 1]
+    count = math.prod(sizes[len(lead) :])
     pairs = (*lead, (count + 1) // 2)
-    radius, angle = open_unit(key, (*pairs, 2), dtype, "normal", wide=torch.float32).unbind(-1)
+    radius, angle = open_unit(rng, (*pairs, 2), dtype, "normal", wide=torch.float32).unbind(-1)
     standard = torch.stack(box_muller(radius, angle), dim=-1).flatten(-2)
     standard = standard.narrow(-1, 0, count).reshape(sizes)
     if isinstance(std, Tensor) or std != 1.0:
@@ -221,7 +226,7 @@ def drawn(key: Tensor | Rng, shape: Shape, dtype: torch.dtype, what: str) -> Ten
         ValueError: As for `bits`.
     """
     rng = as_rng(key, what)
-    return numbers_of(rng, _layout(rng, shape, what)[0], dtype)
+    return numbers_of(rng, _sizes(rng, shape, what), dtype)
 
 
 def numbers_of(rng: Rng, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -232,7 +237,7 @@ def numbers_of(rng: Rng, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def element_bits(key: Tensor | Rng, shape: Shape, num: int, what: str) -> Tensor:
     """Return `num` int32 of random bits for each element of a draw, (*shape, num); the rest as for `drawn`."""
     rng = as_rng(key, what)
-    return numbers_of(rng, (*_layout(rng, shape, what)[0], num), torch.int32)
+    return numbers_of(rng, (*_sizes(rng, shape, what), num), torch.int32)
 
 
 def open_unit(key: Tensor | Rng, shape: Shape, dtype: torch.dtype, what: str, *, wide: torch.dtype) -> Tensor:
@@ -257,25 +262,26 @@ def check_float(dtype: torch.dtype, what: str) -> None:
         raise TypeError(f"{what}: expected a dtype of {names}, got {dtype}")
 
 
-def _layout(rng: Rng, shape: Shape, what: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the sizes of a draw, its examples' dimension as a tuple of 0 or 1 sizes, and the elements per example."""
-    if not isinstance(shape, int | torch.SymInt | Sequence) or isinstance(shape, str):
+def _sizes(rng: Rng, shape: Shape, what: str) -> tuple[int, ...]:
+    """Return the sizes of a draw, checked."""
+    if isinstance(shape, _INTS):
+        sizes = (shape,)
+    elif isinstance(shape, Sequence) and not isinstance(shape, str):
+        sizes = tuple(shape)
+    else:
         raise TypeError(f"{what}: expected a shape, an int or a sequence of ints, got {shown(shape)}")
-    sizes = (shape,) if isinstance(shape, int | torch.SymInt) else tuple(shape)
     for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
+        if isinstance(size, bool) or not isinstance(size, _INTS):
             raise TypeError(f"{what}: expected a shape of ints, got {shown(size)} in {shape}")
         if size < 0:
             raise ValueError(f"{what}: expected sizes >= 0, got shape {sizes}")
     examples = rng.examples
-    if examples is None or examples.dim() == 1:
-        return sizes, (), math.prod(sizes)
-    if not sizes or sizes[0] != examples.shape[0]:
+    if examples is not None and examples.dim() > 1 and sizes[:1] != examples.shape[:1]:
         raise ValueError(
             f"{what}: expected shape[0] to be the number of examples, {examples.shape[0]}, got shape {sizes}; "
             "draw (n, ...), or use rng.per_example(None) for a draw for the whole batch"
         )
-    return sizes, (sizes[0],), math.prod(sizes[1:])
+    return sizes
 
 
 def _check_bounds(low: float, high: float, dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from purecompose.random.philox import WORD, Lanes, philox_lanes, philox_on_host
+from purecompose.random.philox import WORD, Lanes, packed, philox_lanes, philox_on_host
 
 
 __all__ = ["MOST_ON_HOST", "PRECISION", "emulated", "emulated_keys", "keys_on_host", "num_blocks", "on_host"]
@@ -77,14 +77,17 @@ def on_host(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if not key.numel() or not blocks:  # there is no tensor of an empty buffer
         return torch.empty(shape, dtype=torch.int64 if dtype == torch.uint32 else dtype, device="cpu")
     c0, c1, c2, c3 = _host_lanes(key, blocks)
-    if dtype in _WIDE:
-        bits = _interleaved((c0 << 32) | c1, (c2 << 32) | c3, key.numel() // 2 * blocks)
-    else:
-        bits = _interleaved(c0 | (c1 << 32), c2 | (c3 << 32), key.numel() // 2 * blocks).view(torch.int32)
-    bits = bits.view(*key.shape[:-1], -1).narrow(-1, 0, math.prod(shape[key.dim() - 1 :])).reshape(shape)
+    num_keys, is_wide = key.numel() // 2, dtype in _WIDE
+    halves = ((c0 << 32) | c1, (c2 << 32) | c3) if is_wide else (c0 | (c1 << 32), c2 | (c3 << 32))
+    if dtype in PRECISION:
+        mask = packed([_mask(dtype) if is_wide else _mask(dtype) << 32 | _mask(dtype)], num_keys * blocks)
+        halves = halves[0] & mask, halves[1] & mask
+    bits = _interleaved(*halves, num_keys * blocks, torch.int64 if is_wide else torch.int32)
+    if bits.shape != shape:
+        bits = bits.view(num_keys, -1).narrow(-1, 0, math.prod(shape[key.dim() - 1 :])).reshape(shape)
     if dtype == torch.uint32:
         return bits.to(torch.int64) & WORD
-    return _unit(bits & _mask(dtype), dtype) if dtype in PRECISION else bits
+    return _unit(bits, dtype) if dtype in PRECISION else bits
 
 
 def keys_on_host(key: Tensor, data: int = 0) -> Tensor:
@@ -92,7 +95,7 @@ def keys_on_host(key: Tensor, data: int = 0) -> Tensor:
     if not key.numel():
         return key.clone()
     c0, c1, c2, c3 = _host_lanes(key, 1, data)
-    return _interleaved((c1 << 32) | c0, (c3 << 32) | c2, key.numel() // 2).view(key.shape)
+    return _interleaved((c1 << 32) | c0, (c3 << 32) | c2, key.numel() // 2, torch.int64).view(key.shape)
 
 
 def _host_lanes(key: Tensor, blocks: int, start: int = 0) -> tuple[int, int, int, int]:
@@ -100,12 +103,12 @@ def _host_lanes(key: Tensor, blocks: int, start: int = 0) -> tuple[int, int, int
     return philox_on_host(numbers[::2], [offset + start for offset in numbers[1::2]], blocks)
 
 
-def _interleaved(first: int, second: int, count: int) -> Tensor:
-    """Return int64 of shape (2 * count,) that takes 64 bits of one integer and of the other in turn."""
+def _interleaved(first: int, second: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Return a flat tensor that takes 64 bits of one integer and of the other in turn, `count` times."""
     data = bytearray(16 * count)
     places = memoryview(data).cast("Q")
     places[::2], places[1::2] = (memoryview(half.to_bytes(8 * count, "little")).cast("Q") for half in (first, second))
-    return torch.frombuffer(data, dtype=torch.int64)
+    return torch.frombuffer(data, dtype=dtype)
 
 
 def _mask(dtype: torch.dtype) -> int:
@@ -115,4 +118,4 @@ def _mask(dtype: torch.dtype) -> int:
 def _unit(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Return bits below 2**precision as numbers on [0, 1), exactly."""
     unit = bits.to(torch.float64 if dtype == torch.float64 else torch.float32) * 2.0 ** -PRECISION[dtype]
-    return unit if unit.dtype == dtype else unit.to(dtype)
+    return unit.to(dtype)

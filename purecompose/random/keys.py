@@ -72,15 +72,7 @@ class Rng:
     key: Tensor
     draw: int | Tensor = 0
     examples: Tensor | None = None
-    _leaf_names: tuple[str, ...] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        names = ("key",)
-        if not isinstance(self.draw, int):
-            names += ("draw",)
-        if self.examples is not None:
-            names += ("examples",)
-        object.__setattr__(self, "_leaf_names", names)
+    _leaf_names: tuple[str, ...] | None = field(default=None, init=False, repr=False)
 
     def named(self, name: str | int) -> "Rng":
         """Return another draw at the same place, whose salt is a stable hash of this draw's salt and the name.
@@ -251,13 +243,14 @@ _FIELDS = ("key", "draw", "examples")
 
 
 def _flatten(rng: Rng) -> tuple[list[Any], Any]:
-    hosts = tuple(None if name in rng._leaf_names else getattr(rng, name) for name in _FIELDS)
-    return [getattr(rng, name) for name in rng._leaf_names], (rng._leaf_names, hosts)
+    names = rng._leaf_names or tuple(name for name in _FIELDS if not isinstance(getattr(rng, name), int | None))
+    hosts = tuple(None if name in names else getattr(rng, name) for name in _FIELDS)
+    return [getattr(rng, name) for name in names], (names, hosts)
 
 
 def _flatten_with_keys(rng: Rng) -> tuple[list[Any], Any]:
     leaves, context = _flatten(rng)
-    return [(_pytree.GetAttrKey(n), leaf) for n, leaf in zip(rng._leaf_names, leaves, strict=True)], context
+    return [(_pytree.GetAttrKey(name), leaf) for name, leaf in zip(context[0], leaves, strict=True)], context
 
 
 def _unflatten(leaves: Any, context: Any) -> Rng:

@@ -25,7 +25,7 @@ __all__ = ["DTYPES", "filled", "has_kernels", "next_keys", "traced"]
 DTYPES = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of a draw: random bits for integers, uniform numbers on [0, 1) for floats."""
 
-_aten: Any = torch.ops.aten
+_torch: Any = torch
 
 
 def filled(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -39,10 +39,10 @@ def filled(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     keys = key.view(torch.uint64)
     if key.dim() > 1:  # torch expects one dimension of keys for each of the result
         keys = keys.view(*key.shape[:-1], *[1] * (len(shape) + 1 - key.dim()), 2)
-    result = torch.empty(shape, dtype=dtype, device=key.device)
+    result = key.new_empty(shape, dtype=dtype)
     if dtype.is_floating_point:
-        return _aten._philox_uniform_(result, keys)
-    return _aten._philox_randint_(result, keys)
+        return _torch._philox_uniform_(result, keys)
+    return _torch._philox_randint_(result, keys)
 
 
 def _fake(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -67,7 +67,7 @@ def traced(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def next_keys(key: Tensor, data: int = 0) -> Tensor:
     """Return the key that belongs to `data`, an int64 number, for each key, int64 of shape (..., 2)."""
-    return _aten._philox_key_fold_in(key.view(torch.uint64), data).view(torch.int64)
+    return _torch._philox_key_fold_in(key.view(torch.uint64), data).view(torch.int64)
 
 
 def has_kernels(device: str) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 
-__all__ = ["WORD", "Lanes", "philox4x32", "philox_lanes", "philox_on_host"]
+__all__ = ["WORD", "Lanes", "packed", "philox4x32", "philox_lanes", "philox_on_host"]
 
 WORD = 0xFFFFFFFF  # the mask of a word
 _ROUNDS = 10
@@ -108,32 +108,34 @@ def philox_on_host(seeds: Sequence[int], offsets: Sequence[int], blocks: int) ->
         offsets: Offsets of the keys, likewise.
         blocks: Number of blocks of each key.
     """
-    count = len(seeds) * blocks
-    ones = _packed([1], count)
+    ones, numbers = _ones_and_numbers(len(seeds), blocks)
     mask = ones * WORD
-    seed, offset = _packed(seeds, blocks), _packed(offsets, blocks)
-    position = (offset & mask) + _numbers(len(seeds), blocks)
+    seed, offset = packed(seeds, blocks), packed(offsets, blocks)
+    position = (offset & mask) + numbers
     k0, k1 = seed & mask, (seed >> 32) & mask
-    c0, c1, c2, c3 = position & mask, ((position >> 32 & mask) + (offset >> 32 & mask)) & mask, 0, 0
+    c0, c1, c2, c3 = position & mask, (position >> 32 & mask) + (offset >> 32 & mask), 0, 0
     step0, step1 = (ones * step for step in _KEY_STEPS)
     for _ in range(_ROUNDS):
+        # Lanes 1 and 3 and the key are correct only in their low 32 bits: the masks below drop the rest.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((product1 >> 32) & mask) ^ c1 ^ k0
-        c2 = ((product0 >> 32) & mask) ^ c3 ^ k1
-        c1, c3 = product1 & mask, product0 & mask
-        k0, k1 = (k0 + step0) & mask, (k1 + step1) & mask
-    return c0, c1, c2, c3
+        c0, c1 = ((product1 >> 32) ^ c1 ^ k0) & mask, product1
+        c2, c3 = ((product0 >> 32) ^ c3 ^ k1) & mask, product0
+        k0 += step0
+        k1 += step1
+    return c0, c1 & mask, c2, c3 & mask
 
 
-def _packed(numbers: Sequence[int], times: int) -> int:
+def packed(numbers: Sequence[int], times: int) -> int:
     """Return one integer that holds each number `times` times, in 64 bits each, the first in the lowest."""
     data = struct.pack(f"<{len(numbers)}Q", *[number & (1 << 64) - 1 for number in numbers])
-    if times != 1:
+    if len(numbers) == 1:
+        data *= times
+    elif times != 1:
         data = b"".join([data[start : start + 8] * times for start in range(0, len(data), 8)])
     return int.from_bytes(data, "little")
 
 
 @lru_cache(maxsize=256)
-def _numbers(num_keys: int, blocks: int) -> int:
-    """Return the numbers 0 to `blocks - 1`, packed, for each key."""
-    return _packed([*range(blocks)] * num_keys, 1)
+def _ones_and_numbers(num_keys: int, blocks: int) -> tuple[int, int]:
+    """Return ones and the numbers 0 to `blocks - 1`, packed, for each key."""
+    return packed([1], num_keys * blocks), packed([*range(blocks)] * num_keys, 1)
