@@ -168,6 +168,20 @@ def test_a_mixture_comes_back_as_the_same_object():
     assert seen[0][1] is mixture
 
 
+@pytest.mark.parametrize("form", ["indices", "dense", "interpolated"])
+def test_a_smoothed_mixture_is_the_sum_of_smoothed_terms(form):
+    seen = []
+    inputs, targets = make_batch()
+    targets[:3] = -100  # some examples count, and their partners do not
+    given = F.one_hot(targets.clamp(min=0), 4) * (targets >= 0).unsqueeze(1) if form == "dense" else targets
+    mixture = Mixture.of(given).mixed_with(torch.arange(10).roll(2), 0.3, form == "interpolated")
+    one_step([label_smoothing(0.2), spy(seen, "before_loss")], make_state(), (inputs, mixture), passes=())
+    outputs = torch.zeros(10, 4)
+    terms = [smooth_labels(outputs, term, 0.2) for term in mixture.targets]
+    expected = sum(weight.unsqueeze(1) * term for weight, term in zip(mixture.weights, terms, strict=True))
+    torch.testing.assert_close(seen[0][1].soft(outputs), expected)
+
+
 def test_slots_of_other_algorithms_are_unchanged():
     def apply(event, state):
         if event is Event.INIT:

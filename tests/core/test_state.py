@@ -485,6 +485,9 @@ def test_the_clock_holds_the_timestamp_as_tensors():
             assert value.dtype == torch.int64 and value.ndim == 0
             assert value.item() == getattr(time, name), name
         assert one.elapsed.item() == time.elapsed() and one.scheduled(halving).item() == 0.25
+    key = random.key(3)
+    for one in (clock, clock.advanced(), tree.map(torch.clone, clock)):
+        assert torch.equal(one.key_of_draws(key), random.fold_in(key, 13))
     endless = Clock.of(Timestamp(), Timestamp(), (), torch.device("cpu"))
     assert math.isnan(endless.elapsed.item())
     with pytest.raises(KeyError, match="not evaluated in this step"):

@@ -246,3 +246,14 @@ def test_wrong_dtypes_and_keys_are_named(draw: Callable[..., Tensor]) -> None:
         draw(key(0), 2, dtype=torch.int32)
     with pytest.raises(TypeError, match="expected a key"):
         draw(0, 2)
+
+
+@pytest.mark.parametrize("a, b", [(0.2, 0.2), (1.0, 3.0), (1e-300, 2.0)])
+def test_a_beta_number_is_a_beta_draw(a, b):
+    rngs = [Rng(fold_in(key(5), number)).named("share") for number in range(20)]
+    numbers = [distributions.beta_number(rng, a, b) for rng in rngs]
+    assert all(isinstance(number, float) for number in numbers)
+    assert numbers == [beta(rng, a, b).item() for rng in rngs]
+    keys = torch.stack([rng.key for rng in rngs])
+    mapped = torch.func.vmap(lambda one: distributions.beta_number(Rng(one).named("share"), a, b))(keys)
+    torch.testing.assert_close(mapped, torch.tensor(numbers))
