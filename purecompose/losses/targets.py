@@ -123,7 +123,7 @@ def num_examples(outputs: Any, targets: Any) -> int:
 
 def per_row(weight: Tensor, like: Tensor) -> Tensor:
     """Return a weight per example, (N,), reshaped so that it multiplies `like`, (N, ...), row by row."""
-    return weight[(...,) + (None,) * (like.ndim - 1)]
+    return weight if like.ndim == 1 else weight[(...,) + (None,) * (like.ndim - 1)]
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
@@ -242,7 +242,7 @@ class Mixture:
         for targets, weight in self._terms:
             row_weight = per_row(weight.to(dtype), targets)
             if has_index_targets(outputs, targets):
-                term = _scatter_classes(targets, row_weight.expand(targets.shape), outputs, ignore_index)
+                term = _scatter_classes(targets, row_weight, outputs, ignore_index)
             else:
                 term = row_weight * targets
             total = term if total is None else total + term
@@ -276,7 +276,7 @@ def _per_position(inside: Tensor, targets: Tensor) -> Tensor:
 
 
 def _scatter_classes(targets: Tensor, values: Tensor, outputs: Tensor, ignore_index: int | None) -> Tensor:
-    """Return zeros of the outputs' shape with `values` at the classes `targets`; both of shape (N, ...)."""
+    """Return zeros of the outputs' shape with `values`, which broadcast, at the classes `targets`, (N, ...)."""
     if outputs.shape[1] < 2:
         # With one logit per example, class 0 would silently become the target 1.
         raise ValueError(
