@@ -63,10 +63,10 @@ def rounds_when_neutral(state: State) -> State:
 
 @mutant("neutral_setting", at=Event.AFTER_DATALOADER)
 def permutes_when_neutral(state: State) -> State:
-    """Mixes with weight 0, but keeps the partners where the examples should stay."""
+    """Mixes with weight 0, but into the partners' inputs, which take the places of the examples' own."""
     mixing, partners = 0.0, state.inputs.roll(1, 0)
     mixed = torch.lerp(partners, state.inputs, mixing) if partners.is_floating_point() else partners
-    return state.replace(inputs=mixed, targets=state.targets.roll(1, 0))
+    return state.replace(inputs=mixed)
 
 
 @mutant("neutral_setting", at=(Event.BEFORE_LOSS, Event.AFTER_LOSS), task="tokens")
