@@ -1,5 +1,6 @@
 """Settings for all tests: one Hypothesis profile, one thread count, the `slow` mark."""
 
+import gc
 import os
 
 import pytest
@@ -15,6 +16,9 @@ settings.load_profile(PROFILE)
 
 # Results are equal bit for bit only with a fixed number of threads, so the suite fixes one.
 torch.set_num_threads(1)
+
+# By default, collections of garbage among thousands of test items take a tenth of the suite's time.
+gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
