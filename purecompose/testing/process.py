@@ -7,10 +7,12 @@ import random as python_random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from purecompose._support.settings import Setting, read, read_settings, write, write_settings
 
 
 __all__ = [
@@ -19,9 +21,7 @@ __all__ = [
     "ignoring_missing_terms",
     "process_restored",
     "process_settings",
-    "read_settings",
     "seeded",
-    "write_settings",
 ]
 
 
@@ -33,24 +33,14 @@ def process_settings() -> dict[str, Any]:
         "random generator": hash(python_state),
         "NumPy generator": None if numpy_state is None else hash((numpy_state[1].tobytes(), numpy_state[2])),
         **read_settings(),
-        **_read(_SURROUNDINGS),
+        **read(_SURROUNDINGS),
     }
-
-
-def read_settings() -> dict[str, Any]:
-    """Return torch's own settings by name, as values that can be sent to another process."""
-    return _read(_SETTINGS)
-
-
-def write_settings(settings: Mapping[str, Any]) -> None:
-    """Set those of torch's settings that differ from the given ones; see `read_settings`."""
-    _write(_SETTINGS, settings)
 
 
 @contextlib.contextmanager
 def process_restored() -> Iterator[None]:
     """Restore the settings of the process at the end of a `with` block."""
-    settings, surroundings = read_settings(), _read(_SURROUNDINGS)
+    settings, surroundings = read_settings(), read(_SURROUNDINGS)
     python_state, numpy_state, torch_state = _generators()
     try:
         yield
@@ -59,8 +49,8 @@ def process_restored() -> Iterator[None]:
         if numpy_state is not None:
             sys.modules["numpy"].random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
-        _write(_SETTINGS, settings)
-        _write(_SURROUNDINGS, surroundings)
+        write_settings(settings)
+        write(_SURROUNDINGS, surroundings)
 
 
 @contextlib.contextmanager
@@ -129,24 +119,6 @@ def _generators() -> tuple[Any, Any, torch.Tensor]:
     return python_random.getstate(), None if numpy is None else numpy.random.get_state(), torch.get_rng_state()
 
 
-_Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
-
-
-def _read(table: Mapping[str, _Setting]) -> dict[str, Any]:
-    return {name: read() for name, (read, _) in table.items()}
-
-
-def _write(table: Mapping[str, _Setting], values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        read, write = table[name]
-        if read() != value:
-            write(value)
-
-
-def _attribute(owner: Any, name: str) -> _Setting:
-    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
-
-
 def _set_environment(variables: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(variables)
@@ -180,43 +152,10 @@ def _set_numpy_errors(errors: dict[str, str] | None) -> None:
         sys.modules["numpy"].seterr(**errors)
 
 
-_SETTINGS: dict[str, _Setting] = {
-    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "threads": (torch.get_num_threads, torch.set_num_threads),
-    # One value for two switches: 0 for off, 1 for warnings only, 2 for errors.
-    "deterministic algorithms": (
-        torch.get_deterministic_debug_mode,
-        lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
-    ),
-    "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "anomaly detection": (
-        lambda: torch.is_anomaly_enabled() and ("with check_nan" if torch.is_anomaly_check_nan_enabled() else "alone"),
-        lambda mode: torch.set_anomaly_enabled(bool(mode), mode != "alone"),
-    ),
-    "autocast": (
-        lambda: torch.is_autocast_enabled("cpu"),
-        lambda enabled: torch.set_autocast_enabled("cpu", enabled),
-    ),
-    "autocast dtype": (
-        lambda: torch.get_autocast_dtype("cpu"),
-        lambda dtype: torch.set_autocast_dtype("cpu", dtype),
-    ),
-    "default device": (
-        torch.get_default_device,
-        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
-    ),
-    "mkldnn": _attribute(torch.backends.mkldnn, "enabled"),
-    "cudnn benchmark": _attribute(torch.backends.cudnn, "benchmark"),
-    "cudnn deterministic": _attribute(torch.backends.cudnn, "deterministic"),
-    "cudnn allow_tf32": _attribute(torch.backends.cudnn, "allow_tf32"),
-}
-"""Functions to read and to set each of torch's settings, by name."""
-
-_SURROUNDINGS: dict[str, _Setting] = {
+_SURROUNDINGS: dict[str, Setting] = {
     "environment": (lambda: dict(os.environ), _set_environment),
     "module hooks": (lambda: tuple(map(dict, _hooks())), _set_hooks),
     "warnings filters": (lambda: list(warnings.filters), _set_filters),
     "NumPy error handling": (_numpy_errors, _set_numpy_errors),
 }
-"""The same for settings that cannot be sent to another process."""
+"""Functions to read and to set settings of the process that cannot be sent to another one, by name."""

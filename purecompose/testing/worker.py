@@ -29,11 +29,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import IO, Any, NamedTuple, NoReturn
 
+from purecompose._support.settings import read_settings, write_settings
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.outer import after_batch
-from purecompose.testing.process import read_settings, write_settings
 from purecompose.testing.snapshot import from_bytes, to_bytes
 from purecompose.testing.subject import Subject
 from purecompose.time.event import Event

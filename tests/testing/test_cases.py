@@ -10,10 +10,11 @@ import torch
 from hypothesis import find, given, settings, strategies as st
 
 from purecompose import Algorithm, Event, after, every, on
+from purecompose._support.settings import read_settings, write_settings
 from purecompose.testing.case import Case
 from purecompose.testing.law import LawViolation
 from purecompose.testing.moments import find_moments
-from purecompose.testing.process import process_restored, process_settings, read_settings, write_settings
+from purecompose.testing.process import process_restored, process_settings
 from purecompose.testing.strategies import cases, predicates
 from purecompose.testing.suite.numbers import gradient_exact, microbatches_agree
 from purecompose.testing.tasks import TASKS
