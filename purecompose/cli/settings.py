@@ -138,6 +138,13 @@ SETTINGS = {
         ),
         Setting("precision", str, None, "fp32, tf32, bf16 or fp16 (default: fp32)", "fp32"),
         Setting("compile", bool, None, "compile the step; pays off on a GPU and for long runs", False),
+        Setting(
+            "tiered",
+            str,
+            "WHEN",
+            "with --compile: train at once, uncompiled, while another process compiles; run compiled when that is "
+            "ready (auto; bits then depend on timing), or from a fixed time on (500ba) (default: wait for it)",
+        ),
         Setting("device", str, None, "cpu, cuda, mps, ... (default: cpu)", "cpu"),
         Setting("threads", int, "N", "CPU threads; other numbers give other bits (default: depends on the data)"),
         Setting("eval_every", str, "TIME", "how often to evaluate: 1ep, 100ba, 0.1dur (default: 1ep)", "1ep"),

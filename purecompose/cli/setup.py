@@ -176,7 +176,10 @@ def prepare(settings: Mapping[str, Any], data: Data) -> Setup:
             raise ValueError("the networks of a population would stop at different times; leave out --seeds")
     many = population(step, len(states)) if len(states) > 1 else step
     state = stack_states(states) if len(states) > 1 else states[0]
-    run = compile(many) if settings["compile"] else many
+    with reported_as("--tiered"):
+        if settings["tiered"] is not None and not settings["compile"]:
+            raise ValueError(f"{settings['tiered']}: it decides when a compiled step begins; add --compile")
+        run = compile(many, tiered=_tiered(settings)) if settings["compile"] else many
     auto = "auto" if settings["microbatches"] == "auto" else None
     return Setup(run, state, train_data.to(device), test_data, evaluators, watched, data, kind, stop, auto)
 
@@ -191,6 +194,12 @@ def _divided(settings: Mapping[str, Any], data: Data) -> tuple[torch.Tensor, ...
             return data.train_inputs, data.train_targets
         # The same examples for every seed of the run, so that runs are comparable.
         return tuple(datasets.split(data.train_inputs, data.train_targets, share, seed=0))
+
+
+def _tiered(settings: Mapping[str, Any]) -> bool | str:
+    """Return the argument `tiered` of `compile`."""
+    when = settings["tiered"]
+    return when == "auto" if when in (None, "auto") else f"at {Time.of(when)}"
 
 
 def _limited(limit: str | None, length: int) -> int:

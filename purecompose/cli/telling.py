@@ -18,7 +18,7 @@ from purecompose.data import TextData
 from purecompose.observers import History, Stopwatch
 from purecompose.records.layout import CHECKPOINTS, REPORT
 from purecompose.run.saving.folder import all_in
-from purecompose.transforms.compilation import CompiledStep
+from purecompose.transforms.compilation import CompiledStep, swaps_of
 
 
 __all__ = ["checksum", "describe", "print_results"]
@@ -99,6 +99,9 @@ def print_results(
         table.add_row("stopped early", f"the loss has not improved for {settings['patience']}")
     table.add_row("time", f"{stopwatch.seconds:.1f} s ({', '.join(spent)})")
     table.add_row("steps", f"{stopwatch.batches:,}, {rate:.1f} per second{' after compiling' if compiling else ''}")
+    if settings["tiered"] is not None:
+        batches = ", ".join(str(batch) for batch in sorted({batch for batch, _ in swaps_of(setup.step)}))
+        table.add_row("compiled from", f"batch {batches}" if batches else "never, the run was shorter")
     table.add_row("parameters' checksum", f"{checksum(state.params)} ({on})")
     if out is not None and REPORT not in missing:
         table.add_row("report", str(out / REPORT))

@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import functools
 import json
 import os
 import pathlib
@@ -13,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from purecompose import Event, evaluate, fit, metrics, to_module, tree
-from purecompose.cli import load_run, main
+from purecompose import Event, compile, evaluate, fit, metrics, to_module, tree
+from purecompose.cli import load_run, main, setup
 from purecompose.cli.settings import UsageError
 from purecompose.records import RunFolder
 from purecompose.run.saving import folder
@@ -255,6 +256,35 @@ def test_compiled_and_in_half_precision(run: Run) -> None:
     assert status == 2 and "--precision: fp8: expected one of fp32" in err
     status, _, err = run("train", *SMALL, "--microbatches", "few")
     assert status == 2 and "expected a number of slices, or auto" in err
+
+
+def test_a_run_begins_uncompiled_and_resumes_with_the_same_fixed_time(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "compile", functools.partial(compile, backend="eager"))
+    tiered = ("--compile", "--tiered", "30ba")
+    status, whole, err = run("train", *SMALL, *tiered)
+    assert status == 0 and re.search(r"compiled from\W+batch 30 ", whole), err
+    assert "from batch 30 on, part 0" in err
+    assert run("train", *SMALL, *tiered, "--duration", "1ep", "--out", "a")[0] == 0
+    status, resumed, err = run("train", "--resume", "--out", "a", "--duration", "2ep", "--quiet")
+    assert status == 0 and checksum(resumed) == checksum(whole) and re.search(r"compiled from\W+batch 30 ", resumed), (
+        err
+    )
+    status, short, _ = run("train", *SMALL, "--compile", "--tiered", "1000ba", "--duration", "1ba")
+    assert status == 0 and "never, the run was shorter" in short
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (("--tiered", "30ba"), "--tiered: 30ba: it decides when a compiled step begins; add --compile"),
+        (("--compile", "--tiered", "soon"), "--tiered: cannot read the time 'soon'"),
+    ],
+)
+def test_a_wrong_time_of_compiling_is_an_error(run: Run, options: tuple[str, ...], words: str) -> None:
+    status, _, err = run("train", *SMALL, *options)
+    assert status == 2 and words in err
 
 
 def test_cards(run: Run) -> None:

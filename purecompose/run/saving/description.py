@@ -114,7 +114,7 @@ def environment(state: State, step: Any = None) -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     options = getattr(step, "options", None)
-    return reported if step is None else {**reported, "compiled": str(options.backend) if options is not None else "no"}
+    return reported if step is None else {**reported, "compiled": options.words if options is not None else "no"}
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

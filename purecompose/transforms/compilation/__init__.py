@@ -1,17 +1,17 @@
 """Compiled steps: one flat graph, forward to update, without guards, with donation.
 
 `compile` is the entry point. `segments` decides where a step may be cut, `capture` traces a part to a graph, `backends`
-compiles the graph, `graph_cache` keeps compiled graphs, and `execution` runs one step. `dynamo` serves calls of a step
-within `torch.compile`.
+compiles the graph, `background` lets another process compile it ahead, `graph_cache` keeps compiled graphs, and
+`execution` runs one step. `dynamo` serves calls of a step within `torch.compile`.
 """
 
 from purecompose.core.compose import Step
 from purecompose.transforms.compilation.capture import TraceError
 from purecompose.transforms.compilation.dynamo import call_in_torch_compile
-from purecompose.transforms.compilation.step import CompiledStep, compile
+from purecompose.transforms.compilation.step import CompiledStep, compile, swaps_of
 from purecompose.transforms.compilation.variants import Variant, VariantLimitError, Variants
 
 
-__all__ = ["CompiledStep", "TraceError", "Variant", "VariantLimitError", "Variants", "compile"]
+__all__ = ["CompiledStep", "TraceError", "Variant", "VariantLimitError", "Variants", "compile", "swaps_of"]
 
 Step.call_in_torch_compile = staticmethod(call_in_torch_compile)  # the core cannot import it

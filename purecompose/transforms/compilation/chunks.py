@@ -3,6 +3,7 @@
 On a CPU a chunk whose tensors fit into the cache is faster per member than all members together.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -27,17 +28,16 @@ def of_chunk(boundary: Boundary, num: int) -> Boundary:
     return replace(boundary, signatures=signatures, donated=donated)
 
 
-def in_chunks(captured: Captured, call: Compiled, boundary: Boundary, num: int) -> tuple[Captured, Compiled]:
-    """Return what the graph of a chunk, and the function that runs it, are for all members.
+def in_chunks(captured: Captured, boundary: Boundary, num: int) -> tuple[Captured, Callable[[Compiled], Compiled]]:
+    """Return the graph of a chunk with the signatures of all members, and what makes its compiled form run for them.
 
     Args:
         captured: The graph of a chunk.
-        call: The compiled graph.
         boundary: The boundary at the start, of all members.
         num: The number of chunks.
     """
     if num == 1:
-        return captured, call
+        return captured, lambda call: call
     own = {name: _own(signature) for name, signature in boundary.signatures.items()}
     are_args_own = [own[field][place] for field, place in (*captured.takes, *captured.targets)]
     joined: dict[int, Spec | None] = {}  # for each result, the spec of the joined one if there is a row for each member

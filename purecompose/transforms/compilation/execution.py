@@ -14,7 +14,7 @@ from purecompose.time import Timestamp
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source
 from purecompose.transforms.compilation.capture import state_of
 from purecompose.transforms.compilation.graph_cache import GraphCache
-from purecompose.transforms.compilation.plan_parts import EAGER, Entry, ExecutionPlan, Values
+from purecompose.transforms.compilation.plan_parts import Entry, ExecutionPlan, Values
 from purecompose.transforms.donation import LASTING, BufferLease, StateBuffers
 from purecompose.transforms.signature import Signature, spec_of
 
@@ -78,7 +78,7 @@ def _through(graphs: GraphCache, launch: Launch, prepared: Prepared, values: Val
             break
         next_stretch = plan.next_stretch
         plan, state, used = _host(graphs, plan, static, buffers, values, prepared.bits)
-        if plan is EAGER:
+        if not graphs.can_run(plan, launch.state.timestamp):
             rest = graphs.operation(prepared.bits, next_stretch)
             return graphs.step.finish(rest(Carry(state, used), NO_PURPOSE).state).unleased()
         static, from_buffers = state.static, False

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +18,9 @@ from purecompose.core.operation import NO_PURPOSE, Carry, Operation
 from purecompose.core.program import events_in
 from purecompose.core.state import State
 from purecompose.nn.network import looking_for_draws
+from purecompose.time import Time, Timestamp
 from purecompose.transforms.compilation.backends import compile_graph
+from purecompose.transforms.compilation.background import Background
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary
 from purecompose.transforms.compilation.capture import (
     FALLBACK_ADVICE,
@@ -54,7 +57,20 @@ class Options:
     eager_below: int
     dynamic: bool | Literal["all"]
     max_variants: int
+    tiered: bool | Time
     announce: Callable[[str], object] | None
+
+    @property
+    def words(self) -> str:
+        """The options on which the bits of a run depend, such as "inductor from 500ba"."""
+        if isinstance(self.tiered, Time):
+            return f"{self.backend} from {self.tiered}"
+        return f"{self.backend} when ready" if self.tiered else str(self.backend)
+
+    @property
+    def is_tiered(self) -> bool:
+        """True if steps run as composed at first."""
+        return self.tiered is not False  # a time of 0 is false
 
 
 def environment() -> tuple[Any, ...]:
@@ -83,6 +99,9 @@ class GraphCache:
         self._scopes: dict[Any, SlicedPart] = {}
         self._refused: set[str] = set()
         self._may_build = True
+        self._background = Background() if options.is_tiered and options.backend == "inductor" else None
+        if self._background is not None:
+            weakref.finalize(self, self._background.stop)
 
     def entry(self, context: Context, signatures: Mapping[str, Signature]) -> Entry:
         """Return the single entry for states of a context and signatures."""
@@ -133,6 +152,46 @@ class GraphCache:
         except TraceError as error:
             self.fall_back(error)
             return EAGER
+
+    def can_run(self, plan: ExecutionPlan, now: Timestamp) -> bool:
+        """Return whether a step at this time runs a plan, and not as composed; in a tiered step, load what it needs."""
+        if plan.is_refused:
+            return False
+        tiered = self.options.tiered
+        if tiered is False:
+            return True
+        if isinstance(tiered, Time):
+            if not now.reached(tiered):
+                return False
+        elif not all(part.is_compiled or part.awaited is None or part.awaited.done() for part in plan.waiting):
+            return False
+        return not plan.waiting or self._swap(plan, now)
+
+    def load(self, plan: ExecutionPlan) -> bool:
+        """Compile all parts of a plan, or return False if that fails and `fallback` is set."""
+        say = self.options.announce or (lambda text: None)
+        try:
+            for part in plan.waiting:
+                if part.awaited is not None and not part.awaited.done():
+                    say(f"purecompose: waiting for {part.variant.title} ...\n")
+                with _BUILDING:
+                    part.compile()
+        except TraceError as error:
+            self.fall_back(error)
+            plan.is_refused = True
+        return not plan.is_refused
+
+    def _swap(self, plan: ExecutionPlan, now: Timestamp) -> bool:
+        """Let the plan replace the composed step from this batch on; return False if it cannot be compiled."""
+        if not self.load(plan):
+            return False
+        say = self.options.announce or (lambda text: None)
+        for part in plan.waiting:
+            if part.variant.from_batch is None:
+                part.variant.from_batch = now.batch
+                say(f"purecompose: from batch {now.batch} on, {part.variant.title} runs compiled\n")
+        plan.waiting = []
+        return True
 
     def fall_back(self, error: Exception) -> None:
         """Warn once that steps run eagerly, or raise the error."""
@@ -242,15 +301,23 @@ class GraphCache:
         captured = self._captured(variant, body, of_chunk(boundary, num_chunks), is_last)
         if captured.sizes is not None:
             variant.batch = _words(captured.sizes.describe("batch", signatures["batch"]))
-        traced = time.perf_counter()
-        call = compile_graph(captured.graph, options.backend, options.mode)
-        captured, call = in_chunks(captured, call, boundary, num_chunks)
-        variant.trace_seconds, variant.compile_seconds = traced - start, time.perf_counter() - traced
+        variant.trace_seconds = time.perf_counter() - start
         variant.nodes = len(captured.graph.graph.nodes)
-        say(f" {variant.nodes} operations, {variant.seconds:.1f} s\n")
         is_on_gpu = signatures["key"].specs[0].device.type == "cuda"
-        replays = options.mode == "reduce-overhead" and is_on_gpu and captured.sizes is None
-        return CompiledPart(captured, call, variant, replays=replays)
+        whole, for_all = in_chunks(captured, boundary, num_chunks)
+        part = CompiledPart(
+            whole,
+            lambda: for_all(compile_graph(captured.graph, options.backend, options.mode)),
+            variant,
+            awaited=None if self._background is None else self._background.submit(captured.graph, options.mode),
+            replays=options.mode == "reduce-overhead" and is_on_gpu and captured.sizes is None,
+        )
+        if self._background is None:
+            part.compile()
+            say(f" {variant.nodes} operations, {variant.seconds:.1f} s\n")
+        else:
+            say(f" {variant.nodes} operations, in the background\n")
+        return part
 
     def _members(self, boundary: Boundary) -> tuple[Members, int]:
         """Return the members whose operations are one graph, and the number of times that it is called.

@@ -1,14 +1,18 @@
 """Compiled parts of a step, and the execution plans that chain them."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from purecompose._support.warnings import warn
 from purecompose.core.context import Context
 from purecompose.core.operation import Lowered
 from purecompose.transforms.compilation.backends import Compiled
+from purecompose.transforms.compilation.background import BackgroundError
 from purecompose.transforms.compilation.boundary import Boundary, Source
 from purecompose.transforms.compilation.capture import Captured
 from purecompose.transforms.compilation.replay import Replay
@@ -28,7 +32,7 @@ class CompiledPart:
     """A compiled part of a step: takes tensors of the state's fields and returns new ones."""
 
     __slots__ = (
-        "call",
+        "awaited",
         "takes",
         "targets",
         "reads",
@@ -39,13 +43,34 @@ class CompiledPart:
         "takes_clock",
         "is_plain",
         "writes_buffers",
+        "_call",
+        "_compile",
         "_replays",
         "_sizes",
     )
 
-    def __init__(self, captured: Captured, call: Compiled, variant: Variant, *, replays: bool = False) -> None:
-        """Store the compiled part; with `replays` it is recorded as a CUDA graph, one for each set of buffers."""
-        self.call, self.variant, self._replays = call, variant, replays
+    def __init__(
+        self,
+        captured: Captured,
+        compile_: Callable[[], Compiled],
+        variant: Variant,
+        *,
+        awaited: "Future[float] | None" = None,
+        replays: bool = False,
+    ) -> None:
+        """Store the traced part; `compile` makes it ready to run.
+
+        Args:
+            captured: The graph.
+            compile_: Function that compiles it.
+            variant: Its entry in the table of variants.
+            awaited: The compilation in another process, if there is one, as a future of its seconds. Afterwards
+                `compile_` finds the results on disk.
+            replays: True if it is recorded as a CUDA graph, one for each set of buffers.
+        """
+        self._call: Compiled | None = None
+        self._compile: Callable[[], Compiled] | None = compile_
+        self.awaited, self.variant, self._replays = awaited, variant, replays
         self.takes, self.targets, self.reads = captured.takes, captured.targets, captured.reads
         self.writes, self.copies, self.used = captured.writes, captured.copies, captured.used
         self._sizes, self.writes_buffers = captured.sizes, captured.writes_buffers
@@ -53,6 +78,40 @@ class CompiledPart:
         taken = {source.field for source in (*captured.takes, *passed)}
         self.takes_clock = "clock" in taken
         self.is_plain = taken <= {"", *LASTING, "key", "loss", "batch"}
+
+    @property
+    def call(self) -> Compiled:
+        """The compiled graph; it is compiled now if it has not been."""
+        if self._call is None:
+            self.compile()
+            assert self._call is not None
+        return self._call
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if it can run."""
+        return self._call is not None
+
+    def compile(self) -> None:
+        """Compile the graph, after the compilation in another process if there is one."""
+        if self._compile is None:
+            return
+        start = time.perf_counter()
+        if self.awaited is not None:
+            try:
+                self.variant.background_seconds = self.awaited.result()
+            except BackgroundError as error:
+                warn(
+                    f"{self.variant.title} could not be compiled in the background ({error}), and is compiled in this "
+                    "process"
+                )
+            self.awaited = None
+        self._call, self._compile = self._compile(), None
+        self.variant.compile_seconds = time.perf_counter() - start
+
+    def compiled_parts(self) -> "Iterable[CompiledPart]":
+        """Return the part itself."""
+        return (self,)
 
     def fits(self, signatures: Mapping[str, Signature]) -> bool:
         """Return whether every field that the part reads has the signature that the part was built for."""
@@ -127,6 +186,10 @@ class PlanPart(Protocol):
     is_plain: bool
     writes_buffers: bool
 
+    def compiled_parts(self) -> Iterable[CompiledPart]:
+        """Return the compiled parts in it."""
+        ...
+
     def after(self, boundary: Boundary, /) -> Boundary:
         """Return the boundary after it."""
         ...
@@ -152,6 +215,10 @@ class ExecutionPlan:
     """The plans after the host algorithm, by the signature of the state it returned."""
     exit: "Entry | None" = None
     """The entry of the next step, once it is known."""
+    is_refused: bool = False
+    """True if the step runs as composed, because it cannot be compiled."""
+    waiting: "list[CompiledPart]" = field(default_factory=list)
+    """In a tiered step, the parts that have not run compiled yet."""
 
     plain: "PlanPart | None" = None
     """The only part, if it takes only buffers, key, loss and batch, and writes into the buffers."""
@@ -159,10 +226,11 @@ class ExecutionPlan:
     def __post_init__(self) -> None:
         if self.writes_buffers and len(self.parts) == 1 and self.parts[0].is_plain:
             self.plain = self.parts[0]
+        self.waiting = [one for part in self.parts for one in part.compiled_parts() if one.variant.from_batch is None]
         self.takes_clock = any(part.takes_clock for part in self.parts) or self.host is not None
 
 
-EAGER = ExecutionPlan([])
+EAGER = ExecutionPlan([], is_refused=True)
 """The plan of a step that cannot be compiled and runs as composed."""
 
 

@@ -1,6 +1,6 @@
 """Microbatches in a compiled step: the graph of a slice is built once and called for each slice."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -65,6 +65,10 @@ class SlicedPart:
                 specs = [spec_of(t.clone()) if i in views else spec_of(t) for i, t in enumerate(tensors)]
                 self.writes[name] = signature.with_specs(specs), where
                 self._views += [(name, i) for i in views]
+
+    def compiled_parts(self) -> Iterable[CompiledPart]:
+        """Return the graphs of the slices."""
+        return [part for part, _ in self._compiled_parts.values()]
 
     def after(self, boundary: Boundary) -> Boundary:
         """Return the boundary after the scope."""

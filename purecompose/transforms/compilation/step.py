@@ -15,18 +15,19 @@ from purecompose._support.keywords import suggests_keywords
 from purecompose.core.compose import WHY_UNTRACED, Prepared, Step
 from purecompose.core.context import Context
 from purecompose.core.state import NO_TEMPORARY, State
-from purecompose.time import TimeUnit
+from purecompose.time import Time, TimeUnit
+from purecompose.time.units import named_point
 from purecompose.transforms.compilation.backends import BACKENDS, MODES
 from purecompose.transforms.compilation.boundary import Boundary
 from purecompose.transforms.compilation.execution import Launch, execute
 from purecompose.transforms.compilation.graph_cache import GraphCache, Options, environment
-from purecompose.transforms.compilation.plan_parts import EAGER, Entry, ExecutionPlan
+from purecompose.transforms.compilation.plan_parts import Entry, ExecutionPlan
 from purecompose.transforms.compilation.variants import Variants
 from purecompose.transforms.donation import LASTING, BufferLease, StateBuffers
 from purecompose.transforms.signature import Signature, spec_of
 
 
-__all__ = ["CompiledStep", "compile"]
+__all__ = ["CompiledStep", "compile", "swaps_of"]
 
 
 @suggests_keywords(microbatches="compose(..., microbatches=4)")
@@ -40,6 +41,7 @@ def compile(  # noqa: A001
     eager_below: int = 0,
     dynamic: bool | Literal["all"] = False,
     max_variants: int = 32,
+    tiered: bool | str = False,
     quiet: bool = False,
 ) -> "CompiledStep":
     """Return a step that computes the same in compiled code.
@@ -53,6 +55,11 @@ def compile(  # noqa: A001
     *spent* if it was returned by this step: reading its `params`, `buffers`, `opt_state`, `slots` or `hparams` raises a
     `SpentStateError`. The first state is not affected, nor is any tensor that was read from a state, because reading
     returns a copy. `state.copy()` keeps a state.
+
+    With `tiered`, steps run as composed at first, while another process compiles. With True, a step runs compiled as
+    soon as all its parts are ready, so that the bits of a run depend on timing; `variants()` lists the batches. With a
+    fixed time, such as `"at 500ba"`, all steps before it run as composed and all others compiled, after waiting if
+    necessary: the bits depend only on the arguments, also in a run that is resumed.
 
     Under a transform of `torch.func`, and if a leaf requires a gradient, the step runs as composed.
 
@@ -71,13 +78,18 @@ def compile(  # noqa: A001
             sequences, as far as the step does not require a certain one. Useful for batches whose size changes often;
             code for a fixed size is faster.
         max_variants: Number of parts that may be compiled before a `VariantLimitError` reports the cause of so many.
+        tiered: True, or `"at "` and a time of the run, to train while another process compiles.
         quiet: True to suppress announcements of compilations on standard error.
 
     Returns:
         The same step with additional methods `variants()` and `warmup(state, batch)`.
 
     Raises:
-        TypeError, ValueError: An argument is of the wrong kind.
+        TypeError, ValueError: An argument is of the wrong kind; or `tiered` is given with a backend that keeps nothing
+            on disk, or is True for a step of several processes.
+
+    Warns:
+        UserWarning: In a step: the other process failed, so that the step compiles by itself.
 
     Example:
         >>> from purecompose import State, compose, loop_events, losses, optim
@@ -104,8 +116,31 @@ def compile(  # noqa: A001
         raise TypeError(f"compile: dynamic: expected True, False or 'all', got {shown(dynamic)}")
     check_whole(max_variants, "compile: max_variants", 1)
     check_whole(eager_below, "compile: eager_below", 0)
+    when = _checked_tiers(tiered, step, backend)
     announce = None if quiet else _to_stderr
-    return CompiledStep(step, Options(donate, backend, mode, fallback, eager_below, dynamic, max_variants, announce))
+    options = Options(donate, backend, mode, fallback, eager_below, dynamic, max_variants, when, announce)
+    return CompiledStep(step, options)
+
+
+def _checked_tiers(tiered: Any, step: Step, backend: Any) -> bool | Time:
+    """Return `tiered` with the time of the swap, if one is given."""
+    if tiered is False:
+        return False
+    if tiered is not True and not (isinstance(tiered, str) and tiered.startswith("at ")):
+        raise TypeError(f"compile: tiered: expected True, False or a fixed time such as 'at 500ba', got {tiered!r}")
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"compile: tiered={tiered!r}: only Inductor, backend='inductor', can compile in the background, since it "
+            f"keeps its results on disk; got backend={backend!r}"
+        )
+    if tiered is not True:
+        return named_point(tiered.removeprefix("at "), "compile: tiered")
+    if step.ranks is not None:
+        raise ValueError(
+            "compile: tiered=True: processes that share their batches would begin to run compiled at different ones, "
+            "and their weights would drift apart; give a fixed time, such as tiered='at 500ba'"
+        )
+    return True
 
 
 class CompiledStep(Step):
@@ -123,7 +158,7 @@ class CompiledStep(Step):
         self._cache.loss_editors = step.loss_editors
         self._graphs = GraphCache(step, options)
         self._met: set[Any] = set()
-        self._eager: dict[Any, Context] = {}
+        self._eager: dict[Any, tuple[Context, ExecutionPlan]] = {}
 
     @called_by_dynamo(WHY_UNTRACED)
     def __call__(self, state: State, batch: Any) -> State:
@@ -146,7 +181,7 @@ class CompiledStep(Step):
         try:
             info, tensors = _inspect(batch)
             plan_key = (prepared.bits, info, environment())
-            if plan_key in self._eager and self._eager[plan_key] is state.static.context:
+            if plan_key in self._eager and self._is_still_eager(plan_key, state):
                 return self.step(state, batch)
             launch = None if self._must_be_eager(state, batch, info) else self._launch(state, lease)
         except TypeError as error:
@@ -159,15 +194,15 @@ class CompiledStep(Step):
             return self.step(state, batch)
         with arithmetic(state.static.context.precision, state.key.device):
             plan = plan or self._find(launch.entry, plan_key, prepared)
-            if plan is not EAGER:
+            if self._graphs.can_run(plan, state.timestamp):
                 with self.guarded(state, batch, is_first=False):
                     return execute(self._graphs, launch, prepared, tensors, plan)
-        self._eager[plan_key] = state.static.context  # so that the next step does not set up buffers in vain
+        self._eager[plan_key] = state.static.context, plan  # so that the next step does not set up buffers in vain
         return self.step(state, batch)
 
     def variants(self) -> Variants:
         """Return what has been compiled so far; it prints as a table."""
-        return Variants(self._graphs.variants)
+        return Variants.of(self._graphs.variants, is_tiered=self.options.is_tiered)
 
     def warmup(self, state: State, *examples: Any) -> Variants:
         """Compile all variants that a run from this state will need.
@@ -199,7 +234,7 @@ class CompiledStep(Step):
                     plan_key = (prepared.bits, info, environment())
                     with arithmetic(state.static.context.precision, state.key.device):
                         if plan_key not in launch.entry.plans:
-                            self._find(launch.entry, plan_key, prepared)
+                            self._graphs.load(self._find(launch.entry, plan_key, prepared))
         return self.variants()
 
     def replace(self, **changes: Any) -> "CompiledStep":
@@ -223,6 +258,11 @@ class CompiledStep(Step):
                 return True
         floor = self.options.eager_below
         return bool(floor) and self.num_examples(state, batch) < floor
+
+    def _is_still_eager(self, plan_key: Any, state: State) -> bool:
+        """Return whether a step that ran as composed does so again, which is known before its buffers are set up."""
+        context, plan = self._eager[plan_key]
+        return context is state.static.context and not self._graphs.can_run(plan, state.timestamp)
 
     def _is_watched_first(self, prepared: Prepared) -> bool:
         """Return whether this is the first step of a schedule with host algorithms, which cannot run on fake tensors.
@@ -283,6 +323,12 @@ class CompiledStep(Step):
     def _with_entry(self, buffers: StateBuffers, state: State, **rest: Any) -> Launch:
         signatures = {**buffers.signatures, "key": Signature.of(state.key)[0], "loss": Signature.of(state.loss)[0]}
         return Launch(buffers, self._graphs.entry(state.context, signatures), state, **rest)
+
+
+def swaps_of(step: Step) -> list[tuple[int, str]]:
+    """Return the batches from which on parts of a tiered step have run compiled, each with the part."""
+    variants = step.variants() if isinstance(step, CompiledStep) else ()
+    return [(variant.from_batch, variant.title) for variant in variants if variant.from_batch is not None]
 
 
 class _BatchInfo(NamedTuple):
