@@ -30,7 +30,7 @@ class Variant:
     compile_seconds: float = 0.0
     """Seconds for which the run waited for the compilation."""
     background_seconds: float = 0.0
-    """Seconds for which it was compiled in another process, while the run went on."""
+    """Seconds for which it was compiled in another process, while the run continued."""
     hits: int = 0
     """Number of times it has run."""
     from_batch: int | None = None

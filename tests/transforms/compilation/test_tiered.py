@@ -27,15 +27,18 @@ from tests.transforms.compilation.compile_helpers import LIBRARY, compiled, host
 
 
 class Held:
-    """A stand-in for the other process, which is done when the test says so."""
+    """A stand-in for the other process, which is done when the test says so, or after a delay in seconds."""
 
     def __init__(self) -> None:
         self.submitted: list[Future[float]] = []
+        self.delay: float | None = None
 
     def submit(self, graph: Any, mode: Any) -> Future[float]:
         del graph, mode
-        self.submitted.append(Future())
-        return self.submitted[-1]
+        self.submitted.append(future := Future[float]())
+        if self.delay is not None:
+            threading.Timer(self.delay, future.set_result, [2.0]).start()
+        return future
 
     def stop(self) -> None:
         pass
@@ -107,7 +110,7 @@ def test_a_fixed_time_decides_whatever_is_ready(held: Held) -> None:
 
 def test_a_step_at_its_fixed_time_waits(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
     step = tiered(compose(loop_events), "at 0ba", quiet=False)
-    threading.Timer(0.2, lambda: held.submitted[0].set_result(2.0)).start()
+    held.delay = 0.1
     assert step(make_state(), make_batch()).lease is not None
     assert step.variants()[0].background_seconds == 2.0
     said = capsys.readouterr().err
@@ -158,7 +161,7 @@ def test_parts_around_slices_and_host_algorithms_wait_too(held: Held, microbatch
 
 def test_warmup_waits_for_everything(held: Held) -> None:
     step = tiered(compose(loop_events))
-    threading.Timer(0.2, lambda: held.submitted[0].set_result(2.0)).start()
+    held.delay = 0.1
     state = make_state(duration="3ba")
     assert len(step.warmup(state, make_batch())) == 1
     assert step(state, make_batch()).lease is not None and from_batches(step) == [0]
