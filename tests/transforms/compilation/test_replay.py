@@ -172,7 +172,7 @@ def replayed(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     """Record parts of steps on the CPU, too, as on a GPU with mode="reduce-overhead"."""
     compile_graph, part = LIBRARY.compile_graph, LIBRARY.CompiledPart
     monkeypatch.setattr(LIBRARY, "compile_graph", lambda *args: device.launch(compile_graph(*args)))
-    monkeypatch.setattr(LIBRARY, "CompiledPart", lambda *args, replays: part(*args, replays=True))
+    monkeypatch.setattr(LIBRARY, "CompiledPart", lambda *args, **options: part(*args, **{**options, "replays": True}))
     return device
 
 
