@@ -37,7 +37,7 @@ _START = (
     "from purecompose.transforms.compilation.background import serve; serve()"
 )
 _NICENESS = 5
-"""Low enough to finish on a machine on which all cores train: with 19, a compilation of 10 s took minutes there."""
+"""Training has priority, but the compilation must also finish on a machine all of whose cores train."""
 
 
 class BackgroundError(RuntimeError):
@@ -70,7 +70,7 @@ class Background:
 
     def __init__(self) -> None:
         """Start with an empty queue, and without a process."""
-        self._lock = threading.Lock()
+        self._owner, self._lock = os.getpid(), threading.Lock()
         self._jobs: list[_Job] = []
         self._is_serving = self._is_stopped = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -98,6 +98,8 @@ class Background:
 
     def stop(self) -> None:
         """End the process; what it has not compiled yet is dropped."""
+        if self._owner != os.getpid():  # a fork has a copy of this object
+            return
         with self._lock:
             self._is_stopped = True
             if self._process is not None:
@@ -127,7 +129,6 @@ class Background:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
-                    env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
                     start_new_session=True,  # Ctrl-C is for this process
                 )
             try:
@@ -209,7 +210,9 @@ def _answer(request: _Request) -> tuple[float, str | None]:
     start = time.perf_counter()
     try:
         write_settings(request.settings)
-        importlib.import_module("torch._inductor.config").load_config(request.inductor)
+        config = importlib.import_module("torch._inductor.config")
+        config.load_config(request.inductor)
+        config.compile_threads = 1
         compile_graph(_graph_of(request), "inductor", request.mode)
     except Exception as error:
         return 0.0, _in_words(error)

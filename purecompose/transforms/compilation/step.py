@@ -262,7 +262,10 @@ class CompiledStep(Step):
     def _is_still_eager(self, plan_key: Any, state: State) -> bool:
         """Return whether a step that ran as composed does so again, which is known before its buffers are set up."""
         context, plan = self._eager[plan_key]
-        return context is state.static.context and not self._graphs.can_run(plan, state.timestamp)
+        if context is state.static.context and not self._graphs.can_run(plan, state.timestamp):
+            return True
+        del self._eager[plan_key]
+        return False
 
     def _is_watched_first(self, prepared: Prepared) -> bool:
         """Return whether this is the first step of a schedule with host algorithms, which cannot run on fake tensors.
