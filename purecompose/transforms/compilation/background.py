@@ -210,7 +210,7 @@ def _answer(request: _Request) -> tuple[float, str | None]:
     start = time.perf_counter()
     try:
         write_settings(request.settings)
-        config = importlib.import_module("torch._inductor.config")
+        config: Any = importlib.import_module("torch._inductor.config")
         config.load_config(request.inductor)
         config.compile_threads = 1
         compile_graph(_graph_of(request), "inductor", request.mode)
