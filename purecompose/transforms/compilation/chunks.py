@@ -53,16 +53,19 @@ def in_chunks(captured: Captured, boundary: Boundary, num: int) -> tuple[Capture
         for name, (signature, where) in captured.writes.items()
     }
 
-    def call_each(args: list[Tensor]) -> list[Tensor]:
-        rows = [arg.chunk(num) if is_own else [arg] * num for arg, is_own in zip(args, are_args_own, strict=True)]
-        columns = list(zip(*(call(list(chunk)) for chunk in zip(*rows, strict=True)), strict=True))
-        return [
-            columns[place][0] if spec is None else torch.cat(columns[place], out=spec.empty())
-            for place, spec in sorted(joined.items())
-        ]
+    def for_all(call: Compiled) -> Compiled:
+        def call_each(args: list[Tensor]) -> list[Tensor]:
+            rows = [arg.chunk(num) if is_own else [arg] * num for arg, is_own in zip(args, are_args_own, strict=True)]
+            columns = list(zip(*(call(list(chunk)) for chunk in zip(*rows, strict=True)), strict=True))
+            return [
+                columns[place][0] if spec is None else torch.cat(columns[place], out=spec.empty())
+                for place, spec in sorted(joined.items())
+            ]
+
+        return call_each
 
     reads = {name: boundary.signatures[name] for name in captured.reads}
-    return captured._replace(reads=reads, writes=writes), call_each
+    return captured._replace(reads=reads, writes=writes), for_all
 
 
 def _own(signature: Signature) -> list[bool]:
