@@ -3,9 +3,6 @@
 That module is private, so everything about it is in this file. Whether it can be used is decided once for each type of
 device, by the answers for a few keys: if the operations are missing, or give other bits, draws are computed by tensor
 operations instead (`emulation.py`), with the same bits.
-
-In traced code a draw is one operation, `purecompose::philox`, which also has a rule for `torch.func.vmap`: torch's own
-operations have none, but take many keys at a time.
 """
 
 from collections.abc import Sequence
@@ -14,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library, register_fake, register_vmap
 
 from purecompose._support.functorch import plainly
 from purecompose.random.emulation import emulated, emulated_keys
 
 
-__all__ = ["DTYPES", "filled", "has_kernels", "next_keys", "traced"]
+__all__ = ["DTYPES", "filled", "has_kernels", "next_keys"]
 
 DTYPES = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of a draw: random bits for integers, uniform numbers on [0, 1) for floats."""
@@ -43,26 +39,6 @@ def filled(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if dtype.is_floating_point:
         return _torch._philox_uniform_(result, keys)
     return _torch._philox_randint_(result, keys)
-
-
-def _fake(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=key.device)
-
-
-def _mapped(info: Any, in_dims: Any, key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, int]:
-    return traced(key.movedim(in_dims[0], 0), (info.batch_size, *shape), dtype), 0
-
-
-_library = Library("purecompose", "DEF")
-_library.define("philox(Tensor key, SymInt[] shape, ScalarType dtype) -> Tensor")
-_library.impl("philox", filled, "CompositeExplicitAutograd")
-register_fake("purecompose::philox", _fake, lib=_library)
-register_vmap("purecompose::philox", _mapped, lib=_library)
-
-
-def traced(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return `filled` as one operation of a graph."""
-    return torch.ops.purecompose.philox(key, shape, dtype)
 
 
 def next_keys(key: Tensor, data: int = 0) -> Tensor:

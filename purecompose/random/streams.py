@@ -2,20 +2,26 @@
 
 torch's kernels where it has them (`native.py`); otherwise Python's integers for a small draw in eager, and tensor
 operations for all others (`emulation.py`).
+
+In a traced step a draw is one operation, `purecompose::philox`, which also has a rule for `torch.func.vmap`: torch's
+own operations have none, but take many keys at a time. Where there are no kernels, Inductor gets tensor operations
+instead of it (`transforms/compilation/draws.py`).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import Library, register_fake, register_vmap
 
-from purecompose._support.functorch import is_plain, is_readable
+from purecompose._support.functorch import is_fake, is_plain, is_readable
 from purecompose.random.emulation import MOST_ON_HOST, emulated, emulated_keys, keys_on_host, num_blocks, on_host
-from purecompose.random.native import filled, has_kernels, next_keys, traced
+from purecompose.random.native import filled, has_kernels, next_keys
 from purecompose.random.philox import WORD
 
 
-__all__ = ["folded", "numbers"]
+__all__ = ["folded", "numbers", "traced"]
 
 
 def numbers(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -27,14 +33,13 @@ def numbers(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         dtype: int32 or int64 for random bits, uint32 for words in an int64 tensor, or a float for uniform numbers on
             [0, 1).
     """
-    if has_kernels(key.device.type):
-        fill = filled if is_plain(key) else traced
-        if dtype == torch.uint32:
-            return fill(key, shape, torch.int32).to(torch.int64) & WORD
-        return fill(key, shape, dtype)
-    if is_readable(key) and key.numel() // 2 * num_blocks(key, shape, dtype) <= MOST_ON_HOST:
-        return on_host(key, shape, dtype)
-    return emulated(key, shape, dtype)
+    if is_plain(key):
+        draw = _eager
+    elif has_kernels(key.device.type) or (is_fake(key) and not torch.compiler.is_compiling()):
+        draw = traced
+    else:
+        return emulated(key, shape, dtype)
+    return draw(key, shape, torch.int32).to(torch.int64) & WORD if dtype == torch.uint32 else draw(key, shape, dtype)
 
 
 def folded(key: Tensor, data: int | Tensor) -> Tensor:
@@ -63,3 +68,31 @@ def folded(key: Tensor, data: int | Tensor) -> Tensor:
     if is_readable(places) and offset.numel() <= MOST_ON_HOST:
         return keys_on_host(places)
     return emulated_keys(places)
+
+
+def traced(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return `numbers`, except of uint32, as one operation of a graph."""
+    return torch.ops.purecompose.philox(key, shape, dtype)
+
+
+def _eager(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    if has_kernels(key.device.type):
+        return filled(key, shape, dtype)
+    if key.device.type == "cpu" and key.numel() // 2 * num_blocks(key, shape, dtype) <= MOST_ON_HOST:
+        return on_host(key, shape, dtype)
+    return emulated(key, shape, dtype)
+
+
+def _fake(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=key.device)
+
+
+def _mapped(info: Any, in_dims: Any, key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, int]:
+    return traced(key.movedim(in_dims[0], 0), (info.batch_size, *shape), dtype), 0
+
+
+_library = Library("purecompose", "DEF")
+_library.define("philox(Tensor key, SymInt[] shape, ScalarType dtype) -> Tensor")
+_library.impl("philox", _eager, "CompositeExplicitAutograd")
+register_fake("purecompose::philox", _fake, lib=_library)
+register_vmap("purecompose::philox", _mapped, lib=_library)

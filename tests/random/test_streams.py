@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose.random import Rng, bernoulli, bits, fold_in, key, normal, permutation, split, uniform
 from purecompose.random.emulation import MOST_ON_HOST, emulated, emulated_keys, keys_on_host, on_host
-from purecompose.random.native import DTYPES, filled, has_kernels, next_keys, traced
-from purecompose.random.streams import folded, numbers
+from purecompose.random.native import DTYPES, filled, has_kernels, next_keys
+from purecompose.random.streams import folded, numbers, traced
 from tests.random.test_philox import philox_in_python
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, _guards, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
+from purecompose.transforms.compilation.draws import open_draws, replace_draws
 from purecompose.transforms.compilation.layouts import with_channels_last
 from purecompose.transforms.compilation.ordering import write_early
 
@@ -123,7 +124,8 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
     # Without a tracing context nothing would be kept on disk.
     context = _guards.tracing(_guards.TracingContext(mode_of_fakes))
     with inductor.config.patch(options), context, mode_of_fakes:
-        graph = _functional(graph, decompositions)
+        graph = _functional(graph, decompositions | open_draws(graph))
+        replace_draws(graph, decompositions)
         if lowering.GraphLowering.decide_layout_opt(graph, is_inference=False):
             graph = with_channels_last(graph)
         # The code after the graph reads each result by its traced strides. Inductor keeps the strides of the results
@@ -151,7 +153,7 @@ def _check_one_instruction_set(config: Any, instructions: Any) -> None:
 
 
 def _by_torch_compile(graph: fx.GraphModule, backend: Any, mode: str | None) -> Compiled:
-    graph, late = _without_lost_copies(graph)
+    graph, late = _returning(graph, [node for node in _copies(graph) if _is_lost(node)])
     fn: Any = torch.compile(graph, backend=backend, mode=mode, fullgraph=True, dynamic=False)
 
     @torch.no_grad()
@@ -166,29 +168,42 @@ def _by_torch_compile(graph: fx.GraphModule, backend: Any, mode: str | None) -> 
     return call if late else torch.no_grad()(lambda args: fn(*args))
 
 
-def _without_lost_copies(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[int]]:
-    """Return a graph that also returns the values it copied into 0-d float64 inputs, and the places of those inputs.
+def _copies(graph: fx.GraphModule) -> list[Any]:
+    """Return the nodes that copy into placeholders."""
+    copies: list[Any] = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    return [node for node in copies if node.args[0].op == "placeholder"]
+
+
+def _is_lost(move: Any) -> bool:
+    """Return whether a copy is into a 0-d float64 input.
 
     `torch.compile` treats such a tensor on the host as a number, and drops what is written into it.
     """
-    copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    lost = [node for node in copies if (to := node.args[0].meta["val"]).dim() == 0 and to.dtype == torch.float64]
-    if not lost:
+    target = move.args[0].meta["val"]
+    return target.dim() == 0 and target.dtype == torch.float64
+
+
+def _returning(graph: fx.GraphModule, copies: list[Any]) -> tuple[fx.GraphModule, list[int]]:
+    """Return a graph that returns the values of some copies, after its results, instead of copying them.
+
+    Also returns the places of the inputs they are copied into.
+    """
+    if not copies:
         return graph, []
-    copied = fx.GraphModule(graph, copy.deepcopy(graph.graph))
-    nodes = {node.name: node for node in copied.graph.nodes}
-    places = [node.name for node in _placeholders(graph)]
-    (output,) = copied.graph.find_nodes(op="output")
-    values = [nodes[node.args[1].name] for node in lost]
-    output.args = ([*output.args[0], *values],)
-    for node in lost:
-        copied.graph.erase_node(nodes[node.name])
-    copied.recompile()
-    return copied, [places.index(node.args[0].name) for node in lost]
+    changed = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    nodes = {node.name: node for node in changed.graph.nodes}
+    places = {node.name: place for place, node in enumerate(_placeholders(graph))}
+    (output,) = changed.graph.find_nodes(op="output")
+    output.args = ([*output.args[0], *(nodes[node.args[1].name] for node in copies)],)
+    for node in copies:
+        changed.graph.erase_node(nodes[node.name])
+    changed.recompile()
+    return changed, [places[node.args[0].name] for node in copies]
 
 
 def _functional(graph: fx.GraphModule, decompositions: Any) -> fx.GraphModule:
-    """Return the graph without intermediate in-place operations, in the operations that Inductor supports.
+    """Return the graph without in-place operations, except for `copy_` into placeholders at its end, in the operations
+    that Inductor supports.
 
     The graph is decomposed first: batch norm writes into its running statistics without declaring it in its schema, but
     the operations it is decomposed into declare their writes.
@@ -199,8 +214,18 @@ def _functional(graph: fx.GraphModule, decompositions: Any) -> fx.GraphModule:
         "tracing_mode": "symbolic",
         "_allow_non_fake_inputs": True,
     }
+    graph, targets = _returning(graph, _copies(graph))
     decomposed = make_fx(_AsTraced(graph).run, **options)(*fakes)
-    return make_fx(torch.func.functionalize(decomposed), **options)(*fakes)
+    functional = make_fx(torch.func.functionalize(decomposed), **options)(*fakes)
+    (output,) = functional.graph.find_nodes(op="output")
+    results = output.args[0]
+    end = len(results) - len(targets)
+    inputs = _placeholders(functional)
+    with functional.graph.inserting_before(output):
+        for target, value in zip(targets, results[end:], strict=True):
+            functional.graph.call_function(torch.ops.aten.copy_.default, (inputs[target], value))
+    output.args = (results[:end],)
+    return functional
 
 
 class _AsTraced(fx.Interpreter):
