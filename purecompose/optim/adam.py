@@ -21,18 +21,9 @@ from purecompose.optim.checks import (
     checked_groups,
     checked_scalar,
 )
-from purecompose.optim.decay import Decay, decayed, warn_if_strong
-from purecompose.optim.lists import (
-    alike,
-    copies,
-    has_kernels,
-    lerp,
-    maximum,
-    multiply,
-    root_plus,
-    subtract_ratio,
-    unbound,
-)
+from purecompose.optim.decay import Decay, decayed, shrinkage, warn_if_strong
+from purecompose.optim.fused import adam as fused_adam, can_fuse
+from purecompose.optim.lists import lerp, maximum, multiply, root_plus, subtract_ratio, unbound
 from purecompose.schedule import Scalar
 
 
@@ -202,29 +193,14 @@ class Adam(ByGroup):
         self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
     ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         lr, beta1, beta2 = (read(scalar, value) for scalar in (self.lr, *self.betas))
-        given = params
+        if isinstance(beta1, float) and isinstance(beta2, float) and can_fuse(params):
+            if self.decay == "coupled":
+                grads, _ = decayed("coupled", grads, params, self.weight_decay, self.lr, value)
+            decoupled = shrinkage(self.decay, self.weight_decay, self.lr, value)
+            return fused_adam(params, grads, slots, lr=lr, shrinkage=decoupled, betas=(beta1, beta2), eps=self.eps)
+
         grads, params = decayed(self.decay, grads, params, self.weight_decay, self.lr, value)
         steps = [step + 1 for step in slots["step"]]
-        if isinstance(beta1, float) and isinstance(beta2, float) and has_kernels(params):
-            # One pass over each tensor instead of eight, and no temporary tensors. It writes in place: into copies.
-            params = copies(params, params) if params is given else params
-            memory = {slot: copies(slots[slot], params) for slot in self.slots if slot != "step"}
-            torch._fused_adam_(  # pyright: ignore[reportPrivateImportUsage]
-                params,
-                alike(grads, params),
-                memory["exp_avg"],
-                memory["exp_avg_sq"],
-                memory.get("max_exp_avg_sq", []),
-                steps,
-                lr=lr,  # pyright: ignore[reportArgumentType]  # A 0-d tensor is accepted, too.
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=0.0,
-                eps=self.eps,
-                amsgrad=self.amsgrad,
-                maximize=False,
-            )
-            return params, {"step": steps, **memory}
         averages = lerp(slots["exp_avg"], grads, 1 - beta1)
         squares = lerp(slots["exp_avg_sq"], multiply(grads, grads), 1 - beta2)
         new_slots = {"step": steps, "exp_avg": averages, "exp_avg_sq": squares}

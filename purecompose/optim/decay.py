@@ -15,7 +15,7 @@ from purecompose.schedule import Scalar, Schedule
 from purecompose.schedule.scalar import factors_of
 
 
-__all__ = ["Decay", "decayed", "progress", "warn_if_strong"]
+__all__ = ["Decay", "decayed", "progress", "shrinkage", "warn_if_strong"]
 
 Decay: TypeAlias = Literal["coupled", "by rate", "by schedule"]
 """How the decay is applied: "coupled" adds it to the gradient; "by rate" subtracts it from the parameter, times the
@@ -43,10 +43,16 @@ def decayed(
     """
     if weight_decay == 0.0:
         return grads, params
-    factor = read(weight_decay, value)
     if how == "coupled":
-        return add(grads, params, factor), params
-    return grads, add(params, params, -factor * (read(lr, value) if how == "by rate" else progress(lr, value)))
+        return add(grads, params, read(weight_decay, value)), params
+    return grads, add(params, params, -shrinkage(how, weight_decay, lr, value))
+
+
+def shrinkage(how: Decay, weight_decay: Scalar, lr: Scalar, value: Value) -> float | Tensor:
+    """Return the part of a parameter that decoupled decay subtracts; 0 if the decay is coupled."""
+    if how == "coupled" or weight_decay == 0.0:
+        return 0.0
+    return read(weight_decay, value) * (read(lr, value) if how == "by rate" else progress(lr, value))
 
 
 def progress(scalar: Scalar, value: Value) -> float | Tensor:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from purecompose._support.functorch import is_fake, is_transforming
+from purecompose._support.functorch import is_transforming
 
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "clamp_min",
     "copies",
     "divide",
-    "has_kernels",
     "is_plain",
     "lerp",
     "maximum",
@@ -45,21 +44,6 @@ __all__ = [
 def is_plain() -> bool:
     """Return whether the current operations are neither differentiated nor mapped."""
     return not torch.is_grad_enabled() and not is_transforming()
-
-
-def has_kernels(xs: list[Tensor]) -> bool:
-    """Return whether torch's fused optimizer kernels may be used: in eager code, for dtypes that they do not widen.
-
-    Compilers fuse the operations of a rule with each other, and cannot do so with these kernels.
-    """
-    x = xs[0]
-    return (
-        is_plain()
-        and x.device.type in ("cpu", "cuda")
-        and {x.dtype for x in xs} in _FULL_PRECISION
-        and not is_fake(x)
-        and not torch.compiler.is_compiling()
-    )
 
 
 def copies(xs: list[Tensor], layout: list[Tensor]) -> list[Tensor]:
@@ -174,9 +158,6 @@ def subtract_ratio(xs: list[Tensor], numerators: list[Tensor], denominators: lis
 def unbound(x: Tensor) -> list[Tensor]:
     """Return the elements of a vector as 0-d views of it."""
     return list(x.unbind())
-
-
-_FULL_PRECISION = ({torch.float32}, {torch.float64})
 
 
 def _kept(results: Sequence[Tensor], xs: list[Tensor]) -> list[Tensor]:

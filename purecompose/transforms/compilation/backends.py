@@ -28,6 +28,7 @@ from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceErr
 from purecompose.transforms.compilation.draws import open_draws, replace_draws
 from purecompose.transforms.compilation.layouts import with_channels_last
 from purecompose.transforms.compilation.ordering import write_early
+from purecompose.transforms.compilation.updates import update_in_place
 
 
 __all__ = ["BACKENDS", "Compiled", "MODES", "compile_graph", "ensure_cache"]
@@ -54,6 +55,7 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
     """
     is_empty = all(node.op in ("placeholder", "output") for node in graph.graph.nodes)
     if backend == "eager" or is_empty or not _placeholders(graph):
+        update_in_place(graph)
         write_early(graph)
         return torch.no_grad()(lambda args: graph(*args))  # a constant in the graph may require a gradient
     if backend != "inductor":
@@ -126,6 +128,9 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
     with inductor.config.patch(options), context, mode_of_fakes:
         graph = _functional(graph, decompositions | open_draws(graph))
         replace_draws(graph, decompositions)
+        update_in_place(graph)
+        # Inductor keeps its copies at the end, and most of the order of operations that it does not compile.
+        write_early(graph, [torch.ops.purecompose.adam_.default])
         if lowering.GraphLowering.decide_layout_opt(graph, is_inference=False):
             graph = with_channels_last(graph)
         # The code after the graph reads each result by its traced strides. Inductor keeps the strides of the results

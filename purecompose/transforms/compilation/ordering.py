@@ -1,26 +1,33 @@
-"""Order of a graph that runs operation by operation: new values are written into donated buffers as early as possible.
+"""Order of a graph: new values are written into donated buffers as early as possible.
 
 A traced step computes all gradients, then all new values, and then writes them. In this order all of them are in memory
 together. Here each layer's parameters move as soon as the backward pass has left the layer.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+import purecompose.optim.fused  # noqa: F401  # defines purecompose::adam_
 
-__all__ = ["write_early"]
+
+__all__ = ["memories", "write_early"]
+
+_WRITES = (torch.ops.aten.copy_.default, torch.ops.purecompose.adam_.default)
+"""Operations that write into donated buffers."""
 
 
-def write_early(module: fx.GraphModule) -> None:
-    """Reorder a graph in place, so that each `copy_` into a placeholder comes as soon as its value can be computed.
+def write_early(module: fx.GraphModule, operations: Collection[Any] = _WRITES) -> None:
+    """Reorder a graph in place, so that each write into placeholders comes as soon as its value can be computed.
 
     Operations keep their order wherever one writes into memory that the other reads or writes.
 
     Args:
         module: A graph whose nodes carry fake tensors (`meta["val"]`).
+        operations: The kinds of writes to move.
     """
     nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     needs = _dependencies(nodes)
@@ -31,7 +38,7 @@ def write_early(module: fx.GraphModule) -> None:
         for needed in needs[node]:
             before[node] |= before[needed]
     writes = [
-        node for node in nodes if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"
+        node for node in nodes if node.target in operations and all(to.op == "placeholder" for to in _written(node))
     ]
     goals = [*sorted(writes, key=lambda node: before[node].bit_count()), *nodes]
     (output,) = module.graph.find_nodes(op="output")
@@ -53,8 +60,8 @@ def _dependencies(nodes: Iterable[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
     """The nodes that have accessed a memory since it was last written."""
     for node in nodes:
         found = {needed for needed in node.all_input_nodes if needed in needs}
-        written = {memory for argument in _written(node) for memory in _memories(argument)}
-        for memory in {memory for argument in node.all_input_nodes for memory in _memories(argument)}:
+        written = {memory for argument in _written(node) for memory in memories(argument)}
+        for memory in {memory for argument in node.all_input_nodes for memory in memories(argument)}:
             if memory in last_write:
                 found.add(last_write[memory])
             if memory in written:
@@ -77,7 +84,7 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
             yield from (leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, fx.Node))
 
 
-def _memories(node: fx.Node) -> Iterator[int]:
+def memories(node: fx.Node) -> Iterator[int]:
     """Yield the storages of a node's tensors."""
     for value in pytree.tree_leaves(node.meta.get("val")):
         if isinstance(value, Tensor):

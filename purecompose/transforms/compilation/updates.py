@@ -1,0 +1,58 @@
+"""Fused updates of an optimizer that write into donated buffers, instead of returning values to be copied there."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from purecompose.transforms.compilation.ordering import memories
+
+
+__all__ = ["update_in_place"]
+
+_aten, _ops = torch.ops.aten, torch.ops.purecompose
+
+
+def update_in_place(module: fx.GraphModule) -> None:
+    """Replace `purecompose::adam` by `purecompose::adam_` where a graph copies its results into what it updates.
+
+    That is the case in a step that donates, unless the old values are read afterwards.
+
+    Args:
+        module: A graph whose nodes carry fake tensors (`meta["val"]`).
+    """
+    places = {node: place for place, node in enumerate(module.graph.nodes)}
+    copies: dict[Any, Any] = {}
+    """The copy of a value into a placeholder, if any."""
+    last_read: dict[int, int] = {}
+    """The place of the last node that reads a memory."""
+    node: Any
+    for node, place in places.items():
+        reads = node.all_input_nodes
+        if node.target is _aten.copy_.default and node.args[0].op == "placeholder":
+            reads = [node.args[1]]
+            copies[node.args[1]] = node
+        for read in reads:
+            last_read.update(dict.fromkeys(memories(read), place))
+    for node in module.graph.find_nodes(op="call_function", target=_ops.adam.default):
+        params, _, steps, memory = (list(tensors) for tensors in node.args[:4])
+        old, new = [*params, *steps, *memory], {result.args[1]: result for result in node.users}
+        moves: list[Any] = [copies.get(new.get(i)) for i in range(len(old))]
+        if (
+            len(set(old)) == len(old)
+            and all(move is not None and move.args[0] is tensor for move, tensor in zip(moves, old, strict=True))
+            and all(last_read[place] <= places[node] for tensor in old for place in memories(tensor))
+            and all(map(_are_alike, params * (len(memory) // len(params)), memory))
+        ):
+            with module.graph.inserting_before(node):
+                module.graph.call_function(_ops.adam_.default, node.args, node.kwargs)
+            for i, (move, tensor) in enumerate(zip(moves, old, strict=True)):
+                module.graph.erase_node(move)
+                new[i].replace_all_uses_with(tensor)
+                module.graph.erase_node(new[i])
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+def _are_alike(one: fx.Node, other: fx.Node) -> bool:
+    return one.meta["val"].stride() == other.meta["val"].stride()
