@@ -137,9 +137,10 @@ def test_a_clock_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.tensor(numbers, dtype=dtype, device=device)
 
     monkeypatch.setattr("purecompose.core.clock.sent", waiting)
-    state, data = TASKS["vectors"].make_state(0), [TASKS["vectors"].make_batch(0, 6)]
+    chosen = TASKS["vectors"]
+    state = chosen.make_state(0, optimizer=OPTIMIZERS["sgd"], duration="4ba", batches_per_epoch=4)
     with pytest.raises(Waits, match="copies numbers of the host"):
-        run_watched(state, [Subject.of("mixup(0.2)").algorithm], data, "meta", on_meta)
+        run_watched(state, [], [chosen.make_batch(0, 6)], "meta", on_meta)
 
 
 @pytest.mark.parametrize(("device", "watch"), DEVICES)
