@@ -78,7 +78,7 @@ def _through(graphs: GraphCache, launch: Launch, prepared: Prepared, values: Val
             break
         next_stretch = plan.next_stretch
         plan, state, used = _host(graphs, plan, static, buffers, values, prepared.bits)
-        if not graphs.can_run(plan, launch.state.timestamp):
+        if not graphs.make_ready(plan, launch.state.timestamp):
             rest = graphs.operation(prepared.bits, next_stretch)
             return graphs.step.finish(rest(Carry(state, used), NO_PURPOSE).state).unleased()
         static, from_buffers = state.static, False

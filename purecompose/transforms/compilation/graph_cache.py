@@ -153,27 +153,20 @@ class GraphCache:
             self.fall_back(error)
             return EAGER
 
-    def can_run(self, plan: ExecutionPlan, now: Timestamp) -> bool:
-        """Return whether a step at this time runs a plan, and not as composed; in a tiered step, load what it needs."""
-        if plan.is_refused:
-            return False
+    def make_ready(self, plan: ExecutionPlan, now: Timestamp) -> bool:
+        """Make a plan ready for a step at this time, or return False if the step has to run as composed."""
         tiered = self.options.tiered
-        if tiered is False:
-            return True
-        if isinstance(tiered, Time):
-            if not now.reached(tiered):
-                return False
-        elif not all(part.is_compiled or part.awaited is None or part.awaited.done() for part in plan.waiting):
-            return False
-        return not plan.waiting or self._swap(plan, now)
+        if plan.is_refused or tiered is False:
+            return not plan.is_refused
+        is_due = now.reached(tiered) if isinstance(tiered, Time) else not any(part.is_awaited for part in plan.waiting)
+        return is_due and (not plan.waiting or self._swap(plan, now))
 
     def load(self, plan: ExecutionPlan) -> bool:
         """Compile all parts of a plan, or return False if that fails and `fallback` is set."""
-        say = self.options.announce or (lambda text: None)
         try:
             for part in plan.waiting:
-                if part.awaited is not None and not part.awaited.done():
-                    say(f"purecompose: waiting for {part.variant.title} ...\n")
+                if part.is_awaited:
+                    self._say(f"purecompose: waiting for {part.variant.title} ...\n")
                 with _BUILDING:
                     part.compile()
         except TraceError as error:
@@ -185,13 +178,16 @@ class GraphCache:
         """Let the plan replace the composed step from this batch on; return False if it cannot be compiled."""
         if not self.load(plan):
             return False
-        say = self.options.announce or (lambda text: None)
         for part in plan.waiting:
             if part.variant.from_batch is None:
                 part.variant.from_batch = now.batch
-                say(f"purecompose: from batch {now.batch} on, {part.variant.title} runs compiled\n")
+                self._say(f"purecompose: from batch {now.batch} on, {part.variant.title} runs compiled\n")
         plan.waiting = []
         return True
+
+    def _say(self, text: str) -> None:
+        if self.options.announce is not None:
+            self.options.announce(text)
 
     def fall_back(self, error: Exception) -> None:
         """Warn once that steps run eagerly, or raise the error."""
@@ -295,8 +291,7 @@ class GraphCache:
         self, variant: Variant, boundary: Boundary, is_last: bool, body: Operation, num_chunks: int
     ) -> CompiledPart:
         options, signatures = self.options, boundary.signatures
-        say = options.announce or (lambda text: None)
-        say(f"purecompose: compiling {variant.title} ...")
+        self._say(f"purecompose: compiling {variant.title} ...")
         start = time.perf_counter()
         captured = self._captured(variant, body, of_chunk(boundary, num_chunks), is_last)
         if captured.sizes is not None:
@@ -314,9 +309,9 @@ class GraphCache:
         )
         if self._background is None:
             part.compile()
-            say(f" {variant.nodes} operations, {variant.seconds:.1f} s\n")
+            self._say(f" {variant.nodes} operations, {variant.seconds:.1f} s\n")
         else:
-            say(f" {variant.nodes} operations, in the background\n")
+            self._say(f" {variant.nodes} operations, in the background\n")
         return part
 
     def _members(self, boundary: Boundary) -> tuple[Members, int]:

@@ -32,7 +32,6 @@ class CompiledPart:
     """A compiled part of a step: takes tensors of the state's fields and returns new ones."""
 
     __slots__ = (
-        "awaited",
         "takes",
         "targets",
         "reads",
@@ -43,6 +42,7 @@ class CompiledPart:
         "takes_clock",
         "is_plain",
         "writes_buffers",
+        "_awaited",
         "_call",
         "_compile",
         "_replays",
@@ -70,7 +70,7 @@ class CompiledPart:
         """
         self._call: Compiled | None = None
         self._compile: Callable[[], Compiled] | None = compile_
-        self.awaited, self.variant, self._replays = awaited, variant, replays
+        self._awaited, self.variant, self._replays = awaited, variant, replays
         self.takes, self.targets, self.reads = captured.takes, captured.targets, captured.reads
         self.writes, self.copies, self.used = captured.writes, captured.copies, captured.used
         self._sizes, self.writes_buffers = captured.sizes, captured.writes_buffers
@@ -88,24 +88,24 @@ class CompiledPart:
         return self._call
 
     @property
-    def is_compiled(self) -> bool:
-        """True if it can run."""
-        return self._call is not None
+    def is_awaited(self) -> bool:
+        """True while another process compiles it."""
+        return self._awaited is not None and not self._awaited.done()
 
     def compile(self) -> None:
         """Compile the graph, after the compilation in another process if there is one."""
         if self._compile is None:
             return
         start = time.perf_counter()
-        if self.awaited is not None:
+        if self._awaited is not None:
             try:
-                self.variant.background_seconds = self.awaited.result()
+                self.variant.background_seconds = self._awaited.result()
             except BackgroundError as error:
                 warn(
                     f"{self.variant.title} could not be compiled in the background ({error}), and is compiled in this "
                     "process"
                 )
-            self.awaited = None
+            self._awaited = None
         self._call, self._compile = self._compile(), None
         self.variant.compile_seconds = time.perf_counter() - start
 

@@ -194,7 +194,7 @@ class CompiledStep(Step):
             return self.step(state, batch)
         with arithmetic(state.static.context.precision, state.key.device):
             plan = plan or self._find(launch.entry, plan_key, prepared)
-            if self._graphs.can_run(plan, state.timestamp):
+            if self._graphs.make_ready(plan, state.timestamp):
                 with self.guarded(state, batch, is_first=False):
                     return execute(self._graphs, launch, prepared, tensors, plan)
         self._eager[plan_key] = state.static.context, plan  # so that the next step does not set up buffers in vain
@@ -262,7 +262,7 @@ class CompiledStep(Step):
     def _is_still_eager(self, plan_key: Any, state: State) -> bool:
         """Return whether a step that ran as composed does so again, which is known before its buffers are set up."""
         context, plan = self._eager[plan_key]
-        if context is state.static.context and not self._graphs.can_run(plan, state.timestamp):
+        if context is state.static.context and not self._graphs.make_ready(plan, state.timestamp):
             return True
         del self._eager[plan_key]
         return False
