@@ -21,7 +21,7 @@ __all__ = ["DTYPES", "filled", "has_kernels", "next_keys"]
 DTYPES = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of a draw: random bits for integers, uniform numbers on [0, 1) for floats."""
 
-_torch: Any = torch
+_torch: Any = torch  # type checkers do not know its private names
 
 
 def filled(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -179,12 +179,12 @@ def _copies(graph: fx.GraphModule) -> list[Any]:
     return [node for node in copies if node.args[0].op == "placeholder"]
 
 
-def _is_lost(move: Any) -> bool:
+def _is_lost(node: Any) -> bool:
     """Return whether a copy is into a 0-d float64 input.
 
     `torch.compile` treats such a tensor on the host as a number, and drops what is written into it.
     """
-    target = move.args[0].meta["val"]
+    target = node.args[0].meta["val"]
     return target.dim() == 0 and target.dtype == torch.float64
 
 
@@ -207,8 +207,8 @@ def _returning(graph: fx.GraphModule, copies: list[Any]) -> tuple[fx.GraphModule
 
 
 def _functional(graph: fx.GraphModule, decompositions: Any) -> fx.GraphModule:
-    """Return the graph without in-place operations, except for `copy_` into placeholders at its end, in the operations
-    that Inductor supports.
+    """Return the graph in operations that Inductor supports, none of them in place except copies into placeholders, at its
+    end.
 
     The graph is decomposed first: batch norm writes into its running statistics without declaring it in its schema, but
     the operations it is decomposed into declare their writes.

@@ -52,7 +52,7 @@ class _Request(NamedTuple):
     """The tensors in the graph, whose values belong to the code."""
     mode: str | None
     settings: dict[str, Any]
-    """Torch's settings."""
+    """torch's settings; see `read_settings`."""
     inductor: bytes
     """Inductor's configuration."""
 
@@ -133,7 +133,7 @@ class Background:
                 )
             try:
                 assert process.stdin is not None and process.stdout is not None
-                pickle.dump([tuple(job.request) for job in jobs], process.stdin)
+                pickle.dump([job.request for job in jobs], process.stdin)
                 process.stdin.flush()
                 for job in jobs:
                     seconds, reason = pickle.load(process.stdout)
@@ -191,17 +191,17 @@ def _graph_of(request: _Request) -> fx.GraphModule:
 
 def serve() -> None:
     """Compile the graphs that arrive on standard input; all other output is discarded."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    pipe, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
     warnings.simplefilter("ignore")  # the other process shows them when it compiles
-    jobs = [_Request(*fields) for fields in pickle.load(requests)]
-    threading.Thread(target=_end_with_parent, args=(requests,), daemon=True).start()
-    for job in jobs:
-        pickle.dump(_answer(job), answers)
+    requests: list[_Request] = pickle.load(pipe)
+    threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+    for request in requests:
+        pickle.dump(_answer(request), answers)
         answers.flush()
 
 
