@@ -142,8 +142,8 @@ SETTINGS = {
             "tiered",
             str,
             "WHEN",
-            "with --compile: train at once, uncompiled, while another process compiles; run compiled when that is "
-            "ready (auto; bits then depend on timing), or from a fixed time on (500ba) (default: wait for it)",
+            "with --compile: train uncompiled at first, while another process compiles: until that is ready with auto "
+            "(bits then depend on timing), or until a fixed time such as 500ba (default: wait for the compilation)",
         ),
         Setting("device", str, None, "cpu, cuda, mps, ... (default: cpu)", "cpu"),
         Setting("threads", int, "N", "CPU threads; other numbers give other bits (default: depends on the data)"),

@@ -28,6 +28,7 @@ from purecompose.random import key
 from purecompose.run.evaluation import Evaluator
 from purecompose.run.stopping import EarlyStopping, Stopper
 from purecompose.time import Time, TimeUnit
+from purecompose.time.units import named_point
 from purecompose.transforms.compilation import CompiledStep, compile
 from purecompose.transforms.population import population, stack_states
 
@@ -178,7 +179,7 @@ def prepare(settings: Mapping[str, Any], data: Data) -> Setup:
     state = stack_states(states) if len(states) > 1 else states[0]
     with reported_as("--tiered"):
         if settings["tiered"] is not None and not settings["compile"]:
-            raise ValueError(f"{settings['tiered']}: it decides when a compiled step begins; add --compile")
+            raise ValueError("it says from when on a step runs compiled; add --compile, or leave it out")
         run = compile(many, tiered=_tiered(settings)) if settings["compile"] else many
     auto = "auto" if settings["microbatches"] == "auto" else None
     return Setup(run, state, train_data.to(device), test_data, evaluators, watched, data, kind, stop, auto)
@@ -199,7 +200,7 @@ def _divided(settings: Mapping[str, Any], data: Data) -> tuple[torch.Tensor, ...
 def _tiered(settings: Mapping[str, Any]) -> bool | str:
     """Return the argument `tiered` of `compile`."""
     when = settings["tiered"]
-    return when == "auto" if when in (None, "auto") else f"at {Time.of(when)}"
+    return when == "auto" if when in (None, "auto") else f"at {named_point(when, 'time')}"
 
 
 def _limited(limit: str | None, length: int) -> int:

@@ -101,7 +101,7 @@ def print_results(
     table.add_row("steps", f"{stopwatch.batches:,}, {rate:.1f} per second{' after compiling' if compiling else ''}")
     if settings["tiered"] is not None:
         batches = ", ".join(str(batch) for batch in sorted({batch for batch, _ in swaps_of(setup.step)}))
-        table.add_row("compiled from", f"batch {batches}" if batches else "never, the run was shorter")
+        table.add_row("compiled from", f"batch {batches}" if batches else "never, the run ended before")
     table.add_row("parameters' checksum", f"{checksum(state.params)} ({on})")
     if out is not None and REPORT not in missing:
         table.add_row("report", str(out / REPORT))
