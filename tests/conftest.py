@@ -1,4 +1,4 @@
-"""Settings for all tests: one Hypothesis profile, one thread count, the `slow` mark."""
+"""Settings and a fixture for all tests: one Hypothesis profile, one thread count, the `slow` mark, no pictures."""
 
 import gc
 import os
@@ -6,6 +6,8 @@ import os
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from purecompose.records import RunFolder, folder
 
 
 # The quick tests try few cases; --slow and -m slow try more.
@@ -38,3 +40,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if slow:
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if "slow" not in item.keywords]
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable drawing, which takes longer than these runs; tests of pictures enable it."""
+    monkeypatch.setattr(RunFolder, "_draw", lambda self: None)
+    write = folder.write_report
+    monkeypatch.setattr(folder, "write_report", lambda run, path, *, curves: write(run, path, curves=False))

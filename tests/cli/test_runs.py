@@ -57,6 +57,7 @@ def test_a_run_has_a_folder_with_all_records(run: Run) -> None:
     assert checksum(again[1]) == checksum(out)
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(
     "number, status, word",
     [
@@ -90,6 +91,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(
     assert (status, checksum(out)) == (0, whole), err
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_resume_starts_a_new_run_and_is_required_for_an_existing_one(run: Run) -> None:
     status, out, _ = run("train", *SMALL, "--out", "a", "--resume")
     assert status == 0
@@ -258,6 +260,7 @@ def test_compiled_and_in_half_precision(run: Run) -> None:
     assert status == 2 and "expected a number of slices, or auto" in err
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_tiered_run_resumes_with_its_fixed_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "compile", functools.partial(compile, backend="eager"))
     tiered = ("--algorithms", "none", "--schedule", "constant", "--compile", "--tiered", "30ba")
@@ -354,6 +357,7 @@ def test_settings_are_checked_before_there_is_a_folder(run: Run) -> None:
         assert not pathlib.Path("a").exists()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_run_that_diverges_fails(run: Run) -> None:
     status, _, err = run("train", *SMALL, "--algorithms", "none", "--optimizer", "sgd(lr=1e30)", "--out", "a")
     assert status == 1 and "nan" in err and "batch" in err

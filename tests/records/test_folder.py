@@ -27,19 +27,11 @@ from purecompose import (
 from purecompose.algorithms import label_smoothing
 from purecompose.errors import CheckpointWarning, MismatchError
 from purecompose.observers import read_records
-from purecompose.records import RunFolder, folder as folder_module, read_run
+from purecompose.records import RunFolder, read_run
 from tests.records.run_helpers import STEP, make_batches, make_state, train, uninterrupted
 
 
 CONFIG = {"lr": 0.5, "model": {"name": "linear", "widths": [4, 3]}, "note": None}
-
-
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable drawing, which takes longer than these runs; tests of pictures enable it."""
-    monkeypatch.setattr(RunFolder, "_draw", lambda self: None)
-    write = folder_module.write_report
-    monkeypatch.setattr(folder_module, "write_report", lambda run, path, *, curves: write(run, path, curves=False))
 
 
 def names_in(folder: Path) -> set[str]:
