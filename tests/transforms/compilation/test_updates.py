@@ -18,10 +18,9 @@ def deep() -> nn.Module:
 
 
 def change(event: Event, state: State) -> State:
+    """Remember the parameters at the start of a step, and how they have changed at its end."""
     old = state.params
-    if event is Event.INIT:
-        return state.replace(slots={"change": old})
-    if event is Event.BATCH_START:
+    if event in (Event.INIT, Event.BATCH_START):
         return state.replace(slots={"change": old})
     return state.replace(slots={"change": {name: old[name] - last for name, last in state.slots["change"].items()}})
 
