@@ -41,7 +41,13 @@ def members(net: Any, num: int = 4) -> list[pc.State]:
 @DONATE
 @pytest.mark.parametrize(
     ("share", "chunk_size"),
-    [("shared", None), pytest.param("each", None, marks=pytest.mark.slow), ("each", 3), ("shared", 2), ("each", 2)],
+    [
+        ("shared", None),
+        pytest.param("each", None, marks=pytest.mark.slow),
+        ("each", 3),
+        pytest.param("shared", 2, marks=pytest.mark.slow),
+        ("each", 2),
+    ],
 )
 def test_compiled_populations_agree(share: str, chunk_size: int | None, donate: bool) -> None:
     one = compose(loop_events, [noise(), alg.label_smoothing(0.1), average(when=every(3))])
@@ -58,7 +64,7 @@ def test_compiled_populations_agree(share: str, chunk_size: int | None, donate: 
 
 
 @DONATE
-@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize("chunk_size", [pytest.param(None, marks=pytest.mark.slow), 1])
 def test_compiled_populations_with_statistics_boundaries_slices_and_host_algorithms_agree(
     chunk_size: int | None, donate: bool
 ) -> None:
