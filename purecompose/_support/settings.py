@@ -1,4 +1,4 @@
-"""Torch's settings, which belong to the process and decide about the bits of a step and about compiled code."""
+"""torch's settings of the process, on which the bits of a step and compiled code depend."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -70,3 +70,4 @@ _SETTINGS: dict[str, Setting] = {
     "cudnn deterministic": _attribute(torch.backends.cudnn, "deterministic"),
     "cudnn allow_tf32": _attribute(torch.backends.cudnn, "allow_tf32"),
 }
+"""Functions to read and to set each of torch's settings, by name."""

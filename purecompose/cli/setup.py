@@ -200,7 +200,9 @@ def _divided(settings: Mapping[str, Any], data: Data) -> tuple[torch.Tensor, ...
 def _tiered(settings: Mapping[str, Any]) -> bool | str:
     """Return the argument `tiered` of `compile`."""
     when = settings["tiered"]
-    return when == "auto" if when in (None, "auto") else f"at {named_point(when, 'time')}"
+    if when is None:
+        return False
+    return True if when == "auto" else f"at {named_point(when, 'time')}"
 
 
 def _limited(limit: str | None, length: int) -> int:

@@ -172,7 +172,7 @@ class _Source:
 
     @property
     def draw(self) -> int | Tensor:
-        """The number of the draws: of the host, if it is known there, because it then costs no operations."""
+        """The number of the step's draws; an int where the host knows it, which costs no operations."""
         return self._counters[3] if self._counters else self.table[0, 6].to(torch.int64)
 
     @property

@@ -86,7 +86,7 @@ def _new(
     params = alike(add(params, params, -shrinkage), params) if is_shrunk else copies(params, params)
     memory = copies(memory, params * (len(memory) // len(params)))
     steps = [step + 1 for step in steps]
-    _move(params, grads, steps, memory, lr, *constants)
+    _update(params, grads, steps, memory, lr, *constants)
     return [*params, *steps, *memory]
 
 
@@ -111,14 +111,14 @@ def _write(
     shrinkage: Tensor,
     *constants: float,
 ) -> None:
-    """Write the same into the old tensors; parameters and memory have to be laid out alike."""
+    """Write what `_new` returns into the old tensors; parameters and memory have to be laid out alike."""
     if (part := shrinkage.item()) != 0.0:
         torch._foreach_add_(params, params, alpha=-part)
     torch._foreach_add_(steps, 1)
-    _move(params, grads, steps, memory, lr.item(), *constants)
+    _update(params, grads, steps, memory, lr.item(), *constants)
 
 
-def _move(
+def _update(
     params: list[Tensor],
     grads: list[Tensor],
     steps: list[Tensor],
@@ -128,7 +128,7 @@ def _move(
     beta2: float,
     eps: float,
 ) -> None:
-    """Write the update number `steps` into parameters and memory."""
+    """Update parameters and memory in place; `steps` count this update."""
     count = len(params)
     torch._fused_adam_(
         params,

@@ -4,8 +4,7 @@ Values that all members have in common have no such dimension: the time, everyth
 leaves, such as one batch for all.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +79,7 @@ def stacked(members: Sequence[Any], *, with_common: bool = False) -> Any:
     return tree.map(together, *members, is_leaf=_is_whole)
 
 
-def own_tensors(given: Any, known: Mapping[int, Any] = MappingProxyType({})) -> list[Tensor]:
+def own_tensors(given: Any, known: Collection[int] = ()) -> list[Tensor]:
     """Return the tensors with a row for each member, without those of leaves whose ids are known."""
     found: list[Tensor] = []
 

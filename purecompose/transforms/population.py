@@ -162,7 +162,7 @@ def population(step: Step, n: int, chunk_size: int | None = None, batches: str =
         step: The step of one member, as `compose` makes it.
         n: The number of members.
         chunk_size: Number of members computed at a time, which bounds the memory for activations; by default
-            all. A compiled step on the CPU builds one graph for a chunk, if `n` is a multiple, and is faster if the
+            all. If it divides n, a compiled step on the CPU calls one graph for each chunk, and is faster if the
             tensors of a chunk fit into the processor's cache.
         batches: "shared": all members train on the given batch. "each": every tensor of the batch has a
             leading dimension of n, with a batch for each member.

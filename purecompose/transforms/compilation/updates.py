@@ -25,7 +25,7 @@ def update_in_place(module: fx.GraphModule) -> None:
     copies: dict[Any, Any] = {}
     """The copy of a value into a placeholder, if any."""
     last_read: dict[int, int] = {}
-    """The place of the last node that reads a memory."""
+    """The place of the last node that reads a storage."""
     node: Any
     for node, place in places.items():
         reads = node.all_input_nodes
@@ -37,17 +37,17 @@ def update_in_place(module: fx.GraphModule) -> None:
     for node in module.graph.find_nodes(op="call_function", target=_ops.adam.default):
         params, _, steps, memory = (list(tensors) for tensors in node.args[:4])
         old, new = [*params, *steps, *memory], {result.args[1]: result for result in node.users}
-        moves: list[Any] = [copies.get(new.get(i)) for i in range(len(old))]
+        copied: list[Any] = [copies.get(new.get(i)) for i in range(len(old))]
         if (
             len(set(old)) == len(old)
-            and all(move is not None and move.args[0] is tensor for move, tensor in zip(moves, old, strict=True))
-            and all(last_read[place] <= places[node] for tensor in old for place in memories(tensor))
-            and all(map(_are_alike, params * (len(memory) // len(params)), memory))
+            and all(copy is not None and copy.args[0] is tensor for copy, tensor in zip(copied, old, strict=True))
+            and all(last_read[storage] <= places[node] for tensor in old for storage in memories(tensor))
+            and all(map(_are_alike, params * (len(memory) // len(params)), memory))  # as the kernel requires
         ):
             with module.graph.inserting_before(node):
                 module.graph.call_function(_ops.adam_.default, node.args, node.kwargs)
-            for i, (move, tensor) in enumerate(zip(moves, old, strict=True)):
-                module.graph.erase_node(move)
+            for i, (copy, tensor) in enumerate(zip(copied, old, strict=True)):
+                module.graph.erase_node(copy)
                 new[i].replace_all_uses_with(tensor)
                 module.graph.erase_node(new[i])
             module.graph.erase_node(node)
