@@ -179,7 +179,7 @@ def prepare(settings: Mapping[str, Any], data: Data) -> Setup:
     state = stack_states(states) if len(states) > 1 else states[0]
     with reported_as("--tiered"):
         if settings["tiered"] is not None and not settings["compile"]:
-            raise ValueError("it says from when on a step runs compiled; add --compile, or leave it out")
+            raise ValueError("it sets when a step begins to run compiled; add --compile, or leave it out")
         run = compile(many, tiered=_tiered(settings)) if settings["compile"] else many
     auto = "auto" if settings["microbatches"] == "auto" else None
     return Setup(run, state, train_data.to(device), test_data, evaluators, watched, data, kind, stop, auto)

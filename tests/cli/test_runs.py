@@ -274,7 +274,7 @@ def test_a_tiered_run_resumes_with_its_fixed_time(run: Run, monkeypatch: pytest.
 @pytest.mark.parametrize(
     "options, words",
     [
-        (("--tiered", "30ba"), "--tiered: it says from when on a step runs compiled; add --compile"),
+        (("--tiered", "30ba"), "--tiered: it sets when a step begins to run compiled; add --compile"),
         (("--compile", "--tiered", "soon"), "--tiered: time='soon': cannot read the time 'soon'"),
         (("--compile", "--tiered", "5s"), "--tiered: time='5s': wall-clock time is not part of a state"),
     ],

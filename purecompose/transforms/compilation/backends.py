@@ -207,7 +207,7 @@ def _returning(graph: fx.GraphModule, copies: list[Any]) -> tuple[fx.GraphModule
 
 
 def _functional(graph: fx.GraphModule, decompositions: Any) -> fx.GraphModule:
-    """Return the graph in operations that Inductor supports; in place are only copies into placeholders, at its end.
+    """Return the graph in operations that Inductor supports; only copies into placeholders, at its end, are in place.
 
     The graph is decomposed first: batch norm writes into its running statistics without declaring it in its schema, but
     the operations it is decomposed into declare their writes.
