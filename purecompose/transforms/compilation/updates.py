@@ -16,7 +16,7 @@ _aten, _ops = torch.ops.aten, torch.ops.purecompose
 def update_in_place(module: fx.GraphModule) -> None:
     """Replace `purecompose::adam` by `purecompose::adam_` where a graph copies its results into what it updates.
 
-    That is the case in a step that donates, unless the old values are read afterwards.
+    That is the case in a step that donates, unless the old values are read afterwards, or are gradients as well.
 
     Args:
         module: A graph whose nodes carry fake tensors (`meta["val"]`).
@@ -35,13 +35,15 @@ def update_in_place(module: fx.GraphModule) -> None:
         for read in reads:
             last_read.update(dict.fromkeys(memories(read), place))
     for node in module.graph.find_nodes(op="call_function", target=_ops.adam.default):
-        params, _, steps, memory = (list(tensors) for tensors in node.args[:4])
+        params, grads, steps, memory = (list(tensors) for tensors in node.args[:4])
         old, new = [*params, *steps, *memory], {result.args[1]: result for result in node.users}
         copied: list[Any] = [copies.get(new.get(i)) for i in range(len(old))]
+        written = {storage for tensor in old for storage in memories(tensor)}
         if (
             len(set(old)) == len(old)
             and all(copy is not None and copy.args[0] is tensor for copy, tensor in zip(copied, old, strict=True))
-            and all(last_read[storage] <= places[node] for tensor in old for storage in memories(tensor))
+            and all(last_read[storage] <= places[node] for storage in written)
+            and written.isdisjoint(storage for grad in grads for storage in memories(grad))
             and all(map(_are_alike, params * (len(memory) // len(params)), memory))  # as the kernel requires
         ):
             with module.graph.inserting_before(node):

@@ -28,6 +28,15 @@ def change(event: Event, state: State) -> State:
 CHANGE = Algorithm("change", on(Event.INIT, Event.BATCH_START, Event.BATCH_END), change)
 
 
+def descend(event: Event, state: State) -> State:
+    biases = [name for name, param in state.params.items() if param.shape == (4,)]
+    others = zip(biases, biases[-1:] + biases[:-1], strict=True)
+    return state.replace(grads={**state.grads, **{name: state.params[other] for name, other in others}})
+
+
+DESCEND = Algorithm("descend", on(Event.AFTER_TRAIN_BATCH), descend)
+
+
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     """Return a list to which the graphs of steps are added."""
@@ -48,8 +57,8 @@ def count(graph: fx.GraphModule, name: str) -> int:
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "methods, donate, in_place",
-    [([], True, 1), ([alg.ema(half_life="2ba")], True, 1), ([CHANGE], True, 0), ([], False, 0)],
-    ids=["plain", "reads the new values", "reads the old values", "keeps the state"],
+    [([], True, 1), ([alg.ema(half_life="2ba")], True, 1), ([CHANGE], True, 0), ([DESCEND], True, 0), ([], False, 0)],
+    ids=["plain", "reads the new values", "reads the old values", "has parameters as gradients", "keeps the state"],
 )
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_updates_are_in_place_where_no_old_value_is_read_later(
