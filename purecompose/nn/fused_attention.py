@@ -31,7 +31,7 @@ def fused_attention(
     """Return `F.scaled_dot_product_attention` of these arguments by the fused kernel, or `None` where it is not used.
 
     It is used on the CPU within `vmap` and at most one gradient, for queries, keys and values of (N, H, L, D), without
-    mask and dropout.
+    mask and dropout. A causal mask is -inf before the kernel scales it, so that the scale has to be positive.
     """
     del enable_gqa  # no effect on tensors with the same number of heads
     if attn_mask is not None or dropout_p or query.device.type != "cpu" or not is_mapped_gradient():
@@ -39,6 +39,8 @@ def fused_attention(
     if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape or not query.numel() or not key.numel():
         return None
     if (*query.shape[:2], query.shape[3]) != (*key.shape[:2], key.shape[3]):
+        return None
+    if is_causal and scale is not None and scale <= 0:
         return None
     return _Fused.apply(query, key, value, is_causal, scale)[0]
 

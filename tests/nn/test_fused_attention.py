@@ -96,6 +96,7 @@ def test_other_arguments_are_left_to_the_plain_operations() -> None:
     assert not used(key, VALUE[..., :3])
     assert not used(key[:, :, :0], VALUE[:, :, :0])
     assert not used(key[0], VALUE[0])
+    assert not used(key, VALUE, is_causal=True, scale=0.0)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own forward mode uses it
