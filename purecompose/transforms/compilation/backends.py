@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, _guards, fx
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
 from purecompose.transforms.compilation.draws import open_draws, replace_draws
@@ -241,7 +241,11 @@ class _AsTraced(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result, traced = super().run_node(n), n.meta.get("val")
-        if isinstance(result, Tensor) and isinstance(traced, Tensor) and result.stride() != traced.stride():
+        if not isinstance(result, Tensor) or not isinstance(traced, Tensor):
+            return result
+        with disable_proxy_modes_tracing():  # a comparison of open sizes is not an operation of the graph
+            is_same = result.stride() == traced.stride()
+        if not is_same:
             return result.new_empty_strided(traced.shape, traced.stride()).copy_(result)
         return result
 

@@ -246,6 +246,14 @@ def test_one_variant_serves_graphs_of_every_size() -> None:
     assert variant.batch == "nx4 2xn n n n" and variant.hits == 40
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_inductor_leaves_all_sizes_open() -> None:
+    """The size of the features is open, until the first layer requires a certain one."""
+    step, fast = made(dynamic="all", backend="inductor", max_variants=1)
+    assert_runs_agree(step, fast, make_state(), [make_batch(seed, 4 + seed) for seed in range(3)])
+
+
 def test_known_graphs_serve_a_new_size_without_a_trace() -> None:
     """A trace takes a quarter of a second, which batches that change in size would pay in every step."""
     calls: list[int] = []
