@@ -153,13 +153,18 @@ class GraphCache:
             self.fall_back(error)
             return EAGER
 
-    def make_ready(self, plan: ExecutionPlan, now: Timestamp) -> bool:
-        """Make a plan ready for a step at this time, or return False if the step has to run as composed."""
+    def is_ready(self, plan: ExecutionPlan, now: Timestamp) -> bool:
+        """Return whether a step at this time runs the plan, if it can be compiled, and not as composed."""
         tiered = self.options.tiered
         if plan.is_refused or tiered is False:
             return not plan.is_refused
-        is_due = now.reached(tiered) if isinstance(tiered, Time) else not any(part.is_awaited for part in plan.waiting)
-        return is_due and (not plan.waiting or self._swap(plan, now))
+        return now.reached(tiered) if isinstance(tiered, Time) else not any(part.is_awaited for part in plan.waiting)
+
+    def make_ready(self, plan: ExecutionPlan, now: Timestamp) -> bool:
+        """Make a plan ready for a step at this time, or return False if the step has to run as composed."""
+        if not self.is_ready(plan, now):
+            return False
+        return not self.options.is_tiered or not plan.waiting or self._swap(plan, now)
 
     def load(self, plan: ExecutionPlan) -> bool:
         """Compile all parts of a plan, or return False if that fails and `fallback` is set."""

@@ -262,7 +262,7 @@ class CompiledStep(Step):
     def _is_still_eager(self, plan_key: Any, state: State) -> bool:
         """Return whether a step that ran as composed does so again, which is known before its buffers are set up."""
         context, plan = self._eager[plan_key]
-        if context is state.static.context and not self._graphs.make_ready(plan, state.timestamp):
+        if context is state.static.context and not self._graphs.is_ready(plan, state.timestamp):
             return True
         del self._eager[plan_key]
         return False

@@ -121,6 +121,24 @@ def test_a_step_at_its_fixed_time_waits(held: Held, capsys: pytest.CaptureFixtur
     assert "in the background" in said and "waiting for part 0" in said and "from batch 0 on" in said
 
 
+def test_an_autocast_around_a_step_has_no_effect_on_its_compilation(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, seen = LIBRARY.compile_graph, []
+
+    def compile_graph(*args: Any) -> Compiled:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return original(*args)
+
+    monkeypatch.setattr(LIBRARY, "compile_graph", compile_graph)
+    step = tiered(compose(loop_events))
+    with torch.autocast("cpu", torch.bfloat16):
+        state = step(make_state(), make_batch())
+        held.submitted[0].set_result(1.0)
+        step(state, make_batch())
+    assert seen == [False]
+
+
 @pytest.mark.parametrize("cut", [3, 5, 7])
 def test_a_resumed_run_has_the_same_fixed_time(cut: int, tmp_path: pathlib.Path) -> None:
     def step() -> CompiledStep:
