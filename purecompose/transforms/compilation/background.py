@@ -155,7 +155,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     """End a process that has a session of its own, together with the compiler that it may have started."""
     if process.poll() is None:
         if hasattr(os, "killpg"):
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # another thread has waited for it in between
+                os.killpg(process.pid, signal.SIGKILL)
         else:
             process.kill()
     for pipe in (process.stdin, process.stdout):
