@@ -70,6 +70,9 @@ class Background:
 
     def __init__(self) -> None:
         """Start with an empty queue, and without a process."""
+        self._reset()
+
+    def _reset(self) -> None:
         self._owner, self._lock = os.getpid(), threading.Lock()
         self._jobs: list[_Job] = []
         self._is_serving = self._is_stopped = False
@@ -81,6 +84,8 @@ class Background:
         Returns:
             A future of the seconds that it took, or of a `BackgroundError`.
         """
+        if self._owner != os.getpid():  # a fork has a copy of this object, but neither its thread nor its process
+            self._reset()
         ensure_cache()
         seconds: Future[float] = Future()
         try:

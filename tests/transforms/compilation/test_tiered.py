@@ -274,6 +274,15 @@ def test_a_process_that_dies_is_reported_with_its_last_words(monkeypatch: pytest
         assert str(future.exception(20)).endswith("the process ended with status 1: out of luck")
 
 
+def test_a_fork_has_a_queue_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that held the lock or served the queue is not in the fork."""
+    one = Background()
+    one._lock.acquire()
+    monkeypatch.setattr(Background, "_compile_elsewhere", lambda self, jobs: jobs[0].seconds.set_result(1.0))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert one.submit(a_graph(), None).result(timeout=60) == 1.0
+
+
 def test_stopping_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "_START", "import time; time.sleep(60)")
     one = Background()
