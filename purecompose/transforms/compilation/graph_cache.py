@@ -305,14 +305,17 @@ class GraphCache:
         variant.nodes = len(captured.graph.graph.nodes)
         is_on_gpu = signatures["key"].specs[0].device.type == "cuda"
         whole, for_all = in_chunks(captured, boundary, num_chunks)
+        now, begins = boundary.static.opened(later=False), options.tiered
+        is_due = isinstance(begins, Time) and now.reached(begins)
+        background = None if is_due else self._background  # the step would only wait for it
         part = CompiledPart(
             whole,
             lambda: for_all(compile_graph(captured.graph, options.backend, options.mode)),
             variant,
-            awaited=None if self._background is None else self._background.submit(captured.graph, options.mode),
+            awaited=None if background is None else background.submit(captured.graph, options.mode),
             replays=options.mode == "reduce-overhead" and is_on_gpu and captured.sizes is None,
         )
-        if self._background is None:
+        if background is None:
             part.compile()
             self._say(f" {variant.nodes} operations, {variant.seconds:.1f} s\n")
         else:

@@ -112,13 +112,18 @@ def test_a_fixed_time_decides_whatever_is_ready(held: Held) -> None:
     assert [state.lease is not None for state in again] == [False] * 3 + [True]
 
 
-def test_a_step_at_its_fixed_time_waits(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
-    step = tiered(compose(loop_events), "at 0ba", quiet=False)
+def test_a_step_at_its_fixed_time_waits_and_later_ones_compile_at_once(
+    held: Held, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = tiered(compose(loop_events), "at 1ba", quiet=False)
     held.delay = 0.1
-    assert step(make_state(), make_batch()).lease is not None
-    assert step.variants()[0].background_seconds == 2.0
+    first = step(make_state(), make_batch())
+    assert first.lease is None and step(first, make_batch()).lease is not None
     said = capsys.readouterr().err
-    assert "in the background" in said and "waiting for part 0" in said and "from batch 0 on" in said
+    assert "in the background" in said and "waiting for part 0" in said and "from batch 1 on" in said
+    assert step(first, make_batch(size=4)).lease is not None
+    assert [variant.background_seconds for variant in step.variants()] == [2.0, 0.0]
+    assert "waiting" not in capsys.readouterr().err
 
 
 def test_an_autocast_around_a_step_has_no_effect_on_its_compilation(
