@@ -35,7 +35,7 @@ def numbers(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """
     if is_plain(key):
         draw = _eager
-    elif has_kernels(key.device.type) or (is_fake(key) and not torch.compiler.is_compiling()):
+    elif has_kernels(key.device.type) or (not torch.compiler.is_compiling() and is_fake(key)):
         draw = traced
     else:
         return emulated(key, shape, dtype)
