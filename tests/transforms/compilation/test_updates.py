@@ -29,6 +29,7 @@ CHANGE = Algorithm("change", on(Event.INIT, Event.BATCH_START, Event.BATCH_END),
 
 
 def descend(event: Event, state: State) -> State:
+    assert state.grads is not None
     biases = [name for name, param in state.params.items() if param.shape == (4,)]
     others = zip(biases, biases[-1:] + biases[:-1], strict=True)
     return state.replace(grads={**state.grads, **{name: state.params[other] for name, other in others}})
