@@ -3,10 +3,10 @@
     python benchmarks/population.py [--members 64] [--threads 1] [--chunk-size 8]
 
 64 MLPs with a batch of 64, SGD with momentum; the members differ in seed and learning rate. The sides take turns: the
-loop by hand over one of them, the population eager, compiled, and compiled in chunks of members, whose tensors stay in
-the processor's cache; and the eight matrix products of each member, and nothing else, as `torch.bmm`. Times are for one
-member's step, with one thread the processor's; "batches" says whether all members train on one batch, or each on its
-own. Compile time is not part of it.
+loop by hand over one member; the population in eager mode, compiled, and compiled in chunks that fit into the
+processor's cache; and, as a lower bound, only the eight matrix products of each member, by `torch.bmm`. Times are for
+one member's step, with one thread the processor's; "batches" says whether all members train on one batch, or each on
+its own. Compile time is not part of it.
 """
 
 import time

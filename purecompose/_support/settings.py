@@ -50,8 +50,8 @@ _SETTINGS: dict[str, Setting] = {
     ),
     "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "anomaly detection": (
-        lambda: torch.is_anomaly_enabled() and ("with check_nan" if torch.is_anomaly_check_nan_enabled() else "alone"),
-        lambda mode: torch.set_anomaly_enabled(bool(mode), mode != "alone"),
+        lambda: torch.is_anomaly_enabled() and ("with check_nan" if torch.is_anomaly_check_nan_enabled() else "on"),
+        lambda mode: torch.set_anomaly_enabled(bool(mode), mode != "on"),
     ),
     "autocast": (
         lambda: torch.is_autocast_enabled("cpu"),

@@ -3,9 +3,9 @@
 torch's kernels where it has them (`native.py`); otherwise Python's integers for a small draw in eager, and tensor
 operations for all others (`emulation.py`).
 
-In a traced step a draw is one operation, `purecompose::philox`, which also has a rule for `torch.func.vmap`: torch's
-own operations have none, but take many keys at a time. Where there are no kernels, Inductor gets tensor operations
-instead of it (`transforms/compilation/draws.py`).
+In a traced step a draw is one operation, `purecompose::philox`. It also has a rule for `torch.func.vmap`, which passes
+the keys of all members to torch's operations at once; these have no such rule. For devices without kernels,
+`transforms/compilation/draws.py` replaces it by tensor operations before Inductor compiles the graph.
 """
 
 from collections.abc import Sequence

@@ -31,7 +31,7 @@ def open_draws(module: fx.GraphModule) -> dict[Any, Any]:
 
 
 def replace_draws(module: fx.GraphModule, decompositions: Any) -> None:
-    """Replace `purecompose::philox` in a graph by tensor operations if there are no kernels for its device.
+    """Replace each `purecompose::philox` on a device without kernels by tensor operations.
 
     Args:
         module: A functional graph of fixed sizes, whose nodes carry fake tensors (`meta["val"]`).

@@ -72,6 +72,10 @@ class Options:
         """True if steps run as composed at first."""
         return self.tiered is not False  # a time of 0 is false
 
+    def is_due(self, now: Timestamp) -> bool:
+        """Return whether a fixed time is given and has been reached."""
+        return isinstance(self.tiered, Time) and now.reached(self.tiered)
+
 
 def environment() -> tuple[Any, ...]:
     """Return the settings of torch that a graph or its code depends on."""
@@ -155,10 +159,11 @@ class GraphCache:
 
     def is_ready(self, plan: ExecutionPlan, now: Timestamp) -> bool:
         """Return whether a step at this time runs the plan, if it can be compiled, and not as composed."""
-        tiered = self.options.tiered
-        if plan.is_refused or tiered is False:
+        if plan.is_refused or not self.options.is_tiered:
             return not plan.is_refused
-        return now.reached(tiered) if isinstance(tiered, Time) else not any(part.is_awaited for part in plan.waiting)
+        if self.options.tiered is True:
+            return not any(part.is_awaited for part in plan.waiting)
+        return self.options.is_due(now)
 
     def make_ready(self, plan: ExecutionPlan, now: Timestamp) -> bool:
         """Make a plan ready for a step at this time, or return False if the step has to run as composed."""
@@ -305,9 +310,8 @@ class GraphCache:
         variant.nodes = len(captured.graph.graph.nodes)
         is_on_gpu = signatures["key"].specs[0].device.type == "cuda"
         whole, for_all = in_chunks(captured, boundary, num_chunks)
-        now, begins = boundary.static.opened(later=False), options.tiered
-        is_due = isinstance(begins, Time) and now.reached(begins)
-        background = None if is_due else self._background  # the step would only wait for it
+        # A step whose time has come would only wait for the other process.
+        background = None if options.is_due(boundary.static.opened(later=False)) else self._background
         part = CompiledPart(
             whole,
             lambda: for_all(compile_graph(captured.graph, options.backend, options.mode)),
