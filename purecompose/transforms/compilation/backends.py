@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, _guards, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
+from purecompose._support.memory import return_freed_memory
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
 from purecompose.transforms.compilation.draws import open_draws, replace_draws
 from purecompose.transforms.compilation.layouts import with_channels_last
@@ -63,7 +64,7 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
     ensure_cache()
     try:
         with _explained():
-            return _by_inductor(graph, mode)
+            compiled = _by_inductor(graph, mode)
     except (ImportError, AttributeError, TypeError) as error:
         warnings.warn(
             f"Inductor's inner entry is not as it was in this torch ({torch.__version__}: {error}); steps go through "
@@ -71,6 +72,8 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
             stacklevel=2,
         )
         return _by_torch_compile(graph, backend, mode)
+    return_freed_memory()  # of the compiler
+    return compiled
 
 
 @contextlib.contextmanager

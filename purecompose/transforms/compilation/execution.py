@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from purecompose._support.memory import return_freed_memory
 from purecompose.core.compose import Prepared
 from purecompose.core.context import Static
 from purecompose.core.operation import NO_PURPOSE, Carry
@@ -40,6 +41,8 @@ _UNFINISHED = "was being written over by a step that did not finish"
 def execute(graphs: GraphCache, launch: Launch, prepared: Prepared, batch: list[Tensor], plan: ExecutionPlan) -> State:
     """Execute a plan and return the state after the step."""
     buffers, state = launch.buffers, launch.state
+    if buffers.generation == 1:  # the second step: by now the state that was copied into the buffers has been freed
+        return_freed_memory()
     if launch.spends is not None:
         launch.spends.spend(_UNFINISHED)
     if launch.copies:

@@ -1,6 +1,7 @@
 """Donation: ownership of memory, spent states, and that tensors read from a state never change."""
 
 import copy
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import purecompose as pc
-from purecompose import Event, State, compose, hparam, loop_events, optim, tree
+from purecompose import Algorithm, Event, State, compose, hparam, loop_events, optim, tree
 from purecompose.errors import SpentStateError
 from purecompose.transforms.donation import LASTING
 from tests.helpers import changing, counter, make_batch, make_batches, make_cnn, make_state
@@ -45,6 +46,21 @@ def test_the_first_state_stays_usable_and_later_ones_are_spent() -> None:
     _ = third.params
     assert_agree(step(step(first, batch), batch), third)
     assert_agree(fast(first, batch), step(first, batch))  # a second start from it
+
+
+@pytest.mark.parametrize("host", [[], [host_log([], Event.BATCH_START, lambda state: state.timestamp)]])
+def test_freed_memory_is_returned_once_when_the_first_state_may_be_gone(
+    host: list[Algorithm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[None] = []
+    execution = importlib.import_module("purecompose.transforms.compilation.execution")
+    monkeypatch.setattr(execution, "return_freed_memory", lambda: calls.append(None))
+    step, fast = made([average(), *host])
+    state, counts = step.init(make_state()), []
+    for batch in make_batches(4):
+        state = fast(state, batch)
+        counts.append(len(calls))
+    assert counts == ([0, 1, 1, 1] if not host else [0, 0, 1, 1])  # the first step of a host algorithm is composed
 
 
 def test_without_donation_no_state_is_spent() -> None:
