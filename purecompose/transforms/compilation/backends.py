@@ -25,6 +25,7 @@ from torch import Tensor, _guards, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
 from purecompose._support.memory import return_freed_memory
+from purecompose.transforms.compilation.accumulation import accumulate_rows
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
 from purecompose.transforms.compilation.draws import open_draws, replace_draws
 from purecompose.transforms.compilation.layouts import with_channels_last
@@ -131,6 +132,7 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
     with inductor.config.patch(options), context, mode_of_fakes:
         graph = _functional(graph, decompositions | open_draws(graph))
         replace_draws(graph, decompositions)
+        accumulate_rows(graph)
         update_in_place(graph)
         # Inductor keeps its copies at the end, and most of the order of operations that it does not compile.
         write_early(graph, [torch.ops.purecompose.adam_.default])
