@@ -1,5 +1,6 @@
 """Helpers for the tests: small networks, batches, states and algorithms, all made from seeds."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -163,6 +164,21 @@ def nt_xent(outputs: Tensor, targets: Tensor) -> Tensor:
     similarities = (outputs @ outputs.T / 0.5).masked_fill(torch.eye(len(outputs), dtype=torch.bool), -1e9)
     is_pair = (targets[:, None] == targets).fill_diagonal_(False) | torch.eye(len(outputs), dtype=torch.bool)
     return -(similarities.log_softmax(1) * is_pair).clamp(min=-50).sum() / len(outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class SumOfMeans:
+    """A mean over examples whose target counts, and a weighted mean over all examples."""
+
+    weight: Any = 0.5
+
+    def denominators(self, targets: Tensor) -> dict[str, Any]:
+        return {"labelled": (targets != -100).sum(), "all": len(targets)}
+
+    def __call__(self, outputs: Tensor, targets: Tensor, denominators: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        labelled = F.cross_entropy(outputs, targets, reduction="sum") / denominators["labelled"]
+        size = outputs.square().sum() / denominators["all"]
+        return labelled + self.weight * size, {"labelled": labelled, "size": size}
 
 
 def copied(tree: Any) -> Any:

@@ -8,7 +8,6 @@ belongs to the Python module of the function, or of the object's class.
 """
 
 import contextlib
-import dataclasses
 import dis
 import functools
 import inspect
@@ -136,8 +135,8 @@ def _inside_object(place: Place, names: set[str]) -> Iterator[Place]:
 
 
 def _attribute(where: str, holder: Any, name: str, value: Any) -> Place:
-    is_frozen = dataclasses.is_dataclass(holder) and type(holder).__dataclass_params__.frozen  # pyright: ignore
-    is_fixed = is_frozen or _is_code(value)
+    settings = getattr(type(holder), "__dataclass_params__", None)  # of an object; a class can change
+    is_fixed = getattr(settings, "frozen", False) or _is_code(value)
     return Place(where, value, None if is_fixed else functools.partial(getattr, holder, name))
 
 

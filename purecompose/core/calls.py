@@ -1,5 +1,6 @@
 """Calls of a state's network and loss, with the state's tensors and draws."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,8 @@ def run_loss(
 ) -> _Result:
     """See `State.call_loss`."""
     context = state.context
+    if state.denominators is not None:
+        fn = _with_denominators(fn, state.denominators)
     if context.loss_scalars:
         inner, dtype = fn, context.loss_dtype  # schedules are in float64, and would change the loss's dtype
         scalars = {
@@ -69,6 +72,10 @@ def run_loss(
         return _keyed(state, state.rng(".loss"), rows)
 
     return call_model(context.loss_model, state.params, state.buffers, [fn], train=train, keyed=keyed)
+
+
+def _with_denominators(fn: Callable[[Callable[..., Any]], Any], denominators: Any) -> Callable[..., Any]:
+    return lambda loss: fn(functools.partial(loss, denominators=denominators))
 
 
 def _keyed(state: Any, rng: random.Rng, num_examples: int | None) -> modules.Keyed:

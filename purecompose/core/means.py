@@ -5,13 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose import losses
+from purecompose import losses, tree
+from purecompose._support.device import as_scalar
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose.core.state import State
 from purecompose.losses.evaluation import check_interpolation
+from purecompose.losses.terms import denominators_of, has_denominators
 
 
-__all__ = ["averaged", "averaged_grads", "check_terms", "has_mean", "num_terms"]
+__all__ = ["averaged", "averaged_grads", "check_terms", "denominators", "has_mean", "num_terms", "part_of"]
 
 
 @torch.no_grad()
@@ -21,7 +23,7 @@ def num_terms(state: State) -> int | Tensor:
     It is the weight of a microbatch's gradient in the mean over microbatches.
     """
     loss_fn = state.context.loss
-    if losses.couples_examples(loss_fn):
+    if losses.couples_examples(loss_fn) or has_denominators(loss_fn):
         return state.num_examples
     # A model that computes its own loss looks up its targets in the batch itself.
     targets = state.batch if isinstance(loss_fn, losses.ModelLoss) else state.targets
@@ -29,6 +31,26 @@ def num_terms(state: State) -> int | Tensor:
         return state.num_examples
     outputs = state.outputs
     return state.call_loss(lambda loss: losses.num_terms(loss, outputs, targets), train=True)[0]
+
+
+@torch.no_grad()
+def denominators(state: State) -> Any:
+    """Return the numbers by which the loss of the state's batch divides; `None` if it does not declare them.
+
+    A slice has its share of those of the whole batch, in proportion to its examples. The mean over slices, weighted by
+    examples, of sums divided by them is then the sum over the batch divided by its denominators.
+    """
+    loss_fn = state.context.loss
+    if state.denominators is not None or losses.couples_examples(loss_fn) or not has_denominators(loss_fn):
+        return state.denominators
+    targets, dtype = state.targets, state.context.loss_dtype
+    found, _ = state.call_loss(lambda loss: denominators_of(loss, targets), train=True)
+    return tree.map(lambda number: as_scalar(number, dtype, state.device), found)
+
+
+def part_of(denominators: Any, size: int, total: int) -> Any:
+    """Return the share of a slice of `size` among `total` examples in the denominators of the loss."""
+    return None if denominators is None else tree.map(lambda number: number * (size / total), denominators)
 
 
 @torch.no_grad()

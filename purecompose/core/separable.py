@@ -19,7 +19,7 @@ from purecompose._support.checks import shown
 from purecompose._support.functorch import has_values, is_any, unwrapped
 from purecompose._support.warnings import warn
 from purecompose.core.coupling import targets_of_loss
-from purecompose.core.means import averaged, num_terms
+from purecompose.core.means import averaged, denominators, num_terms, part_of
 from purecompose.core.sealed import SealedOutputs
 from purecompose.core.state import State
 from purecompose.random.keys import fold_in
@@ -61,9 +61,16 @@ def check_halves(state: State) -> None:
     first = 0 if state.first_example is None else state.first_example
     ways = [list(_halved(leaf, size, parts[0], state)) for leaf in batches.tensors(state.outputs)]
 
+    whole = denominators(state)
+
     def halves(way: Sequence[Sequence[Tensor]]) -> list[State]:
         return [
-            state.replace(batch=part, outputs=batches.with_tensors(state.outputs, leaves), first_example=first + start)
+            state.replace(
+                batch=part,
+                outputs=batches.with_tensors(state.outputs, leaves),
+                first_example=first + start,
+                denominators=part_of(whole, layout.num_examples(part), num),
+            )
             for part, leaves, start in zip(parts, zip(*way, strict=True), (0, size), strict=True)
         ]
 
@@ -143,7 +150,8 @@ def _check(state: State, ways: Iterable[tuple[State, Sequence[State]]]) -> None:
             f"the mean over {num} slices{when}, as which microbatches and several processes compute it. If it is a sum "
             "over examples, make it a mean (reduction='mean'); if it is a mean over some positions, let it report "
             "their number in a method num_terms(outputs, targets); if it compares examples with each other, as "
-            "contrastive losses do, or adds means with different denominators, write losses.over_batch(loss)"
+            "contrastive losses do, write losses.over_batch(loss); if it adds means with different denominators, give "
+            "it a method denominators(targets), or write losses.over_batch(loss)"
         )
     if not has_rows:
         warn(

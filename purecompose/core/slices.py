@@ -8,7 +8,7 @@ from torch import Tensor
 from purecompose import batch as batches
 from purecompose.core.coupling import gathered, joined, part_of_loss, targets_of_loss
 from purecompose.core.cut import Cut
-from purecompose.core.means import averaged, averaged_grads, has_mean
+from purecompose.core.means import averaged, averaged_grads, denominators, has_mean, part_of
 from purecompose.core.operation import Carry, Operation, Purpose
 from purecompose.core.sealed import SealedOutputs
 from purecompose.core.separable import check_slices
@@ -27,6 +27,7 @@ class _Slice(NamedTuple):
 def _slices(state: State, cut: Cut) -> Iterator[_Slice]:
     # A ragged last batch, or one that a method made smaller, may have fewer examples than slices.
     layout, num, offset = state.context.layout, state.num_examples, 0
+    whole = denominators(state)
     for part in layout.split(state.batch, cut.num_slices(num)):
         size = layout.num_examples(part)
         yield _Slice(
@@ -34,6 +35,7 @@ def _slices(state: State, cut: Cut) -> Iterator[_Slice]:
                 "batch": part,
                 "first_example": offset if state.first_example is None else state.first_example + offset,
                 "whole_loss": part_of_loss(state, offset, size, num),
+                "denominators": part_of(whole, size, num),
                 # Each slice computes these itself, and does not receive them from the slice before.
                 "loss": None,
                 "outputs": state.outputs,
@@ -83,7 +85,7 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_
         if is_checked and is_first:
             ends.append(after.replace(batch=fields["batch"], first_example=fields["first_example"]))
     means = {"loss": mean_loss, "grads": mean_grads, "metrics": {**current.state.metrics, **mean_metrics}}
-    outer = {"batch": state.batch, "first_example": state.first_example, "whole_loss": state.whole_loss}
+    outer = {name: getattr(state, name) for name in ("batch", "first_example", "whole_loss", "denominators")}
     end = current.state.replace(**outer, **means)
     check_slices(end, ends)
     if num_slices > 1 and end.outputs is not state.outputs:

@@ -75,6 +75,8 @@ class State(Leasable):
     whole_loss: Any = state_field(HIDDEN, none)
     """Inside a slice, for a loss that couples examples: the loss of all slices, its gradients with respect to the
     slice's outputs, and these outputs; see `purecompose.core.coupling`."""
+    denominators: Any = state_field(HIDDEN, none)
+    """Inside a slice, for a loss with the method `denominators`: the slice's share of those of the whole batch."""
     regrad: Regrad | None = state_field(HIDDEN, none)
     """Inside a step, after its gradients: a pytree node that runs them again; see `gradient`."""
 

@@ -8,6 +8,11 @@ A loss may report what its mean divides by, so that microbatches add up to the b
 position enters the mean (padding does not); or with a method `num_terms(outputs, targets)`, which returns the number
 itself, possibly a sum of weights. A loss with neither is treated as a mean over all elements. Nothing here reads a
 value back from the device.
+
+A sum of means with different denominators has a method `denominators(targets)`, which returns a pytree of 0-d tensors
+or numbers, and divides by the argument of that name in `loss(outputs, targets, denominators=...)`: those of the same
+targets or, for a slice of a batch, the slice's share of those of the whole batch, so that the loss is again a mean over
+examples.
 """
 
 from purecompose.losses.coupling import couples_examples, over_batch

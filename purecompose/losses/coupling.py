@@ -18,11 +18,14 @@ Loss = TypeVar("Loss", bound=Callable[..., Any])
 def over_batch(loss: Loss) -> Loss:
     """Declare that a loss couples examples: it is not a mean of losses of single examples.
 
-    Contrastive losses (NT-Xent, InfoNCE, CLIP) and normalisation over the batch are such losses, and so is a sum of
-    means with different denominators. In microbatches and on several processes, the outputs of all slices are computed
-    first, the loss is that of all outputs together, and the gradient is propagated back slice by slice ("GradCache").
-    The result is that of the whole batch; only the network's outputs are held for all of it. Each slice passes forward
-    through the network twice. BatchNorm still uses the statistics of each slice.
+    Contrastive losses (NT-Xent, InfoNCE, CLIP) and normalisation over the batch are such losses. In microbatches and on
+    several processes, the outputs of all slices are computed first, the loss is that of all outputs together, and the
+    gradient is propagated back slice by slice ("GradCache"). The result is that of the whole batch; only the network's
+    outputs are held for all of it. Each slice passes forward through the network twice. BatchNorm still uses the
+    statistics of each slice.
+
+    A sum of means with different denominators is such a loss, too, but needs no second pass if the targets determine
+    the denominators and the loss declares them; see `purecompose.losses`.
 
     A class may set the attribute `couples_examples = True` instead of using this function.
 

@@ -17,7 +17,14 @@ from purecompose._support.checks import shown
 from purecompose.losses.from_model import ModelLoss
 from purecompose.losses.reduction import mean_of, reduced
 from purecompose.losses.targets import Mixture, num_examples, per_row, wide_dtype
-from purecompose.losses.terms import counter_of, for_mixtures, ignore_index_of, num_terms
+from purecompose.losses.terms import (
+    counter_of,
+    denominators_of,
+    for_mixtures,
+    has_denominators,
+    ignore_index_of,
+    num_terms,
+)
 
 
 __all__ = [
@@ -153,7 +160,9 @@ def per_example(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> T
 def _call_loss(
     loss_fn: Callable[..., Any], outputs: Any, targets: Any, reduction: str
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    if reduction == "mean":
+    if reduction == "mean" and has_denominators(loss_fn):
+        result = loss_fn(outputs, targets, denominators=denominators_of(loss_fn, targets))
+    elif reduction == "mean":
         result = loss_fn(outputs, targets)
     else:
         try:

@@ -11,13 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from purecompose._support.checks import shown
 from purecompose._support.device import as_scalar
 from purecompose.losses.functions import CrossEntropy
 from purecompose.losses.reduction import mean_of
 from purecompose.losses.targets import Mixture, has_index_targets, num_examples, one_hot, wide_dtype
 
 
-__all__ = ["counter_of", "counts_terms", "for_mixtures", "ignore_index_of", "num_terms", "share_of_mean"]
+__all__ = [
+    "counter_of",
+    "counts_terms",
+    "denominators_of",
+    "for_mixtures",
+    "has_denominators",
+    "ignore_index_of",
+    "num_terms",
+    "share_of_mean",
+]
 
 
 def num_terms(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> int | Tensor:
@@ -53,6 +63,26 @@ def counts_terms(loss_fn: Callable[..., Tensor]) -> bool:
     """Return whether a loss itself reports how many terms its mean divides by."""
     counting = counter_of(loss_fn)
     return hasattr(counting, "num_terms") or hasattr(counting, "counted")
+
+
+def has_denominators(loss_fn: Any) -> bool:
+    """Return whether a loss declares what it divides by, in a method `denominators(targets)`."""
+    # Looked up in the class: a module without it would search its tensors first, in every step.
+    return callable(getattr(type(loss_fn), "denominators", None))
+
+
+def denominators_of(loss_fn: Any, targets: Any) -> Any:
+    """Return the numbers by which a loss with the method `denominators` divides for these targets, a pytree.
+
+    Raises:
+        TypeError: The targets are mixed, which only the outputs can resolve.
+    """
+    if isinstance(targets, Mixture):
+        raise TypeError(
+            f"the denominators of the loss {shown(loss_fn)} are those of plain targets, but a method has mixed them: "
+            "declare the loss by losses.over_batch(loss), or leave out the method"
+        )
+    return loss_fn.denominators(targets)
 
 
 def share_of_mean(loss: Tensor, terms: int | Tensor, total: int | Tensor) -> Tensor:

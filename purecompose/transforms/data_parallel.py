@@ -25,7 +25,7 @@ from purecompose._support.functorch import is_fake
 from purecompose._support.warnings import warn
 from purecompose.core.again import repeatable
 from purecompose.core.compose import Step
-from purecompose.core.means import has_mean
+from purecompose.core.means import denominators, has_mean, part_of
 from purecompose.core.members import SINGLE
 from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose, walk
 from purecompose.core.program import Program, matching_params
@@ -137,13 +137,15 @@ def _run_shared(
     first = share.first_example if state.first_example is None else state.first_example + share.first_example
     start = state.replace(batch=share.batch, first_example=first)
     if purpose.sharing == "all":
+        own = part_of(denominators(state), max(share.num_examples, 1), state.num_examples)
+        start = start.replace(denominators=own)
         shard = Shard(ranks, share.first_example, share.num_examples, state.num_examples)
         end = operation(Carry(start, carry.used), purpose._replace(shard=shard))
     else:
         end = operation(Carry(start, carry.used), purpose)
     if is_checked and purpose.is_first and start.whole_loss is None:
         check_halves(end.state.replace(batch=share.batch, first_example=first))
-    after = end.state.replace(batch=state.batch, first_example=state.first_example)
+    after = end.state.replace(batch=state.batch, first_example=state.first_example, denominators=state.denominators)
     if after.outputs is not state.outputs:
         after = after.replace(outputs=SealedOutputs(ranks.size))
     if purpose.sharing == "own":

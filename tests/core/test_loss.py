@@ -396,6 +396,18 @@ def test_losses_that_read_parameters_from_outside_are_rejected() -> None:
             make_state(net, loss=loss)
 
 
+def test_a_loss_may_call_the_dataclass_that_it_derives_from() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Doubled(losses.CrossEntropy):
+        def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+            return 2 * super().__call__(outputs, targets, reduction)
+
+    state = compose(loop_events)(make_state(loss=Doubled()), make_batch())
+    plain = compose(loop_events)(make_state(), make_batch())
+    assert state.loss is not None and plain.loss is not None
+    torch.testing.assert_close(state.loss, 2 * plain.loss)
+
+
 def test_scalars_that_cannot_be_filled_in_are_rejected() -> None:
     weight = hparam("weight", 1.0)
     with pytest.raises(TypeError, match="reads weight, hparam.* cannot be filled in"):

@@ -16,7 +16,17 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Event, State, algorithms as alg, compose, loop_events, optim
-from tests.helpers import changing, make_batch, make_batches, make_cnn, make_mlp, make_state, noise, nt_xent
+from tests.helpers import (
+    SumOfMeans,
+    changing,
+    make_batch,
+    make_batches,
+    make_cnn,
+    make_mlp,
+    make_state,
+    noise,
+    nt_xent,
+)
 
 
 class WithEmpty(nn.Module):
@@ -91,6 +101,7 @@ SCENARIOS = {
     "no elements": Scenario(net=WithEmpty),
     "coupled": Scenario(options={"loss": pc.losses.over_batch(nt_xent)}, batches=ragged, microbatches=2),
     "coupled and compiled": Scenario(options={"loss": pc.losses.over_batch(nt_xent)}, is_compiled=True),
+    "denominators": Scenario(options={"loss": SumOfMeans()}, batches=partly_ignored, microbatches=2),
     "adam": Scenario(options={"optimizer": optim.adamw(0.01)}),
     "compiled": Scenario(lambda: [alg.mixup(1.0), alg.sam(0.5, every=2)], batches=ragged, is_compiled=True),
 }
