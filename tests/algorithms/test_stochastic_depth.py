@@ -501,7 +501,7 @@ def test_members_of_a_population_differ_in_their_rate() -> None:
     (name, *_) = [name for name in after.buffers if name.endswith("drop_rate")]
     assert torch.equal(after.buffers[name], rates)
     for state, member in zip(members, pc.unstack_states(after), strict=True):
-        assert_close(step(step.init(state), make_batch()).params, member.params)
+        assert_close(step(step.init(state), make_batch()).params, member.params, atol=1e-5)
 
 
 # In a run

@@ -26,7 +26,7 @@ Loss = Callable[[Settings], Tensor]
 # The first use of forward mode in a process makes torch script its own formulas with a deprecated function.
 # Forward mode follows a plain run, because the checks of a first run use a dispatch mode, in which torch 2.13 may
 # crash.
-forward_mode = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+forward_mode = pytest.mark.filterwarnings("ignore:.torch.jit.script")  # of another category in torch 2.15
 
 # Adam has a large eps: otherwise its step at a gradient near 0 is nearly a sign, which no finite difference resolves.
 OPTIMIZERS = {

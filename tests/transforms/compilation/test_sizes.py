@@ -90,6 +90,7 @@ def test_open_signatures_settle_on_a_concrete_size(is_all: bool) -> None:
 # Steps
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 fixes the size of dense targets in cross entropy")
 @DONATE
 def test_one_variant_serves_all_sizes(donate: bool) -> None:
     step, fast = made([noise(), average(), alg.label_smoothing(0.1), swap()], dynamic=True, donate=donate)
