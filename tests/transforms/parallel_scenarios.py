@@ -101,7 +101,7 @@ SCENARIOS = {
     "no elements": Scenario(net=WithEmpty),
     "coupled": Scenario(options={"loss": pc.losses.over_batch(nt_xent)}, batches=ragged, microbatches=2),
     "coupled and compiled": Scenario(options={"loss": pc.losses.over_batch(nt_xent)}, is_compiled=True),
-    "denominators": Scenario(options={"loss": SumOfMeans()}, batches=partly_ignored, microbatches=2),
+    "denominators": Scenario(options={"loss": SumOfMeans()}, batches=partly_ignored, microbatches=2, is_compiled=True),
     "adam": Scenario(options={"optimizer": optim.adamw(0.01)}),
     "compiled": Scenario(lambda: [alg.mixup(1.0), alg.sam(0.5, every=2)], batches=ragged, is_compiled=True),
 }
