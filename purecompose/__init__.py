@@ -47,6 +47,8 @@ from purecompose.time.predicates import after, before, between, epoch_ends, ever
 from purecompose.transforms.compilation import compile
 from purecompose.transforms.data_parallel import data_parallel
 from purecompose.transforms.population import population, stack_states, unstack_states
+from purecompose.transforms.sharding.placing import shard, whole
+from purecompose.transforms.sharding.step import fully_sharded
 
 
 __all__ = [
@@ -71,6 +73,9 @@ __all__ = [
     "compose",
     "data",
     "data_parallel",
+    "fully_sharded",
+    "shard",
+    "whole",
     "epoch_ends",
     "errors",
     "evaluate",

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
+from purecompose._support.shards import is_shard, local, sum_of_shards
+
 
 __all__ = [
     "NAMESPACE",
@@ -228,13 +230,16 @@ def describe(tensor: Tensor, *, with_device: bool = True) -> str:
         'float32[2] on meta'
     """
     form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    if is_shard(tensor):
+        form += f" placed {tuple(tensor.placements)}"  # pyright: ignore[reportAttributeAccessIssue]
     return f"{form} on {tensor.device}" if with_device and tensor.device.type != "cpu" else form
 
 
 def global_norm(tree: Any) -> Tensor:
     """Return the Euclidean norm of all tensor leaves together, 0-d; 0 for an empty tree.
 
-    Leaves of half precision are converted to float32.
+    Leaves of half precision are converted to float32. Of tensors that are divided among processes, each computes its
+    rows, and the result is the same on all.
 
     Example:
         >>> global_norm({"w": torch.tensor([3.0], dtype=torch.float16), "b": torch.tensor([0.0, 4.0])})
@@ -245,8 +250,15 @@ def global_norm(tree: Any) -> Tensor:
         return torch.zeros(())
     # Squares of half-precision numbers easily overflow or underflow.
     half = (torch.float16, torch.bfloat16)
-    norms = [torch.linalg.vector_norm(leaf.float() if leaf.dtype in half else leaf) for leaf in tensors]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    norms = [torch.linalg.vector_norm(part.float() if part.dtype in half else part) for part in map(local, tensors)]
+    shards = [leaf for leaf in tensors if is_shard(leaf)]
+    if not shards:
+        return torch.linalg.vector_norm(torch.stack(norms))
+    is_own = [is_shard(leaf) for leaf in tensors]
+    squares = [
+        sum(norm.square() for norm, own in zip(norms, is_own, strict=True) if own is wanted) for wanted in (True, False)
+    ]
+    return (sum_of_shards(squares[0], shards) + squares[1]).sqrt()
 
 
 def _nodes_above_leaves(tree: Any) -> dict[str, tuple[Any, tuple[type, ...]]]:

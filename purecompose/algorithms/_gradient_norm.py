@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from purecompose._support.shards import whole
 from purecompose import tree
 from purecompose._support.checks import check_flag
 from purecompose.core.algorithm import Algorithm, factory
@@ -58,7 +59,7 @@ def gradient_norm(*, total: bool = True, each: bool = False, name: str = "gradie
         del event
         grads = state.grads or {}
         found = (
-            {f"{name}/{key}": torch.linalg.vector_norm(wide(grad.detach())) for key, grad in grads.items()}
+            {f"{name}/{key}": whole(torch.linalg.vector_norm(wide(grad.detach()))) for key, grad in grads.items()}
             if each
             else {}
         )

@@ -17,7 +17,7 @@ from purecompose._support.functorch import is_fake, is_transforming
 from purecompose.core.layout import Layout
 
 
-__all__ = ["WATCHES", "Ranks", "Regrad", "Shard", "Share", "Sharing"]
+__all__ = ["WATCHES", "Ranks", "Regrad", "Shard", "Share", "Sharing", "scaled"]
 
 Sharing: TypeAlias = Literal["all", "own", "none"]
 """Part of the batch that a gradient is of: the mean over all ranks' parts; this rank's part only; or the whole batch,
@@ -85,14 +85,24 @@ class Ranks:
                 unless all weights are 0: then all ranks have the same weight.
             flags: Bool, of any shape; they count on ranks of every weight, and need no separate message.
         """
-        if not tensors:
-            return [], None if flags is None else self.reduced([flags.double()], "sum")[0]
-        weight = torch.full((), weight, device=tensors[0].device) if not isinstance(weight, Tensor) else weight
+        share, count = self.weigh(weight, flags, device=tensors[0].device if tensors else None)
+        return self.reduced(scaled(tensors, share), "sum"), count
+
+    def weigh(
+        self, weight: int | Tensor, flags: Tensor | None = None, *, device: torch.device | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's share in means over ranks, 0-d float64, and on how many ranks each flag is set.
+
+        Args:
+            weight: See `means_and_count`.
+            flags: See `means_and_count`.
+            device: The device of the message, if `weight` is a number.
+        """
+        weight = torch.full((), weight, device=device) if not isinstance(weight, Tensor) else weight
         weight = weight.double()
         total, *count = self.reduced([weight, *([] if flags is None else [flags.double()])], "sum")
         share = torch.where(total > 0, weight / torch.where(total > 0, total, 1), 1 / self.size)
-        parts = [torch.where(share > 0, tensor * share, 0).to(tensor.dtype) for tensor in tensors]
-        return self.reduced(parts, "sum"), count[0] if count else None
+        return share, count[0] if count else None
 
     def with_slots(self, before: Mapping[str, Any], after: Mapping[str, Any], *, counts: bool) -> dict[str, Any]:
         """Return slots with the changes of all ranks: each number changes by the sum of what the ranks added to it.
@@ -145,6 +155,18 @@ class Ranks:
             self._check_alike(tensors)
         return self.exchange(tensors, how)
 
+    def gather(self, own: Tensor) -> Tensor:
+        """Return the tensors of all ranks, of the same shape and dtype on each, one after the other in dimension 0."""
+        self._check_plain([own])
+        sent = torch.ops._c10d_functional.all_gather_into_tensor(own.contiguous(), self.size, self.group)
+        return torch.ops._c10d_functional.wait_tensor(sent)
+
+    def scatter_sum(self, own: Tensor) -> Tensor:
+        """Return this rank's part of the sum over all ranks, which is cut into equal parts in dimension 0."""
+        self._check_plain([own])
+        sent = torch.ops._c10d_functional.reduce_scatter_tensor(own.contiguous(), "sum", self.size, self.group)
+        return torch.ops._c10d_functional.wait_tensor(sent)
+
     def agree(self, numbers: Sequence[Tensor]) -> list[bool]:
         """Return for each of these numbers, 0-d int64, whether it is the same on all ranks."""
         own = torch.stack(list(numbers))
@@ -153,11 +175,7 @@ class Ranks:
 
     def exchange(self, tensors: Sequence[Tensor], how: Literal["sum", "min", "max"]) -> list[Tensor]:
         """Reduce like `reduced`, for tensors that are known to have the same shapes and dtypes on all ranks."""
-        if is_transforming() or any(tensor.requires_grad for tensor in tensors):
-            raise RuntimeError(
-                "data_parallel: a step of several processes can be neither differentiated nor mapped, since no "
-                "gradient goes through their messages; do that to the step itself, in one process"
-            )
+        self._check_plain(tensors)
         found: dict[int, Tensor] = {}
         for kind in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
             own = [i for i, tensor in enumerate(tensors) if (tensor.dtype, tensor.device) == kind]
@@ -176,6 +194,13 @@ class Ranks:
         # torch.distributed.all_reduce writes into its argument, which a graph of pure functions cannot contain.
         sent = torch.ops._c10d_functional.all_reduce(flat, how, self.group)
         return torch.ops._c10d_functional.wait_tensor(sent)
+
+    def _check_plain(self, tensors: Sequence[Tensor]) -> None:
+        if is_transforming() or any(tensor.requires_grad for tensor in tensors):
+            raise RuntimeError(
+                "a step of several processes can be neither differentiated nor mapped, since no gradient goes through "
+                "their messages; do that to the step itself, in one process"
+            )
 
     def _check_alike(self, tensors: Sequence[Tensor]) -> None:
         forms = [(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
@@ -211,6 +236,11 @@ _SENT_AS = {torch.bool: torch.uint8, torch.int16: torch.int32} | {
 
 WATCHES: ContextVar[bool] = ContextVar("watches", default=False)
 """True while messages are compared before they are sent, in the first step of its kind."""
+
+
+def scaled(tensors: Sequence[Tensor], share: Tensor) -> list[Tensor]:
+    """Return a rank's part of a mean over ranks: the tensors times its share, and 0 for NaN whose share is 0."""
+    return [torch.where(share > 0, tensor * share, 0).to(tensor.dtype) for tensor in tensors]
 
 
 def _added(old: Tensor, new: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from purecompose import batch as batches, tree
 from purecompose._support.device import AUTOCAST, arithmetic
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.scopes import NOTHING, together
+from purecompose._support.shards import is_shard, whole
 from purecompose._support.warnings import warn
 from purecompose._support.writes import DataGuard, WriteGuard, kept_in_place
 from purecompose.nn.kernels import kernels
@@ -77,6 +78,8 @@ def call_model(
             a later pass, which may write depending on its inputs or buffers, the write is detected afterwards.
     """
     skeleton = model.skeleton(train)
+    if any(map(is_shard, params.values())):  # outside of a step's gradient, which gathers them all at once
+        params = {name: whole(param) for name, param in params.items()}
     device = _device(params)
     narrow = AUTOCAST.get(precision)
     if is_transforming():

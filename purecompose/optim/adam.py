@@ -166,6 +166,7 @@ class Adam(ByGroup):
     amsgrad: bool = False
     decay: Decay = dataclasses.field(default="coupled", repr=False)
     groups: Groups = ()
+    is_elementwise = True
 
     @property
     def called(self) -> str:

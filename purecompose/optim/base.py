@@ -14,11 +14,12 @@ import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from purecompose._support.shards import is_shard, local, placed_like, rows_of, whole
 from purecompose.optim.checks import Groups, match_or_raise
 from purecompose.schedule import Scalar, number
 
@@ -80,6 +81,9 @@ class Rule(Protocol):
     @property
     def called(self) -> str: ...
 
+    @property
+    def is_elementwise(self) -> bool: ...
+
     def overridden(self, options: Mapping[str, Any]) -> Rule:
         """Return the rule inside a group: with the group's options, and without groups."""
         ...
@@ -116,6 +120,8 @@ class ByGroup:
     """Base class of the library's optimizers: a rule (`slots`, `move`) applied group by group, starting from zeros."""
 
     groups: Groups
+    is_elementwise: ClassVar[bool] = False
+    """True if each element moves by itself, so that the rows of a process move without the others."""
 
     def __repr__(self) -> str:
         """Return the call that creates it, without settings that are equal to the defaults."""
@@ -165,7 +171,7 @@ class ByGroup:
         del grads  # A gradient that has been used, and that the caller does not hold, makes room for the new values.
         for cell in self._cells(left, params):
             for names in _portions(cell.names, left):
-                moved, slots = cell.rule.move(*_gathered(cell, names, left, opt_state, params), value)
+                moved, slots = _moved(cell.rule, *_gathered(cell, names, left, opt_state, params), value)
                 new_params.update(zip(names, moved, strict=True))
                 for slot, leaves in slots.items():
                     new_opt_state[slot].update(zip(names, leaves, strict=True))
@@ -288,6 +294,29 @@ def _gathered(
         for name, param in zip(names, cell_params, strict=True)
     ]
     return cell_grads, cell_params, slots
+
+
+def _moved(
+    rule: Rule, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
+) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    """Return what `Rule.move` does, also for tensors whose rows are divided among processes.
+
+    Where elements move by themselves, each process moves its rows. Otherwise all processes put the tensors together and
+    move all rows, and each keeps its own.
+    """
+    if not any(map(is_shard, params)):
+        return rule.move(grads, params, slots, value)
+    part = local if rule.is_elementwise else whole
+
+    def placed(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
+        return [
+            x if not is_shard(y) else placed_like(x if rule.is_elementwise else rows_of(x, y), y)
+            for x, y in zip(new, old, strict=True)
+        ]
+
+    parts = {slot: [*map(part, tensors)] for slot, tensors in slots.items()}
+    moved, new = rule.move([*map(part, grads)], [*map(part, params)], parts, value)
+    return placed(moved, params), {slot: placed(tensors, slots[slot]) for slot, tensors in new.items()}
 
 
 def _missing(cell: Cell, opt_state: Mapping[str, Mapping[str, Tensor]], params: Mapping[str, Tensor]) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
+from purecompose._support.shards import is_shard, local, sum_of_shards
 from purecompose.optim.base import Optimizer, Value, can_move
 from purecompose.optim.lists import is_plain
 from purecompose.schedule import number
@@ -93,13 +94,17 @@ def chosen(is_good: Tensor, new: Any, old: Any) -> Any:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return whether no element is inf or NaN: 0-d, bool, on the tensors' device.
+    """Return whether no element is inf or NaN: 0-d, bool, on the tensors' device; the same on all processes that share
+    the tensors' rows.
 
     Example:
         >>> all_finite([torch.ones(2), torch.tensor([0.0, torch.nan])])
         tensor(False)
     """
     found = [tensor.detach() for tensor in tensors if tensor.numel()]
+    if shards := [tensor for tensor in found if is_shard(tensor)]:
+        own = all_finite(map(local, found)).to(found[0].device)
+        return sum_of_shards((~own).float(), shards) == 0
     if not found:
         return torch.ones((), dtype=torch.bool)
     if is_plain() and not torch._C._len_torch_dispatch_stack():

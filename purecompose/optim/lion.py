@@ -78,6 +78,7 @@ class Lion(ByGroup):
     betas: tuple[Scalar, Scalar] = (0.9, 0.99)
     weight_decay: Scalar = 0.0
     groups: Groups = ()
+    is_elementwise = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", checked_betas(self.betas, "lion"))

@@ -89,6 +89,7 @@ class RMSprop(ByGroup):
     momentum: Scalar = 0.0
     centered: bool = False
     groups: Groups = ()
+    is_elementwise = True
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay", "momentum"):

@@ -123,6 +123,7 @@ class SGD(ByGroup):
     weight_decay: Scalar = 0.0
     decay: Decay = dataclasses.field(default="coupled", repr=False)
     groups: Groups = ()
+    is_elementwise = True
 
     @property
     def called(self) -> str:

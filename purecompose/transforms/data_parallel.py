@@ -6,6 +6,7 @@ part. So examples may be drawn, mixed and selected as if there were one process,
 number of processes, as for any number of microbatches.
 """
 
+import functools
 import pickle
 import re
 import textwrap
@@ -13,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
 from purecompose._support.functorch import is_fake
+from purecompose._support.shards import is_shard
 from purecompose._support.warnings import warn
 from purecompose.core.again import repeatable
 from purecompose.core.compose import Step
@@ -29,7 +31,7 @@ from purecompose.core.means import denominators, has_mean, part_of
 from purecompose.core.members import SINGLE
 from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose, walk
 from purecompose.core.program import Program, matching_params
-from purecompose.core.ranks import WATCHES, Ranks, Shard
+from purecompose.core.ranks import WATCHES, Ranks, Shard, scaled
 from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradients
 from purecompose.core.sealed import SealedOutputs
 from purecompose.core.separable import check_halves
@@ -38,9 +40,14 @@ from purecompose.core.state import State, fields_where
 from purecompose.nn.model import STATISTICS
 from purecompose.optim.checks import matched
 from purecompose.transforms.rank_timeouts import naming_late_ranks
+from purecompose.transforms.sharding.gathering import Placing
 
 
 __all__ = ["Shared", "data_parallel", "shared_program"]
+
+
+MeanGradients: TypeAlias = Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]
+"""Function from a process's gradients and its share to their means over all processes."""
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -51,15 +58,19 @@ class Shared(Scope):
         body: The `Microbatches` whose batch is divided.
         ranks: The processes; `None` if there is only one.
         is_checked: True if they are known to have the same states and batches, and to send messages of one form.
+        placing: How parameters are divided among the processes; `None` if each has all.
     """
 
     body: Program
     ranks: Ranks | None
     is_checked: bool
+    placing: Placing | None
 
-    def __init__(self, *body: Any, ranks: Ranks | None, is_checked: bool = False) -> None:
+    def __init__(
+        self, *body: Any, ranks: Ranks | None, is_checked: bool = False, placing: Placing | None = None
+    ) -> None:
         # What the last comparison was of; nothing in it changes a result.
-        super().__init__(*body, ranks=ranks, is_checked=is_checked or ranks is None, _compared={})
+        super().__init__(*body, ranks=ranks, is_checked=is_checked or ranks is None, placing=placing, _compared={})
 
     def lower(self, place: Place) -> Sequence[Lowered]:
         """Return the scope as one operation."""
@@ -75,7 +86,17 @@ class Shared(Scope):
             on_part = build(transform)
 
             def run(carry: Carry, purpose: Purpose) -> Carry:
-                return _run_shared(on_part, carry, purpose, ranks, wrt, is_checked=inner.sets_loss)
+                placing = self.placing
+                if placing is None:
+                    return _run_shared(on_part, carry, purpose, ranks, wrt, None, is_checked=inner.sets_loss)
+                if purpose.sharing == "own":
+                    raise ValueError("""fully_sharded: the gradient of one process's part at parameters of its own \
+needs whole parameters that differ between processes: use data_parallel""")
+                params = carry.state.params
+                mean = functools.partial(placing.mean_gradients, like=params)
+                carry = carry._replace(state=carry.state.replace(params=placing.gathered(params)))
+                end = _run_shared(on_part, carry, purpose, ranks, wrt, mean, is_checked=inner.sets_loss)
+                return end._replace(state=end.state.replace(params=params))
 
             return repeatable(with_own_gradients(run), self.body, ranks)
 
@@ -103,7 +124,8 @@ class Shared(Scope):
 
     def describe(self, step: str) -> str:
         """Return the printed form of a step whose program contains the scope."""
-        return f"data_parallel({step}, size={1 if self.ranks is None else self.ranks.size})"
+        name = "data_parallel" if self.placing is None else "fully_sharded"
+        return f"{name}({step}, size={1 if self.ranks is None else self.ranks.size})"
 
     def __repr__(self) -> str:
         return f"Shared({', '.join(map(repr, self.body))}, size={1 if self.ranks is None else self.ranks.size})"
@@ -116,7 +138,14 @@ class Shared(Scope):
 
 
 def _run_shared(
-    operation: Operation, carry: Carry, purpose: Purpose, ranks: Ranks, wrt: Sequence[str | None], *, is_checked: bool
+    operation: Operation,
+    carry: Carry,
+    purpose: Purpose,
+    ranks: Ranks,
+    wrt: Sequence[str | None],
+    mean_gradients: MeanGradients | None,
+    *,
+    is_checked: bool,
 ) -> Carry:
     """Run the operation on this rank's part of the batch, and combine the results of all ranks.
 
@@ -126,6 +155,7 @@ def _run_shared(
         purpose: The purpose of the run.
         ranks: The processes.
         wrt: The patterns of the gradients that the operation computes.
+        mean_gradients: What averages gradients over the ranks, if not a message that all of them receive.
         is_checked: True to compare the loss of this rank's part with the mean over its halves in a first run.
     """
     if purpose.sharing == "none":
@@ -159,7 +189,7 @@ def _run_shared(
             )
     weight = share.num_examples if end.terms is None or not share.num_examples else end.terms
     names = [name for pattern in wrt for name in matching_params(state.context.trainable, pattern)]
-    after = _averaged_over_ranks(state, after, names, weight, ranks)
+    after = _averaged_over_ranks(state, after, names, weight, ranks, mean_gradients)
     if not purpose.is_again:
         if purpose.watch is not None:
             _warn_of_different_buffers(state, after, ranks)
@@ -186,7 +216,12 @@ def _warn_of_different_buffers(before: State, after: State, ranks: Ranks) -> Non
 
 
 def _averaged_over_ranks(
-    before: State, after: State, names: Sequence[str], weight: int | Tensor, ranks: Ranks
+    before: State,
+    after: State,
+    names: Sequence[str],
+    weight: int | Tensor,
+    ranks: Ranks,
+    mean_gradients: MeanGradients | None,
 ) -> State:
     """Return the state with loss, gradients and new metrics averaged over the ranks.
 
@@ -196,6 +231,7 @@ def _averaged_over_ranks(
         names: The parameters with respect to which the part differentiates, the same on all ranks.
         weight: The weight of this rank's part.
         ranks: The processes.
+        mean_gradients: See `_run_shared`.
     """
     new = {name: value for name, value in after.metrics.items() if value is not before.metrics.get(name)}
     found: dict[str, Any] = {"metrics": {name: value for name, value in new.items() if has_mean(value)}}
@@ -211,9 +247,13 @@ def _averaged_over_ranks(
         flags = is_reached.to(before.device, non_blocking=True)
     elif own:
         found["grads"] = own
+    share, count = ranks.weigh(weight, flags, device=before.device)
+    if own and mean_gradients is not None:
+        grads = mean_gradients(found.pop("grads"), share)
     leaves, spec = tree.flatten(found)
-    averages, count = ranks.means_and_count(leaves, weight, flags)
-    means = tree.unflatten(spec, averages)
+    means = tree.unflatten(spec, ranks.reduced(scaled(leaves, share), "sum"))
+    if own and mean_gradients is not None:
+        means["grads"] = grads
     # If this rank's part reaches all of them, skip reading the flags, which would wait for the device.
     if count is not None and len(own) < len(count):
         reached = zip(means["grads"].items(), count.tolist(), strict=True)
@@ -265,7 +305,9 @@ def data_parallel(step: Step, mesh: Any = None) -> Step:
     return step.replace(program=shared_program(step.program, _ranks(mesh)))
 
 
-def shared_program(program: Program, ranks: Ranks | None, *, is_checked: bool = False) -> Program:
+def shared_program(
+    program: Program, ranks: Ranks | None, *, is_checked: bool = False, placing: Placing | None = None
+) -> Program:
     """Return a program in which several processes share the batch of each `Microbatches`."""
     if any(isinstance(node, Shared) for node in program):
         raise ValueError("data_parallel: the step's batch is divided among processes already")
@@ -277,7 +319,8 @@ def shared_program(program: Program, ranks: Ranks | None, *, is_checked: bool = 
     if not any(isinstance(node, Microbatches) for node in program):
         raise ValueError("data_parallel: the program has no Microbatches(...), so there is nothing to divide")
     return tuple(
-        Shared(node, ranks=ranks, is_checked=is_checked) if isinstance(node, Microbatches) else node for node in program
+        Shared(node, ranks=ranks, is_checked=is_checked, placing=placing) if isinstance(node, Microbatches) else node
+        for node in program
     )
 
 
@@ -320,7 +363,9 @@ def _check_alike(ranks: Ranks, step: Step, state: State, batch: Any) -> None:
         "names, shapes or dtypes": forms,
     }
     words = {name: _printed(value) for name, value in words.items()}
-    parts = {"batch": batches.tensors(batch), **{name: tree.leaves(field) for name, field in fields.items()}}
+    # Each process has rows of its own of what is divided.
+    plain = {name: [leaf for leaf in tree.leaves(field) if not is_shard(leaf)] for name, field in fields.items()}
+    parts = {"batch": batches.tensors(batch), **plain}
     found = [torch.tensor(zlib.crc32(text.encode()), device=state.device) for text in words.values()]
     found += [_digest(leaves, state.device) for leaves in parts.values()]
     for name, agrees in zip([*words, *parts], ranks.agree(found), strict=True):

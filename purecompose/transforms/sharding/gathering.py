@@ -1,0 +1,97 @@
+"""Messages of sharded states: parameters are gathered, and gradients summed and divided."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from purecompose._support.shards import is_shard, local, placed_like
+from purecompose.core.ranks import Ranks, scaled
+
+
+__all__ = ["Placing"]
+
+
+@dataclass(frozen=True)
+class Placing:
+    """How parameters are divided among processes.
+
+    Attributes:
+        owners: The processes among which the rows of each parameter are divided.
+        copies: The groups of processes that hold the same rows, along the mesh's other dimensions.
+    """
+
+    owners: Ranks
+    copies: tuple[Ranks, ...] = ()
+
+    def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors whole, on each process."""
+        found: dict[str, Tensor] = dict(tensors)
+        shards = {name: tensor for name, tensor in tensors.items() if is_shard(tensor)}
+        for names in _messages(shards):
+            parts = [_padded(local(shards[name]), self._size(shards[name])) for name in names]
+            rows = self.owners.gather(_flat(parts)).view(self.owners.size, -1)
+            for name, own in zip(names, rows.split([part.numel() for part in parts], dim=1), strict=True):
+                shape = shards[name].shape
+                found[name] = own.reshape(-1, *shape[1:])[: shape[0]]
+        return found
+
+    def mean_gradients(
+        self, grads: Mapping[str, Tensor], share: Tensor, like: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the means over all processes, each divided like the parameter of its name.
+
+        Args:
+            grads: This process's gradients, whole.
+            share: This process's share in the means, 0-d.
+            like: The parameters.
+        """
+        parts = dict(zip(grads, scaled([*grads.values()], share), strict=True))
+        shards = {name: part for name, part in parts.items() if is_shard(like[name])}
+        found: dict[str, Tensor] = {name: part for name, part in parts.items() if name not in shards}
+        for group in (self.owners, *self.copies):
+            found |= zip(found, group.reduced([*found.values()], "sum"), strict=True)
+        own: dict[str, Tensor] = {}
+        for names in _messages(shards):
+            rows = [_padded(shards[name], self._size(like[name]) * self.owners.size) for name in names]
+            flat = torch.cat([part.reshape(self.owners.size, -1) for part in rows], dim=1) if len(rows) > 1 else rows[0]
+            sums = self.owners.scatter_sum(flat.reshape(-1))
+            sizes = [part.numel() // self.owners.size for part in rows]
+            for name, part in zip(names, sums.split(sizes), strict=True):
+                num = local(like[name]).shape[0]
+                own[name] = part.reshape(-1, *like[name].shape[1:])[:num]
+        for group in self.copies:
+            own |= zip(own, group.reduced([*own.values()], "sum"), strict=True)
+        found |= {name: placed_like(part, like[name]) for name, part in own.items()}
+        return {name: found[name] for name in grads}
+
+    def _size(self, tensor: Tensor) -> int:
+        """Return how many rows each process holds, but for the last ones, which may hold fewer."""
+        return -(-tensor.shape[0] // self.owners.size)
+
+
+_LARGE = 2**20
+"""Bytes of a tensor for which a message of its own costs less than copying it into a common one."""
+
+
+def _messages(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Yield the names of the tensors that travel together: each large one by itself, the small ones of a dtype."""
+    small: dict[torch.dtype, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() * tensor.element_size() >= _LARGE:
+            yield [name]
+        else:
+            small.setdefault(tensor.dtype, []).append(name)
+    yield from small.values()
+
+
+def _padded(tensor: Tensor, num_rows: int) -> Tensor:
+    missing = num_rows - tensor.shape[0]
+    return pad(tensor, [0, 0] * (tensor.ndim - 1) + [0, missing]) if missing else tensor
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
