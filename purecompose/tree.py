@@ -254,11 +254,10 @@ def global_norm(tree: Any) -> Tensor:
     shards = [leaf for leaf in tensors if is_shard(leaf)]
     if not shards:
         return torch.linalg.vector_norm(torch.stack(norms))
-    is_own = [is_shard(leaf) for leaf in tensors]
-    squares = [
-        sum(norm.square() for norm, own in zip(norms, is_own, strict=True) if own is wanted) for wanted in (True, False)
-    ]
-    return (sum_of_shards(squares[0], shards) + squares[1]).sqrt()
+    squares = [norm.square() for norm in norms]
+    own = torch.stack([square for square, leaf in zip(squares, tensors, strict=True) if is_shard(leaf)]).sum()
+    rest = sum(square for square, leaf in zip(squares, tensors, strict=True) if not is_shard(leaf))
+    return (sum_of_shards(own, shards) + rest).sqrt()
 
 
 def _nodes_above_leaves(tree: Any) -> dict[str, tuple[Any, tuple[type, ...]]]:

@@ -8,11 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
-__all__ = ["is_shard", "local", "placed_like", "rows_of", "sum_of_shards", "whole"]
+__all__ = ["divided", "is_shard", "local", "placed_like", "rows_of", "sum_of_shards", "whole"]
 
 
 def is_shard(value: Any) -> bool:
@@ -45,9 +44,13 @@ def placed_like(own: Tensor, like: Any) -> Tensor:
     )
 
 
-def rows_of(tensor: Tensor, like: Any) -> Tensor:
-    """Return this process's rows of a whole tensor, copied, as those of `like`."""
-    mesh = like.device_mesh
+def divided(tensor: Tensor, like: Any) -> Tensor:
+    """Return a whole tensor, the same on all processes, divided as another of its shape; no message is sent."""
+    return placed_like(rows_of(tensor, like.device_mesh), like)
+
+
+def rows_of(tensor: Tensor, mesh: Any) -> Tensor:
+    """Return the rows of a whole tensor that this process holds on a mesh, copied."""
     size = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
     start = min(size * mesh.get_local_rank(mesh.ndim - 1), tensor.shape[0])
     return tensor[start : start + size].clone()

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from purecompose._support.shards import whole
 from purecompose import tree
 from purecompose._support.checks import check_flag
+from purecompose._support.shards import whole
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.state import State
 from purecompose.surgery.weights import wide

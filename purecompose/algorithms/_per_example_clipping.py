@@ -11,6 +11,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from purecompose import batch as batches, random, tree
 from purecompose._support.checks import check_number, check_whole
+from purecompose._support.shards import whole
 from purecompose.algorithms._parts.checks import check_scalar
 from purecompose.algorithms._parts.shared import gradient_of_part, share_of_batch, sum_over_shares
 from purecompose.core.algorithm import Algorithm, Trait, factory
@@ -132,7 +133,9 @@ def per_example_clipping(
         del event
         _check_layers(name, state.model.module)
         bound, num, share = state.scalar(max_norm), state.num_examples, share_of_batch(state)
-        sums, norms = _sums_over_examples(name, state, share, bound, chunk_size)
+        # Gathered once here, and not for each example.
+        with_whole = state.replace(params={key: whole(param) for key, param in state.params.items()})
+        sums, norms = _sums_over_examples(name, with_whole, share, bound, chunk_size)
         norms = norms.detach()
         own = {"grads": sums, "clipped": (norms > bound).to(norms.dtype).sum(), "norm": norms.sum()}
         means = tree.map(lambda total: total / num, sum_over_shares(state, share, own))

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from purecompose._support.shards import is_shard, local, placed_like, rows_of, whole
+from purecompose._support.shards import divided, is_shard, local, placed_like, whole
 from purecompose.optim.checks import Groups, match_or_raise
 from purecompose.schedule import Scalar, number
 
@@ -307,12 +307,12 @@ def _moved(
     if not any(map(is_shard, params)):
         return rule.move(grads, params, slots, value)
     part = local if rule.is_elementwise else whole
+    # A method's own gradient may be whole on every process.
+    grads = [x if is_shard(x) == is_shard(y) else divided(x, y) for x, y in zip(grads, params, strict=True)]
 
     def placed(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
-        return [
-            x if not is_shard(y) else placed_like(x if rule.is_elementwise else rows_of(x, y), y)
-            for x, y in zip(new, old, strict=True)
-        ]
+        placed_in = placed_like if rule.is_elementwise else divided
+        return [placed_in(x, y) if is_shard(y) else x for x, y in zip(new, old, strict=True)]
 
     parts = {slot: [*map(part, tensors)] for slot, tensors in slots.items()}
     moved, new = rule.move([*map(part, grads)], [*map(part, params)], parts, value)

@@ -248,12 +248,11 @@ def _averaged_over_ranks(
     elif own:
         found["grads"] = own
     share, count = ranks.weigh(weight, flags, device=before.device)
+    divided: dict[str, Any] = {}
     if own and mean_gradients is not None:
-        grads = mean_gradients(found.pop("grads"), share)
+        divided = {"grads": mean_gradients(found.pop("grads"), share)}
     leaves, spec = tree.flatten(found)
-    means = tree.unflatten(spec, ranks.reduced(scaled(leaves, share), "sum"))
-    if own and mean_gradients is not None:
-        means["grads"] = grads
+    means = {**tree.unflatten(spec, ranks.reduced(scaled(leaves, share), "sum")), **divided}
     # If this rank's part reaches all of them, skip reading the flags, which would wait for the device.
     if count is not None and len(own) < len(count):
         reached = zip(means["grads"].items(), count.tolist(), strict=True)

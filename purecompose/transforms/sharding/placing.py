@@ -1,11 +1,10 @@
 """`shard` and `whole`: states whose parameters are divided among processes, and back."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import optree
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from purecompose import tree
@@ -78,7 +77,8 @@ def check_mesh(mesh: Any, where: str) -> None:
 
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"{where}: expected a DeviceMesh, as from torch.distributed.init_device_mesh('cuda', (8,)), got {shown(mesh)}"
+            f"{where}: expected a DeviceMesh, as torch.distributed.init_device_mesh('cuda', (8,)) returns, got "
+            f"{shown(mesh)}"
         )
 
 
@@ -89,8 +89,7 @@ def _placed(tensor: Tensor, mesh: Any) -> Tensor:
     if tensor.ndim == 0:
         return tensor
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    whole = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    own = shards.rows_of(tensor, whole)
+    own = shards.rows_of(tensor, mesh)
     return DTensor.from_local(own, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
@@ -103,7 +102,9 @@ def _with_params_mapped(fn: Callable[[Tensor], Tensor], node: Any, shapes: Mappi
             return {name: fn(value) for name, value in node.items()} if same else node
     if isinstance(node, Tensor) or node is None:
         return node
-    children, metadata, _, unflatten = optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=tree.NAMESPACE)
+    children, metadata, _, unflatten = optree.tree_flatten_one_level(
+        cast(Any, node), none_is_leaf=True, namespace=tree.NAMESPACE
+    )
     if not children:
         return node
     return unflatten(metadata, tuple(_with_params_mapped(fn, child, shapes) for child in children))

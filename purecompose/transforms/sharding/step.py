@@ -33,7 +33,8 @@ def fully_sharded(step: Step, mesh: Any) -> Step:
         A `Step`, as that of `data_parallel`; each process calls it with its sharded state and the same whole batch.
 
     Raises:
-        TypeError, RuntimeError, ValueError: As `data_parallel`. In a step: an algorithm takes the gradient of one
+        TypeError, RuntimeError, ValueError: As `data_parallel`, or a mesh of several dimensions does not contain all
+            processes. In a step: an algorithm takes the gradient of one
             process's part at parameters of its own (`sam(per_rank=True)`).
     """
     if not isinstance(step, Step):
@@ -43,9 +44,13 @@ def fully_sharded(step: Step, mesh: Any) -> Step:
         raise ValueError(f"fully_sharded: members of a population train in one process, got {step!r}")
     last = mesh.ndim - 1
     owners, *copies = (_ranks(mesh.get_group(dim)) for dim in (last, *range(last)))
-    everyone = owners if mesh.ndim == 1 else _ranks(mesh._flatten().get_group())
+    everyone = owners if mesh.ndim == 1 else _ranks(dist.group.WORLD)
+    if everyone.size != mesh.size():
+        raise ValueError(
+            f"fully_sharded: a mesh of several dimensions must contain all {everyone.size} processes, got {mesh}"
+        )
     return step.replace(program=shared_program(step.program, everyone, placing=Placing(owners, tuple(copies))))
 
 
-def _ranks(group: dist.ProcessGroup) -> Ranks:
+def _ranks(group: Any) -> Ranks:
     return Ranks(group.group_name, dist.get_rank(group), group.size())
