@@ -6,12 +6,16 @@ there are no shards.
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from purecompose._support.functorch import is_transforming, plainly
+from purecompose._support.scopes import NOTHING
 
-__all__ = ["divided", "is_shard", "local", "placed_like", "rows_of", "sum_of_shards", "whole"]
+
+__all__ = ["divided", "is_shard", "local", "place_of", "placed", "rows_of", "sum_of_shards", "whole"]
 
 
 def is_shard(value: Any) -> bool:
@@ -32,21 +36,35 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_shard(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def placed_like(own: Tensor, like: Any) -> Tensor:
-    """Return the divided tensor of which this process has these rows.
+class Place(NamedTuple):
+    """How a divided tensor lies on its mesh of processes."""
 
-    Args:
-        own: This process's rows.
-        like: A divided tensor of the same shape; its dtype may differ.
-    """
-    return _dtensor().from_local(
-        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
 
 
-def divided(tensor: Tensor, like: Any) -> Tensor:
-    """Return a whole tensor, the same on all processes, divided as another of its shape; no message is sent."""
-    return placed_like(rows_of(tensor, like.device_mesh), like)
+def place_of(tensor: Any) -> Place | None:
+    """Return how a tensor lies on its mesh; `None` if it is not divided."""
+    if not is_shard(tensor):
+        return None
+    return Place(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
+
+
+def placed(own: Tensor, place: Place | None) -> Tensor:
+    """Return the divided tensor of which this process has these rows; without a place, the tensor itself."""
+    if place is None:
+        return own
+    mesh, placements, shape, stride = place
+    dtensor = sys.modules["torch.distributed.tensor"].DTensor
+    with plainly() if is_transforming() else NOTHING:  # a field of a state may first be read within vmap
+        return dtensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def divided(tensor: Tensor, place: Place | None) -> Tensor:
+    """Return a whole tensor, the same on all processes, in a place: each keeps its rows, and no message is sent."""
+    return tensor if place is None else placed(rows_of(tensor, place.mesh), place)
 
 
 def rows_of(tensor: Tensor, mesh: Any) -> Tensor:
@@ -63,12 +81,8 @@ def sum_of_shards(own: Tensor, shards: Sequence[Any]) -> Tensor:
         own: What belongs to this process's rows, of any shape.
         shards: Tensors that are divided alike, at least one.
     """
-    from torch.distributed.tensor import Partial, Replicate
+    from torch.distributed.tensor import DTensor, Partial, Replicate
 
     mesh, placements = shards[0].device_mesh, shards[0].placements
     parts = [Partial("sum") if placement.is_shard() else Replicate() for placement in placements]
-    return _dtensor().from_local(own, mesh, parts, run_check=False).full_tensor()
-
-
-def _dtensor() -> Any:
-    return sys.modules["torch.distributed.tensor"].DTensor
+    return DTensor.from_local(own, mesh, parts, run_check=False).full_tensor()

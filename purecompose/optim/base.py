@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from purecompose._support.shards import divided, is_shard, local, placed_like, whole
+from purecompose._support.shards import divided, is_shard, local, place_of, placed, whole
 from purecompose.optim.checks import Groups, match_or_raise
 from purecompose.schedule import Scalar, number
 
@@ -306,17 +306,16 @@ def _moved(
     """
     if not any(map(is_shard, params)):
         return rule.move(grads, params, slots, value)
-    part = local if rule.is_elementwise else whole
+    part, put_back = (local, placed) if rule.is_elementwise else (whole, divided)
     # A method's own gradient may be whole on every process.
-    grads = [x if is_shard(x) == is_shard(y) else divided(x, y) for x, y in zip(grads, params, strict=True)]
-
-    def placed(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
-        placed_in = placed_like if rule.is_elementwise else divided
-        return [placed_in(x, y) if is_shard(y) else x for x, y in zip(new, old, strict=True)]
-
+    grads = [x if is_shard(x) else divided(x, place_of(y)) for x, y in zip(grads, params, strict=True)]
     parts = {slot: [*map(part, tensors)] for slot, tensors in slots.items()}
     moved, new = rule.move([*map(part, grads)], [*map(part, params)], parts, value)
-    return placed(moved, params), {slot: placed(tensors, slots[slot]) for slot, tensors in new.items()}
+
+    def as_before(tensors: list[Tensor], before: list[Tensor]) -> list[Tensor]:
+        return [put_back(x, place_of(y)) for x, y in zip(tensors, before, strict=True)]
+
+    return as_before(moved, params), {slot: as_before(tensors, slots[slot]) for slot, tensors in new.items()}
 
 
 def _missing(cell: Cell, opt_state: Mapping[str, Mapping[str, Tensor]], params: Mapping[str, Tensor]) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 from purecompose._support.fingerprint import fingerprint
 from purecompose._support.graphs import is_graphs, without_records
+from purecompose._support.shards import Place, local, place_of, placed
 
 
 __all__ = ["ABSENT", "Signature", "Spec", "spec_of"]
@@ -62,6 +63,9 @@ class Signature:
         """Return the signature of a value, and its tensors."""
         leaves, treespec = tree.flatten(value)
         if all(isinstance(leaf, Tensor) for leaf in leaves):
+            places = tuple(map(place_of, leaves))
+            if any(places):
+                return cls._of_shards(leaves, treespec, places)
             leaves = list(map(as_it_lies, leaves))
             return cls(tuple(map(spec_of, leaves)), treespec, lambda new: tree.unflatten(treespec, new)), leaves
         # Constants, and objects that the registries do not know, such as a batch's dataclass.
@@ -73,6 +77,19 @@ class Signature:
         return cls(
             tuple(map(spec_of, found)), fingerprint(template), lambda new: batches.with_tensors(value, new)
         ), found
+
+    @classmethod
+    def _of_shards(
+        cls, leaves: list[Tensor], treespec: Any, places: tuple[Place | None, ...]
+    ) -> tuple["Signature", list[Tensor]]:
+        """Return the signature of tensors of which some are divided among processes, and this process's rows."""
+        with torch.no_grad():  # otherwise each call would return new views
+            own = [as_it_lies(local(leaf)) for leaf in leaves]
+
+        def build(tensors: list[Tensor]) -> Any:
+            return tree.unflatten(treespec, map(placed, tensors, places))
+
+        return cls(tuple(map(spec_of, own)), (treespec, places), build), own
 
     def build(self, tensors: list[Tensor]) -> Any:
         """Return the value of this signature with these tensors."""

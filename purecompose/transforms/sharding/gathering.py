@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from purecompose._support.shards import is_shard, local, placed_like
+from purecompose._support.shards import is_shard, local, place_of, placed
 from purecompose.core.ranks import Ranks, scaled
 
 
@@ -64,7 +64,7 @@ class Placing:
                 own[name] = part.reshape(-1, *like[name].shape[1:])[:num]
         for group in self.copies:
             own |= zip(own, group.reduced([*own.values()], "sum"), strict=True)
-        found |= {name: placed_like(part, like[name]) for name, part in own.items()}
+        found |= {name: placed(part, place_of(like[name])) for name, part in own.items()}
         return {name: found[name] for name in grads}
 
     def _size(self, tensor: Tensor) -> int:

@@ -84,13 +84,12 @@ def check_mesh(mesh: Any, where: str) -> None:
 
 def _placed(tensor: Tensor, mesh: Any) -> Tensor:
     """Return a tensor that every process has as one of which each holds its rows."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard
 
     if tensor.ndim == 0:
         return tensor
-    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    own = shards.rows_of(tensor, mesh)
-    return DTensor.from_local(own, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+    return shards.divided(tensor, shards.Place(mesh, placements, tensor.shape, tensor.stride()))
 
 
 def _with_params_mapped(fn: Callable[[Tensor], Tensor], node: Any, shapes: Mapping[str, torch.Size]) -> Any:
