@@ -11,9 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose._support.functorch import is_transforming, plainly
-from purecompose._support.scopes import NOTHING
-
 
 __all__ = ["divided", "is_shard", "local", "place_of", "placed", "rows_of", "sum_of_shards", "whole"]
 
@@ -58,8 +55,7 @@ def placed(own: Tensor, place: Place | None) -> Tensor:
         return own
     mesh, placements, shape, stride = place
     dtensor = sys.modules["torch.distributed.tensor"].DTensor
-    with plainly() if is_transforming() else NOTHING:  # a field of a state may first be read within vmap
-        return dtensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return dtensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def divided(tensor: Tensor, place: Place | None) -> Tensor:

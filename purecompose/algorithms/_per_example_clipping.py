@@ -179,6 +179,8 @@ def _sums_over_examples(
     assert state.clock is not None
     # The values are cached on first access. Inside vmap, the cache would keep a tensor that is invalid afterwards.
     _ = state.clock.values
+    # Fields of a compiled step's state are made when they are first read, which must not be within vmap either.
+    tree.leaves(state)
     sums: dict[str, Tensor] = {}
     norms: list[Tensor] = []
     share = share or range(1)  # an empty share still needs gradients of the right shapes, which are not counted

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.functorch import is_fake, is_transforming
+from purecompose._support.shards import is_shard, local
 from purecompose.core.layout import Layout
 
 
@@ -122,7 +123,14 @@ class Ranks:
                 f"data_parallel: the slots of {', '.join(names)} have another form after AFTER_BACKWARD than before "
                 "BEFORE_FORWARD: what is remembered of a part of the batch must be numbers, to which each process adds"
             )
-        changed = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b]
+        changed = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if local(a) is not local(b)]
+        if any(is_shard(old[i]) for i in changed):
+            paths = [*tree.leaves_with_paths(dict(before))]
+            raise RuntimeError(
+                f"slots{next(paths[i] for i in changed if is_shard(old[i]))}, of which each process holds some rows, "
+                "changed between BEFORE_FORWARD and AFTER_BACKWARD, where each sees its part of the batch: change it "
+                "at AFTER_TRAIN_BATCH or later"
+            )
         added = [_added(old[i], new[i]) for i in changed]
         sums = self.reduced([one if counts else torch.zeros_like(one) for one in added], "sum")
         for i, total in zip(changed, sums, strict=True):

@@ -1,7 +1,5 @@
 """data_parallel: several processes compute the same as a single one."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -26,9 +24,9 @@ from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Grad, Microbatches
 from purecompose.testing.ranks import played
 from tests.helpers import Routed, changing, loss_of, make_batch, make_mlp, make_state
-from tests.pages import ROOT
 from tests.transforms import parallel_scenarios
 from tests.transforms.parallel_scenarios import SCENARIOS, run, told, trained
+from tests.transforms.processes import run_processes
 
 
 ONLY_ITS_OWN = ("batch norm", "sam per rank", "noise scale")
@@ -40,19 +38,9 @@ SIZES = [pytest.param(2, id="2 ranks"), pytest.param(3, id="3 ranks", marks=pyte
 @pytest.fixture(scope="module", params=SIZES)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return the results of each of several processes."""
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    program = [sys.executable, "-m", parallel_scenarios.__name__, str(folder / "store")]
-    processes = [
-        subprocess.Popen([*program, str(rank), str(request.param), str(folder)], cwd=ROOT, env=environment)
-        for rank in range(request.param)
-    ]
-    try:
-        assert [process.wait(timeout=300) for process in processes] == [0] * request.param
-    finally:
-        for process in processes:
-            process.kill()
-    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+    return run_processes(
+        parallel_scenarios.__name__, tmp_path_factory.mktemp("ranks"), request.param, str(request.param)
+    )
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
