@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from purecompose._support.shards import is_shard
 from purecompose import tree
 from purecompose.core.context import SealedTime, Static
 from purecompose.core.state import NO_TEMPORARY, State
@@ -48,6 +49,11 @@ def leaves_of(state: State) -> Leaves:
     found |= {f"{_METRICS}{name}": value for name, value in state.metrics.items()}
     tensors, values = {}, {}
     for name, leaf in found.items():
+        if is_shard(leaf):
+            raise CheckpointError(
+                f"of state.{name} each process holds some rows: call pc.whole(state) in all processes, and save the "
+                "result in one of them"
+            )
         if isinstance(leaf, Tensor):
             tensors[name] = leaf.detach()
         elif isinstance(leaf, _VALUES):
