@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose._support.shards import is_shard
 from purecompose import tree
+from purecompose._support.shards import is_shard
 from purecompose.core.context import SealedTime, Static
 from purecompose.core.state import NO_TEMPORARY, State
 from purecompose.run.saving.errors import CheckpointError, DamagedError
