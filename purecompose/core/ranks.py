@@ -18,7 +18,7 @@ from purecompose._support.shards import is_shard, local
 from purecompose.core.layout import Layout
 
 
-__all__ = ["WATCHES", "Ranks", "Regrad", "Shard", "Share", "Sharing", "scaled"]
+__all__ = ["WATCHES", "Ranks", "Regrad", "Shard", "Share", "SharedPart", "Sharing", "counted", "scaled"]
 
 Sharing: TypeAlias = Literal["all", "own", "none"]
 """Part of the batch that a gradient is of: the mean over all ranks' parts; this rank's part only; or the whole batch,
@@ -219,6 +219,50 @@ class Ranks:
                 f"data_parallel: the processes would send different messages; this one, {self.rank}, has {shown}. "
                 "Which metrics and slots there are must not depend on the part of the batch at hand"
             )
+
+
+class SharedPart:
+    """This rank's part of a batch, within the pass that computes its gradient; see `SharedBatch`.
+
+    The loss of a part may count nothing, as if all its targets are ignored. Its examples still reach the losses of
+    other ranks, by the statistics that all share. So its gradients, which are those of the other losses, count in full;
+    what its own loss makes of them, 0 or NaN, does not.
+    """
+
+    def __init__(self, ranks: Ranks, num_examples: int, device: torch.device) -> None:
+        self.is_empty, self.weight = num_examples == 0, num_examples
+        self._ranks, self._device = ranks, device
+        self._share: Tensor | None = None
+
+    weight: int | Tensor
+    """The weight of this rank's loss; known after the loss."""
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Return the tensors of all ranks, one after the other in dimension 0."""
+        return self._ranks.gather(own)
+
+    def sum(self, own: Tensor) -> Tensor:
+        """Return the sum over ranks."""
+        return self._ranks.reduced([own], "sum")[0]
+
+    def gradient_share(self) -> Tensor:
+        """Return the number by which this rank's gradients are multiplied before they are summed, 0-d, not 0."""
+        share = self._share_of_loss()
+        return torch.where(share > 0, share, 1)
+
+    def counted(self, grad: Tensor) -> Tensor:
+        """Return a gradient, without what comes from a loss that does not count."""
+        return torch.zeros_like(grad) if self.is_empty else counted(grad, self._share_of_loss())
+
+    def _share_of_loss(self) -> Tensor:
+        if self._share is None:
+            self._share, _ = self._ranks.weigh(self.weight, device=self._device)
+        return self._share
+
+
+def counted(grad: Tensor, share: Tensor) -> Tensor:
+    """Return a gradient with 0 for NaN, if the rank's own loss has no share in the mean; see `SharedPart`."""
+    return torch.where(share > 0, grad, grad.nan_to_num(0.0, 0.0, 0.0))
 
 
 class Regrad(Protocol):

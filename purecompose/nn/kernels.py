@@ -14,13 +14,15 @@ from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.scopes import NOTHING, together
 from purecompose.nn.fused_attention import fused_attention
 from purecompose.nn.keyed.layers import past_dispatch
+from purecompose.nn.shared_batch import SHARED_BATCH, SharedBatchNorms
+from purecompose.nn.skeleton import Skeleton
 
 
 __all__ = ["kernels"]
 
 
 def kernels(
-    params: Mapping[str, Tensor], narrow: torch.dtype | None, device: str, *, has_group_norms: bool
+    params: Mapping[str, Tensor], narrow: torch.dtype | None, device: str, *, skeleton: Skeleton
 ) -> AbstractContextManager[Any]:
     """Return a scope that replaces those of torch's kernels that do not work, or are slow, as the network now runs:
     under function transforms, traced, or plainly.
@@ -29,14 +31,16 @@ def kernels(
         params: The network's parameters.
         narrow: The dtype of autocast, or `None` without it.
         device: The type of the device.
-        has_group_norms: Whether the network contains group normalisation.
+        skeleton: The network.
     """
     if is_transforming():
         return _transformed(narrow, device)
     attention = _Attention(narrow, device) if narrow is not None and (device, narrow) in _ATTENTION else NOTHING
+    batch_norms = SharedBatchNorms() if skeleton.has_batch_norms and SHARED_BATCH.get() is not None else NOTHING
     if params and type(first := next(iter(params.values()))) is not Tensor and is_fake(first):
-        return together(_Traced(), attention)
-    return together(_GroupNormOfData() if has_group_norms and torch.is_grad_enabled() else NOTHING, attention)
+        return together(_Traced(), batch_norms, attention)
+    group_norms = _GroupNormOfData() if skeleton.has_group_norms and torch.is_grad_enabled() else NOTHING
+    return together(group_norms, batch_norms, attention)
 
 
 _ATTENTION = {("cpu", torch.bfloat16): torch.float32}

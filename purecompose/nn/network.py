@@ -86,7 +86,7 @@ def call_model(
         # torch's group_norm does not support other memory formats under vmap.
         params = {name: _contiguous(param) for name, param in params.items()}
         inputs = batches.map_tensors(_contiguous, inputs)
-    scope = kernels(params, narrow, device.type, has_group_norms=skeleton.has_group_norms)
+    scope = kernels(params, narrow, device.type, skeleton=skeleton)
     autocast = NOTHING if narrow is None else torch.autocast(device.type, narrow, cache_enabled=False)
     with together(arithmetic(precision, device), autocast, scope):
         looking = _LOOKING.get()

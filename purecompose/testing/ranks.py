@@ -75,6 +75,10 @@ class _Part(Ranks):
             raise _Unanswered(list(tensors), how)
         return self.answers.pop(0)
 
+    def gather(self, own: Tensor) -> Tensor:
+        rows = torch.stack([own if rank == self.rank else torch.zeros_like(own) for rank in range(self.size)])
+        return self.exchange([rows], "sum")[0].flatten(0, 1)
+
 
 class _Unanswered(BaseException):
     """A message whose answer is not known yet; a BaseException, so that no handler treats it as an error."""

@@ -31,13 +31,14 @@ from purecompose.core.means import denominators, has_mean, part_of
 from purecompose.core.members import SINGLE
 from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose, walk
 from purecompose.core.program import Program, matching_params
-from purecompose.core.ranks import WATCHES, Ranks, Shard, scaled
+from purecompose.core.ranks import WATCHES, Ranks, Shard, SharedPart, counted, scaled
 from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradients
 from purecompose.core.sealed import SealedOutputs
 from purecompose.core.separable import check_halves
 from purecompose.core.slices import check_rows
 from purecompose.core.state import State, fields_where
 from purecompose.nn.model import STATISTICS
+from purecompose.nn.shared_batch import SHARED_BATCH
 from purecompose.optim.checks import matched
 from purecompose.transforms.rank_timeouts import naming_late_ranks
 from purecompose.transforms.sharding.gathering import Placing
@@ -46,8 +47,8 @@ from purecompose.transforms.sharding.gathering import Placing
 __all__ = ["Shared", "data_parallel", "shared_program"]
 
 
-MeanGradients: TypeAlias = Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]
-"""Function from a process's gradients and its share to their means over all processes."""
+SumGradients: TypeAlias = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+"""Function from a process's parts of gradients to their sums over all processes."""
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -78,6 +79,7 @@ class Shared(Scope):
         if ranks is None:
             return place.lower(self.body)
         (inner,) = place._replace(is_shared=True).lower(self.body)
+        is_whole = not any((node.cut or place.cut).may_slice for node in self.body if isinstance(node, Microbatches))
         wrt = [node.wrt for node in walk(self.body) if isinstance(node, Grad)]
         build = inner.with_slices
         assert build is not None, "what several processes share is cut into slices"
@@ -85,19 +87,8 @@ class Shared(Scope):
         def with_slices(transform: Callable[[Operation], Operation]) -> Operation:
             on_part = build(transform)
 
-            def run(carry: Carry, purpose: Purpose) -> Carry:
-                placing = self.placing
-                if placing is None:
-                    return _run_shared(on_part, carry, purpose, ranks, wrt, None, is_checked=inner.sets_loss)
-                if purpose.sharing == "own":
-                    raise ValueError("""fully_sharded: the gradient of one process's part at parameters of its own \
-needs whole parameters that differ between processes: use data_parallel""")
-                params = carry.state.params
-                mean = functools.partial(placing.mean_gradients, like=params)
-                carry = carry._replace(state=carry.state.replace(params=placing.gathered(params)))
-                end = _run_shared(on_part, carry, purpose, ranks, wrt, mean, is_checked=inner.sets_loss)
-                return end._replace(state=end.state.replace(params=params))
-
+            shared = functools.partial(_run_shared, on_part, ranks, wrt, is_checked=inner.sets_loss, is_whole=is_whole)
+            run = shared if self.placing is None else functools.partial(_run_gathered, shared, self.placing)
             return repeatable(with_own_gradients(run), self.body, ranks)
 
         return [inner._replace(run=with_slices(lambda body: body), with_slices=with_slices)]
@@ -137,26 +128,42 @@ needs whole parameters that differ between processes: use data_parallel""")
         )
 
 
+def _run_gathered(shared: Callable[..., Carry], placing: Placing, carry: Carry, purpose: Purpose) -> Carry:
+    """Run a part of a step on gathered parameters; its gradients are divided like the parameters."""
+    if purpose.sharing == "own":
+        raise ValueError(
+            "fully_sharded: the gradient of one process's part, at parameters of its own, needs parameters that differ "
+            "between processes: use data_parallel"
+        )
+    params = carry.state.params
+    gathered = carry._replace(state=carry.state.replace(params=placing.gathered(params)))
+    end = shared(gathered, purpose, functools.partial(placing.sum_gradients, like=params))
+    return end._replace(state=end.state.replace(params=params))
+
+
 def _run_shared(
     operation: Operation,
-    carry: Carry,
-    purpose: Purpose,
     ranks: Ranks,
     wrt: Sequence[str | None],
-    mean_gradients: MeanGradients | None,
+    carry: Carry,
+    purpose: Purpose,
+    sum_gradients: SumGradients | None = None,
     *,
     is_checked: bool,
+    is_whole: bool,
 ) -> Carry:
     """Run the operation on this rank's part of the batch, and combine the results of all ranks.
 
     Args:
         operation: Operation to run on a part of the batch.
-        carry: Input of the operation, the same on all ranks.
-        purpose: The purpose of the run.
         ranks: The processes.
         wrt: The patterns of the gradients that the operation computes.
-        mean_gradients: What averages gradients over the ranks, if not a message that all of them receive.
+        carry: Input of the operation, the same on all ranks.
+        purpose: The purpose of the run.
+        sum_gradients: What sums gradients over the ranks, if not a message that all of them receive.
         is_checked: True to compare the loss of this rank's part with the mean over its halves in a first run.
+        is_whole: True if the part is not cut into slices. Then all ranks run the network equally often, and batch
+            normalisation may use the statistics of the whole batch.
     """
     if purpose.sharing == "none":
         return operation(carry, purpose)
@@ -170,7 +177,11 @@ def _run_shared(
         own = part_of(denominators(state), max(share.num_examples, 1), state.num_examples)
         start = start.replace(denominators=own)
         shard = Shard(ranks, share.first_example, share.num_examples, state.num_examples)
-        end = operation(Carry(start, carry.used), purpose._replace(shard=shard))
+        token = SHARED_BATCH.set(SharedPart(ranks, share.num_examples, state.device) if is_whole else None)
+        try:
+            end = operation(Carry(start, carry.used), purpose._replace(shard=shard))
+        finally:
+            SHARED_BATCH.reset(token)
     else:
         end = operation(Carry(start, carry.used), purpose)
     if is_checked and purpose.is_first and start.whole_loss is None:
@@ -189,7 +200,8 @@ def _run_shared(
             )
     weight = share.num_examples if end.terms is None or not share.num_examples else end.terms
     names = [name for pattern in wrt for name in matching_params(state.context.trainable, pattern)]
-    after = _averaged_over_ranks(state, after, names, weight, ranks, mean_gradients)
+    shares_statistics = is_whole and share.num_examples > 0 and state.model.skeleton(train=True).has_batch_norms
+    after = _averaged_over_ranks(state, after, names, weight, ranks, sum_gradients, shares_statistics=shares_statistics)
     if not purpose.is_again:
         if purpose.watch is not None:
             _warn_of_different_buffers(state, after, ranks)
@@ -221,7 +233,9 @@ def _averaged_over_ranks(
     names: Sequence[str],
     weight: int | Tensor,
     ranks: Ranks,
-    mean_gradients: MeanGradients | None,
+    sum_gradients: SumGradients | None,
+    *,
+    shares_statistics: bool,
 ) -> State:
     """Return the state with loss, gradients and new metrics averaged over the ranks.
 
@@ -231,7 +245,9 @@ def _averaged_over_ranks(
         names: The parameters with respect to which the part differentiates, the same on all ranks.
         weight: The weight of this rank's part.
         ranks: The processes.
-        mean_gradients: See `_run_shared`.
+        sum_gradients: See `_run_shared`.
+        shares_statistics: True if the network normalises by statistics of the whole batch, so that the gradient of a
+            part whose loss does not count is one of other parts' losses.
     """
     new = {name: value for name, value in after.metrics.items() if value is not before.metrics.get(name)}
     found: dict[str, Any] = {"metrics": {name: value for name, value in new.items() if has_mean(value)}}
@@ -248,11 +264,17 @@ def _averaged_over_ranks(
     elif own:
         found["grads"] = own
     share, count = ranks.weigh(weight, flags, device=before.device)
-    divided: dict[str, Any] = {}
-    if own and mean_gradients is not None:
-        divided = {"grads": mean_gradients(found.pop("grads"), share)}
+    grads = found.pop("grads", {})
+    scale = _scaled_with_statistics if shares_statistics and isinstance(weight, Tensor) else scaled
+    parts = dict(zip(grads, scale([*grads.values()], share), strict=True))
     leaves, spec = tree.flatten(found)
-    means = {**tree.unflatten(spec, ranks.reduced(scaled(leaves, share), "sum")), **divided}
+    numbers = scaled(leaves, share)
+    if sum_gradients is None:
+        sums = ranks.reduced([*numbers, *parts.values()], "sum")
+        parts = dict(zip(parts, sums[len(numbers) :], strict=True))
+    else:
+        sums, parts = ranks.reduced(numbers, "sum"), sum_gradients(parts)
+    means = {**tree.unflatten(spec, sums[: len(numbers)]), **({"grads": parts} if parts else {})}
     # If this rank's part reaches all of them, skip reading the flags, which would wait for the device.
     if count is not None and len(own) < len(count):
         reached = zip(means["grads"].items(), count.tolist(), strict=True)
@@ -260,12 +282,18 @@ def _averaged_over_ranks(
     return after.replace(**{**means, "metrics": {**after.metrics, **means["metrics"]}})
 
 
+def _scaled_with_statistics(grads: Sequence[Tensor], share: Tensor) -> list[Tensor]:
+    """Return this rank's part of the sum of gradients, if its examples reach other ranks' losses; see `SharedPart`."""
+    factor = torch.where(share > 0, share, 1)
+    return [(counted(grad, share) * factor).to(grad.dtype) for grad in grads]
+
+
 def data_parallel(step: Step, mesh: Any = None) -> Step:
     """Return a step that several processes compute together, each calling `step(state, batch)` with the same arguments.
 
     Each process computes its part of the batch, and returns the state that a single process would return for the whole
     batch, up to rounding. Batches need not divide evenly. Draws for an example do not depend on the process that
-    computes it. BatchNorm uses the statistics of each part, and its buffers keep the means over the parts.
+    computes it. Batch normalisation uses the statistics of the whole batch, unless microbatches cut the parts.
 
     Args:
         step: A step made by `compose`; `compile(data_parallel(step))` compiles it.

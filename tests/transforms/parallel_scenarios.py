@@ -63,6 +63,13 @@ def images() -> list[Any]:
     return make_batches(3, 6, shape=(2, 6, 6))
 
 
+def ragged_images() -> list[Any]:
+    """Return batches in float64 that do not divide evenly; in one, the targets of the first process do not count."""
+    batches = [make_batch(seed, size, shape=(2, 6, 6)) for seed, size in enumerate((6, 5, 7, 1, 8))]
+    batches[2][1][:4] = -100
+    return [(inputs.double(), targets) for inputs, targets in batches if len(targets) > 1]
+
+
 def partly_ignored() -> list[Any]:
     """Return batches in which most targets of the first half are ignored, in the last batch all of them."""
     inputs, targets = make_batch(0, 8)
@@ -97,7 +104,12 @@ SCENARIOS = {
     "per_example_clipping in chunks": Scenario(
         lambda: [alg.per_example_clipping(0.5, 0.1, chunk_size=2)], lambda: make_mlp(dropout=0.5), ragged
     ),
-    "batch norm": Scenario(net=make_cnn, batches=images),
+    "batch norm": Scenario(net=lambda: make_cnn().double(), batches=ragged_images),
+    "batch norm, compiled": Scenario(
+        lambda: [alg.sam(0.1, every=2)], lambda: make_cnn().double(), ragged_images, is_compiled=True
+    ),
+    "batch norm in slices": Scenario(net=make_cnn, batches=images, microbatches=2),
+    "ghost_batchnorm": Scenario(lambda: [alg.ghost_batchnorm(3)], make_cnn, images),
     "no elements": Scenario(net=WithEmpty),
     "coupled": Scenario(options={"loss": pc.losses.over_batch(nt_xent)}, batches=ragged, microbatches=2),
     "coupled and compiled": Scenario(options={"loss": pc.losses.over_batch(nt_xent)}, is_compiled=True),

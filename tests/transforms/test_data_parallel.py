@@ -29,7 +29,7 @@ from tests.transforms.parallel_scenarios import SCENARIOS, run, told, trained
 from tests.transforms.processes import run_processes
 
 
-ONLY_ITS_OWN = ("batch norm", "sam per rank", "noise scale")
+ONLY_ITS_OWN = ("batch norm in slices", "ghost_batchnorm", "sam per rank", "noise scale")
 """Scenarios whose result depends on how a batch is divided."""
 
 SIZES = [pytest.param(2, id="2 ranks"), pytest.param(3, id="3 ranks", marks=pytest.mark.slow)]
@@ -63,15 +63,15 @@ def test_a_run_equals_that_of_one_process(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_ranks_weigh_their_statistics_by_examples(ranks: list[dict[str, Any]]) -> None:
-    found = ranks[0]["batch norm"]
-    inputs, targets = SCENARIOS["batch norm"].batches()[0]
-    step, size = compose(loop_events), len(inputs) // len(ranks)
-    start = make_state(SCENARIOS["batch norm"].net(), duration="100ba", batches_per_epoch=10)
+    found = ranks[0]["batch norm in slices"]
+    inputs, targets = SCENARIOS["batch norm in slices"].batches()[0]
+    step, size = compose(loop_events, microbatches=2), len(inputs) // len(ranks)
+    start = make_state(SCENARIOS["batch norm in slices"].net(), duration="100ba", batches_per_epoch=10)
     parts = [step(start, (inputs[i : i + size], targets[i : i + size])) for i in range(0, len(inputs), size)]
     for name, buffer in parts[0].buffers.items():
         own = torch.stack([part.buffers[name] for part in parts])
         torch.testing.assert_close(found[0][f".buffers['{name}']"], own.double().mean(0).to(buffer.dtype))
-    assert found[-1][".buffers['1.num_batches_tracked']"] == 3
+    assert found[-1][".buffers['1.num_batches_tracked']"] == 6
 
 
 def test_sam_per_rank_moves_each_part_by_its_own_gradient(ranks: list[dict[str, Any]]) -> None:

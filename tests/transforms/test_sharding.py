@@ -13,7 +13,7 @@ from tests.transforms.processes import run_processes
 from tests.transforms.sharded_scenarios import SHARDED, run, told
 
 
-BY_PARTS = ("batch norm", "noise scale")
+BY_PARTS = ("batch norm in slices", "ghost_batchnorm", "noise scale")
 """Scenarios whose result depends on how a batch is divided."""
 MESHES = ["2", pytest.param("4", marks=pytest.mark.slow), pytest.param("2x2", marks=pytest.mark.slow)]
 

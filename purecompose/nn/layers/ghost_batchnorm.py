@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from purecompose._support.checks import check_whole, shown
 from purecompose.nn.layers._forms import Wrapping, is_plain
+from purecompose.nn.shared_batch import apart
 
 
 __all__ = ["GhostBatchNorm", "check_momentum", "is_known"]
@@ -77,6 +78,10 @@ class GhostBatchNorm(Wrapping):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input, in the same shape."""
+        with apart():
+            return self._normalised(input)
+
+    def _normalised(self, input: Tensor) -> Tensor:
         norm: Any = self.batchnorm
         num_parts = -(-input.shape[0] // self.ghost_batch_size)
         has_own = norm.training or norm.running_mean is None

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from purecompose.nn.skeleton.guards import Guards, is_plain
 from purecompose.nn.skeleton.places import places
@@ -43,6 +44,7 @@ class Skeleton:
         self.is_fixed = all(map(is_plain, module.modules()))
         """True if all modules are torch's own, so that their draws and writes depend only on their settings."""
         self.has_group_norms = any(isinstance(child, nn.GroupNorm) for child in module.modules())
+        self.has_batch_norms = any(isinstance(child, _BatchNorm) for child in module.modules())
         self.draws: bool | None = None
         """True if a forward pass draws random numbers; None until one has been watched."""
 

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from purecompose._support.functorch import is_transforming
 from purecompose.core.contract import Contract
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Purpose
+from purecompose.nn.shared_batch import SHARED_BATCH
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source, Writes
 from purecompose.transforms.compilation.capture import explained, fake_mode, state_of
 from purecompose.transforms.compilation.plan_parts import CompiledPart, Values
@@ -108,7 +109,9 @@ class SlicedPart:
             boundary = Boundary(
                 self._boundary.static, {name: signature for name, (signature, _) in found.items()}, carry.used
             )
-            body_key = body, tuple(boundary.signatures.values()), boundary.used
+            shared = SHARED_BATCH.get()
+            is_empty = None if shared is None else shared.is_empty
+            body_key = body, tuple(boundary.signatures.values()), boundary.used, is_empty
             if body_key not in self._compiled_parts:
                 self._compiled_parts[body_key] = self._built(with_terms, boundary)
             part, num_terms = self._compiled_parts[body_key]

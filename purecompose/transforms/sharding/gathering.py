@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from purecompose._support.shards import is_shard, local, place_of, placed
-from purecompose.core.ranks import Ranks, scaled
+from purecompose.core.ranks import Ranks
 
 
 __all__ = ["Placing"]
@@ -38,17 +38,13 @@ class Placing:
                 found[name] = own.reshape(-1, *shape[1:])[: shape[0]]
         return found
 
-    def mean_gradients(
-        self, grads: Mapping[str, Tensor], share: Tensor, like: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Return the means over all processes, each divided like the parameter of its name.
+    def sum_gradients(self, parts: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the sums over all processes, each divided like the parameter of its name.
 
         Args:
-            grads: This process's gradients, whole.
-            share: This process's share in the means, 0-d.
+            parts: This process's parts of the gradients, whole.
             like: The parameters.
         """
-        parts = dict(zip(grads, scaled([*grads.values()], share), strict=True))
         shards = {name: part for name, part in parts.items() if is_shard(like[name])}
         found: dict[str, Tensor] = {name: part for name, part in parts.items() if name not in shards}
         for group in (self.owners, *self.copies):
@@ -65,7 +61,7 @@ class Placing:
         for group in self.copies:
             own |= zip(own, group.reduced([*own.values()], "sum"), strict=True)
         found |= {name: placed(part, place_of(like[name])) for name, part in own.items()}
-        return {name: found[name] for name in grads}
+        return {name: found[name] for name in parts}
 
     def _size(self, tensor: Tensor) -> int:
         """Return how many rows each process holds, but for the last ones, which may hold fewer."""
