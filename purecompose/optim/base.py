@@ -169,9 +169,12 @@ class ByGroup:
         new_opt_state = {slot: dict(leaves) for slot, leaves in opt_state.items()}
         left = dict(grads)
         del grads  # A gradient that has been used, and that the caller does not hold, makes room for the new values.
+        has_shards = any(map(is_shard, params.values()))
         for cell in self._cells(left, params):
+            # Called directly: a function in between would hold gradients that `move` has dropped.
+            move = functools.partial(_moved, cell.rule) if has_shards else cell.rule.move
             for names in _portions(cell.names, left):
-                moved, slots = _moved(cell.rule, *_gathered(cell, names, left, opt_state, params), value)
+                moved, slots = move(*_gathered(cell, names, left, opt_state, params), value)
                 new_params.update(zip(names, moved, strict=True))
                 for slot, leaves in slots.items():
                     new_opt_state[slot].update(zip(names, leaves, strict=True))
@@ -304,8 +307,6 @@ def _moved(
     Where elements move by themselves, each process moves its rows. Otherwise all processes put the tensors together and
     move all rows, and each keeps its own.
     """
-    if not any(map(is_shard, params)):
-        return rule.move(grads, params, slots, value)
     part, put_back = (local, placed) if rule.is_elementwise else (whole, divided)
     # A method's own gradient may be whole on every process.
     grads = [x if is_shard(x) else divided(x, place_of(y)) for x, y in zip(grads, params, strict=True)]

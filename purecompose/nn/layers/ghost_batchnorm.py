@@ -78,6 +78,8 @@ class GhostBatchNorm(Wrapping):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input, in the same shape."""
+        if torch.compiler.is_dynamo_compiling():  # it cannot trace the scope, and no process shares a batch in it
+            return self._normalised(input)
         with apart():
             return self._normalised(input)
 
