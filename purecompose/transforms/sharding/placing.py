@@ -35,6 +35,7 @@ def shard(state: State, mesh: Any) -> State:
 
     Example:
         >>> import tempfile
+        >>> import torch.distributed as dist
         >>> from purecompose import losses, optim
         >>> where = f"file://{tempfile.mkdtemp()}/store"
         >>> dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
