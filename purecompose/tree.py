@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
-from purecompose._support.shards import is_shard, local, sum_of_shards
+from purecompose._support.shards import is_shard, local, place_of, sum_of_shards, whole
 
 
 __all__ = [
@@ -298,6 +298,9 @@ def _leaf_difference(path: str, first: Any, second: Any, tolerance: ToleranceLik
         return None
     if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
         return None if _are_same_values(first, second) else Difference(path, "", first, second)
+    if place_of(first) != place_of(second):
+        return Difference(path, f"{describe(first)} and {describe(second)}")
+    first, second = whole(first), whole(second)
     if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
         return Difference(path, f"{describe(first)} and {describe(second)}")
     where = _unequal(first, second, tolerance).flatten().nonzero()

@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import (  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+)
 
 from purecompose import batch as batches, tree
 from purecompose._support.device import AUTOCAST, arithmetic
@@ -78,8 +82,8 @@ def call_model(
             a later pass, which may write depending on its inputs or buffers, the write is detected afterwards.
     """
     skeleton = model.skeleton(train)
-    if any(map(is_shard, params.values())):  # outside of a step's gradient, which gathers them all at once
-        params = {name: whole(param) for name, param in params.items()}
+    if any(map(_is_divided, params.values())):  # outside of a step's gradient, which gathers them all at once
+        params = _gathered(params)
     device = _device(params)
     narrow = AUTOCAST.get(precision)
     if is_transforming():
@@ -278,6 +282,26 @@ def _is_hidden() -> bool:
 def _generators(device: torch.device) -> tuple[torch.Generator, torch.Generator | None]:
     cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
     return torch.default_generator, cuda
+
+
+def _is_divided(param: Tensor) -> bool:
+    """Return whether each process holds some rows of a parameter, also within transforms of `torch.func`."""
+    if type(param) is Tensor and not is_transforming():
+        return False
+    while is_functorch_wrapped_tensor(param):
+        param = get_unwrapped(param)
+    return is_shard(param)
+
+
+def _gathered(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return parameters of which each process holds some rows, put together by all processes."""
+    if is_transforming() or torch.is_grad_enabled() and any(param.requires_grad for param in params.values()):
+        raise RuntimeError(
+            "each process holds only some rows of the parameters, and no gradient or map goes through the messages "
+            "that gather them: train by fully_sharded(step, mesh); for gradients of your own and for torch.func use "
+            "pc.whole(state)"
+        )
+    return {name: whole(param) for name, param in params.items()}
 
 
 def _contiguous(tensor: Tensor) -> Tensor:

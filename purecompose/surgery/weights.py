@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from purecompose import batch as batches
+from purecompose._support.shards import is_shard
 from purecompose.core.state import State, check_single
 from purecompose.data.loaders import fixed_batches
 from purecompose.nn import model as models
@@ -146,10 +147,16 @@ def to_module(state: State, *, weights: str | None = None) -> nn.Module:
         weights: Name of the algorithm whose averages are returned, such as "ema"; by default the live weights.
 
     Raises:
-        ValueError: The state is a population's, or there are no such averages.
+        ValueError: The state is a population's, its parameters are divided among processes, or there are no such
+            averages.
     """
     check_single(state, "to_module(state)", "to_module(unstack_states(state)[0]) returns the first member's")
     state = state if weights is None else with_weights(state, weights)
+    if any(map(is_shard, state.params.values())):
+        raise ValueError(
+            "to_module(state): each process holds only some rows of the parameters; pc.whole(state), called by all "
+            "processes, puts them together"
+        )
     return models.to_module(state.model, state.params, state.buffers)
 
 

@@ -101,6 +101,7 @@ class Shared(Scope):
 
     @contextmanager
     def _guarded(self, ranks: Ranks, step: Step, state: State, batch: Any, is_first: bool) -> Iterator[None]:
+        _check_placed(state, self.placing)
         now, compared = state.timestamp, vars(self)["_compared"]
         with naming_late_ranks(ranks, now.batch):
             is_known = compared.get("epoch") == now.epoch and compared["model"] is state.model
@@ -368,6 +369,18 @@ def _ranks(mesh: Any) -> Ranks | None:
     if rank < 0:
         raise ValueError("data_parallel: this process is not in the group")
     return Ranks(group.group_name, rank, group.size()) if group.size() > 1 else None
+
+
+def _check_placed(state: State, placing: Placing | None) -> None:
+    """Raise a `ValueError` unless the state is divided among processes exactly if the step expects it."""
+    is_divided = any(map(is_shard, state.params.values()))
+    if is_divided and placing is None:
+        raise ValueError(
+            "data_parallel: each process holds only some rows of the state's parameters; fully_sharded(step, mesh) "
+            "takes such a state, and pc.whole(state) puts it together"
+        )
+    if placing is not None and not is_divided and any(param.ndim for param in state.params.values()):
+        raise ValueError("fully_sharded: the state is not divided among the processes: call pc.shard(state, mesh)")
 
 
 def _check_alike(ranks: Ranks, step: Step, state: State, batch: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._support.checks import check_whole
+from purecompose._support.shards import is_shard
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
 from purecompose.core.members import SINGLE
@@ -223,6 +224,11 @@ def stack_states(states: Sequence[State]) -> State:
             raise TypeError(f"stack_states: expected States, got {type(state).__name__}")
     if not given:
         raise ValueError("stack_states: expected at least one state")
+    if any(map(is_shard, tree.leaves(given))):
+        raise ValueError(
+            "stack_states: of a state each process holds only some rows, and members of a population train in one "
+            "process: pc.whole(state) puts it together"
+        )
     return _joined(given, "stack_states")
 
 

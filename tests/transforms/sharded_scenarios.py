@@ -17,6 +17,7 @@ import purecompose as pc
 from purecompose import Event, State, algorithms as alg, compose, loop_events, optim
 from purecompose._support.shards import local
 from purecompose.algorithms import FACTORIES
+from purecompose.testing.ranks import played
 from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.tasks import TASKS
 from tests.helpers import changing, make_batch, make_state
@@ -83,6 +84,16 @@ def refusals(mesh: Any) -> dict[str, str]:
         "no mesh": lambda: pc.shard(state, dist.group.WORLD),
         "population": lambda: pc.fully_sharded(pc.population(step, 2), mesh),
         "placements": lambda: pc.fully_sharded(losing, mesh)(pc.shard(losing.init(state), mesh), batch),
+        "in one process": lambda: step(placed, batch),
+        "data_parallel": lambda: pc.data_parallel(step)(placed, batch),
+        "played": lambda: played(step, mesh.size())(lambda one: one(placed, batch)),
+        "not divided": lambda: pc.fully_sharded(step, mesh)(state, batch),
+        "stacked": lambda: pc.stack_states([placed, placed]),
+        "module": lambda: pc.to_module(placed),
+        "mapped": lambda: torch.vmap(lambda inputs: placed.forward(inputs[None])[0])(batch[0]),
+        "second order": lambda: torch.func.grad(
+            lambda params: step(placed.replace(params=params), batch).params["3.weight"].sum()
+        )(placed.params),
         "gradients through it": lambda: torch.func.grad(
             lambda scale: pc.fully_sharded(step, mesh)(placed, (scale * batch[0], batch[1])).loss
         )(torch.tensor(1.0)),

@@ -53,6 +53,14 @@ WORDS = {
     "no mesh": "expected a DeviceMesh",
     "population": "train in one process",
     "placements": "Partial",
+    "in one process": "train by fully_sharded",
+    "data_parallel": "fully_sharded(step, mesh) takes such a state",
+    "played": "fully_sharded(step, mesh) takes such a state",
+    "not divided": "call pc.shard",
+    "stacked": "train in one process",
+    "module": "pc.whole(state)",
+    "mapped": "no gradient or map",
+    "second order": "no gradient or map",
     "gradients through it": "neither differentiated nor mapped",
 }
 
