@@ -82,7 +82,9 @@ def call_model(
             a later pass, which may write depending on its inputs or buffers, the write is detected afterwards.
     """
     skeleton = model.skeleton(train)
-    if any(map(_is_divided, params.values())):  # outside of a step's gradient, which gathers them all at once
+    if any(
+        map(_is_divided if is_transforming() else is_shard, params.values())
+    ):  # outside of a step's gradient, which gathers them all at once
         params = _gathered(params)
     device = _device(params)
     narrow = AUTOCAST.get(precision)
@@ -285,9 +287,7 @@ def _generators(device: torch.device) -> tuple[torch.Generator, torch.Generator 
 
 
 def _is_divided(param: Tensor) -> bool:
-    """Return whether each process holds some rows of a parameter, also within transforms of `torch.func`."""
-    if type(param) is Tensor and not is_transforming():
-        return False
+    """Return whether each process holds some rows of a parameter, within transforms of `torch.func`."""
     while is_functorch_wrapped_tensor(param):
         param = get_unwrapped(param)
     return is_shard(param)

@@ -20,7 +20,7 @@ from purecompose.algorithms import FACTORIES
 from purecompose.testing.ranks import played
 from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.tasks import TASKS
-from tests.helpers import changing, make_batch, make_state
+from tests.helpers import changing, make_batch, make_mlp, make_state
 from tests.transforms.parallel_scenarios import SCENARIOS, Scenario, ragged, told
 
 
@@ -107,6 +107,21 @@ def refusals(mesh: Any) -> dict[str, str]:
     return found
 
 
+def compiled_bits(mesh: Any) -> list[str]:
+    """Return the differences between compiled steps, also with donation, and the step as composed."""
+    methods = [alg.mixup(1.0), alg.sam(0.5), alg.ema("2ba"), alg.gradient_clipping("norm", 0.1)]
+    step = pc.fully_sharded(compose(loop_events, methods, microbatches=2), mesh)
+    start = pc.shard(step.init(make_state(make_mlp(dropout=0.5), duration="100ba", batches_per_epoch=10)), mesh)
+    found = []
+    for donate in (False, True):
+        compiled = pc.compile(step, backend="eager", quiet=True, donate=donate)
+        ours, theirs = start.copy(), start
+        for batch in ragged():
+            ours, theirs = compiled(ours, batch), step(theirs, batch)
+        found += pc.tree.diff(ours.copy(), theirs)
+    return found
+
+
 def bytes_held(mesh: Any) -> tuple[int, int, int]:
     """Return the bytes of parameters and Adam's memory in one process and here, and how many processes share them."""
     state = make_state(torch.nn.Linear(64, 64, bias=False), loss=pc.losses.mse, optimizer=optim.adam(0.1))
@@ -125,6 +140,7 @@ def main(store: str, rank: int, shape: tuple[int, ...], folder: str, has_shipped
     mesh = init_device_mesh("cpu", shape)
     found: dict[str, Any] = {}
     found[".refusals"], found[".bytes"] = refusals(mesh), bytes_held(mesh)
+    found[".compiled bits"] = compiled_bits(mesh)
     cases: dict[str, Callable[[], Any]] = {
         name: lambda scenario=scenario: [told(state) for state in run(scenario, mesh)]
         for name, scenario in SHARDED.items()

@@ -47,6 +47,11 @@ def test_each_process_holds_its_part(ranks: list[dict[str, Any]]) -> None:
         assert own <= whole / num_owners + 4  # Adam's count of steps is not divided
 
 
+def test_compiled_steps_have_the_bits_of_the_step_as_composed(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found[".compiled bits"] == []
+
+
 WORDS = {
     "per rank": "use data_parallel",
     "twice": "divided already",
