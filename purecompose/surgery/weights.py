@@ -56,7 +56,8 @@ class Averages(NamedTuple):
         chosen = matched(where, (*state.context.trainable, *state.buffers))
         floating = tuple(name for name, one in state.buffers.items() if name in chosen and one.is_floating_point())
         params = {name: state.params[name] for name in state.context.trainable if name in chosen}
-        averaged = {name: state.buffers[name] for name in matched(buffers, floating)}
+        chosen_buffers = matched(buffers, floating)
+        averaged = {name: state.buffers[name] for name in floating if name in chosen_buffers}  # in the state's order
         trained, averaged = (
             {name: torch.zeros_like(wide(one)) for name, one in tensors.items()} for tensors in (params, averaged)
         )
