@@ -47,6 +47,7 @@ from purecompose.time.predicates import after, before, between, epoch_ends, ever
 from purecompose.transforms.compilation import compile
 from purecompose.transforms.data_parallel import data_parallel
 from purecompose.transforms.population import population, stack_states, unstack_states
+from purecompose.transforms.sharding.materialized import materialized
 from purecompose.transforms.sharding.placing import shard, whole
 from purecompose.transforms.sharding.step import fully_sharded
 
@@ -74,8 +75,6 @@ __all__ = [
     "data",
     "data_parallel",
     "fully_sharded",
-    "shard",
-    "whole",
     "epoch_ends",
     "errors",
     "evaluate",
@@ -89,6 +88,7 @@ __all__ = [
     "loop",
     "loop_events",
     "losses",
+    "materialized",
     "metrics",
     "nn",
     "observers",
@@ -103,6 +103,7 @@ __all__ = [
     "save",
     "saving",
     "schedule",
+    "shard",
     "stack_states",
     "surgery",
     "time",
@@ -111,6 +112,7 @@ __all__ = [
     "training",
     "tree",
     "unstack_states",
+    "whole",
 ]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from purecompose._support.shards import is_shard
 from purecompose.nn.skeleton.guards import CACHES, is_users_object
 from purecompose.nn.skeleton.places import HOOKS, OWN, places
 
@@ -98,7 +99,7 @@ def check_tensor(tensor: Tensor, name: str, others: Container[str]) -> None:
             "its tensors are new ones in each step: remove them, and edit state.grads in an algorithm at "
             "Event.AFTER_TRAIN_BATCH"
         )
-    if _has_own_operations(type(tensor)):
+    if not is_shard(tensor) and _has_own_operations(type(tensor)):
         raise TypeError(
             f"{name} is a {type(tensor).__name__}, a subclass of Tensor with its own operations, which transforms "
             "and compiled steps would drop: keep a plain tensor, and put the operations into a module or a "

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from purecompose._support.shards import local
 from purecompose._support.warnings import warn
 from purecompose._support.writes import memory_of, storage_of
 
@@ -34,12 +35,12 @@ class Sharing:
 
     def add(self, member: Member) -> Member:
         """Register a tensor; return the member that it is tied to, or itself."""
-        tensor = member.tensor
+        tensor = local(member.tensor)
         if tensor.layout is not torch.strided or not tensor.numel():
             return member
         tie = self._by_memory.setdefault((*memory_of(tensor), member.is_param, tensor.requires_grad), member)
         if tie is member:
-            self._members.append(member)
+            self._members.append(member._replace(tensor=tensor))
         return tie
 
     def check(self) -> None:
