@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function
 
 
 try:  # a private function, which `torch.autograd.grad` and `Tensor.backward` call
@@ -20,10 +19,15 @@ except ImportError:  # pragma: no cover
 
 __all__ = ["GradMode", "gradients"]
 
+_PLAIN = (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
+"""`__torch_function__` of tensors, and of subclasses that torch's functions take like tensors."""
+
 
 def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Return the gradients of a real 0-d loss that has a graph, `None` for leaves that it does not reach."""
-    is_plain = loss.is_floating_point() and not has_torch_function((loss, *leaves))
+    # Types instead of `has_torch_function`, which is true in every mode.
+    kinds = {type(loss), *map(type, leaves)}
+    is_plain = loss.is_floating_point() and all(kind.__torch_function__ in _PLAIN for kind in kinds)
     if _run_backward is None or not is_plain or torch.compiler.is_compiling():
         return torch.autograd.grad(loss, leaves, allow_unused=True)
     # By position: grad_outputs, retain_graph, create_graph, inputs, allow_unused.

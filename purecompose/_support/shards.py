@@ -12,14 +12,21 @@ import torch
 from torch import Tensor
 
 
-__all__ = ["divided", "is_shard", "local", "place_of", "placed", "rows_of", "sum_of_shards", "whole"]
+__all__ = ["divided", "is_shard", "local", "may_be_shards", "place_of", "placed", "rows_of", "sum_of_shards", "whole"]
+
+_MODULE = "torch.distributed.tensor"
+
+
+def may_be_shards() -> bool:
+    """Return whether this process can have divided tensors, which is known without looking at any."""
+    return _MODULE in sys.modules
 
 
 def is_shard(value: Any) -> bool:
     """Return whether this is a tensor that is divided among processes."""
     if type(value) is Tensor:
         return False
-    module = sys.modules.get("torch.distributed.tensor")
+    module = sys.modules.get(_MODULE)
     return module is not None and isinstance(value, module.DTensor)
 
 
@@ -54,7 +61,7 @@ def placed(own: Tensor, place: Place | None) -> Tensor:
     if place is None:
         return own
     mesh, placements, shape, stride = place
-    dtensor = sys.modules["torch.distributed.tensor"].DTensor
+    dtensor = sys.modules[_MODULE].DTensor
     return dtensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 

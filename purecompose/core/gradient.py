@@ -19,8 +19,8 @@ from purecompose import batch as batches
 from purecompose._support.autograd import GradMode, gradients
 from purecompose._support.functorch import allowing_requires_grad, is_transforming
 from purecompose.core.operation import Carry
+from purecompose.core.ranks import SHARED_PART
 from purecompose.core.state import State, fields_where
-from purecompose.nn.shared_batch import SHARED_BATCH
 
 
 __all__ = [
@@ -129,9 +129,9 @@ def _with_autograd(body: Callable[[Carry], Carry], carry: Carry, names: tuple[st
     state, used, terms = carry
     leaves = {name: state.params[name].detach().requires_grad_() for name in names}
     end = body(Carry(state.replace(params={**state.params, **leaves}, loss=None), used, terms))
-    shared: Any = SHARED_BATCH.get()
-    if shared is not None and end.terms is not None and not shared.is_empty:
-        shared.weight = end.terms
+    part = SHARED_PART.get()
+    if part is not None and end.terms is not None and not part.is_empty:
+        part.weight = end.terms
     grads = _grads(end.state.loss, leaves, gradients)
     return end, {name: _detached(value) for name, value in _set_by_body(state, end.state).items()}, grads
 

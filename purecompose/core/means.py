@@ -93,7 +93,7 @@ def averaged(mean: Tensor | None, value: Tensor, weight: int | Tensor, total: in
     # Fill on the device: a copy from the host would wait for the GPU.
     weight = weight if isinstance(weight, Tensor) else torch.full((), weight, device=value.device)
     total = total if isinstance(total, Tensor) else torch.full((), total, device=value.device)
-    share = weight.to(value.dtype) / torch.where(total > 0, total, 1)
+    share = weight.to(value.dtype) / torch.where(total > 0, total, 1).to(value.dtype)
     # Before the first value with weight the mean may be NaN, which lerp would keep.
     mixed = torch.where(weight < total, torch.lerp(mean, value, share), value)
     return torch.where(weight > 0, mixed, mean)

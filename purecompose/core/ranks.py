@@ -15,10 +15,11 @@ from torch import Tensor
 from purecompose import tree
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.shards import is_shard, local
+from purecompose.core.cut import Cut
 from purecompose.core.layout import Layout
 
 
-__all__ = ["WATCHES", "Ranks", "Regrad", "Shard", "Share", "SharedPart", "Sharing", "counted", "scaled"]
+__all__ = ["SHARED_PART", "WATCHES", "Ranks", "Regrad", "Shard", "Share", "SharedPart", "Sharing", "counted", "scaled"]
 
 Sharing: TypeAlias = Literal["all", "own", "none"]
 """Part of the batch that a gradient is of: the mean over all ranks' parts; this rank's part only; or the whole batch,
@@ -45,6 +46,26 @@ class Shard(NamedTuple):
     """Number of examples; 0 for a rank without a share."""
     total: int
     """Number of examples in the batch."""
+    in_step: bool = False
+    """True if all ranks cut their shares into equally many slices, because each slice sends messages."""
+
+    def num_slices(self, cut: Cut, num_examples: int) -> int:
+        """Return into how many slices this rank cuts its share."""
+        if not self.in_step:
+            return cut.num_slices(num_examples)
+        fewest, most = self.total // self.ranks.size, -(-self.total // self.ranks.size)
+        return min(cut.num_slices(most), max(fewest, 1))
+
+
+class Weight(NamedTuple):
+    """The weight of a rank in means over ranks."""
+
+    share: Tensor
+    """Its share in the sum of all weights, 0-d float64."""
+    total: Tensor
+    """The sum of all weights, 0-d float64."""
+    counts: Tensor | None
+    """On how many ranks each flag is set, if flags were given."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +107,11 @@ class Ranks:
                 unless all weights are 0: then all ranks have the same weight.
             flags: Bool, of any shape; they count on ranks of every weight, and need no separate message.
         """
-        share, count = self.weigh(weight, flags, device=tensors[0].device if tensors else None)
-        return self.reduced(scaled(tensors, share), "sum"), count
+        share, _, counts = self.weigh(weight, flags, device=tensors[0].device if tensors else None)
+        return self.reduced(scaled(tensors, share), "sum"), counts
 
-    def weigh(
-        self, weight: int | Tensor, flags: Tensor | None = None, *, device: torch.device | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return this rank's share in means over ranks, 0-d float64, and on how many ranks each flag is set.
+    def weigh(self, weight: int | Tensor, flags: Tensor | None = None, *, device: torch.device | None = None) -> Weight:
+        """Return this rank's share in means over ranks, and on how many ranks each flag is set.
 
         Args:
             weight: See `means_and_count`.
@@ -101,9 +120,9 @@ class Ranks:
         """
         weight = torch.full((), weight, device=device) if not isinstance(weight, Tensor) else weight
         weight = weight.double()
-        total, *count = self.reduced([weight, *([] if flags is None else [flags.double()])], "sum")
+        total, *counts = self.reduced([weight, *([] if flags is None else [flags.double()])], "sum")
         share = torch.where(total > 0, weight / torch.where(total > 0, total, 1), 1 / self.size)
-        return share, count[0] if count else None
+        return Weight(share, total, counts[0] if counts else None)
 
     def with_slots(self, before: Mapping[str, Any], after: Mapping[str, Any], *, counts: bool) -> dict[str, Any]:
         """Return slots with the changes of all ranks: each number changes by the sum of what the ranks added to it.
@@ -222,7 +241,7 @@ class Ranks:
 
 
 class SharedPart:
-    """This rank's part of a batch, within the pass that computes its gradient; see `SharedBatch`.
+    """This rank's part of a batch, or a slice of it, within the pass that computes its gradient; see `SharedBatch`.
 
     The loss of a part may count nothing, as if all its targets are ignored. Its examples still reach the losses of
     other ranks, by the statistics that all share. So its gradients, which are those of the other losses, count in full;
@@ -230,34 +249,43 @@ class SharedPart:
     """
 
     def __init__(self, ranks: Ranks, num_examples: int, device: torch.device) -> None:
-        self.is_empty, self.weight = num_examples == 0, num_examples
-        self._ranks, self._device = ranks, device
-        self._share: Tensor | None = None
+        self.ranks, self.is_empty, self.weight = ranks, num_examples == 0, num_examples
+        self._device = device
+        self._known: Weight | None = None
 
     weight: int | Tensor
     """The weight of this rank's loss; known after the loss."""
 
+    def of_slice(self, num_examples: int) -> "SharedPart":
+        """Return a slice of this part."""
+        return SharedPart(self.ranks, 0 if self.is_empty else num_examples, self._device)
+
     def gather(self, own: Tensor) -> Tensor:
         """Return the tensors of all ranks, one after the other in dimension 0."""
-        return self._ranks.gather(own)
+        return self.ranks.gather(own)
 
     def sum(self, own: Tensor) -> Tensor:
         """Return the sum over ranks."""
-        return self._ranks.reduced([own], "sum")[0]
+        return self.ranks.reduced([own], "sum")[0]
 
     def gradient_share(self) -> Tensor:
         """Return the number by which this rank's gradients are multiplied before they are summed, 0-d, not 0."""
-        share = self._share_of_loss()
+        share = self.weighed().share
         return torch.where(share > 0, share, 1)
 
     def counted(self, grad: Tensor) -> Tensor:
         """Return a gradient, without what comes from a loss that does not count."""
-        return torch.zeros_like(grad) if self.is_empty else counted(grad, self._share_of_loss())
+        return torch.zeros_like(grad) if self.is_empty else counted(grad, self.weighed().share)
 
-    def _share_of_loss(self) -> Tensor:
-        if self._share is None:
-            self._share, _ = self._ranks.weigh(self.weight, device=self._device)
-        return self._share
+    def weighed(self) -> Weight:
+        """Return the weight of this rank's loss among those of all, which are asked for once."""
+        if self._known is None:
+            self._known = self.ranks.weigh(self.weight, device=self._device)
+        return self._known
+
+
+SHARED_PART: ContextVar[SharedPart | None] = ContextVar("part", default=None)
+"""This rank's part in the pass that is running, if the pass needs its weight before the gradient is complete."""
 
 
 def counted(grad: Tensor, share: Tensor) -> Tensor:

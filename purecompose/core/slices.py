@@ -10,6 +10,7 @@ from purecompose.core.coupling import gathered, joined, part_of_loss, targets_of
 from purecompose.core.cut import Cut
 from purecompose.core.means import averaged, averaged_grads, denominators, has_mean, part_of
 from purecompose.core.operation import Carry, Operation, Purpose
+from purecompose.core.ranks import Shard
 from purecompose.core.sealed import SealedOutputs
 from purecompose.core.separable import check_slices
 from purecompose.core.state import State
@@ -24,11 +25,11 @@ class _Slice(NamedTuple):
     size: int
 
 
-def _slices(state: State, cut: Cut) -> Iterator[_Slice]:
+def _slices(state: State, cut: Cut, shard: Shard | None) -> Iterator[_Slice]:
     # A ragged last batch, or one that a method made smaller, may have fewer examples than slices.
     layout, num, offset = state.context.layout, state.num_examples, 0
     whole = denominators(state)
-    for part in layout.split(state.batch, cut.num_slices(num)):
+    for part in layout.split(state.batch, cut.num_slices(num) if shard is None else shard.num_slices(cut, num)):
         size = layout.num_examples(part)
         yield _Slice(
             {
@@ -65,7 +66,7 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_
     mean_grads: dict[str, Tensor] | None = None
     mean_metrics: dict[str, Tensor] = {}
     metric_totals: dict[str, Any] = {}  # a metric may be that of some slices only
-    for fields, size in _slices(state, cut):
+    for fields, size in _slices(state, cut, purpose.shard):
         try:
             current = body(Carry(current.state.replace(**fields), current.used), purpose)
         except IndexError as error:
@@ -119,7 +120,7 @@ def run_until_loss(
         )
     current = carry
     outputs, targets, sizes = [], [], []
-    for fields, size in _slices(state, cut):
+    for fields, size in _slices(state, cut, shard):
         current = body(Carry(current.state.replace(**fields), current.used), purpose._replace(watch=None))
         outputs.append(current.state.outputs)
         targets.append(targets_of_loss(current.state))

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.scopes import NOTHING, together
+from purecompose._support.shards import local
 from purecompose.nn.fused_attention import fused_attention
 from purecompose.nn.keyed.layers import past_dispatch
 from purecompose.nn.shared_batch import SHARED_BATCH, SharedBatchNorms
@@ -37,7 +38,7 @@ def kernels(
         return _transformed(narrow, device)
     attention = _Attention(narrow, device) if narrow is not None and (device, narrow) in _ATTENTION else NOTHING
     batch_norms = SharedBatchNorms() if skeleton.has_batch_norms and SHARED_BATCH.get() is not None else NOTHING
-    if params and type(first := next(iter(params.values()))) is not Tensor and is_fake(first):
+    if params and type(first := next(iter(params.values()))) is not Tensor and is_fake(local(first)):
         return together(_Traced(), batch_norms, attention)
     group_norms = _GroupNormOfData() if skeleton.has_group_norms and torch.is_grad_enabled() else NOTHING
     return together(group_norms, batch_norms, attention)

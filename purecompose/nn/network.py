@@ -7,18 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import (  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
-)
 
 from purecompose import batch as batches, tree
 from purecompose._support.device import AUTOCAST, arithmetic
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.scopes import NOTHING, together
-from purecompose._support.shards import is_shard, whole
 from purecompose._support.warnings import warn
 from purecompose._support.writes import DataGuard, WriteGuard, kept_in_place
+from purecompose.nn.gathering import gathered_on_use
 from purecompose.nn.kernels import kernels
 from purecompose.nn.keyed import modules
 from purecompose.nn.model import Model
@@ -81,11 +77,7 @@ def call_model(
         RuntimeError: The network wrote into a parameter. The first pass through a model is stopped before the write; in
             a later pass, which may write depending on its inputs or buffers, the write is detected afterwards.
     """
-    skeleton = model.skeleton(train)
-    if any(
-        map(_is_divided if is_transforming() else is_shard, params.values())
-    ):  # outside of a step's gradient, which gathers them all at once
-        params = _gathered(params)
+    skeleton, gathered = model.skeleton(train), gathered_on_use(params.values())
     device = _device(params)
     narrow = AUTOCAST.get(precision)
     if is_transforming():
@@ -94,7 +86,7 @@ def call_model(
         inputs = batches.map_tensors(_contiguous, inputs)
     scope = kernels(params, narrow, device.type, skeleton=skeleton)
     autocast = NOTHING if narrow is None else torch.autocast(device.type, narrow, cache_enabled=False)
-    with together(arithmetic(precision, device), autocast, scope):
+    with together(arithmetic(precision, device), autocast, gathered, scope):
         looking = _LOOKING.get()
         if skeleton.draws is False and skeleton.is_fixed and not looking:
             outputs, new_buffers = _run(skeleton, params, buffers, inputs)
@@ -284,24 +276,6 @@ def _is_hidden() -> bool:
 def _generators(device: torch.device) -> tuple[torch.Generator, torch.Generator | None]:
     cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
     return torch.default_generator, cuda
-
-
-def _is_divided(param: Tensor) -> bool:
-    """Return whether each process holds some rows of a parameter, within transforms of `torch.func`."""
-    while is_functorch_wrapped_tensor(param):
-        param = get_unwrapped(param)
-    return is_shard(param)
-
-
-def _gathered(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return parameters of which each process holds some rows, put together by all processes."""
-    if is_transforming() or torch.is_grad_enabled() and any(param.requires_grad for param in params.values()):
-        raise RuntimeError(
-            "each process holds only some rows of the parameters, and no gradient or map goes through the messages "
-            "that gather them: train by fully_sharded(step, mesh); for gradients of your own and for torch.func use "
-            "pc.whole(state)"
-        )
-    return {name: whole(param) for name, param in params.items()}
 
 
 def _contiguous(tensor: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from purecompose.core.means import denominators, has_mean, part_of
 from purecompose.core.members import SINGLE
 from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose, walk
 from purecompose.core.program import Program, matching_params
-from purecompose.core.ranks import WATCHES, Ranks, Shard, SharedPart, counted, scaled
+from purecompose.core.ranks import SHARED_PART, WATCHES, Ranks, Shard, SharedPart, counted, scaled
 from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradients
 from purecompose.core.sealed import SealedOutputs
 from purecompose.core.separable import check_halves
@@ -41,6 +41,7 @@ from purecompose.nn.model import STATISTICS
 from purecompose.nn.shared_batch import SHARED_BATCH
 from purecompose.optim.checks import matched
 from purecompose.transforms.rank_timeouts import naming_late_ranks
+from purecompose.transforms.sharding.by_layer import by_layer
 from purecompose.transforms.sharding.gathering import Placing
 
 
@@ -81,14 +82,20 @@ class Shared(Scope):
         (inner,) = place._replace(is_shared=True).lower(self.body)
         is_whole = not any((node.cut or place.cut).may_slice for node in self.body if isinstance(node, Microbatches))
         wrt = [node.wrt for node in walk(self.body) if isinstance(node, Grad)]
-        build = inner.with_slices
+        build, placing = inner.with_slices, self.placing
         assert build is not None, "what several processes share is cut into slices"
+        layers = placing if placing is not None and placing.is_by_layer else None
 
         def with_slices(transform: Callable[[Operation], Operation]) -> Operation:
-            on_part = build(transform)
-
-            shared = functools.partial(_run_shared, on_part, ranks, wrt, is_checked=inner.sets_loss, is_whole=is_whole)
-            run = shared if self.placing is None else functools.partial(_run_gathered, shared, self.placing)
+            on_part = build(transform if layers is None else _layer_by_layer(transform, layers, is_whole))
+            shared = functools.partial(
+                _run_shared,
+                *(on_part, ranks, wrt),
+                is_checked=inner.sets_loss and layers is None,
+                is_whole=is_whole,
+                is_by_layer=layers is not None,
+            )
+            run = shared if placing is None else functools.partial(_run_placed, shared, build(transform), placing)
             return repeatable(with_own_gradients(run), self.body, ranks)
 
         return [inner._replace(run=with_slices(lambda body: body), with_slices=with_slices)]
@@ -129,16 +136,38 @@ class Shared(Scope):
         )
 
 
-def _run_gathered(shared: Callable[..., Carry], placing: Placing, carry: Carry, purpose: Purpose) -> Carry:
-    """Run a part of a step on gathered parameters; its gradients are divided like the parameters."""
+def _layer_by_layer(
+    transform: Callable[[Operation], Operation], placing: Placing, is_whole: bool
+) -> Callable[[Operation], Operation]:
+    """Return a transform of bodies that makes them run layer by layer, and then transforms them."""
+    return lambda body: transform(by_layer(body, placing, shares_statistics=is_whole))
+
+
+def _run_placed(
+    shared: Callable[..., Carry], on_whole: Operation, placing: Placing, carry: Carry, purpose: Purpose
+) -> Carry:
+    """Run a part of a step on divided parameters; its gradients are divided like them.
+
+    Args:
+        shared: What several processes share.
+        on_whole: The same for whole parameters, in each process by itself.
+        placing: How parameters are divided.
+        carry: Input of the part.
+        purpose: The purpose of the run.
+    """
     if purpose.sharing == "own":
         raise ValueError(
             "fully_sharded: the gradient of one process's part, at parameters of its own, needs parameters that differ "
             "between processes: use data_parallel"
         )
+    if placing.is_by_layer and purpose.sharing == "all":
+        return shared(carry, purpose)
     params = carry.state.params
     gathered = carry._replace(state=carry.state.replace(params=placing.gathered(params)))
-    end = shared(gathered, purpose, functools.partial(placing.sum_gradients, like=params))
+    if purpose.sharing == "none":
+        end = on_whole(gathered, purpose)
+    else:
+        end = shared(gathered, purpose, functools.partial(placing.sum_gradients, like=params))
     return end._replace(state=end.state.replace(params=params))
 
 
@@ -152,6 +181,7 @@ def _run_shared(
     *,
     is_checked: bool,
     is_whole: bool,
+    is_by_layer: bool = False,
 ) -> Carry:
     """Run the operation on this rank's part of the batch, and combine the results of all ranks.
 
@@ -165,6 +195,7 @@ def _run_shared(
         is_checked: True to compare the loss of this rank's part with the mean over its halves in a first run.
         is_whole: True if the part is not cut into slices. Then all ranks run the network equally often, and batch
             normalisation may use the statistics of the whole batch.
+        is_by_layer: True if results of slices are means over the ranks already; see `by_layer`.
     """
     if purpose.sharing == "none":
         return operation(carry, purpose)
@@ -177,12 +208,10 @@ def _run_shared(
     if purpose.sharing == "all":
         own = part_of(denominators(state), max(share.num_examples, 1), state.num_examples)
         start = start.replace(denominators=own)
-        shard = Shard(ranks, share.first_example, share.num_examples, state.num_examples)
-        token = SHARED_BATCH.set(SharedPart(ranks, share.num_examples, state.device) if is_whole else None)
-        try:
+        shard = Shard(ranks, share.first_example, share.num_examples, state.num_examples, in_step=is_by_layer)
+        part = SharedPart(ranks, share.num_examples, state.device)
+        with _sharing(part if is_whole else None, part if is_whole or is_by_layer else None):
             end = operation(Carry(start, carry.used), purpose._replace(shard=shard))
-        finally:
-            SHARED_BATCH.reset(token)
     else:
         end = operation(Carry(start, carry.used), purpose)
     if is_checked and purpose.is_first and start.whole_loss is None:
@@ -199,10 +228,11 @@ def _run_shared(
                 "own part of the batch, and states would come apart: change it at AFTER_TRAIN_BATCH or later; an "
                 "update belongs after Microbatches"
             )
-    weight = share.num_examples if end.terms is None or not share.num_examples else end.terms
-    names = [name for pattern in wrt for name in matching_params(state.context.trainable, pattern)]
-    shares_statistics = is_whole and share.num_examples > 0 and state.model.skeleton(train=True).has_batch_norms
-    after = _averaged_over_ranks(state, after, names, weight, ranks, sum_gradients, shares_statistics=shares_statistics)
+    if not is_by_layer:
+        weight = share.num_examples if end.terms is None or not share.num_examples else end.terms
+        names = [name for pattern in wrt for name in matching_params(state.context.trainable, pattern)]
+        has_shared = is_whole and share.num_examples > 0 and state.model.skeleton(train=True).has_batch_norms
+        after = _averaged_over_ranks(state, after, names, weight, ranks, sum_gradients, shares_statistics=has_shared)
     if not purpose.is_again:
         if purpose.watch is not None:
             _warn_of_different_buffers(state, after, ranks)
@@ -211,6 +241,17 @@ def _run_shared(
             slots=ranks.with_slots(state.slots, after.slots, counts=share.num_examples > 0),
         )
     return Carry(after, end.used, carry.terms)
+
+
+@contextmanager
+def _sharing(batch: SharedPart | None, part: SharedPart | None) -> Iterator[None]:
+    """Return a scope with this rank's part: where batch normalisation and the gradient look it up."""
+    tokens = SHARED_BATCH.set(batch), SHARED_PART.set(part)
+    try:
+        yield
+    finally:
+        SHARED_BATCH.reset(tokens[0])
+        SHARED_PART.reset(tokens[1])
 
 
 def _warn_of_different_buffers(before: State, after: State, ranks: Ranks) -> None:
@@ -264,7 +305,7 @@ def _averaged_over_ranks(
         flags = is_reached.to(before.device, non_blocking=True)
     elif own:
         found["grads"] = own
-    share, count = ranks.weigh(weight, flags, device=before.device)
+    share, _, count = ranks.weigh(weight, flags, device=before.device)
     grads = found.pop("grads", {})
     scale = _scaled_with_statistics if shares_statistics and isinstance(weight, Tensor) else scaled
     parts = dict(zip(grads, scale([*grads.values()], share), strict=True))

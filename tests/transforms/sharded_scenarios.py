@@ -4,6 +4,7 @@ python -m tests.transforms.sharded_scenarios STORE RANK MESH FOLDER [--shipped]
 """
 
 import datetime
+import itertools
 import sys
 import traceback
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import purecompose as pc
 from purecompose import Event, State, algorithms as alg, compose, loop_events, optim
@@ -20,7 +22,7 @@ from purecompose.algorithms import FACTORIES
 from purecompose.testing.ranks import played
 from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.tasks import TASKS
-from tests.helpers import changing, make_batch, make_mlp, make_state
+from tests.helpers import changing, make_batch, make_batches, make_mlp, make_state
 from tests.transforms.parallel_scenarios import SCENARIOS, Scenario, ragged, told
 
 
@@ -36,12 +38,17 @@ SHARDED = {name: scenario for name, scenario in SCENARIOS.items() if name != "sa
 }
 
 
-def run(scenario: Scenario, mesh: Any) -> list[State]:
+GATHERS: Any = ("step", "layer")
+NEEDS_PARTS = ("noise scale", "per_example_clipping", "per_example_clipping in chunks")
+"""Scenarios with methods that need the gradients of parts of the batch."""
+
+
+def run(scenario: Scenario, mesh: Any, gather: Any = "step") -> list[State]:
     """Return the states after each step, put together; without a mesh those of one process."""
     step = compose(loop_events, scenario.algorithms(), microbatches=scenario.microbatches)
     state = step.init(make_state(scenario.net(), duration="100ba", batches_per_epoch=10, **scenario.options))
     if mesh is not None:
-        step, state = pc.fully_sharded(step, mesh), pc.shard(state, mesh)
+        step, state = pc.fully_sharded(step, mesh, gather), pc.shard(state, mesh)
     if scenario.is_compiled:
         step = pc.compile(step, backend="eager", quiet=True)
     found = []
@@ -61,6 +68,13 @@ def of_shipped(text: str, transform: Callable[[Any], Any], place: Callable[[Stat
     for number in range(4):
         state = step(state, task.make_batch(number, 7))
     return pc.whole(state)
+
+
+def _told_or_refused(text: str, mesh: Any, gather: Any, place: Callable[[State], State]) -> Any:
+    try:
+        return told(of_shipped(text, lambda step: pc.fully_sharded(step, mesh, gather), place))
+    except ValueError as error:
+        return str(error)
 
 
 def refusals(mesh: Any) -> dict[str, str]:
@@ -83,6 +97,10 @@ def refusals(mesh: Any) -> dict[str, str]:
         "twice": lambda: pc.shard(pc.shard(state, mesh), mesh),
         "no mesh": lambda: pc.shard(state, dist.group.WORLD),
         "population": lambda: pc.fully_sharded(pc.population(step, 2), mesh),
+        "gather": lambda: pc.fully_sharded(step, mesh, "block"),  # pyright: ignore[reportArgumentType]
+        "parts": lambda: pc.fully_sharded(compose(loop_events, [alg.gradient_noise_scale()]), mesh, "layer"),
+        "nothing sets": lambda: pc.materialized(Halves().to("meta"), mesh),
+        "values": lambda: pc.materialized(torch.nn.Linear(2, 2), mesh),
         "placements": lambda: pc.fully_sharded(losing, mesh)(pc.shard(losing.init(state), mesh), batch),
         "in one process": lambda: step(placed, batch),
         "data_parallel": lambda: pc.data_parallel(step)(placed, batch),
@@ -109,17 +127,78 @@ def refusals(mesh: Any) -> dict[str, str]:
 
 def compiled_bits(mesh: Any) -> list[str]:
     """Return the differences between compiled steps, also with donation, and the step as composed."""
-    methods = [alg.mixup(1.0), alg.sam(0.5), alg.ema("2ba"), alg.gradient_clipping("norm", 0.1)]
-    step = pc.fully_sharded(compose(loop_events, methods, microbatches=2), mesh)
-    start = pc.shard(step.init(make_state(make_mlp(dropout=0.5), duration="100ba", batches_per_epoch=10)), mesh)
+    one = compose(loop_events, [alg.sam(0.5), alg.ema("2ba")], microbatches=2)
+    start = pc.shard(one.init(make_state(make_mlp(dropout=0.5), duration="100ba", batches_per_epoch=10)), mesh)
     found = []
-    for donate in (False, True):
+    for gather, donate in zip(GATHERS, (False, True), strict=True):
+        step = pc.fully_sharded(one, mesh, gather)
         compiled = pc.compile(step, backend="eager", quiet=True, donate=donate)
         ours, theirs = start.copy(), start
-        for batch in ragged():
+        for batch in make_batches(2):
             ours, theirs = compiled(ours, batch), step(theirs, batch)
         found += pc.tree.diff(ours.copy(), theirs)
     return found
+
+
+class _Sent(TorchDispatchMode):
+    """Mode that counts the bytes that a process sends by its messages, if they travel around a ring."""
+
+    num_bytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if func.namespace == "_c10d_functional" and func is not torch.ops._c10d_functional.wait_tensor.default:
+            size = dist.get_world_size()
+            turns = 2 if func is torch.ops._c10d_functional.all_reduce.default else 1
+            self.num_bytes += turns * max(result.nbytes, args[0].nbytes) * (size - 1) / size
+        return result
+
+
+def sent(mesh: Any) -> dict[str, float]:
+    """Return the bytes sent in a step, divided by those of summing as many gradients as there are parameters."""
+    net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+    state, size = pc.shard(make_state(net), mesh), mesh.size()
+    wanted = 2 * sum(param.nbytes for param in net.parameters()) * (size - 1) / size
+    found, batch = {}, make_batch(shape=(64,))
+    for gather, microbatches in itertools.product(GATHERS, (1, 2)):
+        step = pc.fully_sharded(compose(loop_events, microbatches=microbatches), mesh, gather)
+        later = step(state, batch)
+        with _Sent() as mode:
+            step(later, batch)
+        found[f"{gather} {microbatches}"] = mode.num_bytes / wanted
+    return found
+
+
+class Halves(torch.nn.Module):
+    """A network with a tied weight, one that its parent initialises, and a buffer that is made with values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+        self.attention = torch.nn.MultiheadAttention(4, 2, batch_first=True)
+        self.net[0].weight = self.attention.out_proj.weight
+        self.scale: torch.Tensor
+        self.register_buffer("scale", torch.arange(4.0, device="cpu"))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        rows = (inputs * self.scale)[:, None]
+        return self.net(self.attention(rows, rows, rows)[0][:, 0])
+
+
+def created(mesh: Any) -> list[State]:
+    """Return states of a network made without values, at the start and after steps, put together."""
+    with torch.device("meta"):
+        net = Halves()
+    step = compose(loop_events, [alg.ema("1ba")])
+    own = pc.materialized(net, mesh, key=3, init=lambda module: _filled(module) if hasattr(module, "scale") else None)
+    found = [step.init(make_state(own, duration="9ba", batches_per_epoch=9))]
+    for batch in ragged()[:2]:
+        found.append(pc.fully_sharded(step, mesh, "layer")(found[-1], batch))
+    return [pc.whole(state) for state in found]
+
+
+def _filled(module: Any) -> None:
+    torch.nn.init.constant_(module.net[2].bias, 2.0)
 
 
 def bytes_held(mesh: Any) -> tuple[int, int, int]:
@@ -140,18 +219,23 @@ def main(store: str, rank: int, shape: tuple[int, ...], folder: str, has_shipped
     mesh = init_device_mesh("cpu", shape)
     found: dict[str, Any] = {}
     found[".refusals"], found[".bytes"] = refusals(mesh), bytes_held(mesh)
-    found[".compiled bits"] = compiled_bits(mesh)
+    found[".compiled bits"], found[".sent"] = compiled_bits(mesh), sent(mesh)
+    # On the second mesh each process holds all rows.
+    found[".created"] = [[told(state) for state in created(one)] for one in (mesh, init_device_mesh("cpu", (size, 1)))]
     cases: dict[str, Callable[[], Any]] = {
-        name: lambda scenario=scenario: [told(state) for state in run(scenario, mesh)]
+        f"{name} {gather}": lambda scenario=scenario, gather=gather: [
+            told(state) for state in run(scenario, mesh, gather)
+        ]
         for name, scenario in SHARDED.items()
+        for gather in GATHERS
+        if gather == "step" or name not in NEEDS_PARTS
     }
     if has_shipped:
-        divided = lambda step: pc.fully_sharded(step, mesh)  # noqa: E731
         placed = lambda state: pc.shard(state, mesh)  # noqa: E731
         cases = {
             text: lambda text=text: (
                 told(of_shipped(text, pc.data_parallel, lambda state: state)),
-                told(of_shipped(text, divided, placed)),
+                *[_told_or_refused(text, mesh, gather, placed) for gather in GATHERS],
             )
             for row in SHIPPED.values()
             for text in row.examples

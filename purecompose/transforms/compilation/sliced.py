@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from purecompose._support.functorch import is_transforming
 from purecompose.core.contract import Contract
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Purpose
-from purecompose.nn.shared_batch import SHARED_BATCH
+from purecompose.core.ranks import SHARED_PART
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source, Writes
 from purecompose.transforms.compilation.capture import explained, fake_mode, state_of
 from purecompose.transforms.compilation.plan_parts import CompiledPart, Values
@@ -109,7 +109,7 @@ class SlicedPart:
             boundary = Boundary(
                 self._boundary.static, {name: signature for name, (signature, _) in found.items()}, carry.used
             )
-            shared = SHARED_BATCH.get()
+            shared = SHARED_PART.get()
             is_empty = None if shared is None else shared.is_empty
             body_key = body, tuple(boundary.signatures.values()), boundary.used, is_empty
             if body_key not in self._compiled_parts:

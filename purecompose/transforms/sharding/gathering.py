@@ -21,10 +21,12 @@ class Placing:
     Attributes:
         owners: The processes among which the rows of each parameter are divided.
         copies: The groups of processes that hold the same rows, along the mesh's other dimensions.
+        is_by_layer: True if they are gathered layer by layer, and False if all together for each gradient.
     """
 
     owners: Ranks
     copies: tuple[Ranks, ...] = ()
+    is_by_layer: bool = False
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors whole, on each process."""

@@ -13,7 +13,7 @@ from purecompose._support.checks import shown
 from purecompose.core.state import State
 
 
-__all__ = ["check_mesh", "shard", "whole"]
+__all__ = ["check_mesh", "placed_on", "shard", "whole"]
 
 
 def shard(state: State, mesh: Any) -> State:
@@ -54,7 +54,7 @@ def shard(state: State, mesh: Any) -> State:
         raise ValueError("shard: members of a population train in one process")
     shapes = {name: param.shape for name, param in state.params.items()}
     fields = {name: getattr(state, name) for name in ("params", "opt_state", "slots")}
-    return state.replace(**_with_params_mapped(lambda tensor: _placed(tensor, mesh), fields, shapes))
+    return state.replace(**_with_params_mapped(lambda tensor: placed_on(tensor, mesh), fields, shapes))
 
 
 def whole(state: State) -> State:
@@ -83,7 +83,7 @@ def check_mesh(mesh: Any, where: str) -> None:
         )
 
 
-def _placed(tensor: Tensor, mesh: Any) -> Tensor:
+def placed_on(tensor: Tensor, mesh: Any) -> Tensor:
     """Return a tensor that every process has as one of which each holds its rows."""
     from torch.distributed.tensor import Replicate, Shard
 

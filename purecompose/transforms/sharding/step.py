@@ -1,13 +1,16 @@
 """`fully_sharded`: a step of several processes, each of which holds some rows of every parameter."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from purecompose._support.checks import shown
+from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
 from purecompose.core.members import SINGLE
+from purecompose.core.operation import walk
 from purecompose.core.ranks import Ranks
+from purecompose.core.scopes import Microbatches
 from purecompose.transforms.data_parallel import shared_program
 from purecompose.transforms.sharding.gathering import Placing
 from purecompose.transforms.sharding.placing import check_mesh
@@ -16,32 +19,47 @@ from purecompose.transforms.sharding.placing import check_mesh
 __all__ = ["fully_sharded"]
 
 
-def fully_sharded(step: Step, mesh: Any) -> Step:
+def fully_sharded(step: Step, mesh: Any, gather: Literal["step", "layer"] = "step") -> Step:
     """Return a step that several processes compute together, each holding some rows of every parameter.
 
     It computes what `data_parallel(step)` does, for a state made by `shard(state, mesh)`. For the part of a step that
-    computes its gradient, parameters are gathered; gradients are summed and divided at once. Everything else, such as
-    the update and averages of weights, is computed on each process's rows. So a process needs its part of parameters,
-    gradients and the optimizer's memory, and during a gradient all parameters and gradients in addition. The messages
-    have as many bytes as those of `data_parallel`.
+    computes its gradient, parameters are gathered; gradients are summed and divided. Everything else, such as the
+    update and averages of weights, is computed on each process's rows.
+
+    With `gather="step"`, all parameters are gathered at once: during a gradient a process holds all of them, and all
+    gradients, and the messages have as many bytes as those of `data_parallel`, whatever the number of microbatches.
+    With `gather="layer"`, each function of the network gathers the parameters that it reads, in the forward pass and
+    again in the backward pass, and a gradient is summed and divided once it is complete: a process holds those of one
+    layer at a time. Messages have half as many bytes again, for each microbatch, and all processes must call the same
+    layers in the same order, whatever their examples.
 
     Args:
         step: A step made by `compose`.
         mesh: The `torch.distributed.DeviceMesh` of `shard`. The batch is divided among all of its processes.
+        gather: `"step"`, or `"layer"` for networks whose parameters and gradients do not fit in one process.
 
     Returns:
         A `Step`, as that of `data_parallel`; each process calls it with its sharded state and the same whole batch.
 
     Raises:
-        TypeError, RuntimeError, ValueError: As `data_parallel`, or a mesh of several dimensions does not contain all
-            processes. In a step: an algorithm takes the gradient of one
+        TypeError, RuntimeError, ValueError: As `data_parallel`; a mesh of several dimensions does not contain all
+            processes; or, with `gather="layer"`, an algorithm needs the gradients of parts of the batch
+            (`gradient_noise_scale`, `per_example_clipping`). In a step: an algorithm takes the gradient of one
             process's part at parameters of its own (`sam(per_rank=True)`).
+
+    References:
+        Samyam Rajbhandari, Jeff Rasley, Olatunji Ruwase, Yuxiong He: ZeRO: Memory Optimizations Toward Training
+        Trillion Parameter Models. SC 2020.
     """
     if not isinstance(step, Step):
         raise TypeError(f"fully_sharded: expected a step made by compose, got {shown(step)}")
     check_mesh(mesh, "fully_sharded")
     if step.members is not SINGLE:
         raise ValueError(f"fully_sharded: members of a population train in one process, got {step!r}")
+    if gather not in ("step", "layer"):
+        raise ValueError(f"fully_sharded: gather={gather!r}: expected 'step' or 'layer'")
+    if gather == "layer":
+        _check_needs_no_parts(step)
     last = mesh.ndim - 1
     owners, *copies = (_ranks(mesh.get_group(dim)) for dim in (last, *range(last)))
     everyone = owners if mesh.ndim == 1 else _ranks(dist.group.WORLD)
@@ -49,7 +67,25 @@ def fully_sharded(step: Step, mesh: Any) -> Step:
         raise ValueError(
             f"fully_sharded: a mesh of several dimensions must contain all {everyone.size} processes, got {mesh}"
         )
-    return step.replace(program=shared_program(step.program, everyone, placing=Placing(owners, tuple(copies))))
+    placing = Placing(owners, tuple(copies), is_by_layer=gather == "layer")
+    return step.replace(program=shared_program(step.program, everyone, placing=placing))
+
+
+def _check_needs_no_parts(step: Step) -> None:
+    """Raise if gradients of parts of the batch are needed, which are never complete in one process."""
+    for algorithm in step.algorithms:
+        for trait in (Trait.MEASURES_MICROBATCHES, Trait.CLIPS_EXAMPLES):
+            if trait in algorithm.traits:
+                raise ValueError(
+                    f"fully_sharded: {algorithm.name} {trait.value.partition(':')[0]}, and with gather='layer' no "
+                    "process ever has the gradient of its own part of the batch: use gather='step'"
+                )
+    for node in step.program:
+        if sum(isinstance(inner, Microbatches) for inner in walk([node])) > 1:
+            raise ValueError(
+                "fully_sharded: with gather='layer' each microbatch sends messages, so that all processes must cut "
+                "their parts alike: a Microbatches within another is not supported; use gather='step'"
+            )
 
 
 def _ranks(group: Any) -> Ranks:

@@ -1,0 +1,99 @@
+"""Networks whose parameters are divided among processes: those of the function that runs are put together."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from purecompose._support.functorch import is_transforming, unwrapped
+from purecompose._support.scopes import NOTHING
+from purecompose._support.shards import is_shard, may_be_shards, whole
+
+
+__all__ = ["GatheredOnUse", "gathered_on_use"]
+
+
+class GatheredOnUse(TorchFunctionMode):
+    """Mode in which functions of torch that are given divided tensors compute on all of their rows.
+
+    So the parameters of a network are whole only while they are used, one layer at a time. All processes must call the
+    same functions in the same order.
+
+    Args:
+        gather: Function that returns all rows of a divided tensor.
+    """
+
+    def __init__(self, gather: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._gather = gather
+        self._tokens: list[Token[bool]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _computes(func) and (any(map(_has_shards, args)) or any(map(_has_shards, kwargs.values()))):
+            args = tuple(map(self._whole, args))
+            kwargs = {name: self._whole(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def __enter__(self) -> "GatheredOnUse":
+        self._tokens.append(_IS_ACTIVE.set(True))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _IS_ACTIVE.reset(self._tokens.pop())
+
+    def _whole(self, value: Any) -> Any:
+        if is_shard(value):
+            return self._gather(value)
+        return type(value)(map(self._whole, value)) if _has_shards(value) else value
+
+
+def gathered_on_use(params: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """Return a scope for a forward pass outside of a step's gradient, in which divided parameters are gathered on use.
+
+    Raises:
+        RuntimeError: A gradient or map would go through the messages.
+    """
+    if not may_be_shards():
+        return NOTHING
+    params = list(map(unwrapped, params)) if is_transforming() else params
+    divided = list(filter(is_shard, params))
+    if not divided or _IS_ACTIVE.get():
+        return NOTHING
+    if is_transforming() or torch.is_grad_enabled() and any(param.requires_grad for param in divided):
+        raise RuntimeError(
+            "each process holds only some rows of the parameters, and no gradient or map goes through the messages "
+            "that gather them: train by fully_sharded(step, mesh); for gradients of your own and for torch.func use "
+            "pc.whole(state)"
+        )
+    return GatheredOnUse(whole)
+
+
+_IS_ACTIVE: ContextVar[bool] = ContextVar("is_gathered_on_use", default=False)
+
+_DESCRIBING = {
+    getattr(Tensor, name)
+    for name in (
+        *("detach", "requires_grad_", "size", "dim", "ndimension", "stride", "numel", "nelement", "element_size"),
+        *("is_floating_point", "is_complex", "is_contiguous", "is_conj", "is_neg", "is_inference", "storage_offset"),
+        *("untyped_storage", "register_hook", "__hash__", "__len__"),
+    )
+} | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_conj, torch.is_neg, torch.autograd.grad}
+"""Functions that do not compute with the numbers of a tensor."""
+
+_COMPUTED_ATTRIBUTES = ("T", "mT", "H", "mH", "real", "imag", "data")
+
+
+def _computes(func: Any) -> bool:
+    if getattr(func, "__name__", "") == "__get__":
+        return func.__self__.__name__ in _COMPUTED_ATTRIBUTES
+    return func not in _DESCRIBING
+
+
+def _has_shards(value: Any) -> bool:
+    return any(map(is_shard, value)) if type(value) in (tuple, list) else is_shard(value)

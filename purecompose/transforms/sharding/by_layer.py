@@ -1,0 +1,137 @@
+"""Passes over a slice of the batch in which the parameters of one layer at a time are whole.
+
+A function that reads divided parameters is given whole ones. The graph of the backward pass keeps a process's rows in
+their place and gathers them again. Gradients are summed over the processes and divided as soon as they are complete.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from purecompose import tree
+from purecompose._support.shards import is_shard
+from purecompose.core.means import has_mean
+from purecompose.core.operation import Carry, Operation, Purpose
+from purecompose.core.ranks import SHARED_PART, SharedPart, counted, scaled
+from purecompose.core.state import State
+from purecompose.nn.gathering import GatheredOnUse
+from purecompose.transforms.sharding.gathering import Placing
+
+
+__all__ = ["by_layer"]
+
+
+def by_layer(body: Operation, placing: Placing, *, shares_statistics: bool) -> Operation:
+    """Return a body of slices that runs on divided parameters, and whose results are means over all processes.
+
+    Args:
+        body: The body, whose gradients are of this process's slice.
+        placing: How parameters are divided.
+        shares_statistics: True if batch normalisation may use the statistics of all processes; see `SharedPart`.
+    """
+
+    def run(carry: Carry, purpose: Purpose) -> Carry:
+        state, whole_part = carry.state, SHARED_PART.get()
+        assert whole_part is not None, "runs within Shared"
+        part = whole_part if shares_statistics else whole_part.of_slice(state.num_examples)
+        has_shared_statistics = shares_statistics and state.model.skeleton(train=True).has_batch_norms
+        token = SHARED_PART.set(part)
+        try:
+            with _Pass(placing, part, has_shared_statistics=has_shared_statistics).running():
+                end = body(carry, purpose)
+        finally:
+            SHARED_PART.reset(token)
+        return end if end.state.grads is None else _averaged(state, end, part)
+
+    return run
+
+
+class _Saved(NamedTuple):
+    """A view of gathered rows, as the graph of the backward pass keeps it."""
+
+    shard: Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+class _Pass:
+    """A forward and backward pass."""
+
+    def __init__(self, placing: Placing, part: SharedPart, *, has_shared_statistics: bool) -> None:
+        self.placing, self.part, self.has_shared_statistics = placing, part, has_shared_statistics
+        self._gathered: dict[StorageWeakRef, Tensor] = {}
+        """The shards by the memory of their gathered rows; a reference keeps the memory's number from being reused."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Return a scope in which divided parameters are gathered on use."""
+        with GatheredOnUse(self._differentiable), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def whole(self, shard: Tensor) -> Tensor:
+        """Return all rows of a divided tensor."""
+        shard = shard.detach()
+        rows = self.placing.gathered({"": shard})[""]
+        self._gathered[StorageWeakRef(rows.untyped_storage())] = shard
+        return rows
+
+    def summed(self, grad: Tensor, shard: Tensor) -> Tensor:
+        """Return the mean over processes of a gradient, divided like its parameter."""
+        share = self.part.weighed().share
+        if self.has_shared_statistics and not self.part.is_empty:
+            own = (counted(grad, share) * self.part.gradient_share()).to(grad.dtype)
+        else:
+            (own,) = scaled([grad], share)
+        return self.placing.sum_gradients({"": own}, {"": shard})[""]
+
+    def _differentiable(self, shard: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and shard.requires_grad:
+            return _Gather.apply(shard, self)  # pyright: ignore[reportReturnType]
+        return self.whole(shard)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        shard = self._gathered.get(StorageWeakRef(tensor.untyped_storage()))
+        return tensor if shard is None else _Saved(shard, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if not isinstance(saved, _Saved):
+            return saved
+        rows = self.whole(saved.shard)
+        if (saved.shape, saved.stride) == (rows.shape, rows.stride()):
+            return rows
+        if rows.ndim == 2 and (saved.shape, saved.stride) == (rows.t().shape, rows.t().stride()):
+            return rows.t()
+        return rows.as_strided(saved.shape, saved.stride, saved.offset)
+
+
+class _Gather(torch.autograd.Function):
+    """All rows of a divided tensor; the gradient is summed over the processes and divided."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, run: _Pass) -> Tensor:
+        ctx.run, ctx.shard = run, shard.detach()
+        return run.whole(shard)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.run.summed(grads[0], ctx.shard), None
+
+
+def _averaged(before: State, end: Carry, part: SharedPart) -> Carry:
+    """Return the end of a slice with loss, metrics and gradients that are not divided averaged over processes."""
+    after, (share, total, _) = end.state, part.weighed()
+    new = {name: value for name, value in after.metrics.items() if value is not before.metrics.get(name)}
+    grads: dict[str, Tensor] = after.grads or {}
+    found = {
+        "metrics": {name: value for name, value in new.items() if has_mean(value)},
+        "grads": {name: grad for name, grad in grads.items() if not is_shard(grad)},
+    } | ({} if after.loss is None else {"loss": after.loss})
+    leaves, spec = tree.flatten(found)
+    means = tree.unflatten(spec, part.ranks.reduced(scaled(leaves, share), "sum"))
+    merged = {name: {**getattr(after, name), **means[name]} for name in ("metrics", "grads")}
+    return Carry(after.replace(**{**means, **merged}), end.used, total)
