@@ -43,6 +43,7 @@ from purecompose import (
     tree,
 )
 from purecompose.run.saving import CheckpointError, CheckpointWarning, folder, newest
+from purecompose.run.saving.tensors import check_files
 from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS, Task
@@ -186,7 +187,7 @@ def broken(where: pathlib.Path) -> list[str]:
     for path in sorted(where.iterdir()) if where.exists() else ():
         if not path.name.startswith("."):
             try:
-                folder.check_tensors(path, folder.read_index(path))
+                check_files(path, folder.read_index(path))
             except CheckpointError as error:
                 found.append(str(error))
     return found

@@ -12,7 +12,19 @@ import torch
 from torch import Tensor
 
 
-__all__ = ["divided", "is_shard", "local", "may_be_shards", "place_of", "placed", "rows_of", "sum_of_shards", "whole"]
+__all__ = [
+    "Place",
+    "divided",
+    "is_shard",
+    "local",
+    "may_be_shards",
+    "place_of",
+    "placed",
+    "rows_of",
+    "span_of",
+    "sum_of_shards",
+    "whole",
+]
 
 _MODULE = "torch.distributed.tensor"
 
@@ -72,9 +84,19 @@ def divided(tensor: Tensor, place: Place | None) -> Tensor:
 
 def rows_of(tensor: Tensor, mesh: Any) -> Tensor:
     """Return the rows of a whole tensor that this process holds on a mesh, copied."""
-    size = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
-    start = min(size * mesh.get_local_rank(mesh.ndim - 1), tensor.shape[0])
-    return tensor[start : start + size].clone()
+    start, stop = _span(tensor.shape[0], mesh)
+    return tensor[start:stop].clone()
+
+
+def span_of(place: Place) -> tuple[int, int]:
+    """Return the first row that this process holds of a divided tensor, and the row after the last."""
+    return _span(place.shape[0], place.mesh)
+
+
+def _span(num_rows: int, mesh: Any) -> tuple[int, int]:
+    size = -(-num_rows // mesh.size(mesh.ndim - 1))
+    start = min(size * mesh.get_local_rank(mesh.ndim - 1), num_rows)
+    return start, min(start + size, num_rows)
 
 
 def sum_of_shards(own: Tensor, shards: Sequence[Any]) -> Tensor:

@@ -82,6 +82,11 @@ class Ranks:
     rank: int
     size: int
 
+    @staticmethod
+    def of(group: Any) -> "Ranks":
+        """Return the processes of a `torch.distributed.ProcessGroup`."""
+        return Ranks(group.group_name, group.rank(), group.size())
+
     def share(self, batch: Any, layout: Layout) -> Share:
         """Return this rank's part: consecutive examples; the sizes of parts differ by one at most."""
         num_examples = layout.num_examples(batch)

@@ -28,7 +28,8 @@ from purecompose.run.outer import EpochData, Run
 from purecompose.run.plateau import Adjuster
 from purecompose.run.saving.checkpoint import restore_extra
 from purecompose.run.saving.errors import CheckpointWarning, MismatchError
-from purecompose.run.saving.keeping import Checkpoints, Keeper, Resumed, resumed_from, resumed_from_newest
+from purecompose.run.saving.keeping import Checkpoints, Keeper
+from purecompose.run.saving.resuming import Resumed, resumed_from, resumed_from_newest
 from purecompose.run.stopping import Stopper, with_memories
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 from purecompose.time.event import Event

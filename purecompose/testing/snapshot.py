@@ -8,9 +8,9 @@ import struct
 from purecompose.core.state import State
 from purecompose.run.saving.checkpoint import assembled, snapshot, template
 from purecompose.run.saving.errors import CheckpointError
-from purecompose.run.saving.folder import library
 from purecompose.run.saving.index import from_json, to_json
 from purecompose.run.saving.leaves import Spec, mismatches, stored
+from purecompose.run.saving.tensors import library
 
 
 __all__ = ["SnapshotError", "from_bytes", "to_bytes"]

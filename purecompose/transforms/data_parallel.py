@@ -409,7 +409,7 @@ def _ranks(mesh: Any) -> Ranks | None:
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError("data_parallel: this process is not in the group")
-    return Ranks(group.group_name, rank, group.size()) if group.size() > 1 else None
+    return Ranks.of(group) if group.size() > 1 else None
 
 
 def _check_placed(state: State, placing: Placing | None) -> None:

@@ -1,7 +1,7 @@
 """`save` and `load`: write a state to a folder and read it back, with the same bits."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
+from purecompose._support.shards import local, place_of, span_of
 from purecompose._support.warnings import warn
 from purecompose.core.changes import memory_for
 from purecompose.core.context import Static
 from purecompose.core.state import State
-from purecompose.run.saving import extra as extras, folder
+from purecompose.run.saving import extra as extras, folder, together
 from purecompose.run.saving.description import (
     describe,
     differences,
@@ -35,6 +36,8 @@ from purecompose.run.saving.leaves import (
     spec_of,
     stored,
 )
+from purecompose.run.saving.tensors import SavedTensors, is_whole
+from purecompose.run.saving.together import Writers, writers_of
 from purecompose.time.event import Event
 
 
@@ -67,13 +70,29 @@ class Snapshot:
     tensors: dict[str, Tensor]
     arrived: torch.cuda.Event | None
     """Event at which the copies from a GPU are complete."""
+    rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Of divided tensors, the first row that this process has, and the row after the last."""
 
-    def write(self, target: Path) -> None:
-        """Write the snapshot, atomically; may be called in another thread."""
+    def write(self, target: Path, writers: Writers | None = None, number: int = 0) -> None:
+        """Write the snapshot, atomically; may be called in another thread.
+
+        Args:
+            target: The folder.
+            writers: The processes that write it together, if the state is divided; see `together.write`.
+            number: The number of checkpoints that they have written before.
+        """
         if self.arrived is not None:
             self.arrived.synchronize()
-        tensors = {name: stored(tensor) for name, tensor in self.tensors.items()}
-        folder.write(target, lambda files: _with_files(self.index, files), tensors)
+
+        def index(files: dict[str, Any]) -> Index:
+            return Index(**{**vars(self.index), "files": files})
+
+        if writers is None:
+            folder.write(target, index, {name: stored(tensor) for name, tensor in self.tensors.items()})
+        elif writers.number is not None:
+            own = self.rows if writers.number else self.tensors  # the first process writes what is not divided
+            tensors = {name: stored(self.tensors[name]) for name in own}
+            together.write(target, index, tensors, self.rows, writers, number)
 
 
 def snapshot(
@@ -94,6 +113,9 @@ def snapshot(
         raise ValueError(f"save: parts={parts!r}: expected {' or '.join(map(repr, get_args(Parts)))}")
     tensors, values = leaves_of(state)
     description = describe(state, step)
+    rows = {name: span_of(place) for name, tensor in tensors.items() if (place := place_of(tensor)) is not None}
+    if parts == "trainable" and rows:
+        raise ValueError("save: parts='trainable': each process holds some rows of this state: save pc.whole(state)")
     if parts == "trainable" and description["frozen"]:
         base = {name: state.params[name] for name in description["frozen"]}
         description[_BASE] = checksum(base)
@@ -111,7 +133,7 @@ def snapshot(
         metrics=dict(metrics or {}),
         memory={**(memory or {}), **({} if extra is None else {extras.NAME: packed})},
     )
-    return Snapshot(index, *_fetched(tensors))
+    return Snapshot(index, *_fetched({name: local(tensor) for name, tensor in tensors.items()}), rows)
 
 
 def save(state: State, path: Path | str, *, step: Any = None, parts: Parts = "all") -> Path:
@@ -137,7 +159,10 @@ def save(state: State, path: Path | str, *, step: Any = None, parts: Parts = "al
         CheckpointError: The state is from inside a step.
         ImportError: Safetensors is not installed.
     """
-    snapshot(state, step, parts=parts).write(Path(path))
+    writers = writers_of(state)
+    snapshot(state, step, parts=parts).write(Path(path), writers)
+    if writers is not None:
+        writers.is_good_for_all(True)  # the first process comes here when the checkpoint is complete
     return Path(path)
 
 
@@ -198,7 +223,7 @@ def _whole_before(path: Path) -> Path | None:
     own = next((one.index.batch for one in found if one.path == path), None)
     for one in found:
         if one.path != path and (own is None or one.index.batch <= own):
-            if folder.is_whole(one.path, one.index):
+            if is_whole(one.path, one.index):
                 return one.path
     return None
 
@@ -206,7 +231,7 @@ def _whole_before(path: Path) -> Path | None:
 def restored(path: Path, index: Index, like: State) -> State:
     """Return the state of a checkpoint whose index has already been compared."""
     try:
-        return assembled(index, folder.read_tensors(path, index), like)
+        return assembled(index, SavedTensors(path, index), like)
     except DamagedError as error:
         raise error if str(path) in str(error) else DamagedError(f"{path} cannot be used: {error}") from error
 
@@ -229,7 +254,7 @@ def restore_extra(extra: Any, path: Path, index: Index) -> None:
         )
         warn(f"{path}: {text}", CheckpointWarning)
     elif extra is not None:
-        tensors = folder.read_tensors(path, index)
+        tensors = SavedTensors(path, index)
         own = {name: Spec.of_text(text) for name, text in index.tensors.items() if extras.is_extra(name)}
         outside = {name: restored_tensor(tensors[name], spec) for name, spec in own.items()}
         try:
@@ -346,7 +371,3 @@ def _fetched(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], torch.cu
 
 def _pinned(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def _with_files(index: Index, files: dict[str, Any]) -> Index:
-    return Index(**{**vars(index), "files": files})

@@ -5,7 +5,6 @@ readers ignore the hidden folder and the next writer removes it.
 """
 
 import contextlib
-import hashlib
 import os
 import re
 import secrets
@@ -17,10 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
-from purecompose._support.files import opened, read_whole
+from purecompose._support.files import read_whole
 from purecompose.run.saving.errors import CheckpointError, DamagedError
 from purecompose.run.saving.index import Index, from_json, to_json
 from purecompose.run.saving.process import is_alive, token
+from purecompose.run.saving.tensors import digest, file_name, is_file_name, save_tensors
 from purecompose.time import Timestamp
 
 
@@ -28,26 +28,23 @@ __all__ = [
     "CHECKPOINTS",
     "Found",
     "all_in",
-    "check_tensors",
     "clear",
-    "digest",
-    "is_whole",
-    "library",
+    "hidden",
     "name_at",
     "put_aside",
     "read_index",
-    "read_tensors",
     "remove",
     "replaced",
-    "save_tensors",
     "write",
+    "write_index",
+    "write_tensors",
     "written",
 ]
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder of checkpoints in a run's folder."""
 
-_INDEX, _TENSORS = "index.json", "state.safetensors"
+_INDEX = "index.json"
 _MOST_INDEX = 2**26
 """Maximal size of an index that is read, in bytes; a tensor takes about 100."""
 _WRITING, _OLD = ".writing", ".old"
@@ -70,31 +67,33 @@ def write(target: Path, make_index: Callable[[dict[str, Any]], Index], tensors: 
         tensors: Tensors by name, on the CPU and contiguous.
     """
     with replaced(target) as folder:
-        # Tied tensors are written twice, because the file format has no ties, and a state needs none.
-        owned = {name: tensor.clone() if _is_part(tensor) else tensor for name, tensor in _unshared(tensors).items()}
-        save_tensors(owned, folder / _TENSORS, {"format": "pt"})
-        (folder / _INDEX).write_text(to_json(make_index({_TENSORS: digest(folder / _TENSORS)})), encoding="utf-8")
+        write_index(folder, make_index({file_name(): write_tensors(folder / file_name(), tensors)}))
 
 
-def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file."""
-    package = library()
-    try:
-        package.torch.save_file(dict(tensors), file, dict(metadata))
-    except package.SafetensorError as error:
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write a file of tensors, which are on the CPU and contiguous, and return its length and checksum."""
+    # Tied tensors are written twice, because the file format has no ties, and a state needs none.
+    owned = {name: tensor.clone() if _is_part(tensor) else tensor for name, tensor in _unshared(tensors).items()}
+    save_tensors(owned, file, {"format": "pt"})
+    return digest(file)
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Write the index of a checkpoint."""
+    (folder / _INDEX).write_text(to_json(index), encoding="utf-8")
 
 
 @contextlib.contextmanager
-def replaced(target: Path) -> Iterator[Path]:
-    """Yield a folder to write to, which replaces the target at the end of the scope; after an error it is removed."""
+def replaced(target: Path, new: Path | None = None) -> Iterator[Path]:
+    """Yield a folder to write to, which replaces the target at the end of the scope; after an error it is removed.
+
+    Args:
+        target: The folder.
+        new: The folder to write to, as `hidden` names it, which may exist; by default one that nobody else knows.
+    """
     _check_replaceable(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    new, old = _hidden(target, _WRITING), _hidden(target, _OLD)
-    new.mkdir()
+    new, old = new or _hidden(target, _WRITING), _hidden(target, _OLD)
+    new.mkdir(parents=True, exist_ok=True)
     try:
         yield new
         for file in new.iterdir():
@@ -160,40 +159,6 @@ def read_index(path: Path) -> Index:
         raise type(error)(f"{path} cannot be used: {error}") from error.__cause__
 
 
-def read_tensors(path: Path, index: Index) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint, after comparing the file with the index."""
-    package, file = library(), path / _TENSORS
-    check_tensors(path, index)
-    try:
-        return package.torch.load_file(file)
-    except (package.SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise DamagedError(f"{file} cannot be read: {error}") from error
-
-
-def check_tensors(path: Path, index: Index) -> None:
-    """Compare the file of a checkpoint's tensors with its index."""
-    file, reported = path / _TENSORS, index.files.get(_TENSORS, {})
-    try:
-        with opened(file) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            if size != reported.get("bytes"):  # compared before the content is read
-                raise DamagedError(f"{file} has {size} bytes, its index says {reported.get('bytes')}: it is not whole")
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise DamagedError(f"{path} is not a whole checkpoint: {_TENSORS} cannot be read ({_reason(error)})") from error
-    if found != reported.get("sha256"):
-        raise DamagedError(f"{file} has been changed since it was written (the checksum does not fit)")
-
-
-def is_whole(path: Path, index: Index) -> bool:
-    """Return whether the file of a checkpoint's tensors agrees with its index."""
-    try:
-        check_tensors(path, index)
-    except DamagedError:
-        return False
-    return True
-
-
 def name_at(now: Timestamp) -> str:
     """Return the name of a run's checkpoint at a time, such as `ep0003-ba00000120`."""
     return f"ep{now.epoch:04d}-ba{now.batch:08d}"
@@ -247,25 +212,15 @@ def remove(path: Path) -> None:
     _delete(hidden)
 
 
-def digest(file: Path) -> dict[str, Any]:
-    """Return a file's length in bytes, and its sha256."""
-    with file.open("rb") as opened:
-        return {"bytes": os.fstat(opened.fileno()).st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
-
-
-def library() -> Any:
-    """Return the safetensors package."""
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError("checkpoints need safetensors; install it with `pip install 'purecompose[run]'`") from error
-    return safetensors
-
-
 _NAME = re.compile(r"ep\d{4,}-ba\d{8,}")
 _HIDDEN = re.compile(
     r"\.(?P<name>.+)\.(?P<pid>\d+)-((?P<token>[0-9a-f]{8})-)?[0-9a-f]{8}(?P<kind>\.writing|\.old)", re.DOTALL
 )
+
+
+def hidden(target: Path, process: str, number: int) -> Path:
+    """Return the hidden name next to a target of what a process writes, given by its number and token."""
+    return target.with_name(f".{target.name}.{process}-{number:08x}{_WRITING}")
 
 
 def _hidden(target: Path, kind: str) -> Path:
@@ -290,7 +245,7 @@ def _check_replaceable(target: Path) -> None:
 
 def _is_ours_alone(path: Path) -> bool:
     """Return whether this is a checkpoint's folder, with nothing else in it."""
-    return path.is_dir() and {file.name for file in path.iterdir()} <= {_INDEX, _TENSORS}
+    return path.is_dir() and all(file.name == _INDEX or is_file_name(file.name) for file in path.iterdir())
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

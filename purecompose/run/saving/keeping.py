@@ -15,17 +15,18 @@ from purecompose._support.warnings import warn
 from purecompose.core.state import State
 from purecompose.losses.metrics import is_lower_better
 from purecompose.run.saving import folder as disk
-from purecompose.run.saving.checkpoint import Snapshot, check_fits, read, restored, snapshot
-from purecompose.run.saving.errors import CheckpointWarning, DamagedError
+from purecompose.run.saving.checkpoint import Snapshot, snapshot
+from purecompose.run.saving.errors import CheckpointWarning
 from purecompose.run.saving.extra import check_extra
-from purecompose.run.saving.index import Index
 from purecompose.run.saving.leaves import leaves_of
+from purecompose.run.saving.resuming import Resumed
+from purecompose.run.saving.tensors import is_whole, library
+from purecompose.run.saving.together import Writers, writers_of
 from purecompose.time import Time, Timestamp, TimeUnit
-from purecompose.time.event import Event
 from purecompose.time.intervals import Interval, checked_interval, has_passed
 
 
-__all__ = ["Checkpoints", "Keeper", "Resumed", "newest", "resumed_from", "resumed_from_newest", "surplus"]
+__all__ = ["Checkpoints", "Keeper", "newest", "surplus"]
 
 
 @dataclass(frozen=True)
@@ -104,58 +105,6 @@ def newest(folder: Path | str) -> Path | None:
     return found[0].path if found else None
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """A checkpoint from which a run continues."""
-
-    state: State
-    index: Index
-    path: Path
-
-
-def resumed_from(path: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed:
-    """Return the checkpoint in a folder, to resume a run; BEFORE_LOAD fires on the template, as in `load`.
-
-    Args:
-        path: The checkpoint.
-        like: The template.
-        step: The step that will train it.
-        is_adaptive: True if the number of microbatches is found by trying, so that another number is not a difference.
-    """
-    state = read(path, step.fire(Event.BEFORE_LOAD, like), step=step, is_adaptive=is_adaptive)
-    return Resumed(state, disk.read_index(Path(path)), Path(path))
-
-
-def resumed_from_newest(folder: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed | None:
-    """Return the newest complete checkpoint in a folder, to resume a run; `None` if there is none.
-
-    Damaged ones are renamed to `*.damaged-*`, because the run will write these batches again. For the arguments see
-    `resumed_from`.
-    """
-    with contextlib.suppress(OSError):  # a read-only folder is sufficient
-        disk.clear(Path(folder))
-    found, damaged = disk.all_in(Path(folder))
-    for error in damaged.values():
-        if not isinstance(error, DamagedError):
-            raise error  # not damaged, but this version cannot read it
-    like = step.fire(Event.BEFORE_LOAD, like) if found else like
-    for one in found:
-        try:
-            check_fits(one.path, one.index, like, step, is_adaptive=is_adaptive)
-            resumed = Resumed(restored(one.path, one.index, like), one.index, one.path)
-        except DamagedError as error:
-            damaged[one.path] = error
-            continue
-        if damaged:
-            warn(f"{_joined(damaged.values())}; put aside, and continuing from {one.path}", CheckpointWarning)
-        for path in damaged:
-            disk.put_aside(path)
-        return resumed
-    if damaged:
-        raise DamagedError(f"no whole checkpoint is left in {folder}: {_joined(damaged.values())}")
-    return None
-
-
 class Keeper:
     """The writer of a run's checkpoints, one for each call of `fit`.
 
@@ -179,6 +128,8 @@ class Keeper:
         self._written_at: float = time.monotonic()
         self._last: tuple[Timestamp, Any] | None = None
         self._best: float | None = None
+        self._writers: Writers | None = None
+        self._num_written = 0
 
     def begin(self, state: State, *, from_here: Resumed | None = None) -> None:
         """Check, before the run starts, that it can be saved, and that the folder has no later checkpoints.
@@ -188,7 +139,14 @@ class Keeper:
             from_here: The checkpoint in this folder from which the run continues, if any.
         """
         leaves_of(state)
-        disk.library()
+        library()
+        self._writers = writers_of(state)
+        if self._writers is not None and isinstance(every := self.settings.every, Time):
+            if every.unit is TimeUnit.SECOND:
+                raise ValueError(
+                    f"checkpoints: every={every}: processes that hold parts of a state write at the same batch, and "
+                    "clocks differ; give a number of batches or epochs"
+                )
         found, _ = disk.all_in(self.folder)
         later = [one for one in found if one.index.batch > state.timestamp.batch]
         if later and from_here is None:
@@ -200,7 +158,8 @@ class Keeper:
         if from_here is not None and from_here.state.timestamp == state.timestamp:
             self._last = state.timestamp, from_here.index.metrics  # already saved, with these metrics
         try:
-            disk.clear(self.folder)
+            if self._is_tidying:
+                disk.clear(self.folder)
         except OSError as error:
             self._problems.append(f"{self.folder} cannot be tidied: {_words(error)}")
 
@@ -239,7 +198,7 @@ class Keeper:
         while True:
             self.keep(state, step, metrics, memory)
             self.settle()
-            if not _is_disk_full(self._failure):
+            if not _is_disk_full(self._failure) or self._writers is not None:
                 return
             # If the state is already saved, and only new metrics are missing, there is no need to wait.
             may_wait = self.written is None or self.written[1] != state.timestamp
@@ -273,7 +232,15 @@ class Keeper:
         self._failures.clear()
         self._tell()
 
+    @property
+    def _is_tidying(self) -> bool:
+        """True for the process that removes what is no longer needed: one of those that write together."""
+        return self._writers is None or self._writers.is_first
+
     def _hand_over(self, task: "_Task", is_best: bool) -> None:
+        if self._writers is not None:
+            self.settle()  # all processes write the same checkpoints, so that none may be skipped
+            self._num_written += 1
         if self._pool is None:
             self._write(task)
         else:
@@ -293,13 +260,13 @@ class Keeper:
     def _write(self, task: "_Task") -> None:
         """Write a checkpoint, possibly in the writing thread; errors become warnings and never end the run."""
         try:
-            task.taken.write(task.target)
+            task.taken.write(task.target, self._writers, self._num_written)
         except Exception as error:
             self._failed(task.target, error)
             return
         self.written, self._failure = (task.target, task.now), None
         try:
-            found, _ = disk.all_in(self.folder)
+            found = disk.all_in(self.folder)[0] if self._is_tidying else []
             for one in surplus(found, self.settings):
                 if one.path != task.target:
                     disk.remove(one.path)
@@ -313,6 +280,8 @@ class Keeper:
         if self._failures[cause] == 1:  # `close` reports the number of repetitions
             self._problems.append(f"{target} was not written, and training continues without it: {_words(error)}")
         self._last = None  # the same state may be tried again
+        if self._writers is not None:
+            return  # `_best` has to remain the same in all processes
         with contextlib.suppress(OSError):
             self._best = self._best_of(disk.all_in(self.folder)[0])  # a checkpoint that was not written does not count
 
@@ -323,7 +292,7 @@ class Keeper:
             older = [one for one in found if one.index.batch < now.batch]
             for one in reversed(_beside_a_newer_one(older, settings)):
                 rest = [other for other in found if other is not one]
-                if any(disk.is_whole(other.path, other.index) for other in rest):
+                if any(is_whole(other.path, other.index) for other in rest):
                     disk.remove(one.path)
                     return not one.path.exists()
         return False
@@ -394,10 +363,6 @@ def _is_disk_full(error: Exception | None) -> bool:
 def _cause(error: Exception) -> str:
     """Return an error as text, without the name of the file, so that it is the same for each checkpoint."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
-
-
-def _joined(problems: Iterable[object]) -> str:
-    return "; ".join(map(str, problems))
 
 
 def _words(error: Exception) -> str:

@@ -4,13 +4,13 @@ import ctypes
 import hashlib
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.shards import is_shard
+from purecompose._support.shards import local, place_of, placed, span_of
 from purecompose.core.context import SealedTime, Static
 from purecompose.core.state import NO_TEMPORARY, State
 from purecompose.run.saving.errors import CheckpointError, DamagedError
@@ -32,6 +32,15 @@ __all__ = [
 _VALUES = (bool, int, float, str, type(None))
 
 
+@runtime_checkable
+class HasRows(Protocol):
+    """Tensors by name of which single rows can be read."""
+
+    def rows(self, name: str, start: int, stop: int, /) -> Tensor:
+        """Return the rows from `start` to `stop`."""
+        ...
+
+
 class Leaves(NamedTuple):
     """A state's leaves by key path, such as `params['0.weight']`."""
 
@@ -49,11 +58,6 @@ def leaves_of(state: State) -> Leaves:
     found |= {f"{_METRICS}{name}": value for name, value in state.metrics.items()}
     tensors, values = {}, {}
     for name, leaf in found.items():
-        if is_shard(leaf):
-            raise CheckpointError(
-                f"of state.{name} each process holds some rows: call pc.whole(state) in all processes, and save the "
-                "result in one of them"
-            )
         if isinstance(leaf, Tensor):
             tensors[name] = leaf.detach()
         elif isinstance(leaf, _VALUES):
@@ -98,6 +102,8 @@ class Spec(NamedTuple):
 
 def spec_of(tensor: Tensor) -> Spec:
     """Return the form in which a tensor is restored: dense, with the same order of dimensions in memory."""
+    if (place := place_of(tensor)) is not None:
+        tensor = torch.empty_strided(place.shape, place.stride, dtype=tensor.dtype, device="meta")
     stride = torch.empty_like(tensor, device="meta").stride()
     is_usual = stride == torch.empty(tensor.shape, device="meta").stride()
     return Spec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), None if is_usual else tuple(stride))
@@ -174,7 +180,7 @@ def filled(
         if isinstance(leaf, Tensor):
             spec, ours = specs.get(name), spec_of(leaf)
             fits = spec is not None and _fits(name, spec, ours)
-            new.append(restored_tensor(tensors[name], spec, leaf.device) if fits and spec is not None else leaf)
+            new.append(_restored(tensors, name, spec, leaf) if fits and spec is not None else leaf)
         else:
             new.append(values.get(name, leaf))
     return tree.unflatten(treespec, new).replace(static=static, metrics=metrics)
@@ -201,6 +207,17 @@ def _lasting(state: State) -> State:
     """Return the state without the fields that end with the step, and without metrics."""
     temporary = {name: None for name in NO_TEMPORARY if getattr(state, name) is not None}
     return state.replace(metrics={}, **temporary)
+
+
+def _restored(tensors: Mapping[str, Tensor], name: str, spec: Spec, like: Tensor) -> Tensor:
+    """Return a saved tensor, divided like that of a template."""
+    place = place_of(like)
+    if place is None:
+        return restored_tensor(tensors[name], spec, like.device)
+    start, stop = span_of(place)
+    rows = tensors.rows(name, start, stop) if isinstance(tensors, HasRows) else tensors[name][start:stop]
+    own = spec._replace(shape=(stop - start, *spec.shape[1:]), stride=tuple(local(like).stride()))
+    return placed(restored_tensor(rows, own, like.device), place)
 
 
 def restored_tensor(saved: Tensor, spec: Spec, device: torch.device | str = "cpu") -> Tensor:

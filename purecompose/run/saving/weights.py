@@ -13,8 +13,9 @@ from purecompose._support.warnings import warn
 from purecompose.core.state import State
 from purecompose.run.saving.description import architecture, listed, other_modules, other_settings
 from purecompose.run.saving.errors import CheckpointWarning, DamagedError, MismatchError
-from purecompose.run.saving.folder import library, save_tensors, written
+from purecompose.run.saving.folder import written
 from purecompose.run.saving.leaves import stored
+from purecompose.run.saving.tensors import library, save_tensors
 from purecompose.surgery.weights import to_module
 
 

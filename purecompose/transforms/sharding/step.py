@@ -61,8 +61,8 @@ def fully_sharded(step: Step, mesh: Any, gather: Literal["step", "layer"] = "ste
     if gather == "layer":
         _check_needs_no_parts(step)
     last = mesh.ndim - 1
-    owners, *copies = (_ranks(mesh.get_group(dim)) for dim in (last, *range(last)))
-    everyone = owners if mesh.ndim == 1 else _ranks(dist.group.WORLD)
+    owners, *copies = (Ranks.of(mesh.get_group(dim)) for dim in (last, *range(last)))
+    everyone = owners if mesh.ndim == 1 else Ranks.of(dist.group.WORLD)
     if everyone.size != mesh.size():
         raise ValueError(
             f"fully_sharded: a mesh of several dimensions must contain all {everyone.size} processes, got {mesh}"
@@ -86,7 +86,3 @@ def _check_needs_no_parts(step: Step) -> None:
                 "fully_sharded: with gather='layer' each microbatch sends messages, so that all processes must cut "
                 "their parts alike: a Microbatches within another is not supported; use gather='step'"
             )
-
-
-def _ranks(group: Any) -> Ranks:
-    return Ranks(group.group_name, dist.get_rank(group), group.size())

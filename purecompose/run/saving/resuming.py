@@ -1,0 +1,103 @@
+"""Resuming a run from a checkpoint: a given one, or the newest that is complete."""
+
+import contextlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from purecompose._support.warnings import warn
+from purecompose.core.state import State
+from purecompose.run.saving import folder as disk
+from purecompose.run.saving.checkpoint import check_fits, read, restored
+from purecompose.run.saving.errors import CheckpointError, CheckpointWarning, DamagedError
+from purecompose.run.saving.index import Index
+from purecompose.run.saving.together import Writers, writers_of
+from purecompose.time.event import Event
+
+
+__all__ = ["Resumed", "resumed_from", "resumed_from_newest"]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint from which a run continues."""
+
+    state: State
+    index: Index
+    path: Path
+
+
+def resumed_from(path: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed:
+    """Return the checkpoint in a folder, to resume a run; BEFORE_LOAD fires on the template, as in `load`.
+
+    Args:
+        path: The checkpoint.
+        like: The template.
+        step: The step that will train it.
+        is_adaptive: True if the number of microbatches is found by trying, so that another number is not a difference.
+    """
+    state = read(path, step.fire(Event.BEFORE_LOAD, like), step=step, is_adaptive=is_adaptive)
+    return Resumed(state, disk.read_index(Path(path)), Path(path))
+
+
+def resumed_from_newest(folder: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed | None:
+    """Return the newest complete checkpoint in a folder, to resume a run; `None` if there is none.
+
+    Damaged ones are renamed to `*.damaged-*`, because the run will write these batches again. If each of several
+    processes holds rows of the state, all must call, and continue from the same checkpoint: the newest that is complete
+    for all. For the arguments see `resumed_from`.
+    """
+    writers = writers_of(like)
+    found, damaged = _looked_for(Path(folder), writers)
+    like = step.fire(Event.BEFORE_LOAD, like) if found else like
+    for path in found:
+        resumed = None
+        try:
+            index = disk.read_index(path)
+            check_fits(path, index, like, step, is_adaptive=is_adaptive)
+            resumed = Resumed(restored(path, index, like), index, path)
+        except DamagedError as error:
+            damaged[path] = str(error)
+        if writers is not None and not writers.is_good_for_all(resumed is not None):
+            damaged.setdefault(path, f"{path} is damaged for another process")
+            continue
+        if resumed is None:
+            continue
+        if damaged and (writers is None or writers.is_first):
+            warn(f"{_joined(damaged.values())}; put aside, and continuing from {path}", CheckpointWarning)
+            for other in damaged:
+                disk.put_aside(other)
+        return resumed
+    if damaged:
+        raise DamagedError(f"no whole checkpoint is left in {folder}: {_joined(damaged.values())}")
+    return None
+
+
+def _looked_for(folder: Path, writers: Writers | None) -> tuple[list[Path], dict[Path, str]]:
+    """Return the checkpoints in a folder, the newest first, and what is wrong with the others.
+
+    Of several processes the first one looks, and tells the others.
+    """
+    words = ""
+    if writers is None or writers.is_first:
+        with contextlib.suppress(OSError):  # a read-only folder is sufficient
+            disk.clear(folder)
+        found, damaged = disk.all_in(folder)
+        newer = next((error for error in damaged.values() if not isinstance(error, DamagedError)), None)
+        if writers is None:
+            if newer is not None:
+                raise newer  # not damaged, but this version cannot read it
+            return [one.path for one in found], {path: str(error) for path, error in damaged.items()}
+        told = [str(one.path) for one in found], {str(path): str(error) for path, error in damaged.items()}
+        words = json.dumps([*told, None if newer is None else str(newer)])
+    assert writers is not None
+    paths, reasons, newer_error = json.loads(writers.word_of_first(words))
+    if newer_error is not None:
+        raise CheckpointError(newer_error)
+    return [Path(path) for path in paths], {Path(path): reason for path, reason in reasons.items()}
+
+
+def _joined(problems: Iterable[object]) -> str:
+    return "; ".join(map(str, problems))

@@ -1,0 +1,121 @@
+"""Checkpoints of states of which each of several processes holds some rows."""
+
+import json
+import random
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import purecompose as pc
+from purecompose.core.ranks import Ranks
+from purecompose.run.saving import together
+from purecompose.run.saving.checkpoint import snapshot
+from purecompose.run.saving.errors import CheckpointError
+from tests.run.saving import together_scenarios
+from tests.run.saving.together_scenarios import step_and_state
+from tests.transforms.parallel_scenarios import told
+from tests.transforms.processes import run_processes
+
+
+@pytest.fixture(scope="module", params=["2", pytest.param("4", marks=pytest.mark.slow)])
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """Return the folder of several processes' checkpoints, and what each of them has found."""
+    folder = tmp_path_factory.mktemp("together")
+    return folder, run_processes(together_scenarios.__name__, folder, int(request.param), request.param)
+
+
+def test_states_are_loaded_with_the_same_bits(written: tuple[Path, list[Any]]) -> None:
+    folder, results = written
+    for found in results:
+        assert not any(found["loaded"].values()), found["loaded"]
+    assert len([*(folder / "one").glob("*.safetensors")]) == len(results)
+    here = told(pc.load(folder / "one", step_and_state(key=1)[1]))  # without a process group
+    for name, leaf in results[0]["whole"].items():
+        torch.testing.assert_close(here[name], leaf, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_run_continues_with_the_same_bits_from_the_newest_that_is_whole_for_all(
+    written: tuple[Path, list[Any]],
+) -> None:
+    _, results = written
+    for rank, found in enumerate(results):
+        assert found["resumed"]["difference"] == []
+        assert [name for name in found["resumed"]["kept"] if "damaged" not in name] == [
+            "ep0001-ba00000005",
+            "ep0002-ba00000006",
+        ]
+        assert any("put aside" in text for text in found["resumed"]["warnings"]) is (rank == 0)
+        assert "clocks differ" in found["refused"]
+
+
+@pytest.mark.parametrize("num", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_damage_is_found(written: tuple[Path, list[Any]], tmp_path: Path, num: int) -> None:
+    folder, template, draw = written[0] / "one", step_and_state()[1], random.Random(0)
+    files = sorted(folder.iterdir())
+    for _ in range(num):
+        damaged = shutil.copytree(folder, tmp_path / "damaged", dirs_exist_ok=True)
+        file = damaged / draw.choice(files).name
+        content = bytearray(file.read_bytes())
+        kind = draw.choice(["flip", "cut", "gone", "swap"])
+        if kind == "flip":
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        elif kind == "cut":
+            del content[draw.randrange(len(content)) :]
+        elif kind == "swap":
+            content = bytearray(
+                (damaged / draw.choice([one for one in files if one.name != file.name]).name).read_bytes()
+            )
+        file.unlink() if kind == "gone" else file.write_bytes(content)
+        with pytest.raises(CheckpointError):
+            pc.load(damaged, template)
+
+
+def _writers(number: int) -> together.Writers:
+    return together.Writers(Ranks("group", number, 2), number, 2, "1-00000000", torch.device("cpu"))
+
+
+def test_a_process_that_writes_nothing_or_fails_leaves_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = snapshot(step_and_state()[1])
+    monkeypatch.setattr(together, "PATIENCE", 0.05)
+    with pytest.raises(TimeoutError, match="process 1 has not written its rows in 0.05 s"):
+        taken.write(tmp_path / "alone", _writers(0), 0)
+    hidden = tmp_path / ".failing.1-00000000-00000003.writing"
+    hidden.mkdir()
+    (hidden / "1.json").write_text(json.dumps({"error": "No space left on device"}))
+    with pytest.raises(OSError, match="process 1: No space left"):
+        taken.write(tmp_path / "failing", _writers(0), 3)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_failure_of_another_process_is_reported_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = snapshot(step_and_state()[1])
+    write_tensors = together.folder.write_tensors
+    failed: list[Exception] = []
+
+    def failing(file: Path, tensors: Any) -> dict[str, Any]:
+        if "00002-of" in file.name:
+            raise OSError(28, "No space left on device")
+        return write_tensors(file, tensors)
+
+    def write(number: int) -> None:
+        try:
+            taken.write(tmp_path / "one", _writers(number), 0)
+        except OSError as error:
+            failed.append(error)
+
+    monkeypatch.setattr(together.folder, "write_tensors", failing)
+    first = threading.Thread(target=write, args=(0,))
+    first.start()
+    write(1)
+    first.join()
+    assert [str(error) for error in failed] == [
+        "[Errno 28] No space left on device",
+        "process 1: [Errno 28] No space left on device",
+    ]
+    assert not [*tmp_path.iterdir()]
