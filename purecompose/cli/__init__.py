@@ -20,6 +20,7 @@ from purecompose.algorithms import FACTORIES, GROUPS
 from purecompose.cli.completion import SHELLS, script
 from purecompose.cli.loading import LoadedRun, load_run
 from purecompose.cli.plan import show_plan
+from purecompose.cli.processes import SHARDINGS, tells
 from purecompose.cli.settings import UsageError, add_allow_imports, add_settings, named, whole
 from purecompose.cli.setup import reported_as
 from purecompose.cli.train import RunError, train as run_training
@@ -70,29 +71,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = options.act(options)
         sys.stdout.flush()
     except UsageError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
+        _report(prog, error, f"error: {error}")
         return 2
     except ImportError as error:
         if error.name is not None and error.name.startswith("purecompose"):
             raise
-        print(f"{prog}: error: {error}", file=sys.stderr)
+        _report(prog, error, f"error: {error}")
         return 1
     except (CheckpointError, FloatingPointError, RunError) as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
+        _report(prog, error, f"error: {error}")
         return 1
     except KeyboardInterrupt as error:
-        print(f"{prog}: interrupted{_ending(str(error))}", file=sys.stderr)
+        _report(prog, error, f"interrupted{_ending(str(error))}")
         return 130
     except SystemExit as error:
         if error.code != 143:
             raise
-        print(f"{prog}: terminated{_ending(*getattr(error, '__notes__', ()))}", file=sys.stderr)
+        _report(prog, error, f"terminated{_ending(*getattr(error, '__notes__', ()))}")
         return 143
     except BrokenPipeError:
         # The reader has closed the pipe (`... | head`). Python would raise again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status or 0
+
+
+def _report(prog: str, error: BaseException, text: str) -> None:
+    """Print why a command ends; of several processes, one does so."""
+    place = tells(error)
+    if place is not None:
+        print(f"{prog}: {place}{text}", file=sys.stderr, flush=True)
 
 
 def _ending(*said: str) -> str:
@@ -204,6 +212,14 @@ def _add_train_options(command: argparse.ArgumentParser) -> None:
         help="train and evaluate one batch each, without writing files; methods that start later do not act",
     )
     command.add_argument("--quiet", action="store_true", help="print only the final table")
+    command.add_argument(
+        "--shard",
+        nargs="?",
+        const="step",
+        choices=SHARDINGS,
+        help="under torchrun: divide parameters and the optimizer's memory among the processes, and gather parameters "
+        "once a step, or layer by layer (default without a value: step)",
+    )
     command.add_argument(
         "--traceback", action="store_true", help="if a step fails, show the traceback and not only one line"
     )

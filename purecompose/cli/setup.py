@@ -17,6 +17,7 @@ from purecompose._support.device import PRECISIONS
 from purecompose.algorithms import FACTORIES, scale_schedule
 from purecompose.cli.kinds import TEXT, Data, Kind, check_model, fitting, kind_of, load
 from purecompose.cli.own import OwnToo, check_imports, is_own, network_of
+from purecompose.cli.processes import Processes
 from purecompose.cli.settings import LOSSES, SETTINGS, UsageError, with_arguments
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step, compose
@@ -64,6 +65,9 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
     "polynomial": schedule.polynomial,
     "step": schedule.step,
 }
+
+
+_ALONE = Processes()
 
 
 class _Defaults(NamedTuple):
@@ -143,8 +147,17 @@ def completed(
     return with_arguments({**settings, **silent}, factories), data
 
 
-def prepare(settings: Mapping[str, Any], data: Data) -> Setup:
-    """Return the run that complete settings define."""
+def prepare(
+    settings: Mapping[str, Any], data: Data, processes: Processes = _ALONE, sharding: str | None = None
+) -> Setup:
+    """Return the run that complete settings define.
+
+    Args:
+        settings: All settings.
+        data: The data.
+        processes: The processes that share its batches.
+        sharding: When parameters are gathered that the processes have divided: "step", "layer"; `None` to divide none.
+    """
     kind = kind_of(data)
     inputs, targets, *aside = _divided(settings, data)
     with reported_as("--batch-size"):
@@ -154,7 +167,7 @@ def prepare(settings: Mapping[str, Any], data: Data) -> Setup:
     with reported_as("--duration"):
         duration = _duration(settings["duration"], kind)
     with reported_as("--device"):
-        device = _device(settings["device"])
+        device = _device(processes.device(settings["device"]))
     step = _step(settings, batch_size)
     test_data = kind.stored(data.test_inputs, data.test_targets).to(device)
     length = _limited(settings["limit_batches"], len(train_data))
@@ -177,12 +190,25 @@ def prepare(settings: Mapping[str, Any], data: Data) -> Setup:
             raise ValueError("the networks of a population would stop at different times; leave out --seeds")
     many = population(step, len(states)) if len(states) > 1 else step
     state = stack_states(states) if len(states) > 1 else states[0]
+    with reported_as("--shard"):
+        many, state = _shared(settings, processes, many, state, sharding)
     with reported_as("--tiered"):
         if settings["tiered"] is not None and not settings["compile"]:
             raise ValueError("it sets when a step begins to run compiled; add --compile, or leave it out")
         run = compile(many, tiered=_tiered(settings)) if settings["compile"] else many
     auto = "auto" if settings["microbatches"] == "auto" else None
     return Setup(run, state, train_data.to(device), test_data, evaluators, watched, data, kind, stop, auto)
+
+
+def _shared(
+    settings: Mapping[str, Any], processes: Processes, step: Step, state: State, sharding: str | None
+) -> tuple[Step, State]:
+    """Return the step and the state as several processes share them."""
+    if processes.size > 1 and settings["seeds"] > 1:
+        raise UsageError("--seeds: the networks of a population train in one process; run the command without torchrun")
+    if processes.size > 1 and settings["microbatches"] == "auto":
+        raise UsageError("--microbatches auto: one that tries again would leave the others waiting; give a number")
+    return processes.divided(step, state, sharding)
 
 
 def _divided(settings: Mapping[str, Any], data: Data) -> tuple[torch.Tensor, ...]:

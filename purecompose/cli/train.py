@@ -1,7 +1,6 @@
 """`train`: a run from its settings to the final table."""
 
 import argparse
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from purecompose._support import specs
 from purecompose.cli.kinds import TEXT, follows
 from purecompose.cli.own import allowed_by
+from purecompose.cli.processes import Processes, processes_here
 from purecompose.cli.resuming import changes, check_model, check_seed, earlier_settings, reported_as_settings
 from purecompose.cli.settings import UsageError, chosen, command_of
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, prepare, reported_as
@@ -24,6 +24,7 @@ from purecompose.run.saving import CheckpointError, Checkpoints
 from purecompose.run.saving.folder import CHECKPOINTS, name_at
 from purecompose.surgery.summary import summary
 from purecompose.transforms.population import unstack_states
+from purecompose.transforms.sharding.placing import whole
 
 
 __all__ = ["RunError", "train"]
@@ -35,7 +36,7 @@ class RunError(Exception):
 
 def train(options: argparse.Namespace) -> None:
     """Train with the given options, show the progress, and print a table at the end."""
-    _check_alone()
+    processes = processes_here()
     if options.fast_dev_run and (options.out is not None or options.resume):
         raise UsageError("--fast-dev-run: it trains one batch and keeps nothing; leave out --out and --resume")
     out = None if options.out is None else Path(options.out)
@@ -44,8 +45,8 @@ def train(options: argparse.Namespace) -> None:
     check_seed(settings, earlier)
     if options.fast_dev_run:
         settings |= {"duration": "1ba", "limit_batches": "1"}
-    with fixed_arithmetic(settings["threads"]), plain_warnings():
-        setup = prepare(settings, data)
+    with fixed_arithmetic(settings["threads"]), plain_warnings(), processes.joined(settings["device"]):
+        setup = prepare(settings, data, processes, options.shard)
         check_model(settings, earlier)
         if options.plan or options.summary:
             batch = next(iter(setup.train_data))
@@ -56,17 +57,7 @@ def train(options: argparse.Namespace) -> None:
             _check_recipe(options.recipe, settings, setup)
         reported = nullcontext() if options.traceback else _reported_in_one_line(setup)
         with reported, reported_as_settings(settings, earlier, out):
-            _run(options, settings, setup, out, earlier)
-
-
-def _check_alone() -> None:
-    """Raise a `UsageError` if there are several processes, because each would train the whole run."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size not in ("", "1"):
-        raise UsageError(
-            f"expected one process, got WORLD_SIZE={size}: each would train the whole run, into one folder. Run the "
-            "command without torchrun; to split batches over processes, write a program with purecompose.data_parallel"
-        )
+            _run(options, settings, setup, out, earlier, processes)
 
 
 def _run(
@@ -75,19 +66,23 @@ def _run(
     setup: Setup,
     out: Path | None,
     earlier: Mapping[str, Any],
+    processes: Processes,
 ) -> None:
     history, stopwatch = History(), Stopwatch()
     # A population continues after a NaN, because its other networks are not affected.
     observers: list[Any] = [history, stopwatch, NaNs(action="raise" if settings["seeds"] == 1 else "warn")]
     kept: dict[str, Any] = {} if out is None else {"checkpoints": _checkpoints(out, settings, setup)}
     with ExitStack() as stack:
-        folder = None if out is None else _folder(out, settings, setup, is_resumed=options.resume)
+        folder = None
+        if out is not None:
+            if processes.is_first:
+                folder = _folder(out, settings, setup, is_resumed=options.resume)
+            kept["resume"] = processes.of_first((folder and folder.resume) or "") or None
         if folder is not None:
             stack.enter_context(folder)
             observers.append(folder.observer)
-            kept["resume"] = folder.resume
             folder.begin(setup.step, setup.state, next(iter(setup.train_data)))
-        if not options.quiet:
+        if not options.quiet and processes.is_first:
             print("\n".join([*describe(setup, settings), *changes(settings, earlier)]), flush=True)
             observers.append(stack.enter_context(Progress()))
         state = fit(
@@ -100,6 +95,7 @@ def _run(
             microbatches=setup.microbatches,
             **kept,
         )
+        state = whole(state)
         if folder is not None:
             folder.finish({"checksum": checksum(state.params)})
     if folder is not None and folder.goes_on and not stopwatch.batches:

@@ -96,7 +96,7 @@ def _states(
         elif state.timestamp.is_finished():
             raise ValueError(f"nothing left to train: the state stands at {_at_the_end(state.timestamp)}")
         if keeper is not None:
-            keeper.begin(state, from_here=resumed if resume == "auto" else None)
+            keeper.begin(state, step, from_here=resumed if resume == "auto" else None)
         composed = step.step if isinstance(step, CompiledStep) else step
         run = Run(
             step,

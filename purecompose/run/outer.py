@@ -21,6 +21,7 @@ from purecompose.data.loaders import epoch_batches
 from purecompose.data.prefetch import prefetch
 from purecompose.data.stream import StateStream
 from purecompose.data.waiting import watched
+from purecompose.run.ending import CommonEnd
 from purecompose.run.evaluation import Evaluator, Observer, run_evaluator, tell
 from purecompose.run.microbatching import Adaptive
 from purecompose.run.plateau import Adjuster
@@ -75,6 +76,7 @@ class Run:
         self._train: Callable[[State, Any], State] = self._adaptive or self.step
         self._interrupts = Interrupts()
         self._unsaved: State | None = None
+        self._common_end = None if self.keeper is None or self.step.ranks is None else CommonEnd()
         self._described_data = {} if self.keeper is None else describe_data(self.data)
 
     def states(self, state: State, *, defers_signals: bool = False) -> Iterator[State]:
@@ -195,8 +197,15 @@ class Run:
     # Cuts
 
     def _obey(self, state: State) -> None:
-        """Save the state and end the run if a signal has arrived."""
-        if self.keeper is None or self._interrupts.received is None:
+        """Save the state and end the run if a signal has arrived, in a step of several processes at any of them."""
+        if self.keeper is None:
+            return
+        if self._common_end is not None:
+            due = self._common_end.due(state.timestamp.batch, self._interrupts.received)
+            if due is None:
+                return
+            self._interrupts.received = due
+        if self._interrupts.received is None:
             return
         self._save(state, is_last=True)
         self.keeper.close()
@@ -210,7 +219,7 @@ class Run:
         """Obey a signal after which no check follows, as when it has also ended processes that read the data."""
         if self.keeper is None or self._interrupts.received is None:
             return
-        if self._unsaved is not None:
+        if self._unsaved is not None and self._common_end is None:  # other processes do not come here
             with suppress(SpentStateError):  # the current batch has overwritten it
                 self._obey(self._unsaved)
         self.keeper.close()

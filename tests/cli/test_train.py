@@ -294,13 +294,16 @@ def test_checksums_depend_on_names_dtypes_shapes_and_bits() -> None:
     assert checksum({"a": one, "b": one}) == checksum({"b": strided, "a": one.clone()})
 
 
-def test_one_of_several_processes_is_refused(
+def test_several_processes_that_cannot_find_each_other_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", "--duration", "1ba"]) == 2
     err = capsys.readouterr().err
-    assert "expected one process, got WORLD_SIZE=2" in err and "data_parallel" in err
+    assert "WORLD_SIZE=2, but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set" in err and "torchrun" in err
+    monkeypatch.delenv("WORLD_SIZE")
+    assert main(["train", "--duration", "1ba", "--shard"]) == 2
+    assert "start several by torchrun" in capsys.readouterr().err
 
 
 def test_a_dry_run_trains_one_batch_and_keeps_nothing(capsys, tmp_path, monkeypatch) -> None:

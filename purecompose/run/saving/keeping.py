@@ -131,16 +131,17 @@ class Keeper:
         self._writers: Writers | None = None
         self._num_written = 0
 
-    def begin(self, state: State, *, from_here: Resumed | None = None) -> None:
+    def begin(self, state: State, step: Any = None, *, from_here: Resumed | None = None) -> None:
         """Check, before the run starts, that it can be saved, and that the folder has no later checkpoints.
 
         Args:
             state: The state at the start of the run.
+            step: The step that trains it.
             from_here: The checkpoint in this folder from which the run continues, if any.
         """
         leaves_of(state)
         library()
-        self._writers = writers_of(state)
+        self._writers = writers_of(state, step)
         if self._writers is not None and isinstance(every := self.settings.every, Time):
             if every.unit is TimeUnit.SECOND:
                 raise ValueError(
@@ -182,6 +183,9 @@ class Keeper:
         self._last, self._written_at = (now, metrics), time.monotonic()
         self._best = _rating(metrics, self.settings) if is_best else self._best
         target = self.folder / disk.name_at(now)
+        if self._writers is not None and self._writers.number is None:
+            self.written = target, now  # by others
+            return
         try:
             taken = snapshot(state, step, metrics=metrics, memory=memory, extra=self.settings.extra)
         except TypeError as error:  # a method has put something else than numbers into the metrics, or into `extra`

@@ -45,11 +45,11 @@ def resumed_from(path: Path | str, like: State, step: Any, *, is_adaptive: bool 
 def resumed_from_newest(folder: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed | None:
     """Return the newest complete checkpoint in a folder, to resume a run; `None` if there is none.
 
-    Damaged ones are renamed to `*.damaged-*`, because the run will write these batches again. If each of several
-    processes holds rows of the state, all must call, and continue from the same checkpoint: the newest that is complete
-    for all. For the arguments see `resumed_from`.
+    Damaged ones are renamed to `*.damaged-*`, because the run will write these batches again. If several processes
+    share the state, all must call, and continue from the same checkpoint: the newest that is complete for all. For the
+    arguments see `resumed_from`.
     """
-    writers = writers_of(like)
+    writers = writers_of(like, step)
     found, damaged = _looked_for(Path(folder), writers)
     like = step.fire(Event.BEFORE_LOAD, like) if found else like
     for path in found:

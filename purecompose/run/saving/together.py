@@ -67,17 +67,30 @@ class Writers:
         return _word_of_first(self.ranks, word, self.device)
 
 
-def writers_of(state: State) -> Writers | None:
-    """Return the processes that hold rows of a state, and must all call; `None` if it is whole."""
+def writers_of(state: State, step: Any = None) -> Writers | None:
+    """Return the processes that share a state, and must all call; `None` if it belongs to this process alone.
+
+    Args:
+        state: The state. If each process holds some rows of it, each writes these.
+        step: A step whose processes share the state. If each holds all of it, the first one writes.
+    """
     places = [place for leaf in tree.leaves(state) if (place := place_of(leaf)) is not None]
     if not places:
-        return None
+        ranks: Ranks | None = getattr(step, "ranks", None)
+        if ranks is None:
+            return None
+        run = _word_of_first(ranks, _own_word(), state.device)
+        return Writers(ranks, 0 if ranks.rank == 0 else None, 1, run, state.device)
     mesh = places[0].mesh
     ranks = Ranks.of(mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD)
     *copies, own = mesh.get_coordinate()
     device = torch.device(mesh.device_type)
-    run = _word_of_first(ranks, f"{os.getpid()}-{token()}", device)
+    run = _word_of_first(ranks, _own_word(), device)
     return Writers(ranks, None if any(copies) else own, mesh.size(mesh.ndim - 1), run, device)
+
+
+def _own_word() -> str:
+    return f"{os.getpid()}-{token()}"
 
 
 def _word_of_first(ranks: Ranks, word: str, device: torch.device) -> str:

@@ -1,0 +1,142 @@
+"""Several processes of one run, as `torchrun` starts them: one output, one folder, one message about an error."""
+
+import contextlib
+import itertools
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from purecompose.cli.settings import UsageError
+from purecompose.core.compose import Step
+from purecompose.core.state import State
+from purecompose.transforms.data_parallel import data_parallel
+from purecompose.transforms.sharding.placing import shard
+from purecompose.transforms.sharding.step import fully_sharded
+
+
+__all__ = ["SHARDINGS", "Processes", "processes_here", "tells"]
+
+SHARDINGS = ("step", "layer")
+"""The values of `--shard`."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a run, and this one's place among them.
+
+    Attributes:
+        rank: This process, from 0.
+        size: The number of processes.
+        local_rank: This process among those of its host.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """True for the process that prints, and that writes the folder."""
+        return self.rank == 0
+
+    @contextlib.contextmanager
+    def joined(self, device: str) -> Iterator[None]:
+        """Return a scope in which the processes can send messages, and only the first one prints."""
+        if self.size == 1:
+            yield
+            return
+        is_cuda = torch.device(device).type == "cuda"
+        if is_cuda:
+            torch.cuda.set_device(self.local_rank)
+        dist.init_process_group("nccl" if is_cuda else "gloo", timeout=_TO_MEET)
+        dist.distributed_c10d._set_pg_timeout(_TO_ANSWER)
+        with contextlib.nullcontext() if self.is_first else _silenced():
+            yield
+        dist.destroy_process_group()  # after an error it is still needed, to find out who reports it
+
+    def device(self, name: str) -> str:
+        """Return the device of this process: of several GPUs in a host, each has its own."""
+        return f"cuda:{self.local_rank}" if self.size > 1 and name == "cuda" else name
+
+    def divided(self, step: Step, state: State, sharding: str | None) -> tuple[Step, State]:
+        """Return a step that divides batches among the processes, and with `sharding` also its state."""
+        if sharding is not None and sharding not in SHARDINGS:
+            raise ValueError(f"{sharding}: expected {' or '.join(SHARDINGS)}")
+        if self.size == 1:
+            if sharding is not None:
+                raise ValueError("a single process has nobody to share with; start several by torchrun")
+            return step, state
+        if sharding is None:
+            return data_parallel(step), state
+        mesh: Any = dist.device_mesh.init_device_mesh(state.device.type, (self.size,))
+        gather: Any = sharding
+        return fully_sharded(step, mesh, gather), shard(state, mesh)
+
+    def of_first(self, word: str) -> str:
+        """Return the word that the first process gives; all must ask."""
+        if self.size == 1:
+            return word
+        store, place = _store(), f"purecompose/word/{next(_NUMBERS)}"
+        if self.is_first:
+            store.set(place, word)
+        return store.get(place).decode()
+
+
+_TO_MEET, _TO_ANSWER = timedelta(minutes=2), timedelta(minutes=10)
+"""How long processes wait for each other at the start, where gloo sometimes loses a connection, and in a step."""
+
+_NUMBERS = itertools.count()
+"""Numbers of the words that were asked for, which are the same in all processes."""
+
+
+def processes_here() -> Processes:
+    """Return the processes of this run, by the variables that `torchrun` sets.
+
+    Raises:
+        UsageError: There are several, but they cannot find each other.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size in ("", "1"):
+        return Processes()
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UsageError(
+            f"WORLD_SIZE={size}, but {', '.join(missing)} is not set: start the processes by torchrun --nproc-per-node "
+            f"{size} -m purecompose train ..., or unset WORLD_SIZE"
+        )
+    return Processes(int(os.environ["RANK"]), int(size), int(os.environ["LOCAL_RANK"]))
+
+
+def tells(error: BaseException) -> str | None:
+    """Return what precedes the message about an error here, or `None` if another process reports it.
+
+    Of several processes, the first one reports what ends all of them, and the one that fails first reports an error.
+    """
+    found = Processes(int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1))
+    if found.size == 1:
+        return ""
+    if isinstance(error, (UsageError, KeyboardInterrupt, SystemExit)) or not dist.is_initialized():
+        return "" if found.is_first else None
+    prefix = f"process {found.rank} of {found.size}: "
+    with contextlib.suppress(RuntimeError):  # if the host of the store has ended, everybody reports
+        if _store().compare_set("purecompose/failed", "", str(found.rank)) != str(found.rank).encode():
+            return None
+    return prefix
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
