@@ -150,7 +150,7 @@ def per_example_clipping(
         name,
         NEVER if is_neutral else on(Event.AFTER_TRAIN_BATCH),
         apply,
-        traits=frozenset({Trait.RENEWS_GRADIENTS, Trait.CLIPS_EXAMPLES}),
+        traits=frozenset({Trait.RENEWS_GRADIENTS, Trait.CLIPS_EXAMPLES, Trait.REPLACES_GRADIENTS}),
         config=config if chunk_size is None else {**config, "chunk_size": chunk_size},
     )
 

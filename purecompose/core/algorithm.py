@@ -45,6 +45,7 @@ class Trait(enum.Enum):
     SCALES_LOSS = "scales the loss for its gradient: the last before the gradient, the first after it"
     RENEWS_GRADIENTS = "computes the gradients again, from the batch: comes before what edits or collects them"
     CLIPS_EXAMPLES = "bounds the gradients of single examples: the last of those that compute gradients again"
+    REPLACES_GRADIENTS = "replaces all gradients without reading them, but for their names"
     COLLECTS_GRADIENTS = "adds up the gradients of several batches, and keeps them for later"
     CLIPS_GRADIENTS = "bounds the gradients: comes after whatever computes or collects them"
     AVERAGES_WEIGHTS = "averages weights: comes after what moves them once the optimizer has"

@@ -17,7 +17,7 @@ from purecompose._support.dynamo import called_by_dynamo, get_eval_frame_callbac
 from purecompose._support.keywords import suggests_keywords
 from purecompose._support.scopes import NOTHING, together
 from purecompose._support.warnings import warn
-from purecompose.core.algorithm import Algorithm
+from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.application import application
 from purecompose.core.clock import Clock
 from purecompose.core.composable import (
@@ -202,7 +202,7 @@ class Step:
         is_first = checked is not context and checked != context
         grad_mode = NOTHING if wants_outer_gradient(state, batch) else GradMode(False)
         guarded = self.guarded(state, batch, is_first=is_first)
-        purpose = NO_PURPOSE if keeps_fields else self._purpose(prepared.bits)
+        purpose = NO_PURPOSE if keeps_fields else self.purpose(prepared.bits)
         with together(guarded, arithmetic(context.precision, state.device), grad_mode):
             if is_first:
                 end = self.run_checked(prepared.bits, prepared.start(), observe, frees_fields=purpose.frees_fields)
@@ -283,15 +283,19 @@ class Step:
             self._cache.operations[bits] = self.members.in_order(self.lowered(bits))
         return self._cache.operations[bits]
 
-    def _purpose(self, bits: int) -> Purpose:
+    def purpose(self, bits: int) -> Purpose:
         """Return the purpose of a step whose temporary fields are read by the algorithms of this schedule only."""
         if bits not in self._cache.purposes:
-            nodes = [self.program[lowered.node] for lowered in self.lowered(bits)]
+            lowered = self.lowered(bits)
+            nodes = [self.program[one.node] for one in lowered]
+            last = max((place for place, node in enumerate(nodes) if isinstance(node, Scope)), default=len(nodes))
+            after = [one.algorithm for one in lowered[last + 1 : last + 2] if one.algorithm is not None]
+            replaces = any(Trait.REPLACES_GRADIENTS in algorithm.traits for algorithm in after)
             while nodes and nodes[-1] == advance:
                 nodes.pop()
             num_updates = sum(isinstance(node, Update) for node in walk(self.program))
             frees = num_updates == 1 and bool(nodes) and isinstance(nodes[-1], Update)
-            self._cache.purposes[bits] = Purpose(frees_fields=frees)
+            self._cache.purposes[bits] = Purpose(replaces_gradients=replaces, frees_fields=frees)
         return self._cache.purposes[bits]
 
     def run_checked(

@@ -137,11 +137,11 @@ def joined(parts: Sequence[Any], sizes: Sequence[int], where: str) -> Any:
 
 def gathered(tree: Any, shard: Shard) -> Any:
     """Return a pytree of tensors joined along the examples of all ranks, the same on each."""
-    rest = shard.total - shard.start - shard.size
 
     def padded(tensor: Tensor) -> Tensor:
-        before, after = (tensor.new_zeros(num, *tensor.shape[1:]) for num in (shard.start, rest))
-        return torch.cat([before, tensor[: shard.size], after])
+        # The same shapes on all ranks, so that their graphs are alike.
+        zeros, end = tensor.new_zeros(shard.total, *tensor.shape[1:]), shard.start + shard.size
+        return zeros.slice_scatter(tensor[: shard.size], 0, shard.start, end)
 
     leaves = batches.tensors(tree)
     sent = [padded(leaf.to(torch.uint8) if leaf.dtype is torch.bool else leaf) for leaf in leaves]

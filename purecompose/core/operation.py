@@ -48,6 +48,8 @@ class Purpose(NamedTuple):
     """Contract that checks each operation, in the first run of a schedule."""
     shard: Shard | None = None
     """The part of the batch that is run, if several processes share it."""
+    replaces_gradients: bool = False
+    """True if a method replaces all gradients before anything reads them, so that processes need not send them."""
     frees_fields: bool = False
     """True if nothing reads gradients and outputs after the update, so that their memory is free for the new values."""
 
@@ -78,6 +80,8 @@ class Lowered(NamedTuple):
     """True if it is a stage that sets the loss from the outputs, or a scope around one."""
     until_loss: Operation | None = None
     """The part of a scope that comes before its loss, if there is one such stage."""
+    check: Callable[[Carry], None] | None = None
+    """Check of the operation's input in a first run that needs values, which a traced run does not have."""
     node: int = 0
     """Index of the program's node that it comes from."""
 

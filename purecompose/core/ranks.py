@@ -4,7 +4,8 @@ Messages between them use `torch.distributed`, in the functional form that trace
 """
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -19,7 +20,19 @@ from purecompose.core.cut import Cut
 from purecompose.core.layout import Layout
 
 
-__all__ = ["SHARED_PART", "WATCHES", "Ranks", "Regrad", "Shard", "Share", "SharedPart", "Sharing", "counted", "scaled"]
+__all__ = [
+    "SHARED_PART",
+    "WATCHES",
+    "Ranks",
+    "Regrad",
+    "Shard",
+    "Share",
+    "SharedPart",
+    "Sharing",
+    "counted",
+    "noting_shares",
+    "scaled",
+]
 
 Sharing: TypeAlias = Literal["all", "own", "none"]
 """Part of the batch that a gradient is of: the mean over all ranks' parts; this rank's part only; or the whole batch,
@@ -92,10 +105,14 @@ class Ranks:
         num_examples = layout.num_examples(batch)
         num_parts = min(self.size, num_examples)
         if self.rank >= num_parts:
-            return Share(layout.split(batch, num_examples)[0], 0, 0)
-        parts = layout.split(batch, num_parts)
-        sizes = [layout.num_examples(part) for part in parts]
-        return Share(parts[self.rank], sum(sizes[: self.rank]), sizes[self.rank])
+            share = Share(layout.split(batch, num_examples)[0], 0, 0)
+        else:
+            parts = layout.split(batch, num_parts)
+            sizes = [layout.num_examples(part) for part in parts]
+            share = Share(parts[self.rank], sum(sizes[: self.rank]), sizes[self.rank])
+        if (found := _SHARES.get()) is not None:
+            found.append(share.num_examples)
+        return share
 
     def means(self, tensors: Sequence[Tensor], weight: int | Tensor) -> list[Tensor]:
         """Return the means over ranks, element by element; see `means_and_count`."""
@@ -178,14 +195,19 @@ class Ranks:
         changed |= {name: most.to(changed[name].dtype) for name, most in zip(counts, greatest, strict=True)}
         return {**after, **changed}
 
-    def reduced(self, tensors: Sequence[Tensor], how: Literal["sum", "min", "max"]) -> list[Tensor]:
+    def reduced(self, tensors: Iterable[Tensor], how: Literal["sum", "min", "max"]) -> list[Tensor]:
         """Return the tensors reduced over all ranks, element by element and bit for bit the same on each.
 
-        One message is sent for each dtype and device.
+        They are sent in buckets: consecutive tensors of one dtype and device, together of a bounded size. What an
+        iterator yields is not kept in memory for longer than its bucket needs it.
         """
-        if WATCHES.get() and tensors and not is_fake(tensors[0]):
-            self._check_alike(tensors)
-        return self.exchange(tensors, how)
+        found: dict[int, Tensor] = {}
+        for bucket in _buckets(tensors):
+            own = [*bucket.values()]
+            if WATCHES.get() and not is_fake(own[0]):
+                self._check_alike(own)
+            found |= zip(bucket, self.exchange(own, how), strict=True)
+        return [found[place] for place in range(len(found))]
 
     def gather(self, own: Tensor) -> Tensor:
         """Return the tensors of all ranks, of the same shape and dtype on each, one after the other in dimension 0."""
@@ -206,19 +228,15 @@ class Ranks:
         return (least == most).tolist()
 
     def exchange(self, tensors: Sequence[Tensor], how: Literal["sum", "min", "max"]) -> list[Tensor]:
-        """Reduce like `reduced`, for tensors that are known to have the same shapes and dtypes on all ranks."""
+        """Reduce tensors of one dtype and device in one message; they must have the same shapes on all ranks."""
         self._check_plain(tensors)
-        found: dict[int, Tensor] = {}
-        for kind in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
-            own = [i for i, tensor in enumerate(tensors) if (tensor.dtype, tensor.device) == kind]
-            flat = torch.cat([tensors[i].reshape(-1) for i in own])
-            parts = self._sum(flat, how).split([tensors[i].numel() for i in own])
-            # A number outlives the step, and must not keep the whole message alive.
-            found |= {
-                i: part.reshape(tensors[i].shape) if tensors[i].ndim else part.clone().reshape(())
-                for i, part in zip(own, parts, strict=True)
-            }
-        return [found[i] for i in range(len(tensors))]
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
+        parts = self._sum(flat, how).split([tensor.numel() for tensor in tensors])
+        # A number outlives the step, and must not keep the whole message alive.
+        return [
+            part.reshape(tensor.shape) if tensor.ndim else part.clone().reshape(())
+            for part, tensor in zip(parts, tensors, strict=True)
+        ]
 
     def _sum(self, flat: Tensor, how: str) -> Tensor:
         if flat.is_complex():
@@ -280,7 +298,9 @@ class SharedPart:
 
     def counted(self, grad: Tensor) -> Tensor:
         """Return a gradient, without what comes from a loss that does not count."""
-        return torch.zeros_like(grad) if self.is_empty else counted(grad, self.weighed().share)
+        if self.is_empty:  # as a function of the gradient, on which later messages depend on the other ranks as well
+            return torch.where(torch.full((), False, device=grad.device), grad, 0)
+        return counted(grad, self.weighed().share)
 
     def weighed(self) -> Weight:
         """Return the weight of this rank's loss among those of all, which are asked for once."""
@@ -321,6 +341,40 @@ _SENT_AS = {torch.bool: torch.uint8, torch.int16: torch.int32} | {
 
 WATCHES: ContextVar[bool] = ContextVar("watches", default=False)
 """True while messages are compared before they are sent, in the first step of its kind."""
+
+
+_SHARES: ContextVar[list[int] | None] = ContextVar("shares", default=None)
+
+
+@contextmanager
+def noting_shares() -> Iterator[list[int]]:
+    """Return a scope that yields a list of the numbers of examples in the shares that are taken in it."""
+    found: list[int] = []
+    token = _SHARES.set(found)
+    try:
+        yield found
+    finally:
+        _SHARES.reset(token)
+
+
+_BUCKET = 25 * 2**20
+"""Largest number of bytes of tensors that are sent together, as in PyTorch's DDP; larger ones are sent separately."""
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[dict[int, Tensor]]:
+    """Yield consecutive tensors of one dtype and device that are sent together, by their places."""
+    filling: dict[Any, dict[int, Tensor]] = {}
+    sizes: dict[Any, int] = {}
+    for place, tensor in enumerate(tensors):
+        kind, num_bytes = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
+        if kind in filling and sizes[kind] + num_bytes > _BUCKET:
+            yield filling.pop(kind)
+        if kind not in filling:
+            filling[kind], sizes[kind] = {}, 0
+        filling[kind][place] = tensor
+        sizes[kind] += num_bytes
+    for kind in [*filling]:
+        yield filling.pop(kind)
 
 
 def scaled(tensors: Sequence[Tensor], share: Tensor) -> list[Tensor]:

@@ -165,6 +165,7 @@ class Microbatches(Scope):
                 is_host=any(one.is_host for one in lowered),
                 with_slices=sliced if is_cut and not place.is_slice else None,
                 sets_loss=to_loss is not None,
+                until_loss=to_loss,
             )
         ]
 

@@ -29,9 +29,9 @@ from purecompose.core.again import repeatable
 from purecompose.core.compose import Step
 from purecompose.core.means import denominators, has_mean, part_of
 from purecompose.core.members import SINGLE
-from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose, walk
+from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Place, Purpose, walk
 from purecompose.core.program import Program, matching_params
-from purecompose.core.ranks import SHARED_PART, WATCHES, Ranks, Shard, SharedPart, counted, scaled
+from purecompose.core.ranks import SHARED_PART, WATCHES, Ranks, Shard, Share, SharedPart, counted, scaled
 from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradients
 from purecompose.core.sealed import SealedOutputs
 from purecompose.core.separable import check_halves
@@ -98,7 +98,12 @@ class Shared(Scope):
             run = shared if placing is None else functools.partial(_run_placed, shared, build(transform), placing)
             return repeatable(with_own_gradients(run), self.body, ranks)
 
-        return [inner._replace(run=with_slices(lambda body: body), with_slices=with_slices)]
+        lowered = inner._replace(run=with_slices(lambda body: body), with_slices=with_slices, until_loss=None)
+        if not is_whole or layers is not None or inner.until_loss is None:
+            return [lowered]
+        # A single slice is part of the graph around it, in which messages overlap with the backward pass.
+        check = functools.partial(_check_part, inner.until_loss, ranks, placing)
+        return [lowered._replace(with_slices=None, check=check)]
 
     def guard(self, step: Step, state: State, batch: Any, *, is_first: bool) -> AbstractContextManager[Any] | None:
         """Return a context manager that reports ranks that do not answer and, once per epoch, compares all ranks."""
@@ -202,20 +207,16 @@ def _run_shared(
     state = carry.state
     if purpose.is_first:
         check_rows(state)
-    share = ranks.share(state.batch, state.context.layout)
-    first = share.first_example if state.first_example is None else state.first_example + share.first_example
-    start = state.replace(batch=share.batch, first_example=first)
+    share, start = _part(state, ranks)
     if purpose.sharing == "all":
-        own = part_of(denominators(state), max(share.num_examples, 1), state.num_examples)
-        start = start.replace(denominators=own)
         shard = Shard(ranks, share.first_example, share.num_examples, state.num_examples, in_step=is_by_layer)
         part = SharedPart(ranks, share.num_examples, state.device)
         with _sharing(part if is_whole else None, part if is_whole or is_by_layer else None):
             end = operation(Carry(start, carry.used), purpose._replace(shard=shard))
     else:
-        end = operation(Carry(start, carry.used), purpose)
+        end = operation(Carry(start.replace(denominators=state.denominators), carry.used), purpose)
     if is_checked and purpose.is_first and start.whole_loss is None:
-        check_halves(end.state.replace(batch=share.batch, first_example=first))
+        check_halves(end.state.replace(batch=share.batch, first_example=start.first_example))
     after = end.state.replace(batch=state.batch, first_example=state.first_example, denominators=state.denominators)
     if after.outputs is not state.outputs:
         after = after.replace(outputs=SealedOutputs(ranks.size))
@@ -228,11 +229,22 @@ def _run_shared(
                 "own part of the batch, and states would come apart: change it at AFTER_TRAIN_BATCH or later; an "
                 "update belongs after Microbatches"
             )
+    used, terms, grads = end.used, end.terms, None if after.grads is None else dict(after.grads)
+    del end  # so that each gradient is freed when it has been sent
     if not is_by_layer:
-        weight = share.num_examples if end.terms is None or not share.num_examples else end.terms
+        after = after.replace(grads=None)
+        weight: int | Tensor = share.num_examples
+        if isinstance(terms, Tensor):  # counted even without a share, so that all ranks have the same graph
+            weight = terms * min(share.num_examples, 1)
+        elif terms is not None and share.num_examples:
+            weight = terms
         names = [name for pattern in wrt for name in matching_params(state.context.trainable, pattern)]
         has_shared = is_whole and share.num_examples > 0 and state.model.skeleton(train=True).has_batch_norms
-        after = _averaged_over_ranks(state, after, names, weight, ranks, sum_gradients, shares_statistics=has_shared)
+        after = _averaged_over_ranks(
+            *(state, after, grads, names, weight, ranks),
+            dict if purpose.replaces_gradients else sum_gradients,
+            shares_statistics=has_shared,
+        )
     if not purpose.is_again:
         if purpose.watch is not None:
             _warn_of_different_buffers(state, after, ranks)
@@ -240,7 +252,35 @@ def _run_shared(
             buffers=ranks.with_buffers(state.buffers, after.buffers, share.num_examples),
             slots=ranks.with_slots(state.slots, after.slots, counts=share.num_examples > 0),
         )
-    return Carry(after, end.used, carry.terms)
+    return Carry(after, used, carry.terms)
+
+
+def _part(state: State, ranks: Ranks) -> tuple[Share, State]:
+    """Return this rank's share of the batch, and the state at the start of its part."""
+    share = ranks.share(state.batch, state.context.layout)
+    first = share.first_example if state.first_example is None else state.first_example + share.first_example
+    own = part_of(denominators(state), max(share.num_examples, 1), state.num_examples)
+    return share, state.replace(batch=share.batch, first_example=first, denominators=own)
+
+
+def _check_part(to_loss: Operation, ranks: Ranks, placing: Placing | None, carry: Carry) -> None:
+    """Check loss and buffers of this rank's part by their values, which a traced step does not have.
+
+    Args:
+        to_loss: The part of a step before its loss.
+        ranks: The processes.
+        placing: How parameters are divided among them.
+        carry: Input of the part of the step that the processes share.
+    """
+    state = carry.state
+    share, start = _part(state, ranks)
+    if placing is not None:
+        start = start.replace(params=placing.gathered(state.params))
+    part = SharedPart(ranks, share.num_examples, state.device)
+    with _sharing(part, part):
+        end = to_loss(Carry(start, carry.used), NO_PURPOSE).state
+    check_halves(end.replace(batch=start.batch, first_example=start.first_example))
+    _warn_of_different_buffers(state, end, ranks)
 
 
 @contextmanager
@@ -272,6 +312,7 @@ def _warn_of_different_buffers(before: State, after: State, ranks: Ranks) -> Non
 def _averaged_over_ranks(
     before: State,
     after: State,
+    own: dict[str, Tensor] | None,
     names: Sequence[str],
     weight: int | Tensor,
     ranks: Ranks,
@@ -283,7 +324,8 @@ def _averaged_over_ranks(
 
     Args:
         before: The state before the ranks' parts.
-        after: The state after this rank's part.
+        after: The state after this rank's part, without its gradients.
+        own: These gradients; the dictionary is emptied.
         names: The parameters with respect to which the part differentiates, the same on all ranks.
         weight: The weight of this rank's part.
         ranks: The processes.
@@ -295,33 +337,31 @@ def _averaged_over_ranks(
     found: dict[str, Any] = {"metrics": {name: value for name, value in new.items() if has_mean(value)}}
     if after.loss is not None:
         found["loss"] = after.loss
-    own = after.grads or {}
     # A part may reach parameters that others do not, and all ranks must send the same tensors. Traced steps have no
     # values for these flags and do not need them: all ranks have the same graph.
-    flags = None
+    flags, is_reached = None, True
     if own and not is_fake(before.key):
-        found["grads"] = {**{name: torch.zeros_like(before.params[name]) for name in names}, **own}
-        is_reached = torch.tensor([name in own for name in found["grads"]])
-        flags = is_reached.to(before.device, non_blocking=True)
-    elif own:
-        found["grads"] = own
+        order = dict.fromkeys([*names, *own])
+        reached = [name in own for name in order]
+        flags, is_reached = torch.tensor(reached).to(before.device, non_blocking=True), all(reached)
+        own |= {name: torch.zeros_like(before.params[name]) for name in order if name not in own}
+        own = {name: own.pop(name) for name in order}
     share, _, count = ranks.weigh(weight, flags, device=before.device)
-    grads = found.pop("grads", {})
     scale = _scaled_with_statistics if shares_statistics and isinstance(weight, Tensor) else scaled
-    parts = dict(zip(grads, scale([*grads.values()], share), strict=True))
     leaves, spec = tree.flatten(found)
-    numbers = scaled(leaves, share)
+    sums, names = ranks.reduced(scaled(leaves, share), "sum"), tuple(own or ())
     if sum_gradients is None:
-        sums = ranks.reduced([*numbers, *parts.values()], "sum")
-        parts = dict(zip(parts, sums[len(numbers) :], strict=True))
+        # In the order of the backward pass; each gradient is freed when its bucket has been sent.
+        parts = (scale([own.popitem()[1]], share)[0] for _ in names if own)
+        grads = dict(zip(reversed(names), ranks.reduced(parts, "sum"), strict=True))
     else:
-        sums, parts = ranks.reduced(numbers, "sum"), sum_gradients(parts)
-    means = {**tree.unflatten(spec, sums[: len(numbers)]), **({"grads": parts} if parts else {})}
+        grads = sum_gradients(dict(zip(names, scale([*(own or {}).values()], share), strict=True)))
     # If this rank's part reaches all of them, skip reading the flags, which would wait for the device.
-    if count is not None and len(own) < len(count):
-        reached = zip(means["grads"].items(), count.tolist(), strict=True)
-        means["grads"] = {name: grad for (name, grad), num_ranks in reached if num_ranks}
-    return after.replace(**{**means, "metrics": {**after.metrics, **means["metrics"]}})
+    if count is not None and not is_reached:
+        grads = {name: grads[name] for name, num_ranks in zip(names, count.tolist(), strict=True) if num_ranks}
+    means = tree.unflatten(spec, sums)
+    grads = None if own is None else {name: grads[name] for name in names if name in grads}
+    return after.replace(**{**means, "grads": grads, "metrics": {**after.metrics, **means["metrics"]}})
 
 
 def _scaled_with_statistics(grads: Sequence[Tensor], share: Tensor) -> list[Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Event, State, algorithms as alg, compose, loop_events, optim
+from purecompose.core import ranks as core_ranks
 from tests.helpers import (
     SumOfMeans,
     changing,
@@ -239,6 +240,7 @@ def accuracy() -> float:
 def main(store: str, rank: int, size: int, folder: str) -> None:
     """Run all scenarios as one of the processes, and save the results."""
     torch.set_num_threads(1)
+    core_ranks._BUCKET = 256  # so that these small networks are sent in several buckets
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     found: dict[str, Any] = {".refusals": refusals()}

@@ -29,6 +29,7 @@ from purecompose.core.context import Static
 from purecompose.core.operation import NO_PURPOSE, Carry, Operation
 from purecompose.core.state import State, fields_where
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source, Writes
+from purecompose.transforms.compilation.messages import drop_unread
 from purecompose.transforms.compilation.sizes import OPEN_FIELDS, Sizes
 from purecompose.transforms.signature import Signature, Spec
 
@@ -249,7 +250,7 @@ class _Draft:
         asked = {source.place for _, where in self.writes.values() for source in where if not source.field}
         place = {index: position for position, index in enumerate(sorted(asked))}
         self.output.args = ([*[self.results[index] for index in place], *self.read_first],)
-        self.graph.eliminate_dead_code()
+        drop_unread(self.graph)
         for node in self.inputs.values():
             if not node.users:
                 self.graph.erase_node(node)

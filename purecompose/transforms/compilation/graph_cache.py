@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,8 +14,9 @@ from purecompose._support.warnings import warn
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
 from purecompose.core.members import SINGLE, Members
-from purecompose.core.operation import NO_PURPOSE, Carry, Operation
+from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Purpose, in_order
 from purecompose.core.program import events_in
+from purecompose.core.ranks import noting_shares
 from purecompose.core.state import State
 from purecompose.nn.network import looking_for_draws
 from purecompose.time import Time, Timestamp
@@ -32,6 +33,8 @@ from purecompose.transforms.compilation.capture import (
     state_of,
 )
 from purecompose.transforms.compilation.chunks import in_chunks, of_chunk
+from purecompose.transforms.compilation.messages import GraphForm, check_alike
+from purecompose.transforms.compilation.ordering import write_early
 from purecompose.transforms.compilation.plan_parts import EAGER, CompiledPart, Entry, ExecutionPlan, PlanPart
 from purecompose.transforms.compilation.segments import Segments, Stretch
 from purecompose.transforms.compilation.sizes import can_open
@@ -96,6 +99,7 @@ class GraphCache:
     def __init__(self, step: Step, options: Options) -> None:
         """Start empty."""
         self.step, self.options, self.segments = step, options, Segments(step)
+        self.ranks = step.ranks
         self.variants: list[Variant] = []
         self._compiled_parts: dict[Any, list[CompiledPart]] = {}
         self._contexts: dict[Context, Context] = {}
@@ -130,8 +134,11 @@ class GraphCache:
             if stretch.kind == "host":
                 return ExecutionPlan(parts, boundary, stretch.lowered[0], stretch.number + 1)
             is_last = stretch is stretches[-1]
-            find = self._sliced if stretch.kind == "sliced" else self._compiled_part
-            parts.append(find(stretch, boundary, is_last))
+            if stretch.kind == "sliced":
+                purpose = Purpose(replaces_gradients=self.step.purpose(bits).replaces_gradients)
+                parts.append(self._sliced(stretch, boundary, is_last, purpose))
+            else:
+                parts.append(self._compiled_part(stretch, boundary, is_last))
             boundary = parts[-1].after(boundary)
         return ExecutionPlan(parts, boundary, writes_buffers=bool(parts) and parts[-1].writes_buffers)
 
@@ -156,6 +163,12 @@ class GraphCache:
         except TraceError as error:
             self.fall_back(error)
             return EAGER
+
+    def compare(self, plan: ExecutionPlan, device: torch.device) -> None:
+        """Raise an error on all processes that share a batch if the graphs that they are about to run differ."""
+        if self.ranks is not None:
+            forms = [one.form for part in plan.parts for one in part.compiled_parts() if one.form is not None]
+            check_alike(self.ranks, forms, device)
 
     def is_ready(self, plan: ExecutionPlan, now: Timestamp) -> bool:
         """Return whether a step at this time runs the plan, if it can be compiled, and not as composed."""
@@ -239,6 +252,8 @@ class GraphCache:
                 for name, signature in signatures.items()
             }
             self.step.run_checked(bits, state_of(start.static, None, fields))
+        if self.ranks is not None:
+            _check_values(self.step.lowered(bits), start)
         if self.step.members is not SINGLE:
             # All slices of a population are in one graph, so their losses are compared by a step of one member.
             with looking_for_draws(), torch.no_grad():
@@ -270,8 +285,8 @@ class GraphCache:
         self.variants.append(part.variant)
         return part
 
-    def _sliced(self, stretch: Stretch, boundary: Boundary, is_last: bool) -> SlicedPart:
-        scope_key = (*self._part_key(stretch, boundary, is_last), *boundary.signatures.values())
+    def _sliced(self, stretch: Stretch, boundary: Boundary, is_last: bool, purpose: Purpose) -> SlicedPart:
+        scope_key = (*self._part_key(stretch, boundary, is_last, purpose), *boundary.signatures.values())
         if scope_key not in self._scopes:
 
             def find(body: Operation, inner: Boundary) -> CompiledPart:
@@ -279,7 +294,7 @@ class GraphCache:
 
             if not self._may_build:
                 raise _MissingError
-            self._scopes[scope_key] = SlicedPart(stretch.lowered[0], boundary, find)
+            self._scopes[scope_key] = SlicedPart(stretch.lowered[0], boundary, find, purpose)
         return self._scopes[scope_key]
 
     def _part_key(self, stretch: Stretch, boundary: Boundary, *rest: Any) -> tuple[Any, ...]:
@@ -303,7 +318,12 @@ class GraphCache:
         options, signatures = self.options, boundary.signatures
         self._say(f"purecompose: compiling {variant.title} ...")
         start = time.perf_counter()
-        captured = self._captured(variant, body, of_chunk(boundary, num_chunks), is_last)
+        with noting_shares() as shares:
+            captured = self._captured(variant, body, of_chunk(boundary, num_chunks), is_last)
+        form = None
+        if self.ranks is not None:
+            write_early(captured.graph, ())
+            form = GraphForm.of(captured.graph.graph, variant.title, shares)
         if captured.sizes is not None:
             variant.batch = _words(captured.sizes.describe("batch", signatures["batch"]))
         variant.trace_seconds = time.perf_counter() - start
@@ -316,8 +336,9 @@ class GraphCache:
             whole,
             lambda: for_all(compile_graph(captured.graph, options.backend, options.mode)),
             variant,
+            form=form,
             awaited=None if background is None else background.submit(captured.graph, options.mode),
-            replays=options.mode == "reduce-overhead" and is_on_gpu and captured.sizes is None,
+            replays=options.mode == "reduce-overhead" and is_on_gpu and captured.sizes is None and form is None,
         )
         if background is None:
             part.compile()
@@ -365,6 +386,18 @@ def _fill_caches(start: State) -> None:
     one = member(start, 0) if start.key.ndim > 1 else start
     with contextlib.suppress(Exception), torch.no_grad():  # errors are reported by the step itself
         one.run_model(one.inputs, train=True)
+
+
+def _check_values(operations: Sequence[Lowered], start: State) -> None:
+    """Run a step up to the operation that has a check, and check its input."""
+    places = [place for place, lowered in enumerate(operations) if lowered.check is not None]
+    if not places:
+        return
+    with looking_for_draws(), torch.no_grad():
+        carry = in_order(lowered.run for lowered in operations[: places[0]])(Carry(start), NO_PURPOSE)
+        check = operations[places[0]].check
+        assert check is not None
+        check(carry)
 
 
 def _shapes(batch: Signature) -> str:

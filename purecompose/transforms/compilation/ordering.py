@@ -1,7 +1,8 @@
-"""Order of a graph: new values are written into donated buffers as early as possible.
+"""Order of a graph: messages are sent, and new values written into donated buffers, as early as possible.
 
 A traced step computes all gradients, then all new values, and then writes them. In this order all of them are in memory
-together. Here each layer's parameters move as soon as the backward pass has left the layer.
+together. Here each layer's parameters move as soon as the backward pass has left the layer; if gradients are sent to
+other processes, a few messages later (`messages.py`).
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 import purecompose.optim.fused  # noqa: F401  # defines purecompose::adam_
+from purecompose.transforms.compilation.messages import in_sending_order
 
 
 __all__ = ["memories", "write_early"]
@@ -21,7 +23,7 @@ _WRITES = (torch.ops.aten.copy_.default, torch.ops.purecompose.adam_.default)
 
 
 def write_early(module: fx.GraphModule, operations: Collection[Any] = _WRITES) -> None:
-    """Reorder a graph in place, so that each write into placeholders comes as soon as its value can be computed.
+    """Reorder a graph in place, so that messages and writes into placeholders come as soon as their values are known.
 
     Operations keep their order wherever one writes into memory that the other reads or writes.
 
@@ -40,7 +42,8 @@ def write_early(module: fx.GraphModule, operations: Collection[Any] = _WRITES) -
     writes = [
         node for node in nodes if node.target in operations and all(to.op == "placeholder" for to in _written(node))
     ]
-    goals = [*sorted(writes, key=lambda node: before[node].bit_count()), *nodes]
+    places = {node: index for index, node in enumerate(nodes)}
+    goals = [*in_sending_order(before, writes, places), *nodes]
     (output,) = module.graph.find_nodes(op="output")
     done = 0
     for goal in goals:

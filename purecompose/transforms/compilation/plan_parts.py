@@ -15,6 +15,7 @@ from purecompose.transforms.compilation.backends import Compiled
 from purecompose.transforms.compilation.background import BackgroundError
 from purecompose.transforms.compilation.boundary import Boundary, Source
 from purecompose.transforms.compilation.capture import Captured
+from purecompose.transforms.compilation.messages import GraphForm
 from purecompose.transforms.compilation.replay import Replay
 from purecompose.transforms.compilation.sizes import OPEN_FIELDS
 from purecompose.transforms.compilation.variants import Variant
@@ -38,6 +39,7 @@ class CompiledPart:
         "writes",
         "copies",
         "used",
+        "form",
         "variant",
         "takes_clock",
         "is_plain",
@@ -55,6 +57,7 @@ class CompiledPart:
         compile_: Callable[[], Compiled],
         variant: Variant,
         *,
+        form: GraphForm | None = None,
         awaited: "Future[float] | None" = None,
         replays: bool = False,
     ) -> None:
@@ -64,13 +67,14 @@ class CompiledPart:
             captured: The graph.
             compile_: Function that compiles it.
             variant: Its entry in the table of variants.
+            form: What the graph has in common with those of other processes, if several share each batch.
             awaited: The compilation in another process, if there is one, as a future of its seconds. Afterwards
                 `compile_` finds the results on disk.
             replays: True if it is recorded as a CUDA graph, one for each set of buffers.
         """
         self._call: Compiled | None = None
         self._compile: Callable[[], Compiled] | None = compile_
-        self._awaited, self.variant, self._replays = awaited, variant, replays
+        self.form, self.variant, self._awaited, self._replays = form, variant, awaited, replays
         self.takes, self.targets, self.reads = captured.takes, captured.targets, captured.reads
         self.writes, self.copies, self.used = captured.writes, captured.copies, captured.used
         self._sizes, self.writes_buffers = captured.sizes, captured.writes_buffers
@@ -241,3 +245,5 @@ class Entry:
     context: Context
     signatures: dict[str, Signature]
     plans: dict[Any, ExecutionPlan] = field(default_factory=dict)
+    compared: set[Any] = field(default_factory=set)
+    """The plans, by their keys, that have been compared with those of the other processes."""

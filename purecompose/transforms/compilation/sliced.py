@@ -33,23 +33,31 @@ class SlicedPart:
 
     takes_clock, is_plain, writes_buffers = True, False, False
 
-    def __init__(self, scope: Lowered, boundary: Boundary, find: Callable[[Operation, Boundary], CompiledPart]) -> None:
+    def __init__(
+        self,
+        scope: Lowered,
+        boundary: Boundary,
+        find: Callable[[Operation, Boundary], CompiledPart],
+        purpose: Purpose = NO_PURPOSE,
+    ) -> None:
         """Build the slices' graphs for an incoming state.
 
         Args:
             scope: The scope.
             boundary: The incoming state.
             find: Function that returns the compiled part of a body for the boundary at its start.
+            purpose: The purpose of its runs.
         """
         assert scope.with_slices is not None
         self._find, self._boundary, self._is_building, self._has_run = find, boundary, True, False
+        self._purpose = purpose
         self._compiled_parts: dict[Any, tuple[CompiledPart, int | None]] = {}
         self._run = scope.with_slices(self._compiled)
         mode = fake_mode()
         with explained(), mode, torch.no_grad():
             fakes = {name: [spec.empty() for spec in boundary.signatures[name].specs] for name in FIELDS}
             before = {name: boundary.signatures[name].build(fakes[name]) for name in FIELDS}
-            end, self.used, _ = self._run(Carry(state_of(boundary.static, None, before), boundary.used), NO_PURPOSE)
+            end, self.used, _ = self._run(Carry(state_of(boundary.static, None, before), boundary.used), purpose)
         self._is_building = False
         places = {id(tensor): Source(name, i) for name in reversed(FIELDS) for i, tensor in enumerate(fakes[name])}
         buffers = {_storage(fakes[name][i]) for name, i in boundary.held if name}
@@ -82,7 +90,7 @@ class SlicedPart:
         before = {name: self._boundary.signatures[name].build(values[name]) for name in FIELDS}
         start = state_of(self._boundary.static, None, before)
         # The loss of all slices can be compared with their mean only here, where both have values.
-        purpose = NO_PURPOSE if self._has_run else Purpose(watch=Contract(start))
+        purpose = self._purpose if self._has_run else self._purpose._replace(watch=Contract(start))
         with torch.no_grad():
             end = self._run(Carry(start, self._boundary.used), purpose).state
         self._has_run = True

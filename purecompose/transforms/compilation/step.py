@@ -192,11 +192,14 @@ class CompiledStep(Step):
         plan = launch.entry.plans.get(plan_key)
         if plan is None and self._is_watched_first(prepared):
             return self.step(state, batch)
-        with arithmetic(state.static.context.precision, state.key.device):
+        context = state.static.context
+        with arithmetic(context.precision, state.key.device), self.guarded(state, batch, is_first=False):
             plan = plan or self._find(launch.entry, plan_key, prepared)
+            if self._graphs.ranks is not None and plan_key not in launch.entry.compared:
+                self._graphs.compare(plan, state.key.device)
+                launch.entry.compared.add(plan_key)
             if self._graphs.make_ready(plan, state.timestamp):
-                with self.guarded(state, batch, is_first=False):
-                    return execute(self._graphs, launch, prepared, tensors, plan)
+                return execute(self._graphs, launch, prepared, tensors, plan)
         self._eager[plan_key] = state.static.context, plan  # so that the next step does not set up buffers in vain
         return self.step(state, batch)
 
@@ -209,7 +212,7 @@ class CompiledStep(Step):
 
         Args:
             state: The state at the start of the run; it is neither changed nor spent.
-            examples: Batches, one of each signature that will occur.
+            examples: Batches, one of each signature that will occur. Processes that share batches must all call it.
 
         Returns:
             As `variants`. Parts after a host algorithm are not compiled ahead: its result decides the signature.

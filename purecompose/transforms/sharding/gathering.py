@@ -47,7 +47,8 @@ class Placing:
             parts: This process's parts of the gradients, whole.
             like: The parameters.
         """
-        shards = {name: part for name, part in parts.items() if is_shard(like[name])}
+        # In the order of the backward pass, in which a compiled step sends them.
+        shards = {name: parts[name] for name in reversed([*parts]) if is_shard(like[name])}
         found: dict[str, Tensor] = {name: part for name, part in parts.items() if name not in shards}
         for group in (self.owners, *self.copies):
             found |= zip(found, group.reduced([*found.values()], "sum"), strict=True)

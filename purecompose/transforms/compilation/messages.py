@@ -1,0 +1,184 @@
+"""Messages between processes in a graph: which there are, which nobody reads, and in which order they are sent.
+
+A traced step sends its gradients after the last product of the backward pass, and waits for each message at once. In
+the order returned here a message is sent as soon as what it contains is known, so that it travels while the backward
+pass goes on.
+"""
+
+import itertools
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from purecompose.core.ranks import Ranks
+
+
+__all__ = ["GraphForm", "check_alike", "described", "drop_unread", "in_sending_order", "messages"]
+
+
+def messages(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes that send a message, in order."""
+    return [node for node in graph.nodes if _is_message(node)]
+
+
+def drop_unread(graph: fx.Graph) -> None:
+    """Remove messages that are not read, such as gradients that a method replaces, and all that only they need."""
+    for node in reversed(graph.nodes):
+        if (_is_message(node) or _is_wait(node)) and not node.users:
+            graph.erase_node(node)
+        elif not node.users and not node.is_impure():
+            graph.erase_node(node)
+
+
+def in_sending_order(
+    before: Mapping[fx.Node, int], writes: Sequence[fx.Node], places: Mapping[fx.Node, int]
+) -> list[fx.Node]:
+    """Return messages and writes in an order in which they should be reached as early as possible.
+
+    Messages that reduce tensors come in the order in which they depend on each other, and otherwise as traced. All
+    processes have the same order, even if their graphs differ in other operations, as those of unequal parts of a
+    batch may. Writes into parameters come as soon as they can, but `_AHEAD` messages later than that which they need:
+    otherwise each message would be waited for at once.
+
+    Args:
+        before: The nodes that must come before each node, as the bits of an integer, with its own.
+        writes: Nodes that write into placeholders.
+        places: The bit of each node.
+    """
+    everywhere = sum(1 << places[node] for node in before if _is_message(node))
+    sends = [node for node in before if _is_message(node) and _is_reduction(node)]
+    sends.sort(key=lambda node: ((before[node] & everywhere).bit_count(), places[node]))
+    needed = 0
+    for node in before:
+        if _is_message(node):
+            needed |= before[node] & ~(1 << places[node])
+    # Messages that others need, such as those of batch normalisation, are waited for at once anyway.
+    last = [node for node in sends if not needed >> places[node] & 1]
+
+    def due(write: fx.Node) -> int:
+        own = [turn for turn, node in enumerate(last) if before[write] >> places[node] & 1]
+        return min(own[-1] + _AHEAD, len(last) - 1) if own else -1
+
+    writes = sorted(writes, key=lambda node: before[node].bit_count())
+    goals = [node for node in writes if due(node) < 0]
+    for node in sends:
+        goals.append(node)
+        if node in last:
+            goals += [write for write in writes if due(write) == last.index(node)]
+    return goals
+
+
+_AHEAD = 2
+"""Number of messages that are sent before a message is waited for. With 2 there is always one on its way while the next
+gradients are computed, and at most three buckets are in memory."""
+
+
+def described(graph: fx.Graph) -> list[str]:
+    """Return each message in words, in order: what all processes must have in common."""
+    groups: dict[Any, int] = {}
+    found = []
+    for node in messages(graph):
+        *settings, group = node.args[1:]
+        tensors = ", ".join(_form(tensor) for tensor in pytree.tree_leaves(node.args[0]))
+        words = [str(node.target).split(".")[1], *map(str, settings), f"group {groups.setdefault(group, len(groups))}"]
+        found.append(f"{words[0]} of {tensors} ({', '.join(words[1:])})")
+    return found
+
+
+class GraphForm(NamedTuple):
+    """What a graph has in common with those of other processes."""
+
+    title: str
+    """The part of the step, in words."""
+    messages: tuple[str, ...]
+    """Its messages in order; the same on all processes."""
+    sizes: int
+    """A checksum of the numbers of examples in this process's parts of batches, and of the shapes of the inputs, such
+    as its rows of parameters."""
+    operations: int
+    """A checksum of its operations and their shapes; the same on processes with equal sizes."""
+
+    @classmethod
+    def of(cls, graph: fx.Graph, title: str, shares: Iterable[int]) -> "GraphForm":
+        """Return the form of a graph. Constants are left out: they include the place of a share in the batch."""
+        nodes = [node for node in graph.nodes if node.op != "get_attr"]
+        operations = [(str(node.target) if node.op == "call_function" else node.op, _form(node)) for node in nodes]
+        sizes = [*shares, *(_form(node) for node in nodes if node.op == "placeholder")]
+        return cls(title, tuple(described(graph)), _checksum(sizes), _checksum(operations))
+
+
+def check_alike(ranks: Ranks, forms: Sequence[GraphForm], device: torch.device) -> None:
+    """Raise on all processes if the graphs that they are about to run differ.
+
+    Raises:
+        RuntimeError: Processes send other messages, and would wait for each other; or processes with equal parts of
+            the batch run other operations, and their states would diverge.
+    """
+    # How many graphs the slices of a part have depends on its size.
+    sent = [message for form in forms for message in form.messages]
+    own = [_checksum(sent), _checksum(form.sizes for form in forms)]
+    own.append(_checksum(form.operations for form in forms))
+    found = ranks.gather(torch.tensor([own], device=device)).tolist()
+    operations = [row[1:] for row in found]
+    if any(row[0] != found[0][0] for row in found):
+        texts = _gathered_texts(ranks, forms, device)
+        raise RuntimeError(
+            f"compile: the processes have different graphs, and would wait for each other: {_first_difference(texts)}. "
+            "All must run the same code with the same settings; which operations a network consists of must not depend "
+            "on the process"
+        )
+    by_sizes: dict[int, int] = {}
+    differing = [rank for rank, (sizes, kind) in enumerate(operations) if by_sizes.setdefault(sizes, kind) != kind]
+    if differing:
+        titles = "; ".join(form.title for form in forms)
+        raise RuntimeError(
+            f"compile: the processes have different graphs: that of rank {', '.join(map(str, differing))} has other "
+            f"operations than that of a rank before it with as many examples, in {titles}. All must run the same code "
+            "with the same settings, or their states diverge"
+        )
+
+
+def _gathered_texts(ranks: Ranks, forms: Sequence[GraphForm], device: torch.device) -> list[list[str]]:
+    """Return the messages of all processes in words, each with the part of the step that it is in."""
+    text = "\n".join(f"{message}, in {form.title}" for form in forms for message in form.messages).encode()
+    (size,) = ranks.reduced([torch.tensor([len(text)], device=device)], "max")
+    rows = ranks.gather(torch.tensor([[*text.ljust(int(size))]], dtype=torch.uint8, device=device))
+    return [bytes(row).decode().rstrip().split("\n") for row in rows.tolist()]
+
+
+def _first_difference(texts: Sequence[Sequence[str]]) -> str:
+    """Return the first message that differs between processes, in words."""
+    rows = enumerate(itertools.zip_longest(*texts, fillvalue=""))
+    place, ours = next((place, ours) for place, ours in rows if len({one.partition(", in ")[0] for one in ours}) > 1)
+    ways = {way: [str(rank) for rank, one in enumerate(ours) if one == way] for way in ours}
+    sides = [f"{way or 'none'} on rank {', '.join(members)}" for way, members in ways.items()]
+    return f"message {place} is {'; but '.join(sides)}"
+
+
+def _form(node: Any) -> str:
+    values = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    return " ".join(f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" for value in values)
+
+
+def _checksum(words: Iterable[Any]) -> int:
+    return zlib.crc32(repr(list(words)).encode())
+
+
+def _is_message(node: fx.Node) -> bool:
+    return _is_functional(node) and not _is_wait(node)
+
+
+def _is_wait(node: fx.Node) -> bool:
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    return "reduce" in str(node.target)
+
+
+def _is_functional(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", None) == "_c10d_functional"

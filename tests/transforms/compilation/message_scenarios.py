@@ -1,0 +1,120 @@
+"""Compiled steps of several processes; as a program, this module is one of the processes.
+
+python -m tests.transforms.compilation.message_scenarios STORE RANK WORLD_SIZE FOLDER BACKEND
+"""
+
+import datetime
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import purecompose as pc
+from purecompose import Event, State, compose, loop_events, optim
+from purecompose.core import ranks as core_ranks
+from tests.helpers import changing, make_batch, make_mlp, make_state
+from tests.transforms.parallel_scenarios import SCENARIOS, Scenario, run, told
+
+
+SAME_BITS = ("ragged", "terms", "ema and clipping", "sam", "batch norm", "microbatches")
+"""Scenarios that are run composed and compiled."""
+
+
+class Watched(TorchDispatchMode):
+    """Records the operations that send and those that multiply matrices, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if "all_reduce" in name:
+            self.found.append(f"send {args[0].numel()}")
+        elif name.startswith(("aten.mm", "aten.addmm", "mkldnn")):
+            self.found.append("product")
+        return func(*args, **kwargs or {})
+
+
+def order(backend: str, algorithms: tuple[Any, ...] = ()) -> list[str]:
+    """Return the products of a step of four layers, and the messages that it sends."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64, bias=False), nn.ReLU())])
+    step = pc.compile(pc.data_parallel(compose(loop_events, algorithms)), backend=backend, quiet=True)
+    state, batch = make_state(net, loss=pc.losses.mse, optimizer=optim.sgd(0.1)), (torch.ones(8, 64),) * 2
+    state = step(step.init(state), batch)
+    with Watched() as watched:
+        step(state, batch)
+    return watched.found
+
+
+class Differing(nn.Module):
+    """A network that computes the same by other operations in one of the processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_mlp()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs) * 1 if dist.get_rank() else self.net(inputs)
+
+
+def refusals() -> dict[str, str]:
+    """Return the errors of processes with different graphs."""
+
+    def report(state: State) -> State:
+        own = {"later": state.loss} if state.first_example else {}
+        return state.replace(metrics={**state.metrics, **own})
+
+    reporting = changing("reporting", Event.AFTER_LOSS, report)
+    attempts: dict[str, Callable[[], Any]] = {
+        "operations": lambda: _compiled([])(make_state(Differing()), make_batch()),
+        "messages": lambda: _compiled([reporting])(make_state(), make_batch()),
+        "no refusal": lambda: _compiled([])(make_state(Differing()), make_batch(0, 7)),
+        "coupled": lambda: _compiled([])(make_state(loss=_squared_mean), make_batch()),
+    }
+    found = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except (ValueError, RuntimeError) as error:
+            found[name] = str(error)
+    return found
+
+
+def _squared_mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    del targets
+    return outputs.mean().square()
+
+
+def _compiled(algorithms: list[Any]) -> Any:
+    return pc.compile(pc.data_parallel(compose(loop_events, algorithms)), backend="eager", quiet=True)
+
+
+def main(store: str, rank: int, size: int, folder: str, backend: str) -> None:
+    """Run everything as one of the processes, and save the results."""
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    core_ranks._BUCKET = 4 * 64 * 64
+    found: dict[str, Any] = {
+        "order": order(backend),
+        "clipping": order(backend, (pc.algorithms.per_example_clipping(1.0),)),
+    }
+    if backend == "eager":
+        core_ranks._BUCKET = 256
+        found["refusals"] = refusals()
+        for name in SAME_BITS:
+            scenario: Scenario = SCENARIOS[name]
+            ways = [scenario._replace(is_compiled=is_compiled) for is_compiled in (False, True)]
+            found[name] = [[told(state) for state in run(way, pc.data_parallel)] for way in ways]
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])

@@ -1,0 +1,116 @@
+"""Messages in compiled steps of several processes: what is sent, in which order, and whether all agree."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from purecompose import tree
+from purecompose.core.ranks import Ranks
+from purecompose.transforms.compilation.messages import GraphForm, described, drop_unread
+from purecompose.transforms.compilation.ordering import write_early
+from tests.transforms.compilation import message_scenarios
+from tests.transforms.compilation.message_scenarios import SAME_BITS
+from tests.transforms.processes import run_processes
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return the results of each of several processes."""
+    return _results(tmp_path_factory.mktemp("ranks"), request.param, "eager")
+
+
+def _results(folder: Path, size: int, backend: str) -> list[dict[str, Any]]:
+    return run_processes(message_scenarios.__name__, folder, size, str(size), backend)
+
+
+@pytest.mark.parametrize("name", SAME_BITS)
+def test_a_traced_step_has_the_bits_of_the_composed_one(ranks: list[dict[str, Any]], name: str) -> None:
+    for found in ranks:
+        composed, traced = found[name]
+        assert tree.equal(traced, composed) and tree.equal(traced, ranks[0][name][0])
+
+
+def test_messages_are_sent_while_the_backward_pass_goes_on(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        _check_order(found["order"])
+
+
+@pytest.mark.slow
+def test_inductor_keeps_the_order_of_messages(tmp_path: Path) -> None:
+    for found in _results(tmp_path, 2, "inductor"):
+        _check_order(found["order"])
+        _check_sent_once(found["clipping"])
+
+
+def _check_order(found: list[str]) -> None:
+    """Check that each of four gradients is sent before the next is computed, the first one of them last."""
+    sends = [place for place, one in enumerate(found) if one == "send 4096"]
+    products = [place for place, one in enumerate(found) if one == "product"]
+    assert len(sends) == 4 and len(products) == 4 + 4 + 3
+    # The last layer's gradient is known after five products, and each other after two more at most.
+    assert all(send < products[5 + 2 * turn] for turn, send in enumerate(sends[:-1]))
+    assert [one for one in found[products[-1] :] if one != "product"] == ["send 4096"]
+
+
+def test_gradients_that_are_replaced_are_not_sent(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        _check_sent_once(found["clipping"])
+
+
+def _check_sent_once(found: list[str]) -> None:
+    assert sum(int(one.split()[1]) for one in found if one.startswith("send")) - 4 * 4096 < 8
+
+
+WORDS = {
+    "operations": "that of rank 1 has other operations than that of a rank before it",
+    "messages": "would wait for each other: message ",
+    "coupled": "as the mean over 2 slices",
+}
+
+
+def test_processes_with_different_graphs_are_refused_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["refusals"].keys() == WORDS.keys()
+        for name, words in WORDS.items():
+            assert words in found["refusals"][name]
+
+
+# Graphs that are traced but not run
+
+
+RANKS = Ranks("a group", 0, 2)
+
+
+def traced(fn: Any, *shapes: tuple[int, ...]) -> torch.fx.GraphModule:
+    return make_fx(fn, tracing_mode="fake")(*(torch.ones(shape) for shape in shapes))
+
+
+def test_what_only_an_unread_message_needs_is_removed() -> None:
+    def sums(one: Tensor, other: Tensor) -> list[Tensor]:
+        RANKS.reduced([one @ other], "sum")
+        return RANKS.reduced([one + 1], "sum")
+
+    module = traced(sums, (2, 2), (2, 2))
+    drop_unread(module.graph)
+    assert described(module.graph) == ["all_reduce of float32[4] (sum, group 0)"]
+    assert not module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+
+
+def test_messages_keep_their_order_where_graphs_differ_in_other_operations() -> None:
+    def sums(extra: int) -> Any:
+        def run(one: Tensor, other: Tensor) -> list[Tensor]:
+            for _ in range(extra):
+                one = one + 1
+            return [*RANKS.reduced([one], "sum"), *RANKS.reduced([other], "max")]
+
+        return run
+
+    modules = [traced(sums(extra), (2,), (2,)) for extra in (0, 3)]
+    for module in modules:
+        write_early(module, ())
+    forms = [GraphForm.of(module.graph, "part", [1]) for module in modules]
+    assert forms[0].messages == forms[1].messages and forms[0].operations != forms[1].operations
