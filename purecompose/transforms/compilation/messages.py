@@ -1,4 +1,4 @@
-"""Messages between processes in a graph: which there are, which nobody reads, and in which order they are sent.
+"""Messages between processes in a graph: which there are, which are not read, and the order in which they are sent.
 
 A traced step sends its gradients after the last product of the backward pass, and waits for each message at once. In
 the order returned here a message is sent as soon as what it contains is known, so that it travels while the backward
