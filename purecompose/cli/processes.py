@@ -70,7 +70,7 @@ class Processes:
             raise ValueError(f"{sharding}: expected {' or '.join(SHARDINGS)}")
         if self.size == 1:
             if sharding is not None:
-                raise ValueError("a single process has nobody to share with; start several by torchrun")
+                raise ValueError("there is only one process; start several by torchrun")
             return step, state
         if sharding is None:
             return data_parallel(step), state

@@ -89,7 +89,7 @@ def replaced(target: Path, new: Path | None = None) -> Iterator[Path]:
 
     Args:
         target: The folder.
-        new: The folder to write to, as `hidden` names it, which may exist; by default one that nobody else knows.
+        new: The folder to write to, as `hidden` names it, which may exist; by default a new one with a unique name.
     """
     _check_replaceable(target)
     new, old = new or _hidden(target, _WRITING), _hidden(target, _OLD)

@@ -90,8 +90,8 @@ def _looked_for(folder: Path, writers: Writers | None) -> tuple[list[Path], dict
             if newer is not None:
                 raise newer  # not damaged, but this version cannot read it
             return [one.path for one in found], {path: str(error) for path, error in damaged.items()}
-        told = [str(one.path) for one in found], {str(path): str(error) for path, error in damaged.items()}
-        words = json.dumps([*told, None if newer is None else str(newer)])
+        listed = [str(one.path) for one in found], {str(path): str(error) for path, error in damaged.items()}
+        words = json.dumps([*listed, None if newer is None else str(newer)])
     assert writers is not None
     paths, reasons, newer_error = json.loads(writers.word_of_first(words))
     if newer_error is not None:
