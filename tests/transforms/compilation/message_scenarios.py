@@ -74,7 +74,8 @@ def refusals() -> dict[str, str]:
     attempts: dict[str, Callable[[], Any]] = {
         "operations": lambda: _compiled([])(make_state(Differing()), make_batch()),
         "messages": lambda: _compiled([reporting])(make_state(), make_batch()),
-        "no refusal": lambda: _compiled([])(make_state(Differing()), make_batch(0, 7)),
+        # The first process has one example more than each of the others.
+        "no refusal": lambda: _compiled([])(make_state(Differing()), make_batch(0, 2 * dist.get_world_size() + 1)),
         "coupled": lambda: _compiled([])(make_state(loss=_squared_mean), make_batch()),
     }
     found = {}

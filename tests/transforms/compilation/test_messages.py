@@ -71,7 +71,7 @@ def _check_sent_once(found: list[str]) -> None:
 
 
 WORDS = {
-    "operations": "that of rank 1 has other operations than that of a rank before it",
+    "operations": "has other operations than that of a rank before it",
     "messages": "would wait for each other: message ",
     "coupled": "as the mean over 2 slices",
 }
