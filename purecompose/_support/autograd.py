@@ -25,7 +25,8 @@ _PLAIN = (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
 
 def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Return the gradients of a real 0-d loss that has a graph, `None` for leaves that it does not reach."""
-    # Types instead of `has_torch_function`, which is true in every mode.
+    # By types: `has_torch_function` is true in every mode, and the public function would leave the mode while the
+    # backward pass runs, in which layers may be computed again.
     kinds = {type(loss), *map(type, leaves)}
     is_plain = loss.is_floating_point() and all(kind.__torch_function__ in _PLAIN for kind in kinds)
     if _run_backward is None or not is_plain or torch.compiler.is_compiling():

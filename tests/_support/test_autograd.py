@@ -19,21 +19,28 @@ class Calls(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def gradients():
+def loss_and_leaves():
     x, y, unreached = (torch.tensor([1.0, 2.0], requires_grad=True) for _ in range(3))
-    return autograd.gradients((x * y.exp()).sum(), [x, y, unreached])
+    return (x * y.exp()).sum(), [x, y, unreached]
 
 
-@pytest.mark.parametrize("way", ["observed by a mode", "without the private function"])
-def test_gradients_are_those_of_the_public_function(way, monkeypatch):
-    expected = gradients()
-    with Calls() as calls, monkeypatch.context() as patch:
-        if way != "observed by a mode":
-            patch.setattr(autograd, "_run_backward", None)
-        found = gradients()
-    assert torch.autograd.grad in calls.found
+@pytest.mark.parametrize("private", [True, False])
+def test_gradients_are_those_of_the_public_function(private, monkeypatch):
+    if not private:
+        monkeypatch.setattr(autograd, "_run_backward", None)
+    loss, leaves = loss_and_leaves()
+    expected = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
+    found = autograd.gradients(loss, leaves)
     assert found[2] is expected[2] is None
     torch.testing.assert_close(found[:2], expected[:2], rtol=0, atol=0)
+
+
+def test_a_mode_stays_active_in_hooks_of_the_backward_pass():
+    loss, leaves = loss_and_leaves()
+    leaves[0].register_hook(torch.sinh)
+    with Calls() as calls:
+        autograd.gradients(loss, leaves)
+    assert torch.sinh in calls.found
 
 
 @pytest.mark.parametrize("outer", [False, True])
