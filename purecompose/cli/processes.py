@@ -1,7 +1,6 @@
 """Several processes of one run, as `torchrun` starts them: one output, one folder, one message about an error."""
 
 import contextlib
-import itertools
 import os
 import warnings
 from collections.abc import Iterator
@@ -14,13 +13,14 @@ import torch.distributed as dist
 
 from purecompose.cli.settings import UsageError
 from purecompose.core.compose import Step
+from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
 from purecompose.transforms.data_parallel import data_parallel
 from purecompose.transforms.sharding.placing import shard
 from purecompose.transforms.sharding.step import fully_sharded
 
 
-__all__ = ["SHARDINGS", "Processes", "processes_here", "tells"]
+__all__ = ["SHARDINGS", "Processes", "error_prefix", "processes_here"]
 
 SHARDINGS = ("step", "layer")
 """The values of `--shard`."""
@@ -78,21 +78,13 @@ class Processes:
         gather: Any = sharding
         return fully_sharded(step, mesh, gather), shard(state, mesh)
 
-    def of_first(self, word: str) -> str:
+    def of_first(self, word: str, device: torch.device) -> str:
         """Return the word that the first process gives; all must ask."""
-        if self.size == 1:
-            return word
-        store, place = _store(), f"purecompose/word/{next(_NUMBERS)}"
-        if self.is_first:
-            store.set(place, word)
-        return store.get(place).decode()
+        return word if self.size == 1 else Ranks.of(dist.group.WORLD).word_of_first(word, device)
 
 
 _TO_MEET, _TO_ANSWER = timedelta(minutes=2), timedelta(minutes=10)
 """How long processes wait for each other at the start, where gloo sometimes loses a connection, and in a step."""
-
-_NUMBERS = itertools.count()
-"""Numbers of the words that were asked for, which are the same in all processes."""
 
 
 def processes_here() -> Processes:
@@ -113,8 +105,8 @@ def processes_here() -> Processes:
     return Processes(int(os.environ["RANK"]), int(size), int(os.environ["LOCAL_RANK"]))
 
 
-def tells(error: BaseException) -> str | None:
-    """Return what precedes the message about an error here, or `None` if another process reports it.
+def error_prefix(error: BaseException) -> str | None:
+    """Return the words before the message about an error, or `None` if another process prints it.
 
     Of several processes, the first one reports what ends all of them, and the one that fails first reports an error.
     """

@@ -77,7 +77,7 @@ def _run(
         if out is not None:
             if processes.is_first:
                 folder = _folder(out, settings, setup, is_resumed=options.resume)
-            kept["resume"] = processes.of_first((folder and folder.resume) or "") or None
+            kept["resume"] = processes.of_first((folder and folder.resume) or "", setup.state.device) or None
         if folder is not None:
             stack.enter_context(folder)
             observers.append(folder.observer)

@@ -32,6 +32,7 @@ __all__ = [
     "counted",
     "noting_shares",
     "scaled",
+    "scaled_with_statistics",
 ]
 
 Sharing: TypeAlias = Literal["all", "own", "none"]
@@ -59,12 +60,12 @@ class Shard(NamedTuple):
     """Number of examples; 0 for a rank without a share."""
     total: int
     """Number of examples in the batch."""
-    in_step: bool = False
+    is_cut_alike: bool = False
     """True if all ranks cut their shares into equally many slices, because each slice sends messages."""
 
     def num_slices(self, cut: Cut, num_examples: int) -> int:
         """Return into how many slices this rank cuts its share."""
-        if not self.in_step:
+        if not self.is_cut_alike:
             return cut.num_slices(num_examples)
         fewest, most = self.total // self.ranks.size, -(-self.total // self.ranks.size)
         return min(cut.num_slices(most), max(fewest, 1))
@@ -227,6 +228,18 @@ class Ranks:
         least, most = (self.exchange([own], how)[0] for how in ("min", "max"))
         return (least == most).tolist()
 
+    def word_of_first(self, word: str, device: torch.device) -> str:
+        """Return the text that the first rank gives; all must ask.
+
+        Args:
+            word: This rank's text; only that of the first rank is used.
+            device: The device of the messages.
+        """
+        data = list(word.encode()) if self.rank == 0 else []
+        (length,) = self.exchange([torch.tensor(len(data), device=device)], "sum")
+        own = torch.tensor(data or [0] * int(length), dtype=torch.int64, device=device)
+        return bytes(self.exchange([own], "sum")[0].tolist()).decode() if length else ""
+
     def exchange(self, tensors: Sequence[Tensor], how: Literal["sum", "min", "max"]) -> list[Tensor]:
         """Reduce tensors of one dtype and device in one message; they must have the same shapes on all ranks."""
         self._check_plain(tensors)
@@ -380,6 +393,12 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[dict[int, Tensor]]:
 def scaled(tensors: Sequence[Tensor], share: Tensor) -> list[Tensor]:
     """Return a rank's part of a mean over ranks: the tensors times its share, and 0 for NaN whose share is 0."""
     return [torch.where(share > 0, tensor * share, 0).to(tensor.dtype) for tensor in tensors]
+
+
+def scaled_with_statistics(grads: Sequence[Tensor], share: Tensor) -> list[Tensor]:
+    """Return this rank's part of the sum of gradients, if its examples reach other ranks' losses; see `SharedPart`."""
+    factor = torch.where(share > 0, share, 1)
+    return [(counted(grad, share) * factor).to(grad.dtype) for grad in grads]
 
 
 def _added(old: Tensor, new: Tensor) -> Tensor:

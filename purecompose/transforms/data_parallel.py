@@ -8,9 +8,6 @@ number of processes, as for any number of microbatches.
 
 import functools
 import pickle
-import re
-import textwrap
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -20,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from purecompose import batch as batches, tree
+from purecompose import tree
 from purecompose._support.checks import shown
 from purecompose._support.functorch import is_fake
 from purecompose._support.shards import is_shard
@@ -31,15 +28,16 @@ from purecompose.core.means import denominators, has_mean, part_of
 from purecompose.core.members import SINGLE
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Place, Purpose, walk
 from purecompose.core.program import Program, matching_params
-from purecompose.core.ranks import SHARED_PART, WATCHES, Ranks, Shard, Share, SharedPart, counted, scaled
+from purecompose.core.ranks import SHARED_PART, WATCHES, Ranks, Shard, Share, SharedPart, scaled, scaled_with_statistics
 from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradients
 from purecompose.core.sealed import SealedOutputs
 from purecompose.core.separable import check_halves
 from purecompose.core.slices import check_rows
-from purecompose.core.state import State, fields_where
+from purecompose.core.state import State
 from purecompose.nn.model import STATISTICS
 from purecompose.nn.shared_batch import SHARED_BATCH
 from purecompose.optim.checks import matched
+from purecompose.transforms.rank_comparison import check_alike, digest
 from purecompose.transforms.rank_timeouts import naming_late_ranks
 from purecompose.transforms.sharding.by_layer import by_layer
 from purecompose.transforms.sharding.gathering import Placing
@@ -95,7 +93,8 @@ class Shared(Scope):
                 is_whole=is_whole,
                 is_by_layer=layers is not None,
             )
-            run = shared if placing is None else functools.partial(_run_placed, shared, build(transform), placing)
+            on_whole = on_part if layers is None else build(transform)
+            run = shared if placing is None else functools.partial(_run_placed, shared, on_whole, placing)
             return repeatable(with_own_gradients(run), self.body, ranks)
 
         lowered = inner._replace(run=with_slices(lambda body: body), with_slices=with_slices, until_loss=None)
@@ -118,7 +117,7 @@ class Shared(Scope):
         with naming_late_ranks(ranks, now.batch):
             is_known = compared.get("epoch") == now.epoch and compared["model"] is state.model
             if not self.is_checked and not (is_known and compared["batch"] <= now.batch):
-                _check_alike(ranks, step, state, batch)
+                check_alike(ranks, step, state, batch)
             compared |= {"epoch": now.epoch, "model": state.model, "batch": now.batch}
             token = WATCHES.set(is_first and not self.is_checked)
             try:
@@ -209,7 +208,7 @@ def _run_shared(
         check_rows(state)
     share, start = _part(state, ranks)
     if purpose.sharing == "all":
-        shard = Shard(ranks, share.first_example, share.num_examples, state.num_examples, in_step=is_by_layer)
+        shard = Shard(ranks, share.first_example, share.num_examples, state.num_examples, is_cut_alike=is_by_layer)
         part = SharedPart(ranks, share.num_examples, state.device)
         with _sharing(part if is_whole else None, part if is_whole or is_by_layer else None):
             end = operation(Carry(start, carry.used), purpose._replace(shard=shard))
@@ -300,7 +299,7 @@ def _warn_of_different_buffers(before: State, after: State, ranks: Ranks) -> Non
     names = sorted(new.keys() - matched(STATISTICS, tuple(new)))
     if not names or is_fake(before.key):
         return
-    alike = ranks.agree([_digest([new[name]], before.device) for name in names])
+    alike = ranks.agree([digest([new[name]], before.device) for name in names])
     if differing := [name for name, is_alike in zip(names, alike, strict=True) if not is_alike]:
         warn(
             f"data_parallel: the processes have written different values into {', '.join(differing)}. The state keeps "
@@ -347,7 +346,7 @@ def _averaged_over_ranks(
         own |= {name: torch.zeros_like(before.params[name]) for name in order if name not in own}
         own = {name: own.pop(name) for name in order}
     share, _, count = ranks.weigh(weight, flags, device=before.device)
-    scale = _scaled_with_statistics if shares_statistics and isinstance(weight, Tensor) else scaled
+    scale = scaled_with_statistics if shares_statistics and isinstance(weight, Tensor) else scaled
     leaves, spec = tree.flatten(found)
     sums, names = ranks.reduced(scaled(leaves, share), "sum"), tuple(own or ())
     if sum_gradients is None:
@@ -364,12 +363,6 @@ def _averaged_over_ranks(
     return after.replace(**{**means, "grads": grads, "metrics": {**after.metrics, **means["metrics"]}})
 
 
-def _scaled_with_statistics(grads: Sequence[Tensor], share: Tensor) -> list[Tensor]:
-    """Return this rank's part of the sum of gradients, if its examples reach other ranks' losses; see `SharedPart`."""
-    factor = torch.where(share > 0, share, 1)
-    return [(counted(grad, share) * factor).to(grad.dtype) for grad in grads]
-
-
 def data_parallel(step: Step, mesh: Any = None) -> Step:
     """Return a step that several processes compute together, each calling `step(state, batch)` with the same arguments.
 
@@ -382,11 +375,11 @@ def data_parallel(step: Step, mesh: Any = None) -> Step:
         mesh: A `torch.distributed.DeviceMesh` of one dimension, or a process group; by default all processes.
 
     Returns:
-        A `Step`. States of all processes stay the same bit for bit, so only one of them has to save checkpoints and
-        reports. Metrics that are single floating numbers are means over the parts; other metrics are those of this
-        process's part, and `outputs` cannot be read after the parts. Slots that algorithms change within a part
-        (between BEFORE_FORWARD and AFTER_BACKWARD) are treated as sums and flags: the changes of all parts are added
-        up. `state.gradient` is the gradient of the whole batch. `evaluate` and everything outside the step run on each
+        A `Step`. States of all processes stay the same bit for bit, so only one of them has to report.
+        Metrics that are single floating numbers are means over the parts; other metrics are those of this process's
+        part, and `outputs` cannot be read after the parts. Slots that algorithms change within a part (between
+        BEFORE_FORWARD and AFTER_BACKWARD) are treated as sums and flags: the changes of all parts are added up.
+        `state.gradient` is the gradient of the whole batch. `evaluate` and everything outside the step run on each
         process.
 
     Raises:
@@ -462,71 +455,3 @@ def _check_placed(state: State, placing: Placing | None) -> None:
         )
     if placing is not None and not is_divided and any(param.ndim for param in state.params.values()):
         raise ValueError("fully_sharded: the state is not divided among the processes: call pc.shard(state, mesh)")
-
-
-def _check_alike(ranks: Ranks, step: Step, state: State, batch: Any) -> None:
-    """Compare settings, states and batches by sums of their bits."""
-    context = state.context
-    fields = {name: getattr(state, name) for name in ("key", *fields_where(keeps_form=True))}
-    settings = (
-        [(algorithm.name, dict(algorithm.config)) for algorithm in step.algorithms],
-        *(step.microbatches, step.microbatch_size, state.optimizer, context.trainable, context.precision),
-        *(context.model.evaluated_parts, state.timestamp.run, state.timestamp.batch),
-    )
-    forms = {path: tree.describe(leaf, with_device=False) for path, leaf in tree.leaves_with_paths(fields).items()}
-    words = {
-        "loss": context.loss,
-        "network": (context.model.module, context.model.param_names, context.model.buffer_names),
-        "program": step.program,
-        "batch fields": (context.target_field, context.layout),
-        # Settings come before forms: other frozen parameters also mean other memory of the optimizer.
-        "settings": settings,
-        "names, shapes or dtypes": forms,
-    }
-    words = {name: _printed(value) for name, value in words.items()}
-    # Each process has rows of its own of what is divided.
-    plain = {name: [leaf for leaf in tree.leaves(field) if not is_shard(leaf)] for name, field in fields.items()}
-    parts = {"batch": batches.tensors(batch), **plain}
-    found = [torch.tensor(zlib.crc32(text.encode()), device=state.device) for text in words.values()]
-    found += [_digest(leaves, state.device) for leaves in parts.values()]
-    for name, agrees in zip([*words, *parts], ranks.agree(found), strict=True):
-        if not agrees:
-            own = f" (process {ranks.rank} has {textwrap.shorten(words[name], 80)})" if name in _SAME_CODE else ""
-            remedy = "all must run the same code" if name in _SAME_CODE else _REMEDIES.get(name, _SAME_STATE)
-            raise ValueError(f"data_parallel: the {ranks.size} processes differ in their {name}{own}: {remedy}")
-
-
-def _printed(value: Any) -> str:
-    """Return a text without what differs between equal processes: addresses, numbers of devices, the order of sets."""
-    text = re.sub(r" at 0x[0-9a-f]+|(?<=\bcuda)(:\d+|', index=\d+)", "", repr(value))
-    return re.sub(r"(?<=\{)[^{}:]*(?=\})", lambda members: ", ".join(sorted(members[0].split(", "))), text)
-
-
-_SAME_CODE = ("loss", "network", "program", "batch fields")
-_SAME_STATE = (
-    "all must begin with the same state: seed torch before the network is made, and give State.create the same key; "
-    "to continue a run, resume from the same checkpoint in each. If they were equal before, kernels have given other "
-    "bits in one of them: see torch.use_deterministic_algorithms"
-)
-_REMEDIES = {
-    "batch": "give each the whole batch, in one order, and not a part (no DistributedSampler): the step divides it",
-    "key": "give State.create the same key in all",
-    "settings": "algorithms, optimizer, frozen parameters, precision, microbatches and time must be the same in all",
-}
-
-
-def _digest(leaves: list[Any], device: torch.device) -> Tensor:
-    """Return a checksum of a list of tensors, 0-d int64."""
-    total = torch.full((), len(leaves), dtype=torch.int64, device=device)
-    for leaf in leaves:
-        bits = (leaf if leaf.layout is torch.strided else leaf.to_dense()).detach().resolve_conj().resolve_neg()
-        bits = (torch.view_as_real(bits) if bits.is_complex() else bits).contiguous()
-        for part in bits.view(_BITS[bits.element_size()]).flatten().split(_CHUNK):
-            places = 2 * torch.arange(part.numel(), device=part.device) + 1
-            total = 31 * total + (part * places).sum().to(device)
-        total = 31 * total + leaf.numel()
-    return total
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 2**20

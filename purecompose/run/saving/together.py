@@ -53,6 +53,11 @@ class Writers:
     device: torch.device
 
     @property
+    def is_joint(self) -> bool:
+        """True if each writes a part of a checkpoint, and False if one writes all of it."""
+        return self.total > 1
+
+    @property
     def is_first(self) -> bool:
         """True for the process that completes a checkpoint."""
         return self.ranks.rank == 0
@@ -64,11 +69,11 @@ class Writers:
 
     def word_of_first(self, word: str) -> str:
         """Return the text that the first process gives; all must ask."""
-        return _word_of_first(self.ranks, word, self.device)
+        return self.ranks.word_of_first(word, self.device)
 
 
 def writers_of(state: State, step: Any = None) -> Writers | None:
-    """Return the processes that share a state, and must all call; `None` if it belongs to this process alone.
+    """Return the processes that share a state, all of which must call this; `None` if there is only this one.
 
     Args:
         state: The state. If each process holds some rows of it, each writes these.
@@ -79,25 +84,18 @@ def writers_of(state: State, step: Any = None) -> Writers | None:
         ranks: Ranks | None = getattr(step, "ranks", None)
         if ranks is None:
             return None
-        run = _word_of_first(ranks, _own_word(), state.device)
+        run = ranks.word_of_first(_own_word(), state.device)
         return Writers(ranks, 0 if ranks.rank == 0 else None, 1, run, state.device)
     mesh = places[0].mesh
     ranks = Ranks.of(mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD)
     *copies, own = mesh.get_coordinate()
     device = torch.device(mesh.device_type)
-    run = _word_of_first(ranks, _own_word(), device)
+    run = ranks.word_of_first(_own_word(), device)
     return Writers(ranks, None if any(copies) else own, mesh.size(mesh.ndim - 1), run, device)
 
 
 def _own_word() -> str:
     return f"{os.getpid()}-{token()}"
-
-
-def _word_of_first(ranks: Ranks, word: str, device: torch.device) -> str:
-    data = list(word.encode()) if ranks.rank == 0 else []
-    (length,) = ranks.exchange([torch.tensor(len(data), device=device)], "sum")
-    own = torch.tensor(data or [0] * int(length), dtype=torch.int64, device=device)
-    return bytes(ranks.exchange([own], "sum")[0].tolist()).decode() if length else ""
 
 
 def write(

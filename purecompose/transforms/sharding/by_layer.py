@@ -16,7 +16,7 @@ from purecompose import tree
 from purecompose._support.shards import is_shard
 from purecompose.core.means import has_mean
 from purecompose.core.operation import Carry, Operation, Purpose
-from purecompose.core.ranks import SHARED_PART, SharedPart, counted, scaled
+from purecompose.core.ranks import SHARED_PART, SharedPart, scaled, scaled_with_statistics
 from purecompose.core.state import State
 from purecompose.nn.gathering import GatheredOnUse
 from purecompose.transforms.sharding.gathering import Placing
@@ -82,11 +82,8 @@ class _Pass:
 
     def summed(self, grad: Tensor, shard: Tensor) -> Tensor:
         """Return the mean over processes of a gradient, divided like its parameter."""
-        share = self.part.weighed().share
-        if self.has_shared_statistics and not self.part.is_empty:
-            own = (counted(grad, share) * self.part.gradient_share()).to(grad.dtype)
-        else:
-            (own,) = scaled([grad], share)
+        scale = scaled_with_statistics if self.has_shared_statistics and not self.part.is_empty else scaled
+        (own,) = scale([grad], self.part.weighed().share)
         return self.placing.sum_gradients({"": own}, {"": shard})[""]
 
     def _differentiable(self, shard: Tensor) -> Tensor:

@@ -77,8 +77,8 @@ def _check_needs_no_parts(step: Step) -> None:
         for trait in (Trait.MEASURES_MICROBATCHES, Trait.CLIPS_EXAMPLES):
             if trait in algorithm.traits:
                 raise ValueError(
-                    f"fully_sharded: {algorithm.name} {trait.value.partition(':')[0]}, and with gather='layer' no "
-                    "process ever has the gradient of its own part of the batch: use gather='step'"
+                    f"fully_sharded: {algorithm.name} {trait.value.partition(':')[0]}, and with gather='layer' "
+                    "a process does not compute the gradient of its own part of the batch: use gather='step'"
                 )
     for node in step.program:
         if sum(isinstance(inner, Microbatches) for inner in walk([node])) > 1:
