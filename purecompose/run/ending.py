@@ -17,8 +17,8 @@ class CommonEnd:
     """The batch after which all processes end.
 
     A process that has received a signal notes in the process group's store that all end after the next batch. No other
-    can have gone further, since that batch needs its messages. Each looks into the store after every batch, which takes
-    a tenth of a millisecond, and needs no message on a GPU.
+    can have gone further, since that batch needs its messages. Each looks into the store after every batch, and so does
+    not wait for a GPU.
     """
 
     def __init__(self) -> None:

@@ -28,6 +28,7 @@ from tests.helpers import (
     noise,
     nt_xent,
 )
+from tests.transforms.processes import errors_of
 
 
 class WithEmpty(nn.Module):
@@ -184,13 +185,7 @@ def refusals() -> dict[str, str]:
         "auto": lambda: pc.fit(pc.data_parallel(step), make_state(), [(inputs, targets)], microbatches="auto"),
         "seconds": lambda: pc.fit(pc.data_parallel(step), make_state(), [(inputs, targets)], duration="9s"),
     }
-    found = {}
-    for name, attempt in attempts.items():
-        try:
-            attempt()
-        except (ValueError, RuntimeError) as error:
-            found[name] = str(error)
-    return found
+    return errors_of(attempts)
 
 
 def trained(transform: Callable[[Any], Any] = lambda step: step) -> State:
@@ -222,7 +217,7 @@ def resumed(folder: str) -> list[dict[str, Tensor]]:
 
     def end(name: str, duration: str) -> dict[str, Tensor]:
         walk, step = Walk(), pc.data_parallel(compose(loop_events))
-        saved = pc.Checkpoints(f"{folder}/{name}", extra=walk)
+        saved = pc.Checkpoints(f"{folder}/{name}", every="60s", extra=walk)
         state = pc.fit(step, make_state(), pc.data.stream(walk), duration=duration, checkpoints=saved, resume="auto")
         return {**told(state), "walk": walk.position}
 

@@ -3,12 +3,24 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.pages import ROOT
+
+
+def errors_of(attempts: dict[str, Callable[[], Any]]) -> dict[str, str]:
+    """Return the errors of attempts that fail, by their names."""
+    found = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except (TypeError, ValueError, RuntimeError) as error:
+            found[name] = str(error)
+    return found
 
 
 def run_processes(module: str, folder: Path, size: int, *arguments: str) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.tasks import TASKS
 from tests.helpers import changing, make_batch, make_batches, make_mlp, make_state
 from tests.transforms.parallel_scenarios import SCENARIOS, Scenario, ragged, told
+from tests.transforms.processes import errors_of
 
 
 SHARDED = {name: scenario for name, scenario in SCENARIOS.items() if name != "sam per rank"} | {
@@ -116,13 +117,7 @@ def refusals(mesh: Any) -> dict[str, str]:
             lambda scale: pc.fully_sharded(step, mesh)(placed, (scale * batch[0], batch[1])).loss
         )(torch.tensor(1.0)),
     }
-    found = {}
-    for name, attempt in attempts.items():
-        try:
-            attempt()
-        except (TypeError, ValueError, RuntimeError) as error:
-            found[name] = str(error)
-    return found
+    return errors_of(attempts)
 
 
 def compiled_bits(mesh: Any) -> list[str]:

@@ -87,9 +87,9 @@ class Snapshot:
         def index(files: dict[str, Any]) -> Index:
             return Index(**{**vars(self.index), "files": files})
 
-        if writers is None:
+        if writers is None or (writers.is_first and not writers.is_joint):
             folder.write(target, index, {name: stored(tensor) for name, tensor in self.tensors.items()})
-        elif writers.number is not None:
+        elif writers.is_joint and writers.number is not None:
             own = self.rows if writers.number else self.tensors  # the first process writes what is not divided
             tensors = {name: stored(self.tensors[name]) for name in own}
             together.write(target, index, tensors, self.rows, writers, number)

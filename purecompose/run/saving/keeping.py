@@ -142,7 +142,7 @@ class Keeper:
         leaves_of(state)
         library()
         self._writers = writers_of(state, step)
-        if self._writers is not None and isinstance(every := self.settings.every, Time):
+        if self._is_joint and isinstance(every := self.settings.every, Time):
             if every.unit is TimeUnit.SECOND:
                 raise ValueError(
                     f"checkpoints: every={every}: processes that hold parts of a state write at the same batch, and "
@@ -202,7 +202,7 @@ class Keeper:
         while True:
             self.keep(state, step, metrics, memory)
             self.settle()
-            if not _is_disk_full(self._failure) or self._writers is not None:
+            if not _is_disk_full(self._failure) or self._is_joint:
                 return
             # If the state is already saved, and only new metrics are missing, there is no need to wait.
             may_wait = self.written is None or self.written[1] != state.timestamp
@@ -237,12 +237,17 @@ class Keeper:
         self._tell()
 
     @property
+    def _is_joint(self) -> bool:
+        """True if several processes write parts of each checkpoint."""
+        return self._writers is not None and self._writers.is_joint
+
+    @property
     def _is_tidying(self) -> bool:
         """True for the process that removes what is no longer needed: one of those that write together."""
         return self._writers is None or self._writers.is_first
 
     def _hand_over(self, task: "_Task", is_best: bool) -> None:
-        if self._writers is not None:
+        if self._is_joint:
             self.settle()  # all processes write the same checkpoints, so that none may be skipped
             self._num_written += 1
         if self._pool is None:
@@ -284,7 +289,7 @@ class Keeper:
         if self._failures[cause] == 1:  # `close` reports the number of repetitions
             self._problems.append(f"{target} was not written, and training continues without it: {_words(error)}")
         self._last = None  # the same state may be tried again
-        if self._writers is not None:
+        if self._is_joint:
             return  # `_best` has to remain the same in all processes
         with contextlib.suppress(OSError):
             self._best = self._best_of(disk.all_in(self.folder)[0])  # a checkpoint that was not written does not count

@@ -52,12 +52,15 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[st
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
 
 
+_UNDIVIDED = -1
+
+
 class _Part(NamedTuple):
     """Rows of a tensor in a file."""
 
     start: int
     stop: int
-    """The row after the last; -1 for a tensor that is not divided."""
+    """The row after the last; `_UNDIVIDED` for a tensor of which the file contains all."""
     file: str
 
 
@@ -83,18 +86,13 @@ class SavedTensors(Mapping[str, Tensor]):
             for name, (start, stop) in _rows_in(path, index.files[file]).items():
                 self._parts.setdefault(name, []).append(_Part(start, stop, file))
         for name, text in index.tensors.items():
-            parts = sorted(self._parts.setdefault(name, [_Part(0, -1, names[0])]))
-            self._parts[name] = parts
-            ends = [0, *[part.stop for part in parts]]
-            if parts[0].stop >= 0 and ([part.start for part in parts], [ends[-1]]) != (
-                ends[:-1],
-                [*Spec.of_text(text).shape[:1]],
-            ):
+            parts = self._parts[name] = sorted(self._parts.get(name, [_Part(0, _UNDIVIDED, names[0])]))
+            if parts[0].stop != _UNDIVIDED and not _are_all_rows(parts, Spec.of_text(text).shape):
                 raise DamagedError(f"{path}: its files do not contain all rows of {name}")
 
     def __getitem__(self, name: str) -> Tensor:
         parts = self._parts[name]
-        return self._file(parts[0].file, name) if parts[0].stop < 0 else self.rows(name, 0, parts[-1].stop)
+        return self._read(parts[0], name) if parts[0].stop == _UNDIVIDED else self.rows(name, 0, parts[-1].stop)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
@@ -105,35 +103,43 @@ class SavedTensors(Mapping[str, Tensor]):
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return the rows of a tensor from `start` to `stop`."""
         parts = self._parts[name]
-        if parts[0].stop < 0:
+        if parts[0].stop == _UNDIVIDED:
             return self[name][start:stop]
-        here = [part for part in parts if max(start, part.start) < min(stop, part.stop)] or parts[:1]
+        spans = [(part, max(start, part.start), min(stop, part.stop)) for part in parts]
         found = [
-            self._file(part.file, name, slice(max(start, part.start) - part.start, min(stop, part.stop) - part.start))
-            for part in here
+            self._read(part, name, slice(low - part.start, high - part.start))
+            for part, low, high in spans
+            if low < high
         ]
-        return torch.cat(found) if len(found) > 1 else found[0]
+        return torch.cat(found) if found else self._read(parts[0], name, slice(0, 0))
 
-    def _file(self, file: str, name: str, rows: slice | None = None) -> Tensor:
-        """Return a tensor in a file, or rows of it."""
+    def _read(self, part: _Part, name: str, rows: slice | None = None) -> Tensor:
+        """Return a tensor as it is in a file, or rows of it."""
         package = library()
         try:
-            if file not in self._files:
-                _check_file(self.path, file, self._index.files[file])
-                self._files[file] = package.safe_open(self.path / file, framework="pt")
-                own = {name for name, parts in self._parts.items() if any(part.file == file for part in parts)}
-                if own != {*self._files[file].keys()}:
-                    raise DamagedError(f"the tensors in {self.path / file} are not those of its index")
-            found = self._files[file]
-            if rows is None:
-                return found.get_tensor(name)
-            return found.get_slice(name)[max(rows.start, 0) : max(rows.stop, 0)]
+            file = self._opened(part.file)
+            return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+        except DamagedError:
+            raise
         except (package.SafetensorError, KeyError, ValueError, RuntimeError, IndexError) as error:
-            raise (
-                error
-                if isinstance(error, DamagedError)
-                else DamagedError(f"{self.path / file} cannot be read: {error}")
-            ) from error
+            raise DamagedError(f"{self.path / part.file} cannot be read: {error}") from error
+
+    def _opened(self, name: str) -> Any:
+        """Return a file, which is compared with the index when it is opened."""
+        if name not in self._files:
+            _check_file(self.path, name, self._index.files[name])
+            file = library().safe_open(self.path / name, framework="pt")
+            own = {tensor for tensor, parts in self._parts.items() if any(part.file == name for part in parts)}
+            if own != {*file.keys()}:
+                raise DamagedError(f"the tensors in {self.path / name} are not those of its index")
+            self._files[name] = file
+        return self._files[name]
+
+
+def _are_all_rows(parts: list[_Part], shape: tuple[int, ...]) -> bool:
+    """Return whether each part of a tensor begins where the one before it ends, and the last one ends with it."""
+    starts, stops = [part.start for part in parts], [part.stop for part in parts]
+    return [*starts, *shape[:1]] == [0, *stops]
 
 
 def _rows_in(path: Path, report: Mapping[str, Any]) -> dict[str, list[int]]:

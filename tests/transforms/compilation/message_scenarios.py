@@ -18,6 +18,7 @@ from purecompose import Event, State, compose, loop_events, optim
 from purecompose.core import ranks as core_ranks
 from tests.helpers import changing, make_batch, make_mlp, make_state
 from tests.transforms.parallel_scenarios import SCENARIOS, Scenario, run, told
+from tests.transforms.processes import errors_of
 
 
 SAME_BITS = ("ragged", "terms", "ema and clipping", "sam", "batch norm", "microbatches")
@@ -78,13 +79,7 @@ def refusals() -> dict[str, str]:
         "no refusal": lambda: _compiled([])(make_state(Differing()), make_batch(0, 2 * dist.get_world_size() + 1)),
         "coupled": lambda: _compiled([])(make_state(loss=_squared_mean), make_batch()),
     }
-    found = {}
-    for name, attempt in attempts.items():
-        try:
-            attempt()
-        except (ValueError, RuntimeError) as error:
-            found[name] = str(error)
-    return found
+    return errors_of(attempts)
 
 
 def _squared_mean(outputs: Tensor, targets: Tensor) -> Tensor:
