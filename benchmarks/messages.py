@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace, rank: int, size: int) -> Row:
         step = pc.compile(step, backend=args.backend if args.side == "compiled" else "eager", quiet=True)
     state = step.init(State.create(net, loss=losses.mse, optimizer=optim.adamw(1e-3), duration="99ba"))
     del net
-    for _ in range(3):  # the second state is the first in buffers of its own
+    for _ in range(3):  # from the second step on, the state is in the step's own buffers
         state = step(state, batch)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
