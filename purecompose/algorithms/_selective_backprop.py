@@ -143,7 +143,8 @@ def selective_backprop(
 ) -> Algorithm:
     """Train on the harder part of each batch.
 
-    A forward pass without gradients computes the loss of every example. Out of N examples
+    A forward pass without gradients computes the loss of every example; several processes compute a part each. Out of
+    N examples
 
         k = max(1, int(keep N))
 
@@ -217,13 +218,8 @@ def selective_backprop(
             if scale_factor != 1:
                 _check_images(inputs, scale_factor)
             return state
-        ranking_losses = _losses_in_state(name, state, inputs, targets, scale_factor)
         num = batches.num_examples(state.batch, fields.get("input_field", state.context.input_field))
-        if len(ranking_losses) != num:
-            raise ValueError(
-                f"{name}: expected one loss for each of the batch's {num} examples, got {len(ranking_losses)}; select "
-                "a member with one row for each, input_field="
-            )
+        ranking_losses = state.per_example(partial(_losses_in_state, name, fields, scale_factor))
         chosen = choose_by_loss(state.rng(name), ranking_losses, keep=keep)
         return state.replace(batch=batches.take(state.batch, chosen, num))
 
@@ -253,8 +249,9 @@ def _members(state: State, fields: Mapping[str, Any]) -> tuple[Any, Any]:
     return inputs, batches.get(state.batch, target_field)
 
 
-def _losses_in_state(name: str, state: State, inputs: Any, targets: Any, scale_factor: float) -> Tensor:
+def _losses_in_state(name: str, fields: Mapping[str, Any], scale_factor: float, state: State) -> Tensor:
     """Return the loss of each example with the state's model, or a substitute if the model computes its own loss."""
+    inputs, targets = _members(state, fields)
 
     def forward_fn(scaled: Any) -> Any:
         # New buffers are dropped, so that BatchNorm's statistics include each batch only once.
@@ -266,7 +263,13 @@ def _losses_in_state(name: str, state: State, inputs: Any, targets: Any, scale_f
             return state.call_loss(lambda loss: losses.per_example(loss, outputs, targets), train=True)[0]
         return model_losses(name, own_loss, outputs, state.batch)  # the loss names its labels itself
 
-    return _ranking_losses(forward_fn, example_losses, inputs, targets, scale_factor)
+    ranking_losses = _ranking_losses(forward_fn, example_losses, inputs, targets, scale_factor)
+    if len(ranking_losses) != state.num_examples:
+        raise ValueError(
+            f"{name}: expected one loss for each of the batch's {state.num_examples} examples, got "
+            f"{len(ranking_losses)}; select a member with one row for each, input_field="
+        )
+    return ranking_losses
 
 
 def _match(start: float, end: float, full_every: int) -> Predicate:

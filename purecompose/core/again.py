@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from purecompose import losses, tree
 from purecompose._support.checks import shown
 from purecompose.core.context import Context, Static
+from purecompose.core.divided import sharing as sharing_batch
 from purecompose.core.loss import check_reads, scalars_of
 from purecompose.core.operation import Carry, Node, Operation, Purpose, walk
 from purecompose.core.ranks import Ranks, Sharing
@@ -83,7 +84,8 @@ class _Again:
         if sharing not in get_args(Sharing):
             raise ValueError(f"state.gradient: sharing={sharing!r}: expected 'all', 'own' or 'none'")
         carry = Carry(state.replace(params=params, grads=None), self.used)
-        end = self.run_once(carry, Purpose(sharing, is_again=True)).state
+        with sharing_batch(None, None):
+            end = self.run_once(carry, Purpose(sharing, is_again=True)).state
         if end.grads is None or end.loss is None:
             raise RuntimeError("state.gradient(params): the program has no Grad with a loss")
         earlier = {*(state.grads or ())} - self.used - end.grads.keys()

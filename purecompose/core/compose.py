@@ -33,6 +33,7 @@ from purecompose.core.composable import (
 from purecompose.core.context import Context, SealedTime, Static
 from purecompose.core.contract import Contract, Observe
 from purecompose.core.cut import Cut
+from purecompose.core.divided import with_whole_batch
 from purecompose.core.first_run import run_checked
 from purecompose.core.gradient import wants_outer_gradient
 from purecompose.core.loop import advance
@@ -267,13 +268,14 @@ class Step:
                 check_no_host(event, acting)
             return [Lowered(application(one, event, pass_name), one, is_host=one.host) for one in acting]
 
-        known, found = self._cache.lowered, []
+        known, found, ranks = self._cache.lowered, [], self.ranks
         for index, (node, mask) in enumerate(zip(self.program, self._masks, strict=True)):
             if (index, bits & mask) not in known:
                 place = Place(at, self.cut, earlier=self.program[:index])
-                known[index, bits & mask] = [
-                    self.members.adapt(lowered._replace(node=index)) for lowered in node.lower(place)
-                ]
+                ops = [self.members.adapt(lowered._replace(node=index)) for lowered in node.lower(place)]
+                if ranks is not None and not isinstance(node, Scope):
+                    ops = [one._replace(run=with_whole_batch(one.run, ranks)) for one in ops]
+                known[index, bits & mask] = ops
             found += known[index, bits & mask]
         return tuple(found)
 

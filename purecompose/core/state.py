@@ -20,6 +20,7 @@ from purecompose.core.calls import rng_of_turn, run_loss, run_model
 from purecompose.core.changes import as_hparams, check_params, translated
 from purecompose.core.clock import Clock
 from purecompose.core.context import Context, Static
+from purecompose.core.divided import per_example
 from purecompose.core.fields import DONATED, HIDDEN, REPORT, TEMPORARY, FieldInfo, Leasable, none, state_field
 from purecompose.core.layout import Splitter
 from purecompose.core.loss import scalars_of, taken_apart
@@ -426,6 +427,30 @@ class State(Leasable):
     def run_model(self, inputs: Any, *, train: bool, rng_name: str | None = None) -> tuple[Any, dict[str, Tensor]]:
         """Return the network's outputs, and the buffers after the pass. `rng_name` is the `name` of `forward`."""
         return run_model(self, inputs, train=train, rng_name=rng_name)
+
+    def per_example(self, fn: Callable[["State"], Any]) -> Any:
+        """Return values that a function computes for each example of the batch, without a gradient.
+
+        If several processes share the batch (`data_parallel`, `fully_sharded`), each computes them for its part, with
+        the draws of the whole batch, and all receive all of them. So the function may be given a state whose batch is a
+        part of this state's, and the values of an example must depend on that example only; batch normalisation in
+        training mode uses the statistics of the whole batch.
+
+        Args:
+            fn: Function of a state. It returns a tensor, or a pytree of tensors, with one row for each example of that
+                state's batch.
+
+        Raises:
+            ValueError: A tensor does not have one row for each example.
+
+        Example:
+            >>> from purecompose import losses, optim
+            >>> state = State.create(nn.Linear(2, 3), loss=losses.cross_entropy, optimizer=optim.sgd(0.1))
+            >>> state = state.replace(batch=(torch.ones(4, 2), torch.tensor([0, 1, 2, 0])))
+            >>> state.per_example(lambda part: part.forward(part.inputs).argmax(1) == part.targets).shape
+            torch.Size([4])
+        """
+        return per_example(self, fn)
 
     def call_loss(
         self, fn: Callable[[Callable[..., Any]], Any], *, train: bool, num_examples: int | None = None

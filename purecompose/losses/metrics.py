@@ -98,6 +98,9 @@ class Metric(NamedTuple):
     """True if `update` also takes `loss_fn`, the state's loss with its present parameters and scalars."""
     takes_ignore_index: bool = False
     """True if `update` also takes `ignore_index`, the index that the state's loss leaves out; see `of_loss`."""
+    is_sum: bool = False
+    """True if accumulators add up: that of two batches is the sum, number by number, of what each adds to an empty one.
+    Several processes then measure a part each; otherwise each measures everything."""
 
 
 class Mean(NamedTuple):
@@ -152,7 +155,7 @@ def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
             hits = (outputs.topk(k, dim=1).indices == classes.unsqueeze(1)).any(dim=1)
         return Mean(acc.total + (hits & counted).sum(), acc.number + counted.sum())
 
-    return _of_classes(Metric(init, update, Mean.value), ignore_index)
+    return _of_classes(Metric(init, update, Mean.value, is_sum=True), ignore_index)
 
 
 def dice(num_classes: int, *, ignore_index: int | None = None) -> Metric:
@@ -213,7 +216,7 @@ def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
         3.0
     """
     if loss_fn is None:
-        return Metric(lambda device=None: {}, _with_parts, _values, takes_count=True, takes_loss=True)
+        return Metric(lambda device=None: {}, _with_parts, _values, takes_count=True, takes_loss=True, is_sum=True)
     check_loss(loss_fn)
     if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
         raise ValueError(
@@ -227,7 +230,7 @@ def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
 
     # A model's own loss does not read targets, but it counts the labels in the batch.
     reads_batch, takes_logits = isinstance(loss_fn, ModelLoss), isinstance(loss_fn, CrossEntropy)
-    return Metric(_init_mean, update, Mean.value, reads_batch, takes_logits, takes_count=True)
+    return Metric(_init_mean, update, Mean.value, reads_batch, takes_logits, takes_count=True, is_sum=True)
 
 
 def perplexity(loss_fn: Callable[..., Tensor] | None = None) -> Metric:
@@ -286,7 +289,7 @@ def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
         rows = values.flatten(1).mean(1).sum() if values.ndim > 1 else values.sum()
         return Mean(acc.total + (rows if values.ndim else values * count), acc.number + count)
 
-    return Metric(_init_mean, update, Mean.value, takes_count=True, takes_ignore_index=True)
+    return Metric(_init_mean, update, Mean.value, takes_count=True, takes_ignore_index=True, is_sum=True)
 
 
 def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
@@ -364,7 +367,9 @@ def from_torchmetrics(metric: Any) -> Metric:
         worker._update_count = 1  # otherwise it warns that `update` was not called
         return worker.compute()
 
-    return Metric(init, update, compute, takes_ignore_index=True)
+    reductions = getattr(blank, "_reductions", {"": None}).values()
+    is_sum = all(getattr(reduction, "__name__", "") == "dim_zero_sum" for reduction in reductions)
+    return Metric(init, update, compute, takes_ignore_index=True, is_sum=is_sum)
 
 
 def of_loss(metric: Metric, loss_fn: Any) -> Metric:
@@ -505,7 +510,7 @@ def _overlap(
         both, sizes = (part.flatten(0, -2).sum(0) for part in (found & wanted, found.long() + wanted.long()))
         return acc[0] + both, acc[1] + sizes
 
-    return _of_classes(Metric(init, update, lambda acc: score(*acc).nanmean()), ignore_index)
+    return _of_classes(Metric(init, update, lambda acc: score(*acc).nanmean(), is_sum=True), ignore_index)
 
 
 def _classes(outputs: Any, targets: Any, ignore_index: int) -> tuple[Tensor, Tensor]:

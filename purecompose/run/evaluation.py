@@ -11,6 +11,7 @@ from purecompose._support.checks import check_whole, is_callable_with, shown
 from purecompose._support.warnings import warn
 from purecompose.core.compose import Step, compose
 from purecompose.core.loop import eval_events, predict_events
+from purecompose.core.ranks import Ranks
 from purecompose.core.state import State, check_single
 from purecompose.data.checks import check_batches
 from purecompose.data.loaders import fixed_batches
@@ -20,18 +21,16 @@ from purecompose.losses import couples_examples
 from purecompose.losses.metrics import (
     Metric,
     as_metric,
-    counting,
     dice,
     iou,
     mean_loss,
     of_loss,
     perplexity,
-    read_by,
     top_k,
 )
+from purecompose.run.totals import Totals
 from purecompose.time.event import Event
 from purecompose.time.intervals import Interval, checked_interval
-from purecompose.transforms.members import mapped
 
 
 __all__ = ["Evaluator", "Observer", "evaluate", "predict", "run_evaluator", "tell"]
@@ -157,24 +156,32 @@ def evaluate(
     evaluator = Evaluator(data, metrics or {}, num_batches=num_batches, microbatch_size=microbatch_size)
     inner = _sibling(step, eval_events, state)
     begun = inner.fire(Event.EVAL_STANDALONE_START, state)
-    result = run_evaluator(evaluator, begun, inner)
+    result = run_evaluator(evaluator, begun, inner, ranks=None if step is None else step.ranks)
     inner.fire(Event.EVAL_STANDALONE_END, begun)
     return {name.removeprefix(f"{evaluator.label}/"): value.tolist() for name, value in result.metrics.items()}
 
 
-def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Iterable[Observer] = ()) -> State:
+def run_evaluator(
+    evaluator: Evaluator, state: State, step: Step, observers: Iterable[Observer] = (), ranks: Ranks | None = None
+) -> State:
     """Run one evaluation, from EVAL_START to EVAL_END.
+
+    Args:
+        evaluator: The evaluation.
+        state: The state.
+        step: The algorithms, over the program of an evaluation.
+        observers: Functions that read the states.
+        ranks: The processes that share the data, if there are several.
 
     Returns:
         The evaluation's own state. Its `metrics` contain the values as "label/name": 0-d tensors on the state's
         device, or tensors of shape (n,) for a population of n.
     """
-    loss_fn = state.context.loss
     metrics: Mapping[str, Metric] = evaluator.metrics or {"loss": mean_loss()}
-    metrics = {name: of_loss(metric, loss_fn) for name, metric in metrics.items()}
-    with torch.no_grad():
+    metrics = {name: of_loss(metric, state.context.loss) for name, metric in metrics.items()}
+    totals = Totals.of(metrics, state, ranks)
+    with torch.no_grad(), totals.guarded():
         current = tell(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))
-        totals = {name: _initial(metric, state) for name, metric in metrics.items()}
         num_batches = num_folds = 0
         given = watched(iter(fixed_batches(evaluator.data, state.key)), evaluator.data)
         for batch in prefetch(itertools.islice(given, evaluator.num_batches), state.device):
@@ -183,22 +190,19 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
                     f"the evaluator {evaluator.label!r} has taken {_MANY} batches from data of unknown length "
                     f"({type(evaluator.data).__name__}), and continues: give num_batches if they have no end"
                 )
-            for part in _slices(evaluator, state, batch):
-                inner = step.fold(current, part, domain="eval", draw=num_folds)
-                has_rows = state.context.has_target_rows(step.members.example(part))
-                count = None if has_rows else step.num_examples(state, part)
-                totals = {name: _updated(metric, totals[name], inner, count) for name, metric in metrics.items()}
+            for part in map(totals.share, _slices(evaluator, state, batch, totals.num_ranks)):
+                start = current.replace(first_example=part.first_example) if part.first_example else current
+                inner = step.fold(start, part.batch, domain="eval", draw=num_folds)
+                has_rows = state.context.has_target_rows(step.members.example(part.batch))
+                count = None if has_rows else step.num_examples(state, part.batch)
+                totals.update(inner, count, counts=part.num_examples > 0)
                 current = step.finish(inner)
                 num_folds += 1
             tell(observers, Event.EVAL_BATCH_END, current)
             num_batches += 1
         if not num_batches:
             raise ValueError(f"the data of evaluator {evaluator.label!r} has no batch; is it an exhausted iterator?")
-        values: dict[str, Any] = {}
-        for name, metric in metrics.items():
-            value = _each(metric.compute, state)(totals[name])
-            found = value if isinstance(value, dict) else {"": value}
-            values |= {f"{evaluator.label}/{name}{part and f'/{part}'}": own for part, own in found.items()}
+        values = {f"{evaluator.label}/{name}": value for name, value in totals.values().items()}
         if any(metric.takes_loss for metric in metrics.values()):
             _warn_of_missing_terms(evaluator, step)
         return tell(observers, Event.EVAL_END, step.fire(Event.EVAL_END, current.replace(metrics=values)))
@@ -242,10 +246,10 @@ def _as_metric(name: str, given: Any) -> Metric:
     return metric
 
 
-def _slices(evaluator: Evaluator, state: State, batch: Any) -> list[Any]:
-    size = evaluator.microbatch_size
-    if size is None:
+def _slices(evaluator: Evaluator, state: State, batch: Any, num_ranks: int) -> list[Any]:
+    if evaluator.microbatch_size is None:
         return [batch]
+    size = evaluator.microbatch_size * num_ranks
     check_single(state, f"evaluator {evaluator.label!r} with microbatch_size", "give it smaller batches")
     if couples_examples(state.context.loss) and (
         not evaluator.metrics or any(metric.takes_loss for metric in evaluator.metrics.values())
@@ -269,27 +273,6 @@ def _warn_of_missing_terms(evaluator: Evaluator, step: Step) -> None:
             "AFTER_LOSS: put such a term into the loss itself, or give the evaluator other metrics than the state's "
             "loss"
         )
-
-
-def _each(fn: Callable[..., Any], state: State) -> Callable[..., Any]:
-    """Return a function of one state's values; for stacked states it is mapped over the members."""
-    return fn if state.key.ndim == 1 else mapped(fn)
-
-
-def _updated(metric: Metric, total: Any, state: State, num_examples: int | None) -> Any:
-    """Return the accumulator of a metric, with the batch and the outputs of a state added."""
-    update, targets = counting(metric, num_examples), read_by(metric, state)
-    if not metric.takes_loss:
-        return _each(update, state)(total, state.outputs, targets)
-
-    def with_loss(total: Any, one: State, targets: Any) -> Any:
-        return one.call_loss(lambda loss: update(total, one.outputs, targets, loss_fn=loss), train=False)[0]
-
-    return _each(with_loss, state)(total, state, targets)
-
-
-def _initial(metric: Metric, state: State) -> Any:
-    return _each(lambda key: metric.init(key.device), state)(state.key)
 
 
 def _sibling(step: Step | None, program: Any, state: State) -> Step:

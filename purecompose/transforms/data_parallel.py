@@ -24,18 +24,18 @@ from purecompose._support.shards import is_shard
 from purecompose._support.warnings import warn
 from purecompose.core.again import repeatable
 from purecompose.core.compose import Step
+from purecompose.core.divided import sharing
 from purecompose.core.means import denominators, has_mean, part_of
 from purecompose.core.members import SINGLE
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Place, Purpose, walk
 from purecompose.core.program import Program, matching_params
-from purecompose.core.ranks import SHARED_PART, WATCHES, Ranks, Shard, Share, SharedPart, scaled, scaled_with_statistics
+from purecompose.core.ranks import WATCHES, Ranks, Shard, Share, SharedPart, scaled, scaled_with_statistics
 from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradients
 from purecompose.core.sealed import SealedOutputs
 from purecompose.core.separable import check_halves
 from purecompose.core.slices import check_rows
 from purecompose.core.state import State
 from purecompose.nn.model import STATISTICS
-from purecompose.nn.shared_batch import SHARED_BATCH
 from purecompose.optim.checks import matched
 from purecompose.transforms.rank_comparison import check_alike, digest
 from purecompose.transforms.rank_timeouts import naming_late_ranks
@@ -210,7 +210,7 @@ def _run_shared(
     if purpose.sharing == "all":
         shard = Shard(ranks, share.first_example, share.num_examples, state.num_examples, is_cut_alike=is_by_layer)
         part = SharedPart(ranks, share.num_examples, state.device)
-        with _sharing(part if is_whole else None, part if is_whole or is_by_layer else None):
+        with sharing(part if is_whole else None, part if is_whole or is_by_layer else None):
             end = operation(Carry(start, carry.used), purpose._replace(shard=shard))
     else:
         end = operation(Carry(start.replace(denominators=state.denominators), carry.used), purpose)
@@ -276,21 +276,10 @@ def _check_part(to_loss: Operation, ranks: Ranks, placing: Placing | None, carry
     if placing is not None:
         start = start.replace(params=placing.gathered(state.params))
     part = SharedPart(ranks, share.num_examples, state.device)
-    with _sharing(part, part):
+    with sharing(part, part):
         end = to_loss(Carry(start, carry.used), NO_PURPOSE).state
     check_halves(end.replace(batch=start.batch, first_example=start.first_example))
     _warn_of_different_buffers(state, end, ranks)
-
-
-@contextmanager
-def _sharing(batch: SharedPart | None, part: SharedPart | None) -> Iterator[None]:
-    """Return a scope with this rank's part: where batch normalisation and the gradient look it up."""
-    tokens = SHARED_BATCH.set(batch), SHARED_PART.set(part)
-    try:
-        yield
-    finally:
-        SHARED_BATCH.reset(tokens[0])
-        SHARED_PART.reset(tokens[1])
 
 
 def _warn_of_different_buffers(before: State, after: State, ranks: Ranks) -> None:
@@ -379,8 +368,8 @@ def data_parallel(step: Step, mesh: Any = None) -> Step:
         Metrics that are single floating numbers are means over the parts; other metrics are those of this process's
         part, and `outputs` cannot be read after the parts. Slots that algorithms change within a part (between
         BEFORE_FORWARD and AFTER_BACKWARD) are treated as sums and flags: the changes of all parts are added up.
-        `state.gradient` is the gradient of the whole batch. `evaluate` and everything outside the step run on each
-        process.
+        `state.gradient` is the gradient of the whole batch. Evaluations, and values by `state.per_example`, are divided
+        as well; everything else outside of the parts runs in each process.
 
     Raises:
         TypeError: `step` is not a composed step, or `mesh` is neither a mesh nor a process group.

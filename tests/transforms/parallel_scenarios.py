@@ -7,7 +7,7 @@ import dataclasses
 import datetime
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +94,15 @@ SCENARIOS = {
     "terms": Scenario(batches=partly_ignored),
     "draws": Scenario(lambda: [alg.mixup(1.0), noise(), alg.label_smoothing(0.1)], lambda: make_mlp(dropout=0.5)),
     "ema and clipping": Scenario(lambda: [alg.ema("2ba"), alg.gradient_clipping("norm", 0.1)]),
-    "selective_backprop": Scenario(lambda: [alg.selective_backprop(0.0, 1.0, 0.5)]),
+    "selective_backprop": Scenario(
+        lambda: [alg.selective_backprop(0.0, 1.0, 0.5, full_every=0)], lambda: make_mlp(dropout=0.5), ragged
+    ),
+    "selective_backprop, compiled": Scenario(
+        lambda: [alg.selective_backprop(0.0, 1.0, 0.5, full_every=0)],
+        lambda: make_cnn().double(),
+        lambda: [(inputs.double(), targets) for inputs, targets in images()],
+        is_compiled=True,
+    ),
     "sam": Scenario(lambda: [alg.sam(0.5)], batches=ragged),
     "sam per rank": Scenario(lambda: [alg.sam(0.5, per_rank=True)]),
     "accumulation": Scenario(lambda: [alg.gradient_accumulation(2)], batches=partly_ignored),
@@ -225,11 +233,51 @@ def resumed(folder: str) -> list[dict[str, Tensor]]:
     return [end("whole", "4ba"), end("half", "4ba")]
 
 
-def accuracy() -> float:
-    """Return the accuracy of the last state of scenario "plain"."""
-    step = pc.data_parallel(compose(loop_events))
-    state = run(SCENARIOS["plain"])[-1]
-    return pc.evaluate(state, [make_batch()], {"accuracy": pc.metrics.accuracy}, step=step)["accuracy"]
+METRICS = {
+    "loss": pc.metrics.mean_loss(),
+    "accuracy": pc.metrics.accuracy,
+    "iou": pc.metrics.iou(3),
+    "margin": lambda outputs, targets: outputs.max(1).values - outputs.gather(1, targets[:, None]).squeeze(1),
+}
+"""Metrics that are sums over examples."""
+
+
+def evaluated(
+    metrics: dict[str, Any],
+    transform: Callable[[Any], Any] = lambda step: step,
+    *,
+    data: Sequence[Any] | None = None,
+    microbatch_size: int | None = None,
+) -> tuple[dict[str, float], list[int]]:
+    """Return the metrics of a noisy evaluation, and the numbers of examples that went through the network together."""
+    passes: list[int] = []
+
+    def with_noise(state: State) -> State:
+        passes.append(state.num_examples)
+        draws = pc.random.normal(state.example_rng("noise"), tuple(state.inputs.shape))
+        return state.replace(inputs=state.inputs + draws)
+
+    step = transform(compose(loop_events, [changing("noise", Event.EVAL_BEFORE_FORWARD, with_noise)]))
+    data = ragged() if data is None else data
+    return pc.evaluate(make_state(), data, metrics, step=step, microbatch_size=microbatch_size), passes
+
+
+def evaluations() -> dict[str, Any]:
+    """Return results of evaluations of which each process computes a part."""
+    differing = [make_batch(dist.get_rank())]
+    longer = ragged()[: dist.get_rank() + 1]
+    own = pc.metrics.Metric(pc.metrics.accuracy.init, pc.metrics.accuracy.update, pc.metrics.accuracy.compute)
+    divided = {
+        "all": evaluated(METRICS, pc.data_parallel),
+        "slices": evaluated({"loss": pc.metrics.mean_loss()}, pc.data_parallel, data=ragged()[:1], microbatch_size=2),
+        "not a sum": evaluated({"own": own}, pc.data_parallel),
+    }
+    return divided | errors_of(
+        {
+            "differing": lambda: evaluated(METRICS, pc.data_parallel, data=differing),
+            "longer": lambda: evaluated(METRICS, pc.data_parallel, data=longer),
+        }
+    )
 
 
 def main(store: str, rank: int, size: int, folder: str) -> None:
@@ -247,8 +295,7 @@ def main(store: str, rank: int, size: int, folder: str) -> None:
             break  # the other processes wait at another place than this one
     found[".fit"] = [told(trained(pc.data_parallel))]
     found[".resumed"] = resumed(folder)
-    if rank == 0:
-        found[".accuracy"] = accuracy()
+    found[".evaluations"] = evaluations()
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 

@@ -25,7 +25,7 @@ from purecompose.core.scopes import Grad, Microbatches
 from purecompose.testing.ranks import played
 from tests.helpers import Routed, changing, loss_of, make_batch, make_mlp, make_state
 from tests.transforms import parallel_scenarios
-from tests.transforms.parallel_scenarios import SCENARIOS, run, told, trained
+from tests.transforms.parallel_scenarios import METRICS, SCENARIOS, evaluated, run, told, trained
 from tests.transforms.processes import run_processes
 
 
@@ -317,11 +317,31 @@ def test_data_parallel_only_wraps_composed_steps(alone: Any) -> None:
         pc.data_parallel(compose(pc.loop.eval_events))
 
 
-def test_each_process_evaluates_by_itself(ranks: list[dict[str, Any]]) -> None:
-    # The first process waited for no other one.
-    assert [".accuracy" in found for found in ranks] == [True, *[False] * (len(ranks) - 1)]
-    state = run(SCENARIOS["plain"])[-1]
-    assert ranks[0][".accuracy"] == pc.evaluate(state, [make_batch()], {"accuracy": pc.metrics.accuracy})["accuracy"]
+def test_an_evaluation_is_divided_among_processes(ranks: list[dict[str, Any]]) -> None:
+    size = len(ranks)
+    expected, passes = evaluated(METRICS)
+    found = [rank[".evaluations"]["all"] for rank in ranks]
+    for values, own_passes in found:
+        assert values == found[0][0]
+        assert own_passes == pytest.approx([num / size for num in passes], abs=1)
+    assert found[0][0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_slices_of_an_evaluation_are_divided_among_processes(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert max(rank[".evaluations"]["slices"][1]) <= 2
+
+
+def test_each_process_measures_all_of_what_is_no_sum(ranks: list[dict[str, Any]]) -> None:
+    values, passes = evaluated({"own": pc.metrics.accuracy})
+    for rank in ranks:
+        assert rank[".evaluations"]["not a sum"] == (values, passes)
+
+
+@pytest.mark.parametrize("case", ["differing", "longer"])
+def test_an_evaluation_of_different_data_is_refused(ranks: list[dict[str, Any]], case: str) -> None:
+    for rank in ranks:
+        assert "DistributedSampler" in rank[".evaluations"][case]
 
 
 def test_per_example_clipping_only_computes_the_processs_own_examples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,84 @@
+"""What several processes compute of one batch, each for its own examples."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, tree
+from purecompose._support.checks import shown
+from purecompose.core.ranks import SHARED_PART, Ranks, SharedPart
+from purecompose.nn.shared_batch import SHARED_BATCH
+
+
+__all__ = ["per_example", "sharing", "with_whole_batch"]
+
+_WITH_WHOLE_BATCH: ContextVar[Ranks | None] = ContextVar("with_whole_batch", default=None)
+"""The processes that all have the whole batch in the running part of a step; `None` if each has a part, or is alone."""
+
+
+@contextmanager
+def sharing(batch: SharedPart | None, part: SharedPart | None) -> Iterator[None]:
+    """Return a scope with this process's part of the batch: where batch normalisation and the gradient look it up.
+
+    Args:
+        batch: The part for batch normalisation; `None` if that uses the statistics of what each process computes.
+        part: The part for a gradient that needs its weight; see `SHARED_PART`.
+    """
+    tokens = SHARED_BATCH.set(batch), SHARED_PART.set(part), _WITH_WHOLE_BATCH.set(None)
+    try:
+        yield
+    finally:
+        SHARED_BATCH.reset(tokens[0])
+        SHARED_PART.reset(tokens[1])
+        _WITH_WHOLE_BATCH.reset(tokens[2])
+
+
+def with_whole_batch(operation: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
+    """Return an operation in which these processes all have the whole batch."""
+
+    def run(*args: Any) -> Any:
+        token = _WITH_WHOLE_BATCH.set(ranks)
+        try:
+            return operation(*args)
+        finally:
+            _WITH_WHOLE_BATCH.reset(token)
+
+    return run
+
+
+def per_example(state: Any, fn: Callable[[Any], Any]) -> Any:
+    """See `State.per_example`."""
+    ranks, num = _WITH_WHOLE_BATCH.get(), state.num_examples
+    with torch.no_grad():
+        if ranks is None:
+            return _checked(fn(state), num)
+        share = ranks.share(state.batch, state.context.layout)
+        part = SharedPart(ranks, share.num_examples, state.device)
+        with sharing(part, None):
+            first = share.first_example + (0 if state.first_example is None else state.first_example)
+            own = fn(state.replace(batch=share.batch, first_example=first))
+        own = _checked(own, max(share.num_examples, 1))
+        bounds = batches.bounds(num, min(ranks.size, num))
+        return tree.map(lambda rows: _joined(rows[: share.num_examples], bounds, ranks), own)
+
+
+def _joined(own: Tensor, bounds: list[int], ranks: Ranks) -> Tensor:
+    """Return the rows of all processes, one after the other; the first has the most."""
+    most = bounds[1]
+    padded = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])]) if len(own) < most else own
+    rows = ranks.gather(padded).split(most)
+    return torch.cat([part[: stop - start] for part, start, stop in zip(rows, bounds, bounds[1:], strict=False)])
+
+
+def _checked(values: Any, num_examples: int) -> Any:
+    for leaf in tree.leaves(values):
+        if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != num_examples:
+            raise ValueError(
+                f"state.per_example: expected tensors with one row for each of {num_examples} examples, got "
+                f"{tree.describe(leaf) if isinstance(leaf, Tensor) else shown(leaf)}"
+            )
+    return values
