@@ -5,6 +5,7 @@ from purecompose.data.images import ImageData, load
 from purecompose.data.loaders import SkippingWarning, epoch_batches
 from purecompose.data.map_style import Loader, loader
 from purecompose.data.prefetch import prefetch
+from purecompose.data.shared import shared
 from purecompose.data.stream import StateStream, stream
 from purecompose.data.text import CharacterVocabulary, TextData, load_text, text_windows
 
@@ -24,6 +25,7 @@ __all__ = [
     "load_text",
     "loader",
     "prefetch",
+    "shared",
     "split",
     "stream",
     "text_windows",

@@ -42,12 +42,14 @@ class Loader:
         batch_size: Samples per batch; the last batch of an epoch may be smaller.
         shuffle: True if `epoch` permutes; otherwise every epoch has the stored order.
         drop_last: True if a smaller last batch is left out, in `epoch` and in plain iteration.
+        samples: What makes a batch of some samples.
+        reader: What reads such batches, in this process or in workers.
     """
 
     def __init__(self, samples: Samples, reader: Reader, batch_size: int, shuffle: bool, drop_last: bool) -> None:
         self.dataset = samples.dataset
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
-        self._reader = reader
+        self.samples, self.reader = samples, reader
 
     @property
     def num_examples(self) -> int:
@@ -90,11 +92,11 @@ class Loader:
 
     def close(self) -> None:
         """End workers that wait for the next epoch; a later epoch starts new ones."""
-        self._reader.close()
+        self.reader.close()
 
     def _read(self, key: tuple[int, int], epoch: int, order: Tensor, start: int) -> Generator[Any, None, None]:
         parts = order.split(self.batch_size)[start : len(self)]
-        return self._reader.read(Request(key, epoch, part.tolist()) for part in parts)
+        return self.reader.read(Request(key, epoch, part.tolist()) for part in parts)
 
 
 def loader(

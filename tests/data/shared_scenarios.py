@@ -1,0 +1,111 @@
+"""Shared loaders in several processes; as a program, this module is one of the processes.
+
+python -m tests.data.shared_scenarios STORE RANK WORLD_SIZE FOLDER
+"""
+
+import datetime
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import purecompose as pc
+from purecompose import algorithms as alg, compose, loop_events
+from tests.helpers import make_batch, make_state
+from tests.transforms.processes import errors_of
+
+
+KEY = pc.random.key(3)
+
+
+class Counted:
+    """Samples of several dtypes, which counts how often it is read."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.reads = size, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.reads += 1
+        pair = torch.tensor([index, index + 1])
+        return {"pair": (pair.double(), pair.bfloat16()), "small": pair.to(torch.int16), "is_even": index % 2 == 0}
+
+
+def noisy(sample: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
+    return {**sample, "noise": torch.rand(3, generator=generator) + torch.rand(())}
+
+
+def epochs(data: Any) -> list[Any]:
+    """Return the batches of the end of an epoch in keyed order, and of one in the stored order."""
+    return [*data.epoch(KEY, 2, start=1), *data]
+
+
+SIZES = {"even": (24, 8, 0), "ragged": (23, 7, 0), "a last batch of one": (13, 4, 0), "workers": (13, 4, 2)}
+"""Numbers of samples, of samples in a batch and of workers."""
+
+
+def loader(case: str) -> Any:
+    num, batch_size, workers = SIZES[case]
+    return pc.data.loader(Counted(num), batch_size, transform=noisy, workers=workers)
+
+
+def trained(wrap: Callable[[Any], Any], step: Any) -> dict[str, Tensor]:
+    data = torch.utils.data.TensorDataset(*make_batch(size=20))
+    loaded = wrap(pc.data.loader(data, 8, transform=with_noise))
+    state = pc.fit(step, make_state(), loaded, duration="2ep", evaluate=pc.Evaluator(loaded))
+    return dict(state.params)
+
+
+def with_noise(sample: tuple[Tensor, Tensor], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    return sample[0] + torch.rand(4, generator=generator), sample[1]
+
+
+def broken(sample: Any) -> Any:
+    if dist.get_rank() == 1:
+        raise OSError("unreadable")
+    return sample
+
+
+def attempts() -> dict[str, Callable[[], Any]]:
+    def read(data: Any, **options: Any) -> list[Any]:
+        return list(pc.data.shared(pc.data.loader(data, 4, **options)))
+
+    numbers = torch.arange(8.0)
+    return {
+        "unreadable": lambda: read(numbers, transform=broken, rng=None),
+        "lengths": lambda: read([torch.ones(1 + (number > 1)) for number in range(4)]),
+        "texts": lambda: read(["a", "b", "c", "d"]),
+        "collate": lambda: read(numbers, collate=torch.stack),
+        "twice": lambda: pc.data.shared(pc.data.shared(pc.data.loader(numbers, 4))),
+        "another loader": lambda: pc.data.shared(torch.utils.data.DataLoader(numbers)),
+        "another mesh": lambda: pc.data.shared(pc.data.loader(numbers, 4), 3),
+    }
+
+
+def main(store: str, rank: int, size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    found: dict[str, Any] = {}
+    for case in SIZES:
+        data = loader(case)
+        found[case] = epochs(pc.data.shared(data)), data.dataset.reads
+    step = pc.data_parallel(compose(loop_events, [alg.mixup(1.0)]))
+    found[".fit"] = [trained(pc.data.shared, step), trained(lambda data: data, step)]
+    found[".errors"] = {}
+    for name, attempt in attempts().items():
+        try:
+            found[".errors"] |= errors_of({name: attempt})
+        except OSError as error:
+            found[".errors"][name] = str(error)
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,68 @@
+"""`data.shared`: each process reads some rows, and all have the batches of one process."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from purecompose import tree
+from tests.data import shared_scenarios
+from tests.data.shared_scenarios import SIZES, epochs, loader
+from tests.transforms.processes import run_processes
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_processes(shared_scenarios.__name__, tmp_path_factory.mktemp("ranks"), request.param, str(request.param))
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_all_processes_have_the_batches_of_one(ranks, case):
+    expected = epochs(loader(case))
+    for found in ranks:
+        assert tree.equal(found[case][0], expected)
+
+
+@pytest.mark.parametrize("case", ["even", "ragged", "a last batch of one"])
+def test_each_process_reads_its_rows_only(ranks, case):
+    num, batch_size, _ = SIZES[case]
+    for found in ranks:
+        sizes = [len(part) for part in torch.arange(num).split(batch_size)]
+        own = sum(-(-size // len(ranks)) for size in [*sizes, *sizes[1:]])
+        assert found[case][1] <= own + batch_size
+
+
+def test_a_run_has_the_bits_of_one_that_reads_everything(ranks):
+    for found in ranks:
+        ours, theirs = found[".fit"]
+        assert tree.equal(ours, theirs)
+
+
+def test_all_processes_stop_if_one_cannot_read(ranks):
+    words = [found[".errors"]["unreadable"] for found in ranks]
+    assert words[1] == "unreadable"
+    assert all("process 1 could not read its rows" in text for rank, text in enumerate(words) if rank != 1)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("lengths", "pad them to one length"),
+        ("texts", "samples of numbers and tensors"),
+        ("collate", "a function collate"),
+        ("twice", "share the loader already"),
+        ("another loader", "expected a loader from data.loader"),
+        ("another mesh", "DeviceMesh or a process group"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(ranks, case, words):
+    for found in ranks:
+        assert words in found[".errors"][case]
+
+
+def test_without_processes_it_says_what_to_do():
+    with pytest.raises(RuntimeError, match="torchrun"):
+        shared_scenarios.pc.data.shared(shared_scenarios.pc.data.loader(torch.arange(4), 2))
