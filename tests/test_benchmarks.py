@@ -97,6 +97,17 @@ def test_killed_runs_end_with_the_same_bits(run: Run) -> None:
 
 
 @pytest.mark.slow
+def test_messages_counts_what_processes_send_and_hold(run: Run) -> None:
+    rows = run("messages", "--sizes", "1", "2", "--methods", "none", "--side", "compiled")
+    found = {(row["mode"], row["processes"]): row for row in rows}
+    assert [*found] == [("data_parallel", 1), *((row["mode"], 2) for row in rows[1:])] and len(rows) == 4
+    assert rows[0]["messages"] == 0
+    for mode, least, most, rest in [("data_parallel", 1, 1.1, 3), ("sharded by step", 1, 1.1, 1.5)]:
+        assert least <= found[mode, 2]["sent"] <= most and found[mode, 2]["rest P"] == pytest.approx(rest, abs=0.1)
+    assert found["sharded by layer", 2]["sent"] > 1.2
+
+
+@pytest.mark.slow
 def test_run_overhead_reports_the_remainder(run: Run) -> None:
     rows = run("run_overhead", "--examples", "600")
     timed = ["fit alone", "with both", "with a run's folder", "an evaluation", "a checkpoint"]

@@ -23,7 +23,7 @@ def errors_of(attempts: dict[str, Callable[[], Any]]) -> dict[str, str]:
     return found
 
 
-def run_processes(module: str, folder: Path, size: int, *arguments: str) -> list[dict[str, Any]]:
+def run_processes(module: str, folder: Path, size: int, *arguments: str, timeout: float = 300) -> list[dict[str, Any]]:
     """Run a module once for each rank, and return what each has saved.
 
     Args:
@@ -32,6 +32,7 @@ def run_processes(module: str, folder: Path, size: int, *arguments: str) -> list
         folder: The folder.
         size: The number of processes.
         arguments: The size, or the shape of the mesh, in words; and further arguments.
+        timeout: Seconds for each process.
     """
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     shape, *others = arguments
@@ -41,7 +42,7 @@ def run_processes(module: str, folder: Path, size: int, *arguments: str) -> list
         for rank in range(size)
     ]
     try:
-        assert [process.wait(timeout=300) for process in processes] == [0] * size
+        assert [process.wait(timeout) for process in processes] == [0] * size
     finally:
         for process in processes:
             process.kill()

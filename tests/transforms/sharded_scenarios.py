@@ -59,23 +59,33 @@ def run(scenario: Scenario, mesh: Any, gather: Any = "step") -> list[State]:
     return found
 
 
-def of_shipped(text: str, transform: Callable[[Any], Any], place: Callable[[State], State]) -> State:
-    """Return the state after some steps with a shipped algorithm, given as its call."""
+def of_shipped(
+    text: str,
+    transform: Callable[[Any], Any] = lambda step: step,
+    place: Callable[[State], State] = lambda state: state,
+) -> State:
+    """Return the state after twenty steps with a shipped algorithm, given as its call, in float64."""
     name = text.partition("(")[0]
     task = TASKS[SHIPPED[name].tasks[0]]
     step = compose(loop_events, [eval(text, dict(FACTORIES))])
-    state = place(step.init(task.make_state(0, duration="20ba", batches_per_epoch=10)))
+    state = place(step.init(task.make_state(0, dtype=torch.float64, duration="25ba", batches_per_epoch=10)))
     step = transform(step)
-    for number in range(4):
-        state = step(state, task.make_batch(number, 7))
+    for number in range(20):
+        state = step(state, task.make_batch(number, 7, torch.float64))
     return pc.whole(state)
 
 
-def _told_or_refused(text: str, mesh: Any, gather: Any, place: Callable[[State], State]) -> Any:
-    try:
-        return told(of_shipped(text, lambda step: pc.fully_sharded(step, mesh, gather), place))
-    except ValueError as error:
-        return str(error)
+def shipped(text: str, mesh: Any) -> list[Any]:
+    """Return results of a shipped algorithm in one process, under `data_parallel` and sharded, or why it is refused."""
+
+    def sharded(gather: Any) -> Any:
+        try:
+            step = lambda step: pc.fully_sharded(step, mesh, gather)  # noqa: E731
+            return told(of_shipped(text, step, lambda state: pc.shard(state, mesh)))
+        except ValueError as error:
+            return str(error)
+
+    return [told(of_shipped(text)), told(of_shipped(text, pc.data_parallel)), *map(sharded, GATHERS)]
 
 
 def refusals(mesh: Any) -> dict[str, str]:
@@ -226,15 +236,8 @@ def main(store: str, rank: int, shape: tuple[int, ...], folder: str, has_shipped
         if gather == "step" or name not in NEEDS_PARTS
     }
     if has_shipped:
-        placed = lambda state: pc.shard(state, mesh)  # noqa: E731
-        cases = {
-            text: lambda text=text: (
-                told(of_shipped(text, pc.data_parallel, lambda state: state)),
-                *[_told_or_refused(text, mesh, gather, placed) for gather in GATHERS],
-            )
-            for row in SHIPPED.values()
-            for text in row.examples
-        }
+        texts = [text for row in SHIPPED.values() for text in row.examples]
+        cases = {text: lambda text=text: shipped(text, mesh) for text in texts}
     for name, case in cases.items():
         try:
             found[name] = case()
