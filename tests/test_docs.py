@@ -189,7 +189,7 @@ def test_the_page_on_models(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_page_on_data(capsys: pytest.CaptureFixture[str]) -> None:
     run_page("data.md")
-    assert capsys.readouterr().out == "3 True\nTrue\n8\nTrue\n"
+    assert capsys.readouterr().out == "3 True\nTrue\n8\n16\nTrue\n"
 
 
 def test_the_page_on_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: Any) -> None:

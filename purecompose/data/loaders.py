@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from purecompose.data.order import epoch_seed, seed_words
+from purecompose.data.position import PositionedBatches, position_holder
 from purecompose.data.reader import Reader, naming
 from purecompose.data.samples import read_columns, reads_whole_batches
 from purecompose.data.seeding import Draws, Stream, load_numpy
@@ -35,18 +36,21 @@ class SkippingWarning(UserWarning):
     """Warning that a run resumes in the middle of an epoch by reading the epoch from its start."""
 
 
-def epoch_batches(data: Any, key: Tensor, epoch: int, start: int = 0) -> Iterator[Any]:
+def epoch_batches(data: Any, key: Tensor, epoch: int, start: int = 0, position: Any = None) -> Iterator[Any]:
     """Return the batches of an epoch from `start` on.
 
     If the data have a method `epoch(key, epoch, start)`, it is used. Otherwise, a `set_epoch` of the data, or of a
     loader's data set and samplers, is called with the epoch's number first. Lists, tuples and most `DataLoader`s of
-    map-style data sets begin at `start`; all other data are read from their start, and the first batches are dropped.
+    map-style data sets begin at `start`, and data with `state_dict` and `load_state_dict` at a `position`; all others
+    are read from their start, and the first batches are dropped.
 
     Args:
         data: Any data that `fit` accepts.
         key: The run's key, int64 of shape (2,).
         epoch: Number of finished epochs.
         start: Number of batches of this epoch that have been trained on.
+        position: The position after these batches, from `PositionedBatches.position`, if the data have one and it is
+            known: they continue there.
 
     Warns:
         SkippingWarning: Batches are read and dropped.
@@ -54,6 +58,10 @@ def epoch_batches(data: Any, key: Tensor, epoch: int, start: int = 0) -> Iterato
     if callable(getattr(data, "epoch", None)):
         return iter(data.epoch(key, epoch, start))
     _tell_epoch(data, epoch)
+    if (holder := position_holder(data)) is not None:
+        if start and position is None:
+            _warn_of_reading(start, data, epoch)
+        return PositionedBatches(data, holder, key, epoch, start, position)
     if draws_globally(data):
         return keyed_batches(data, key, epoch, start)
     if isinstance(data, list | tuple):
@@ -238,6 +246,11 @@ def _after(start: int, batches: Iterator[Any], data: Any, epoch: int) -> Iterato
     """Return the batches after the first `start`, which are read and dropped when the next one is requested."""
     if start == 0:
         return batches
+    _warn_of_reading(start, data, epoch)
+    return islice(batches, start, None)
+
+
+def _warn_of_reading(start: int, data: Any, epoch: int) -> None:
     named = type(data).__name__
     if isinstance(data, DataLoader):
         named += f" over {type(data.dataset).__name__}"
@@ -247,9 +260,8 @@ def _after(start: int, batches: Iterator[Any], data: Any, epoch: int) -> Iterato
         "since it cannot start in the middle. This is exact if it gives the same batches in the same order each "
         f"time{used}. Data with `epoch(key, epoch, start)`, such as data.loader, start at any batch",
         SkippingWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
-    return islice(batches, start, None)
 
 
 def _tell_epoch(data: Any, epoch: int) -> None:

@@ -26,8 +26,9 @@ from purecompose.data.stream import StateStream
 from purecompose.run.evaluation import Evaluator, Observer
 from purecompose.run.outer import EpochData, Run
 from purecompose.run.plateau import Adjuster
-from purecompose.run.saving.checkpoint import restore_extra
+from purecompose.run.saving.checkpoint import restore_extra, saved_outside
 from purecompose.run.saving.errors import CheckpointWarning, MismatchError
+from purecompose.run.saving.extra import POSITION
 from purecompose.run.saving.keeping import Checkpoints, Keeper
 from purecompose.run.saving.resuming import Resumed, resumed_from, resumed_from_newest
 from purecompose.run.stopping import Stopper, with_memories
@@ -111,6 +112,7 @@ def _states(
             is_adaptive=microbatches is not None,
             memory={} if resumed is None else {"has_begun": resumed.index.batch > 0, **resumed.index.memory},
             metrics={} if resumed is None else resumed.index.metrics,
+            position=None if resumed is None else saved_outside(POSITION, resumed.path, resumed.index),
         )
         yield from run.states(state, defers_signals=defers_signals)
     finally:
@@ -148,7 +150,8 @@ def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
         data: Batches, iterated again for every epoch; or an object with `epoch(key, epoch, start)`, which returns an
             epoch's batches in an order that depends only on the run's key, as `data.arrays` and `data.loader` do. A
             `DataLoader` over a map-style data set without a generator also follows the run's key, and can start in the
-            middle of an epoch. Other data are read from the epoch's start, with a `SkippingWarning`. Endless data need
+            middle of an epoch. Data with `state_dict` and `load_state_dict` continue at the position that is in the
+            checkpoint. Other data are read from the epoch's start, with a `SkippingWarning`. Endless data need
             a duration in batches, samples, tokens or seconds, or `batches_per_epoch`. `data.stream` makes each batch
             from the current state.
         duration: Length of the whole run, instead of the state's own duration. In seconds it is a budget of

@@ -18,6 +18,7 @@ from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.identity import describe_data
 from purecompose.data.loaders import epoch_batches
+from purecompose.data.position import PositionedBatches
 from purecompose.data.prefetch import prefetch
 from purecompose.data.stream import StateStream
 from purecompose.data.waiting import watched
@@ -65,9 +66,12 @@ class Run:
     FIT_START, and `microbatches`, the number found by trying."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Metrics that have been measured of the state that the run continues from."""
+    position: Any = None
+    """The position of the data after the batch that the run continues from, if they have one."""
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.budget
+        self._position: Callable[[], Any] | None = None
         self._evaluated: dict[int, int] = {}
         self._is_stopped = False
         self._metrics: dict[str, Any] = dict(self.metrics)
@@ -239,7 +243,7 @@ class Run:
             memory["microbatches"] = self._adaptive.found
         step = self.step if self._adaptive is None else self._adaptive.step
         keep = self.keeper.keep_last if is_last else self.keeper.keep
-        keep(state, step, self._measured(state), memory)
+        keep(state, step, self._measured(state), memory, self._position)
 
     def _measured(self, state: State) -> dict[str, Any]:
         """Return the metrics measured of exactly this state, as numbers."""
@@ -254,7 +258,8 @@ class Run:
             state = self._fire(Event.ITERATION_START, state)
         if start.batch_in_epoch == 0:
             state = self._fire(Event.EPOCH_START, state)
-        next_batch = _reader(self.data, state)
+        next_batch, self._position = _reader(self.data, state, self.position)
+        self.position = None
         while True:
             state = self._fire(Event.BEFORE_DATALOADER, state)
             batch = next_batch(state)
@@ -344,20 +349,24 @@ def _in_words(run: RunLength) -> str:
 _EXHAUSTED = object()
 
 
-def _reader(data: Any, start: State) -> Callable[[State], Any]:
-    """Return a function that reads the epoch's next batch, given the current state, from the start's place on.
+def _reader(data: Any, start: State, position: Any) -> tuple[Callable[[State], Any], Callable[[], Any] | None]:
+    """Return a function that reads the epoch's next batch, and one that returns the position, if the data have one.
 
-    The batches are on the state's device; for a GPU they are sent ahead. At the end it returns `_EXHAUSTED`.
+    The first is given the current state, and begins at the start's place. The batches are on the state's device; for a
+    GPU they are sent ahead. At the end it returns `_EXHAUSTED`.
     """
     if isinstance(data, StateStream):
-        return lambda state: next(prefetch([data.batch(state)], state.device))
+        return lambda state: next(prefetch([data.batch(state)], state.device)), None
     now = start.timestamp
     # All members of a population train on the same batches, in the order of the first member.
     key = start.key.reshape(-1, 2)[0]
-    batches = watched(epoch_batches(data, key, now.epoch, now.batch_in_epoch), data)
-    # A batch read from an iterator is gone, and the next run must find the one that follows: no reading ahead.
-    sent = prefetch(batches, start.device, size=1 if isinstance(data, Iterator) else 2)
-    return lambda _: next(sent, _EXHAUSTED)
+    batches = epoch_batches(data, key, now.epoch, now.batch_in_epoch, position)
+    own_position = batches.position if isinstance(batches, PositionedBatches) else None
+    # A batch read from an iterator is gone, and the next run must find the one that follows; a position is that after
+    # the batch that is trained: no reading ahead.
+    is_ordered = isinstance(data, Iterator) or own_position is not None
+    sent = prefetch(watched(batches, data), start.device, size=1 if is_ordered else 2)
+    return lambda _: next(sent, _EXHAUSTED), own_position
 
 
 def _counts_epochs(state: State) -> bool:

@@ -48,6 +48,7 @@ __all__ = [
     "load",
     "read",
     "restore_extra",
+    "saved_outside",
     "restored",
     "save",
     "snapshot",
@@ -102,12 +103,12 @@ def snapshot(
     parts: Parts = "all",
     metrics: Mapping[str, Any] | None = None,
     memory: Mapping[str, Any] | None = None,
-    extra: Any = None,
+    outside: Mapping[str, Any] | None = None,
 ) -> Snapshot:
     """Return the content of a state's checkpoint, on the host or being copied there.
 
-    On the CPU only `extra` is copied here: tensors of a state never change, and those that a compiled step would
-    overwrite are copied when they are read.
+    On the CPU only what is outside of the state, given by its name in the index, is copied here: tensors of a state
+    never change, and those that a compiled step would overwrite are copied when they are read.
     """
     if parts not in get_args(Parts):
         raise ValueError(f"save: parts={parts!r}: expected {' or '.join(map(repr, get_args(Parts)))}")
@@ -120,8 +121,10 @@ def snapshot(
         base = {name: state.params[name] for name in description["frozen"]}
         description[_BASE] = checksum(base)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in map(_param, base)}
-    packed, outside = (None, {}) if extra is None else extras.pack(extra)
-    tensors = {**tensors, **outside}
+    packed: dict[str, Any] = {}
+    for name, value in (outside or {}).items():
+        packed[name], found = extras.pack(value, name)
+        tensors = {**tensors, **found}
     specs = {name: str(spec_of(tensor)) for name, tensor in tensors.items()}
     index = Index(
         time=time_to_plain(state.timestamp),
@@ -131,7 +134,7 @@ def snapshot(
         values=values,
         files={},
         metrics=dict(metrics or {}),
-        memory={**(memory or {}), **({} if extra is None else {extras.NAME: packed})},
+        memory={**(memory or {}), **packed},
     )
     return Snapshot(index, *_fetched({name: local(tensor) for name, tensor in tensors.items()}), rows)
 
@@ -246,7 +249,7 @@ def restore_extra(extra: Any, path: Path, index: Index) -> None:
     Warns:
         CheckpointWarning: Only the run or only the checkpoint has it.
     """
-    if (extra is not None) != (extras.NAME in index.memory):
+    if (extra is not None) != (extras.EXTRA in index.memory):
         text = (
             "Checkpoints(extra=...) is not in it, and continues as it is"
             if extra is not None
@@ -254,14 +257,29 @@ def restore_extra(extra: Any, path: Path, index: Index) -> None:
         )
         warn(f"{path}: {text}", CheckpointWarning)
     elif extra is not None:
-        tensors = SavedTensors(path, index)
-        own = {name: Spec.of_text(text) for name, text in index.tensors.items() if extras.is_extra(name)}
-        outside = {name: restored_tensor(tensors[name], spec) for name, spec in own.items()}
-        try:
-            saved = extras.unpack(index.memory[extras.NAME], outside)
-        except (KeyError, TypeError, ValueError) as error:  # forged, since the checksums fit
-            raise DamagedError(f"{path}: its index does not describe what the run keeps outside the state") from error
-        extras.restore(extra, saved)
+        extras.restore(extra, saved_outside(extras.EXTRA, path, index))
+
+
+def saved_outside(name: str, path: Path, index: Index) -> Any:
+    """Return what a run keeps outside the state, from a checkpoint that has already been compared; `None` if it is not
+    in the checkpoint.
+
+    Args:
+        name: `EXTRA` or `POSITION`.
+        path: The checkpoint.
+        index: Its index.
+
+    Raises:
+        DamagedError: The tensors are incomplete.
+    """
+    if name not in index.memory:
+        return None
+    tensors = SavedTensors(path, index)
+    own = {key: Spec.of_text(text) for key, text in index.tensors.items() if extras.is_extra(key)}
+    try:
+        return extras.unpack(index.memory[name], {key: restored_tensor(tensors[key], own[key]) for key in own})
+    except (KeyError, TypeError, ValueError) as error:  # forged, since the checksums fit
+        raise DamagedError(f"{path}: its index does not describe what the run keeps outside the state") from error
 
 
 def assembled(index: Index, tensors: Mapping[str, Tensor], like: State) -> State:

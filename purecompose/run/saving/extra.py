@@ -15,10 +15,11 @@ from purecompose._support.checks import shown
 from purecompose.run.saving.errors import MismatchError
 
 
-__all__ = ["NAME", "check_extra", "is_extra", "pack", "restore", "unpack"]
+__all__ = ["EXTRA", "POSITION", "check_extra", "is_extra", "pack", "restore", "unpack"]
 
-NAME = "extra"
-"""Name in the index's memory, and before the names of its tensors."""
+EXTRA, POSITION = "extra", "position"
+"""What is packed: what the user gives, and the position of the data; names in the index's memory, and before the names
+of their tensors."""
 
 _PLAIN = (bool, int, float, str, type(None))
 _TENSOR, _ARRAY, _TUPLE, _MAP, _BYTES = "!tensor", "!array", "!tuple", "!dict", "!bytes"
@@ -31,24 +32,28 @@ def check_extra(extra: Any) -> None:
             f"Checkpoints: extra={shown(extra)}: expected something that can be restored in its place: an object with "
             "state_dict and load_state_dict, a tensor, an array, or a list or dict of these and of plain values"
         )
-    pack(extra)
+    pack(extra, EXTRA)
 
 
 def is_extra(name: str) -> bool:
     """Return whether a tensor's name in a checkpoint is one that `pack` gives."""
-    return name.startswith(f"{NAME}/")
+    return name.startswith((f"{EXTRA}/", f"{POSITION}/"))
 
 
-def pack(extra: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return values for JSON, and copies of the tensors and arrays by their names in the checkpoint."""
+def pack(value: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
+    """Return values for JSON, and copies of the tensors and arrays by their names in the checkpoint.
+
+    Raises:
+        TypeError: There is something that no checkpoint can hold.
+    """
     tensors: dict[str, Tensor] = {}
 
     def stored(tensor: Tensor) -> str:
-        name = f"{NAME}/{len(tensors)}"
-        tensors[name] = tensor.detach().clone()
-        return name
+        place = f"{name}/{len(tensors)}"
+        tensors[place] = tensor.detach().clone()
+        return place
 
-    return _packed(extra, "extra", stored), tensors
+    return _packed(value, name, stored), tensors
 
 
 def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from purecompose.losses.metrics import is_lower_better
 from purecompose.run.saving import folder as disk
 from purecompose.run.saving.checkpoint import Snapshot, snapshot
 from purecompose.run.saving.errors import CheckpointWarning
-from purecompose.run.saving.extra import check_extra
+from purecompose.run.saving.extra import EXTRA, POSITION, check_extra, pack
 from purecompose.run.saving.leaves import leaves_of
 from purecompose.run.saving.resuming import Resumed
 from purecompose.run.saving.tensors import is_whole, library
@@ -130,6 +130,7 @@ class Keeper:
         self._best: float | None = None
         self._writers: Writers | None = None
         self._num_written = 0
+        self._lacks_position = False
 
     def begin(self, state: State, step: Any = None, *, from_here: Resumed | None = None) -> None:
         """Check, before the run starts, that it can be saved, and that the folder has no later checkpoints.
@@ -174,8 +175,23 @@ class Keeper:
             return time.monotonic() - self._written_at >= every.value
         return has_passed(every, before, now)
 
-    def keep(self, state: State, step: Any, metrics: Mapping[str, Any], memory: Mapping[str, Any]) -> None:
-        """Write a checkpoint, or pass it to the thread; errors of the disk become warnings."""
+    def keep(
+        self,
+        state: State,
+        step: Any,
+        metrics: Mapping[str, Any],
+        memory: Mapping[str, Any],
+        position: Callable[[], Any] | None = None,
+    ) -> None:
+        """Write a checkpoint, or pass it to the thread; errors of the disk become warnings.
+
+        Args:
+            state: The state.
+            step: The step that trains it.
+            metrics: What has been measured of it.
+            memory: Notes for the run that continues.
+            position: Function that returns the position of the data, if they have one.
+        """
         self._tell()
         now, is_best = state.timestamp, self._is_best(metrics)
         if self._last == (now, metrics):
@@ -187,20 +203,20 @@ class Keeper:
             self.written = target, now  # by others
             return
         try:
-            taken = snapshot(state, step, metrics=metrics, memory=memory, extra=self.settings.extra)
+            taken = snapshot(state, step, metrics=metrics, memory=memory, outside=self._outside(position))
         except TypeError as error:  # a method has put something else than numbers into the metrics, or into `extra`
             self._failed(target, error)
         else:
             self._hand_over(_Task(taken, target, now), is_best)
         self._tell()
 
-    def keep_last(self, state: State, step: Any, metrics: Mapping[str, Any], memory: Mapping[str, Any]) -> None:
+    def keep_last(self, state: State, *others: Any) -> None:
         """Write the last checkpoint of a run, and wait until it is written; see `Checkpoints` about a full disk.
 
         Args: see `keep`.
         """
         while True:
-            self.keep(state, step, metrics, memory)
+            self.keep(state, *others)
             self.settle()
             if not _is_disk_full(self._failure) or self._is_joint:
                 return
@@ -235,6 +251,22 @@ class Keeper:
         self._problems += [f"{num} attempts to write a checkpoint failed: {cause}" for cause, num in repeated.items()]
         self._failures.clear()
         self._tell()
+
+    def _outside(self, position: Callable[[], Any] | None) -> dict[str, Any]:
+        """Return what is saved besides the state, by its name in the index."""
+        found = {} if self.settings.extra is None else {EXTRA: self.settings.extra}
+        if position is not None and not self._lacks_position:
+            current = position()
+            try:
+                pack(current, POSITION)
+            except TypeError as error:
+                self._lacks_position = True
+                self._problems.append(
+                    f"the position of the data is not saved, and a resumed run reads its epoch from the start: {error}"
+                )
+            else:
+                found[POSITION] = current
+        return found
 
     @property
     def _is_joint(self) -> bool:

@@ -31,7 +31,7 @@ TREES: list[Any] = [
 
 @pytest.mark.parametrize("tree", TREES, ids=repr)
 def test_values_return_from_json_as_they_were(tree: Any) -> None:
-    packed, tensors = pack(tree)
+    packed, tensors = pack(tree, "extra")
     again = unpack(_restored(json.loads(json.dumps(_plain(packed), allow_nan=False))), tensors)
     assert repr(again) == repr(tree)
     assert_same(again, tree)
@@ -42,7 +42,7 @@ def test_trees_are_restored_in_their_place() -> None:
     buffer, array, counts, seen = torch.zeros(3), np.zeros(2), {"games": 0}, [1, 2]
     extra = {"net": net, "buffer": buffer, "array": array, "counts": counts, "seen": seen}
     weight = net.weight.detach().clone()
-    packed, tensors = pack(extra)
+    packed, tensors = pack(extra, "extra")
     with torch.no_grad():
         net.weight.zero_()
     buffer += 1
@@ -71,7 +71,7 @@ def test_what_cannot_be_saved_is_refused_before_the_run(extra: Any, message: str
 
 @pytest.mark.parametrize("forged", [{"!tensor": "extra/1"}, {"!tensor": "loss"}, {"!bytes": 1}, {"!tuple": 0}])
 def test_a_forged_description_is_refused(tmp_path: pathlib.Path, forged: Any) -> None:
-    snapshot(make_state(), extra=[torch.zeros(2)]).write(tmp_path / "checkpoint")
+    snapshot(make_state(), outside={"extra": [torch.zeros(2)]}).write(tmp_path / "checkpoint")
     index = read_index(tmp_path / "checkpoint")
     index.memory["extra"] = forged
     with pytest.raises(DamagedError, match="does not describe what the run keeps outside the state"):
