@@ -207,3 +207,37 @@ def test_bf16_measures_four_sides_of_two_networks(run: Run) -> None:
     rows = run("bf16")
     assert len(rows) == 8
     assert all(row["bf16 ms"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_scaling_counts_small_networks_and_estimates_each_mode(run: Run) -> None:
+    rows = run("scaling", "--network", "gpt", "--gpus", "2", "16", "--batch", "4")
+    assert [(row["GPUs"], row["mode"], row["shards"]) for row in rows] == [
+        (2, "data_parallel", ""),
+        (2, "fully_sharded, step", 2),
+        (2, "fully_sharded, layer", 2),
+        (16, "data_parallel", ""),
+        (16, "fully_sharded, step", 16),
+        (16, "fully_sharded, step", 8),
+        (16, "fully_sharded, layer", 16),
+        (16, "fully_sharded, layer", 8),
+    ]
+    assert all(row["messages"] > 0 and row["efficiency %"] < 100 and row["limit"] == "latency" for row in rows)
+
+
+def test_scaling_estimates_from_stored_counts_as_on_its_page(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["scaling.py", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    num_threads = torch.get_num_threads()
+    try:
+        runpy.run_path(str(FOLDER / "scaling.py"), run_name="__main__")
+    finally:
+        torch.set_num_threads(num_threads)
+    rows = json.loads((tmp_path / "scaling.json").read_text())["rows"]
+    assert rows == json.loads((FOLDER / "results" / "scaling.json").read_text())["rows"]
+    page = (FOLDER.parent / "docs" / "scaling.md").read_text()
+    page = "\n".join(line.strip() for line in page.splitlines())
+    for table in runpy.run_path(str(FOLDER / "_scaling_picture.py"))["tables"](rows).values():
+        assert table in page

@@ -1,0 +1,213 @@
+"""The model of benchmarks/scaling.py: its limits, and its bytes compared with those of traced steps."""
+
+import dataclasses
+import importlib
+import math
+import pathlib
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+from purecompose.transforms.compilation.messages import messages
+
+
+FOLDER = pathlib.Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module("_scale_model")
+
+
+@pytest.fixture
+def tracing(model: Any) -> Any:
+    del model  # it is found in the same folder
+    return importlib.import_module("_counts")
+
+
+def made(model: Any, messages: list[Any] | None = None, **changes: Any) -> Any:
+    """Counts of a network of two parameters of 8 rows, with one message that overlaps and one that does not."""
+    if messages is None:
+        messages = [("all_reduce", "all", 8_000_000, 0.5, 1.0), ("all_reduce", "all", 8_000_000, 1.0, 1.0)]
+    given: dict[str, Any] = {
+        "flops": 10**12,
+        "forward_flops": 10**12 // 3,
+        "param_bytes": 16_000_000,
+        "rows": [[8, 1_000_000], [8, 1_000_000]],
+        "divided_bytes": 48_000_000,
+        "other_bytes": 1_000,
+        "batch_bytes": 1_000,
+        "example_bytes": 10**9,
+        "step_bytes": 10**8,
+        "update_bytes": 10**6,
+        "messages": [model.Message(*message) for message in messages],
+    }
+    return model.Counts(**given | changes)
+
+
+def test_one_gpu_sends_nothing_and_only_computes(model: Any) -> None:
+    for mode in ("data_parallel", "step", "layer"):
+        found = model.estimate(made(model), model.Plan(mode, 1, 1, 4), model.Machine())
+        assert (found.num_messages, found.sent_bytes, found.exposed) == (0, 0, 0)
+        assert found.step == found.compute == 4 * 10**12 / (989e12 * 0.4)
+        assert found.efficiency == pytest.approx(1) and found.limit == "compute"
+
+
+def test_links_without_limits_leave_the_time_of_the_arithmetic(model: Any) -> None:
+    free = {"nvlink": math.inf, "network": math.inf, "launch": 0.0, "nvlink_latency": 0.0, "network_latency": 0.0}
+    found = model.estimate(made(model), model.Plan("data_parallel", 512, 1, 512), model.Machine(**free))
+    assert found.step == found.compute and found.efficiency == pytest.approx(1)
+    slow = model.estimate(made(model), model.Plan("data_parallel", 512, 1, 512), model.Machine())
+    assert slow.step > found.step
+    only_launch = model.estimate(
+        made(model), model.Plan("data_parallel", 512, 1, 512), model.Machine(**{**free, "launch": 1e-3})
+    )
+    assert only_launch.exposed == only_launch.latency == pytest.approx(1e-3)  # the other one overlaps
+
+
+def test_a_message_is_exposed_by_what_compute_does_not_hide(model: Any) -> None:
+    sent = [model.Message("all_reduce", "all", 3, 0.5, 1.0), model.Message("all_reduce", "all", 1, 0.75, 1.0)]
+    # Pass of 4 s: the first message takes from 2 to 5, the second from 5 to 6.
+    assert model.with_messages(sent, 4.0, lambda message: float(message.num_bytes)) == 6.0
+    # A message that is waited for at once holds up all that follows.
+    blocking = model.Message("all_gather", "shard", 2, 0.25, 0.25)
+    assert model.with_messages([blocking, *sent], 4.0, lambda message: float(message.num_bytes)) == 8.0
+    assert model.with_messages([blocking], 4.0, lambda message: float(message.num_bytes)) == 6.0
+
+
+def test_times_of_messages_follow_ring_and_tree(model: Any) -> None:
+    machine = model.Machine(achieved=1.0, launch=0.0, nvlink_latency=1.0, network_latency=10.0)
+    # Small: 8 processes in a host have 7 hops, 16 in two hosts cross the network twice; a tree has log2(n) levels.
+    assert model.message_seconds("all_gather", 0, 8, 8, machine) == 7
+    assert model.message_seconds("all_gather", 0, 16, 8, machine) == 13 + 20
+    assert model.message_seconds("all_reduce", 0, 16, 8, machine) == 2 * (3 + 10)
+    # Large: 7/8 of the bytes by NVLink; among hosts by the network of all 8 GPUs, or of one.
+    machine = model.Machine(achieved=1.0, launch=0.0, nvlink_latency=0.0, network_latency=0.0)
+    assert model.message_seconds("reduce_scatter", 8e9, 8, 8, machine) == pytest.approx(7e9 / 450e9)
+    assert model.message_seconds("all_reduce", 8e9, 64, 8, machine) == pytest.approx(2 * 8e9 * 63 / 64 / 400e9)
+    assert model.message_seconds("all_reduce", 1e9, 8, 1, machine) == pytest.approx(2 * 1e9 * 7 / 8 / 50e9)
+
+
+def test_memory_of_shards_and_of_the_batch(model: Any) -> None:
+    counts = made(model)
+    whole = model.memory_bytes(counts, model.Plan("data_parallel", 4, 1, 8), 2)
+    assert whole == 48_000_000 + 1_000 + 8 * 1_000 + 10**8 + 2 * 10**9
+    assert model.memory_bytes(counts, model.Plan("step", 4, 4, 8), 2) == whole - 36_000_000
+    cut = model.memory_bytes(counts, model.Plan("data_parallel", 4, 1, 8), 2, is_cut=True)
+    assert cut == whole + 16_000_000  # the mean gradients of the slices before
+    # 8 rows on 16 processes are filled up to 16.
+    assert model.memory_bytes(counts, model.Plan("step", 16, 16, 8), 2) == whole - 42_000_000
+    assert model.memory_bytes(counts, model.Plan("data_parallel", 4, 1, 8, False), 2) == whole - 6 * 1_000
+
+
+def test_examples_that_do_not_fit_are_cut_into_microbatches(model: Any) -> None:
+    counts, machine = made(model), model.Machine()
+    found = model.estimate(counts, model.Plan("data_parallel", 8, 1, 8 * 100), machine)
+    assert found.microbatches == 2 and found.memory <= 72e9
+    # They send after the last one, once: nothing overlaps.
+    alone = model.message_seconds("all_reduce", 8_000_000, 8, 8, machine)
+    assert found.num_messages == 2 and found.exposed == pytest.approx(2 * alone)
+    by_layer = model.estimate(counts, model.Plan("layer", 8, 8, 8 * 100), machine)
+    assert by_layer.num_messages == 4 and by_layer.sent_bytes == 2 * found.sent_bytes
+    huge = model.estimate(made(model, step_bytes=10**12), model.Plan("step", 8, 8, 16), machine)
+    assert huge.limit == "memory: does not fit" and huge.microbatches == 1
+
+
+def test_the_batch_limits_if_copying_it_takes_longer_than_the_step(model: Any) -> None:
+    counts, machine = made(model, batch_bytes=10**8), model.Machine()
+    found = model.estimate(counts, model.Plan("data_parallel", 64, 1, 64), machine)
+    assert found.limit == "copying the whole batch" and found.step == found.input == 64 * 10**8 / 50e9
+    assert model.estimate(counts, model.Plan("data_parallel", 64, 1, 64, False), machine).input == 10**8 / 50e9
+
+
+def test_processes_without_examples_lower_the_efficiency(model: Any) -> None:
+    found = model.estimate(made(model, []), model.Plan("data_parallel", 64, 1, 16), model.Machine())
+    assert found.efficiency == pytest.approx(1 / 4) and found.limit == "fewer examples than GPUs"
+
+
+def test_selective_backprop_is_bounded_by_an_additional_pass_that_is_not_divided(model: Any) -> None:
+    speedup = model.selective_backprop_speedup
+    assert speedup(1) == speedup(1, is_divided=False) == pytest.approx(1)
+    assert speedup(64) == pytest.approx(64)
+    # (1/3 + 1/2) / (1/3 + 1/128), below 1 + (1/2) / (1/3); all examples kept: below 4.
+    assert speedup(64, is_divided=False) == pytest.approx(2.443, abs=1e-3)
+    assert 2.49 < speedup(4096, is_divided=False) < 2.5
+    assert 3.8 < speedup(64, keep=1.0, is_divided=False) < 4
+
+
+def small(tracing: Any, network: str) -> Any:
+    task = tracing.gpt(64, 16, 1, 2, 8) if network == "gpt" else tracing.resnet50(32, 4, 16)
+    return task._replace(num_examples=(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("network", "mode", "sizes"),
+    [
+        ("gpt", "data_parallel", (2, 4)),
+        ("gpt", "step", (2, 4, 3)),  # 3 processes fill up rows
+        pytest.param("gpt", "layer", (2, 4), marks=pytest.mark.slow),
+        pytest.param("resnet", "data_parallel", (2, 4), marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_and_messages_are_those_of_steps_traced_for_other_numbers_of_processes(
+    model: Any, tracing: Any, network: str, mode: str, sizes: tuple[int, ...]
+) -> None:
+    task = small(tracing, network)
+    counts = tracing.counts(task, mode)
+    for size in sizes:
+        sent = model.sent(counts, model.Plan(mode, size, size, 2 * size))
+        expected = sum(model.ring_bytes(one.kind, one.num_bytes, size) for one in sent)
+        found, num = 0.0, 0
+        with tracing.fake_processes(size):
+            graph = tracing._traced(task, mode, init_device_mesh("cpu", (size,)), 2 * size).graph
+            for node in messages(graph):
+                (own,) = node.all_input_nodes
+                name, num_bytes = str(node.target), own.meta["val"].nbytes
+                whole = num_bytes * (size if "all_gather" in name else 1)
+                found += (2 if "all_reduce" in name else 1) * whole * (size - 1) / size
+                num += 1
+        assert (num, found) == (len(sent), pytest.approx(expected, rel=1e-12))
+
+
+def test_counts_are_those_of_formulas(tracing: Any) -> None:
+    width, depth, length, vocabulary = 16, 2, 8, 64
+    task = tracing.gpt(vocabulary, width, depth, 2, length)._replace(num_examples=(2, 4))
+    counts = tracing.counts(task, "data_parallel")
+    products = length * (depth * 12 * width**2 + vocabulary * width)
+    scores = depth * length**2 * width
+    assert counts.forward_flops == 2 * products + 4 * scores
+    # Backward: two products for each; attention has four, and computes the scores again.
+    assert counts.flops == 3 * 2 * products + (4 + 10) * scores
+    num_params = sum(param.numel() for param in task.make_net().parameters())
+    assert counts.param_bytes == 4 * num_params
+    assert counts.divided_bytes == 3 * counts.param_bytes + 4 * len(counts.rows)  # Adam's moments, and a count for each
+    assert counts.batch_bytes == 2 * 8 * length
+    gradients = [one for one in counts.messages if one.role == "all"]
+    assert sum(one.num_bytes for one in gradients) == counts.param_bytes + 4 + 8  # the loss and the weight, too
+    again = tracing.read(tracing.written({"gpt": {"data_parallel": counts}}))
+    assert again == {"gpt": {"data_parallel": dataclasses.replace(counts)}}
+
+
+def test_messages_that_overlap_leave_less_exposed_and_send_as_much(model: Any) -> None:
+    sent = [
+        ("all_gather", "shard", 4_000_000_000, 0.0, 0.0),
+        ("reduce_scatter", "shard", 2_000_000_000, 0.4, 1.0),
+        ("reduce_scatter", "shard", 2_000_000_000, 1.0, 1.0),
+        ("all_reduce", "copies", 250_000_000, 1.0, 1.0),
+        ("all_reduce", "copies", 250_000_000, 1.0, 1.0),
+    ]
+    counts, machine = made(model, sent), model.Machine(launch=0.0)
+    plan = model.Plan("step", 64, 8, 64 * 16)
+    before, after = (model.estimate(one, plan, machine) for one in (counts, model.as_if(counts, "overlap")))
+    assert after.sent_bytes == before.sent_bytes and after.num_messages == before.num_messages
+    assert [one.at for one in model.as_if(counts, "overlap").messages] == [0.0, 0.4, 0.4, 1.0, 1.0]
+    # The gather takes its time; of the sums over hosts one is hidden.
+    alone = model.message_seconds("all_gather", 4e9, 8, 8, machine)
+    over_hosts = model.message_seconds("all_reduce", 250e6, 8, 1, machine)
+    assert before.exposed - after.exposed == pytest.approx(alone + over_hosts)
+    statistics = made(model, [("all_gather", "statistics", 1_000, 0.5, 0.5)])
+    (gathered,) = model.sent(statistics, model.Plan("data_parallel", 64, 1, 64))
+    (reduced,) = model.sent(model.as_if(statistics, "statistics"), model.Plan("data_parallel", 64, 1, 64))
+    assert (gathered.num_bytes, reduced.num_bytes) == (64_000, 1_000)
