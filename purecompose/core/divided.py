@@ -40,10 +40,12 @@ def sharing(batch: SharedPart | None, part: SharedPart | None) -> Iterator[None]
 def with_whole_batch(operation: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
     """Return an operation in which these processes all have the whole batch."""
 
-    def run(*args: Any) -> Any:
+    def run(carry: Any, purpose: Any) -> Any:
+        held = [carry]  # so that nothing else holds what the operation drops, such as gradients during an update
+        del carry
         token = _WITH_WHOLE_BATCH.set(ranks)
         try:
-            return operation(*args)
+            return operation(held.pop(), purpose)
         finally:
             _WITH_WHOLE_BATCH.reset(token)
 

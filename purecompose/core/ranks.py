@@ -296,10 +296,6 @@ class SharedPart:
         """Return a slice of this part."""
         return SharedPart(self.ranks, 0 if self.is_empty else num_examples, self._device)
 
-    def gather(self, own: Tensor) -> Tensor:
-        """Return the tensors of all ranks, one after the other in dimension 0."""
-        return self.ranks.gather(own)
-
     def sum(self, own: Tensor) -> Tensor:
         """Return the sum over ranks."""
         return self.ranks.reduced([own], "sum")[0]

@@ -1,12 +1,8 @@
 """Batch normalisation over a batch of which several processes compute a part each.
 
-Each process computes mean and variance of its own values, and counts them. These are gathered, so that all normalise by
-the statistics of the whole batch, and update the running statistics as one process would. The backward pass sums two
-numbers for each channel over the processes.
-
-References:
-    Tony F. Chan, Gene H. Golub, Randall J. LeVeque: Updating Formulae and a Pairwise Algorithm for Computing Sample
-    Variances. COMPSTAT 1982.
+Each process computes mean and variance of its own values. From them two sums for each channel follow, which are added up
+over the processes, so that all normalise by the statistics of the whole batch, and update the running statistics as one
+process would. The backward pass adds up two numbers for each channel, too.
 """
 
 from collections.abc import Iterator
@@ -27,10 +23,6 @@ class SharedBatch(Protocol):
 
     is_empty: bool
     """True if this process has no examples, and what it computes does not count."""
-
-    def gather(self, own: Tensor) -> Tensor:
-        """Return the tensors of all processes, one after the other in dimension 0."""
-        ...
 
     def sum(self, own: Tensor) -> Tensor:
         """Return the sum over processes."""
@@ -85,7 +77,7 @@ def _batch_norm(
     if not training:
         return func(input, running_mean, running_var, weight, bias, training, momentum, eps)
     wide = input if input.dtype == torch.float64 else input.float()
-    mean, variance, count = _statistics(wide.detach(), shared)
+    mean, variance, count = _statistics(wide.detach(), shared, running_mean)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -97,17 +89,24 @@ def _batch_norm(
     return normed.to(input.dtype)
 
 
-def _statistics(values: Tensor, shared: SharedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean and variance of each channel over all processes, (C,), and the number of values, 0-d."""
-    dims, num_channels = _all_but_channels(values), values.shape[1]
-    count = torch.full((1,), 0 if shared.is_empty else values.numel() // num_channels, dtype=values.dtype)
-    variance, mean = torch.var_mean(values, dims, correction=0)
-    own = torch.cat([mean, variance, count.to(values.device)])
-    means, variances, counts = shared.gather(own).view(-1, own.numel()).split([num_channels, num_channels, 1], dim=1)
-    total = counts.sum()
-    mean = (means * counts).sum(0) / total
-    variance = ((variances + (means - mean).square()) * counts).sum(0) / total
-    return mean, variance, total
+def _statistics(values: Tensor, shared: SharedBatch, near: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and variance of each channel over all processes, (C,), and the number of values, 0-d.
+
+    Args:
+        values: This process's values.
+        shared: The processes.
+        near: Values near the means, the same on all processes: sums of squares around them lose few digits.
+    """
+    num_channels = values.shape[1]
+    number = 0 if shared.is_empty else values.numel() // num_channels
+    variance, mean = (part.double() for part in torch.var_mean(values, _all_but_channels(values), correction=0))
+    near = torch.zeros_like(mean) if near is None else near.detach().double()
+    count = torch.full((1,), number, dtype=torch.float64, device=values.device)
+    sums = shared.sum(torch.cat([number * (mean - near), number * (variance + (mean - near).square()), count]))
+    total = sums[-1]
+    shift, square = (sums[:-1] / total).view(2, num_channels)
+    variance = (square - shift.square()).clamp(min=0)
+    return (near + shift).to(values.dtype), variance.to(values.dtype), total.to(values.dtype)
 
 
 def _all_but_channels(values: Tensor) -> list[int]:
