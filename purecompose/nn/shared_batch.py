@@ -1,8 +1,8 @@
 """Batch normalisation over a batch of which several processes compute a part each.
 
-Each process computes mean and variance of its own values. From them two sums for each channel follow, which are added up
-over the processes, so that all normalise by the statistics of the whole batch, and update the running statistics as one
-process would. The backward pass adds up two numbers for each channel, too.
+Each process computes mean and variance of its own values. From them two numbers for each channel follow. Their sums
+over the processes give the statistics of the whole batch, by which all normalise, and which update the running
+statistics as in one process. The backward pass adds up two numbers for each channel, too.
 """
 
 from collections.abc import Iterator

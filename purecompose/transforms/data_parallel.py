@@ -112,11 +112,13 @@ class Shared(Scope):
 
     @contextmanager
     def _guarded(self, ranks: Ranks, step: Step, state: State, batch: Any, is_first: bool) -> Iterator[None]:
-        _check_placed(state, self.placing)
         now, compared = state.timestamp, vars(self)["_compared"]
+        is_known = compared.get("epoch") == now.epoch and compared["model"] is state.model
+        is_known = is_known and compared["batch"] <= now.batch
+        if not is_known or state.lease is None:  # reading the parameters of a compiled step's own state copies them
+            _check_placed(state, self.placing)
         with naming_late_ranks(ranks, now.batch):
-            is_known = compared.get("epoch") == now.epoch and compared["model"] is state.model
-            if not self.is_checked and not (is_known and compared["batch"] <= now.batch):
+            if not self.is_checked and not is_known:
                 check_alike(ranks, step, state, batch)
             compared |= {"epoch": now.epoch, "model": state.model, "batch": now.batch}
             token = WATCHES.set(is_first and not self.is_checked)

@@ -91,6 +91,15 @@ def _compiled(algorithms: list[Any]) -> Any:
     return pc.compile(pc.data_parallel(compose(loop_events, algorithms)), backend="eager", quiet=True)
 
 
+def has_read() -> bool:
+    """Return whether a step reads a state that is in its own buffers, for which it would copy the state's tensors."""
+    step, state = _compiled([]), make_state()
+    for _ in range(2):
+        state = step(state, make_batch())
+    step(state, make_batch())
+    return state.lease is None or state.lease.is_read
+
+
 def main(store: str, rank: int, size: int, folder: str, backend: str) -> None:
     """Run everything as one of the processes, and save the results."""
     torch.set_num_threads(1)
@@ -104,6 +113,7 @@ def main(store: str, rank: int, size: int, folder: str, backend: str) -> None:
     if backend == "eager":
         core_ranks._BUCKET = 256
         found["refusals"] = refusals()
+        found["has read"] = has_read()
         for name in SAME_BITS:
             scenario: Scenario = SCENARIOS[name]
             ways = [scenario._replace(is_compiled=is_compiled) for is_compiled in (False, True)]

@@ -84,6 +84,10 @@ def test_processes_with_different_graphs_are_refused_on_all_ranks(ranks: list[di
             assert words in found["refusals"][name]
 
 
+def test_a_step_does_not_copy_a_state_in_its_own_buffers(ranks: list[dict[str, Any]]) -> None:
+    assert not any(found["has read"] for found in ranks)
+
+
 # Graphs that are traced but not run
 
 
