@@ -95,7 +95,7 @@ class Message(NamedTuple):
     """"shard" and "copies" are among the processes of one dimension of the mesh; "statistics", which the rest of the
     forward or backward pass waits for, and "all" are among all processes."""
     num_bytes: int
-    """Bytes of the whole tensor; of statistics that are gathered, those of one process."""
+    """Bytes of the whole tensor."""
     at: float
     """When it is sent, as the share of the step's arithmetic that comes before."""
     until: float

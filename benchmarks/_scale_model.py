@@ -130,8 +130,6 @@ def as_if(counts: Counts, *changes: str) -> Counts:
         changes: Any of `CHANGES`.
     """
     messages = counts.messages
-    if "statistics" in changes:
-        messages = [one._replace(kind="all_reduce") if one.role == "statistics" else one for one in messages]
     if "overlap" in changes:
         waiting = [one for one in messages if one.role == "copies"]
         messages, before = [one for one in messages if one.role != "copies"], messages
@@ -152,7 +150,6 @@ def as_if(counts: Counts, *changes: str) -> Counts:
 
 CHANGES = {
     "part": "each GPU is given only its part of the batch",
-    "statistics": "batch normalisation reduces its statistics, instead of gathering those of all processes",
     "overlap": "gathers of parameters are waited for by nothing, and sums over hosts are sent with those within",
 }
 
@@ -231,8 +228,6 @@ def sent(counts: Counts, plan: Plan, *, has_statistics: bool = True) -> list[Mes
             factor = is_padded
         elif message.role == "copies":
             factor = is_padded * MESH[-1] / plan.num_shards
-        elif message.kind == "all_gather":
-            factor = size
         found.append(message._replace(num_bytes=message.num_bytes * factor))
     return found
 

@@ -29,7 +29,6 @@ _SHOWN = (
     ("resnet", "", False),
     ("resnet", "part", False),
     ("resnet", "part", True),
-    ("resnet", "part statistics", False),
 )
 """The tables of the page: the network, what is otherwise, and whether all GPUs share a fixed number of examples."""
 

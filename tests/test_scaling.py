@@ -207,7 +207,3 @@ def test_messages_that_overlap_leave_less_exposed_and_send_as_much(model: Any) -
     alone = model.message_seconds("all_gather", 4e9, 8, 8, machine)
     over_hosts = model.message_seconds("all_reduce", 250e6, 8, 1, machine)
     assert before.exposed - after.exposed == pytest.approx(alone + over_hosts)
-    statistics = made(model, [("all_gather", "statistics", 1_000, 0.5, 0.5)])
-    (gathered,) = model.sent(statistics, model.Plan("data_parallel", 64, 1, 64))
-    (reduced,) = model.sent(model.as_if(statistics, "statistics"), model.Plan("data_parallel", 64, 1, 64))
-    assert (gathered.num_bytes, reduced.num_bytes) == (64_000, 1_000)
