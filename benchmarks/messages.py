@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from _timing import Row, arguments, parse, save
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -86,7 +87,7 @@ def measure(args: argparse.Namespace, size: int) -> Row:
     given = step.init(State.create(net, loss=losses.mse, optimizer=optim.adamw(1e-3), duration="99ba"))
     del net
     if args.mode != "data_parallel":
-        mesh = dist.init_device_mesh("cpu", (size,))
+        mesh = init_device_mesh("cpu", (size,))
         step, given = pc.fully_sharded(step, mesh, args.mode.split()[-1]), pc.shard(given, mesh)
     elif size > 1:
         step = pc.data_parallel(step)
@@ -166,18 +167,15 @@ def main() -> None:
         dist.destroy_process_group()
         return
     rows: list[Row] = []
-    cases = itertools.product(*([one] if one else every for one, every in _choices(args)), args.sizes)
-    for methods, mode, side, size in cases:
+    choices: list[tuple[str | None, Iterable[str]]] = [(args.methods, METHODS), (args.mode, MODES), (args.side, SIDES)]
+    kinds = itertools.product(*([one] if one else every for one, every in choices))
+    for (methods, mode, side), size in itertools.product(kinds, list[int](args.sizes)):
         if mode != "data_parallel" and (size == 1 or methods == "per_example_clipping"):
             continue
         found = in_children(methods, mode, side, size)
         rows.append({"methods": methods, "mode": mode, "side": side, "processes": size, **found})
         print(json.dumps(rows[-1]), flush=True)
     save("messages", rows, args.out)
-
-
-def _choices(args: argparse.Namespace) -> list[tuple[str | None, Iterable[str]]]:
-    return [(args.methods, METHODS), (args.mode, MODES), (args.side, SIDES)]
 
 
 if __name__ == "__main__":

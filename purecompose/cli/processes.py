@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from purecompose.cli.settings import UsageError
 from purecompose.core.compose import Step
@@ -54,7 +55,8 @@ class Processes:
         is_cuda = torch.device(device).type == "cuda"
         if is_cuda:
             torch.cuda.set_device(self.local_rank)
-        dist.init_process_group("nccl" if is_cuda else "gloo", timeout=_TO_MEET)
+        backend = "nccl" if is_cuda else "gloo"
+        dist.init_process_group(backend, store=_new_store(), rank=self.rank, world_size=self.size, timeout=_TO_MEET)
         dist.distributed_c10d._set_pg_timeout(_TO_ANSWER)
         with contextlib.nullcontext() if self.is_first else _silenced():
             yield
@@ -84,7 +86,7 @@ class Processes:
 
 
 _TO_MEET, _TO_ANSWER = timedelta(minutes=2), timedelta(minutes=10)
-"""How long processes wait for each other at the start, where gloo sometimes loses a connection, and in a step."""
+"""How long processes wait for each other at the start, and in a step."""
 
 
 def processes_here() -> Processes:
@@ -128,6 +130,18 @@ def _silenced() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
+
+
+def _new_store() -> Any:
+    """Return the store in which the processes find each other, without what earlier ones have left in it.
+
+    torchrun may keep its store when it starts processes again, and then they would find the addresses of those that
+    have ended. On several hosts it makes a new store each time (`--rdzv-backend c10d`), and hosts may not count alike.
+    """
+    store, _, _ = next(iter(rendezvous("env://", timeout=_TO_MEET)))
+    is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host else "0"
+    return dist.distributed_c10d.PrefixStore(f"purecompose/attempt {attempt}", store)
 
 
 def _store() -> Any:

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from itertools import tee
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
 from purecompose.core.ranks import Ranks
 from purecompose.data.map_style import Loader
+from purecompose.data.reader import Reader
 from purecompose.data.samples import Request
 
 
@@ -68,7 +69,7 @@ def shared(loader: Loader, mesh: Any = None) -> Loader:
     if ranks.size == 1:
         return loader
     divided = copy.copy(loader)
-    divided.reader = _SharedReader(loader.reader, ranks)
+    divided.reader = cast(Reader, _SharedReader(loader.reader, ranks))
     return divided
 
 

@@ -82,7 +82,7 @@ def attempts() -> dict[str, Callable[[], Any]]:
         "texts": lambda: read(["a", "b", "c", "d"]),
         "collate": lambda: read(numbers, collate=torch.stack),
         "twice": lambda: pc.data.shared(pc.data.shared(pc.data.loader(numbers, 4))),
-        "another loader": lambda: pc.data.shared(torch.utils.data.DataLoader(numbers)),
+        "another loader": lambda: pc.data.shared([numbers]),  # pyright: ignore[reportArgumentType]
         "another mesh": lambda: pc.data.shared(pc.data.loader(numbers, 4), 3),
     }
 
