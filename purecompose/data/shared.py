@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from itertools import tee
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
-from purecompose.core.ranks import Ranks
 from purecompose.data.map_style import Loader
 from purecompose.data.reader import Reader
 from purecompose.data.samples import Request
@@ -65,15 +64,28 @@ def shared(loader: Loader, mesh: Any = None) -> Loader:
             "data.shared: the loader has a function collate, which would see a part of each batch in each process: "
             "give samples one form by transform"
         )
-    ranks = _ranks(mesh)
-    if ranks.size == 1:
+    group = _group_of(mesh)
+    if group.size == 1:
         return loader
     divided = copy.copy(loader)
-    divided.reader = cast(Reader, _SharedReader(loader.reader, ranks))
+    divided.reader = cast(Reader, _SharedReader(loader.reader, group))
     return divided
 
 
-def _ranks(mesh: Any) -> Ranks:
+class _Group(NamedTuple):
+    """The processes that share a loader, and this process's rank among them."""
+
+    name: str
+    rank: int
+    size: int
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Return the tensors of all processes, of the same size, one after the other."""
+        sent = torch.ops._c10d_functional.all_gather_into_tensor(own, self.size, self.name)
+        return torch.ops._c10d_functional.wait_tensor(sent)
+
+
+def _group_of(mesh: Any) -> _Group:
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "data.shared: there is no process group: start the processes by torchrun, and call "
@@ -89,14 +101,15 @@ def _ranks(mesh: Any) -> Ranks:
         raise TypeError(f"data.shared: expected a DeviceMesh or a process group, got {shown(mesh)}")
     if dist.get_rank() not in members:
         raise ValueError("data.shared: this process is not in the mesh")
-    return Ranks.of(dist.new_group(members, backend="gloo", use_local_synchronization=True))
+    group: Any = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    return _Group(group.group_name, group.rank(), group.size())
 
 
 class _SharedReader:
     """Reader of rows that puts them together with those of other processes; the interface is that of `Reader`."""
 
-    def __init__(self, reader: Any, ranks: Ranks) -> None:
-        self._reader, self._ranks = reader, ranks
+    def __init__(self, reader: Any, group: _Group) -> None:
+        self._reader, self._group = reader, group
 
     def read(self, requests: Iterable[Request], seed: int = 0) -> Generator[Any, None, None]:
         wanted, whole = tee(requests)
@@ -109,7 +122,7 @@ class _SharedReader:
 
     def _own(self, request: Request) -> Request:
         """Return the request of this process's rows; without any, it reads the first one, for its form."""
-        start, stop = _bounds(len(request.indices), self._ranks.size)[self._ranks.rank]
+        start, stop = _bounds(len(request.indices), self._group.size)[self._group.rank]
         return request._replace(indices=request.indices[start:stop] or request.indices[:1])
 
     def _together(self, rows: Iterator[Any], num_examples: int) -> Any:
@@ -121,10 +134,10 @@ class _SharedReader:
             failure = error
         self._check(form, failure)
         leaves, spec = tree.flatten(part)
-        bounds = _bounds(num_examples, self._ranks.size)
+        bounds = _bounds(num_examples, self._group.size)
         counts = [stop - start for start, stop in bounds]
-        own = torch.cat([_as_bytes(leaf, counts[self._ranks.rank], counts[0]) for leaf in leaves])
-        received = self._ranks.gather(own).view(self._ranks.size, -1)
+        own = torch.cat([_as_bytes(leaf, counts[self._group.rank], counts[0]) for leaf in leaves])
+        received = self._group.gather(own).view(self._group.size, -1)
         columns = received.split([counts[0] * _row_bytes(leaf) for leaf in leaves], dim=1)
         whole = [
             torch.cat([_as_rows(column[rank], count, leaf) for rank, count in enumerate(counts)])
@@ -135,14 +148,14 @@ class _SharedReader:
     def _check(self, form: str, failure: Exception | None) -> None:
         """Raise in all processes if one has failed, or if their rows have different forms."""
         code = 0 if failure is not None else 1 + zlib.crc32(form.encode())
-        codes = self._ranks.gather(torch.tensor([code])).tolist()
+        codes = self._group.gather(torch.tensor([code])).tolist()
         if failure is not None:
             raise failure
         if 0 in codes:
             raise RuntimeError(f"data.shared: process {codes.index(0)} could not read its rows: see its error")
         if len({*codes}) > 1:
             raise ValueError(
-                f"data.shared: the processes have read rows of different forms; process {self._ranks.rank} has {form}. "
+                f"data.shared: the processes have read rows of different forms; process {self._group.rank} has {form}. "
                 "All samples must have one shape: pad them to one length by transform"
             )
 
