@@ -20,7 +20,7 @@ from purecompose.algorithms import FACTORIES, GROUPS
 from purecompose.cli.completion import SHELLS, script
 from purecompose.cli.loading import LoadedRun, load_run
 from purecompose.cli.plan import show_plan
-from purecompose.cli.processes import SHARDINGS, error_prefix
+from purecompose.cli.processes import SHARDINGS, reporting
 from purecompose.cli.settings import UsageError, add_allow_imports, add_settings, named, whole
 from purecompose.cli.setup import reported_as
 from purecompose.cli.train import RunError, train as run_training
@@ -98,9 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(prog: str, error: BaseException, text: str) -> None:
     """Print why a command ends; of several processes, one does so."""
-    prefix = error_prefix(error)
-    if prefix is not None:
-        print(f"{prog}: {prefix}{text}", file=sys.stderr, flush=True)
+    with reporting(error) as prefix:
+        if prefix is not None:
+            print(f"{prog}: {prefix}{text}", file=sys.stderr, flush=True)
 
 
 def _ending(*said: str) -> str:

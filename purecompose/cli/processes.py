@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from purecompose.transforms.sharding.placing import shard
 from purecompose.transforms.sharding.step import fully_sharded
 
 
-__all__ = ["SHARDINGS", "Processes", "error_prefix", "processes_here"]
+__all__ = ["SHARDINGS", "Processes", "processes_here", "reporting"]
 
 SHARDINGS = ("step", "layer")
 """The values of `--shard`."""
@@ -88,6 +89,9 @@ class Processes:
 _TO_MEET, _TO_ANSWER = timedelta(minutes=2), timedelta(minutes=10)
 """How long processes wait for each other at the start, and in a step."""
 
+_TO_ASK = timedelta(seconds=10)
+"""How long the host of the store stays after an error, for the others to find out who reports it."""
+
 
 def processes_here() -> Processes:
     """Return the processes of this run, by the variables that `torchrun` sets.
@@ -107,21 +111,31 @@ def processes_here() -> Processes:
     return Processes(int(os.environ["RANK"]), int(size), int(os.environ["LOCAL_RANK"]))
 
 
-def error_prefix(error: BaseException) -> str | None:
-    """Return the words before the message about an error, or `None` if another process prints it.
+@contextlib.contextmanager
+def reporting(error: BaseException) -> Iterator[str | None]:
+    """Return a scope with the words before the message about an error; `None` if another process prints it.
 
     Of several processes, the first one reports what ends all of them, and the one that fails first reports an error.
     """
     found = Processes(int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1))
     if found.size == 1:
-        return ""
+        yield ""
+        return
     if isinstance(error, (UsageError, KeyboardInterrupt, SystemExit)) or not dist.is_initialized():
-        return "" if found.is_first else None
-    prefix = f"process {found.rank} of {found.size}: "
-    with contextlib.suppress(RuntimeError):  # if the host of the store has ended, everybody reports
-        if _store().compare_set("purecompose/failed", "", str(found.rank)) != str(found.rank).encode():
-            return None
-    return prefix
+        yield "" if found.is_first else None
+        return
+    store, is_reported = _store(), False
+    with contextlib.suppress(RuntimeError):  # if the host of the store was killed, everybody reports
+        is_reported = store.compare_set("purecompose/failed", "", str(found.rank)) != str(found.rank).encode()
+        store.add("purecompose/asked", 1)
+    yield None if is_reported else f"process {found.rank} of {found.size}: "
+    if dist.get_backend() == "gloo":  # those that wait for this process notice when its connections are closed
+        dist.destroy_process_group()
+    # The host of the store stays until the others have asked it who reports; those that were killed never do.
+    deadline = time.monotonic() + _TO_ASK.total_seconds()
+    with contextlib.suppress(RuntimeError):
+        while found.is_first and time.monotonic() < deadline and store.add("purecompose/asked", 0) < found.size:
+            time.sleep(0.05)
 
 
 @contextlib.contextmanager

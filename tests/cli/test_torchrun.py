@@ -110,7 +110,9 @@ def test_the_end_of_a_process_ends_the_others_with_one_message(tmp_path: Path) -
         processes[1].kill()
         ended = _ended(processes)
     assert [status for status, _, _ in ended] == [1, -signal.SIGKILL, 1]
-    (message,) = [text for _, _, text in ended if "error:" in text]
+    messages = [text for _, _, text in ended if "error:" in text]
+    assert len(messages) == 1, "\n---\n".join(messages)
+    (message,) = messages
     assert "rank 1" in message and "has ended" in message
 
 
