@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from purecompose.data.order import epoch_seed, seed_words
-from purecompose.data.position import PositionedBatches, position_holder
+from purecompose.data.position import PositionedBatches, has_shuffle_buffer, needs_other_loader, position_holder
 from purecompose.data.reader import Reader, naming
 from purecompose.data.samples import read_columns, reads_whole_batches
 from purecompose.data.seeding import Draws, Stream, load_numpy
@@ -60,7 +60,7 @@ def epoch_batches(data: Any, key: Tensor, epoch: int, start: int = 0, position: 
     _tell_epoch(data, epoch)
     if (holder := position_holder(data)) is not None:
         if start and position is None:
-            _warn_of_reading(start, data, epoch)
+            _warn_of_reading(start, data, epoch, "the checkpoint has no position of the data")
         return PositionedBatches(data, holder, key, epoch, start, position)
     if draws_globally(data):
         return keyed_batches(data, key, epoch, start)
@@ -92,6 +92,11 @@ def own_order(data: object) -> str | None:
         return (
             "the DataLoader has its own generator, which is not part of a checkpoint: its order differs after a "
             "resume. Leave generator= out to draw the order from the run's key, or use data.loader"
+        )
+    if isinstance(data, DataLoader) and needs_other_loader(data):
+        return (
+            f"{type(data.dataset).__name__} counts epochs itself, and this {type(data).__name__} does not save its "
+            "position: the order differs after a resume. Read it by a StreamingDataLoader, which does"
         )
     if isinstance(data, Iterator):
         return "an iterator cannot be restarted: its next items are taken as the next batches"
@@ -246,18 +251,22 @@ def _after(start: int, batches: Iterator[Any], data: Any, epoch: int) -> Iterato
     """Return the batches after the first `start`, which are read and dropped when the next one is requested."""
     if start == 0:
         return batches
-    _warn_of_reading(start, data, epoch)
+    if has_shuffle_buffer(data):
+        reason = "the stream's position leaves out its shuffle buffer (buffer_size=1 shuffles shards only)"
+    else:
+        reason = "it cannot start in the middle"
+    _warn_of_reading(start, data, epoch, reason)
     return islice(batches, start, None)
 
 
-def _warn_of_reading(start: int, data: Any, epoch: int) -> None:
+def _warn_of_reading(start: int, data: Any, epoch: int, reason: str) -> None:
     named = type(data).__name__
     if isinstance(data, DataLoader):
         named += f" over {type(data.dataset).__name__}"
     used = "; an iterator that has already been read from loses its next items" if isinstance(data, Iterator) else ""
     warnings.warn(
         f"continuing at batch {start} of epoch {epoch}: the {start} before it are read from {named} and dropped, "
-        "since it cannot start in the middle. This is exact if it gives the same batches in the same order each "
+        f"since {reason}. This is exact if it gives the same batches in the same order each "
         f"time{used}. Data with `epoch(key, epoch, start)`, such as data.loader, start at any batch",
         SkippingWarning,
         stacklevel=4,

@@ -15,6 +15,7 @@ from purecompose.core.ranks import Ranks
 from purecompose.core.state import State, check_single
 from purecompose.data.checks import check_batches
 from purecompose.data.loaders import fixed_batches
+from purecompose.data.position import position_holder
 from purecompose.data.prefetch import prefetch
 from purecompose.data.waiting import watched
 from purecompose.losses import couples_examples
@@ -33,7 +34,7 @@ from purecompose.time.event import Event
 from purecompose.time.intervals import Interval, checked_interval
 
 
-__all__ = ["Evaluator", "Observer", "evaluate", "predict", "run_evaluator", "tell"]
+__all__ = ["Evaluator", "Observer", "check_other_data", "evaluate", "predict", "run_evaluator", "tell"]
 
 _ENDLESS = (itertools.cycle, itertools.repeat, itertools.count)
 _MANY = 10_000
@@ -116,6 +117,17 @@ class Evaluator:
     def reported(self) -> list[str]:
         """Names of the metrics in records, "label/name"."""
         return [f"{self.label}/{name}" for name in (self.metrics or ("loss",))]
+
+
+def check_other_data(evaluators: Iterable[Evaluator], data: Any) -> None:
+    """Raise `ValueError` if an evaluator would move the position of the training data, which checkpoints hold."""
+    holder = position_holder(data)
+    for evaluator in evaluators:
+        if holder is not None and position_holder(evaluator.data) is holder:
+            raise ValueError(
+                f"evaluate: {evaluator.label!r} reads the same {type(holder).__name__} as the training, and would move "
+                "the position that checkpoints save: give it an object of its own"
+            )
 
 
 def evaluate(

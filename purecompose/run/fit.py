@@ -23,7 +23,7 @@ from purecompose.data.checks import check_batches
 from purecompose.data.identity import describe_data, differences
 from purecompose.data.loaders import SkippingWarning, own_order
 from purecompose.data.stream import StateStream
-from purecompose.run.evaluation import Evaluator, Observer
+from purecompose.run.evaluation import Evaluator, Observer, check_other_data
 from purecompose.run.outer import EpochData, Run
 from purecompose.run.plateau import Adjuster
 from purecompose.run.saving.checkpoint import restore_extra, saved_outside
@@ -75,6 +75,8 @@ def _states(
     observers = _as_observers(observers)
     if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
         raise TypeError(f"checkpoints: expected Checkpoints(folder), got {shown(checkpoints)}")
+    if checkpoints is not None:
+        check_other_data(evaluators, data)
     _check_metrics(state, step, evaluators, stoppers, adjusters, checkpoints)
     if state.context.precision == "fp16" and not any(Trait.SCALES_LOSS in a.traits for a in step.algorithms):
         warn("precision='fp16' without loss scaling: small gradients become 0; add algorithms.loss_scaling()")

@@ -18,7 +18,7 @@ from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.identity import describe_data
 from purecompose.data.loaders import epoch_batches
-from purecompose.data.position import PositionedBatches
+from purecompose.data.position import PositionedBatches, position_at
 from purecompose.data.prefetch import prefetch
 from purecompose.data.stream import StateStream
 from purecompose.data.waiting import watched
@@ -71,7 +71,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.budget
-        self._position: Callable[[], Any] | None = None
+        self._position: Callable[[Timestamp], Any] = lambda now: self.position  # until an epoch begins
         self._evaluated: dict[int, int] = {}
         self._is_stopped = False
         self._metrics: dict[str, Any] = dict(self.metrics)
@@ -349,24 +349,24 @@ def _in_words(run: RunLength) -> str:
 _EXHAUSTED = object()
 
 
-def _reader(data: Any, start: State, position: Any) -> tuple[Callable[[State], Any], Callable[[], Any] | None]:
-    """Return a function that reads the epoch's next batch, and one that returns the position, if the data have one.
+def _reader(data: Any, start: State, position: Any) -> tuple[Callable[[State], Any], Callable[[Timestamp], Any]]:
+    """Return a function that reads the epoch's next batch, and one that returns the position of the data at a time.
 
     The first is given the current state, and begins at the start's place. The batches are on the state's device; for a
-    GPU they are sent ahead. At the end it returns `_EXHAUSTED`.
+    GPU they are sent ahead. At the end it returns `_EXHAUSTED`. The second returns `None` for data without a position.
     """
     if isinstance(data, StateStream):
-        return lambda state: next(prefetch([data.batch(state)], state.device)), None
+        return lambda state: next(prefetch([data.batch(state)], state.device)), lambda _: None
     now = start.timestamp
     # All members of a population train on the same batches, in the order of the first member.
     key = start.key.reshape(-1, 2)[0]
     batches = epoch_batches(data, key, now.epoch, now.batch_in_epoch, position)
-    own_position = batches.position if isinstance(batches, PositionedBatches) else None
+    positioned = batches if isinstance(batches, PositionedBatches) else None
     # A batch read from an iterator is gone, and the next run must find the one that follows; a position is that after
     # the batch that is trained: no reading ahead.
-    is_ordered = isinstance(data, Iterator) or own_position is not None
+    is_ordered = isinstance(data, Iterator) or positioned is not None
     sent = prefetch(watched(batches, data), start.device, size=1 if is_ordered else 2)
-    return lambda _: next(sent, _EXHAUSTED), own_position
+    return lambda _: next(sent, _EXHAUSTED), lambda at: positioned and position_at(positioned, now, at)
 
 
 def _counts_epochs(state: State) -> bool:

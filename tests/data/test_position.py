@@ -88,7 +88,7 @@ def stateful_loader_of_a_stream(reads: list[int]) -> Any:
     return module.StatefulDataLoader(Samples(reads), SIZE)
 
 
-def hugging_face(reads: list[int]) -> Any:
+def hugging_face(reads: list[int], buffer_size: int = 1) -> Any:
     datasets = pytest.importorskip("datasets")
     columns = {"inputs": INPUTS.tolist(), "targets": TARGETS.tolist(), "number": list(range(NUM))}
 
@@ -98,7 +98,7 @@ def hugging_face(reads: list[int]) -> Any:
 
     # With a fingerprint it is not computed by pickling, which fails for some versions of pyarrow.
     rows = datasets.Dataset(datasets.table.InMemoryTable.from_pydict(columns), fingerprint="rows")
-    stream = rows.to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=1)
+    stream = rows.to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=buffer_size)
     return DataLoader(stream.with_format("torch"), SIZE, collate_fn=noted)
 
 
@@ -109,11 +109,10 @@ def loader_of_a_stream(reads: list[int]) -> Any:
 SOURCES = [Walk, loader_of_a_stream, stateful_loader, stateful_loader_of_a_stream, hugging_face]
 
 
-def run(data: Any, duration: str, folder: Any, fields: dict[str, Any] | None = None) -> pc.State:
+def run(data: Any, duration: str, folder: Any, fields: dict[str, Any] | None = None, **more: Any) -> pc.State:
     state = make_state(**(fields or {}))
-    return pc.fit(
-        compose(loop_events), state, data, duration=duration, checkpoints=pc.Checkpoints(folder), resume="auto"
-    )
+    saved = pc.Checkpoints(folder)
+    return pc.fit(compose(loop_events), state, data, duration=duration, checkpoints=saved, resume="auto", **more)
 
 
 def check_resumes(make: Any, end: int, tmp_path: Any, fields: dict[str, Any] | None = None) -> None:
@@ -178,3 +177,75 @@ def test_what_a_checkpoint_cannot_hold_is_left_out_with_a_warning(tmp_path):
     with pytest.warns(pc.data.SkippingWarning, match="read from Strange"), pytest.warns(pc.errors.CheckpointWarning):
         state = run(Strange([]), "3ba", tmp_path)
     assert state.timestamp.batch == 3
+
+
+FIELDS = {"input_field": "inputs", "target_field": "targets"}
+
+
+def test_a_shuffle_buffer_is_read_again_with_a_warning_and_gives_the_same_bits(tmp_path):
+    whole = run(hugging_face([], 10), "2ep", tmp_path / "whole", FIELDS)
+    run(hugging_face([], 10), "8ba", tmp_path / "parts", FIELDS)
+    with pytest.warns(pc.data.SkippingWarning, match="leaves out its shuffle buffer"):
+        resumed = run(hugging_face([], 10), "2ep", tmp_path / "parts", FIELDS)
+    assert tree.equal(resumed.params, whole.params)
+
+
+@pytest.mark.parametrize("make", [Walk, hugging_face], ids=lambda make: make.__name__)
+def test_a_finished_run_that_is_evaluated_keeps_the_position(make, tmp_path):
+    fields = FIELDS if make is hugging_face else None
+    torch.manual_seed(0)
+    whole = run(make([]), "2ep", tmp_path / "whole", fields)
+    run(make([]), "2ba", tmp_path / "parts", fields)
+    test = [{"inputs": INPUTS, "targets": TARGETS}] if fields else [(INPUTS, TARGETS)]
+    run(make([]), "2ba", tmp_path / "parts", fields, evaluate=pc.Evaluator(test))
+    assert tree.equal(run(make([]), "2ep", tmp_path / "parts", fields).params, whole.params)
+
+
+def test_a_stream_that_has_continued_begins_its_next_iteration_at_the_start(tmp_path):
+    data = hugging_face([])
+    run(hugging_face([]), "2ba", tmp_path / "a", FIELDS)
+    run(data, "3ba", tmp_path / "a", FIELDS)
+    again = run(data, "2ba", tmp_path / "b", FIELDS)
+    assert tree.equal(again.params, run(hugging_face([]), "2ba", tmp_path / "c", FIELDS).params)
+
+
+class Breaking(Walk):
+    """Data that cannot read their third batch."""
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            if number == 2:
+                raise OSError("the reader was killed")
+            yield batch
+
+
+def test_an_error_of_reading_ahead_ends_only_a_run_that_needs_the_batch(tmp_path):
+    with pytest.warns(pc.errors.CheckpointWarning, match="not saved.*the reader was killed"):
+        assert run(Breaking([]), "2ba", tmp_path / "a").timestamp.batch == 2
+    with pytest.raises(OSError, match="the reader was killed"):
+        run(Breaking([]), "3ba", tmp_path / "b")
+
+
+def test_a_state_dict_without_a_value_is_reported(tmp_path):
+    class Empty(Walk):
+        def state_dict(self) -> Any:
+            return None
+
+    with pytest.warns(pc.errors.CheckpointWarning, match="Empty.state_dict returns None"):
+        run(Empty([]), "2ba", tmp_path)
+
+
+def test_data_sets_that_only_their_own_loader_can_ask_are_named(tmp_path):
+    class OfLoader(Samples):
+        def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+            return {"place": num_samples}
+
+    run(DataLoader(OfLoader([]), SIZE), "2ba", tmp_path)
+    with pytest.warns(pc.data.SkippingWarning, match="dropped"), pytest.warns(match="OfLoader counts epochs itself"):
+        run(DataLoader(OfLoader([]), SIZE), "3ba", tmp_path)
+
+
+def test_an_evaluator_may_not_move_the_position_that_is_saved(tmp_path):
+    data = Walk([])
+    with pytest.raises(ValueError, match="'eval' reads the same Walk"):
+        run(data, "2ba", tmp_path, evaluate=pc.Evaluator(data))

@@ -181,7 +181,7 @@ class Keeper:
         step: Any,
         metrics: Mapping[str, Any],
         memory: Mapping[str, Any],
-        position: Callable[[], Any] | None = None,
+        position: Callable[[Timestamp], Any] = lambda _: None,
     ) -> None:
         """Write a checkpoint, or pass it to the thread; errors of the disk become warnings.
 
@@ -190,7 +190,7 @@ class Keeper:
             step: The step that trains it.
             metrics: What has been measured of it.
             memory: Notes for the run that continues.
-            position: Function that returns the position of the data, if they have one.
+            position: Function that returns the position of the data at a time, `None` if they have none.
         """
         self._tell()
         now, is_best = state.timestamp, self._is_best(metrics)
@@ -203,7 +203,7 @@ class Keeper:
             self.written = target, now  # by others
             return
         try:
-            taken = snapshot(state, step, metrics=metrics, memory=memory, outside=self._outside(position))
+            taken = snapshot(state, step, metrics=metrics, memory=memory, outside=self._outside(position, now))
         except TypeError as error:  # a method has put something else than numbers into the metrics, or into `extra`
             self._failed(target, error)
         else:
@@ -252,20 +252,21 @@ class Keeper:
         self._failures.clear()
         self._tell()
 
-    def _outside(self, position: Callable[[], Any] | None) -> dict[str, Any]:
+    def _outside(self, position: Callable[[Timestamp], Any], now: Timestamp) -> dict[str, Any]:
         """Return what is saved besides the state, by its name in the index."""
         found = {} if self.settings.extra is None else {EXTRA: self.settings.extra}
-        if position is not None and not self._lacks_position:
-            current = position()
+        if not self._lacks_position:
             try:
-                pack(current, POSITION)
-            except TypeError as error:
+                current = position(now)
+                if current is not None:
+                    pack(current, POSITION)
+                    found[POSITION] = current
+            except Exception as error:  # it may be the user's code, or a reader that has been killed
                 self._lacks_position = True
                 self._problems.append(
-                    f"the position of the data is not saved, and a resumed run reads its epoch from the start: {error}"
+                    "the position of the data is not saved, and a resumed run reads its epoch from the start: "
+                    f"{_words(error)}"
                 )
-            else:
-                found[POSITION] = current
         return found
 
     @property
