@@ -8,6 +8,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose import optim
+from purecompose.transforms.compilation.updates import update_in_place
 
 
 COUNT = 33
@@ -47,6 +48,29 @@ def test_an_update_in_place_writes_what_the_other_returns(shrinkage: float, num_
     expected = torch.ops.purecompose.adam(params, grads, steps, memory, *scalars)
     torch.ops.purecompose.adam_(params, grads, steps, memory, *scalars)
     torch.testing.assert_close([*params, *steps, *memory], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_viewed", [False, True])
+def test_an_update_that_is_copied_into_what_it_reads_is_done_in_place(is_viewed: bool):
+    def update(params: list[Tensor], grads: list[Tensor], steps: list[Tensor], memory: list[Tensor]) -> None:
+        old = [*params, *steps, *memory]
+        viewed = [tensor.view(tensor.shape) if is_viewed else tensor for tensor in old]
+        rate, decay = torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)
+        groups = viewed[:2], grads, viewed[2:4], viewed[4:]
+        for tensor, new in zip(old, torch.ops.purecompose.adam(*groups, rate, decay, 0.9, 0.999, 1e-8), strict=True):
+            tensor.copy_(new)
+
+    def made() -> tuple[list[Tensor], ...]:
+        rows = [torch.arange(6.0).reshape(2, 3) + i for i in range(8)]
+        return rows[:2], rows[2:4], [torch.tensor(1.0), torch.tensor(1.0)], rows[4:]
+
+    graph = make_fx(update, tracing_mode="fake")(*made())
+    update_in_place(graph)
+    assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.purecompose.adam_.default)) == 1
+    found, expected = made(), made()
+    graph(*found)
+    update(*expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("size, is_fused", [(3, False), (2**18, True)])

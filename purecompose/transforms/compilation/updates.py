@@ -21,6 +21,7 @@ def update_in_place(module: fx.GraphModule) -> None:
     Args:
         module: A graph whose nodes carry fake tensors (`meta["val"]`).
     """
+    _drop_idle_views(module.graph)
     places = {node: place for place, node in enumerate(module.graph.nodes)}
     copies: dict[Any, Any] = {}
     """The copy of a value into a placeholder, if any."""
@@ -54,6 +55,20 @@ def update_in_place(module: fx.GraphModule) -> None:
                 module.graph.erase_node(new[i])
             module.graph.erase_node(node)
     module.recompile()
+
+
+def _drop_idle_views(graph: fx.Graph) -> None:
+    """Remove views that change nothing, such as those between a divided tensor and the rows of a process."""
+    for node in graph.find_nodes(op="call_function", target=_aten.view.default):
+        layout = _layout(node)
+        if all(type(size) is int for size in layout[1:]) and layout == _layout(node.args[0]):  # no size is left open
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _layout(node: fx.Node) -> tuple[Any, ...]:
+    value = node.meta["val"]
+    return value.dtype, value.storage_offset(), *value.shape, *value.stride()
 
 
 def _are_alike(one: fx.Node, other: fx.Node) -> bool:
