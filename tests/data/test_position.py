@@ -161,6 +161,7 @@ def streaming_or_skip(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the package, without torchvision, which may not fit the installed torch: only images need it."""
     pytest.importorskip("transformers")
     missing = types.ModuleType("torchvision")
+    missing.__file__ = missing.__name__  # `inspect` reads it of all modules
     missing.__getattr__ = lambda name: object  # type: ignore[method-assign]
     for name in ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional"):
         monkeypatch.setitem(sys.modules, name, missing)
