@@ -5,7 +5,13 @@ from purecompose.core.matching import MatchError
 from purecompose.core.passes import MixedLossWarning, OrderError
 from purecompose.data.loaders import SkippingWarning
 from purecompose.nn.keyed.scope import UnkeyedRandomError
-from purecompose.run.saving.errors import CheckpointError, CheckpointWarning, DamagedError, MismatchError
+from purecompose.run.saving.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    DamagedError,
+    MismatchError,
+    UploadError,
+)
 from purecompose.transforms.compilation import TraceError, VariantLimitError
 from purecompose.transforms.donation import SpentStateError
 from purecompose.transforms.rank_timeouts import RankTimeoutError
@@ -29,4 +35,5 @@ __all__ = [
     "TraceError",
     "UnkeyedRandomError",
     "VariantLimitError",
+    "UploadError",
 ]

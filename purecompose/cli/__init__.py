@@ -11,7 +11,8 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
 from purecompose import __version__
@@ -25,6 +26,7 @@ from purecompose.cli.settings import UsageError, add_allow_imports, add_settings
 from purecompose.cli.setup import reported_as
 from purecompose.cli.train import RunError, train as run_training
 from purecompose.run.saving import CheckpointError
+from purecompose.run.saving.remote import fetched, is_remote
 
 
 __all__ = ["LoadedRun", "load_run", "main"]
@@ -68,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, unknown = parser.parse_known_args(words)
         if unknown:
             _refuse(unknown, commands[options.command])
-        status = options.act(options)
+        with _local(options):
+            status = options.act(options)
         sys.stdout.flush()
     except UsageError as error:
         _report(prog, error, f"error: {error}")
@@ -94,6 +97,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status or 0
+
+
+@contextmanager
+def _local(options: argparse.Namespace) -> Iterator[None]:
+    """Read runs that are given by a URL, and put local copies in their place."""
+    with ExitStack() as stack:
+        for name, run in vars(options).copy().items():
+            if name == "run" and isinstance(run, str) and is_remote(run):
+                options.run = str(stack.enter_context(fetched(run)))
+            elif name == "runs":
+                options.runs = [str(stack.enter_context(fetched(one))) if is_remote(one) else one for one in run]
+        yield
 
 
 def _report(prog: str, error: BaseException, text: str) -> None:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from purecompose.cli.settings import UsageError
 from purecompose.core.compose import Step
 from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
+from purecompose.run.saving.remote import is_remote, mirror
 from purecompose.transforms.data_parallel import data_parallel
 from purecompose.transforms.sharding.placing import shard
 from purecompose.transforms.sharding.step import fully_sharded
@@ -62,6 +64,24 @@ class Processes:
         with contextlib.nullcontext() if self.is_first else _silenced():
             yield
         dist.destroy_process_group()  # after an error it is still needed, to find out who reports it
+
+    @contextlib.contextmanager
+    def folder(self, out: str | None, *, is_divided: bool) -> Iterator[Path | None]:
+        """Return a scope with the folder of a run, which is a local copy if `out` is a URL.
+
+        Raises:
+            UsageError: Processes on several hosts divide the state, and need a folder that they share.
+        """
+        if out is None or not is_remote(out):
+            yield None if out is None else Path(out)
+            return
+        if is_divided and os.environ.get("LOCAL_WORLD_SIZE", str(self.size)) != str(self.size):
+            raise UsageError(f"--out {out}: with --shard on several hosts, give a folder that the hosts share")
+        # Processes of a host have the same parent, and meet at the same port.
+        words = (os.getppid(), os.environ.get("MASTER_PORT"), os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        name = None if self.size == 1 else "-".join(map(str, words))
+        with mirror(out, name=name, is_writing=self.is_first) as local:
+            yield local
 
     def device(self, name: str) -> str:
         """Return the device of this process: of several GPUs in a host, each has its own."""

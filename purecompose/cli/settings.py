@@ -312,13 +312,13 @@ def read_config(path: Path, *, option: str = "--config: ") -> dict[str, Any]:
     return {name: _checked(name, value, f"{option}{path}") for name, value in pairs}
 
 
-def command_of(settings: Mapping[str, Any], out: Path | None) -> str:
+def command_of(settings: Mapping[str, Any], out: str | None) -> str:
     """Return the command that repeats a run."""
     words = ["python", "-m", "purecompose", "train"]
     for name, value in settings.items():
         if name in SETTINGS and value is not None and value != SETTINGS[name].default:
             words += [SETTINGS[name].option] if value is True else [SETTINGS[name].option, str(value)]
-    return shlex.join(words + ([] if out is None else ["--out", str(out)]))
+    return shlex.join(words + ([] if out is None else ["--out", out]))
 
 
 def _checked(name: str, value: Any, where: str) -> Any:

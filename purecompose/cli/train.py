@@ -39,7 +39,11 @@ def train(options: argparse.Namespace) -> None:
     processes = processes_here()
     if options.fast_dev_run and (options.out is not None or options.resume):
         raise UsageError("--fast-dev-run: it trains one batch and keeps nothing; leave out --out and --resume")
-    out = None if options.out is None else Path(options.out)
+    with processes.folder(options.out, is_divided=options.shard is not None) as out:
+        _train(options, out, processes)
+
+
+def _train(options: argparse.Namespace, out: Path | None, processes: Processes) -> None:
     earlier = earlier_settings(out, is_asked=options.resume)
     settings, data = completed(chosen(options, earlier), allowed=allowed_by(options))
     check_seed(settings, earlier)
@@ -76,7 +80,7 @@ def _run(
         folder = None
         if out is not None:
             if processes.is_first:
-                folder = _folder(out, settings, setup, is_resumed=options.resume)
+                folder = _folder(out, options, settings, setup)
             kept["resume"] = processes.of_first((folder and folder.resume) or "", setup.state.device) or None
         if folder is not None:
             stack.enter_context(folder)
@@ -100,11 +104,13 @@ def _run(
             folder.finish({"checksum": checksum(state.params)})
     if folder is not None and folder.goes_on and not stopwatch.batches:
         length = setup.state.timestamp.run.duration
-        print(f"the run in {out} had already ended, after {length}; continue it with a longer --duration")
+        print(f"the run in {options.out} had already ended, after {length}; continue it with a longer --duration")
     missing = () if folder is None else _missing(folder, state)
-    print_results(setup, state, history, stopwatch, settings, out, missing)
+    print_results(setup, state, history, stopwatch, settings, out, missing, options.out)
     if missing:
-        raise RunError(f"the run in {out} is incomplete: {', '.join(missing)} could not be written (see the warnings)")
+        raise RunError(
+            f"the run in {options.out} is incomplete: {', '.join(missing)} could not be written (see the warnings)"
+        )
 
 
 def _missing(folder: RunFolder, state: State) -> tuple[str, ...]:
@@ -122,11 +128,11 @@ def _checkpoints(out: Path, settings: Mapping[str, Any], setup: Setup) -> Checkp
         return Checkpoints(out / CHECKPOINTS, settings["checkpoint_every"], settings["keep"], best)
 
 
-def _folder(out: Path, settings: Mapping[str, Any], setup: Setup, *, is_resumed: bool) -> RunFolder:
+def _folder(out: Path, options: argparse.Namespace, settings: Mapping[str, Any], setup: Setup) -> RunFolder:
     typed = {**settings, "vocabulary": None} if follows(setup.data) else settings
     with reported_as("--out"):
         try:
-            return RunFolder(out, settings, command=command_of(typed, out), resume=is_resumed)
+            return RunFolder(out, settings, command=command_of(typed, options.out), resume=options.resume)
         except FileExistsError as error:
             raise ValueError(str(error).removeprefix("RunFolder: ").replace("resume=True", "--resume")) from error
         except OSError as error:

@@ -9,6 +9,7 @@ import inspect
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -30,6 +31,7 @@ from purecompose.run.saving.checkpoint import restore_extra, saved_outside
 from purecompose.run.saving.errors import CheckpointWarning, MismatchError
 from purecompose.run.saving.extra import POSITION
 from purecompose.run.saving.keeping import Checkpoints, Keeper
+from purecompose.run.saving.remote import fetched
 from purecompose.run.saving.resuming import Resumed, resumed_from, resumed_from_newest
 from purecompose.run.stopping import Stopper, with_memories
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
@@ -91,12 +93,17 @@ def _states(
         state = adjuster.init(state)
     keeper = None if checkpoints is None else Keeper(checkpoints)
     try:
-        resumed = _resumed(checkpoints, state, step, resume, is_adaptive=microbatches is not None)
-        if resumed is not None:
-            _check_resumed(resumed, state, data)
-            restore_extra(None if checkpoints is None else checkpoints.extra, resumed.path, resumed.index)
-            state = step.fire(Event.AFTER_LOAD, _with_run(resumed.state, state.timestamp.run))
-        elif state.timestamp.is_finished():
+        if keeper is not None:
+            keeper.open(state, step)
+        with nullcontext() if resume in (None, "auto") else fetched(resume) as given:
+            resumed = _resumed(keeper, state, step, given or resume, is_adaptive=microbatches is not None)
+            position = None
+            if resumed is not None:
+                _check_resumed(resumed, state, data)
+                restore_extra(None if checkpoints is None else checkpoints.extra, resumed.path, resumed.index)
+                position = saved_outside(POSITION, resumed.path, resumed.index)
+                state = step.fire(Event.AFTER_LOAD, _with_run(resumed.state, state.timestamp.run))
+        if resumed is None and state.timestamp.is_finished():
             raise ValueError(f"nothing left to train: the state stands at {_at_the_end(state.timestamp)}")
         if keeper is not None:
             keeper.begin(state, step, from_here=resumed if resume == "auto" else None)
@@ -114,7 +121,7 @@ def _states(
             is_adaptive=microbatches is not None,
             memory={} if resumed is None else {"has_begun": resumed.index.batch > 0, **resumed.index.memory},
             metrics={} if resumed is None else resumed.index.metrics,
-            position=None if resumed is None else saved_outside(POSITION, resumed.path, resumed.index),
+            position=position,
         )
         yield from run.states(state, defers_signals=defers_signals)
     finally:
@@ -232,15 +239,15 @@ def _check_ends_together(budget: float, microbatches: str | None) -> None:
 
 
 def _resumed(
-    checkpoints: Checkpoints | None, like: State, step: Any, how: Path | str | None, *, is_adaptive: bool
+    keeper: Keeper | None, like: State, step: Any, how: Path | str | None, *, is_adaptive: bool
 ) -> Resumed | None:
     if how is None:
         return None
-    if how != "auto":
+    if isinstance(how, Path):
         return resumed_from(how, like, step, is_adaptive=is_adaptive)
-    if checkpoints is None:
+    if keeper is None:
         raise ValueError("resume='auto' looks for checkpoints: say where, checkpoints=Checkpoints(folder)")
-    return resumed_from_newest(checkpoints.folder, like, step, is_adaptive=is_adaptive)
+    return resumed_from_newest(keeper.folder, like, step, is_adaptive=is_adaptive)
 
 
 def _check_metrics(

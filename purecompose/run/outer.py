@@ -212,8 +212,9 @@ class Run:
         if self._interrupts.received is None:
             return
         self._save(state, is_last=True)
-        self.keeper.close()
         path, now = self.keeper.written or (newest(self.keeper.folder), None)
+        path = path and self.keeper.shown(path)
+        self.keeper.close()
         if now == state.timestamp:
             self._interrupts.obey(f"the run is saved in {path}; resume='auto' continues from there")
         left = f"the newest checkpoint is {path}" if path is not None else "there is no checkpoint of it"
@@ -226,8 +227,9 @@ class Run:
         if self._unsaved is not None and self._common_end is None:  # other processes do not come here
             with suppress(SpentStateError):  # the current batch has overwritten it
                 self._obey(self._unsaved)
+        self.keeper.settle()
+        path = (found := newest(self.keeper.folder)) and self.keeper.shown(found)
         self.keeper.close()
-        path = newest(self.keeper.folder)
         self._interrupts.obey("there is no checkpoint of it" if path is None else f"the newest checkpoint is {path}")
 
     def _save(self, state: State, *, is_last: bool = False) -> None:

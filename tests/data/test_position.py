@@ -238,7 +238,7 @@ def test_a_state_dict_without_a_value_is_reported(tmp_path):
 
 def test_data_sets_that_only_their_own_loader_can_ask_are_named(tmp_path):
     class OfLoader(Samples):
-        def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:  # pyright: ignore
             return {"place": num_samples}
 
     run(DataLoader(OfLoader([]), SIZE), "2ba", tmp_path)

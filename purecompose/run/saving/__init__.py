@@ -1,10 +1,11 @@
 """Checkpoints: states on disk, complete or absent, verified when read; and the rules for keeping them."""
 
 from purecompose.run.saving.checkpoint import load, save
-from purecompose.run.saving.errors import CheckpointError, CheckpointWarning, DamagedError, MismatchError
+from purecompose.run.saving.errors import CheckpointError, CheckpointWarning, DamagedError, MismatchError, UploadError
 from purecompose.run.saving.folder import read_index
 from purecompose.run.saving.index import Index
 from purecompose.run.saving.keeping import Checkpoints, newest
+from purecompose.run.saving.remote import mirror
 from purecompose.run.saving.weights import export_onnx, load_weights, save_weights
 
 
@@ -15,9 +16,11 @@ __all__ = [
     "DamagedError",
     "Index",
     "MismatchError",
+    "UploadError",
     "export_onnx",
     "load",
     "load_weights",
+    "mirror",
     "newest",
     "read_index",
     "save",

@@ -36,6 +36,7 @@ from purecompose.run.saving.leaves import (
     spec_of,
     stored,
 )
+from purecompose.run.saving.remote import fetched, is_remote
 from purecompose.run.saving.tensors import SavedTensors, is_whole
 from purecompose.run.saving.together import Writers, writers_of
 from purecompose.time.event import Event
@@ -156,12 +157,17 @@ def save(state: State, path: Path | str, *, step: Any = None, parts: Parts = "al
         The folder.
 
     Raises:
-        ValueError: `parts` has another value.
+        ValueError: `parts` has another value, or `path` is a URL: see `mirror`.
         OSError: The disk is full, or the folder cannot be written to; an existing checkpoint is left unchanged.
         TypeError: The state contains something that is neither a tensor nor a plain value; the message names the place.
         CheckpointError: The state is from inside a step.
         ImportError: Safetensors is not installed.
     """
+    if is_remote(path):
+        raise ValueError(
+            f"save: {path} is in remote storage: save to a local folder in `with purecompose.saving.mirror(url)`, or "
+            "give fit checkpoints=Checkpoints(url)"
+        )
     writers = writers_of(state)
     snapshot(state, step, parts=parts).write(Path(path), writers)
     if writers is not None:
@@ -175,7 +181,7 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
     Loading executes no code: the files contain only numbers and JSON.
 
     Args:
-        path: The folder.
+        path: The folder; or its URL, such as `s3://bucket/run/checkpoints/ep0003-ba00000120`, see `mirror`.
         like: A state of the same model, optimizer and algorithms, such as the one that the run started from,
             `step.init(state)`. It defines the structure and the device; its values are not read, except for frozen
             parameters that the checkpoint leaves out.
@@ -210,7 +216,11 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
 
 def read(path: Path | str, like: State, *, step: Any = None, strict: bool = True, is_adaptive: bool = False) -> State:
     """Load a state like `load`, but without the events around it."""
-    path = Path(path)
+    with fetched(path) as local:
+        return _read(local, like, step, strict=strict, is_adaptive=is_adaptive)
+
+
+def _read(path: Path, like: State, step: Any, *, strict: bool, is_adaptive: bool) -> State:
     try:
         index = folder.read_index(path)
         check_fits(path, index, like, step, strict=strict, is_adaptive=is_adaptive)

@@ -1,6 +1,6 @@
 """Errors of checkpoints."""
 
-__all__ = ["CheckpointError", "CheckpointWarning", "DamagedError", "MismatchError"]
+__all__ = ["CheckpointError", "CheckpointWarning", "DamagedError", "MismatchError", "UploadError"]
 
 
 class CheckpointError(RuntimeError):
@@ -25,3 +25,7 @@ class MismatchError(CheckpointError):
 
 class CheckpointWarning(UserWarning):
     """Training continues, but not quite as before: a checkpoint was not written, was skipped, or fits with changes."""
+
+
+class UploadError(CheckpointError):
+    """Files of a run could not be sent to remote storage; they are in a local copy, which the message names."""

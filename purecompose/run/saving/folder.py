@@ -26,6 +26,7 @@ from purecompose.time import Timestamp
 
 __all__ = [
     "CHECKPOINTS",
+    "INDEX",
     "Found",
     "all_in",
     "clear",
@@ -44,7 +45,8 @@ __all__ = [
 CHECKPOINTS = "checkpoints"
 """Name of the folder of checkpoints in a run's folder."""
 
-_INDEX = "index.json"
+INDEX = "index.json"
+"""Name of the file that describes a checkpoint."""
 _MOST_INDEX = 2**26
 """Maximal size of an index that is read, in bytes; a tensor takes about 100."""
 _WRITING, _OLD = ".writing", ".old"
@@ -80,7 +82,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def write_index(folder: Path, index: Index) -> None:
     """Write the index of a checkpoint."""
-    (folder / _INDEX).write_text(to_json(index), encoding="utf-8")
+    (folder / INDEX).write_text(to_json(index), encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -144,7 +146,7 @@ def read_index(path: Path) -> Index:
             f"{path} is a file; a checkpoint is a folder. load_weights reads weights from a file of safetensors"
         )
     try:
-        text = read_whole(path / _INDEX, _MOST_INDEX)
+        text = read_whole(path / INDEX, _MOST_INDEX)
     except OSError as error:
         if found := all_in(path)[0] or all_in(path / CHECKPOINTS)[0]:
             num = f"{len(found)} checkpoint{'s' * (len(found) > 1)}"
@@ -152,7 +154,7 @@ def read_index(path: Path) -> Index:
                 f"{path} is a folder of {num}, not one itself: name one of them; the newest is {found[0].path}, as "
                 "purecompose.saving.newest tells"
             ) from error
-        raise DamagedError(f"{path} is not a whole checkpoint: {_INDEX} cannot be read ({_reason(error)})") from error
+        raise DamagedError(f"{path} is not a whole checkpoint: {INDEX} cannot be read ({_reason(error)})") from error
     try:
         return from_json(text)
     except CheckpointError as error:
@@ -245,7 +247,7 @@ def _check_replaceable(target: Path) -> None:
 
 def _is_ours_alone(path: Path) -> bool:
     """Return whether this is a checkpoint's folder, with nothing else in it."""
-    return path.is_dir() and all(file.name == _INDEX or is_file_name(file.name) for file in path.iterdir())
+    return path.is_dir() and all(file.name == INDEX or is_file_name(file.name) for file in path.iterdir())
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

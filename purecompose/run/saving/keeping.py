@@ -19,9 +19,10 @@ from purecompose.run.saving.checkpoint import Snapshot, snapshot
 from purecompose.run.saving.errors import CheckpointWarning
 from purecompose.run.saving.extra import EXTRA, POSITION, check_extra, pack
 from purecompose.run.saving.leaves import leaves_of
+from purecompose.run.saving.remote import Mirror, is_remote
 from purecompose.run.saving.resuming import Resumed
 from purecompose.run.saving.tensors import is_whole, library
-from purecompose.run.saving.together import Writers, writers_of
+from purecompose.run.saving.together import Writers, mirror_of, writers_of
 from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.intervals import Interval, checked_interval, has_passed
 
@@ -38,7 +39,8 @@ class Checkpoints:
     first, unless `keep` is `None`. The best one and at least one complete checkpoint are always kept.
 
     Args:
-        folder: Folder of the checkpoints, which are one folder each; it must belong to this run only.
+        folder: Folder of the checkpoints, which are one folder each; it must belong to this run only. Or a URL, such as
+            `s3://bucket/run`: a thread sends them there from a local copy, see `purecompose.saving.mirror`.
         every: Interval between checkpoints: a number of epochs, batches, samples, tokens or seconds, or a fraction of
             the run; or a function `Timestamp -> bool` that returns whether one is due. There is always one at the end,
             and one when a signal ends the run.
@@ -68,7 +70,8 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
-        set_field(self, "folder", Path(self.folder))
+        if not is_remote(self.folder):
+            set_field(self, "folder", Path(self.folder))
         set_field(self, "every", checked_interval(self.every, "Checkpoints: every", seconds=True, functions=True))
         if self.keep is not None:
             check_whole(self.keep, "Checkpoints: keep", 1)
@@ -100,7 +103,13 @@ def _rating(metrics: Mapping[str, Any], settings: Checkpoints) -> float | None:
 
 
 def newest(folder: Path | str) -> Path | None:
-    """Return the newest checkpoint in a folder, by its index; `None` if there is none."""
+    """Return the newest checkpoint in a folder, by its index; `None` if there is none.
+
+    Raises:
+        ValueError: The folder is a URL.
+    """
+    if is_remote(folder):
+        raise ValueError(f"newest: {folder} is in remote storage: give the folder of `with mirror(url) as folder`")
     found, _ = disk.all_in(Path(folder))
     return found[0].path if found else None
 
@@ -110,7 +119,8 @@ class Keeper:
 
     Attributes:
         settings: Settings of the checkpoints.
-        folder: Absolute path of the folder, valid after a change of the working directory.
+        folder: Absolute path of the folder, valid after a change of the working directory; if it is in remote storage,
+            of its local copy, from `open` on.
         written: The newest checkpoint that this run has written, with its time.
     """
 
@@ -118,6 +128,8 @@ class Keeper:
         self.settings = settings
         self.written: tuple[Path, Timestamp] | None = None
         self.folder = Path(settings.folder).absolute()
+        self._mirror: Mirror | None = None
+        self._told: str | None = None
         self._pool = ThreadPoolExecutor(1, "checkpoints") if settings.background else None
         self._waiting: _Waiting | None = None
         self._has_skipped = False
@@ -131,6 +143,20 @@ class Keeper:
         self._writers: Writers | None = None
         self._num_written = 0
         self._lacks_position = False
+
+    def open(self, state: State, step: Any = None) -> None:
+        """Read the folder if it is in remote storage; all processes that share the state must call this.
+
+        Raises:
+            ValueError, ImportError, OSError: See `mirror_of`.
+        """
+        if is_remote(self.settings.folder):
+            self._mirror = mirror_of(str(self.settings.folder), writers_of(state, step))
+            self.folder = self._mirror.local
+
+    def shown(self, path: Path) -> str:
+        """Return a path in the folder as users know it."""
+        return str(path) if self._mirror is None else self._mirror.shown(path)
 
     def begin(self, state: State, step: Any = None, *, from_here: Resumed | None = None) -> None:
         """Check, before the run starts, that it can be saved, and that the folder has no later checkpoints.
@@ -244,9 +270,12 @@ class Keeper:
         self._tell()
 
     def close(self) -> None:
-        """Wait until everything is written, and end the thread."""
+        """Wait until everything is written, and sent to remote storage, and end the threads."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
+        if self._mirror is not None and (problem := self._mirror.close()) is not None:
+            self._problems.append(problem)
+        self._mirror = None
         repeated = {cause: num for cause, num in self._failures.items() if num > 1}
         self._problems += [f"{num} attempts to write a checkpoint failed: {cause}" for cause, num in repeated.items()]
         self._failures.clear()
@@ -361,6 +390,9 @@ class Keeper:
     def _tell(self) -> None:
         """Warn of problems since the last call; in the thread of the run, where warnings filters are valid."""
         problems, self._problems = self._problems, []
+        if self._mirror is not None and (problem := self._mirror.problem()) != self._told:
+            self._told = problem
+            problems += [] if problem is None else [f"{problem}; trying again"]
         for problem in problems:
             warn(problem, CheckpointWarning)
 

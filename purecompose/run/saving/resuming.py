@@ -29,7 +29,7 @@ class Resumed:
     path: Path
 
 
-def resumed_from(path: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed:
+def resumed_from(path: Path, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed:
     """Return the checkpoint in a folder, to resume a run; BEFORE_LOAD fires on the template, as in `load`.
 
     Args:
@@ -39,7 +39,7 @@ def resumed_from(path: Path | str, like: State, step: Any, *, is_adaptive: bool 
         is_adaptive: True if the number of microbatches is found by trying, so that another number is not a difference.
     """
     state = read(path, step.fire(Event.BEFORE_LOAD, like), step=step, is_adaptive=is_adaptive)
-    return Resumed(state, disk.read_index(Path(path)), Path(path))
+    return Resumed(state, disk.read_index(path), path)
 
 
 def resumed_from_newest(folder: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed | None:

@@ -25,10 +25,11 @@ from purecompose.core.state import State
 from purecompose.run.saving import folder
 from purecompose.run.saving.index import Index
 from purecompose.run.saving.process import token
+from purecompose.run.saving.remote import Mirror, new_name
 from purecompose.run.saving.tensors import file_name
 
 
-__all__ = ["Writers", "write", "writers_of"]
+__all__ = ["Writers", "mirror_of", "write", "writers_of"]
 
 PATIENCE = 600.0
 """Seconds for which the first process waits for the files of the others."""
@@ -96,6 +97,33 @@ def writers_of(state: State, step: Any = None) -> Writers | None:
 
 def _own_word() -> str:
     return f"{os.getpid()}-{token()}"
+
+
+def mirror_of(url: str, writers: Writers | None) -> Mirror:
+    """Return a local copy of a folder in remote storage, one for the processes of a host; the first process sends.
+
+    Raises:
+        ValueError: Processes on several hosts write each checkpoint together.
+        ImportError, OSError: See `Mirror`.
+    """
+    if writers is None:
+        return Mirror(url)
+    name = writers.word_of_first(new_name())
+    try:
+        found = Mirror(url, name=name, is_writing=writers.is_first)
+    except BaseException:
+        writers.is_good_for_all(False)
+        raise
+    if not writers.is_good_for_all(True):
+        found.close()
+        raise OSError(f"{url}: another process cannot read it")
+    if writers.is_joint and not writers.is_good_for_all(found.has_writer):
+        found.close()
+        raise ValueError(
+            f"checkpoints: {url}: processes on several hosts write each checkpoint together, for which they need a "
+            "folder that they share"
+        )
+    return found
 
 
 def write(

@@ -1,0 +1,315 @@
+"""Folders in remote storage, such as `s3://bucket/run`, by fsspec: a local copy, which a thread keeps uploading.
+
+Everything is written to the local copy as to any other folder. The thread sends what has changed since, so that steps
+never wait for the network. The index of a checkpoint is sent after its tensors and removed before them; so a reader
+finds a checkpoint that is complete, or none.
+"""
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from purecompose._support.warnings import warn
+from purecompose.run.saving import folder as disk
+from purecompose.run.saving.errors import CheckpointWarning, DamagedError, UploadError
+from purecompose.run.saving.process import token
+from purecompose.run.saving.tensors import is_file_name, is_whole
+
+
+__all__ = ["Mirror", "fetched", "is_remote", "mirror", "new_name"]
+
+T = TypeVar("T")
+
+_INTERVAL = 1.0
+"""Seconds between two looks at the local copy."""
+_WAITS = (0.5, 1.0, 2.0, 4.0)
+"""Seconds between the attempts to read, to send or to remove a file."""
+_PATIENCE = 600.0
+"""Seconds for which a process waits for another one on its host that reads the folder."""
+_READ, _WRITER = ".read", ".writer"
+"""Names of the files that mark a local copy as complete, and as that of the process that sends what has changed."""
+
+
+def is_remote(path: Path | str) -> bool:
+    """Return whether a path is a URL, such as `s3://bucket/run`."""
+    return "://" in str(path)
+
+
+class Mirror:
+    """A local copy of a folder in remote storage, kept for the length of a run.
+
+    Of the checkpoints there, the tensors of the newest complete one are read, and the indexes of all: so older ones
+    can be removed, but not loaded.
+
+    Args:
+        url: The folder: `s3://`, `gs://`, `file://` or another scheme of fsspec.
+        name: A name that the processes of a run share, and no other run has; by default, that of this process. The
+            first process on a host that uses it reads the folder, the others wait for it.
+        is_writing: True for the process that sends what has changed.
+
+    Attributes:
+        url: The URL.
+        local: The local copy.
+
+    Raises:
+        ImportError: The package fsspec, or the one that it needs for this scheme, is not installed.
+        ValueError: The scheme is unknown.
+        OSError: The storage cannot be read, in five attempts.
+    """
+
+    def __init__(self, url: str, *, name: str | None = None, is_writing: bool = True) -> None:
+        self.url = url.rstrip("/")
+        self.local = Path(tempfile.gettempdir()) / f"purecompose-{name or new_name()}"
+        self._fs, self._root = _file_system(self.url)
+        self._sent: dict[str, tuple[int, int]] = {}
+        self._there: set[str] = set()
+        self._is_closing = threading.Event()
+        self._problem: str | None = None
+        self._is_first = self._begun()
+        self._thread = threading.Thread(target=self._keep_sending, name="upload", daemon=True) if is_writing else None
+        if self._thread is not None:
+            (self.local / _WRITER).touch()
+            self._thread.start()
+
+    @property
+    def has_writer(self) -> bool:
+        """True if the process that sends what has changed uses this local copy, and so is on the same host."""
+        return (self.local / _WRITER).exists()
+
+    def close(self) -> str | None:
+        """Send everything, and remove the local copy; return what could not be sent, if anything."""
+        if self._thread is not None:
+            self._is_closing.set()
+            self._thread.join()
+            if self._problem is not None:
+                return f"{self._problem}; all is in {self.local}"
+        if self._thread is not None or (self._is_first and not self.has_writer):
+            shutil.rmtree(self.local, ignore_errors=True)
+        return None
+
+    def shown(self, path: Path) -> str:
+        """Return the URL of a path in the local copy."""
+        return f"{self.url}/{path.relative_to(self.local).as_posix()}".removesuffix("/.")
+
+    def problem(self) -> str | None:
+        """Return why the newest files are not sent yet; `None` if nothing is wrong."""
+        return self._problem
+
+    # Reading
+
+    def _begun(self) -> bool:
+        """Read the folder, or wait until another process has; return whether this one did."""
+        mark = self.local / _READ
+        try:
+            self.local.mkdir(mode=0o700)
+        except FileExistsError:
+            deadline = time.monotonic() + _PATIENCE
+            while not mark.exists():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{self.url}: another process has not read it in {_PATIENCE:g} s") from None
+                time.sleep(0.05)
+            if os.name == "posix" and self.local.stat().st_uid != os.getuid():
+                raise PermissionError(f"{self.url}: {self.local} belongs to another user") from None
+            self._note_local()
+            return False
+        try:
+            self._read()
+        except BaseException:
+            shutil.rmtree(self.local, ignore_errors=True)
+            raise
+        mark.touch()
+        return True
+
+    def _read(self) -> None:
+        files = _files(self._fs, self._root)
+        for name in files:
+            if not is_file_name(Path(name).name):
+                _download(self._fs, self._root, name, self.local)
+        for folder in (self.local, self.local / disk.CHECKPOINTS):
+            for one in disk.all_in(folder)[0]:
+                own = [name for name in files if (self.local / name).parent == one.path]
+                for name in own:
+                    _download(self._fs, self._root, name, self.local)
+                if is_whole(one.path, one.index):
+                    break
+        self._there = set(files)
+        self._note_local()
+
+    def _note_local(self) -> None:
+        self._sent = _listed(self.local)
+        self._there |= self._sent.keys()
+
+    # Sending
+
+    def _keep_sending(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._is_closing.wait(_INTERVAL)
+            try:
+                self._send()
+                self._problem = None
+            except Exception as error:  # of any storage; what is not sent now is sent later
+                self._problem = f"{self.url} cannot be written to: {type(error).__name__}: {error}"
+
+    def _send(self) -> None:
+        """Make the folder equal to the local copy."""
+        now = _listed(self.local)
+        for name in sorted(self._there, key=_is_index, reverse=True):
+            if not (self.local / name).parent.exists():  # a checkpoint that is not kept
+                _tried(lambda name=name: self._remove(name))
+        for name in sorted(now, key=_is_index):
+            if self._sent.get(name) != now[name] and (self.local / name).exists():
+                _tried(lambda name=name: self._put(name))
+                self._sent[name] = now[name]
+        self._sent = {name: size for name, size in self._sent.items() if name in now}
+
+    def _remove(self, name: str) -> None:
+        try:
+            self._fs.rm_file(f"{self._root}/{name}")
+        except FileNotFoundError:
+            pass
+        self._there.discard(name)
+        self._sent.pop(name, None)
+
+    def _put(self, name: str) -> None:
+        target = f"{self._root}/{name}"
+        self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        self._fs.put_file(str(self.local / name), target)
+        self._there.add(name)
+
+
+@contextmanager
+def mirror(url: str, *, name: str | None = None, is_writing: bool = True) -> Iterator[Path]:
+    """Return a scope with a local copy of a folder in remote storage, which is uploaded as it changes.
+
+    Whatever takes a folder can be given the local one: `RunFolder`, `Checkpoints`, your own files. A killed run leaves
+    in the storage what a thread has sent, up to a second after it was written, and its newest complete checkpoint.
+
+    Args:
+        url: The folder, such as `s3://bucket/run`; see `Mirror`, also about errors.
+        name: A name that the processes of a run share; see `Mirror`.
+        is_writing: True for the process that sends what has changed.
+
+    Raises:
+        UploadError: At the end of the scope, something could not be sent; the message names the local copy, which is
+            kept.
+        ImportError, ValueError: See `Mirror`.
+
+    Example::
+
+        with pc.saving.mirror("s3://bucket/runs/a") as folder:
+            run = pc.records.RunFolder(folder, resume=True)
+            pc.fit(step, state, data, checkpoints=run.checkpoints(), resume=run.resume, observers=run.observer)
+            run.finish()
+    """
+    copy = Mirror(url, name=name, is_writing=is_writing)
+    try:
+        yield copy.local
+    except BaseException:
+        if (problem := copy.close()) is not None:
+            warn(problem, CheckpointWarning)
+        raise
+    if (problem := copy.close()) is not None:
+        raise UploadError(problem)
+
+
+@contextmanager
+def fetched(path: Path | str) -> Iterator[Path]:
+    """Return a scope with a folder, which is read from remote storage if the path is a URL.
+
+    Raises:
+        FileNotFoundError: There is nothing at the URL.
+        ImportError, ValueError, OSError: See `Mirror`.
+    """
+    if not is_remote(path):
+        yield Path(path)
+        return
+    fs, root = _file_system(str(path))
+    files = _files(fs, root)
+    if not files:
+        raise FileNotFoundError(f"there is nothing at {path}")
+    with tempfile.TemporaryDirectory(prefix="purecompose-") as local:
+        folder = Path(local) / root.rpartition("/")[2]
+        for name in files:
+            _download(fs, root, name, folder)
+        yield folder
+
+
+def new_name() -> str:
+    """Return a name for a local copy that no other has."""
+    return f"{os.getpid()}-{token()}-{time.monotonic_ns():x}"
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path in it."""
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise ImportError(f"{url}: remote storage needs fsspec: pip install 'purecompose[remote]'") from error
+    try:
+        fs, root = url_to_fs(url)
+    except ImportError as error:
+        raise ImportError(f"{url}: {error}") from error  # names the package, such as s3fs
+    return fs, root.rstrip("/")
+
+
+def _files(fs: Any, root: str) -> list[str]:
+    """Return the names of all files below a path.
+
+    Raises:
+        DamagedError: A name would lead out of the local copy.
+    """
+
+    def found() -> list[str]:
+        fs.invalidate_cache()
+        return [name.removeprefix(root).lstrip("/") for name in fs.find(root)]
+
+    names = [name for name in _tried(found) if name]
+    for name in names:
+        if ".." in Path(name).parts or os.sep != "/" and os.sep in name:
+            raise DamagedError(f"{root} holds a file {name!r}, which would be written outside of a local copy")
+    return names
+
+
+def _download(fs: Any, root: str, name: str, folder: Path) -> None:
+    target = folder / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _tried(lambda: fs.get_file(f"{root}/{name}", str(target)))
+
+
+def _listed(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return size and time of change of the files in a folder, by name; hidden ones are being written."""
+    found = {}
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            file = Path(place, name)
+            if not name.startswith("."):
+                try:
+                    status = file.stat()
+                except FileNotFoundError:  # replaced in this moment
+                    continue
+                found[file.relative_to(folder).as_posix()] = status.st_size, status.st_mtime_ns
+    return found
+
+
+def _is_index(name: str) -> bool:
+    return name.rpartition("/")[2] == disk.INDEX
+
+
+def _tried(do: Callable[[], T]) -> T:
+    """Return what a function returns, after several attempts if necessary."""
+    for seconds in _WAITS:
+        try:
+            return do()
+        except (FileNotFoundError, PermissionError):
+            raise
+        except Exception:  # each storage has its own
+            time.sleep(seconds)
+    return do()

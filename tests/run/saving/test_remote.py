@@ -1,0 +1,211 @@
+"""Checkpoints and run folders in remote storage."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import purecompose as pc
+from purecompose import compose, loop_events, tree
+from purecompose.cli import main
+from purecompose.run.saving import remote
+from tests.helpers import make_batch, make_state
+from tests.pages import ROOT
+
+
+fsspec = pytest.importorskip("fsspec")
+DATA = [make_batch(size=8, seed=seed) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[None]:
+    """Start an object store with the interface of S3 on the loopback."""
+    pytest.importorskip("s3fs")
+    module = pytest.importorskip("moto.server")
+    server = module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    words = {"ENDPOINT_URL": f"http://{host}:{port}", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**words, "DEFAULT_REGION": "us-east-1"}.items():
+            patch.setenv(f"AWS_{name}", value)
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield
+    server.stop()
+
+
+@pytest.fixture(params=["memory", "s3"])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "s3":
+        request.getfixturevalue("store")
+        yield f"s3://bucket/{time.monotonic_ns()}"
+    else:
+        yield "memory://bucket/run"
+        fsspec.filesystem("memory").rm("/", recursive=True)
+
+
+def run(url: str, duration: str, **settings: Any) -> pc.State:
+    saved = pc.Checkpoints(url, **{"every": "2ba", "keep": 2, "background": False, **settings})
+    return pc.fit(compose(loop_events), make_state(), DATA, duration=duration, checkpoints=saved, resume="auto")
+
+
+def names(url: str) -> list[str]:
+    """Return the names of the files in the storage."""
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.invalidate_cache()
+    return sorted(name.removeprefix(f"{root}/") for name in fs.find(root))
+
+
+def local_copies() -> set[Path]:
+    return set(Path(remote.tempfile.gettempdir()).glob("purecompose-*"))
+
+
+def test_a_run_continues_from_remote_storage_to_the_same_bits(url):
+    before = local_copies()
+    whole = pc.fit(compose(loop_events), make_state(), DATA, duration="3ep")
+    run(url, "5ba")
+    run(url, "7ba")
+    assert [name.partition("/")[0] for name in names(url)[::2]] == ["ep0001-ba00000006", "ep0001-ba00000007"]
+    resumed = run(url, "3ep")
+    assert tree.equal(resumed.params, whole.params)
+    *_, newest = {name.partition("/")[0] for name in names(url) if "12" in name}
+    assert tree.equal(pc.load(f"{url}/{newest}", make_state()).params, whole.params)
+    again = pc.fit(compose(loop_events), make_state(), DATA, duration="4ep", resume=f"{url}/{newest}")
+    assert again.timestamp.batch == 16
+    assert local_copies() == before
+
+
+def test_an_index_is_sent_last_and_removed_first(monkeypatch):
+    done: list[tuple[str, str]] = []
+    for kind in ("_put", "_remove"):
+        real = getattr(remote.Mirror, kind)
+        monkeypatch.setattr(
+            remote.Mirror, kind, lambda self, name, kind=kind, real=real: (done.append((kind, name)), real(self, name))
+        )
+    run("memory://order/run", "4ba", keep=1)
+    run("memory://order/run", "6ba", keep=1)
+    for kind, is_reversed in (("_put", False), ("_remove", True)):
+        for one in {name.partition("/")[0] for k, name in done if k == kind}:
+            of_one = [name.partition("/")[2] for k, name in done if k == kind and name.startswith(one)]
+            assert of_one == sorted(["state.safetensors", "index.json"], reverse=not is_reversed)
+
+
+def breaking(monkeypatch: pytest.MonkeyPatch, num_failures: float) -> list[str]:
+    """Let files fail to be sent some times, and return the list of attempts."""
+    tried: list[str] = []
+    fs = type(fsspec.filesystem("memory"))
+    real = fs.put_file
+
+    def put(self: Any, source: str, target: str, **settings: Any) -> Any:
+        tried.append(target)
+        if len(tried) <= num_failures:
+            raise ConnectionError("the network is down")
+        return real(self, source, target, **settings)
+
+    monkeypatch.setattr(fs, "put_file", put)
+    monkeypatch.setattr(remote, "_WAITS", (0.01, 0.01))
+    return tried
+
+
+def test_sending_is_tried_again(monkeypatch):
+    tried = breaking(monkeypatch, 2)
+    run("memory://again/run", "2ba")
+    assert len(tried) == 4 and len(names("memory://again/run")) == 2
+
+
+def test_what_cannot_be_sent_stays_in_the_local_copy(monkeypatch):
+    before = local_copies()
+    breaking(monkeypatch, float("inf"))
+    with pytest.warns(pc.errors.CheckpointWarning, match="ConnectionError: the network is down; all is in"):
+        state = run("memory://down/run", "2ba")
+    (kept,) = local_copies() - before
+    (saved,) = kept.glob("ep*")
+    assert tree.equal(pc.load(saved, make_state()).params, state.params)
+    with pytest.raises(pc.errors.UploadError, match="network is down"), remote.mirror("memory://down/run") as folder:
+        (folder / "notes.txt").write_text("kept")
+    remote.shutil.rmtree(kept)
+    assert (folder / "notes.txt").read_text() == "kept"
+    remote.shutil.rmtree(folder)
+
+
+def test_a_damaged_object_is_never_loaded(url):
+    whole = run(f"{url}/whole", "8ba")
+    run(f"{url}/damaged", "6ba")
+    fs, root = fsspec.core.url_to_fs(f"{url}/damaged")
+    newest = max(name for name in fs.find(root) if name.endswith(".safetensors"))
+    content = bytearray(fs.cat_file(newest))
+    content[-3] ^= 1
+    fs.pipe_file(newest, bytes(content))
+    with pytest.raises(pc.saving.DamagedError):
+        pc.load(f"{url}/damaged/{newest.split('/')[-2]}", make_state())
+    with pytest.warns(pc.errors.CheckpointWarning, match="put aside, and continuing from .*ba00000004"):
+        assert tree.equal(run(f"{url}/damaged", "8ba").params, whole.params)
+
+
+PROGRAM = """
+import os, sys, time, torch
+from pathlib import Path
+from purecompose.time.event import Event
+from tests.run.saving.test_remote import *
+
+torch.set_num_threads(1)
+
+def killed(event, state):
+    if event is Event.BATCH_END and state.timestamp.batch == 5:
+        while not list(Path(sys.argv[1]).glob("run/*ba00000004/index.json")):
+            time.sleep(0.05)
+        os._exit(9)
+
+saved = pc.Checkpoints(f"file://{sys.argv[1]}/run", "2ba")
+pc.fit(compose(loop_events), make_state(), DATA, duration="8ba", checkpoints=saved, observers=killed)
+"""
+
+
+def test_a_killed_run_goes_on_elsewhere_to_the_same_bits(tmp_path):
+    there, elsewhere = tmp_path / "storage", tmp_path / "host"
+    elsewhere.mkdir()
+    environment = {**os.environ, "TMPDIR": str(elsewhere), "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", PROGRAM, str(there)], env=environment, timeout=120).returncode == 9
+    resumed = run(f"file://{there}/run", "8ba")
+    whole = pc.fit(compose(loop_events), make_state(), DATA, duration="8ba")
+    assert tree.equal(resumed.params, whole.params)
+
+
+@pytest.mark.slow
+def test_the_command_line_keeps_its_folder_in_remote_storage(url, tmp_path, capsys):
+    words = ["train", "--quiet", "--model", "mlp", "--limit-batches", "4"]
+    for out in (str(tmp_path / "here"), url):
+        assert main([*words, "--duration", "1ep", "--out", out]) == 0
+    assert {"report.html", "records.jsonl", "config.toml", "checkpoints/ep0001-ba00000004/index.json"} <= {*names(url)}
+    for out in (str(tmp_path / "here"), url):
+        assert main([*words, "--duration", "2ep", "--out", out, "--resume"]) == 0
+    with remote.mirror(url, is_writing=False) as folder:
+        ours, theirs = (json.loads((one / "result.json").read_text()) for one in (folder, tmp_path / "here"))
+    assert ours["checksum"] == theirs["checksum"]
+    printed = capsys.readouterr().out
+    assert f"{url}/report.html" in printed and "/purecompose-" not in printed
+    assert main(["evaluate", url]) == 0 and main(["plot", url, "--out", str(tmp_path / "curves.png")]) == 0
+
+
+def test_a_name_that_leads_out_of_the_local_copy_is_refused():
+    fsspec.filesystem("memory").store["/out/run/../../x"] = fsspec.filesystem("memory").open("/one", "wb")
+    with pytest.raises(pc.errors.DamagedError, match="outside of a local copy"):
+        pc.load("memory://out/run", make_state())
+
+
+def test_what_is_missing_is_named(monkeypatch, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is nothing at memory://no/run"):
+        pc.load("memory://no/run", make_state())
+    with pytest.raises(ValueError, match="remote storage"):
+        pc.save(make_state(), "memory://no/run")
+    with pytest.raises(ValueError, match="Protocol not known: strange"):
+        run("strange://bucket/run", "1ba")
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(ImportError, match=r"pip install 'purecompose\[remote\]'"):
+        run("memory://bucket/run", "1ba")
