@@ -93,10 +93,10 @@ def own_order(data: object) -> str | None:
             "the DataLoader has its own generator, which is not part of a checkpoint: its order differs after a "
             "resume. Leave generator= out to draw the order from the run's key, or use data.loader"
         )
-    if isinstance(data, DataLoader) and needs_other_loader(data):
+    if needs_other_loader(data):
         return (
-            f"{type(data.dataset).__name__} counts epochs itself, and this {type(data).__name__} does not save its "
-            "position: the order differs after a resume. Read it by a StreamingDataLoader, which does"
+            f"this {type(data).__name__} does not know the position of its {type(data.dataset).__name__}, whose order "
+            "may depend on it and differ after a resume: use a StreamingDataLoader, which saves the position"
         )
     if isinstance(data, Iterator):
         return "an iterator cannot be restarted: its next items are taken as the next batches"

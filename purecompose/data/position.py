@@ -28,13 +28,14 @@ _BEGIN, _NEXT = salt("data begin"), salt("data next")
 def position_holder(data: Any) -> Any:
     """Return what knows the position of data by `state_dict` and `load_state_dict`; `None` if nothing does.
 
-    It is the data itself or, of a `DataLoader` that reads a stream in this process, the stream.
+    It is the data itself or, of a `DataLoader` that reads a stream in this process, the stream. A subclass with its own
+    `__iter__` may have read more of the stream than it has returned.
     """
     if callable(getattr(data, "epoch", None)) or isinstance(data, type) or has_shuffle_buffer(data):
         return None
     if _has_position(data):
         return data
-    if isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset) and not data.num_workers:
+    if _reads_stream(data) and not data.num_workers and type(data).__iter__ is DataLoader.__iter__:
         return data.dataset if _has_position(data.dataset) else None
     return None
 
@@ -52,23 +53,29 @@ def has_shuffle_buffer(data: Any) -> bool:
     return False
 
 
-def needs_other_loader(data: "DataLoader[Any]") -> bool:
-    """Return whether only a loader of its own can ask a data set for its position (MosaicML's `StreamingDataset`)."""
-    return callable(getattr(data.dataset, "state_dict", None)) and not (
-        _has_position(data.dataset) or position_holder(data) is data
-    )
+def needs_other_loader(data: Any) -> bool:
+    """Return whether a loader reads a stream whose `state_dict` needs arguments that only another loader knows.
+
+    MosaicML's `StreamingDataset` is one: its `StreamingDataLoader` counts the samples that have been returned.
+    """
+    if not _reads_stream(data) or position_holder(data) is not None:
+        return False
+    return callable(getattr(data.dataset, "state_dict", None)) and not _has_position(data.dataset)
 
 
 def position_at(batches: "PositionedBatches", start: Timestamp, now: Timestamp) -> dict[str, Any] | None:
     """Return the position of the data at a time of the run; `None` if they do not stand there.
 
     Args:
-        batches: The batches of an epoch, read from `start` on.
-        start: When the first of them was requested.
-        now: When the position is saved: after the last one that was trained.
+        batches: The batches of an epoch, from `start` on.
+        start: Time at which the first of them is requested.
+        now: Time of the state to be saved, after the last batch that was trained.
+
+    Raises:
+        Exception: The position cannot be determined; see `PositionedBatches.position`.
     """
     if now.batch - start.batch != batches.num_returned:
-        return None
+        return None  # the last batch that was read is not part of the state
     if now.batch_in_epoch == 0:
         return batches.position(is_over=True)
     return batches.position(is_over=None if now.run.batches_per_epoch is None else False)
@@ -90,99 +97,109 @@ class PositionedBatches:
         load_numpy()
         self._data, self._holder, self._epoch = data, holder, epoch
         self._words: tuple[int, int] = tuple(key.tolist())
-        self._saved = saved
         self._start = self._number = start
+        self._saved = saved
+        self._known: dict[str, Any] | None = saved  # the position after the last batch
         self._batches: Iterator[Any] | None = None
-        self._known: dict[str, Any] | None = saved
-        self._ahead: Any = None  # what has been read to find out whether the epoch is over
+        self._ahead: Any = _NOTHING  # what has been read ahead: a batch, `_END` or a `_Failure`
 
     def __iter__(self) -> "PositionedBatches":
         return self
 
     def __next__(self) -> Any:
         following = self._look_ahead()
-        if isinstance(following, Exception):
-            raise following
+        if isinstance(following, _Failure):
+            raise following.error
         if following is _END:
             raise StopIteration
-        self._ahead = self._known = None
+        self._ahead, self._known = _NOTHING, None
         self._number += 1
-        return following.batch
+        return following
 
     @property
     def num_returned(self) -> int:
         """The number of batches that have been returned."""
         return self._number - self._start
 
-    def position(self, *, is_over: bool | None) -> dict[str, Any] | None:
+    def position(self, is_over: bool | None) -> dict[str, Any] | None:
         """Return the position after the last batch, and whether the epoch ends there; `None` if it is not known.
 
         Args:
-            is_over: Whether the epoch ends there. If it is `None`, the next batch is read, and kept, to find out: data
-                may stand at their start again after the last batch.
+            is_over: Whether the epoch ends there. If it is `None`, the next batch is read, and kept, to find out: after
+                the last batch data may stand at their start again.
 
         Raises:
             TypeError: `state_dict` returns `None`.
-            Exception: What reading the next batch raises; asking for that batch raises it again.
+            Exception: The error that reading the next batch has raised; requesting this batch raises it again.
         """
-        if self._known is None and self.num_returned:
-            current = copy.deepcopy(self._holder.state_dict())
-            if current is None:
-                raise TypeError(f"{type(self._holder).__name__}.state_dict returns None")
-            if is_over is None:
-                following = self._look_ahead()
-                if isinstance(following, Exception):
-                    raise following
-                is_over = following is _END
-            self._known = {"state": current, "is_over": is_over}
+        is_unread = self._start > 0 and self.num_returned == 0
+        if self._known is not None or is_unread:
+            return self._known
+        self._check_read()
+        current = copy.deepcopy(self._holder.state_dict())
+        if current is None:
+            raise TypeError(f"{type(self._holder).__name__}.state_dict returns None")
+        if is_over is None:
+            is_over = self._look_ahead() is _END
+            self._check_read()
+        self._known = {"state": current, "is_over": is_over}
         return self._known
 
+    def _check_read(self) -> None:
+        """Raise the error of reading ahead, if there was one: the data may stand anywhere."""
+        if isinstance(self._ahead, _Failure):
+            raise self._ahead.error
+
     def _look_ahead(self) -> Any:
-        """Return the next batch as `_Batch`, `_END`, or the error that reading it has raised."""
-        if self._ahead is None:
+        """Return the next batch, which is kept until it is requested, `_END`, or the `_Failure` to read it."""
+        if self._ahead is _NOTHING:
             try:
-                batch = self._read()
-                self._ahead = _END if batch is _END else _Batch(batch)
+                self._ahead = self._read()
             except Exception as error:
-                self._ahead = error
+                self._ahead = _Failure(error)
+            except BaseException:  # such as a second Ctrl-C
+                self._ahead = _Failure(RuntimeError("reading the next batch was interrupted"))
+                raise
         return self._ahead
 
     def _read(self) -> Any:
-        batches = self._begun() if self._batches is None else self._batches
-        if batches is None:
-            return _END
-        with self._seeded(_NEXT):
-            batch = next(batches, _END)
+        if self._batches is None:
+            self._batches = self._begun()
+        batch = self._next(self._batches, self._number)
         if batch is _END and self._number == 0:  # the data stood at the end of the epoch before
-            with self._seeded(_BEGIN):
-                self._batches = batches = iter(self._data)
-            with self._seeded(_NEXT):
-                batch = next(batches, _END)
-        if self._saved is not None:
-            _forget_loaded(self._holder)
+            self._batches = self._iterated()
+            batch = self._next(self._batches, 0)
+        _forget_loaded(self._holder)
         return batch
 
-    def _begun(self) -> Iterator[Any] | None:
-        """Return an iterator at the position; `None` if the epoch is over there."""
-        with self._seeded(_BEGIN):
-            if self._saved is not None:
-                self._holder.load_state_dict(self._saved["state"])
-                if self._saved["is_over"] and self._number:
-                    return None
-            self._batches = batches = iter(self._data)
+    def _begun(self) -> Iterator[Any]:
+        """Return an iterator over the rest of the epoch."""
         if self._saved is None:
+            batches = self._iterated()
             for number in range(self._start):
-                self._number = number
-                with self._seeded(_NEXT):
-                    next(batches, None)
-            self._number = self._start
-        return batches
+                self._next(batches, number)
+            return batches
+        with self._seeded(_BEGIN, 0):
+            self._holder.load_state_dict(self._saved["state"])
+        return iter(()) if self._saved["is_over"] and self._start else self._iterated()
+
+    def _iterated(self) -> Iterator[Any]:
+        with self._seeded(_BEGIN, 0):  # also in the middle of an epoch, to repeat what is drawn at its start
+            return iter(self._data)
+
+    def _next(self, batches: Iterator[Any], number: int) -> Any:
+        with self._seeded(_NEXT, number):
+            return next(batches, _END)
 
     @contextmanager
-    def _seeded(self, draw: int) -> Iterator[None]:
+    def _seeded(self, draw: int, number: int) -> Iterator[None]:
         with kept_globals():
-            seed_globals(seed_words(self._words, draw, self._number, self._epoch))
+            seed_globals(seed_words(self._words, draw, number, self._epoch))
             yield
+
+
+def _reads_stream(data: Any) -> bool:
+    return isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset)
 
 
 def _has_position(data: Any) -> bool:
@@ -192,16 +209,16 @@ def _has_position(data: Any) -> bool:
 
 
 def _forget_loaded(holder: Any) -> None:
-    """Let a stream of Hugging Face that has gone on from a loaded position begin its next epoch at the start."""
+    """Let a stream of Hugging Face that has continued from a loaded position be iterated from the start next time."""
     stream = getattr(holder, "dataset", holder)
     if getattr(stream, "_starting_state_dict", None) is not None:
         stream._starting_state_dict = None
 
 
-class _Batch(NamedTuple):
-    """A batch that has been read; it may be of any type."""
+class _Failure(NamedTuple):
+    """The error of reading a batch."""
 
-    batch: Any
+    error: Exception
 
 
-_END = object()
+_NOTHING, _END = object(), object()
