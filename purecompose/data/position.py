@@ -181,7 +181,11 @@ class PositionedBatches:
             return batches
         with self._seeded(_BEGIN, 0):
             self._holder.load_state_dict(self._saved["state"])
-        return iter(()) if self._saved["is_over"] and self._start else self._iterated()
+        if self._saved["is_over"]:
+            self._iterated()  # the rest of that epoch: a `StatefulDataLoader` then begins the next one
+            if self._start:
+                return iter(())
+        return self._iterated()
 
     def _iterated(self) -> Iterator[Any]:
         with self._seeded(_BEGIN, 0):  # also in the middle of an epoch, to repeat what is drawn at its start
