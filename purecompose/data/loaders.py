@@ -58,9 +58,10 @@ def epoch_batches(data: Any, key: Tensor, epoch: int, start: int = 0, position: 
     if callable(getattr(data, "epoch", None)):
         return iter(data.epoch(key, epoch, start))
     _tell_epoch(data, epoch)
-    if (holder := position_holder(data)) is not None:
+    holder = position_holder(data)
+    if holder is not None:
         if start and position is None:
-            _warn_of_reading(start, data, epoch, "the checkpoint has no position of the data")
+            _warn_of_reading(start, data, epoch, "no position of the data is saved")
         return PositionedBatches(data, holder, key, epoch, start, position)
     if draws_globally(data):
         return keyed_batches(data, key, epoch, start)
@@ -86,8 +87,18 @@ def fixed_batches(data: Iterable[Any], key: Tensor) -> Iterable[Any]:
     return keyed_batches(cast("DataLoader[Any]", data), fold_in(key.reshape(-1, 2)[0], _EVAL), 0)
 
 
-def own_order(data: object) -> str | None:
-    """Return why the order of data does not follow the run's key; `None` if it does."""
+def own_order(data: object, *, has_position: bool) -> str | None:
+    """Return why the order of data may differ after a resume; `None` if it does not.
+
+    Args:
+        data: The data.
+        has_position: Whether their position is restored, if they have one.
+    """
+    if position_holder(data) is not None:
+        missing = (
+            f"no position of the {type(data).__name__} is saved: its order differs if it depends on earlier epochs"
+        )
+        return None if has_position else missing
     if isinstance(data, DataLoader) and data.generator is not None:
         return (
             "the DataLoader has its own generator, which is not part of a checkpoint: its order differs after a "

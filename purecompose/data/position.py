@@ -6,7 +6,7 @@ generators seeded from (key, epoch, number of the batch), so that draws do not d
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -99,7 +99,7 @@ class PositionedBatches:
         self._words: tuple[int, int] = tuple(key.tolist())
         self._start = self._number = start
         self._saved = saved
-        self._known: dict[str, Any] | None = saved  # the position after the last batch
+        self._state: Any = None  # the holder's state after the last batch, once it has been requested
         self._batches: Iterator[Any] | None = None
         self._ahead: Any = _NOTHING  # what has been read ahead: a batch, `_END` or a `_Failure`
 
@@ -112,8 +112,9 @@ class PositionedBatches:
             raise following.error
         if following is _END:
             raise StopIteration
-        self._ahead, self._known = _NOTHING, None
+        # A worker that ends raises in any line; then the position is that after another batch, and not taken.
         self._number += 1
+        self._ahead, self._state = _NOTHING, None
         return following
 
     @property
@@ -132,18 +133,17 @@ class PositionedBatches:
             TypeError: `state_dict` returns `None`.
             Exception: The error that reading the next batch has raised; requesting this batch raises it again.
         """
-        is_unread = self._start > 0 and self.num_returned == 0
-        if self._known is not None or is_unread:
-            return self._known
-        self._check_read()
-        current = copy.deepcopy(self._holder.state_dict())
-        if current is None:
+        if self.num_returned == 0 and (self._start or self._saved is not None):
+            return self._saved
+        if self._state is None:
+            self._check_read()
+            self._state = copy.deepcopy(self._holder.state_dict())
+        if self._state is None:
             raise TypeError(f"{type(self._holder).__name__}.state_dict returns None")
         if is_over is None:
             is_over = self._look_ahead() is _END
             self._check_read()
-        self._known = {"state": current, "is_over": is_over}
-        return self._known
+        return {"state": self._state, "is_over": is_over}
 
     def _check_read(self) -> None:
         """Raise the error of reading ahead, if there was one: the data may stand anywhere."""
@@ -182,10 +182,16 @@ class PositionedBatches:
         with self._seeded(_BEGIN, 0):
             self._holder.load_state_dict(self._saved["state"])
         if self._saved["is_over"]:
-            self._iterated()  # the rest of that epoch: a `StatefulDataLoader` then begins the next one
+            self._abandon()
             if self._start:
                 return iter(())
         return self._iterated()
+
+    def _abandon(self) -> None:
+        """Leave the epoch of the loaded position, as the run did: a loader continues it first, even if it is over."""
+        rest = self._iterated()
+        if self._holder is self._data and isinstance(self._data, DataLoader) and isinstance(rest, Generator):
+            self._next(rest, 0)  # that of a `StreamingDataLoader`, which does nothing before
 
     def _iterated(self) -> Iterator[Any]:
         with self._seeded(_BEGIN, 0):  # also in the middle of an epoch, to repeat what is drawn at its start

@@ -292,7 +292,8 @@ def _check_resumed(resumed: Resumed, like: State, data: Any) -> None:
     if has_other_length and share is not None and share > 1:
         line = f"duration: past batch {now.batch} in the checkpoint, {like.timestamp.run.duration} here"
         raise MismatchError(f"{resumed.path} stands past the end of the run: {line}", [line])
-    reason = own_order(data)
+    # In the middle of an epoch, reading it from the start warns of a missing position.
+    reason = own_order(data, has_position=POSITION in resumed.index.memory or now.batch_in_epoch > 0)
     if reason is not None and now.batch > 0:
         warn(f"continuing from batch {now.batch}: {reason}", SkippingWarning)
 

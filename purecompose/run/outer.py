@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -71,7 +71,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.budget
-        self._position: Callable[[Timestamp], Any] = lambda now: self.position  # until an epoch begins
+        self._position: _Position = lambda _: self.position  # of a run that is already over
         self._evaluated: dict[int, int] = {}
         self._is_stopped = False
         self._metrics: dict[str, Any] = dict(self.metrics)
@@ -349,13 +349,15 @@ def _in_words(run: RunLength) -> str:
 
 
 _EXHAUSTED = object()
+_Position: TypeAlias = Callable[[Timestamp], Any]
+"""A function that returns the position of the data at the time of a state; `None` if it is not known."""
 
 
-def _reader(data: Any, start: State, position: Any) -> tuple[Callable[[State], Any], Callable[[Timestamp], Any]]:
-    """Return a function that reads the epoch's next batch, and one that returns the position of the data at a time.
+def _reader(data: Any, start: State, position: Any) -> tuple[Callable[[State], Any], _Position]:
+    """Return a function that reads the epoch's next batch, and one that returns the position of the data.
 
     The first is given the current state, and begins at the start's place. The batches are on the state's device; for a
-    GPU they are sent ahead. At the end it returns `_EXHAUSTED`. The second returns `None` for data without a position.
+    GPU they are sent ahead. At the end it returns `_EXHAUSTED`.
     """
     if isinstance(data, StateStream):
         return lambda state: next(prefetch([data.batch(state)], state.device)), lambda _: None
@@ -368,7 +370,7 @@ def _reader(data: Any, start: State, position: Any) -> tuple[Callable[[State], A
     # the batch that is trained: no reading ahead.
     is_ordered = isinstance(data, Iterator) or positioned is not None
     sent = prefetch(watched(batches, data), start.device, size=1 if is_ordered else 2)
-    return lambda _: next(sent, _EXHAUSTED), lambda at: positioned and position_at(positioned, now, at)
+    return lambda _: next(sent, _EXHAUSTED), lambda at: None if positioned is None else position_at(positioned, now, at)
 
 
 def _counts_epochs(state: State) -> bool:

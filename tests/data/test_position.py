@@ -242,7 +242,7 @@ def test_data_sets_that_only_their_own_loader_can_ask_are_named(tmp_path):
             return {"place": num_samples}
 
     run(DataLoader(OfLoader([]), SIZE), "2ba", tmp_path)
-    with pytest.warns(pc.data.SkippingWarning, match="dropped"), pytest.warns(match="OfLoader counts epochs itself"):
+    with pytest.warns(pc.data.SkippingWarning, match="dropped"), pytest.warns(match="use a StreamingDataLoader"):
         run(DataLoader(OfLoader([]), SIZE), "3ba", tmp_path)
 
 

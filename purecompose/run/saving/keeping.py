@@ -142,7 +142,7 @@ class Keeper:
         self._best: float | None = None
         self._writers: Writers | None = None
         self._num_written = 0
-        self._lacks_position = False
+        self._has_lacked_position = False
 
     def open(self, state: State, step: Any = None) -> None:
         """Read the folder if it is in remote storage; all processes that share the state must call this.
@@ -284,18 +284,18 @@ class Keeper:
     def _outside(self, position: Callable[[Timestamp], Any], now: Timestamp) -> dict[str, Any]:
         """Return what is saved besides the state, by its name in the index."""
         found = {} if self.settings.extra is None else {EXTRA: self.settings.extra}
-        if not self._lacks_position:
-            try:
-                current = position(now)
-                if current is not None:
-                    pack(current, POSITION)
-                    found[POSITION] = current
-            except Exception as error:  # it may be the user's code, or a reader that has been killed
-                self._lacks_position = True
+        try:
+            current = position(now)
+            if current is not None:
+                pack(current, POSITION)
+                found[POSITION] = current
+        except Exception as error:  # it may come from the code of the data, or a worker process that was killed
+            if not self._has_lacked_position:
                 self._problems.append(
                     "the position of the data is not saved, and a resumed run reads its epoch from the start: "
                     f"{_words(error)}"
                 )
+            self._has_lacked_position = True
         return found
 
     @property
