@@ -1,16 +1,59 @@
 """Data larger than memory: of files that are mapped, only the rows of a batch are read."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, TensorDataset
 
 import purecompose as pc
 
 
-NUM, WIDTH = 2**14, 2**10  # 64 MB
+NUM, WIDTH, SIZE = 2**14, 2**10, 128  # 64 MB, in batches of half a MB
+NUMBERS = torch.arange(NUM)
+
+
+def npy(folder: Path, start: int = 0, stop: int = NUM) -> Tensor:
+    """Return rows that begin with their number, mapped from a file that is written first."""
+    file = folder / f"{start}.npy"
+    whole = np.lib.format.open_memmap(file, "w+", dtype=np.float32, shape=(stop - start, WIDTH))
+    whole[:, 0] = np.arange(start, stop)
+    whole.flush()
+    return torch.from_numpy(np.load(file, mmap_mode="c"))
+
+
+def arrays(folder: Path) -> Any:
+    return pc.data.arrays(npy(folder), NUMBERS, SIZE)
+
+
+def loader(folder: Path) -> Any:
+    return pc.data.loader(TensorDataset(npy(folder), NUMBERS), SIZE)
+
+
+def several_files(folder: Path) -> Any:
+    parts = [TensorDataset(npy(folder, i, i + NUM // 4), NUMBERS[i : i + NUM // 4]) for i in range(0, NUM, NUM // 4)]
+    return pc.data.loader(ConcatDataset(parts), SIZE)
+
+
+def safetensors(folder: Path) -> Any:
+    module = pytest.importorskip("safetensors.torch", reason="reads a file of safetensors")
+    module.save_file({"rows": npy(folder)}, folder / "rows.safetensors")
+    return pc.data.arrays(module.load_file(folder / "rows.safetensors")["rows"], NUMBERS, SIZE)
+
+
+def arrow(folder: Path) -> Any:
+    datasets = pytest.importorskip("datasets", reason="reads a file of Arrow")
+    arrow = pytest.importorskip("pyarrow")
+    rows = arrow.FixedSizeListArray.from_arrays(arrow.array(npy(folder).numpy().reshape(-1)), WIDTH)
+    table = datasets.table.InMemoryTable(arrow.table({"row": rows, "number": arrow.array(NUMBERS.numpy())}))
+    # With a fingerprint it is not computed by pickling, which fails for some versions of pyarrow.
+    datasets.Dataset(table, fingerprint="rows").save_to_disk(str(folder / "rows"))
+    return pc.data.loader(datasets.load_from_disk(str(folder / "rows")).with_format("torch"), SIZE)
 
 
 def own_memory() -> int:
@@ -20,21 +63,22 @@ def own_memory() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("kind", ["arrays", "loader"])
-def test_an_epoch_of_a_mapped_file_needs_no_memory_for_it(kind, tmp_path):
-    whole = np.lib.format.open_memmap(tmp_path / "data.npy", "w+", dtype=np.float32, shape=(NUM, WIDTH))
-    whole[:, 0] = np.arange(NUM)
-    whole.flush()
-    inputs, targets = torch.from_numpy(np.load(tmp_path / "data.npy", mmap_mode="c")), torch.arange(NUM)
-    if kind == "arrays":
-        data = pc.data.arrays(inputs, targets, 128)
-    else:
-        data = pc.data.loader(torch.utils.data.TensorDataset(inputs, targets), 128)
+@pytest.mark.parametrize("make", [arrays, loader, several_files, safetensors, arrow], ids=lambda make: make.__name__)
+def test_an_epoch_of_mapped_files_needs_memory_for_a_few_batches_only(
+    make: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    next(iter(make(tmp_path / "first").epoch(pc.random.key(0), 0)))  # imports and threads need memory once
+    reads = torch.zeros(NUM, dtype=torch.int64)
     before, most = own_memory(), 0
-    for rows, numbers in data.epoch(pc.random.key(0), 0):
-        assert torch.equal(rows[:, 0].long(), numbers)
+    for batch in make(tmp_path / "second").epoch(pc.random.key(0), 0):
+        rows, numbers = batch.values() if isinstance(batch, dict) else batch
+        assert torch.equal(rows[:, 0].long(), numbers) and not rows[:, 1:].any()
+        reads[numbers] += 1
         most = max(most, own_memory())
-    assert most - before < whole.nbytes / 4
+    assert reads.eq(1).all()
+    assert most - before < NUM * WIDTH * 4 / 8
 
 
 def test_whole_batches_are_read_from_arrow_files(tmp_path):
