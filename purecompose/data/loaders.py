@@ -94,11 +94,6 @@ def own_order(data: object, *, has_position: bool) -> str | None:
         data: The data.
         has_position: Whether their position is restored, if they have one.
     """
-    if position_holder(data) is not None:
-        missing = (
-            f"no position of the {type(data).__name__} is saved: its order differs if it depends on earlier epochs"
-        )
-        return None if has_position else missing
     if isinstance(data, DataLoader) and data.generator is not None:
         return (
             "the DataLoader has its own generator, which is not part of a checkpoint: its order differs after a "
@@ -111,6 +106,8 @@ def own_order(data: object, *, has_position: bool) -> str | None:
         )
     if isinstance(data, Iterator):
         return "an iterator cannot be restarted: its next items are taken as the next batches"
+    if not has_position and position_holder(data) is not None:
+        return f"no position of the {type(data).__name__} is saved: its order differs if it depends on earlier epochs"
     return None
 
 
