@@ -1,4 +1,4 @@
-"""Shared loaders in several processes; as a program, this module is one of the processes.
+"""Shared loaders and streams in several processes; as a program, this module is one of the processes.
 
 python -m tests.data.shared_scenarios STORE RANK WORLD_SIZE FOLDER
 """
@@ -14,6 +14,7 @@ from torch import Tensor
 
 import purecompose as pc
 from purecompose import algorithms as alg, compose, loop_events
+from tests.data.test_position import Walk
 from tests.helpers import make_batch, make_state
 from tests.transforms.processes import errors_of
 
@@ -65,6 +66,19 @@ def with_noise(sample: tuple[Tensor, Tensor], generator: torch.Generator) -> tup
     return sample[0] + torch.rand(4, generator=generator), sample[1]
 
 
+def resumed_and_whole(step: Any, folder: str) -> list[dict[str, Tensor]]:
+    """Train on a stream that each process reads, in two parts and in one."""
+
+    def run(duration: str, name: str) -> dict[str, Tensor]:
+        saved = pc.Checkpoints(f"{folder}/{name}")
+        state = pc.fit(step, make_state(), Walk([]), duration=duration, checkpoints=saved, resume="auto")
+        dist.barrier()  # the checkpoint is written
+        return dict(state.params)
+
+    run("8ba", "parts")
+    return [run("2ep", "parts"), run("2ep", "whole")]
+
+
 def broken(sample: Any) -> Any:
     if dist.get_rank() == 1:
         raise OSError("unreadable")
@@ -97,6 +111,7 @@ def main(store: str, rank: int, size: int, folder: str) -> None:
         found[case] = epochs(pc.data.shared(data)), data.dataset.reads
     step = pc.data_parallel(compose(loop_events, [alg.mixup(1.0)]))
     found[".fit"] = [trained(pc.data.shared, step), trained(lambda data: data, step)]
+    found[".stream"] = resumed_and_whole(step, folder)
     found[".errors"] = {}
     for name, attempt in attempts().items():
         try:

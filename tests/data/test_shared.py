@@ -41,6 +41,12 @@ def test_a_run_has_the_bits_of_one_that_reads_everything(ranks):
         assert tree.equal(ours, theirs)
 
 
+def test_a_stream_that_each_process_reads_continues_at_its_position(ranks):
+    for found in ranks:
+        resumed, whole = found[".stream"]
+        assert tree.equal(resumed, whole)
+
+
 def test_all_processes_stop_if_one_cannot_read(ranks):
     words = [found[".errors"]["unreadable"] for found in ranks]
     assert words[1] == "unreadable"
