@@ -184,8 +184,8 @@ def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
     Raises:
         TypeError: An argument is not a step, state or evaluator.
         ValueError: No duration is given, or its counter does not move with the batches; the step has no `advance`;
-            nothing is left to train; the data has no batch, or fewer than the state's `batches_per_epoch`; in a step of
-            several processes, a duration in seconds or `microbatches="auto"`.
+            nothing is left to train; the data has no batch, or fewer than the state's `batches_per_epoch`; an evaluator
+            reads the same stream; in a step of several processes, a duration in seconds or `microbatches="auto"`.
         FileExistsError: `resume` is not given, but `checkpoints` contains checkpoints of a run that has come further.
         MismatchError, DamagedError: The checkpoint does not fit, or is incomplete; see `load`.
     """

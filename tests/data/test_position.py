@@ -170,6 +170,15 @@ def test_an_epoch_may_be_shorter_than_the_data(make, end, tmp_path):
     check_resumes(make, end, tmp_path, fields_of(make), length=4)
 
 
+@pytest.mark.parametrize("end", [3, 7])
+@pytest.mark.parametrize("make", [Walk, loader_of_a_stream, stateful_loader_of_a_stream])
+def test_streams_that_continue_in_the_next_epoch_do_so_after_a_resume(make, end, tmp_path):
+    fields = {"batches_per_epoch": 3}
+    whole = run(make([]), "3ep", tmp_path / "whole", fields)
+    run(make([]), f"{end}ba", tmp_path / "parts", fields)
+    assert tree.equal(run(make([]), "3ep", tmp_path / "parts", fields).params, whole.params)
+
+
 @pytest.mark.parametrize("persistent", [False, True], ids=["new workers", "kept workers"])
 @pytest.mark.parametrize("end", [2, 6])
 def test_workers_continue(end, persistent, tmp_path):
