@@ -87,7 +87,7 @@ def fixed_batches(data: Iterable[Any], key: Tensor) -> Iterable[Any]:
     return keyed_batches(cast("DataLoader[Any]", data), fold_in(key.reshape(-1, 2)[0], _EVAL), 0)
 
 
-def own_order(data: object, *, has_position: bool) -> str | None:
+def own_order(data: Any, *, has_position: bool) -> str | None:
     """Return why the order of data may differ after a resume; `None` if it does not.
 
     Args:

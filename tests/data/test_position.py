@@ -213,11 +213,10 @@ def test_streaming_continues_without_reading_a_sample_again(tmp_path, monkeypatc
 
     for end in (2, 6, 9):
         check_resumes(make, end, tmp_path / str(end), FIELDS)
-    state = make_state(**FIELDS, batches_per_epoch=4)
-    whole = pc.fit(compose(loop_events), state, make([]), duration="3ep")
-    run(make([]), "4ba", tmp_path / "short", {**FIELDS, "batches_per_epoch": 4})
-    resumed = run(make([]), "3ep", tmp_path / "short", {**FIELDS, "batches_per_epoch": 4})
-    assert tree.equal(resumed.params, whole.params)
+    short = {**FIELDS, "batches_per_epoch": 4}
+    whole = run(make([]), "3ep", tmp_path / "short whole", short)
+    run(make([]), "4ba", tmp_path / "short parts", short)
+    assert tree.equal(run(make([]), "3ep", tmp_path / "short parts", short).params, whole.params)
 
 
 def streaming_or_skip(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -345,8 +344,11 @@ def test_an_evaluator_may_not_move_the_position_that_is_saved(tmp_path):
 # Which position is saved
 
 
-def begun(data: Any, saved: Any = None, start: int = 0) -> PositionedBatches:
-    return PositionedBatches(data, data, pc.random.key(0), 0, start, saved)
+def two_read(data: Any) -> PositionedBatches:
+    """Return the batches of an epoch after the first two."""
+    batches = PositionedBatches(data, data, pc.random.key(0), 0, 0, None)
+    assert len([next(batches) for _ in range(2)]) == batches.num_returned == 2
+    return batches
 
 
 @pytest.mark.parametrize("make", [Walk, hugging_face], ids=lambda make: make.__name__)
@@ -377,8 +379,7 @@ def test_the_next_batch_is_read_only_if_the_length_of_the_epoch_is_unknown(tmp_p
 
 
 def test_a_position_is_that_of_the_state_or_none():
-    batches, start = begun(Walk([])), Timestamp(run=RunLength(batches_per_epoch=6))
-    next(batches), next(batches)
+    batches, start = two_read(Walk([])), Timestamp(run=RunLength(batches_per_epoch=6))
     saved = position_at(batches, start, start.advance_by(2))
     assert saved is not None and saved["state"]["place"] == 8 and not saved["is_over"]
     assert position_at(batches, start, start.advance_by(1)) is None
@@ -404,8 +405,7 @@ def test_an_error_of_reading_ahead_ends_only_a_run_that_needs_the_batch(tmp_path
 
 
 def test_each_further_request_raises_the_error():
-    batches = begun(Breaking([]))
-    next(batches), next(batches)
+    batches = two_read(Breaking([]))
     for _ in range(2):
         with pytest.raises(OSError, match="killed"):
             batches.position(is_over=None)
@@ -419,8 +419,7 @@ def test_each_further_request_raises_the_error():
 def test_no_position_is_taken_after_a_batch_that_could_not_be_read(error):
     data = Breaking([])
     data.error = error
-    batches = begun(data)
-    next(batches), next(batches)
+    batches = two_read(data)
     with pytest.raises(type(error)):
         next(batches)
     with pytest.raises(Exception, match="killed|interrupted"):
