@@ -101,13 +101,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _local(options: argparse.Namespace) -> Iterator[None]:
-    """Read runs that are given by a URL, and put local copies in their place."""
+    """Replace runs that are given by a URL by local copies; raise `UsageError` if they cannot be read."""
     with ExitStack() as stack:
-        for name, run in vars(options).copy().items():
-            if name == "run" and isinstance(run, str) and is_remote(run):
-                options.run = str(stack.enter_context(fetched(run)))
-            elif name == "runs":
-                options.runs = [str(stack.enter_context(fetched(one))) if is_remote(one) else one for one in run]
+
+        def local(run: str) -> str:
+            return str(stack.enter_context(fetched(run))) if is_remote(run) else run
+
+        try:
+            if getattr(options, "run", None) is not None:
+                options.run = local(options.run)
+            if hasattr(options, "runs"):
+                options.runs = [local(run) for run in options.runs]
+        except (OSError, ValueError) as error:
+            raise UsageError(str(error)) from error
         yield
 
 

@@ -70,7 +70,8 @@ class Processes:
         """Return a scope with the folder of a run, which is a local copy if `out` is a URL.
 
         Raises:
-            UsageError: Processes on several hosts divide the state, and need a folder that they share.
+            UsageError: The storage cannot be read; or processes on several hosts divide the state, and need a folder
+                that they share.
         """
         if out is None or not is_remote(out):
             yield None if out is None else Path(out)
@@ -80,7 +81,11 @@ class Processes:
         # Processes of a host have the same parent, and meet at the same port.
         words = (os.getppid(), os.environ.get("MASTER_PORT"), os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         name = None if self.size == 1 else "-".join(map(str, words))
-        with mirror(out, name=name, is_writing=self.is_first) as local:
+        with contextlib.ExitStack() as stack:
+            try:
+                local = stack.enter_context(mirror(out, name=name, is_writing=self.is_first))
+            except (OSError, ValueError) as error:
+                raise UsageError(f"--out: {error}") from error
             yield local
 
     def device(self, name: str) -> str:

@@ -69,15 +69,8 @@ def print_results(
 ) -> None:
     """Print the table at the end.
 
-    Args:
-        setup: The run.
-        state: Its last state.
-        history: Its metrics.
-        stopwatch: Its times.
-        settings: Its settings.
-        out: Its folder.
-        missing: The files in the folder that could not be written.
-        named: The folder as the user has named it, if it is a URL.
+    `missing` are the files in `out` that could not be written, and `named` is the folder as the user has given it, of
+    which `out` may be a local copy.
     """
     from rich.console import Console
     from rich.table import Table
@@ -106,9 +99,7 @@ def print_results(
         best, batch = kept if kept is not None and is_kept else (best, at[values.index(best)])
         table.add_row(f"{name} {decides}", f"{_shown(decides, best)}, after batch {batch}")
         if out is not None:
-            table.add_row(
-                "", f"evaluate {named or out} --checkpoint best" if is_kept else "its checkpoint was not written"
-            )
+            table.add_row("", f"evaluate {named} --checkpoint best" if is_kept else "its checkpoint was not written")
     if setup.stop and not state.timestamp.is_finished():
         table.add_row("stopped early", f"the loss has not improved for {settings['patience']}")
     table.add_row("time", f"{stopwatch.seconds:.1f} s ({', '.join(spent)})")
@@ -118,7 +109,7 @@ def print_results(
         table.add_row("compiled from", f"batch {batches}" if batches else "never, the run ended before")
     table.add_row("parameters' checksum", f"{checksum(state.params)} ({on})")
     if out is not None and REPORT not in missing:
-        table.add_row("report", f"{named or out}/{REPORT}")
+        table.add_row("report", f"{named}/{REPORT}")
     for number, name in enumerate(missing):
         table.add_row("" if number else "could not be written", name)
     Console(highlight=False).print(table)

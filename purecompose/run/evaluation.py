@@ -125,8 +125,8 @@ def check_other_data(evaluators: Iterable[Evaluator], data: Any) -> None:
     for evaluator in evaluators:
         if holder is not None and position_holder(evaluator.data) is holder:
             raise ValueError(
-                f"evaluate: {evaluator.label!r} reads the same {type(holder).__name__} as the training, and would move "
-                "the position that checkpoints save: give it an object of its own"
+                f"evaluate: {evaluator.label!r} uses the same {type(holder).__name__} as the training, and would "
+                "change its position, which is part of each checkpoint; create another object for the evaluator"
             )
 
 

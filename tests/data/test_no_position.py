@@ -137,9 +137,9 @@ def test_loaders_that_may_have_read_ahead_have_no_position():
 
 def test_an_evaluator_may_not_move_the_position_that_is_saved(tmp_path):
     data, samples = Walk([]), Samples([])
-    with pytest.raises(ValueError, match="'eval' reads the same Walk"):
+    with pytest.raises(ValueError, match="'eval' uses the same Walk"):
         run(data, "2ba", tmp_path, evaluate=pc.Evaluator(data))
-    with pytest.raises(ValueError, match="'eval' reads the same Samples"):
+    with pytest.raises(ValueError, match="'eval' uses the same Samples"):
         run(DataLoader(samples, 4), "2ba", tmp_path, evaluate=pc.Evaluator(DataLoader(samples, 2)))
     pc.fit(compose(loop_events), make_state(), data, duration="2ba", evaluate=pc.Evaluator(data, num_batches=1))
 

@@ -2,7 +2,7 @@
 
 Everything is written to the local copy as to any other folder. The thread sends what has changed since, so that steps
 never wait for the network. The index of a checkpoint is sent after its tensors and removed before them; so a reader
-finds a checkpoint that is complete, or none.
+finds a checkpoint that is complete, or none. What is no longer kept is removed after the new has arrived.
 """
 
 import os
@@ -60,7 +60,8 @@ class Mirror:
     Raises:
         ImportError: The package fsspec, or the one that it needs for this scheme, is not installed.
         ValueError: The scheme is unknown.
-        OSError: The storage cannot be read, in five attempts.
+        OSError: The storage cannot be read in five attempts.
+        DamagedError: It holds a name that would lead out of the local copy.
     """
 
     def __init__(self, url: str, *, name: str | None = None, is_writing: bool = True) -> None:
@@ -72,6 +73,8 @@ class Mirror:
         self._is_closing = threading.Event()
         self._problem: str | None = None
         self._is_first = self._begun()
+        if is_writing:
+            self._sent, self._there = _listed(self.local), set(_files(self._fs, self._root))
         self._thread = threading.Thread(target=self._keep_sending, name="upload", daemon=True) if is_writing else None
         if self._thread is not None:
             (self.local / _WRITER).touch()
@@ -116,7 +119,6 @@ class Mirror:
                 time.sleep(0.05)
             if os.name == "posix" and self.local.stat().st_uid != os.getuid():
                 raise PermissionError(f"{self.url}: {self.local} belongs to another user") from None
-            self._note_local()
             return False
         try:
             self._read()
@@ -132,18 +134,18 @@ class Mirror:
             if not is_file_name(Path(name).name):
                 _download(self._fs, self._root, name, self.local)
         for folder in (self.local, self.local / disk.CHECKPOINTS):
-            for one in disk.all_in(folder)[0]:
-                own = [name for name in files if (self.local / name).parent == one.path]
-                for name in own:
-                    _download(self._fs, self._root, name, self.local)
+            found, damaged = disk.all_in(folder)
+            for path in damaged:  # a run puts them aside, with all that is in them
+                self._read_checkpoint(path, files)
+            for one in found:
+                self._read_checkpoint(one.path, files)
                 if is_whole(one.path, one.index):
                     break
-        self._there = set(files)
-        self._note_local()
 
-    def _note_local(self) -> None:
-        self._sent = _listed(self.local)
-        self._there |= self._sent.keys()
+    def _read_checkpoint(self, path: Path, files: list[str]) -> None:
+        for name in files:
+            if (self.local / name).parent == path:
+                _download(self._fs, self._root, name, self.local)
 
     # Sending
 
@@ -160,14 +162,16 @@ class Mirror:
     def _send(self) -> None:
         """Make the folder equal to the local copy."""
         now = _listed(self.local)
-        for name in sorted(self._there, key=_is_index, reverse=True):
-            if not (self.local / name).parent.exists():  # a checkpoint that is not kept
-                _tried(lambda name=name: self._remove(name))
         for name in sorted(now, key=_is_index):
             if self._sent.get(name) != now[name] and (self.local / name).exists():
                 _tried(lambda name=name: self._put(name))
                 self._sent[name] = now[name]
-        self._sent = {name: size for name, size in self._sent.items() if name in now}
+        # Only what the local copy has had: other files in the storage are not ours.
+        gone = {name for name in self._sent.keys() - now.keys() if not (self.local / name).exists()}
+        folders = {str(Path(name).parent) for name in gone if not (self.local / name).parent.exists()}
+        gone |= {name for name in self._there if str(Path(name).parent) in folders}  # tensors that were not read
+        for name in sorted(gone, key=_is_index, reverse=True):
+            _tried(lambda name=name: self._remove(name))
 
     def _remove(self, name: str) -> None:
         try:
@@ -180,7 +184,11 @@ class Mirror:
     def _put(self, name: str) -> None:
         target = f"{self._root}/{name}"
         self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-        self._fs.put_file(str(self.local / name), target)
+        try:
+            self._fs.put_file(str(self.local / name), target)
+        except FileNotFoundError:
+            if (self.local / name).exists():  # otherwise it has been replaced by a later checkpoint
+                raise
         self._there.add(name)
 
 
@@ -304,7 +312,7 @@ def _is_index(name: str) -> bool:
 
 
 def _tried(do: Callable[[], T]) -> T:
-    """Return what a function returns, after several attempts if necessary."""
+    """Return what a function returns, after several attempts if necessary; raise `OSError` if all fail."""
     for seconds in _WAITS:
         try:
             return do()
@@ -312,4 +320,9 @@ def _tried(do: Callable[[], T]) -> T:
             raise
         except Exception:  # each storage has its own
             time.sleep(seconds)
-    return do()
+    try:
+        return do()
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error

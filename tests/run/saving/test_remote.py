@@ -81,7 +81,7 @@ def test_a_run_continues_from_remote_storage_to_the_same_bits(url):
     assert local_copies() == before
 
 
-def test_an_index_is_sent_last_and_removed_first(monkeypatch):
+def test_an_index_is_sent_last_and_removed_first_after_what_replaces_it(monkeypatch):
     done: list[tuple[str, str]] = []
     for kind in ("_put", "_remove"):
         real = getattr(remote.Mirror, kind)
@@ -94,6 +94,30 @@ def test_an_index_is_sent_last_and_removed_first(monkeypatch):
         for one in {name.partition("/")[0] for k, name in done if k == kind}:
             of_one = [name.partition("/")[2] for k, name in done if k == kind and name.startswith(one)]
             assert of_one == sorted(["state.safetensors", "index.json"], reverse=not is_reversed)
+    kinds = [kind for kind, name in done if "ba00000006" in name or kind == "_remove"]
+    assert kinds == ["_put", "_put", "_remove", "_remove"]
+
+
+def test_other_files_in_the_storage_stay(monkeypatch):
+    fs = fsspec.filesystem("memory")
+    for name in ("exported/state.safetensors", "notes.txt"):
+        fs.pipe_file(f"/other/run/{name}", b"mine")
+    run("memory://other/run", "2ba", keep=1)
+    run("memory://other/run", "4ba", keep=1)
+    assert [name for name in names("memory://other/run") if not name.startswith("ep")] == [
+        "exported/state.safetensors",
+        "notes.txt",
+    ]
+
+
+def test_a_checkpoint_with_a_damaged_index_is_put_aside_with_its_tensors():
+    run("memory://aside/run", "4ba")
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/aside/run/ep0001-ba00000004/index.json", b"{")
+    with pytest.warns(pc.errors.CheckpointWarning, match="put aside"):
+        run("memory://aside/run", "4ba")
+    (aside,) = {name.partition("/")[0] for name in names("memory://aside/run") if "damaged" in name}
+    assert f"{aside}/state.safetensors" in names("memory://aside/run")
 
 
 def breaking(monkeypatch: pytest.MonkeyPatch, num_failures: float) -> list[str]:
@@ -199,11 +223,14 @@ def test_a_name_that_leads_out_of_the_local_copy_is_refused():
         pc.load("memory://out/run", make_state())
 
 
-def test_what_is_missing_is_named(monkeypatch, tmp_path):
+def test_what_is_missing_is_named(monkeypatch, capsys):
     with pytest.raises(FileNotFoundError, match="there is nothing at memory://no/run"):
         pc.load("memory://no/run", make_state())
     with pytest.raises(ValueError, match="remote storage"):
         pc.save(make_state(), "memory://no/run")
+    for words in (["evaluate", "memory://no/run"], ["train", "--out", "strange://bucket/run"]):
+        assert main(words) == 2
+    assert "there is nothing at memory://no/run" in capsys.readouterr().err
     with pytest.raises(ValueError, match="Protocol not known: strange"):
         run("strange://bucket/run", "1ba")
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
