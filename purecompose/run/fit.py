@@ -30,9 +30,10 @@ from purecompose.run.plateau import Adjuster
 from purecompose.run.saving.checkpoint import restore_extra, saved_outside
 from purecompose.run.saving.errors import CheckpointWarning, MismatchError
 from purecompose.run.saving.extra import POSITION
-from purecompose.run.saving.keeping import Checkpoints, Keeper
+from purecompose.run.saving.keeping import Keeper
 from purecompose.run.saving.remote import fetched
 from purecompose.run.saving.resuming import Resumed, resumed_from, resumed_from_newest
+from purecompose.run.saving.settings import Checkpoints
 from purecompose.run.stopping import Stopper, with_memories
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 from purecompose.time.event import Event
@@ -97,13 +98,10 @@ def _states(
             keeper.open(state, step)
         with nullcontext() if resume in (None, "auto") else fetched(resume) as given:
             resumed = _resumed(keeper, state, step, given or resume, is_adaptive=microbatches is not None)
-            position = None
-            if resumed is not None:
-                _check_resumed(resumed, state, data)
-                restore_extra(None if checkpoints is None else checkpoints.extra, resumed.path, resumed.index)
-                position = saved_outside(POSITION, resumed.path, resumed.index)
-                state = step.fire(Event.AFTER_LOAD, _with_run(resumed.state, state.timestamp.run))
-        if resumed is None and state.timestamp.is_finished():
+            position = None if resumed is None else _restored(resumed, state, data, checkpoints)
+        if resumed is not None:
+            state = step.fire(Event.AFTER_LOAD, _with_run(resumed.state, state.timestamp.run))
+        elif state.timestamp.is_finished():
             raise ValueError(f"nothing left to train: the state stands at {_at_the_end(state.timestamp)}")
         if keeper is not None:
             keeper.begin(state, step, from_here=resumed if resume == "auto" else None)
@@ -272,6 +270,16 @@ def _check_metrics(
         may_be_own = where != "checkpoints: best" and metric.partition("/")[0] in own
         if metric not in known and not may_be_own:
             raise ValueError(f"{where}: no evaluator reports {metric!r}; there are {', '.join(known) or 'no metrics'}")
+
+
+def _restored(resumed: Resumed, like: State, data: Any, checkpoints: Checkpoints | None) -> Any:
+    """Put what the run keeps outside the state back in its place, and return the position of the data, if it is known.
+
+    Raises and warns if the checkpoint does not fit the run or its data.
+    """
+    _check_resumed(resumed, like, data)
+    restore_extra(None if checkpoints is None else checkpoints.extra, resumed.path, resumed.index)
+    return saved_outside(POSITION, resumed.path, resumed.index)
 
 
 def _check_resumed(resumed: Resumed, like: State, data: Any) -> None:

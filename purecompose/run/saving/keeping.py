@@ -1,4 +1,4 @@
-"""The checkpoints of a run: rules for writing and keeping them, and resuming from them."""
+"""The checkpoints of a run: when they are written, and which are removed."""
 
 import contextlib
 import errno
@@ -6,100 +6,27 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from purecompose._support.checks import check_flag, check_whole
 from purecompose._support.warnings import warn
 from purecompose.core.state import State
-from purecompose.losses.metrics import is_lower_better
 from purecompose.run.saving import folder as disk
 from purecompose.run.saving.checkpoint import Snapshot, snapshot
 from purecompose.run.saving.errors import CheckpointWarning
-from purecompose.run.saving.extra import EXTRA, POSITION, check_extra, pack
+from purecompose.run.saving.extra import EXTRA, POSITION, pack
 from purecompose.run.saving.leaves import leaves_of
 from purecompose.run.saving.remote import Mirror, is_remote
 from purecompose.run.saving.resuming import Resumed
+from purecompose.run.saving.settings import Checkpoints, rating_of, surplus
 from purecompose.run.saving.tensors import is_whole, library
 from purecompose.run.saving.together import Writers, mirror_of, writers_of
 from purecompose.time import Time, Timestamp, TimeUnit
-from purecompose.time.intervals import Interval, checked_interval, has_passed
+from purecompose.time.intervals import has_passed
 
 
-__all__ = ["Checkpoints", "Keeper", "newest", "surplus"]
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """The settings of a run's checkpoints: folder, interval and number.
-
-    If the disk is full at the end of a run, its last checkpoint replaces older ones that `keep` does not require in
-    addition. If that is not enough, writing is repeated for a minute, and then it replaces others too, the oldest
-    first, unless `keep` is `None`. The best one and at least one complete checkpoint are always kept.
-
-    Args:
-        folder: Folder of the checkpoints, which are one folder each; it must belong to this run only. Or a URL, such as
-            `s3://bucket/run`: a thread sends them there from a local copy, see `purecompose.saving.mirror`.
-        every: Interval between checkpoints: a number of epochs, batches, samples, tokens or seconds, or a fraction of
-            the run; or a function `Timestamp -> bool` that returns whether one is due. There is always one at the end,
-            and one when a signal ends the run.
-        keep: Number of newest checkpoints to keep; `None` for all.
-        best: Metric of an evaluator, such as `"eval/accuracy"`. Whenever it improves on its best value, a checkpoint is
-            written regardless of `every`, and the best one is kept.
-        mode: "min" if lower values are better, "max" if higher ones are; by default "min" for losses, errors and
-            perplexities, otherwise "max".
-        background: True to write in a thread, so that a step waits only for a copy of the state. If two checkpoints
-            are still to be written, a new one replaces the second.
-        extra: What the data or the methods remember outside the state, such as an environment or a replay buffer: an
-            object with `state_dict` and `load_state_dict`, or a tree of lists and dicts with such objects, tensors,
-            arrays and plain values. Each checkpoint includes it as it is then, and `fit(resume=...)` puts it back in
-            its place: tensors and containers are written to.
-
-    Raises:
-        TypeError, ValueError: An argument has the wrong kind.
-    """
-
-    folder: Path | str
-    every: Interval | str = "1ep"
-    keep: int | None = 3
-    best: str | None = None
-    mode: str | None = None
-    background: bool = True
-    extra: Any = field(default=None, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        set_field = object.__setattr__
-        if not is_remote(self.folder):
-            set_field(self, "folder", Path(self.folder))
-        set_field(self, "every", checked_interval(self.every, "Checkpoints: every", seconds=True, functions=True))
-        if self.keep is not None:
-            check_whole(self.keep, "Checkpoints: keep", 1)
-        if self.mode not in (None, "min", "max"):
-            raise ValueError(f"Checkpoints: mode={self.mode!r}: expected 'min' or 'max'")
-        if self.best is not None and self.mode is None:
-            set_field(self, "mode", "min" if is_lower_better(self.best) else "max")
-        check_flag(self.background, "Checkpoints: background")
-        check_extra(self.extra)
-
-
-def surplus(found: Sequence[disk.Found], settings: Checkpoints) -> list[disk.Found]:
-    """Return the checkpoints that need not be kept."""
-    if settings.keep is None:
-        return []
-    rest = found[settings.keep :]
-    rated = [(rating, one) for one in found if (rating := _rating(one.index.metrics, settings)) is not None]
-    # Among equal ones the earliest, which has been the best one all along.
-    _, best = max(reversed(rated), key=lambda pair: pair[0], default=(None, None))
-    return [one for one in rest if one is not best]
-
-
-def _rating(metrics: Mapping[str, Any], settings: Checkpoints) -> float | None:
-    """Return the metric that decides, with larger values being better; `None` if it was not measured."""
-    value = metrics.get(settings.best) if settings.best is not None else None
-    if not isinstance(value, (int, float)) or value != value:
-        return None
-    return -value if settings.mode == "min" else value
+__all__ = ["Keeper", "newest"]
 
 
 def newest(folder: Path | str) -> Path | None:
@@ -179,8 +106,8 @@ class Keeper:
         later = [one for one in found if one.index.batch > state.timestamp.batch]
         if later and from_here is None:
             raise FileExistsError(
-                f"{self.folder} holds checkpoints of a run that has come further ({later[0].path.name}): continue from "
-                "there with resume='auto', or give this run a folder of its own"
+                f"{self.shown(self.folder)} holds checkpoints of a run that has come further ({later[0].path.name}): "
+                "continue from there with resume='auto', or give this run a folder of its own"
             )
         self._best = self._best_of(found)
         if from_here is not None and from_here.state.timestamp == state.timestamp:
@@ -223,7 +150,7 @@ class Keeper:
         if self._last == (now, metrics):
             return
         self._last, self._written_at = (now, metrics), time.monotonic()
-        self._best = _rating(metrics, self.settings) if is_best else self._best
+        self._best = rating_of(metrics, self.settings) if is_best else self._best
         target = self.folder / disk.name_at(now)
         if self._writers is not None and self._writers.number is None:
             self.written = target, now  # by others
@@ -257,8 +184,9 @@ class Keeper:
     def report_missing(self, now: Timestamp) -> None:
         """Warn if the final state of a run is not in a checkpoint."""
         if self._failure is not None and (self.written is None or self.written[1] != now):
+            target = self.shown(self.folder / disk.name_at(now))
             warn(
-                f"the last state of the run is in no checkpoint: {self.folder / disk.name_at(now)} could not be "
+                f"the last state of the run is in no checkpoint: {target} could not be "
                 f"written ({_cause(self._failure)}). fit returns the state; save it with purecompose.save(state, path)",
                 CheckpointWarning,
             )
@@ -273,9 +201,11 @@ class Keeper:
         """Wait until everything is written, and sent to remote storage, and end the threads."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
-        if self._mirror is not None and (problem := self._mirror.close()) is not None:
-            self._problems.append(problem)
-        self._mirror = None
+        if self._mirror is not None:
+            problem = self._mirror.close()
+            self._problems = [text.replace(str(self.folder), self._mirror.url) for text in self._problems]
+            self._problems += [] if problem is None else [problem]
+            self._mirror = None
         repeated = {cause: num for cause, num in self._failures.items() if num > 1}
         self._problems += [f"{num} attempts to write a checkpoint failed: {cause}" for cause, num in repeated.items()]
         self._failures.clear()
@@ -380,19 +310,21 @@ class Keeper:
         return True
 
     def _best_of(self, found: Iterable[disk.Found]) -> float | None:
-        ratings = [_rating(one.index.metrics, self.settings) for one in found]
+        ratings = [rating_of(one.index.metrics, self.settings) for one in found]
         return max((rating for rating in ratings if rating is not None), default=None)
 
     def _is_best(self, metrics: Mapping[str, Any]) -> bool:
-        rating = _rating(metrics, self.settings)
+        rating = rating_of(metrics, self.settings)
         return rating is not None and (self._best is None or rating > self._best)
 
     def _tell(self) -> None:
         """Warn of problems since the last call; in the thread of the run, where warnings filters are valid."""
         problems, self._problems = self._problems, []
-        if self._mirror is not None and (problem := self._mirror.problem()) != self._told:
-            self._told = problem
-            problems += [] if problem is None else [f"{problem}; trying again"]
+        if self._mirror is not None:
+            problems = [text.replace(str(self.folder), self._mirror.url) for text in problems]
+            if (problem := self._mirror.problem()) != self._told:
+                self._told = problem
+                problems += [] if problem is None else [f"{problem}; trying again"]
         for problem in problems:
             warn(problem, CheckpointWarning)
 

@@ -18,7 +18,8 @@ import purecompose as pc
 from purecompose import Checkpoints, Evaluator, State, compose, fit, loop_events, training
 from purecompose.run.saving import folder as disk, newest, process
 from purecompose.run.saving.index import Index
-from purecompose.run.saving.keeping import Keeper, surplus
+from purecompose.run.saving.keeping import Keeper
+from purecompose.run.saving.settings import surplus
 from tests.helpers import assert_same, changing, counter, make_batches, make_mlp, make_state, noise
 
 

@@ -1,0 +1,88 @@
+"""The settings of a run's checkpoints: where, how often, and which are kept."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from purecompose._support.checks import check_flag, check_whole
+from purecompose.losses.metrics import is_lower_better
+from purecompose.run.saving.extra import check_extra
+from purecompose.run.saving.folder import Found
+from purecompose.run.saving.remote import is_remote
+from purecompose.time.intervals import Interval, checked_interval
+
+
+__all__ = ["Checkpoints", "rating_of", "surplus"]
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The settings of a run's checkpoints: folder, interval and number.
+
+    If the disk is full at the end of a run, its last checkpoint replaces older ones that `keep` does not require in
+    addition. If that is not enough, writing is repeated for a minute, and then it replaces others too, the oldest
+    first, unless `keep` is `None`. The best one and at least one complete checkpoint are always kept.
+
+    Args:
+        folder: Folder of the checkpoints, which are one folder each; it must belong to this run only. Or a URL, such as
+            `s3://bucket/run`: a thread sends them there from a local copy, see `purecompose.saving.mirror`.
+        every: Interval between checkpoints: a number of epochs, batches, samples, tokens or seconds, or a fraction of
+            the run; or a function `Timestamp -> bool` that returns whether one is due. There is always one at the end,
+            and one when a signal ends the run.
+        keep: Number of newest checkpoints to keep; `None` for all.
+        best: Metric of an evaluator, such as `"eval/accuracy"`. Whenever it improves on its best value, a checkpoint is
+            written regardless of `every`, and the best one is kept.
+        mode: "min" if lower values are better, "max" if higher ones are; by default "min" for losses, errors and
+            perplexities, otherwise "max".
+        background: True to write in a thread, so that a step waits only for a copy of the state. If two checkpoints
+            are still to be written, a new one replaces the second.
+        extra: What the data or the methods remember outside the state, such as an environment or a replay buffer: an
+            object with `state_dict` and `load_state_dict`, or a tree of lists and dicts with such objects, tensors,
+            arrays and plain values. Each checkpoint includes it as it is then, and `fit(resume=...)` puts it back in
+            its place: tensors and containers are written to.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong kind.
+    """
+
+    folder: Path | str
+    every: Interval | str = "1ep"
+    keep: int | None = 3
+    best: str | None = None
+    mode: str | None = None
+    background: bool = True
+    extra: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__
+        if not is_remote(self.folder):
+            set_field(self, "folder", Path(self.folder))
+        set_field(self, "every", checked_interval(self.every, "Checkpoints: every", seconds=True, functions=True))
+        if self.keep is not None:
+            check_whole(self.keep, "Checkpoints: keep", 1)
+        if self.mode not in (None, "min", "max"):
+            raise ValueError(f"Checkpoints: mode={self.mode!r}: expected 'min' or 'max'")
+        if self.best is not None and self.mode is None:
+            set_field(self, "mode", "min" if is_lower_better(self.best) else "max")
+        check_flag(self.background, "Checkpoints: background")
+        check_extra(self.extra)
+
+
+def surplus(found: Sequence[Found], settings: Checkpoints) -> list[Found]:
+    """Return the checkpoints that need not be kept."""
+    if settings.keep is None:
+        return []
+    rest = found[settings.keep :]
+    rated = [(rating, one) for one in found if (rating := rating_of(one.index.metrics, settings)) is not None]
+    # Among equal ones the earliest, which has been the best one all along.
+    _, best = max(reversed(rated), key=lambda pair: pair[0], default=(None, None))
+    return [one for one in rest if one is not best]
+
+
+def rating_of(metrics: Mapping[str, Any], settings: Checkpoints) -> float | None:
+    """Return the metric that decides, with larger values being better; `None` if it was not measured."""
+    value = metrics.get(settings.best) if settings.best is not None else None
+    if not isinstance(value, (int, float)) or value != value:
+        return None
+    return -value if settings.mode == "min" else value
