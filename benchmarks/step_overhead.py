@@ -7,15 +7,12 @@ compiled, compiled with donation, and within `torch.compile`. Ratios are medians
 compare with a loop that does the same mixing and smoothing by hand; "of plain" is the side with methods over the same
 side without.
 
-Each network has a process of its own: the MLP one thread, the ResNet two. The ResNet is measured twice. glibc's
-malloc gives the memory of large activations back to the system after a step and takes page faults for it in the
-next, in one loop or the other as chance lays out the heap: up to a fifth of a convolutional network's step.
-"keeps" tells it to keep the memory, which leaves the arithmetic. The MLP's activations are too small for it.
+Each network has a process of its own: the MLP one thread, the ResNet two. Compiled steps let malloc keep the memory of
+activations, for all sides of the process; `peers.py`, where each side has its own, compares the loops as they are.
 """
 
 import argparse
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -26,7 +23,6 @@ from _subjects import METHODS, NETWORKS, sides
 from _timing import Row, arguments, median_us, paired, parse, ratio, save
 
 
-KEEP = {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=4294967296:glibc.malloc.mmap_threshold=4294967296"}
 THREADS = {"MLP 64-128-128-10": 1, "ResNet-8, 32x32": 2}
 # A step of the ResNet takes a hundred times as long as one of the MLP: fewer blocks settle its ratio.
 BLOCKS = {"MLP 64-128-128-10": 40, "ResNet-8, 32x32": 10}
@@ -51,7 +47,6 @@ def measure(network: str, args: argparse.Namespace) -> list[Row]:
                     "network": network,
                     "threads": threads,
                     "methods": methods,
-                    "malloc": args.malloc,
                     "side": side,
                     "us a step": round(median_us(seconds[name])),
                     "of by hand": round(middle, 3),
@@ -62,13 +57,12 @@ def measure(network: str, args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def in_child(network: str, malloc: str, args: argparse.Namespace) -> list[Row]:
-    """The same in a fresh process, whose malloc is set to keep its memory or left as it is."""
+def in_child(network: str, args: argparse.Namespace) -> list[Row]:
+    """The same in a fresh process."""
     with tempfile.TemporaryDirectory() as folder:
         target = pathlib.Path(folder) / "rows.json"
-        given = ["--network", network, "--malloc", malloc, "--rows", str(target)]
-        command = [sys.executable, __file__, *sys.argv[1:], *given]
-        subprocess.run(command, env={**os.environ, **(KEEP if malloc == "keeps" else {})}, check=True)
+        command = [sys.executable, __file__, *sys.argv[1:], "--network", network, "--rows", str(target)]
+        subprocess.run(command, check=True)
         return json.loads(target.read_text())
 
 
@@ -76,7 +70,6 @@ def main() -> None:
     parser = arguments(__doc__, blocks=0)
     parser.add_argument("--network", default="", help="only networks whose name begins so")
     parser.add_argument("--threads", type=int, help="for all networks (default: 1 for the MLP, 2 for the ResNet)")
-    parser.add_argument("--malloc", choices=["default", "keeps"], default="default", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parse(parser)
     chosen = [network for network in NETWORKS if network.startswith(args.network)]
@@ -86,11 +79,7 @@ def main() -> None:
     if args.short:
         save("step_overhead", measure(chosen[0], args), args.out)
         return
-    rows: list[Row] = []
-    for network in chosen:
-        for malloc in ("default", "keeps") if network.startswith("ResNet") else ("default",):
-            rows += in_child(network, malloc, args)
-    save("step_overhead", rows, args.out)
+    save("step_overhead", [row for network in chosen for row in in_child(network, args)], args.out)
 
 
 if __name__ == "__main__":

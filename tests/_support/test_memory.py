@@ -1,12 +1,17 @@
-"""Freed memory goes back to the system."""
+"""Freed memory goes back to the system, or is kept for the next step."""
 
 import pathlib
 import platform
+import resource
 
 import pytest
 import torch
 
-from purecompose._support.memory import return_freed_memory
+from purecompose._support import memory
+from purecompose._support.memory import keep_freed_memory, return_freed_memory
+
+
+needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such options")
 
 
 def resident_bytes() -> int:
@@ -15,7 +20,7 @@ def resident_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) * 1024
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no malloc_trim")
+@needs_glibc
 def test_blocks_freed_between_others_are_returned() -> None:
     tensors = [torch.ones(2**14) for _ in range(1600)]  # 64 KB each, which malloc does not map separately
     kept = tensors[::100]
@@ -24,3 +29,33 @@ def test_blocks_freed_between_others_are_returned() -> None:
     return_freed_memory()
     assert resident_bytes() < before - 80e6
     assert all(bool((tensor == 1).all()) for tensor in kept)
+
+
+@needs_glibc
+def test_kept_memory_is_used_again_without_page_faults() -> None:
+    def faults_of_a_step() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        activations = [torch.zeros(2**21) for _ in range(16)]  # 8 MB each
+        del activations
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    keep_freed_memory()
+    for _ in range(3):
+        faults_of_a_step()
+    assert faults_of_a_step() < 100  # 128 MB are 32,768 pages
+
+
+@pytest.mark.parametrize(
+    "setting", [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1048576")]
+)
+def test_settings_in_the_environment_are_left_as_they_are(
+    setting: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(memory, "_of_glibc", asked.append)
+    monkeypatch.setenv(*setting)
+    keep_freed_memory()
+    assert asked == []
+    monkeypatch.delenv(setting[0])
+    keep_freed_memory()
+    assert asked == ["mallopt"]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, _guards, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
-from purecompose._support.memory import return_freed_memory
+from purecompose._support.memory import keep_freed_memory, return_freed_memory
 from purecompose.transforms.compilation.accumulation import accumulate_rows
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
 from purecompose.transforms.compilation.draws import open_draws, replace_draws
@@ -74,6 +74,7 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
         )
         return _by_torch_compile(graph, backend, mode)
     return_freed_memory()  # of the compiler
+    keep_freed_memory()  # of steps
     return compiled
 
 
