@@ -1,4 +1,4 @@
-"""Backends, which compile a flat graph; the only module that calls Inductor.
+"""Backends, which compile a flat graph.
 
 Inductor's inner entry takes a graph of aten operations and returns a function of a list of tensors. It is private to
 torch, but has had this signature for years and is much faster to call: a call with 600 arguments costs 18 us, against
@@ -8,16 +8,8 @@ changes, `torch.compile` of the same graph is used instead.
 
 import contextlib
 import copy
-import functools
-import importlib
-import os
-import pathlib
-import platform
-import stat
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import torch
@@ -28,12 +20,13 @@ from purecompose._support.memory import keep_freed_memory, return_freed_memory
 from purecompose.transforms.compilation.accumulation import accumulate_rows
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
 from purecompose.transforms.compilation.draws import open_draws, replace_draws
+from purecompose.transforms.compilation.inductor import inductor_for
 from purecompose.transforms.compilation.layouts import with_channels_last
 from purecompose.transforms.compilation.ordering import write_early
 from purecompose.transforms.compilation.updates import update_in_place
 
 
-__all__ = ["BACKENDS", "Compiled", "MODES", "compile_graph", "ensure_cache"]
+__all__ = ["BACKENDS", "Compiled", "MODES", "compile_graph"]
 
 Compiled: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
 """A compiled graph. It may empty the list passed to it."""
@@ -62,7 +55,6 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
         return torch.no_grad()(lambda args: graph(*args))  # a constant in the graph may require a gradient
     if backend != "inductor":
         return _by_torch_compile(graph, backend, None)
-    ensure_cache()
     try:
         with _explained():
             compiled = _by_inductor(graph, mode)
@@ -98,46 +90,25 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
-_INDUCTOR = tuple(
-    f"torch._inductor{name}"
-    for name in ("", ".compile_fx", ".decomposition", ".lowering", ".graph", ".cpu_vec_isa", ".codecache")
-)
-
-
-@functools.cache
-def _imports() -> Future[list[Any]]:
-    """Return a future of Inductor's modules, which are imported on first use because it takes seconds.
-
-    The import runs in a separate thread, which Ctrl-C does not interrupt: Inductor's kernels are registered in a table
-    during import, and an import that is interrupted and started again would leave some of them out.
-    """
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(lambda: [importlib.import_module(name) for name in _INDUCTOR])
-    pool.shutdown(wait=False)
-    return future
-
-
 def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
-    inductor, inner, decomposition, _, lowering, instructions, cache = _imports().result()
-    _keep_headers_private(cache)
-    if _placeholders(graph)[0].meta["val"].device.type == "cpu":
-        _check_one_instruction_set(inductor.config, instructions)
-    decompositions = decomposition.select_decomp_table()
-    options = dict(inductor.list_mode_options(mode)) if mode not in (None, "default") else {}
+    inductor = inductor_for(_placeholders(graph)[0].meta["val"].device)
+    config = inductor.package.config
+    decompositions = inductor.decomposition.select_decomp_table()
+    options = dict(inductor.package.list_mode_options(mode)) if mode not in (None, "default") else {}
     options["triton.cudagraphs"] = False  # CUDA graphs are captured around the whole call, by `Replay`
     # The look-up key has compared sizes already.
-    options |= {name: False for name in ("size_asserts", "alignment_asserts") if hasattr(inductor.config, name)}
+    options |= {name: False for name in ("size_asserts", "alignment_asserts") if hasattr(config, name)}
     mode_of_fakes = _placeholders(graph)[0].meta["val"].fake_mode
     # Without a tracing context nothing would be kept on disk.
     context = _guards.tracing(_guards.TracingContext(mode_of_fakes))
-    with inductor.config.patch(options), context, mode_of_fakes:
+    with config.patch(options), context, mode_of_fakes:
         graph = _functional(graph, decompositions | open_draws(graph))
         replace_draws(graph, decompositions)
         accumulate_rows(graph)
         update_in_place(graph)
         # Inductor keeps its copies at the end, and most of the order of operations that it does not compile.
         write_early(graph, [torch.ops.purecompose.adam_.default])
-        if lowering.GraphLowering.decide_layout_opt(graph, is_inference=False):
+        if inductor.graph.GraphLowering.decide_layout_opt(graph, is_inference=False):
             graph = with_channels_last(graph)
         # The code after the graph reads each result by its traced strides. Inductor keeps the strides of the results
         # listed here; it chooses the layout of others, such as channels last for convolutions.
@@ -145,22 +116,8 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
         output.meta["user_visible_output_idxs"] = [
             i for i, one in enumerate(output.args[0]) if isinstance(one, fx.Node)
         ]
-        compiled = inner.compile_fx_inner(graph, [node.meta["val"] for node in _placeholders(graph)])
+        compiled = inductor.compile_fx.compile_fx_inner(graph, [node.meta["val"] for node in _placeholders(graph)])
     return getattr(compiled, "current_callable", None) or compiled
-
-
-@functools.cache
-def _check_one_instruction_set(config: Any, instructions: Any) -> None:
-    """Let Inductor check only the best of the processor's vector instructions, if the compiler can use them.
-
-    It uses only these, but checks all, and each check compiles a file for two seconds, or starts Python in a process
-    whose cache has the file.
-    """
-    flags = instructions.x86_isa_checker() if platform.machine() in ("x86_64", "AMD64") else []
-    supported = (isa for isa in instructions.supported_vec_isa_list if all(flag in flags for flag in str(isa).split()))
-    if next(supported, False):  # as a bool, an instruction set is the result of its check
-        with config.patch({"cpp.vec_isa_ok": True}):
-            instructions.valid_vec_isa_list()  # keeps its result
 
 
 def _by_torch_compile(graph: fx.GraphModule, backend: Any, mode: str | None) -> Compiled:
@@ -258,50 +215,3 @@ class _AsTraced(fx.Interpreter):
 
 def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
     return graph.graph.find_nodes(op="placeholder")
-
-
-def _keep_headers_private(cache: Any) -> None:
-    """Keep Inductor's precompiled headers, which are compiled into kernels, in our cache folder if that is in use.
-
-    Inductor keeps them under the shared temporary folder, whatever `TORCHINDUCTOR_CACHE_DIR` says.
-    """
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") == str(_cache_folder()):
-        cache._HEADER_DIR = str(_cache_folder() / "precompiled_headers")
-        cache._HEADER_LOCK_DIR = str(_cache_folder() / "precompiled_headers" / "locks")
-
-
-def _cache_folder() -> pathlib.Path:
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "purecompose" / f"torch-{torch.__version__}-2"
-
-
-def _is_torchs_default(folder: str) -> bool:
-    """Return whether this is the folder that torch writes into the environment, at the latest when it first traces."""
-    place, name = os.path.split(folder)
-    return place == tempfile.gettempdir() and name.startswith("torchinductor_")
-
-
-def ensure_cache() -> None:
-    """Set Inductor's cache on disk to a folder that only this user can write to, unless the user has named one.
-
-    Code found in the cache is run. By default the cache has a fixed name under the shared temporary folder, where
-    another user could have placed files first. Entries are keyed by the graph and the versions of torch and compiler,
-    but not by the options for results that are passed to Inductor: a number in the folder's name stands for these.
-    """
-    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if named is not None and not _is_torchs_default(named):
-        return
-    folder = _cache_folder()
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = folder.stat()
-    except OSError as error:
-        warnings.warn(f"no cache folder at {folder} ({error}): compiled steps go to the temporary one", stacklevel=2)
-        return
-    is_ours = not hasattr(os, "getuid") or facts.st_uid == os.getuid()
-    if not is_ours or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(
-            f"{folder} can be written to by others, and what lies there would be run: chmod 700 it, or set "
-            "TORCHINDUCTOR_CACHE_DIR to a folder of your own"
-        )
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)

@@ -26,8 +26,9 @@ from typing import IO, Any, NamedTuple, NoReturn
 from torch import Tensor, fx
 
 from purecompose._support.settings import read_settings, write_settings
-from purecompose.transforms.compilation.backends import compile_graph, ensure_cache
+from purecompose.transforms.compilation.backends import compile_graph
 from purecompose.transforms.compilation.capture import fake_mode
+from purecompose.transforms.compilation.inductor import ensure_cache
 
 
 __all__ = ["Background", "BackgroundError", "serve"]

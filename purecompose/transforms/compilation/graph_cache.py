@@ -33,6 +33,7 @@ from purecompose.transforms.compilation.capture import (
     state_of,
 )
 from purecompose.transforms.compilation.chunks import in_chunks, of_chunk
+from purecompose.transforms.compilation.inductor import start_inductor
 from purecompose.transforms.compilation.messages import GraphForm, check_alike
 from purecompose.transforms.compilation.ordering import write_early
 from purecompose.transforms.compilation.plan_parts import EAGER, CompiledPart, Entry, ExecutionPlan, PlanPart
@@ -317,6 +318,11 @@ class GraphCache:
     ) -> CompiledPart:
         options, signatures = self.options, boundary.signatures
         self._say(f"purecompose: compiling {variant.title} ...")
+        device = signatures["key"].specs[0].device
+        # A step whose time has come would only wait for the other process.
+        background = None if options.is_due(boundary.static.opened(later=False)) else self._background
+        if background is None and options.backend == "inductor":
+            start_inductor(device)
         start = time.perf_counter()
         with noting_shares() as shares:
             captured = self._captured(variant, body, of_chunk(boundary, num_chunks), is_last)
@@ -328,17 +334,17 @@ class GraphCache:
             variant.batch = _words(captured.sizes.describe("batch", signatures["batch"]))
         variant.trace_seconds = time.perf_counter() - start
         variant.nodes = len(captured.graph.graph.nodes)
-        is_on_gpu = signatures["key"].specs[0].device.type == "cuda"
         whole, for_all = in_chunks(captured, boundary, num_chunks)
-        # A step whose time has come would only wait for the other process.
-        background = None if options.is_due(boundary.static.opened(later=False)) else self._background
         part = CompiledPart(
             whole,
             lambda: for_all(compile_graph(captured.graph, options.backend, options.mode)),
             variant,
             form=form,
             awaited=None if background is None else background.submit(captured.graph, options.mode),
-            replays=options.mode == "reduce-overhead" and is_on_gpu and captured.sizes is None and form is None,
+            replays=options.mode == "reduce-overhead"
+            and device.type == "cuda"
+            and captured.sizes is None
+            and form is None,
         )
         if background is None:
             part.compile()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from purecompose import Algorithm, Event, State, compose, every, loop_events, on
 from purecompose.errors import TraceError
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS
-from purecompose.transforms.compilation import backends
+from purecompose.transforms.compilation import backends, inductor
 from purecompose.transforms.compilation.capture import fake_mode
 from tests.helpers import make_batch, make_batches, make_cnn, make_state, noise
 from tests.pages import ROOT
@@ -137,14 +138,14 @@ def home(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pat
 
 
 def test_the_cache_is_private_to_the_user(home: pathlib.Path) -> None:
-    backends.ensure_cache()
+    inductor.ensure_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(home)
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
 
 
 def test_a_cache_set_by_the_user_is_kept(home: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
-    backends.ensure_cache()
+    inductor.ensure_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/somewhere" and not home.exists()
 
 
@@ -152,7 +153,7 @@ def test_the_folder_that_torch_names_itself_is_not_kept(home: pathlib.Path, monk
     fake_mode()  # imports what asks for the folder in some versions of torch
     names = importlib.import_module("torch._inductor.runtime.cache_dir_utils")
     assert names.cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"] == names.default_cache_dir()
-    backends.ensure_cache()
+    inductor.ensure_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == names.cache_dir() == str(home)
 
 
@@ -163,57 +164,58 @@ def test_precompiled_headers_are_in_the_cache_if_it_is_ours(
     for name in ("_HEADER_DIR", "_HEADER_LOCK_DIR"):
         monkeypatch.setattr(cache, name, "/elsewhere")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
-    backends._keep_headers_private(cache)
+    inductor._keep_headers_private(cache)
     assert cache._HEADER_DIR == "/elsewhere"
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    backends.ensure_cache()
-    backends._keep_headers_private(cache)
+    inductor.ensure_cache()
+    inductor._keep_headers_private(cache)
     assert pathlib.Path(cache._HEADER_DIR).parent == home
     assert home in pathlib.Path(cache._HEADER_LOCK_DIR).parents
 
 
-@pytest.mark.parametrize("works", [True, False])
-def test_weaker_vector_instructions_are_not_checked(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("capability", "is_known"), [("AVX512", True), ("AVX2", False), ("DEFAULT", False)])
+def test_instructions_that_torch_itself_uses_are_not_checked(
+    capability: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, instructions = (importlib.import_module(f"torch._inductor.{name}") for name in ("config", "cpu_vec_isa"))
-    checked: list[str] = []
-
-    class Instructions(str):
-        def __bool__(self) -> bool:
-            if config.cpp.vec_isa_ok is None:
-                checked.append(self)
-            return config.cpp.vec_isa_ok or works
-
-    supported = [Instructions(name) for name in ("other", "best", "good")]
-    monkeypatch.setattr(instructions, "supported_vec_isa_list", supported)
-    monkeypatch.setattr(instructions, "x86_isa_checker", lambda: ["best", "good"])
-    listed: list[list[str]] = []
-    monkeypatch.setattr(instructions, "valid_vec_isa_list", lambda: listed.append([n for n in supported[1:] if n]))
-    monkeypatch.setattr(backends.platform, "machine", lambda: "x86_64")
-    backends._check_one_instruction_set.__wrapped__(config, instructions)
-    assert checked == ["best"]
-    assert listed == ([["best", "good"]] if works else [])
+    listed: list[bool | None] = []
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(instructions, "x86_isa_checker", lambda: ["avx2", "avx512"])
+    monkeypatch.setattr(instructions, "valid_vec_isa_list", lambda: listed.append(config.cpp.vec_isa_ok))
+    builder: Future[Any] = Future()
+    builder.set_result((config, instructions, None))
+    inductor._find_instructions(builder)
+    assert listed == ([True] if is_known else [])
 
 
 def test_a_cache_that_others_can_write_to_is_refused(home: pathlib.Path) -> None:
     home.mkdir(parents=True)
     home.chmod(0o777)
     with pytest.raises(PermissionError, match="chmod 700"):
-        backends.ensure_cache()
+        inductor.ensure_cache()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
 def test_without_room_for_a_cache_there_is_a_warning(home: pathlib.Path) -> None:
     home.parent.write_text("a file is in the way")
     with pytest.warns(UserWarning, match="no cache folder"):
-        backends.ensure_cache()
+        inductor.ensure_cache()
 
 
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep Inductor from compiling its header."""
+    ready: Future[None] = Future()
+    ready.set_result(None)
+    monkeypatch.setattr(inductor, "_start_compiler", lambda builder: ready)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", "unused"))
+
+
+@pytest.mark.usefixtures("no_compiler")
 def test_a_changed_inductor_falls_back_to_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = importlib.import_module("torch._inductor.compile_fx")
     monkeypatch.setattr(inner, "compile_fx_inner", None)
     monkeypatch.setattr(backends, "_by_torch_compile", lambda graph, backend, mode: lambda args: graph(*args))
-    monkeypatch.setattr(backends, "_check_one_instruction_set", lambda *_: None)  # would compile a file
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", "unused"))
     step, fast = made(backend="inductor")
     with pytest.warns(UserWarning, match="torch.compile instead"):
         after = fast(make_state(), make_batch())
@@ -221,12 +223,12 @@ def test_a_changed_inductor_falls_back_to_torch_compile(monkeypatch: pytest.Monk
 
 
 @DONATE
+@pytest.mark.usefixtures("no_compiler")
 def test_a_failure_of_inductor_is_reported_and_falls_back(donate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(graph: Any, mode: Any) -> Any:
         raise ValueError("Cannot view a tensor\nlong explanations")
 
     monkeypatch.setattr(backends, "_by_inductor", fail)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", "unused"))
     step, fast = made(backend="inductor", donate=donate)
     with pytest.raises(TraceError, match=r"Inductor failed to compile it \(ValueError: Cannot view a tensor\)"):
         fast(make_state(), make_batch())
@@ -328,7 +330,7 @@ INTERRUPTED = """
     import os, signal, sys, threading, time
     import torch
     import purecompose as pc
-    from purecompose.transforms.compilation import backends
+    from purecompose.transforms.compilation import inductor
 
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
@@ -342,7 +344,7 @@ INTERRUPTED = """
 
     is_over = threading.Event()
 
-    backends._imports().result()  # it takes a second, and no Ctrl-C reaches it
+    inductor.start_inductor(torch.device("cpu"))  # it takes a second, and no Ctrl-C reaches it
 
     def press():
         # Soon after the work has begun, and again, as a person would: where it comes while an object is being deleted,
