@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 from purecompose._support.files import read_whole
 from purecompose.run.saving.errors import CheckpointError, DamagedError
 from purecompose.run.saving.index import Index, from_json, to_json
-from purecompose.run.saving.process import is_alive, token
+from purecompose.run.saving.process import is_alive, owner, short_place
 from purecompose.run.saving.tensors import digest, file_name, is_file_name, save_tensors
 from purecompose.time import Timestamp
 
@@ -180,14 +181,19 @@ def all_in(folder: Path) -> tuple[list[Found], dict[Path, CheckpointError]]:
                 found.append(Found(path, read_index(path)))
             except CheckpointError as error:
                 damaged[path] = error
+            except FileNotFoundError:  # another process has just removed it
+                continue
     return sorted(found, key=lambda one: (one.index.batch, one.path.name), reverse=True), damaged
 
 
 def clear(folder: Path) -> None:
-    """Remove hidden files of processes that have ended, and restore checkpoints that they were replacing."""
+    """Remove hidden files of processes that have ended, and restore checkpoints that they were replacing.
+
+    Whether a process on another machine runs is not known here: its files count as left after an hour without a change.
+    """
     for path in sorted(folder.glob(".*")):
         left = _HIDDEN.fullmatch(path.name)
-        if left is None or is_alive(int(left["pid"]), left["token"]):
+        if left is None or not _is_left(path, left):
             continue
         target = path.with_name(left["name"])
         if left["kind"] == _OLD and not os.path.lexists(target):
@@ -216,18 +222,33 @@ def remove(path: Path) -> None:
 
 _NAME = re.compile(r"ep\d{4,}-ba\d{8,}")
 _HIDDEN = re.compile(
-    r"\.(?P<name>.+)\.(?P<pid>\d+)-((?P<token>[0-9a-f]{8})-)?[0-9a-f]{8}(?P<kind>\.writing|\.old)", re.DOTALL
+    r"\.(?P<name>.+)\.(?P<pid>\d+)-((?P<token>[0-9a-f]{8})-((?P<place>[0-9a-f]{8})-)?)?[0-9a-f]{8}"
+    r"(?P<kind>\.writing|\.old)",
+    re.DOTALL,
 )
+_LONG = 3600.0
+"""Seconds without a change after which a file that a process on another machine has been writing counts as left."""
+
+
+def _is_left(path: Path, mark: re.Match[str]) -> bool:
+    """Return whether the process that has written a hidden file or folder has ended."""
+    if mark["place"] in (None, short_place()):  # `None` is from an older version
+        return not is_alive(int(mark["pid"]), mark["token"])
+    try:
+        changes = [max(found.st_mtime, found.st_ctime) for found in map(os.lstat, (path, *path.glob("*")))]
+    except FileNotFoundError:  # it is writing
+        return False
+    return time.time() - max(changes) > _LONG
 
 
 def hidden(target: Path, process: str, number: int) -> Path:
-    """Return the hidden name next to a target of what a process writes, given by its number and token."""
+    """Return the hidden name next to a target of what a process writes, given by its `owner`."""
     return target.with_name(f".{target.name}.{process}-{number:08x}{_WRITING}")
 
 
 def _hidden(target: Path, kind: str) -> Path:
     """Return a unique hidden name next to a target, which contains the process and the purpose."""
-    return target.with_name(f".{target.name}.{os.getpid()}-{token()}-{secrets.token_hex(4)}{kind}")
+    return target.with_name(f".{target.name}.{owner()}-{secrets.token_hex(4)}{kind}")
 
 
 def _delete(path: Path) -> None:

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 
-__all__ = ["is_alive", "place", "token"]
+__all__ = ["is_alive", "owner", "place", "short_place", "token"]
 
 
 def token() -> str:
@@ -56,6 +56,16 @@ def place() -> str:
     with suppress(OSError):
         name += f" {os.readlink('/proc/self/ns/pid')}"
     return name
+
+
+def short_place() -> str:
+    """Return the scope of process numbers as eight hexadecimal digits, for the names of files."""
+    return hashlib.blake2s(place().encode(), digest_size=4).hexdigest()
+
+
+def owner() -> str:
+    """Return the words by which the names of files tell which process writes them: number, token and place."""
+    return f"{os.getpid()}-{token()}-{short_place()}"
 
 
 @cache

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from purecompose.run.saving import folder as disk
+from purecompose.run.saving import folder as disk, process
 from purecompose.run.saving.process import token
 
 
@@ -40,6 +40,21 @@ def test_files_that_this_process_is_writing_are_not_touched(tmp_path: pathlib.Pa
         assert sorted([new.name, file.name]) == names(tmp_path)
         assert all(f".{os.getpid()}-{token()}-" in name for name in names(tmp_path))
     assert names(tmp_path) == [NAME, "notes.json"]
+
+
+def test_files_of_another_machine_are_cleared_when_they_have_not_changed_for_long(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(process, "place", lambda: "another machine")
+        name = f".{NAME}.{process.owner().replace(token(), '11111111')}-00000000"
+    make(tmp_path / f"{name}.old")
+    make(tmp_path / f"{name}.writing")
+    disk.clear(tmp_path)
+    assert names(tmp_path) == [f"{name}.old", f"{name}.writing"]
+    monkeypatch.setattr(disk, "_LONG", -1.0)
+    disk.clear(tmp_path)
+    assert names(tmp_path) == [NAME]
 
 
 def test_half_written_files_and_links_are_removed_too(tmp_path: pathlib.Path) -> None:
