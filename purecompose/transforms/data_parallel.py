@@ -417,6 +417,11 @@ def shared_program(
     )
 
 
+def undivided(program: Program) -> Program:
+    """Return the program of one process, the inverse of `shared_program`."""
+    return tuple(inner for node in program for inner in (node.body if isinstance(node, Shared) else (node,)))
+
+
 def _ranks(mesh: Any) -> Ranks | None:
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(

@@ -13,6 +13,7 @@ from purecompose._support.version import __version__
 from purecompose.core.state import State
 from purecompose.nn.model import Model
 from purecompose.schedule import Hparam, collect
+from purecompose.transforms.data_parallel import undivided
 
 
 __all__ = [
@@ -55,7 +56,7 @@ def describe(state: State, step: Any = None) -> dict[str, Any]:
         return words
     return {
         **words,
-        "program": _EVENT.sub(r"\1", _words(step.program)),
+        "program": _EVENT.sub(r"\1", _words(undivided(step.program))),
         "microbatches": _cut(step),
         "algorithms": {algorithm.name: _words(algorithm) for algorithm in step.algorithms},
     }
@@ -101,7 +102,7 @@ def other_settings(saved: list[str], now: list[str], place: str) -> list[str]:
 
 
 def environment(state: State, step: Any = None) -> dict[str, Any]:
-    """Return everything but the state that a run's bits depend on: versions, device, threads, compilation."""
+    """Return all but the state that a run's bits depend on: versions, device, threads, processes, compilation."""
     device = state.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     reported = {
@@ -113,8 +114,11 @@ def environment(state: State, step: Any = None) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
+    if step is None:
+        return reported
     options = getattr(step, "options", None)
-    return reported if step is None else {**reported, "compiled": options.words if options is not None else "no"}
+    processes = 1 if step.ranks is None else step.ranks.size
+    return {**reported, "processes": processes, "compiled": options.words if options is not None else "no"}
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

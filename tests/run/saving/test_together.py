@@ -52,6 +52,15 @@ def test_a_run_continues_with_the_same_bits_from_the_newest_that_is_whole_for_al
         assert "clocks differ" in found["refused"]
 
 
+def test_the_number_of_processes_is_the_only_difference_of_their_step(written: tuple[Path, list[Any]]) -> None:
+    folder, results = written
+    step, template = step_and_state()
+    with pytest.warns(pc.errors.CheckpointWarning, match=f"processes: {len(results)} then, 1 now") as told_of:
+        pc.load(folder / "described", template, step=step)
+    (one,) = told_of
+    assert len(str(one.message).splitlines()) == 2
+
+
 @pytest.mark.parametrize("num", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_damage_is_found(written: tuple[Path, list[Any]], tmp_path: Path, num: int) -> None:
     folder, template, draw = written[0] / "one", step_and_state()[1], random.Random(0)

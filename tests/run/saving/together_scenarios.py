@@ -96,6 +96,15 @@ def refused(mesh: Any, folder: Path) -> str:
     return ""
 
 
+def described(folder: Path) -> None:
+    """Save the state of a step of several processes, each of which has all of it."""
+    step, state = step_and_state()
+    step = pc.data_parallel(step)
+    state = step(state, make_batch(shape=(2, 6, 6)))
+    if dist.get_rank() == 0:
+        pc.save(state, folder / "described", step=step)
+
+
 def main(store: str, rank: int, size: int, folder: str) -> None:
     """Run all scenarios as one of the processes, and save the results."""
     torch.set_num_threads(1)
@@ -106,6 +115,7 @@ def main(store: str, rank: int, size: int, folder: str) -> None:
         "loaded": saved_and_loaded(mesh, other, Path(folder)),
         "resumed": resumed(mesh, Path(folder)),
         "refused": refused(mesh, Path(folder)),
+        "described": described(Path(folder)),
         "whole": told(pc.whole(trained(mesh))),
     }
     torch.save(found, f"{folder}/{rank}.pt")
