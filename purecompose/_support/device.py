@@ -1,7 +1,8 @@
 """Device helpers: numbers sent without waiting, the precision of products, and where modules are built."""
 
+import platform
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from purecompose._support.scopes import NOTHING
 
 
-__all__ = ["AUTOCAST", "PRECISIONS", "arithmetic", "as_scalar", "bfloat16_units", "building", "sent"]
+__all__ = ["AUTOCAST", "PRECISIONS", "arithmetic", "as_scalar", "bfloat16_units", "building", "processor", "sent"]
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtype of the forward pass, for each precision that uses autocast."""
@@ -121,3 +122,12 @@ def _read(switch: Callable[[], Any]) -> Any:
         return switch()
     except RuntimeError:
         return None
+
+
+def processor() -> str:
+    """Return the processor's name, which `platform` does not report on Linux."""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

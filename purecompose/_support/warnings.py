@@ -4,6 +4,8 @@ import pathlib
 import sys
 import warnings
 
+from purecompose._support.urls import with_urls
+
 
 __all__ = ["warn"]
 
@@ -11,8 +13,8 @@ _OURS = str(pathlib.Path(__file__).parents[1])
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn with the innermost line outside of the library."""
+    """Warn with the innermost line outside of the library, and with URLs in place of the paths of local copies."""
     level, frame = 1, sys._getframe(0)
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         level, frame = level + 1, frame.f_back
-    warnings.warn(text, category, stacklevel=level)
+    warnings.warn(with_urls(text), category, stacklevel=level)

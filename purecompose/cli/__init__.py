@@ -11,22 +11,20 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from purecompose import __version__
 from purecompose._support import specs
 from purecompose.algorithms import FACTORIES, GROUPS
 from purecompose.cli.completion import SHELLS, script
-from purecompose.cli.loading import LoadedRun, load_run
+from purecompose.cli.loading import LoadedRun, load_run, local_runs
 from purecompose.cli.plan import show_plan
 from purecompose.cli.processes import SHARDINGS, reporting
 from purecompose.cli.settings import UsageError, add_allow_imports, add_settings, named, whole
 from purecompose.cli.setup import reported_as
 from purecompose.cli.train import RunError, train as run_training
 from purecompose.run.saving import CheckpointError
-from purecompose.run.saving.remote import fetched, is_remote
 
 
 __all__ = ["LoadedRun", "load_run", "main"]
@@ -70,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, unknown = parser.parse_known_args(words)
         if unknown:
             _refuse(unknown, commands[options.command])
-        with _local(options):
+        with local_runs(options):
             status = options.act(options)
         sys.stdout.flush()
     except UsageError as error:
@@ -97,24 +95,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status or 0
-
-
-@contextmanager
-def _local(options: argparse.Namespace) -> Iterator[None]:
-    """Replace runs that are given by a URL by local copies; raise `UsageError` if they cannot be read."""
-    with ExitStack() as stack:
-
-        def local(run: str) -> str:
-            return str(stack.enter_context(fetched(run))) if is_remote(run) else run
-
-        try:
-            if getattr(options, "run", None) is not None:
-                options.run = local(options.run)
-            if hasattr(options, "runs"):
-                options.runs = [local(run) for run in options.runs]
-        except (OSError, ValueError) as error:
-            raise UsageError(str(error)) from error
-        yield
 
 
 def _report(prog: str, error: BaseException, text: str) -> None:

@@ -1,23 +1,37 @@
 """Loading of a run from its folder, at one of its checkpoints."""
 
+import argparse
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from purecompose._support.urls import is_remote, with_urls
 from purecompose.cli.kinds import Data, Kind
 from purecompose.cli.settings import UsageError, settings_of
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, prepare
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data import Arrays
-from purecompose.run.saving import load, newest
-from purecompose.run.saving.folder import CHECKPOINTS, all_in, read_index
+from purecompose.records.layout import COMMAND, CONFIG, HISTORY, PLAN, RECORDS, RESULT, VERSIONS
+from purecompose.run.saving import CheckpointWarning, load, newest
+from purecompose.run.saving.fetching import fetched
+from purecompose.run.saving.folder import CHECKPOINTS, INDEX, all_in, read_index
 from purecompose.run.saving.index import Index
 
 
-__all__ = ["LoadedRun", "Trained", "index_of", "load_run", "settings_for", "trained"]
+__all__ = ["LoadedRun", "Trained", "index_of", "load_run", "local_runs", "settings_for", "trained"]
+
+_STATE = (CONFIG, INDEX)
+_READ = {
+    "evaluate": _STATE,
+    "predict": _STATE,
+    "plan": (CONFIG,),
+    "plot": (CONFIG, COMMAND, VERSIONS, PLAN, HISTORY, RECORDS, RESULT),
+}
+"""Names of the files that a command reads of a run in remote storage, besides the tensors of one checkpoint."""
 
 
 class LoadedRun(NamedTuple):
@@ -31,8 +45,8 @@ class LoadedRun(NamedTuple):
     """The run's batches for training, to pass to `fit`."""
     test_data: Arrays
     """The run's batches for evaluation."""
-    checkpoint: Path
-    """The checkpoint's folder."""
+    checkpoint: Path | str
+    """The checkpoint's folder, or its URL."""
 
 
 class Trained(NamedTuple):
@@ -56,7 +70,7 @@ def load_run(
     result, instead of by `--resume`, may produce other bits.
 
     Args:
-        run: The run's folder, or the folder of one of its checkpoints.
+        run: The run's folder, or the folder of one of its checkpoints; or the URL of one.
         checkpoint: "newest", "best", or a checkpoint's name. If `run` is the folder of a checkpoint, only that one.
         data: Data to use instead of those that the run was trained on, as for `--data`.
         allow_imports: True to allow importing, and so running, code that the run's settings name, `my_module:name`.
@@ -74,11 +88,35 @@ def load_run(
         outputs = run.state.forward(images)
         state = purecompose.fit(run.step, run.state, run.train_data, duration="60ep")
     """
-    settings = settings_for(run, None if data is None else str(data))
-    settings, found = completed(settings, allowed=None if allow_imports else ())
-    with fixed_arithmetic(settings["threads"]):
-        setup, state, place = trained(run, checkpoint, settings, found)
+    with fetched(run, _STATE) as folder:
+        settings = settings_for(folder, None if data is None else str(data))
+        settings, found = completed(settings, allowed=None if allow_imports else ())
+        with fixed_arithmetic(settings["threads"]):
+            setup, state, path = trained(folder, checkpoint, settings, found)
+        place = with_urls(path) if is_remote(run) else path
     return LoadedRun(state, setup.plain_step, setup.train_data, setup.test_data, place)
+
+
+@contextmanager
+def local_runs(options: argparse.Namespace) -> Iterator[None]:
+    """Replace runs that are given to a command by a URL by local copies, of what the command needs.
+
+    Raises:
+        UsageError: There is nothing at a URL, or it cannot be read.
+    """
+    with ExitStack() as stack:
+
+        def local(run: str) -> str:
+            return str(stack.enter_context(fetched(run, _READ[options.command]))) if is_remote(run) else run
+
+        try:
+            if getattr(options, "run", None) is not None:
+                options.run = local(options.run)
+            if hasattr(options, "runs"):
+                options.runs = [local(run) for run in options.runs]
+        except (OSError, ValueError) as error:
+            raise UsageError(str(error)) from error
+        yield
 
 
 def settings_for(run: str | Path, data: str | None) -> dict[str, Any]:
@@ -93,7 +131,9 @@ def trained(run: str | Path, checkpoint: str, settings: Mapping[str, Any], data:
         warnings.simplefilter("ignore")  # the run has shown the warnings of initialisation
         setup = prepare(settings, data)
     path = _checkpoint(run, checkpoint, setup.kind)
-    return Trained(setup, load(path, setup.state, step=setup.step), path)
+    with warnings.catch_warnings():  # no run continues, and a run of several processes is usually read by one
+        warnings.filterwarnings("ignore", ".* continues, perhaps not to the same bits", CheckpointWarning)
+        return Trained(setup, load(path, setup.state, step=setup.step), path)
 
 
 def index_of(run: str | Path, checkpoint: str, kind: Kind) -> Index:

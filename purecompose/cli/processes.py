@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from purecompose._support.urls import is_remote, naming_urls
 from purecompose.cli.settings import UsageError
 from purecompose.core.compose import Step
 from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
-from purecompose.run.saving.remote import is_remote, mirror
+from purecompose.run.saving.remote import mirror
 from purecompose.transforms.data_parallel import data_parallel
 from purecompose.transforms.sharding.placing import shard
 from purecompose.transforms.sharding.step import fully_sharded
@@ -86,7 +87,8 @@ class Processes:
                 local = stack.enter_context(mirror(out, name=name, is_writing=self.is_first))
             except (OSError, ValueError) as error:
                 raise UsageError(f"--out: {error}") from error
-            yield local
+            with naming_urls():
+                yield local
 
     def device(self, name: str) -> str:
         """Return the device of this process: of several GPUs in a host, each has its own."""

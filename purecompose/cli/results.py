@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import torch
 
 from purecompose import batch as batches
+from purecompose._support.urls import with_urls
 from purecompose.cli.kinds import TEXT, load as load_data
 from purecompose.cli.loading import Trained, index_of, settings_for, trained
 from purecompose.cli.own import allowed_by
@@ -38,7 +39,7 @@ def show_evaluation(options: argparse.Namespace) -> None:
             del wanted["top_5"]
         with nullcontext() if options.length is None else reported_as("--length"):
             found = evaluate(run.state, tested, wanted, step=run.setup.plain_step)
-    reported = {"checkpoint": str(run.checkpoint), "batch": run.state.timestamp.batch, **found}
+    reported = {"checkpoint": with_urls(run.checkpoint), "batch": run.state.timestamp.batch, **found}
     if options.json:
         print(json.dumps(reported))
         return
@@ -70,7 +71,7 @@ def show_predictions(options: argparse.Namespace) -> None:
         writer.writerow(["index", "class", "probability", "target"])
         writer.writerows([index, found, f"{share:.6f}", target] for index, (found, share, target) in enumerate(rows))
     if options.out is not None:
-        print(f"{len(rows):,} predictions of {run.checkpoint} in {options.out}")
+        print(f"{len(rows):,} predictions of {with_urls(run.checkpoint)} in {options.out}")
 
 
 def _write_text(options: argparse.Namespace, settings: Mapping[str, Any], prompt: Prompt) -> None:

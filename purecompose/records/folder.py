@@ -14,6 +14,8 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from purecompose._support.checks import check_flag, shown
+from purecompose._support.device import processor
+from purecompose._support.urls import is_remote, with_urls
 from purecompose.core.state import State
 from purecompose.observers import Records, learning_rate, memory, speed
 from purecompose.records.curves import draw_curves
@@ -34,7 +36,7 @@ from purecompose.records.layout import (
 from purecompose.records.lock import Lock
 from purecompose.records.reading import read_history, read_json, read_run
 from purecompose.records.report import write_report
-from purecompose.records.settings import checked_settings, to_toml
+from purecompose.records.settings import changes, checked_settings, flat, to_toml
 from purecompose.records.starts import Start
 from purecompose.records.watch import Watch
 from purecompose.run.evaluation import Observer
@@ -123,6 +125,10 @@ class RunFolder:
         resume: bool = False,
         every: TimeLike | int = "1ba",
     ) -> None:
+        if is_remote(path if isinstance(path, str) else Path(path)):
+            raise ValueError(
+                f"RunFolder: {path} is in remote storage: give the folder of `with purecompose.saving.mirror(url)`"
+            )
         self.path = Path(path).absolute()  # valid after a change of the working directory
         self.unwritten: tuple[str, ...] = ()
         settings = None if config is None else checked_settings(config, "RunFolder: config")
@@ -186,9 +192,9 @@ class RunFolder:
         Raises:
             OSError: A file cannot be written.
         """
-        now = {**environment(state, step), "platform": platform.platform(), "processor": _processor()}
+        now = {**environment(state, step), "platform": platform.platform(), "processor": processor()}
         with suppress(ValueError, OSError):  # the file is missing or damaged
-            self._changed |= _changes(read_json(self.path / VERSIONS), now)
+            self._changed |= changes(read_json(self.path / VERSIONS), now)
         plan = f"{_plan(step, state, batch)}\n"
         self._when_trained(lambda: write_json(self.path / VERSIONS, now))
         self._when_trained(lambda: write_text(self.path / PLAN, plan))
@@ -261,7 +267,8 @@ class RunFolder:
             write_report(self.path, self.path / REPORT, curves=CURVES not in problems)
         if problems:
             reported = (f"{name} was not written: {type(error).__name__}: {error}" for name, error in problems.items())
-            warnings.warn(f"{self.path}: {'; '.join(reported)}", RuntimeWarning, stacklevel=4)
+            text = with_urls(f"{self.path}: {'; '.join(reported)}")
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
         # Without matplotlib there are no curves, but that is not a loss.
         lost = [name for name, error in problems.items() if not isinstance(error, ImportError)]
         started = {RECORDS: self._records.num_unwritten > 0, HISTORY: not self._watch.is_noted}
@@ -291,8 +298,8 @@ class RunFolder:
             # The result of a run that ended earlier is out of date.
             self._at_start.append(lambda: (self.path / RESULT).unlink(missing_ok=True))
             if settings is not None:
-                before = _flat(tomllib.loads((self.path / CONFIG).read_text("utf-8")))
-                changed = _changes(before, _flat(settings))
+                before = flat(tomllib.loads((self.path / CONFIG).read_text("utf-8")))
+                changed = changes(before, flat(settings))
         if settings is not None or not self.goes_on:
             text = to_toml(settings or {})
             self._when_trained(lambda: write_text(self.path / CONFIG, text))  # first, as it marks the folder as a run's
@@ -386,28 +393,3 @@ def _plan(step: Any, state: State, batch: Any) -> str:
             raise
         # Most likely a `match` reads shapes. The run itself has batches.
         return f"The plan needs a batch, begin(step, state, batch): {error}"
-
-
-def _processor() -> str:
-    """Return the processor's name, which `platform` does not report on Linux."""
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested settings as flat ones, with dots in the names."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{name}.{inner}": one for inner, one in value.items()}
-        else:
-            flat[name] = value
-    return flat
-
-
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    names = [*before, *(name for name in now if name not in before)]
-    return {name: [before.get(name), now.get(name)] for name in names if repr(before.get(name)) != repr(now.get(name))}

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from purecompose._support.urls import with_urls
 from purecompose.records.layout import LOCK, write_json
 from purecompose.records.reading import read_json
 from purecompose.run.saving.process import is_alive, place, token
@@ -59,7 +60,7 @@ class Lock:
             reported = f"{file} cannot be written: {error}. Another process could use the folder at the same time"
         self._finalizer = weakref.finalize(self, _release, self._folder, mine)
         if reported is not None:
-            warnings.warn(f"RunFolder: {reported}", RuntimeWarning, stacklevel=3)
+            warnings.warn(with_urls(f"RunFolder: {reported}"), RuntimeWarning, stacklevel=3)
 
     def release(self) -> None:
         """Release the lock."""

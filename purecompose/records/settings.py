@@ -10,7 +10,7 @@ from typing import Any
 from purecompose._support.checks import shown
 
 
-__all__ = ["checked_settings", "to_toml"]
+__all__ = ["changes", "checked_settings", "flat", "to_toml"]
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -43,6 +43,23 @@ def to_toml(settings: Mapping[str, Any]) -> str:
         if isinstance(value, Mapping):
             lines += ["", f"[{_key(name)}]", *(_line(inner, one) for inner, one in value.items())]
     return "\n".join([*lines, ""]).lstrip("\n")
+
+
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings as flat ones, with dots in the names."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{inner}": one for inner, one in value.items()}
+        else:
+            found[name] = value
+    return found
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that differ, the old one and the new one of each name."""
+    names = [*before, *(name for name in now if name not in before)]
+    return {name: [before.get(name), now.get(name)] for name in names if repr(before.get(name)) != repr(now.get(name))}
 
 
 def _named(config: Any, where: str) -> list[tuple[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from purecompose._support.checks import is_callable_with, shown
 from purecompose._support.keywords import check_keywords
+from purecompose._support.urls import naming_urls
 from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
@@ -30,8 +31,8 @@ from purecompose.run.plateau import Adjuster
 from purecompose.run.saving.checkpoint import restore_extra, saved_outside
 from purecompose.run.saving.errors import CheckpointWarning, MismatchError
 from purecompose.run.saving.extra import POSITION
+from purecompose.run.saving.fetching import fetched
 from purecompose.run.saving.keeping import Keeper
-from purecompose.run.saving.remote import fetched
 from purecompose.run.saving.resuming import Resumed, resumed_from, resumed_from_newest
 from purecompose.run.saving.settings import Checkpoints
 from purecompose.run.stopping import Stopper, with_memories
@@ -96,7 +97,7 @@ def _states(
     try:
         if keeper is not None:
             keeper.open(state, step)
-        with nullcontext() if resume in (None, "auto") else fetched(resume) as given:
+        with naming_urls(), nullcontext() if resume in (None, "auto") else fetched(resume) as given:
             resumed = _resumed(keeper, state, step, given or resume, is_adaptive=microbatches is not None)
             position = None if resumed is None else _restored(resumed, state, data, checkpoints)
         if resumed is not None:

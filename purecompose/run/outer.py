@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from purecompose._support.interrupts import Interrupts
+from purecompose._support.urls import with_urls
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.identity import describe_data
@@ -213,7 +214,7 @@ class Run:
             return
         self._save(state, is_last=True)
         path, now = self.keeper.written or (newest(self.keeper.folder), None)
-        path = path and self.keeper.shown(path)
+        path = path and with_urls(path)
         self.keeper.close()
         if now == state.timestamp:
             self._interrupts.obey(f"the run is saved in {path}; resume='auto' continues from there")
@@ -228,7 +229,7 @@ class Run:
             with suppress(SpentStateError):  # the current batch has overwritten it
                 self._obey(self._unsaved)
         self.keeper.settle()
-        path = (found := newest(self.keeper.folder)) and self.keeper.shown(found)
+        path = (found := newest(self.keeper.folder)) and with_urls(found)
         self.keeper.close()
         self._interrupts.obey("there is no checkpoint of it" if path is None else f"the newest checkpoint is {path}")
 

@@ -6,8 +6,9 @@ Loading executes no code: the bytes contain tensors, plain values and strings, w
 import struct
 
 from purecompose.core.state import State
-from purecompose.run.saving.checkpoint import assembled, snapshot, template
+from purecompose.run.saving.checkpoint import assembled, snapshot
 from purecompose.run.saving.errors import CheckpointError
+from purecompose.run.saving.fitting import template
 from purecompose.run.saving.index import from_json, to_json
 from purecompose.run.saving.leaves import Spec, mismatches, stored
 from purecompose.run.saving.tensors import library

@@ -79,7 +79,8 @@ def uncut(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_result_is_that_of_one_process(uncut: Path, tmp_path: Path) -> None:
+def test_the_result_is_that_of_one_process(uncut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(uncut)]) == 0 and not capsys.readouterr().err
     assert main([*TRAIN[2:], "6ep", "--out", str(tmp_path / "one")]) == 0
     ours, theirs = _result(uncut), _result(tmp_path / "one")
     assert ours["batches"] == theirs["batches"]

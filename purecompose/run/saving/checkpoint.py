@@ -8,35 +8,18 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from purecompose import tree
 from purecompose._support.shards import local, place_of, span_of
+from purecompose._support.urls import is_remote, present
 from purecompose._support.warnings import warn
-from purecompose.core.changes import memory_for
 from purecompose.core.context import Static
 from purecompose.core.state import State
 from purecompose.run.saving import extra as extras, folder, together
-from purecompose.run.saving.description import (
-    describe,
-    differences,
-    environment,
-    listed,
-    missing_required,
-    other_modules,
-    overruled_hparams,
-)
-from purecompose.run.saving.errors import CheckpointWarning, DamagedError, MismatchError
+from purecompose.run.saving.description import describe, environment
+from purecompose.run.saving.errors import CheckpointWarning, DamagedError
+from purecompose.run.saving.fetching import fetched
+from purecompose.run.saving.fitting import BASE, check_fits, param_leaf, template
 from purecompose.run.saving.index import Index, time_from_plain, time_to_plain
-from purecompose.run.saving.leaves import (
-    Spec,
-    checksum,
-    filled,
-    leaves_of,
-    mismatches,
-    restored_tensor,
-    spec_of,
-    stored,
-)
-from purecompose.run.saving.remote import fetched, is_remote
+from purecompose.run.saving.leaves import Spec, checksum, filled, leaves_of, restored_tensor, spec_of, stored
 from purecompose.run.saving.tensors import SavedTensors, is_whole
 from purecompose.run.saving.together import Writers, writers_of
 from purecompose.time.event import Event
@@ -45,23 +28,18 @@ from purecompose.time.event import Event
 __all__ = [
     "Snapshot",
     "assembled",
-    "check_fits",
     "load",
     "read",
     "restore_extra",
-    "saved_outside",
     "restored",
     "save",
+    "saved_outside",
     "snapshot",
-    "template",
 ]
 
 
 Parts: TypeAlias = Literal["all", "trainable"]
 """The parts of a state that a checkpoint holds: all, or all but the frozen parameters."""
-
-_BASE = "base"
-"""Key of an index's description for the checksum of the frozen parameters that the checkpoint leaves out."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +98,8 @@ def snapshot(
         raise ValueError("save: parts='trainable': each process holds some rows of this state: save pc.whole(state)")
     if parts == "trainable" and description["frozen"]:
         base = {name: state.params[name] for name in description["frozen"]}
-        description[_BASE] = checksum(base)
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in map(_param, base)}
+        description[BASE] = checksum(base)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in map(param_leaf, base)}
     packed: dict[str, Any] = {}
     for name, value in (outside or {}).items():
         packed[name], found = extras.pack(value, name)
@@ -226,13 +204,14 @@ def _read(path: Path, like: State, step: Any, *, strict: bool, is_adaptive: bool
         check_fits(path, index, like, step, strict=strict, is_adaptive=is_adaptive)
         return restored(path, index, like)
     except DamagedError as error:
-        older = _whole_before(path)
-        raise error if older is None else DamagedError(f"{error}; the next older whole one is {older}") from error
+        if (older := _whole_before(path)) is None:
+            raise
+        raise DamagedError(f"{error}; the next older whole one is {older}") from error
 
 
 def _whole_before(path: Path) -> Path | None:
     """Return the newest complete checkpoint next to a damaged one; not of a later batch, if its index can be read."""
-    found, _ = folder.all_in(path.parent)
+    found, _ = folder.all_in(present(path.parent))
     own = next((one.index.batch for one in found if one.path == path), None)
     for one in found:
         if one.path != path and (own is None or one.index.batch <= own):
@@ -246,7 +225,9 @@ def restored(path: Path, index: Index, like: State) -> State:
     try:
         return assembled(index, SavedTensors(path, index), like)
     except DamagedError as error:
-        raise error if str(path) in str(error) else DamagedError(f"{path} cannot be used: {error}") from error
+        if str(path) in str(error):
+            raise
+        raise DamagedError(f"{path} cannot be used: {error}") from error
 
 
 def restore_extra(extra: Any, path: Path, index: Index) -> None:
@@ -299,92 +280,6 @@ def assembled(index: Index, tensors: Mapping[str, Tensor], like: State) -> State
         raise DamagedError("the tensors in the file are not those of the index")
     like = template(index, like)
     return filled(like, Static(like.context, time_from_plain(index.time)), tensors, specs, index.values)
-
-
-def template(index: Index, like: State) -> State:
-    """Return the state with the checkpoint's frozen parameters, and optimizer memory for those that have it there."""
-    # Parameters that a method has frozen during the run remain frozen.
-    context = like.context
-    frozen = frozenset(index.description["frozen"]) & like.params.keys()
-    frozen |= _unknown_params(like, index.tensors) & context.frozen
-    if frozen != context.frozen:
-        like = like.replace(static=Static(context.replace(frozen=frozen), like.timestamp))
-    saved = {name for name in index.tensors if name.startswith(_MEMORY)}
-    if saved == {f"{_MEMORY}{path}" for path in tree.leaves_with_paths(like.opt_state)}:
-        return like
-    keys = {key for name in saved for key in name[len(_MEMORY) + 1 : -1].split("][")}
-    without = frozenset(name for name in frozen if repr(name) not in keys)
-    held = like.context.replace(frozen=without)
-    opt_state = memory_for(held, like.params, like.opt_state, is_new=True, key=like.key)
-    return like.replace(opt_state=opt_state)
-
-
-_MEMORY = "opt_state"
-
-
-def check_fits(
-    path: Path, index: Index, like: State, step: Any = None, *, strict: bool = True, is_adaptive: bool = False
-) -> None:
-    """Compare a checkpoint's index with a state and a step, and raise or warn as described in `load`."""
-    now = describe(like, step)
-    reported = [*differences(index.description, now), *overruled_hparams(index.description, like)]
-    if is_adaptive:
-        reported = [line for line in reported if not line.startswith("microbatches:")]
-    specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
-    thawed = sorted(like.context.frozen - _unknown_params(like, specs) - {*index.description["frozen"]})
-    if thawed:
-        reported.append(
-            f"frozen: {', '.join(thawed)} here, not in the checkpoint, whose setting is kept: load it, and "
-            "replace(frozen=...)"
-        )
-    misfits = other_modules(index.description["model"], now["model"], "the checkpoint")
-    base = index.description["frozen"] if _BASE in index.description else ()
-    misfits += mismatches(template(index, like), specs, index.values, elsewhere=base)
-    misfits += _other_base(index.description[_BASE], base, like) if base else []
-    required = missing_required(index.description, now)
-    if required or (misfits and strict):
-        lines = [*required, *reported, *misfits]
-        raise MismatchError(listed(f"{path} does not fit this state", lines, _HINT), lines)
-    current = environment(like, step)
-    moved = [
-        f"{name}: {old} then, {current[name]} now"
-        for name, old in index.environment.items()
-        if _differs(current, name, old)
-    ]
-    if reported or misfits:
-        warn(listed(f"{path} is taken over with differences", [*reported, *misfits]), CheckpointWarning)
-    if moved:
-        warn(listed(f"{path} continues, perhaps not to the same bits", moved), CheckpointWarning)
-
-
-_HINT = "give the state the same model, optimizer and algorithms, initialised (step.init), or load with strict=False"
-
-
-def _other_base(saved: str, names: list[str], like: State) -> list[str]:
-    """Return a line if the frozen parameters that a checkpoint leaves out are not those of a template."""
-    gone = [name for name in names if name not in like.params]
-    if gone:
-        return [f"state.{_param(name)}: frozen and left out of the checkpoint, not here" for name in gone]
-    if checksum({name: like.params[name] for name in names}) == saved:
-        return []
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return [
-        f"state.params: the checkpoint leaves out {len(names)} frozen parameters ({shown}), which have other values "
-        "here than where it was written: give the state the same base network"
-    ]
-
-
-def _param(name: str) -> str:
-    return f"params[{name!r}]"
-
-
-def _unknown_params(like: State, specs: Mapping[str, Any]) -> frozenset[str]:
-    """Return the parameters that a checkpoint lacks."""
-    return frozenset(name for name in like.params if _param(name) not in specs)
-
-
-def _differs(now: Mapping[str, Any], name: str, old: Any) -> bool:
-    return name in now and now[name] != old and name not in ("purecompose", "optree", "python")
 
 
 def _fetched(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from purecompose._support.urls import is_remote, with_urls
 from purecompose._support.warnings import warn
 from purecompose.core.state import State
 from purecompose.run.saving import folder as disk
@@ -17,7 +18,7 @@ from purecompose.run.saving.checkpoint import Snapshot, snapshot
 from purecompose.run.saving.errors import CheckpointWarning
 from purecompose.run.saving.extra import EXTRA, POSITION, pack
 from purecompose.run.saving.leaves import leaves_of
-from purecompose.run.saving.remote import Mirror, is_remote
+from purecompose.run.saving.remote import Mirror
 from purecompose.run.saving.resuming import Resumed
 from purecompose.run.saving.settings import Checkpoints, rating_of, surplus
 from purecompose.run.saving.tensors import is_whole, library
@@ -81,10 +82,6 @@ class Keeper:
             self._mirror = mirror_of(str(self.settings.folder), writers_of(state, step))
             self.folder = self._mirror.local
 
-    def shown(self, path: Path) -> str:
-        """Return a path in the folder as users know it."""
-        return str(path) if self._mirror is None else self._mirror.shown(path)
-
     def begin(self, state: State, step: Any = None, *, from_here: Resumed | None = None) -> None:
         """Check, before the run starts, that it can be saved, and that the folder has no later checkpoints.
 
@@ -106,7 +103,7 @@ class Keeper:
         later = [one for one in found if one.index.batch > state.timestamp.batch]
         if later and from_here is None:
             raise FileExistsError(
-                f"{self.shown(self.folder)} holds checkpoints of a run that has come further ({later[0].path.name}): "
+                f"{with_urls(self.folder)} holds checkpoints of a run that has come further ({later[0].path.name}): "
                 "continue from there with resume='auto', or give this run a folder of its own"
             )
         self._best = self._best_of(found)
@@ -184,7 +181,7 @@ class Keeper:
     def report_missing(self, now: Timestamp) -> None:
         """Warn if the final state of a run is not in a checkpoint."""
         if self._failure is not None and (self.written is None or self.written[1] != now):
-            target = self.shown(self.folder / disk.name_at(now))
+            target = self.folder / disk.name_at(now)
             warn(
                 f"the last state of the run is in no checkpoint: {target} could not be "
                 f"written ({_cause(self._failure)}). fit returns the state; save it with purecompose.save(state, path)",
@@ -202,8 +199,8 @@ class Keeper:
         if self._pool is not None:
             self._pool.shutdown(wait=True)
         if self._mirror is not None:
+            self._problems = [*map(with_urls, self._problems)]
             problem = self._mirror.close()
-            self._problems = [text.replace(str(self.folder), self._mirror.url) for text in self._problems]
             self._problems += [] if problem is None else [problem]
             self._mirror = None
         repeated = {cause: num for cause, num in self._failures.items() if num > 1}
@@ -321,7 +318,6 @@ class Keeper:
         """Warn of problems since the last call; in the thread of the run, where warnings filters are valid."""
         problems, self._problems = self._problems, []
         if self._mirror is not None:
-            problems = [text.replace(str(self.folder), self._mirror.url) for text in problems]
             if (problem := self._mirror.problem()) != self._told:
                 self._told = problem
                 problems += [] if problem is None else [f"{problem}; trying again"]

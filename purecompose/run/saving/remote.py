@@ -7,38 +7,29 @@ finds a checkpoint that is complete, or none. What is no longer kept is removed 
 
 import os
 import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
 
+from purecompose._support.urls import forget, know
 from purecompose._support.warnings import warn
 from purecompose.run.saving import folder as disk
-from purecompose.run.saving.errors import CheckpointWarning, DamagedError, UploadError
-from purecompose.run.saving.process import token
+from purecompose.run.saving.copies import WRITER, clear_copies, copy_named, new_name, note_sent, note_user
+from purecompose.run.saving.errors import CheckpointWarning, UploadError
+from purecompose.run.saving.storage import download, file_system, files_in, tried
 from purecompose.run.saving.tensors import is_file_name, is_whole
 
 
-__all__ = ["Mirror", "fetched", "is_remote", "mirror", "new_name"]
-
-T = TypeVar("T")
+__all__ = ["Mirror", "mirror"]
 
 _INTERVAL = 1.0
 """Seconds between two looks at the local copy."""
-_WAITS = (0.5, 1.0, 2.0, 4.0)
-"""Seconds between the attempts to read, to send or to remove a file."""
 _PATIENCE = 600.0
 """Seconds for which a process waits for another one on its host that reads the folder."""
-_READ, _WRITER = ".read", ".writer"
-"""Names of the files that mark a local copy as complete, and as that of the process that sends what has changed."""
-
-
-def is_remote(path: Path | str) -> bool:
-    """Return whether a path is a URL, such as `s3://bucket/run`."""
-    return "://" in str(path)
+_READ = ".read"
+"""Name of the file that marks a local copy as complete."""
 
 
 class Mirror:
@@ -66,27 +57,31 @@ class Mirror:
 
     def __init__(self, url: str, *, name: str | None = None, is_writing: bool = True) -> None:
         self.url = url.rstrip("/")
-        self.local = Path(tempfile.gettempdir()) / f"purecompose-{name or new_name()}"
-        self._fs, self._root = _file_system(self.url)
+        self.local = copy_named(name or new_name())
+        self._fs, self._root = file_system(self.url)
         self._sent: dict[str, tuple[int, int]] = {}
         self._there: set[str] = set()
         self._is_closing = threading.Event()
         self._problem: str | None = None
+        clear_copies()
         self._is_first = self._begun()
         if is_writing:
-            self._sent, self._there = _listed(self.local), set(_files(self._fs, self._root))
+            self._sent, self._there = _listed(self.local), set(files_in(self._fs, self._root))
         self._thread = threading.Thread(target=self._keep_sending, name="upload", daemon=True) if is_writing else None
         if self._thread is not None:
-            (self.local / _WRITER).touch()
+            note_sent(self.local, True)
+            (self.local / WRITER).touch()
             self._thread.start()
+        know(self.local, self.url)
 
     @property
     def has_writer(self) -> bool:
         """True if the process that sends what has changed uses this local copy, and so is on the same host."""
-        return (self.local / _WRITER).exists()
+        return (self.local / WRITER).exists()
 
     def close(self) -> str | None:
         """Send everything, and remove the local copy; return what could not be sent, if anything."""
+        forget(self.local)
         if self._thread is not None:
             self._is_closing.set()
             self._thread.join()
@@ -95,10 +90,6 @@ class Mirror:
         if self._thread is not None or (self._is_first and not self.has_writer):
             shutil.rmtree(self.local, ignore_errors=True)
         return None
-
-    def shown(self, path: Path) -> str:
-        """Return the URL of a path in the local copy."""
-        return f"{self.url}/{path.relative_to(self.local).as_posix()}".removesuffix("/.")
 
     def problem(self) -> str | None:
         """Return why the newest files are not sent yet; `None` if nothing is wrong."""
@@ -119,8 +110,10 @@ class Mirror:
                 time.sleep(0.05)
             if os.name == "posix" and self.local.stat().st_uid != os.getuid():
                 raise PermissionError(f"{self.url}: {self.local} belongs to another user") from None
+            note_user(self.local)
             return False
         try:
+            note_user(self.local)
             self._read()
         except BaseException:
             shutil.rmtree(self.local, ignore_errors=True)
@@ -129,10 +122,10 @@ class Mirror:
         return True
 
     def _read(self) -> None:
-        files = _files(self._fs, self._root)
+        files = files_in(self._fs, self._root)
         for name in files:
             if not is_file_name(Path(name).name):
-                _download(self._fs, self._root, name, self.local)
+                self._download(name)
         for folder in (self.local, self.local / disk.CHECKPOINTS):
             found, damaged = disk.all_in(folder)
             for path in damaged:  # a run puts them aside, with all that is in them
@@ -145,7 +138,10 @@ class Mirror:
     def _read_checkpoint(self, path: Path, files: list[str]) -> None:
         for name in files:
             if (self.local / name).parent == path:
-                _download(self._fs, self._root, name, self.local)
+                self._download(name)
+
+    def _download(self, name: str) -> None:
+        download(self._fs, f"{self._root}/{name}", self.local / name)
 
     # Sending
 
@@ -158,20 +154,21 @@ class Mirror:
                 self._problem = None
             except Exception as error:  # of any storage; what is not sent now is sent later
                 self._problem = f"{self.url} cannot be written to: {type(error).__name__}: {error}"
+            note_sent(self.local, self._problem is None)
 
     def _send(self) -> None:
         """Make the folder equal to the local copy."""
         now = _listed(self.local)
         for name in sorted(now, key=_is_index):
             if self._sent.get(name) != now[name] and (self.local / name).exists():
-                _tried(lambda name=name: self._put(name))
+                tried(lambda name=name: self._put(name))
                 self._sent[name] = now[name]
         # Only what the local copy has had: other files in the storage are not ours.
         gone = {name for name in self._sent.keys() - now.keys() if not (self.local / name).exists()}
         folders = {str(Path(name).parent) for name in gone if not (self.local / name).parent.exists()}
         gone |= {name for name in self._there if str(Path(name).parent) in folders}  # tensors that were not read
         for name in sorted(gone, key=_is_index, reverse=True):
-            _tried(lambda name=name: self._remove(name))
+            tried(lambda name=name: self._remove(name))
 
     def _remove(self, name: str) -> None:
         try:
@@ -227,70 +224,6 @@ def mirror(url: str, *, name: str | None = None, is_writing: bool = True) -> Ite
         raise UploadError(problem)
 
 
-@contextmanager
-def fetched(path: Path | str) -> Iterator[Path]:
-    """Return a scope with a folder, which is read from remote storage if the path is a URL.
-
-    Raises:
-        FileNotFoundError: There is nothing at the URL.
-        ImportError, ValueError, OSError: See `Mirror`.
-    """
-    if not is_remote(path):
-        yield Path(path)
-        return
-    fs, root = _file_system(str(path))
-    files = _files(fs, root)
-    if not files:
-        raise FileNotFoundError(f"there is nothing at {path}")
-    with tempfile.TemporaryDirectory(prefix="purecompose-") as local:
-        folder = Path(local) / root.rpartition("/")[2]
-        for name in files:
-            _download(fs, root, name, folder)
-        yield folder
-
-
-def new_name() -> str:
-    """Return a name for a local copy that no other has."""
-    return f"{os.getpid()}-{token()}-{time.monotonic_ns():x}"
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it."""
-    try:
-        from fsspec.core import url_to_fs
-    except ImportError as error:
-        raise ImportError(f"{url}: remote storage needs fsspec: pip install 'purecompose[remote]'") from error
-    try:
-        fs, root = url_to_fs(url)
-    except ImportError as error:
-        raise ImportError(f"{url}: {error}") from error  # names the package, such as s3fs
-    return fs, root.rstrip("/")
-
-
-def _files(fs: Any, root: str) -> list[str]:
-    """Return the names of all files below a path.
-
-    Raises:
-        DamagedError: A name would lead out of the local copy.
-    """
-
-    def found() -> list[str]:
-        fs.invalidate_cache()
-        return [name.removeprefix(root).lstrip("/") for name in fs.find(root)]
-
-    names = [name for name in _tried(found) if name]
-    for name in names:
-        if ".." in Path(name).parts or os.sep != "/" and os.sep in name:
-            raise DamagedError(f"{root} holds a file {name!r}, which would be written outside of a local copy")
-    return names
-
-
-def _download(fs: Any, root: str, name: str, folder: Path) -> None:
-    target = folder / name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _tried(lambda: fs.get_file(f"{root}/{name}", str(target)))
-
-
 def _listed(folder: Path) -> dict[str, tuple[int, int]]:
     """Return size and time of change of the files in a folder, by name; hidden ones are being written."""
     found = {}
@@ -309,20 +242,3 @@ def _listed(folder: Path) -> dict[str, tuple[int, int]]:
 
 def _is_index(name: str) -> bool:
     return name.rpartition("/")[2] == disk.INDEX
-
-
-def _tried(do: Callable[[], T]) -> T:
-    """Return what a function returns, after several attempts if necessary; raise `OSError` if all fail."""
-    for seconds in _WAITS:
-        try:
-            return do()
-        except (FileNotFoundError, PermissionError):
-            raise
-        except Exception:  # each storage has its own
-            time.sleep(seconds)
-    try:
-        return do()
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error

@@ -10,8 +10,9 @@ from typing import Any
 from purecompose._support.warnings import warn
 from purecompose.core.state import State
 from purecompose.run.saving import folder as disk
-from purecompose.run.saving.checkpoint import check_fits, read, restored
+from purecompose.run.saving.checkpoint import read, restored
 from purecompose.run.saving.errors import CheckpointError, CheckpointWarning, DamagedError
+from purecompose.run.saving.fitting import check_fits
 from purecompose.run.saving.index import Index
 from purecompose.run.saving.together import Writers, writers_of
 from purecompose.time.event import Event

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from purecompose._support.checks import check_flag, check_whole
+from purecompose._support.urls import is_remote
 from purecompose.losses.metrics import is_lower_better
 from purecompose.run.saving.extra import check_extra
 from purecompose.run.saving.folder import Found
-from purecompose.run.saving.remote import is_remote
 from purecompose.time.intervals import Interval, checked_interval
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from purecompose._support.files import opened
-from purecompose.run.saving.errors import DamagedError
+from purecompose._support.urls import present
+from purecompose.run.saving.errors import CheckpointError, DamagedError
 from purecompose.run.saving.index import Index
 from purecompose.run.saving.leaves import Spec
 
@@ -119,7 +120,7 @@ class SavedTensors(Mapping[str, Tensor]):
         try:
             file = self._opened(part.file)
             return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
-        except DamagedError:
+        except CheckpointError:
             raise
         except (package.SafetensorError, KeyError, ValueError, RuntimeError, IndexError) as error:
             raise DamagedError(f"{self.path / part.file} cannot be read: {error}") from error
@@ -186,15 +187,16 @@ def library() -> Any:
 
 
 def _check_file(path: Path, name: str, report: Mapping[str, Any]) -> None:
+    file = present(path / name)
     try:
-        with opened(path / name) as stream:
+        with opened(file) as stream:
             size = os.fstat(stream.fileno()).st_size
             if size != report.get("bytes"):  # compared before the content is read
                 expected = report.get("bytes")
-                raise DamagedError(f"{path / name} has {size} bytes, its index says {expected}: it is not whole")
+                raise DamagedError(f"{file} has {size} bytes, its index says {expected}: it is not whole")
             found = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise DamagedError(f"{path} is not a whole checkpoint: {name} cannot be read ({reason})") from error
     if found != report.get("sha256"):
-        raise DamagedError(f"{path / name} has been changed since it was written (the checksum does not fit)")
+        raise DamagedError(f"{file} has been changed since it was written (the checksum does not fit)")

@@ -23,9 +23,10 @@ from purecompose._support.shards import place_of
 from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
 from purecompose.run.saving import folder
+from purecompose.run.saving.copies import new_name
 from purecompose.run.saving.index import Index
 from purecompose.run.saving.process import token
-from purecompose.run.saving.remote import Mirror, new_name
+from purecompose.run.saving.remote import Mirror
 from purecompose.run.saving.tensors import file_name
 
 

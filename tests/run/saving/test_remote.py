@@ -2,19 +2,23 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import purecompose as pc
 from purecompose import compose, loop_events, tree
-from purecompose.cli import main
-from purecompose.run.saving import remote
+from purecompose.cli import load_run, main
+from purecompose.run.saving import remote, storage
+from purecompose.run.saving.keeping import Keeper
 from tests.helpers import make_batch, make_state
 from tests.pages import ROOT
 
@@ -50,9 +54,16 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
         fsspec.filesystem("memory").rm("/", recursive=True)
 
 
-def run(url: str, duration: str, **settings: Any) -> pc.State:
+@pytest.fixture(autouse=True)
+def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep local copies apart from those of other tests, which a run would remove if their process has ended."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("copies")))
+
+
+def run(url: str, duration: str, state: Any = None, resume: Any = "auto", **settings: Any) -> pc.State:
     saved = pc.Checkpoints(url, **{"every": "2ba", "keep": 2, "background": False, **settings})
-    return pc.fit(compose(loop_events), make_state(), DATA, duration=duration, checkpoints=saved, resume="auto")
+    state = make_state() if state is None else state
+    return pc.fit(compose(loop_events), state, DATA, duration=duration, checkpoints=saved, resume=resume)
 
 
 def names(url: str) -> list[str]:
@@ -63,7 +74,7 @@ def names(url: str) -> list[str]:
 
 
 def local_copies() -> set[Path]:
-    return set(Path(remote.tempfile.gettempdir()).glob("purecompose-*"))
+    return set(Path(tempfile.gettempdir()).glob("purecompose-*"))
 
 
 def test_a_run_continues_from_remote_storage_to_the_same_bits(url):
@@ -133,7 +144,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch, num_failures: float) -> list[str]:
         return real(self, source, target, **settings)
 
     monkeypatch.setattr(fs, "put_file", put)
-    monkeypatch.setattr(remote, "_WAITS", (0.01, 0.01))
+    monkeypatch.setattr(storage, "_WAITS", (0.01, 0.01))
     return tried
 
 
@@ -153,9 +164,9 @@ def test_what_cannot_be_sent_stays_in_the_local_copy(monkeypatch):
     assert tree.equal(pc.load(saved, make_state()).params, state.params)
     with pytest.raises(pc.errors.UploadError, match="network is down"), remote.mirror("memory://down/run") as folder:
         (folder / "notes.txt").write_text("kept")
-    remote.shutil.rmtree(kept)
+    shutil.rmtree(kept)
     assert (folder / "notes.txt").read_text() == "kept"
-    remote.shutil.rmtree(folder)
+    shutil.rmtree(folder)
 
 
 def test_a_damaged_object_is_never_loaded(url):
@@ -166,10 +177,29 @@ def test_a_damaged_object_is_never_loaded(url):
     content = bytearray(fs.cat_file(newest))
     content[-3] ^= 1
     fs.pipe_file(newest, bytes(content))
-    with pytest.raises(pc.saving.DamagedError):
-        pc.load(f"{url}/damaged/{newest.split('/')[-2]}", make_state())
-    with pytest.warns(pc.errors.CheckpointWarning, match="put aside, and continuing from .*ba00000004"):
+    damaged, older = (f"{url}/damaged/ep0001-ba0000000{batch}" for batch in (6, 4))
+    text = f"{damaged}/state.safetensors has been changed .* the next older whole one is {older}"
+    for load in (lambda: pc.load(damaged, make_state()), lambda: run("memory://else", "8ba", resume=damaged)):
+        with pytest.raises(pc.saving.DamagedError, match=text) as raised:
+            load()
+        assert "purecompose-" not in str(raised.value.__cause__)
+    with pytest.warns(pc.errors.CheckpointWarning, match=f"{damaged}/.* put aside, and continuing from {older}"):
         assert tree.equal(run(f"{url}/damaged", "8ba").params, whole.params)
+
+
+def test_differences_are_those_of_the_url(recwarn):
+    run("memory://fits/run", "2ba")
+    url = "memory://fits/run/ep0000-ba00000002"
+    other = make_state(torch.nn.Linear(4, 3))
+    for load in (lambda: pc.load(url, other), lambda: run("memory://fits/run", "4ba", state=other)):
+        with pytest.raises(pc.errors.MismatchError, match=f"^{url} does not fit this state"):
+            load()
+    pc.load(url, make_state(optimizer=pc.optim.sgd(0.7, momentum=0.9)))
+    assert str(recwarn.pop(pc.errors.CheckpointWarning).message).startswith(f"{url} is taken over with differences")
+    with pytest.raises(pc.errors.CheckpointError, match=f"^memory://fits/run is a folder .* the newest is {url}"):
+        pc.load("memory://fits/run", make_state())
+    with pytest.raises(FileExistsError, match="^memory://fits/run holds checkpoints"):
+        run("memory://fits/run", "1ba", resume=None)
 
 
 PROGRAM = """
@@ -191,12 +221,15 @@ pc.fit(compose(loop_events), make_state(), DATA, duration="8ba", checkpoints=sav
 """
 
 
-def test_a_killed_run_goes_on_elsewhere_to_the_same_bits(tmp_path):
+def test_a_killed_run_goes_on_to_the_same_bits_and_its_copy_is_removed(tmp_path, monkeypatch):
     there, elsewhere = tmp_path / "storage", tmp_path / "host"
     elsewhere.mkdir()
     environment = {**os.environ, "TMPDIR": str(elsewhere), "PYTHONPATH": str(ROOT)}
     assert subprocess.run([sys.executable, "-c", PROGRAM, str(there)], env=environment, timeout=120).returncode == 9
+    assert len([*elsewhere.iterdir()]) == 1
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
     resumed = run(f"file://{there}/run", "8ba")
+    assert not [*elsewhere.iterdir()]
     whole = pc.fit(compose(loop_events), make_state(), DATA, duration="8ba")
     assert tree.equal(resumed.params, whole.params)
 
@@ -214,7 +247,127 @@ def test_the_command_line_keeps_its_folder_in_remote_storage(url, tmp_path, caps
     assert ours["checksum"] == theirs["checksum"]
     printed = capsys.readouterr().out
     assert f"{url}/report.html" in printed and "/purecompose-" not in printed
-    assert main(["evaluate", url]) == 0 and main(["plot", url, "--out", str(tmp_path / "curves.png")]) == 0
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run with three checkpoints."""
+    out = tmp_path_factory.mktemp("trained") / "one"
+    words = ["train", "--quiet", "--model", "mlp", "--limit-batches", "3", "--checkpoint-every", "1ba"]
+    with pytest.MonkeyPatch.context() as patch:  # a thread would skip checkpoints on a busy machine
+        patch.setattr(Keeper, "_enqueue", lambda self, task, is_best: self._write(task))
+        assert main([*words, "--duration", "1ep", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture
+def sent(trained: Path) -> Iterator[str]:
+    """Return the URL of this run in the storage."""
+    fs = fsspec.filesystem("memory")
+    for file in trained.rglob("*"):
+        if file.is_file():
+            fs.pipe_file(f"/runs/one/{file.relative_to(trained).as_posix()}", file.read_bytes())
+    yield "memory://runs/one"
+    fs.rm("/", recursive=True)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list of files that are read of this run."""
+    found: list[str] = []
+    fs = type(fsspec.filesystem("memory"))
+    real = fs.get_file
+
+    def get(self: Any, source: str, target: str, **settings: Any) -> Any:
+        found.append(source.removeprefix("/runs/one/"))
+        return real(self, source, target, **settings)
+
+    monkeypatch.setattr(fs, "get_file", get)
+    return found
+
+
+def in_checkpoint(batch: int, *names: str) -> list[str]:
+    return [f"checkpoints/ep{batch // 3:04d}-ba{batch:08d}/{name}" for name in names]
+
+
+INDEXES = [name for batch in (1, 2, 3) for name in in_checkpoint(batch, "index.json")]
+NEWEST = ["config.toml", *INDEXES, *in_checkpoint(3, "state.safetensors")]
+SECOND = ["config.toml", *INDEXES, *in_checkpoint(2, "state.safetensors")]
+ONE = ["config.toml", *in_checkpoint(2, "index.json", "state.safetensors")]
+RECORDS = ["command.txt", "config.toml", "history.json", "plan.txt", "records.jsonl", "result.json", "versions.json"]
+
+
+@pytest.mark.parametrize(
+    "command, place, more, files",
+    [
+        ("evaluate", "", [], NEWEST),
+        ("evaluate", "", ["--checkpoint", "ep0000-ba00000002"], SECOND),
+        ("evaluate", "/checkpoints/ep0000-ba00000002", [], ONE),
+        ("predict", "", [], NEWEST),
+        ("plan", "", [], ["config.toml"]),
+        ("plot", "", ["--out", "curves.svg"], RECORDS),
+    ],
+)
+def test_a_command_reads_what_it_needs(trained, sent, read, command, place, more, files, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([command, f"{sent}{place}", *more]) == 0
+    assert sorted(read) == sorted(files)
+    printed = capsys.readouterr()
+    assert main([command, f"{trained}{place}", *more]) == 0
+    there = capsys.readouterr()
+    assert printed.out == there.out.replace(str(trained), sent) and printed.err == there.err
+
+
+def test_a_checkpoint_is_read_without_its_neighbours(sent, read):
+    found = load_run(sent, "ep0000-ba00000002")
+    assert found.checkpoint == f"{sent}/checkpoints/ep0000-ba00000002" and found.state.timestamp.batch == 2
+    read.clear()
+    with pytest.warns(pc.errors.CheckpointWarning, match=f"^{found.checkpoint} continues"):  # threads, kernels
+        pc.load(found.checkpoint, found.state)
+    assert sorted(read) == in_checkpoint(2, "index.json", "state.safetensors")
+
+
+def test_a_command_names_a_damaged_checkpoint_and_the_whole_one_before(sent, capsys):
+    fsspec.filesystem("memory").pipe_file(f"/runs/one/{in_checkpoint(3, 'state.safetensors')[0]}", b"none")
+    newest, older = (f"{sent}/{in_checkpoint(batch, '')[0][:-1]}" for batch in (3, 2))
+    assert main(["evaluate", sent]) == 1
+    error = capsys.readouterr().err
+    assert f"{newest}/state.safetensors has 4 bytes" in error and f"whole one is {older}\n" in error
+    assert main(["evaluate", sent, "--checkpoint", "best-ever"]) == 2
+    assert f"{sent}/checkpoints has no best-ever" in capsys.readouterr().err
+
+
+def test_a_command_names_tensors_that_cannot_be_read(sent, monkeypatch, capsys):
+    fs = type(fsspec.filesystem("memory"))
+    real = fs.get_file
+
+    def get(self: Any, source: str, target: str, **settings: Any) -> Any:
+        if source.endswith(".safetensors"):
+            raise ConnectionError("the network is down")
+        return real(self, source, target, **settings)
+
+    monkeypatch.setattr(fs, "get_file", get)
+    monkeypatch.setattr(storage, "_WAITS", (0.01,))
+    assert main(["evaluate", sent]) == 1
+    newest = f"{sent}/{in_checkpoint(3, 'state.safetensors')[0]}"
+    assert f"error: {newest} cannot be read: the network is down" in capsys.readouterr().err
+
+
+def test_a_url_that_pathlib_has_changed_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Path("s3://bucket/run")
+    attempts = (
+        lambda: pc.Checkpoints(path),
+        lambda: pc.load(path, make_state()),
+        lambda: pc.save(make_state(), path),
+        lambda: pc.records.RunFolder(path),
+    )
+    for attempt in attempts:
+        with pytest.raises(ValueError, match="a local folder named 's3:'.*pass the URL as a str"):
+            attempt()
+    with pytest.raises(ValueError, match="RunFolder: s3://bucket/run is in remote storage"):
+        pc.records.RunFolder("s3://bucket/run")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_name_that_leads_out_of_the_local_copy_is_refused():
