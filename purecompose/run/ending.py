@@ -4,7 +4,10 @@ import itertools
 import signal
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from purecompose.core.ranks import Ranks
 
 
 __all__ = ["CommonEnd"]
@@ -18,10 +21,11 @@ class CommonEnd:
 
     A process that has received a signal notes in the process group's store that all end after the next batch. No other
     can have gone further, since that batch needs its messages. Each looks into the store after every batch, and so does
-    not wait for a GPU.
+    not wait for a GPU. When no batch follows, they ask each other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._place = f"purecompose/end/{next(_NUMBERS)}"
         self._store: Any = dist.distributed_c10d._get_default_store()
 
@@ -38,3 +42,14 @@ class CommonEnd:
             return None
         last, number = map(int, self._store.get(self._place).split())
         return signal.Signals(number) if batch >= last else None
+
+    def due_at_end(self, received: signal.Signals | None, device: torch.device) -> signal.Signals | None:
+        """Return the signal that any process has received; all must ask, since no batch follows.
+
+        Args:
+            received: The signal that this process has received, if any.
+            device: The device of the message.
+        """
+        own = torch.tensor(int(received or 0), device=device)
+        number = int(self._ranks.exchange([own], "max")[0])
+        return signal.Signals(number) if number else None

@@ -123,6 +123,10 @@ def _states(
             position=position,
         )
         yield from run.states(state, defers_signals=defers_signals)
+    except Exception:
+        if keeper is not None:
+            keeper.give_up()
+        raise
     finally:
         if keeper is not None:
             keeper.close()

@@ -81,7 +81,8 @@ class Run:
         self._train: Callable[[State, Any], State] = self._adaptive or self.step
         self._interrupts = Interrupts()
         self._unsaved: State | None = None
-        self._common_end = None if self.keeper is None or self.step.ranks is None else CommonEnd()
+        ranks = None if self.keeper is None else self.step.ranks
+        self._common_end = None if ranks is None else CommonEnd(ranks)
         self._described_data = {} if self.keeper is None else describe_data(self.data)
 
     def states(self, state: State, *, defers_signals: bool = False) -> Iterator[State]:
@@ -118,12 +119,12 @@ class Run:
                 self._unsaved = cut
                 yield cut
         self._save(state, is_last=True)  # while signals are deferred; afterwards they would interrupt the writing
-        self._obey(state)
+        self._obey(state, is_at_end=True)
         self._unsaved = None  # the state after FIT_END is not saved, because a longer run could not continue from it
         end = self._evaluate(Event.FIT_END, self._fire(Event.FIT_END, state), state.timestamp)
         if end is state:
             self._save(state, is_last=True)  # again, with the metrics just measured
-        self._obey(state)
+        self._obey(state, is_at_end=True)
         if self.keeper is not None:
             self.keeper.report_missing(state.timestamp)
         yield end
@@ -201,20 +202,19 @@ class Run:
 
     # Cuts
 
-    def _obey(self, state: State) -> None:
+    def _obey(self, state: State, *, is_at_end: bool = False) -> None:
         """Save the state and end the run if a signal has arrived, in a step of several processes at any of them."""
         if self.keeper is None:
             return
-        if self._common_end is not None:
-            due = self._common_end.due(state.timestamp.batch, self._interrupts.received)
-            if due is None:
-                return
-            self._interrupts.received = due
-        if self._interrupts.received is None:
+        due = self._interrupts.received
+        if (common := self._common_end) is not None:
+            due = common.due_at_end(due, state.device) if is_at_end else common.due(state.timestamp.batch, due)
+        if due is None:
             return
+        self._interrupts.received = due
         self._save(state, is_last=True)
-        path, now = self.keeper.written or (newest(self.keeper.folder), None)
-        path = path and with_urls(path)
+        found, now = self.keeper.written or (newest(self.keeper.folder), None)
+        path = found and with_urls(found)
         self.keeper.close()
         if now == state.timestamp:
             self._interrupts.obey(f"the run is saved in {path}; resume='auto' continues from there")

@@ -142,8 +142,8 @@ def test_a_signal_after_the_last_check_still_ends_the_process(
     looks: list[int] = []
     look = Run._obey
 
-    def late(self: Run, state: State) -> None:
-        look(self, state)
+    def late(self: Run, state: State, **settings: Any) -> None:
+        look(self, state, **settings)
         looks.append(state.timestamp.batch)
         if looks.count(4) == 3:  # the last batch, the end, and the evaluation there
             signal.raise_signal(number)

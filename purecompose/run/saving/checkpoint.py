@@ -21,7 +21,7 @@ from purecompose.run.saving.fitting import BASE, check_fits, param_leaf, templat
 from purecompose.run.saving.index import Index, time_from_plain, time_to_plain
 from purecompose.run.saving.leaves import Spec, checksum, filled, leaves_of, restored_tensor, spec_of, stored
 from purecompose.run.saving.tensors import SavedTensors, is_whole
-from purecompose.run.saving.together import Writers, writers_of
+from purecompose.run.saving.together import Writers, in_all, writers_of
 from purecompose.time.event import Event
 
 
@@ -136,7 +136,8 @@ def save(state: State, path: Path | str, *, step: Any = None, parts: Parts = "al
 
     Raises:
         ValueError: `parts` has another value, or `path` is a URL: see `mirror`.
-        OSError: The disk is full, or the folder cannot be written to; an existing checkpoint is left unchanged.
+        OSError: The disk is full, or the folder cannot be written to, also by another of the processes that write
+            together; an existing checkpoint is left unchanged.
         TypeError: The state contains something that is neither a tensor nor a plain value; the message names the place.
         CheckpointError: The state is from inside a step.
         ImportError: Safetensors is not installed.
@@ -147,9 +148,8 @@ def save(state: State, path: Path | str, *, step: Any = None, parts: Parts = "al
             "give fit checkpoints=Checkpoints(url)"
         )
     writers = writers_of(state)
-    snapshot(state, step, parts=parts).write(Path(path), writers)
-    if writers is not None:
-        writers.is_good_for_all(True)  # the first process comes here when the checkpoint is complete
+    taken = snapshot(state, step, parts=parts)
+    in_all(writers, lambda: taken.write(Path(path), writers), f"{path} was not written")
     return Path(path)
 
 

@@ -4,25 +4,24 @@ import contextlib
 import errno
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from purecompose._support.urls import is_remote, with_urls
 from purecompose._support.warnings import warn
 from purecompose.core.state import State
-from purecompose.run.saving import folder as disk
+from purecompose.run.saving import folder as disk, together
 from purecompose.run.saving.checkpoint import Snapshot, snapshot
 from purecompose.run.saving.errors import CheckpointWarning
 from purecompose.run.saving.extra import EXTRA, POSITION, pack
 from purecompose.run.saving.leaves import leaves_of
 from purecompose.run.saving.remote import Mirror
 from purecompose.run.saving.resuming import Resumed
-from purecompose.run.saving.settings import Checkpoints, rating_of, surplus
+from purecompose.run.saving.settings import Checkpoints, of_newest, rating_of, surplus, surplus_before
 from purecompose.run.saving.tensors import is_whole, library
-from purecompose.run.saving.together import Writers, mirror_of, writers_of
+from purecompose.run.saving.together import Writers, in_all, mirror_of, writers_of
 from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.intervals import has_passed
 
@@ -70,6 +69,7 @@ class Keeper:
         self._best: float | None = None
         self._writers: Writers | None = None
         self._num_written = 0
+        self._undecided: tuple[Path, Timestamp] | None = None
         self._has_lacked_position = False
 
     def open(self, state: State, step: Any = None) -> None:
@@ -99,7 +99,7 @@ class Keeper:
                     f"checkpoints: every={every}: processes that hold parts of a state write at the same batch, and "
                     "clocks differ; give a number of batches or epochs"
                 )
-        found, _ = disk.all_in(self.folder)
+        found, _ = in_all(self._writers, lambda: disk.all_in(self.folder), f"{self.folder} cannot be read")
         later = [one for one in found if one.index.batch > state.timestamp.batch]
         if later and from_here is None:
             raise FileExistsError(
@@ -142,6 +142,7 @@ class Keeper:
             memory: Notes for the run that continues.
             position: Function that returns the position of the data at a time, `None` if they have none.
         """
+        self._decide()  # before a next one, which all processes write
         self._tell()
         now, is_best = state.timestamp, self._is_best(metrics)
         if self._last == (now, metrics):
@@ -149,13 +150,15 @@ class Keeper:
         self._last, self._written_at = (now, metrics), time.monotonic()
         self._best = rating_of(metrics, self.settings) if is_best else self._best
         target = self.folder / disk.name_at(now)
-        if self._writers is not None and self._writers.number is None:
-            self.written = target, now  # by others
-            return
-        try:
-            taken = snapshot(state, step, metrics=metrics, memory=memory, outside=self._outside(position, now))
-        except TypeError as error:  # a method has put something else than numbers into the metrics, or into `extra`
-            self._failed(target, error)
+        is_ours = self._writers is None or self._writers.number is not None
+        taken, problem = None, None
+        if is_ours:
+            try:
+                taken = snapshot(state, step, metrics=metrics, memory=memory, outside=self._outside(position, now))
+            except TypeError as error:  # something else than numbers in the metrics, or in `extra`
+                problem = error
+        if self._is_any(problem is not None):
+            self._failed(target, problem or OSError("another process has failed"))
         else:
             self._hand_over(_Task(taken, target, now), is_best)
         self._tell()
@@ -168,14 +171,10 @@ class Keeper:
         while True:
             self.keep(state, *others)
             self.settle()
-            if not _is_disk_full(self._failure) or self._is_joint:
+            self._decide()
+            if not self._is_any(_is_disk_full(self._failure)):
                 return
-            # If the state is already saved, and only new metrics are missing, there is no need to wait.
-            may_wait = self.written is None or self.written[1] != state.timestamp
-            if self._make_room(state.timestamp, self.settings) or (may_wait and self._wait_for_room()):
-                continue
-            # The newest state is worth more than older ones.
-            if not may_wait or not self._make_room(state.timestamp, _of_newest(self.settings)):
+            if not self._is_any(self._is_tidying and self._has_room_for(state.timestamp)):
                 return
 
     def report_missing(self, now: Timestamp) -> None:
@@ -193,6 +192,11 @@ class Keeper:
         if self._waiting is not None:
             wait([self._waiting.future])  # the thread writes them in order, so the last one is sufficient
         self._tell()
+
+    def give_up(self) -> None:
+        """Note that an error ends the run: another process may have ended, and is not waited for any longer."""
+        if self._writers is not None:
+            self._writers.has_failed.set()
 
     def close(self) -> None:
         """Wait until everything is written, and sent to remote storage, and end the threads."""
@@ -235,11 +239,34 @@ class Keeper:
         """True for the process that removes what is no longer needed: one of those that write together."""
         return self._writers is None or self._writers.is_first
 
+    def _is_any(self, flag: bool) -> bool:
+        """Return whether something is true, in one of the processes that write together; all of them must ask."""
+        if not self._is_joint:
+            return flag
+        assert self._writers is not None
+        return not self._writers.is_good_for_all(not flag)
+
+    def _decide(self) -> None:
+        """Wait for a checkpoint that several processes write, which counts as written by all of them or by none."""
+        if self._undecided is None:
+            return
+        assert self._writers is not None
+        self.settle()
+        (target, now), self._undecided = self._undecided, None
+        if not self._is_any(self._failure is not None):
+            self.written = target, now
+            return
+        if self._failure is None:
+            self._failed(target, OSError("another process has failed"))
+        if self._is_tidying:
+            together.discard(target, self._writers, self._num_written)
+
     def _hand_over(self, task: "_Task", is_best: bool) -> None:
         if self._is_joint:
-            self.settle()  # all processes write the same checkpoints, so that none may be skipped
-            self._num_written += 1
-        if self._pool is None:
+            self._undecided, self._failure, self._num_written = (task.target, task.now), None, self._num_written + 1
+        if task.taken is None:
+            self.written = (task.target, task.now) if self._undecided is None else self.written
+        elif self._pool is None:
             self._write(task)
         else:
             self._enqueue(task, is_best)
@@ -257,12 +284,14 @@ class Keeper:
 
     def _write(self, task: "_Task") -> None:
         """Write a checkpoint, possibly in the writing thread; errors become warnings and never end the run."""
+        assert task.taken is not None
         try:
             task.taken.write(task.target, self._writers, self._num_written)
         except Exception as error:
             self._failed(task.target, error)
             return
-        self.written, self._failure = (task.target, task.now), None
+        if not self._is_joint:
+            self.written, self._failure = (task.target, task.now), None
         try:
             found = disk.all_in(self.folder)[0] if self._is_tidying else []
             for one in surplus(found, self.settings):
@@ -283,12 +312,21 @@ class Keeper:
         with contextlib.suppress(OSError):
             self._best = self._best_of(disk.all_in(self.folder)[0])  # a checkpoint that was not written does not count
 
+    def _has_room_for(self, now: Timestamp) -> bool:
+        """Make room on a full disk for the last checkpoint, or wait for it; return whether to try again."""
+        # If the state is already saved, and only new metrics are missing, there is no need to wait.
+        may_wait = self.written is None or self.written[1] != now
+        if self._make_room(now, self.settings) or (may_wait and self._wait_for_room()):
+            return True
+        # The newest state is worth more than older ones.
+        return may_wait and self._make_room(now, of_newest(self.settings))
+
     def _make_room(self, now: Timestamp, settings: Checkpoints) -> bool:
         """Remove the oldest checkpoint that a new one at this time makes superfluous; return whether there was one."""
         with contextlib.suppress(OSError):
             found = disk.all_in(self.folder)[0]
             older = [one for one in found if one.index.batch < now.batch]
-            for one in reversed(_beside_a_newer_one(older, settings)):
+            for one in reversed(surplus_before(older, settings)):
                 rest = [other for other in found if other is not one]
                 if any(is_whole(other.path, other.index) for other in rest):
                     disk.remove(one.path)
@@ -328,7 +366,8 @@ class Keeper:
 class _Task(NamedTuple):
     """A checkpoint to be written."""
 
-    taken: Snapshot
+    taken: Snapshot | None
+    """What this process writes; `None` if others write all."""
     target: Path
     now: Timestamp
 
@@ -343,19 +382,6 @@ class _Waiting(NamedTuple):
 
 _WAITING_TIME, _PAUSE = 60.0, 2.0
 """Seconds for which the last checkpoint waits for space on the disk, and seconds between two tries."""
-
-
-def _beside_a_newer_one(found: Sequence[disk.Found], settings: Checkpoints) -> list[disk.Found]:
-    """Return the checkpoints that need not be kept if there is a newer one."""
-    if not found:
-        return []
-    newer = disk.Found(found[0].path, replace(found[0].index, metrics={}))
-    return surplus([newer, *found], settings)
-
-
-def _of_newest(settings: Checkpoints) -> Checkpoints:
-    """Return the settings with only the newest checkpoint to keep, and the best one, unless all are."""
-    return settings if settings.keep is None else replace(settings, keep=1)
 
 
 def _is_disk_full(error: Exception | None) -> bool:

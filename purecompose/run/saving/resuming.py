@@ -1,6 +1,7 @@
 """Resuming a run from a checkpoint: a given one, or the newest that is complete."""
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from purecompose.run.saving.checkpoint import read, restored
 from purecompose.run.saving.errors import CheckpointError, CheckpointWarning, DamagedError
 from purecompose.run.saving.fitting import check_fits
 from purecompose.run.saving.index import Index
-from purecompose.run.saving.together import Writers, writers_of
+from purecompose.run.saving.together import Writers, in_all, writers_of
 from purecompose.time.event import Event
 
 
@@ -39,8 +40,12 @@ def resumed_from(path: Path, like: State, step: Any, *, is_adaptive: bool = Fals
         step: The step that will train it.
         is_adaptive: True if the number of microbatches is found by trying, so that another number is not a difference.
     """
-    state = read(path, step.fire(Event.BEFORE_LOAD, like), step=step, is_adaptive=is_adaptive)
-    return Resumed(state, disk.read_index(path), path)
+    like = step.fire(Event.BEFORE_LOAD, like)
+
+    def resumed() -> Resumed:
+        return Resumed(read(path, like, step=step, is_adaptive=is_adaptive), disk.read_index(path), path)
+
+    return in_all(writers_of(like, step), resumed, f"{path} cannot be used")
 
 
 def resumed_from_newest(folder: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed | None:
@@ -53,14 +58,18 @@ def resumed_from_newest(folder: Path | str, like: State, step: Any, *, is_adapti
     writers = writers_of(like, step)
     found, damaged = _looked_for(Path(folder), writers)
     like = step.fire(Event.BEFORE_LOAD, like) if found else like
-    for path in found:
-        resumed = None
+
+    def resumed_at(path: Path) -> Resumed | None:
         try:
             index = disk.read_index(path)
             check_fits(path, index, like, step, is_adaptive=is_adaptive)
-            resumed = Resumed(restored(path, index, like), index, path)
+            return Resumed(restored(path, index, like), index, path)
         except DamagedError as error:
             damaged[path] = str(error)
+            return None
+
+    for path in found:
+        resumed = in_all(writers, functools.partial(resumed_at, path), f"{path} cannot be used")
         if writers is not None and not writers.is_good_for_all(resumed is not None):
             damaged.setdefault(path, f"{path} is damaged for another process")
             continue
@@ -81,22 +90,21 @@ def _looked_for(folder: Path, writers: Writers | None) -> tuple[list[Path], dict
 
     Of several processes the first one looks, and tells the others.
     """
-    words = ""
-    if writers is None or writers.is_first:
+
+    def looked() -> tuple[list[str], dict[str, str], str | None]:
+        if writers is not None and not writers.is_first:
+            return [], {}, None
         with contextlib.suppress(OSError):  # a read-only folder is sufficient
             disk.clear(folder)
         found, damaged = disk.all_in(folder)
         newer = next((error for error in damaged.values() if not isinstance(error, DamagedError)), None)
-        if writers is None:
-            if newer is not None:
-                raise newer  # not damaged, but this version cannot read it
-            return [one.path for one in found], {path: str(error) for path, error in damaged.items()}
-        listed = [str(one.path) for one in found], {str(path): str(error) for path, error in damaged.items()}
-        words = json.dumps([*listed, None if newer is None else str(newer)])
-    assert writers is not None
-    paths, reasons, newer_error = json.loads(writers.word_of_first(words))
-    if newer_error is not None:
-        raise CheckpointError(newer_error)
+        reasons = {str(path): str(error) for path, error in damaged.items()}
+        return [str(one.path) for one in found], reasons, None if newer is None else str(newer)
+
+    found = in_all(writers, looked, f"{folder} cannot be read")
+    paths, reasons, newer = found if writers is None else json.loads(writers.word_of_first(json.dumps(found)))
+    if newer is not None:
+        raise CheckpointError(newer)  # not damaged, but this version cannot read it
     return [Path(path) for path in paths], {Path(path): reason for path, reason in reasons.items()}
 
 

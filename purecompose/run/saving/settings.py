@@ -1,7 +1,7 @@
 """The settings of a run's checkpoints: where, how often, and which are kept."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from purecompose.run.saving.folder import Found
 from purecompose.time.intervals import Interval, checked_interval
 
 
-__all__ = ["Checkpoints", "rating_of", "surplus"]
+__all__ = ["Checkpoints", "of_newest", "rating_of", "surplus", "surplus_before"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,19 @@ def surplus(found: Sequence[Found], settings: Checkpoints) -> list[Found]:
     # Among equal ones the earliest, which has been the best one all along.
     _, best = max(reversed(rated), key=lambda pair: pair[0], default=(None, None))
     return [one for one in rest if one is not best]
+
+
+def surplus_before(found: Sequence[Found], settings: Checkpoints) -> list[Found]:
+    """Return the checkpoints that need not be kept if there is a newer one."""
+    if not found:
+        return []
+    newer = Found(found[0].path, replace(found[0].index, metrics={}))
+    return surplus([newer, *found], settings)
+
+
+def of_newest(settings: Checkpoints) -> Checkpoints:
+    """Return the settings with only the newest checkpoint to keep, and the best one, unless all are."""
+    return settings if settings.keep is None else replace(settings, keep=1)
 
 
 def rating_of(metrics: Mapping[str, Any], settings: Checkpoints) -> float | None:

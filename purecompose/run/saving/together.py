@@ -1,18 +1,18 @@
 """Checkpoints that several processes write together, each the rows that it holds.
 
-The processes meet in a hidden folder, whose name they agree on before, and send no messages while they write: so they
-can write in threads, while training goes on. The first of them waits for the files of all, and completes the
-checkpoint.
+The processes meet in a hidden folder, whose name they agree on before, and report to the first of them in the process
+group's store: so they can write in threads, while training goes on, and a process whose disk is full can say so. The
+first one waits for the reports of all, and completes the checkpoint.
 """
 
-import contextlib
 import json
-import os
+import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,15 +25,19 @@ from purecompose.core.state import State
 from purecompose.run.saving import folder
 from purecompose.run.saving.copies import new_name
 from purecompose.run.saving.index import Index
-from purecompose.run.saving.process import token
+from purecompose.run.saving.process import owner
 from purecompose.run.saving.remote import Mirror
 from purecompose.run.saving.tensors import file_name
 
 
-__all__ = ["Writers", "mirror_of", "write", "writers_of"]
+__all__ = ["Writers", "discard", "in_all", "mirror_of", "write", "writers_of"]
 
-PATIENCE = 600.0
-"""Seconds for which the first process waits for the files of the others."""
+T = TypeVar("T")
+
+PATIENCE, _AFTER_ERROR = 600.0, 10.0
+"""Seconds for which the first process waits for the reports of the others: in a run, and in one that has failed."""
+_TO_APPEAR = 60.0
+"""Seconds for which it waits for a file that another one reports, as file systems of several hosts may be slow."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Writers:
         total: The number of processes that write.
         run: The words by which the first process names hidden files; equal in all processes.
         device: The device of messages.
+        store: The store of the process group, for reports.
+        has_failed: Set when an error ends the run, perhaps because another process has ended.
     """
 
     ranks: Ranks
@@ -53,6 +59,8 @@ class Writers:
     total: int
     run: str
     device: torch.device
+    store: Any
+    has_failed: threading.Event = field(default_factory=threading.Event)
 
     @property
     def is_joint(self) -> bool:
@@ -86,18 +94,41 @@ def writers_of(state: State, step: Any = None) -> Writers | None:
         ranks: Ranks | None = getattr(step, "ranks", None)
         if ranks is None:
             return None
-        run = ranks.word_of_first(_own_word(), state.device)
-        return Writers(ranks, 0 if ranks.rank == 0 else None, 1, run, state.device)
+        run = ranks.word_of_first(owner(), state.device)
+        return Writers(ranks, 0 if ranks.rank == 0 else None, 1, run, state.device, _store())
     mesh = places[0].mesh
     ranks = Ranks.of(mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD)
     *copies, own = mesh.get_coordinate()
     device = torch.device(mesh.device_type)
-    run = ranks.word_of_first(_own_word(), device)
-    return Writers(ranks, None if any(copies) else own, mesh.size(mesh.ndim - 1), run, device)
+    run = ranks.word_of_first(owner(), device)
+    return Writers(ranks, None if any(copies) else own, mesh.size(mesh.ndim - 1), run, device, _store())
 
 
-def _own_word() -> str:
-    return f"{os.getpid()}-{token()}"
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def in_all(writers: Writers | None, act: Callable[[], T], problem: str) -> T:
+    """Return what a function returns in this process if it raises in none; all must call this.
+
+    Args:
+        writers: The processes; `None` if there is only this one.
+        act: The function, without messages between the processes.
+        problem: What to say if it raises in another process.
+
+    Raises:
+        OSError: It raised in another process.
+    """
+    if writers is None:
+        return act()
+    try:
+        found = act()
+    except BaseException:
+        writers.is_good_for_all(False)
+        raise
+    if not writers.is_good_for_all(True):
+        raise OSError(f"{problem}: another process has failed")
+    return found
 
 
 def mirror_of(url: str, writers: Writers | None) -> Mirror:
@@ -109,15 +140,14 @@ def mirror_of(url: str, writers: Writers | None) -> Mirror:
     """
     if writers is None:
         return Mirror(url)
-    name = writers.word_of_first(new_name())
+    name, opened = writers.word_of_first(new_name()), list[Mirror]()
     try:
-        found = Mirror(url, name=name, is_writing=writers.is_first)
+        in_all(writers, lambda: opened.append(Mirror(url, name=name, is_writing=writers.is_first)), url)
     except BaseException:
-        writers.is_good_for_all(False)
+        for one in opened:
+            one.close()
         raise
-    if not writers.is_good_for_all(True):
-        found.close()
-        raise OSError(f"{url}: another process cannot read it")
+    (found,) = opened
     if writers.is_joint and not writers.is_good_for_all(found.has_writer):
         found.close()
         raise ValueError(
@@ -160,44 +190,55 @@ def write(
         with folder.replaced(target, new):
             files = {name: report()}
             for other in range(1, writers.total):
-                files[file_name(other, writers.total)] = _handed_in(new, other)
+                file = new / file_name(other, writers.total)
+                files[file.name] = _handed_in(writers, number, other, file)
             folder.write_index(new, make_index(files))
         return
-    new.mkdir(parents=True, exist_ok=True)
     try:
-        _hand_in(new, writers.number, report())
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            _hand_in(new, writers.number, {"error": str(error)})
+        new.mkdir(parents=True, exist_ok=True)
+        found = report()
+    except Exception as error:
+        _hand_in(writers, number, {"error": str(error)})
         raise
+    _hand_in(writers, number, found)
 
 
-def _hand_in(new: Path, number: int, report: dict[str, Any]) -> None:
+def discard(target: Path, writers: Writers, number: int) -> None:
+    """Remove what the processes have written of a checkpoint that failed, when none of them writes any more."""
+    shutil.rmtree(folder.hidden(target, writers.run, number), ignore_errors=True)
+    for other in range(1, writers.total):
+        writers.store.delete_key(_place(writers, number, other))
+
+
+def _hand_in(writers: Writers, number: int, report: dict[str, Any]) -> None:
     """Tell the first process what this one has written, or what went wrong."""
-    with folder.written(_note(new, number)) as file:
-        file.write_text(json.dumps(report), encoding="utf-8")
+    assert writers.number is not None
+    writers.store.set(_place(writers, number, writers.number), json.dumps(report))
 
 
-def _handed_in(new: Path, number: int) -> dict[str, Any]:
-    """Wait until a process has written its rows, and return its report.
+def _handed_in(writers: Writers, number: int, other: int, file: Path) -> dict[str, Any]:
+    """Wait until another process has written its rows to a file, and return its report.
 
     Raises:
         OSError: It could not write, or has not reported for a long time.
     """
-    note, deadline = _note(new, number), time.monotonic() + PATIENCE
-    while not note.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"process {number} has not written its rows in {PATIENCE:g} s: it has ended, or all processes do not "
-                "have the same file system"
-            )
+    place, began = _place(writers, number, other), time.monotonic()
+    while not writers.store.check([place]):
+        patience = _AFTER_ERROR if writers.has_failed.is_set() else PATIENCE
+        if time.monotonic() - began > patience:
+            raise TimeoutError(f"process {other} has not written its rows in {patience:g} s: has it ended?")
         time.sleep(0.02)
-    report = json.loads(note.read_text(encoding="utf-8"))
-    note.unlink()
+    report = json.loads(writers.store.get(place))
+    writers.store.delete_key(place)
     if "error" in report:
-        raise OSError(f"process {number}: {report['error']}")
+        raise OSError(f"process {other}: {report['error']}")
+    began = time.monotonic()
+    while not file.exists():
+        if time.monotonic() - began > _TO_APPEAR:
+            raise OSError(f"process {other} has written its rows elsewhere: all need a file system that they share")
+        time.sleep(0.02)
     return report
 
 
-def _note(new: Path, number: int) -> Path:
-    return new / f"{number}.json"
+def _place(writers: Writers, number: int, other: int) -> str:
+    return f"purecompose/written/{writers.run}/{number}/{other}"

@@ -1,6 +1,5 @@
 """Checkpoints of states of which each of several processes holds some rows."""
 
-import json
 import random
 import shutil
 import threading
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 import purecompose as pc
 from purecompose.core.ranks import Ranks
@@ -52,6 +52,28 @@ def test_a_run_continues_with_the_same_bits_from_the_newest_that_is_whole_for_al
         assert "clocks differ" in found["refused"]
 
 
+def test_a_process_that_fails_lets_no_other_wait(written: tuple[Path, list[Any]]) -> None:
+    _, results = written
+    every = ["ep0000-ba00000001", "ep0000-ba00000002", "ep0001-ba00000003"]
+    for found in (one["failed"] for one in results):
+        assert found["kept"] == {
+            "full for a while": every,
+            "failing": every[:2],
+            "first failing": [every[0], every[2]],
+            "odd": every[1:],
+        }
+        assert not found["saved"]
+    said = [found["failed"]["said"] for found in results]
+    for one in said[:-1]:
+        assert "another process has failed" in one["odd"] and "another process has failed" in one["reading"]
+    for one in said:
+        assert "the last state of the run is in no checkpoint" in one["failing"]
+        assert all(one[name].startswith("OSError") for name in ("saving", "looking", "reading"))
+        assert not one["full for a while"].startswith("OSError")
+    assert "process 1: broken" in said[0]["failing"] or len(said) > 2
+    assert said[0]["looking"] == "OSError: unreadable" and "another process has failed" in said[1]["looking"]
+
+
 def test_the_number_of_processes_is_the_only_difference_of_their_step(written: tuple[Path, list[Any]]) -> None:
     folder, results = written
     step, template = step_and_state()
@@ -59,6 +81,14 @@ def test_the_number_of_processes_is_the_only_difference_of_their_step(written: t
         pc.load(folder / "described", template, step=step)
     (one,) = told_of
     assert len(str(one.message).splitlines()) == 2
+
+
+def test_a_signal_after_the_last_batch_ends_all_processes(written: tuple[Path, list[Any]]) -> None:
+    folder, results = written
+    for found in results:
+        assert found["ended"] == {"BATCH_END": "SystemExit: 143", "FIT_END": "SystemExit: 143"}
+    for event in ("BATCH_END", "FIT_END"):
+        assert "ep0001-ba00000003" in [path.name for path in (folder / event).iterdir()]
 
 
 @pytest.mark.parametrize("num", [40, pytest.param(1000, marks=pytest.mark.slow)])
@@ -83,29 +113,36 @@ def test_damage_is_found(written: tuple[Path, list[Any]], tmp_path: Path, num: i
             pc.load(damaged, template)
 
 
-def _writers(number: int) -> together.Writers:
-    return together.Writers(Ranks("group", number, 2), number, 2, "1-00000000", torch.device("cpu"))
+def _writers(number: int, store: Any) -> together.Writers:
+    return together.Writers(Ranks("group", number, 2), number, 2, "1-00000000", torch.device("cpu"), store)
 
 
-def test_a_process_that_writes_nothing_or_fails_leaves_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name, has_failed", [("PATIENCE", False), ("_AFTER_ERROR", True)])
+def test_a_process_that_writes_nothing_leaves_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, has_failed: bool
 ) -> None:
-    taken = snapshot(step_and_state()[1])
-    monkeypatch.setattr(together, "PATIENCE", 0.05)
+    taken, writers = snapshot(step_and_state()[1]), _writers(0, HashStore())
+    monkeypatch.setattr(together, name, 0.05)
+    if has_failed:
+        writers.has_failed.set()
     with pytest.raises(TimeoutError, match="process 1 has not written its rows in 0.05 s"):
-        taken.write(tmp_path / "alone", _writers(0), 0)
-    hidden = tmp_path / ".failing.1-00000000-00000003.writing"
-    hidden.mkdir()
-    (hidden / "1.json").write_text(json.dumps({"error": "No space left on device"}))
-    with pytest.raises(OSError, match="process 1: No space left"):
-        taken.write(tmp_path / "failing", _writers(0), 3)
+        taken.write(tmp_path / "alone", writers, 0)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_file_that_only_another_process_sees_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, store = snapshot(step_and_state()[1]), HashStore()
+    taken.write(tmp_path / "elsewhere" / "one", _writers(1, store), 0)
+    monkeypatch.setattr(together, "_TO_APPEAR", 0.05)
+    with pytest.raises(OSError, match="process 1 has written its rows elsewhere"):
+        taken.write(tmp_path / "one", _writers(0, store), 0)
 
 
 def test_a_failure_of_another_process_is_reported_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = snapshot(step_and_state()[1])
     write_tensors = together.folder.write_tensors
     failed: list[Exception] = []
+    store = HashStore()
 
     def failing(file: Path, tensors: Any) -> dict[str, Any]:
         if "00002-of" in file.name:
@@ -114,7 +151,7 @@ def test_a_failure_of_another_process_is_reported_to_the_first(tmp_path: Path, m
 
     def write(number: int) -> None:
         try:
-            taken.write(tmp_path / "one", _writers(number), 0)
+            taken.write(tmp_path / "one", _writers(number, store), 0)
         except OSError as error:
             failed.append(error)
 

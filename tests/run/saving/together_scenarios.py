@@ -4,17 +4,25 @@ python -m tests.run.saving.together_scenarios STORE RANK SIZE FOLDER
 """
 
 import datetime
+import errno
+import functools
+import os
+import signal
 import sys
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import purecompose as pc
-from purecompose import State, Step, algorithms as alg, compose, loop_events, optim
+from purecompose import Event, State, Step, algorithms as alg, compose, loop_events, optim
+from purecompose.run.saving import folder as disk, keeping, resuming, together
 from tests.helpers import make_batch, make_batches, make_cnn, make_state
 from tests.transforms.parallel_scenarios import told
 
@@ -51,7 +59,7 @@ def saved_and_loaded(mesh: Any, other: Any, folder: Path) -> dict[str, list[str]
     }
 
 
-def run(mesh: Any, folder: Path, duration: str, **settings: Any) -> State:
+def run(mesh: Any, folder: Path, duration: str, observers: Any = (), **settings: Any) -> State:
     """Return the state of a run with checkpoints, which continues from the newest."""
     step, state = step_and_state()
     return pc.fit(
@@ -59,6 +67,7 @@ def run(mesh: Any, folder: Path, duration: str, **settings: Any) -> State:
         pc.shard(state, mesh),
         make_batches(3, 6, shape=(2, 6, 6)),
         duration=duration,
+        observers=observers,
         checkpoints=pc.Checkpoints(folder, every="1ba", **settings),
         resume="auto",
     )
@@ -105,17 +114,87 @@ def described(folder: Path) -> None:
         pc.save(state, folder / "described", step=step)
 
 
+def failing(real: Callable[..., Any], rank: int, error: Exception, times: float, words: str = "") -> Callable[..., Any]:
+    """Return a function that fails in one process some times, if its first argument contains these words."""
+    failed: list[Any] = []
+
+    def instead(first: Any, *others: Any, **settings: Any) -> Any:
+        if dist.get_rank() == rank and words in str(first) and len(failed) < times:
+            failed.append(first)
+            raise error
+        return real(first, *others, **settings)
+
+    return instead
+
+
+def outcome(act: Callable[[], Any]) -> str:
+    """Return the error that a function raises, or what it warns of."""
+    began = time.monotonic()
+    with warnings.catch_warnings(record=True) as told_of:
+        warnings.simplefilter("always")
+        try:
+            act()
+            found = "; ".join(str(one.message) for one in told_of)
+        except (Exception, SystemExit) as error:
+            found = f"{type(error).__name__}: {error}"
+    assert time.monotonic() - began < together.PATIENCE / 2, "a process has waited for another one"
+    return found
+
+
+def failed_alone(mesh: Any, folder: Path) -> dict[str, Any]:
+    """Return what each process reports if only one of them fails, and what it leaves in the folder."""
+    last, full = dist.get_world_size() - 1, OSError(errno.ENOSPC, "No space left on device")
+    odd = TypeError("an odd value")
+    writing = {
+        "full for a while": failing(disk.write_tensors, last, full, 2, "ba00000003"),
+        "failing": failing(disk.write_tensors, last, OSError("broken"), 9, "ba00000003"),
+        "first failing": failing(disk.write_tensors, 0, OSError("broken"), 9, "ba00000002"),
+    }
+    found: dict[str, Any] = {}
+    for name, instead in writing.items():
+        with patch.object(disk, "write_tensors", instead), patch.object(keeping, "_PAUSE", 0.05):
+            found[name] = outcome(functools.partial(run, mesh, folder / name, "3ba"))
+    taking = failing(keeping.snapshot, last, odd, 1)
+    with patch.object(keeping, "snapshot", taking):
+        found["odd"] = outcome(lambda: run(mesh, folder / "odd", "3ba"))
+    with patch.object(disk, "write_tensors", failing(disk.write_tensors, last, OSError("broken"), 9)):
+        found["saving"] = outcome(lambda: pc.save(trained(mesh), folder / "saved"))
+    with patch.object(disk, "all_in", failing(disk.all_in, 0, OSError("unreadable"), 1)):
+        found["looking"] = outcome(lambda: run(mesh, folder / "odd", "3ba"))
+    with patch.object(resuming, "restored", failing(resuming.restored, last, OSError("unreadable"), 1)):
+        found["reading"] = outcome(lambda: run(mesh, folder / "odd", "3ba"))
+    dist.barrier()
+    kept = {name: sorted(path.name for path in (folder / name).iterdir()) for name in (*writing, "odd")}
+    return {"said": found, "kept": kept, "saved": (folder / "saved").exists()}
+
+
+def ended(mesh: Any, folder: Path) -> dict[str, Any]:
+    """Return how runs end of which one process receives a signal when no batch follows."""
+    found = {}
+    for event in (Event.BATCH_END, Event.FIT_END):
+
+        def signalled(now: Event, state: State, event: Event = event) -> None:
+            if now is event and state.timestamp.batch == 3 and dist.get_rank() == dist.get_world_size() - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        found[event.name] = outcome(functools.partial(run, mesh, folder / event.name, "3ba", signalled))
+    return found
+
+
 def main(store: str, rank: int, size: int, folder: str) -> None:
     """Run all scenarios as one of the processes, and save the results."""
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    together.PATIENCE = 40.0
     mesh, other = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (2, size // 2))
     found = {
         "loaded": saved_and_loaded(mesh, other, Path(folder)),
         "resumed": resumed(mesh, Path(folder)),
         "refused": refused(mesh, Path(folder)),
         "described": described(Path(folder)),
+        "failed": failed_alone(mesh, Path(folder)),
+        "ended": ended(mesh, Path(folder)),
         "whole": told(pc.whole(trained(mesh))),
     }
     torch.save(found, f"{folder}/{rank}.pt")
