@@ -14,7 +14,7 @@ from purecompose.testing.case import Case
 from purecompose.testing.checking import CheckOptions, check
 from purecompose.testing.companions import COMPANIONS
 from purecompose.testing.conflicts import Conflicts, Meeting, OrderWarning, conflicts, warn_of_conflicts
-from purecompose.testing.law import Broken, Law, LawViolation, acts_in_step, define_law, never_acts
+from purecompose.testing.law import Broken, Law, LawViolation, NotJudged, acts_in_step, define_law, never_acts
 from purecompose.testing.order import Commutation, OrderOptions, commutes
 from purecompose.testing.plugin import laws
 from purecompose.testing.record import compare, intercepted, run
@@ -36,6 +36,7 @@ __all__ = [
     "Law",
     "LawViolation",
     "Meeting",
+    "NotJudged",
     "OrderOptions",
     "OrderWarning",
     "Outcome",

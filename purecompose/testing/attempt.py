@@ -8,7 +8,7 @@ from hypothesis.errors import UnsatisfiedAssumption
 
 from purecompose.testing.case import Case
 from purecompose.testing.faults import fault_rows, first_line
-from purecompose.testing.law import Broken, Law, LawViolation, acts_outside, never_acts
+from purecompose.testing.law import Broken, Law, LawViolation, NotJudged, acts_outside, never_acts
 from purecompose.testing.report import Outcome, Status
 from purecompose.testing.rows import Row
 from purecompose.testing.search import Search, Tried
@@ -35,6 +35,7 @@ class Attempt:
     def __init__(self, law: Law, subject: Subject, owner_of: Callable[[Exception], Law | None]) -> None:
         self.law, self.subject, self._owner_of = law, subject, owner_of
         self._blocked: tuple[Law, Exception, Case] | None = None
+        self._not_judged: list[str] = []
         # An algorithm that acts only at INIT has acted in every case that has run.
         self._is_over = not law.is_about_option and subject.algorithm.events == (Event.INIT,)
 
@@ -43,6 +44,9 @@ class Attempt:
             found = self.law.find(self.subject, case)
         except UnsatisfiedAssumption:  # a user's law may call hypothesis.assume
             raise
+        except NotJudged as reason:
+            self._not_judged.append(str(reason))
+            return Tried(False)
         except Exception as error:
             owner = self._owner_of(error)
             if owner is None:
@@ -73,7 +77,7 @@ class Attempt:
             reason = f"it breaks {law.name} first, so this cannot be judged"
             return outcome(status=Status.BLOCKED, reason=reason, error=error, rows=self._blocked_rows(law, error, case))
         if found.num_acted:
-            return outcome(status=Status.KEPT)
+            return outcome(status=Status.KEPT, reason=self._gaps(found.num_cases))
         status, reason = self._without_acting(found.num_cases)
         return outcome(status=status, reason=reason)
 
@@ -93,12 +97,19 @@ class Attempt:
         idle = never_acts(self.subject.algorithm)
         if idle is not None:
             return Status.SKIPPED, idle
+        if self._not_judged:
+            return Status.SKIPPED, self._gaps(num_cases)
         outside = acts_outside(self.subject.algorithm)
         if outside is not None and num_cases:
             return Status.SKIPPED, f"it acts at {outside} only, and at none of them in this law's cases"
         if self.law.is_about_option:
             return Status.SKIPPED, f"{self.law.idle} in {num_cases} case{'s' * (num_cases != 1)}"
         return Status.VACUOUS, "it never acted" if num_cases else "the law assumes what no case has"
+
+    def _gaps(self, num_cases: int) -> str:
+        """Return why the law could not judge some cases; empty if there is none."""
+        reasons, num = "; ".join(dict.fromkeys(self._not_judged)), len(self._not_judged)
+        return f"not judged in {num} of {num_cases} cases: {reasons}" if num else ""
 
     def _violation(self, case: Case, broken: Broken) -> LawViolation:
         """Return the violation, with the guilty event, which is not searched for while shrinking."""

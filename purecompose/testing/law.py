@@ -21,7 +21,17 @@ from purecompose.time.predicates import NEVER
 from purecompose.tree import Difference
 
 
-__all__ = ["Broken", "Law", "LawViolation", "acts_in_step", "acts_outside", "define_law", "errors_named", "never_acts"]
+__all__ = [
+    "Broken",
+    "Law",
+    "LawViolation",
+    "NotJudged",
+    "acts_in_step",
+    "acts_outside",
+    "define_law",
+    "errors_named",
+    "never_acts",
+]
 
 
 class LawViolation(AssertionError):
@@ -109,6 +119,13 @@ class Broken(Exception):
             self.values = dict(zip(labels, (difference.first, difference.second), strict=True)) if has_values else {}
 
 
+class NotJudged(Exception):
+    """Raised by a law's function, with the reason, if it cannot judge a case; reports give the reason.
+
+    A law that can judge none of the cases in which the algorithm acts is skipped.
+    """
+
+
 @dataclass(frozen=True)
 class Law:
     """A property that every algorithm must have; call it with an algorithm and a case.
@@ -117,9 +134,10 @@ class Law:
         name: Name in reports and tests.
         promise: The property, as a sentence.
         remedy: Advice for the author of an algorithm that breaks it.
-        judge: Function `(subject, case) -> bool` that raises `Broken`, and otherwise returns whether there was
-            something to judge (in most laws, whether the algorithm acted after INIT), so that a law is not counted as
-            kept if nothing was judged. An algorithm that acts only at INIT has acted in every case that has run.
+        judge: Function `(subject, case) -> bool` that raises `Broken`, or `NotJudged` with a reason, and otherwise
+            returns whether there was something to judge (in most laws, whether the algorithm acted after INIT), so that
+            a law is not counted as kept if nothing was judged. An algorithm that acts only at INIT has acted in every
+            case that has run.
         owns: The library's errors that indicate that this law is broken.
         exempt: Function that returns the reason why the law does not concern an algorithm, or `None`.
         unsuited: Function that returns the reason why it cannot be judged on a task, or `None`.
@@ -152,6 +170,7 @@ class Law:
 
         Raises:
             LawViolation: The law is broken.
+            NotJudged: The law cannot judge the case.
         """
         subject = Subject.of(algorithm)
         broken = self.find(subject, case)

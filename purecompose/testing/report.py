@@ -36,7 +36,7 @@ class Status(enum.Enum):
     ERROR = "error"
     """Another error was raised."""
     SKIPPED = "skipped"
-    """The law does not concern the algorithm, or something that it needs was not given."""
+    """The law does not concern the algorithm, cannot judge it, or needs something that was not given."""
 
     @property
     def is_ok(self) -> bool:
@@ -51,7 +51,7 @@ class Outcome:
     Args:
         law: Name of the law.
         status: Status of the law.
-        reason: Reason for the status, in a line; empty for a law that was kept.
+        reason: Reason for the status, in a line; for a law that was kept, why it could not judge some of the cases.
         promise: The law as a sentence.
         num_cases: Number of cases that were tried, without those of shrinking.
         num_acted: Number of these cases in which the algorithm acted.

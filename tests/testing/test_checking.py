@@ -12,7 +12,7 @@ from purecompose import Algorithm, Event, State, after, algorithms as alg, betwe
 from purecompose.testing import search
 from purecompose.testing.case import Case
 from purecompose.testing.checking import check
-from purecompose.testing.law import Broken, Law, LawViolation, define_law
+from purecompose.testing.law import Broken, Law, LawViolation, NotJudged, define_law
 from purecompose.testing.record import run
 from purecompose.testing.report import Report, Status
 from purecompose.testing.subject import Subject
@@ -122,6 +122,30 @@ def test_a_failure_that_happens_only_once_is_reported_as_it_was_seen() -> None:
     outcome = check(LAWFUL, laws=[third_time], max_examples=10)["third_time"]
     assert outcome.status is Status.BROKEN and outcome.num_cases == 3
     assert isinstance(outcome.error, LawViolation) and outcome.error.case == calls[2]
+
+
+def test_cases_that_a_law_cannot_judge_are_reported_with_the_reason() -> None:
+    @define_law("it is judged in part", "nothing")
+    def partly_judged(subject: Subject, case: Case) -> bool:
+        if case.batch_size > 3:
+            raise NotJudged("the batch is too large")
+        return True
+
+    outcome = check(LAWFUL, laws=[partly_judged], max_examples=20)["partly_judged"]
+    assert outcome.status is Status.KEPT and 0 < outcome.num_acted < outcome.num_cases == 20
+    num = outcome.num_cases - outcome.num_acted
+    assert outcome.reason == f"not judged in {num} of 20 cases: the batch is too large"
+
+
+def test_a_law_that_can_judge_no_case_is_skipped() -> None:
+    @define_law("it is judged", "nothing")
+    def never_judged(subject: Subject, case: Case) -> bool:
+        raise NotJudged("a part is missing")
+
+    outcome = check(LAWFUL, laws=[never_judged], max_examples=3)["never_judged"]
+    assert (outcome.status, outcome.reason) == (Status.SKIPPED, "not judged in 3 of 3 cases: a part is missing")
+    with pytest.raises(NotJudged, match="a part is missing"):
+        never_judged(LAWFUL, Case())
 
 
 def test_a_law_is_blocked_by_the_law_that_owns_the_error() -> None:

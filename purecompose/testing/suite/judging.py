@@ -14,7 +14,7 @@ from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.faults import is_refusal
-from purecompose.testing.law import Broken
+from purecompose.testing.law import Broken, NotJudged
 from purecompose.testing.record import LASTING, compare
 from purecompose.testing.subject import Subject
 from purecompose.time.event import Event
@@ -41,7 +41,7 @@ def judged_in_double(judge: Judge, subject: Subject, case: Case) -> bool:
         return False
     try:
         return _unless_idle_breaks(lambda s, c: judge(s, c, torch.float64), subject, case)
-    except Broken:
+    except (Broken, NotJudged):
         raise
     except Exception as error:
         if is_refusal(error):
@@ -70,7 +70,7 @@ def _at_best_precision(judge: Judge, subject: Subject, case: Case) -> bool:
         return judge(subject, case, torch.float32)
     try:
         return judge(subject, case, torch.float64)
-    except Broken:
+    except (Broken, NotJudged):
         raise
     except Exception:  # an error that is not due to float64 is raised again in float32
         return judge(subject, case, torch.float32)
@@ -80,6 +80,8 @@ def attempted(doing: str, act: Callable[[], Any]) -> Any:
     """Return the result of `act`; an error that the plain step does not raise breaks the law."""
     try:
         return act()
+    except NotJudged:
+        raise
     except Exception as error:
         message = " ".join(str(error).split())
         raise Broken(f"{doing}: {type(error).__name__}: {message}", event=getattr(error, "event", None)) from error
