@@ -8,7 +8,7 @@ from purecompose.core.state import State
 from purecompose.time.event import Event
 
 
-__all__ = ["after_batch", "begun", "ended", "fired"]
+__all__ = ["after_batch", "begun", "closed", "ended", "fired", "opened"]
 
 _BEGINNING = (Event.FIT_START, Event.ITERATION_START)
 _ENDING = (Event.ITERATION_END, Event.ITERATION_CHECKPOINT, Event.FIT_END)
@@ -21,10 +21,19 @@ def begun(step: Step, state: State) -> State:
 
 def after_batch(step: Step, state: State, batch: Any) -> State:
     """Return the state after a step and the events around it, including those of an epoch that begins or ends."""
-    now = state.timestamp
-    opening = [Event.EPOCH_START] if now.batch_in_epoch == 0 else []
-    state = step(fired(step, [*opening, Event.BEFORE_DATALOADER], state), batch)
-    closing = [Event.EPOCH_END, Event.EPOCH_CHECKPOINT] if state.timestamp.epoch != now.epoch else []
+    before = opened(step, state)
+    return closed(step, before, step(before, batch))
+
+
+def opened(step: Step, state: State) -> State:
+    """Return the state after the events between steps that `fit` fires before a batch."""
+    opening = [Event.EPOCH_START] if state.timestamp.batch_in_epoch == 0 else []
+    return fired(step, [*opening, Event.BEFORE_DATALOADER], state)
+
+
+def closed(step: Step, before: State, state: State) -> State:
+    """Return the state after the events that `fit` fires after a step from the state `before`."""
+    closing = [Event.EPOCH_END, Event.EPOCH_CHECKPOINT] if state.timestamp.epoch != before.timestamp.epoch else []
     return fired(step, [Event.BATCH_CHECKPOINT, *closing], state)
 
 

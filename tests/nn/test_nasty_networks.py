@@ -17,7 +17,7 @@ from purecompose.nn.keyed.modules import UnkeyedRandomError
 from purecompose.testing.case import Case
 from purecompose.testing.companions import noise, shrink
 from purecompose.testing.law import Law
-from purecompose.testing.suite import absence, contract, numbers, purity, resume
+from purecompose.testing.suite import absence, contract, numbers, parts, purity, resume
 from purecompose.testing.tasks import Task
 from tests.helpers import assert_close, assert_same
 from tests.nn.nasty_networks import NETWORKS, Around, RunningMean, vectors
@@ -162,7 +162,7 @@ OTHERS = (
     contract.buffers_kept,
     absence.absent_when_unmatched,
     absence.draws_independent,
-    numbers.microbatches_agree,
+    parts.microbatches_agree,
     numbers.vmap_agrees,
     resume.resume_exact,
 )

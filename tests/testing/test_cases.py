@@ -16,7 +16,8 @@ from purecompose.testing.law import LawViolation
 from purecompose.testing.moments import find_moments
 from purecompose.testing.process import process_restored, process_settings
 from purecompose.testing.strategies import cases, predicates
-from purecompose.testing.suite.numbers import gradient_exact, microbatches_agree
+from purecompose.testing.suite.numbers import gradient_exact
+from purecompose.testing.suite.parts import microbatches_agree
 from purecompose.testing.tasks import TASKS
 from purecompose.time.predicates import epoch_ends
 

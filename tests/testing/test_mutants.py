@@ -54,10 +54,12 @@ PLACES = {
     (Event.AFTER_BACKWARD, "slots['mean_kept_as_a_mean'][0]"): "mean_kept_as_a_mean",
     (Event.AFTER_TRAIN_BATCH, ""): (
         "matches_by_loss reads_timestamp loss_read_as_number large_gradients_by_mask ignores_batch_number "
-        "fades_by_a_number inputs_in_a_global"
+        "fades_by_a_number inputs_in_a_global average_of_whole_tensors"
     ),
     (Event.AFTER_TRAIN_BATCH, "buffers['1.running_mean']"): "resets_statistics statistics_in_place",
-    (Event.AFTER_TRAIN_BATCH, GRAD): "flips_gradients_in_place warms_up_by_match gradients_of_its_own_losses",
+    (Event.AFTER_TRAIN_BATCH, GRAD): (
+        "flips_gradients_in_place warms_up_by_match gradients_of_its_own_losses norm_of_its_own_rows"
+    ),
     (Event.AFTER_TRAIN_BATCH, "hparams['lr']"): "norm_detached",
     (Event.AFTER_TRAIN_BATCH, WEIGHT): (
         "replaces_entry stashes_on_tensor opens_the_seal decays_frozen averages_metrics value_or_default "
@@ -66,6 +68,7 @@ PLACES = {
     ),
     (Event.AFTER_TRAIN_BATCH, "slots['companion.bystander']['draws']"): "decays_all_slots",
     (Event.AFTER_TRAIN_BATCH, "slots['late_slot']"): "late_slot",
+    (Event.AFTER_TRAIN_BATCH, "slots['sum_of_its_own_rows']"): "sum_of_its_own_rows",
     (Event.AFTER_TRAIN_BATCH, "slots['momentum_of_shape_one']"): "momentum_of_shape_one",
     (Event.AFTER_TRAIN_BATCH, "the process's default dtype"): "sets_default_dtype",
     (Event.BATCH_END, ""): "draws_as_network",

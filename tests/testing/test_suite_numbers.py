@@ -1,4 +1,4 @@
-"""The laws of numbers: their reports, the smallest errors they detect, and that they raise no false alarms."""
+"""The laws of numbers and parts: their reports, the smallest errors they detect, and no false alarms."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from purecompose import Algorithm, Event, algorithms as alg, between, compose, l
 from purecompose.core.algorithm import identity
 from purecompose.testing.case import Case
 from purecompose.testing.law import LawViolation
-from purecompose.testing.suite.numbers import gradient_exact, microbatches_agree, ranks_agree, vmap_agrees
+from purecompose.testing.suite.numbers import gradient_exact, vmap_agrees
+from purecompose.testing.suite.parts import microbatches_agree, ranks_agree
 from purecompose.testing.tasks import TASKS, Task, make_task
 
 
@@ -20,17 +21,6 @@ LAWS = (microbatches_agree, ranks_agree, vmap_agrees, gradient_exact)
 def at(event, fn, name="subject", **options):
     """Return an algorithm that applies `fn` at one event."""
     return Algorithm(name, on(event), lambda _, state: fn(state), **options)
-
-
-def looking():
-    """Return a list, and an algorithm that appends the number of examples to it at BEFORE_FORWARD."""
-    seen = []
-
-    def look(state):
-        seen.append(state.num_examples)
-        return state
-
-    return seen, at(Event.BEFORE_FORWARD, look)
 
 
 def scaled_grads(factor):
@@ -123,75 +113,6 @@ def test_a_broken_law_is_found_in_float32_too():
 
     with pytest.raises(LawViolation, match="with 2 microbatches"):
         microbatches_agree(at(Event.BEFORE_FORWARD, check), Case())
-
-
-# microbatches_agree
-
-
-@pytest.mark.parametrize("given_number, taken", [(1, 2), (2, 2), (3, 3)])
-def test_the_microbatches_of_the_case_are_used_or_else_two(given_number, taken):
-    sizes, look = looking()
-    assert microbatches_agree(look, Case(batch_size=6, microbatches=given_number))
-    assert sizes == [6] + taken * [6 // taken]
-
-
-def test_batch_norm_is_disabled_and_the_rest_of_the_network_is_judged():
-    case = Case(task=TASKS["images"], batch_size=4)
-    assert microbatches_agree(alg.label_smoothing(0.1), case)
-    with pytest.raises(LawViolation, match="grads"):
-        microbatches_agree(at(Event.BEFORE_FORWARD, lambda s: s.replace(inputs=s.inputs - s.inputs.mean(0))), case)
-
-
-def test_an_error_only_in_slices_breaks_the_law():
-    weights = torch.linspace(0, 1, 4)[:, None]
-    weighted = at(Event.BEFORE_FORWARD, lambda state: state.replace(inputs=state.inputs * weights))
-    with pytest.raises(LawViolation, match="raised only with 2 microbatches: RuntimeError") as caught:
-        microbatches_agree(weighted, Case(batch_size=4))
-    assert caught.value.event is Event.BEFORE_FORWARD
-    assert isinstance(caught.value.__cause__, RuntimeError)
-
-
-def test_metrics_that_are_single_numbers_agree_and_others_may_differ():
-    def report(state):
-        return state.replace(metrics={**state.metrics, "loss": state.loss, "size": state.outputs[:1]})
-
-    assert microbatches_agree(at(Event.AFTER_LOSS, report), Case())
-    square = at(Event.AFTER_LOSS, lambda s: s.replace(metrics={**s.metrics, "square": s.loss**2}))
-    with pytest.raises(LawViolation) as caught:
-        microbatches_agree(square, Case())
-    assert caught.value.path == "metrics['square']"
-
-
-# ranks_agree
-
-
-@pytest.mark.parametrize("seed, sizes", [(0, [3, 2]), (1, [2, 2, 1])])
-def test_processes_share_the_batch(seed, sizes):
-    seen, look = looking()
-    assert ranks_agree(look, Case(batch_size=5, seed=seed))
-    assert seen[: len(sizes) + 1] == [5, *sizes]
-
-
-def test_processes_that_diverge_are_reported():
-    def shrink(event, state):
-        if event is Event.AFTER_LOSS:
-            return state.replace(metrics={**state.metrics, "own": state.outputs.detach()})
-        factor = 1 - 1e-3 * state.metrics["own"].abs().mean()
-        return state.replace(params={name: factor * param for name, param in state.params.items()})
-
-    own_outputs = Algorithm("shrink", on(Event.AFTER_LOSS, Event.BATCH_END), shrink)
-    with pytest.raises(LawViolation, match="params") as caught:
-        ranks_agree(own_outputs, Case())
-    assert list(caught.value.values) == ["in process 0", "in process 1"]
-
-
-def test_processes_that_wait_for_each_other_are_reported():
-    def report(state):
-        own = {} if state.first_example == 0 else {"later": state.loss}
-        return state.replace(metrics={**state.metrics, **own})
-
-    with pytest.raises(LawViolation, match="raised only with 2 processes: RuntimeError: processes wait"):
-        ranks_agree(at(Event.AFTER_LOSS, report), Case())
 
 
 # vmap_agrees

@@ -16,7 +16,8 @@ from purecompose.testing.suite.fitting import fit_repeats, memory_bounded
 from purecompose.testing.suite.gradients import gradients_taken
 from purecompose.testing.suite.loss import ignored_stay_ignored, loss_differentiated, mixtures_taken
 from purecompose.testing.suite.matching import match_pure, time_from_clock
-from purecompose.testing.suite.numbers import gradient_exact, microbatches_agree, ranks_agree, vmap_agrees
+from purecompose.testing.suite.numbers import gradient_exact, vmap_agrees
+from purecompose.testing.suite.parts import microbatches_agree, ranks_agree, shards_agree
 from purecompose.testing.suite.purity import deterministic, global_state_kept, input_untouched
 from purecompose.testing.suite.resume import resume_exact
 
@@ -49,6 +50,7 @@ __all__ = [
     "pairs_undone",
     "ranks_agree",
     "resume_exact",
+    "shards_agree",
     "stays_finite",
     "structure_kept",
     "time_from_clock",
@@ -80,6 +82,7 @@ LAWS: tuple[Law, ...] = (
     stays_finite,
     microbatches_agree,
     ranks_agree,
+    shards_agree,
     vmap_agrees,
     gradient_exact,
     compiled_agrees,

@@ -1,11 +1,17 @@
-"""Judgement of laws about other ways to compute a step: within rounding, and with the algorithm as the cause."""
+"""Judgement of laws about other ways to compute a step: within rounding, and with the algorithm as the cause.
 
+These laws work in double precision, where rounding is far below any mistake. An algorithm that does not accept float64
+is tried in float32 with a wide tolerance, and a task in half precision with a wider one, since autocast does not affect
+float64. If the network or the companions break a law without the algorithm, nothing is judged.
+"""
+
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from purecompose import batch as batches, tree
 from purecompose._support.device import AUTOCAST
@@ -21,7 +27,16 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import on
 
 
-__all__ = ["Judge", "attempted", "compare_rounded", "is_on_the_edge", "judged", "judged_in_double", "rounding"]
+__all__ = [
+    "Judge",
+    "attempted",
+    "compare_rounded",
+    "is_on_the_edge",
+    "judged",
+    "judged_in_double",
+    "rounding",
+    "with_frozen_statistics",
+]
 
 Judge: TypeAlias = Callable[[Subject, Case, torch.dtype], bool]
 """A function that judges a law with weights in a dtype: float64, or float32 if the algorithm or task requires it."""
@@ -155,3 +170,11 @@ def _shaken(tensor: Tensor, generator: torch.Generator, is_half: bool) -> Tensor
     moves = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
     share = 2**-8 if is_half else 1e-3 * rounding(tensor.dtype).share
     return tensor * (1 + share * moves).to(tensor)
+
+
+def with_frozen_statistics(case: Case) -> Case:
+    """Return the case with BatchNorm in evaluation mode, also in training."""
+    kind = nn.modules.batchnorm._BatchNorm
+    names = [name for name, module in case.task.make_net(0).named_modules() if isinstance(module, kind)]
+    options = {**case.task.options, "eval_mode": (*case.task.options.get("eval_mode", ()), *names)}
+    return dataclasses.replace(case, task=dataclasses.replace(case.task, options=options))

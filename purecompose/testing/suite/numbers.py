@@ -1,161 +1,33 @@
-"""Laws of numbers: other ways to compute a step, in slices, mapped or differentiated, have the same result.
-
-Results must be equal within rounding, so these laws work in double precision, where rounding is far below any mistake.
-An algorithm that does not accept float64 is tried in float32 with a wide tolerance, and a task in half precision with a
-wider one, since autocast does not affect float64. If the network or the companions break a law without the algorithm,
-nothing is judged.
-"""
+"""Laws of numbers: a step that is mapped or differentiated has the same result, within rounding; see `judging`."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
-from purecompose import batch as batches, losses, tree
+from purecompose import tree
 from purecompose.core import loop
 from purecompose.core.algorithm import Algorithm, Trait
-from purecompose.core.compose import Step
-from purecompose.core.means import has_mean
 from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
-from purecompose.testing.ranks import played
-from purecompose.testing.record import LASTING, Watched, compare
+from purecompose.testing.record import LASTING, Watched
 from purecompose.testing.subject import Subject
 from purecompose.testing.suite.derivative import Point, as_path, check_derivative
-from purecompose.testing.suite.judging import attempted, compare_rounded, is_on_the_edge, judged, judged_in_double
-
-
-__all__ = ["gradient_exact", "microbatches_agree", "ranks_agree", "vmap_agrees"]
-
-
-@define_law(
-    "a batch cut into microbatches gives the gradients, loss and new state that it gives whole, within rounding",
-    "between BEFORE_FORWARD and AFTER_BACKWARD the batch is a slice: draw from state.example_rng(name), add to the "
-    "loss only means over examples; statistics of the batch belong to AFTER_DATALOADER, clipping and counting to "
-    "AFTER_TRAIN_BATCH",
-    exempt=never_acts,
+from purecompose.testing.suite.judging import (
+    attempted,
+    compare_rounded,
+    is_on_the_edge,
+    judged,
+    judged_in_double,
+    with_frozen_statistics,
 )
-def microbatches_agree(subject: Subject, case: Case) -> bool:
-    """Take one step with each batch, whole and in slices: the case's number of microbatches, at least two.
-
-    This compares gradients, loss, params, opt_state, hparams, the algorithm's slot, and metrics that are single
-    numbers. Metrics are left out if the weights of slices are not proportional to their examples (the loss ignores some
-    positions), because a mean over all positions then has another weight. BatchNorm, which mixes the examples of a
-    slice, uses its running statistics. The comparison ends if rounding alone changes a choice in the step itself.
-    """
-    return judged(_judge_microbatches, subject, case)
 
 
-def _judge_microbatches(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
-    case = _with_frozen_statistics(case)
-    num = max(case.microbatches, 2)
-    watched = Watched(subject.algorithm)
-    whole = case.step(watched.algorithm, microbatches=1)
-    sliced = case.step(subject.algorithm, microbatches=num)
-    state = whole.init(case.state(dtype=dtype))
-    labels = ("with 1 microbatch", f"with {num} microbatches")
-    for batch in case.batches(dtype):
-        expected = whole.fold(state, batch)
-        found = attempted(f"raised only with {num} microbatches", lambda s=state, b=batch: sliced.fold(s, b))
-        measures = Trait.MEASURES_MICROBATCHES in subject.algorithm.traits
-        own = "" if measures else subject.name
-        with_metrics = not measures and _weighs_examples(expected, num)
-        try:
-            _compare_slices(_comparable(expected, own, with_metrics), _comparable(found, own, with_metrics), labels)
-        except Broken:
-            if is_on_the_edge(whole, state, batch, whole.finish(expected)):
-                return watched.acted
-            raise
-        state = whole.finish(expected)
-    return watched.acted
-
-
-@define_law(
-    "several processes that share each batch, as under data_parallel, all get the state that one process gets, within "
-    "rounding",
-    "between BEFORE_FORWARD and AFTER_BACKWARD a process sees its own part of the batch: remember sums, counts and "
-    "flags there, to which each part adds, and leave outputs alone afterwards, when they are those of one part",
-    exempt=never_acts,
-)
-def ranks_agree(subject: Subject, case: Case) -> bool:
-    """Take one step with each batch in one process and in two or three, simulated one after the other.
-
-    The processes are compared with each other, bit for bit, and the first of them with the single process, as in
-    `microbatches_agree`.
-    """
-    return judged(_judge_ranks, subject, case)
-
-
-def _judge_ranks(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
-    case = _with_frozen_statistics(case)
-    size = 2 + case.seed % 2
-    watched = Watched(subject.algorithm)
-    whole, play = case.step(watched.algorithm, microbatches=1), played(case.step(subject.algorithm), size)
-    state = whole.init(case.state(dtype=dtype))
-    for batch in case.batches(dtype):
-        expected = whole.fold(state, batch)
-        act = functools.partial(_folded, state=state, batch=batch)
-        found = attempted(f"raised only with {size} processes", functools.partial(play, act))
-        measures = Trait.MEASURES_MICROBATCHES in subject.algorithm.traits
-        own = "" if measures else subject.name
-        with_metrics = not measures and _weighs_examples(expected, size)
-        first, *others = [_without_own_metrics(one) for one in found]
-        for rank, other in enumerate(others, 1):
-            compare(first, other, ("in process 0", f"in process {rank}"), fields=(*_COMPARED, "buffers", "key"))
-        labels = ("with 1 process", f"with {size} processes")
-        try:
-            _compare_slices(_comparable(expected, own, with_metrics), _comparable(found[0], own, with_metrics), labels)
-        except Broken:
-            if is_on_the_edge(whole, state, batch, whole.finish(expected)):
-                return watched.acted
-            raise
-        state = whole.finish(expected)
-    return watched.acted
-
-
-def _folded(step: Step, state: State, batch: Any) -> State:
-    return step.fold(state, batch)
-
-
-_COMPARED = ("grads", "loss", "params", "opt_state", "slots", "hparams", "metrics")
-
-
-def _comparable(state: State, name: str, with_metrics: bool) -> State:
-    """Return the state with everything that must agree whole and in slices, for one algorithm."""
-    # Companions may count slices in their slots. Metrics that have no mean are those of the last slice.
-    slots = {key: slot for key, slot in state.slots.items() if key == name}
-    state = _without_own_metrics(state) if with_metrics else state.replace(metrics={})
-    return state.replace(slots=slots)
-
-
-def _without_own_metrics(state: State) -> State:
-    return state.replace(metrics={key: metric for key, metric in state.metrics.items() if has_mean(metric)})
-
-
-def _compare_slices(expected: State, found: State, labels: tuple[str, str]) -> None:
-    compare_rounded(expected, found, labels, _COMPARED)
-
-
-def _num_terms(state: State, outputs: Any, targets: Any) -> float:
-    return float(state.call_loss(lambda loss: losses.num_terms(loss, outputs, targets), train=True)[0])
-
-
-def _weighs_examples(whole: State, num: int) -> bool:
-    """Return whether the weights of slices are proportional to their examples, at the end of the whole step."""
-    loss_fn = whole.context.loss
-    given = whole.batch if isinstance(loss_fn, losses.ModelLoss) else whole.targets
-    try:
-        parts = batches.split((whole.outputs, given), min(num, whole.num_examples))
-        counts = [(_num_terms(whole, *part), batches.num_examples(part)) for part in parts]
-    except (TypeError, ValueError):  # the loss was computed for other examples than those in the final batch
-        return False
-    terms, examples = (sum(count) for count in zip(*counts, strict=True))
-    return all(own_terms * examples == own_examples * terms for own_terms, own_examples in counts)
+__all__ = ["gradient_exact", "vmap_agrees"]
 
 
 @define_law(
@@ -241,7 +113,7 @@ def _judge_gradient(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     except Broken:
         if not case.task.has_buffers:
             raise
-        return _judge_derivative(subject, _with_frozen_statistics(case), dtype)
+        return _judge_derivative(subject, with_frozen_statistics(case), dtype)
 
 
 def _judge_derivative(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
@@ -294,17 +166,6 @@ def _point(state: State, names: set[str]) -> Point:
     """Return the inputs of the derivative: the floating params, and these hparams."""
     hparams = {key: value.to(torch.float64) for key, value in state.hparams.items() if key in names}
     return {"hparams": hparams, "params": {key: p for key, p in state.params.items() if p.is_floating_point()}}
-
-
-# What the laws share
-
-
-def _with_frozen_statistics(case: Case) -> Case:
-    """Return the case with BatchNorm in evaluation mode, also in training."""
-    kind = nn.modules.batchnorm._BatchNorm
-    names = [name for name, module in case.task.make_net(0).named_modules() if isinstance(module, kind)]
-    options = {**case.task.options, "eval_mode": (*case.task.options.get("eval_mode", ()), *names)}
-    return dataclasses.replace(case, task=dataclasses.replace(case.task, options=options))
 
 
 def _with_rate(state: State, factor: float) -> State:

@@ -12,6 +12,7 @@ from tests.testing.mutants import (
     gradients,
     matching,
     numbers,
+    parts,
     purity,
     resume,
 )
@@ -22,7 +23,7 @@ __all__ = ["MUTANTS", "Mutant"]
 
 MUTANTS: tuple[Mutant, ...] = tuple(
     found
-    for module in (purity, matching, contract, absence, evaluation, gradients, finite, numbers, compiled, resume)
+    for module in (purity, matching, contract, absence, evaluation, gradients, finite, parts, numbers, compiled, resume)
     for found in vars(module).values()
     if isinstance(found, Mutant)
 )

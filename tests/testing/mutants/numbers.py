@@ -1,76 +1,11 @@
-"""Mutants of the laws of numbers: steps that change in slices, under vmap or when differentiated."""
+"""Mutants of the laws of numbers: steps that change under vmap or when differentiated."""
 
 import torch
 
-from purecompose import batch as batches, random, tree
+from purecompose import tree
 from purecompose.core.state import State
 from purecompose.time.event import Event
 from tests.testing.mutants.mutant import mutant, scaled_grads, scaled_params, with_slot
-
-
-# microbatches_agree
-
-
-@mutant("microbatches_agree", at=Event.BEFORE_FORWARD)
-def noise_drawn_per_slice(state: State) -> State:
-    """Draws noise for the inputs at BEFORE_FORWARD with `state.rng`, so that every slice gets the same numbers."""
-    draws = random.normal(state.rng("noise_drawn_per_slice"), tuple(state.inputs.shape))
-    return state.replace(inputs=state.inputs + 0.1 * draws.to(state.inputs))
-
-
-@mutant("microbatches_agree", at=Event.BEFORE_FORWARD)
-def inputs_centred_by_slice(state: State) -> State:
-    """Takes the mean over the current examples, which between BEFORE_FORWARD and AFTER_BACKWARD are only a slice."""
-    return state.replace(inputs=state.inputs - state.inputs.mean(0))
-
-
-@mutant("microbatches_agree", at=(Event.INIT, Event.AFTER_BACKWARD))
-def slices_counted_as_batches(event: Event, state: State) -> State:
-    """Counts batches at AFTER_BACKWARD, which fires once a slice."""
-    name = "slices_counted_as_batches"
-    is_init = event is Event.INIT
-    num = torch.zeros((), dtype=torch.int64, device=state.device) if is_init else state.slots[name] + 1
-    return with_slot(state, name, num)
-
-
-@mutant("microbatches_agree", at=Event.AFTER_BACKWARD)
-def gradients_clipped_by_slice(state: State) -> State:
-    """Clips at AFTER_BACKWARD: the mean of clipped gradients is not the clipped mean."""
-    return scaled_grads(state, 0.1 / tree.global_norm(state.grads).clamp_min(0.1))
-
-
-@mutant("microbatches_agree", at=Event.AFTER_LOSS, task="tokens")
-def decay_times_examples(state: State) -> State:
-    """Adds weight decay to the loss with the number of examples as a factor, meant to undo the mean."""
-    assert state.loss is not None
-    penalty = sum((param**2).sum() for param in state.params.values())
-    return state.replace(loss=state.loss + 1e-3 * state.num_examples * penalty)
-
-
-# ranks_agree
-
-
-@mutant("ranks_agree", at=(Event.INIT, Event.AFTER_BACKWARD))
-def mean_kept_as_a_mean(event: Event, state: State) -> State:
-    """Remembers the mean loss of each slice, although only sums and counts can be added up over processes."""
-    name = "mean_kept_as_a_mean"
-    zero = torch.zeros((), dtype=torch.float64, device=state.device)
-    if event is Event.INIT:
-        return with_slot(state, name, (zero, zero.clone()))
-    mean, num = state.slots[name]
-    assert state.loss is not None
-    num = num + state.num_examples
-    return with_slot(state, name, (mean + (state.loss - mean) * state.num_examples / num, num))
-
-
-@mutant("ranks_agree", at=(Event.AFTER_FORWARD, Event.BATCH_END))
-def decay_by_the_outputs(event: Event, state: State) -> State:
-    """Shrinks the weights by a metric with a row for each example, of which each process has those of its own part."""
-    name = "decay_by_the_outputs"
-    if event is Event.AFTER_FORWARD:
-        rows = batches.tensors(state.outputs)[0].detach().flatten(1)
-        return state.replace(metrics={**state.metrics, name: rows})
-    return scaled_params(state, 1 - 1e-3 * state.metrics[name].abs().mean().clamp(max=1))
 
 
 # vmap_agrees

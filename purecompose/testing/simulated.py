@@ -1,0 +1,134 @@
+"""Several processes of `torch.distributed`, simulated by threads of this process that run in turn.
+
+This uses the process group of torch's own tests, which is not public: it is the only module that does.
+"""
+
+import datetime
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from purecompose import tree
+from purecompose.testing.law import NotJudged
+from purecompose.testing.process import as_rank
+from purecompose.testing.turns import Turns
+
+
+__all__ = ["simulated"]
+
+T = TypeVar("T")
+
+_C10D: Any = getattr(torch._C, "_distributed_c10d", None)
+
+
+def simulated(size: int, act: Callable[[Any], T]) -> list[T]:
+    """Call a function in each of several simulated processes, with a mesh of them, and return the results.
+
+    A process runs until it waits for a message from the others. They share the settings of this process, such as
+    generators, but not its process groups. The function must create what it changes: a lock that a process holds
+    while it waits would stop the others.
+
+    Args:
+        size: Number of processes.
+        act: Function of a `torch.distributed.DeviceMesh` of one dimension, on the CPU.
+
+    Raises:
+        NotJudged: The installed torch cannot simulate processes.
+        RuntimeError: The processes send messages of different forms, or different numbers of them. The first error in
+            any process is raised as it is.
+
+    Example:
+        >>> def total(mesh):
+        ...     number = torch.tensor(1.0 + mesh.get_local_rank())
+        ...     dist.all_reduce(number)
+        ...     return number
+        >>> simulated(2, total)
+        [tensor(3.), tensor(3.)]
+    """
+    threaded = _threaded()
+    meshes: dict[int, Any] = {}
+    turns = Turns(size, lambda rank: os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank)))
+    store = _C10D.HashStore()
+
+    def join(rank: int) -> None:
+        dist.init_process_group("threaded", rank=rank, world_size=size, store=store, timeout=_LIMIT)
+        meshes[rank] = init_device_mesh("cpu", (size,))
+
+    def take_part(rank: int) -> T:
+        try:
+            return act(meshes[rank])
+        finally:
+            dist.destroy_process_group()
+
+    with as_rank(0, size), _isolated(threaded, turns):
+        return turns.run(take_part, join)
+
+
+_LIMIT = datetime.timedelta(seconds=60)
+"""How long processes wait for each other when they form a group."""
+
+
+def _threaded() -> Any:
+    """Return torch's module for process groups of threads.
+
+    Raises:
+        NotJudged: There is none, or it is not as expected.
+    """
+    try:
+        found = importlib.import_module("torch.testing._internal.distributed.multi_threaded_pg")
+        needed = (found.ThreadLocalWorld, found.ProcessLocalGroup._start_coll, found.ProcessLocalGroup._end_coll)
+        assert all(map(callable, (*needed, _C10D._set_thread_isolation_mode)))
+    except (ImportError, AttributeError, AssertionError) as error:
+        raise NotJudged(f"torch {torch.__version__} cannot simulate processes by threads: {error}") from error
+    return found
+
+
+@contextmanager
+def _isolated(threaded: Any, turns: Turns) -> Iterator[None]:
+    """Return a scope in which each thread has process groups of its own, whose messages are sent in turn."""
+    group: Any = threaded.ProcessLocalGroup
+    patched: dict[tuple[Any, str], Any] = {
+        (group, "_start_coll"): lambda collective, group: _Message(collective, turns, threaded.ret_work),
+        (group, "_end_coll"): lambda collective, group: None,
+        (dist.distributed_c10d, "_world"): threaded.ThreadLocalWorld(),
+        (sys, "excepthook"): sys.excepthook,  # each init_process_group wraps it
+    }
+    originals = {(owner, name): vars(owner)[name] for owner, name in patched}
+    try:
+        _C10D._set_thread_isolation_mode(True)
+        for (owner, name), replacement in patched.items():
+            setattr(owner, name, replacement)
+        yield
+    finally:
+        for (owner, name), original in originals.items():
+            setattr(owner, name, original)
+        _C10D._set_thread_isolation_mode(False)
+
+
+class _Message:
+    """A process's part in a message; torch's own would wait while it is the process's turn."""
+
+    def __init__(self, collective: Any, turns: Turns, done: Callable[[Any], Any]) -> None:
+        self._collective, self._turns, self._done = collective, turns, done
+
+    def join(self, rank: int, data: Any) -> Any:
+        """Send and receive the tensors of this process, into some of which the message writes."""
+        words = [tree.describe(leaf) for leaf in tree.leaves(data) if isinstance(leaf, Tensor)]
+        op = getattr(self._collective, "op", "")
+        form = f"{type(self._collective).__name__} {getattr(op, 'op', op)} of {', '.join(words)}"
+        self._turns.meet(rank, (form, data), self._send)
+        return self._done(data)
+
+    def _send(self, given: list[Any]) -> None:
+        if len({form for form, _ in given}) > 1:
+            forms = "; ".join(f"process {rank}: {form}" for rank, (form, _) in enumerate(given))
+            raise RuntimeError(f"processes wait for each other: they send different messages ({forms})")
+        self._collective.work([data for _, data in given])
