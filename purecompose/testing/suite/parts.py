@@ -3,6 +3,7 @@
 See `judging`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from purecompose.testing.suite.judging import (
     judged,
     with_frozen_statistics,
 )
+from purecompose.time.event import Event
 from purecompose.transforms.data_parallel import data_parallel
 from purecompose.transforms.sharding.placing import shard
 from purecompose.transforms.sharding.step import fully_sharded
@@ -131,13 +133,14 @@ def shards_agree(subject: Subject, case: Case) -> bool:
 
 
 def _judge_shards(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
-    case = with_frozen_statistics(case)
+    # Companions come last: if surgery replaces parameters of which they remember something, that is not divided.
+    case = dataclasses.replace(with_frozen_statistics(case), place=0)
     watched = Watched(subject.algorithm)
     whole = case.step(watched.algorithm, microbatches=1)
     # In half precision rounding errors would add up from step to step.
     data = case.batches(dtype)[: 1 if case.task.is_half else None]
     steps = list(_steps(whole, begun(whole, case.state(dtype=dtype)), data))
-    if not watched.acted:
+    if not watched.acted and subject.algorithm.events != (Event.INIT,):
         return False
     size, division = _DIVISIONS[case.seed % len(_DIVISIONS)]
     train = functools.partial(_trained_apart, subject, case, dtype, division, len(data))
@@ -146,7 +149,7 @@ def _judge_shards(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
         edge = functools.partial(is_on_the_edge, whole, before, batch, whole.finish(end))
         if not _do_ranks_agree(subject, expected, ends, edge, by=f" by {division}"):
             break
-    return True
+    return watched.acted
 
 
 def _steps(step: Step, state: State, data: Sequence[Any]) -> Iterator[tuple[State, State, State]]:
