@@ -59,8 +59,11 @@ def simulated(size: int, act: Callable[[Any], T]) -> list[T]:
     store = _C10D.HashStore()
 
     def join(rank: int) -> None:
-        dist.init_process_group("threaded", rank=rank, world_size=size, store=store, timeout=_LIMIT)
-        meshes[rank] = init_device_mesh("cpu", (size,))
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=size, store=store, timeout=_LIMIT)
+            meshes[rank] = init_device_mesh("cpu", (size,))
+        except Exception as error:
+            raise NotJudged(f"{_CANNOT}: {error}") from error
 
     def take_part(rank: int) -> T:
         try:
@@ -80,15 +83,21 @@ def _threaded() -> Any:
     """Return torch's module for process groups of threads.
 
     Raises:
-        NotJudged: There is none, or it is not as expected.
+        NotJudged: Something in it is missing.
     """
     try:
-        found = importlib.import_module("torch.testing._internal.distributed.multi_threaded_pg")
-        needed = (found.ThreadLocalWorld, found.ProcessLocalGroup._start_coll, found.ProcessLocalGroup._end_coll)
-        assert all(map(callable, (*needed, _C10D._set_thread_isolation_mode)))
-    except (ImportError, AttributeError, AssertionError) as error:
-        raise NotJudged(f"torch {torch.__version__} cannot simulate processes by threads: {error}") from error
+        found: Any = importlib.import_module("torch.testing._internal.distributed.multi_threaded_pg")
+    except ImportError:
+        found = None
+    group = getattr(found, "ProcessLocalGroup", None)
+    owners = {"ThreadLocalWorld": found, "ret_work": found, "_start_coll": group, "_end_coll": group}
+    owners |= {"HashStore": _C10D, "_set_thread_isolation_mode": _C10D}
+    if missing := [name for name, owner in owners.items() if not hasattr(owner, name)]:
+        raise NotJudged(f"{_CANNOT}: it has no {', '.join(missing)}")
     return found
+
+
+_CANNOT = f"torch {torch.__version__} cannot simulate processes by threads"
 
 
 @contextmanager

@@ -57,5 +57,5 @@ def test_processes_that_send_different_messages_are_reported() -> None:
 
 def test_a_torch_without_process_groups_of_threads_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.multi_threaded_pg", None)
-    with pytest.raises(NotJudged, match="cannot simulate processes"):
+    with pytest.raises(NotJudged, match="cannot simulate processes by threads: it has no ThreadLocalWorld, "):
         simulated(2, lambda mesh: None)
