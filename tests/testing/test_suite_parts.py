@@ -116,3 +116,16 @@ def test_what_cannot_be_divided_by_layer_is_not_judged() -> None:
     with pytest.raises(NotJudged, match="use gather='step'"):
         shards_agree(alg.gradient_noise_scale(), by_layer)
     assert shards_agree(alg.gradient_noise_scale(), by_step) is True
+
+
+@pytest.mark.parametrize(("microbatches", "evaluated"), [(1, ()), (2, ("1",))])
+def test_batch_norm_sees_the_whole_batch_unless_microbatches_cut_it(microbatches, evaluated):
+    found = set()
+
+    def look(state):
+        found.add(state.model.evaluated_parts)
+        return state
+
+    case = Case(TASKS["images"], batch_size=4, microbatches=microbatches)
+    assert shards_agree(changing("subject", Event.BATCH_START, look), case) is True
+    assert found == {evaluated}

@@ -5,7 +5,7 @@ See `judging`.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -125,7 +125,9 @@ def shards_agree(subject: Subject, case: Case) -> bool:
     """Train on each batch in one process and in two or four, with the events between steps.
 
     The processes are simulated by threads. By the case's seed, they divide the parameters, and gather them for a step
-    or layer by layer, or only the batch. After each batch they are compared as in `ranks_agree`.
+    or layer by layer, or only the batch. After each batch they are compared as in `ranks_agree`. BatchNorm uses the
+    statistics of the whole batch, unless microbatches cut it, or the algorithm replaces layers, perhaps by some that
+    use parts of the batch on purpose.
 
     Nothing is judged if `fully_sharded` refuses the algorithm, or the installed torch cannot simulate processes.
     """
@@ -134,7 +136,9 @@ def shards_agree(subject: Subject, case: Case) -> bool:
 
 def _judge_shards(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     # Companions come last: if surgery replaces parameters of which they remember something, that is not divided.
-    case = dataclasses.replace(with_frozen_statistics(case), place=0)
+    case = dataclasses.replace(case, place=0)
+    if case.microbatches > 1 or Trait.REPLACES_LAYERS in subject.algorithm.traits:
+        case = with_frozen_statistics(case)
     watched = Watched(subject.algorithm)
     whole = case.step(watched.algorithm, microbatches=1)
     # In half precision rounding errors would add up from step to step.
@@ -142,12 +146,13 @@ def _judge_shards(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     steps = list(_steps(whole, begun(whole, case.state(dtype=dtype)), data))
     if not watched.acted and subject.algorithm.events != (Event.INIT,):
         return False
-    size, division = _DIVISIONS[case.seed % len(_DIVISIONS)]
-    train = functools.partial(_trained_apart, subject, case, dtype, division, len(data))
-    found = attempted(f"raised only with {size} processes by {division}", lambda: simulated(size, train))
+    size, gather = _DIVISIONS[case.seed % len(_DIVISIONS)]
+    by = " by data_parallel" if gather is None else f" by fully_sharded, gather={gather!r}"
+    train = functools.partial(_trained_apart, subject, case, dtype, gather, len(data))
+    found = attempted(f"raised only with {size} processes{by}", lambda: simulated(size, train))
     for batch, (before, end, expected), *ends in zip(data, steps, *found, strict=True):
         edge = functools.partial(is_on_the_edge, whole, before, batch, whole.finish(end))
-        if not _do_ranks_agree(subject, expected, ends, edge, by=f" by {division}"):
+        if not _do_ranks_agree(subject, expected, ends, edge, by):
             break
     return watched.acted
 
@@ -164,24 +169,20 @@ def _steps(step: Step, state: State, data: Sequence[Any]) -> Iterator[tuple[Stat
         yield before, end, state.replace(grads=end.grads, batch=end.batch, outputs=end.outputs)
 
 
-_GATHERS: Mapping[str, Any] = {"fully_sharded": "step", "fully_sharded, gather='layer'": "layer"}
-_DIVISIONS = (
-    *((2, "fully_sharded"), (4, "fully_sharded, gather='layer'"), (4, "fully_sharded")),
-    *((2, "fully_sharded, gather='layer'"), (4, "data_parallel")),
-)
-"""Numbers of processes, and how they divide a step."""
+_DIVISIONS: tuple[tuple[int, Any], ...] = ((2, "step"), (4, "layer"), (4, "step"), (2, "layer"), (4, None))
+"""Numbers of processes, and how they gather parameters; `None` if they divide only the batch."""
 
 
 def _trained_apart(
-    subject: Subject, case: Case, dtype: torch.dtype, division: str, num_batches: int, mesh: Any
+    subject: Subject, case: Case, dtype: torch.dtype, gather: Any, num_batches: int, mesh: Any
 ) -> list[State]:
     """Return the states at the end of each step in one of several processes, put together."""
     step = case.step(subject.made_anew())
     state = begun(step, case.state(dtype=dtype))
-    if division == "data_parallel":
+    if gather is None:
         step = data_parallel(step, mesh)
     else:
-        step, state = _sharded(step, mesh, _GATHERS[division]), shard(state, mesh)
+        step, state = _sharded(step, mesh, gather), shard(state, mesh)
     data = case.batches(dtype)[:num_batches]
     return [
         end.replace(**{name: tree.map(shards.whole, getattr(end, name)) for name in _SHARED})
