@@ -34,7 +34,8 @@ class GatheredOnUse(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _computes(func) and (any(map(_has_shards, args)) or any(map(_has_shards, kwargs.values()))):
+        has_shards = any(map(_has_shards, args)) or any(map(_has_shards, kwargs.values()))
+        if has_shards and _computes(func) and not _adds_gradients(func, args):
             args = tuple(map(self._whole, args))
             kwargs = {name: self._whole(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
@@ -93,6 +94,16 @@ def _computes(func: Any) -> bool:
     if getattr(func, "__name__", "") == "__get__":
         return func.__self__.__name__ in _COMPUTED_ATTRIBUTES
     return func not in _DESCRIBING
+
+
+def _adds_gradients(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether autograd's engine adds two gradients of one parameter, which are divided like it.
+
+    The engine calls no function of torch, but a dispatch mode, such as that which watches a first run, calls the
+    operation again.
+    """
+    is_in_engine = torch._C._current_graph_task_id() != -1
+    return func is torch.ops.aten.add.Tensor and is_in_engine and all(map(is_shard, args))
 
 
 def _has_shards(value: Any) -> bool:

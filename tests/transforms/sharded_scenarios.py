@@ -21,7 +21,7 @@ from purecompose._support.shards import local
 from purecompose.algorithms import FACTORIES
 from purecompose.testing.ranks import played
 from purecompose.testing.shipped import SHIPPED
-from purecompose.testing.tasks import TASKS
+from purecompose.testing.tasks import TASKS, make_task
 from tests.helpers import changing, make_batch, make_batches, make_mlp, make_state
 from tests.transforms.parallel_scenarios import SCENARIOS, Scenario, ragged, told
 from tests.transforms.processes import errors_of
@@ -33,6 +33,12 @@ SHARDED = {name: scenario for name, scenario in SCENARIOS.items() if name != "sa
     "adafactor": Scenario(options={"optimizer": optim.adafactor(0.01)}, batches=ragged),
     "muon": Scenario(options={"optimizer": optim.by_pattern({"*": optim.muon(0.02)}, optim.adamw(3e-4))}),
     "from_torch": Scenario(options={"optimizer": optim.from_torch(torch.optim.NAdam, lr=0.01)}),
+    "tied, and fewer examples than processes": Scenario(
+        lambda: [alg.sam(0.5), alg.ema("2ba"), alg.lookahead(0.5, every=2)],
+        lambda: make_task("tokens", tied=True).make_net(0),
+        lambda: [make_task("tokens").make_batch(seed, size) for seed, size in enumerate((2, 5, 1))],
+        microbatches=3,
+    ),
     "frozen and clipped, compiled": Scenario(
         lambda: [alg.layer_freezing(0.0, num_stages=2), alg.gradient_clipping("adaptive", 0.01)], is_compiled=True
     ),
