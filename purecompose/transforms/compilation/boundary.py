@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
 from purecompose.core.context import Static
 from purecompose.core.state import fields_where
 from purecompose.transforms.donation import LASTING
@@ -50,6 +52,11 @@ class Boundary:
         donated = {name: signatures[name] for name in LASTING}
         places = [Source(name, i) for name, signature in donated.items() for i in range(len(signature.specs))]
         return cls(static, dict(signatures), donated=donated, held={place: place for place in places})
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the state."""
+        return self.signatures["key"].specs[0].device
 
     def after(self, writes: Writes, used: frozenset[str]) -> "Boundary":
         """Return the boundary after a part that replaced these fields."""

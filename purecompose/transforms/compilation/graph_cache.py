@@ -20,6 +20,7 @@ from purecompose.core.ranks import noting_shares
 from purecompose.core.state import State
 from purecompose.nn.network import looking_for_draws
 from purecompose.time import Time, Timestamp
+from purecompose.transforms.compilation.agreement import all_true, failing_together
 from purecompose.transforms.compilation.backends import compile_graph
 from purecompose.transforms.compilation.background import Background
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary
@@ -148,28 +149,30 @@ class GraphCache:
     ) -> ExecutionPlan:
         """Return the plan as `plan` does, or `EAGER` if it cannot be traced and `fallback` is set.
 
+        Processes that share a batch must all call it. A plan fails on all of them or on none, and its graphs are
+        compared.
+
         Args:
             boundary: The start of the plan.
             bits: The schedule.
             first_stretch: The stretch of the step that begins there.
             start: The state at the start of the step, for a first run without host algorithms, which is watched.
         """
+        device = boundary.device
         try:
             with _BUILDING:
-                if self.options.dynamic and (known := self._plan_of_known(boundary, bits, first_stretch)) is not None:
-                    return known
-                if start is not None:
+                known = self._plan_of_known(boundary, bits, first_stretch) if self.options.dynamic else None
+                if start is not None and not (self.options.dynamic and all_true(self.ranks, known is not None, device)):
                     self._watch(start, boundary.signatures, bits)
-                return self.plan(boundary, bits, first_stretch)
+                with failing_together(self.ranks, device):
+                    plan = known or self.plan(boundary, bits, first_stretch)
+                if self.ranks is not None:
+                    forms = [one.form for part in plan.parts for one in part.compiled_parts() if one.form is not None]
+                    check_alike(self.ranks, forms, device)
+                return plan
         except TraceError as error:
             self.fall_back(error)
             return EAGER
-
-    def compare(self, plan: ExecutionPlan, device: torch.device) -> None:
-        """Raise an error on all processes that share a batch if the graphs that they are about to run differ."""
-        if self.ranks is not None:
-            forms = [one.form for part in plan.parts for one in part.compiled_parts() if one.form is not None]
-            check_alike(self.ranks, forms, device)
 
     def is_ready(self, plan: ExecutionPlan, now: Timestamp) -> bool:
         """Return whether a step at this time runs the plan, if it can be compiled, and not as composed."""
@@ -183,16 +186,22 @@ class GraphCache:
         """Make a plan ready for a step at this time, or return False if the step has to run as composed."""
         if not self.is_ready(plan, now):
             return False
-        return not self.options.is_tiered or not plan.waiting or self._swap(plan, now)
+        return not self.options.is_tiered or plan.has_swapped or self._swap(plan, now)
 
     def load(self, plan: ExecutionPlan) -> bool:
-        """Compile all parts of a plan, or return False if that fails and `fallback` is set."""
+        """Compile all parts of a plan, or return False if that fails and `fallback` is set.
+
+        Processes that share a batch must all call it, and have the same result.
+        """
+        if plan.end is None:
+            return False
         try:
-            for part in plan.waiting:
-                if part.is_awaited:
-                    self._say(f"purecompose: waiting for {part.variant.title} ...\n")
-                with _BUILDING:
-                    part.compile()
+            with failing_together(self.ranks, plan.end.device):
+                for part in plan.waiting:
+                    if part.is_awaited:
+                        self._say(f"purecompose: waiting for {part.variant.title} ...\n")
+                    with _BUILDING:
+                        part.compile()
         except TraceError as error:
             self.fall_back(error)
             plan.is_refused = True
@@ -206,7 +215,7 @@ class GraphCache:
             if part.variant.from_batch is None:
                 part.variant.from_batch = now.batch
                 self._say(f"purecompose: from batch {now.batch} on, {part.variant.title} runs compiled\n")
-        plan.waiting = []
+        plan.has_swapped = True
         return True
 
     def _say(self, text: str) -> None:
@@ -247,7 +256,7 @@ class GraphCache:
         What is compared by values is compared in slices that run compiled, or here.
         """
         _fill_caches(start)
-        with explained(), fake_mode(), torch.no_grad():
+        with failing_together(self.ranks, start.device), explained(), fake_mode(), torch.no_grad():
             fields = {
                 name: signature.build([spec.empty() for spec in signature.specs])
                 for name, signature in signatures.items()
@@ -318,11 +327,10 @@ class GraphCache:
     ) -> CompiledPart:
         options, signatures = self.options, boundary.signatures
         self._say(f"purecompose: compiling {variant.title} ...")
-        device = signatures["key"].specs[0].device
         # A step whose time has come would only wait for the other process.
         background = None if options.is_due(boundary.static.opened(later=False)) else self._background
         if background is None and options.backend == "inductor":
-            start_inductor(device)
+            start_inductor(boundary.device)
         start = time.perf_counter()
         with noting_shares() as shares:
             captured = self._captured(variant, body, of_chunk(boundary, num_chunks), is_last)
@@ -342,7 +350,7 @@ class GraphCache:
             form=form,
             awaited=None if background is None else background.submit(captured.graph, options.mode),
             replays=options.mode == "reduce-overhead"
-            and device.type == "cuda"
+            and boundary.device.type == "cuda"
             and captured.sizes is None
             and form is None,
         )
@@ -358,8 +366,8 @@ class GraphCache:
 
         It is called for each chunk of a population only on the CPU: kernels for GPUs assume aligned tensors.
         """
-        members, device = self.step.members, boundary.signatures["key"].specs[0].device.type
-        if isinstance(members, Stacked) and device == "cpu" and not self.options.dynamic:
+        members = self.step.members
+        if isinstance(members, Stacked) and boundary.device.type == "cpu" and not self.options.dynamic:
             return members.in_chunks()
         return members, 1
 

@@ -104,8 +104,8 @@ class GraphForm(NamedTuple):
 
     @classmethod
     def of(cls, graph: fx.Graph, title: str, shares: Iterable[int]) -> "GraphForm":
-        """Return the form of a graph. Constants are left out: they include the place of a share in the batch."""
-        nodes = [node for node in graph.nodes if node.op != "get_attr"]
+        """Return the form of a graph. Numbers are left out: they include the place of a share in the batch."""
+        nodes = [node for node in graph.nodes if node.op != "get_attr" and not _is_size(node)]
         operations = [(str(node.target) if node.op == "call_function" else node.op, _form(node)) for node in nodes]
         sizes = [*shares, *(_form(node) for node in nodes if node.op == "placeholder")]
         return cls(title, tuple(described(graph)), _checksum(sizes), _checksum(operations))
@@ -166,6 +166,11 @@ def _form(node: Any) -> str:
 
 def _checksum(words: Iterable[Any]) -> int:
     return zlib.crc32(repr(list(words)).encode())
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Return whether a node computes with a size that is left open."""
+    return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def _is_message(node: fx.Node) -> bool:

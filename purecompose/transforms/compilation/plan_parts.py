@@ -222,7 +222,9 @@ class ExecutionPlan:
     is_refused: bool = False
     """True if the step runs as composed, because it cannot be compiled."""
     waiting: "list[CompiledPart]" = field(default_factory=list)
-    """In a tiered step, the parts that have not run compiled yet."""
+    """In a tiered step, the parts that had not run compiled when the plan was built."""
+    has_swapped: bool = False
+    """True if the plan of a tiered step has replaced the composed step."""
 
     plain: "PlanPart | None" = None
     """The only part, if it takes only buffers, key, loss and batch, and writes into the buffers."""
@@ -245,5 +247,3 @@ class Entry:
     context: Context
     signatures: dict[str, Signature]
     plans: dict[Any, ExecutionPlan] = field(default_factory=dict)
-    compared: set[Any] = field(default_factory=set)
-    """The plans, by their keys, that have been compared with those of the other processes."""

@@ -195,9 +195,6 @@ class CompiledStep(Step):
         context = state.static.context
         with arithmetic(context.precision, state.key.device), self.guarded(state, batch, is_first=False):
             plan = plan or self._find(launch.entry, plan_key, prepared)
-            if self._graphs.ranks is not None and plan_key not in launch.entry.compared:
-                self._graphs.compare(plan, state.key.device)
-                launch.entry.compared.add(plan_key)
             if self._graphs.make_ready(plan, state.timestamp):
                 return execute(self._graphs, launch, prepared, tensors, plan)
         self._eager[plan_key] = state.static.context, plan  # so that the next step does not set up buffers in vain

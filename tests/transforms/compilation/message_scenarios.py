@@ -5,6 +5,7 @@ python -m tests.transforms.compilation.message_scenarios STORE RANK WORLD_SIZE F
 
 import datetime
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import purecompose as pc
 from purecompose import Event, State, compose, loop_events, optim
 from purecompose.core import ranks as core_ranks
-from tests.helpers import changing, make_batch, make_mlp, make_state
+from purecompose.transforms.compilation import graph_cache
+from tests.helpers import changing, make_batch, make_batches, make_cnn, make_mlp, make_state
 from tests.transforms.parallel_scenarios import SCENARIOS, Scenario, run, told
 from tests.transforms.processes import errors_of
 
@@ -91,6 +93,55 @@ def _compiled(algorithms: list[Any]) -> Any:
     return pc.compile(pc.data_parallel(compose(loop_events, algorithms)), backend="eager", quiet=True)
 
 
+def of_all_sizes() -> list[list[dict[str, Tensor]]]:
+    """Return the states of a step with batch normalisation, as composed and compiled for batches of all sizes."""
+    batches = [make_batch(seed, size, shape=(2, 6, 6)) for seed, size in enumerate((7, 6, 5))]
+    scenario = Scenario(net=lambda: make_cnn().double(), batches=lambda: [(x.double(), y) for x, y in batches])
+    options: dict[str, Any] = {"backend": "eager", "quiet": True, "dynamic": True}
+    ways = [pc.data_parallel, lambda step: pc.compile(pc.data_parallel(step), **options)]
+    return [[told(state) for state in run(scenario, way)] for way in ways]
+
+
+def failures() -> dict[str, Any]:
+    """Return what happens in steps of which the last process fails to compile a part."""
+    is_last, original = dist.get_rank() == dist.get_world_size() - 1, graph_cache.compile_graph
+
+    def compile_graph(*args: Any) -> Any:
+        if is_last:
+            raise pc.errors.TraceError("no kernel")
+        return original(*args)
+
+    def warned(**options: Any) -> tuple[list[str], bool]:
+        step = pc.compile(pc.data_parallel(compose(loop_events)), backend="eager", quiet=True, **options)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            states = [make_state(duration="9ba")]
+            for batch in make_batches(3):
+                states.append(step(states[-1], batch))
+        composed = list(run(Scenario(lambda: [], batches=lambda: make_batches(3)), pc.data_parallel))
+        return [str(one.message) for one in found], pc.tree.equal(states[-1].params, composed[-1].params)
+
+    graph_cache.compile_graph = compile_graph
+    try:
+        return {
+            "at once": warned(fallback=True),
+            "at its time": warned(fallback=True, tiered="at 1ba"),
+            **errors_of({"no fallback": lambda: _compiled([])(make_state(), make_batch())}),
+        }
+    finally:
+        graph_cache.compile_graph = original
+
+
+def tiered() -> dict[str, Any]:
+    """Return the end of a run that begins as composed while another process compiles."""
+    step, state = compose(loop_events), make_state(make_cnn(), duration="9ba")
+    step = pc.compile(pc.data_parallel(step), tiered="at 2ba", quiet=True)
+    for batch in make_batches(4, 8, shape=(2, 6, 6)):
+        state = step(state, batch)
+    found = [(variant.from_batch, variant.hits, variant.background_seconds > 0) for variant in step.variants()]
+    return {"state": told(state.copy()), "variants": found}
+
+
 def has_read() -> bool:
     """Return whether a step reads a state that is in its own buffers, for which it would copy the state's tensors."""
     step, state = _compiled([]), make_state()
@@ -114,10 +165,14 @@ def main(store: str, rank: int, size: int, folder: str, backend: str) -> None:
         core_ranks._BUCKET = 256
         found["refusals"] = refusals()
         found["has read"] = has_read()
+        found["all sizes"] = of_all_sizes()
+        found["failures"] = failures()
         for name in SAME_BITS:
             scenario: Scenario = SCENARIOS[name]
             ways = [scenario._replace(is_compiled=is_compiled) for is_compiled in (False, True)]
             found[name] = [[told(state) for state in run(way, pc.data_parallel)] for way in ways]
+    else:
+        found["tiered"] = tiered()
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 

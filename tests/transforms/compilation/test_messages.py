@@ -23,6 +23,12 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return _results(tmp_path_factory.mktemp("ranks"), request.param, "eager")
 
 
+@pytest.fixture(scope="module")
+def inductor_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return the results of two processes whose steps Inductor has compiled."""
+    return _results(tmp_path_factory.mktemp("ranks"), 2, "inductor")
+
+
 def _results(folder: Path, size: int, backend: str) -> list[dict[str, Any]]:
     return run_processes(message_scenarios.__name__, folder, size, str(size), backend)
 
@@ -42,9 +48,9 @@ def test_messages_are_sent_while_the_backward_pass_goes_on(ranks: list[dict[str,
 
 
 @pytest.mark.slow
-def test_inductor_sends_only_the_last_gradient_after_the_backward_pass(tmp_path: Path) -> None:
+def test_inductor_sends_only_the_last_gradient_after_the_backward_pass(inductor_ranks: list[dict[str, Any]]) -> None:
     # Its scheduler may compute gradients later, to save memory, and sends each when it is computed.
-    for found in _results(tmp_path, 2, "inductor"):
+    for found in inductor_ranks:
         _check_order(found["order"])
         _check_sent_once(found["clipping"])
 
@@ -82,6 +88,29 @@ def test_processes_with_different_graphs_are_refused_on_all_ranks(ranks: list[di
         assert found["refusals"].keys() == WORDS.keys()
         for name, words in WORDS.items():
             assert words in found["refusals"][name]
+
+
+def test_processes_trace_a_batch_of_another_size_together(ranks: list[dict[str, Any]]) -> None:
+    """Parts of other sizes may fit a graph of one process, and not that of another."""
+    for found in ranks:
+        composed, traced = found["all sizes"]
+        assert tree.equal(traced, composed)
+
+
+def test_a_part_that_fails_to_compile_in_one_process_fails_in_all(ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(ranks):
+        words = "no kernel" if rank == len(ranks) - 1 else f"rank {len(ranks) - 1} failed to compile"
+        assert words in found["failures"]["no fallback"]
+        for way in ("at once", "at its time"):
+            (warning,), is_as_composed = found["failures"][way]
+            assert words in warning and "run eagerly" in warning and is_as_composed
+
+
+@pytest.mark.slow
+def test_a_tiered_step_of_several_processes_is_compiled_in_the_background(inductor_ranks: list[dict[str, Any]]) -> None:
+    for found in inductor_ranks:
+        assert tree.equal(found["tiered"]["state"], inductor_ranks[0]["tiered"]["state"])
+        assert found["tiered"]["variants"] == [(2, 2, True)]
 
 
 def test_a_step_does_not_copy_a_state_in_its_own_buffers(ranks: list[dict[str, Any]]) -> None:
