@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import IO, Any, NamedTuple, NoReturn
 
@@ -29,6 +29,7 @@ from purecompose._support.settings import read_settings, write_settings
 from purecompose.transforms.compilation.backends import compile_graph
 from purecompose.transforms.compilation.capture import fake_mode
 from purecompose.transforms.compilation.inductor import ensure_cache
+from purecompose.transforms.compilation.messages import messages
 
 
 __all__ = ["Background", "BackgroundError", "serve"]
@@ -56,6 +57,8 @@ class _Request(NamedTuple):
     """torch's settings; see `read_settings`."""
     inductor: bytes
     """Inductor's configuration."""
+    groups: dict[str, tuple[int, int]]
+    """This process's rank, and the number of processes, in each group that the graph sends messages to."""
 
 
 class _Job(NamedTuple):
@@ -91,7 +94,8 @@ class Background:
         seconds: Future[float] = Future()
         try:
             config = importlib.import_module("torch._inductor.config")
-            request = _Request(_to_bytes(graph), _constants(graph), mode, read_settings(), config.save_config())
+            settings = mode, read_settings(), config.save_config()
+            request = _Request(_to_bytes(graph), _constants(graph), *settings, _groups(graph))
         except Exception as error:
             seconds.set_exception(BackgroundError(f"the graph cannot be sent there: {_in_words(error)}"))
             return seconds
@@ -186,6 +190,15 @@ def _constants(graph: fx.GraphModule) -> dict[str, Tensor]:
     return {name: value for name in names if isinstance(value := getattr(graph, name, None), Tensor)}
 
 
+def _groups(graph: fx.GraphModule) -> dict[str, tuple[int, int]]:
+    names = {str(node.args[-1]) for node in messages(graph.graph)}
+    if not names:
+        return {}
+    distributed = importlib.import_module("torch.distributed.distributed_c10d")
+    groups = {name: distributed._resolve_process_group(name) for name in names}
+    return {name: (group.rank(), group.size()) for name, group in groups.items()}
+
+
 def _graph_of(request: _Request) -> fx.GraphModule:
     graph = importlib.import_module("torch.fx._graph_pickler").GraphPickler.loads(request.graph, fake_mode())
     for name, tensor in request.constants.items():
@@ -220,10 +233,25 @@ def _answer(request: _Request) -> tuple[float, str | None]:
         config: Any = importlib.import_module("torch._inductor.config")
         config.load_config(request.inductor)
         config.compile_threads = 1
+        _register(request.groups)
         compile_graph(_graph_of(request), "inductor", request.mode)
     except Exception as error:
         return 0.0, _in_words(error)
     return time.perf_counter() - start, None
+
+
+_REGISTERED: dict[str, Any] = {}
+"""Groups of processes by their names; torch's registry does not keep them."""
+
+
+def _register(groups: Mapping[str, tuple[int, int]]) -> None:
+    """Register groups of processes, of which Inductor asks for the sizes; they have no connections."""
+    for name, (rank, size) in groups.items():
+        if name not in _REGISTERED:
+            distributed = importlib.import_module("torch.distributed.distributed_c10d")
+            group = _REGISTERED[name] = distributed.ProcessGroup(rank, size)
+            group._set_group_name(name)
+            distributed._register_process_group(name, group)
 
 
 def _end_with_parent(pipe: IO[bytes]) -> NoReturn:

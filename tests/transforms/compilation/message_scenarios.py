@@ -134,9 +134,8 @@ def failures() -> dict[str, Any]:
 
 def tiered() -> dict[str, Any]:
     """Return the end of a run that begins as composed while another process compiles."""
-    step, state = compose(loop_events), make_state(make_cnn(), duration="9ba")
-    step = pc.compile(pc.data_parallel(step), tiered="at 2ba", quiet=True)
-    for batch in make_batches(4, 8, shape=(2, 6, 6)):
+    step, state = pc.compile(pc.data_parallel(compose(loop_events)), tiered="at 2ba", quiet=True), make_state()
+    for batch in make_batches(4):
         state = step(state, batch)
     found = [(variant.from_batch, variant.hits, variant.background_seconds > 0) for variant in step.variants()]
     return {"state": told(state.copy()), "variants": found}
