@@ -11,7 +11,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from purecompose import batch as batches, random, tree
 from purecompose._support.checks import check_number, check_whole
-from purecompose._support.shards import whole
+from purecompose._support.shards import divided, place_of, whole
 from purecompose.algorithms._parts.checks import check_scalar
 from purecompose.algorithms._parts.shared import gradient_of_part, share_of_batch, sum_over_shares
 from purecompose.core.algorithm import Algorithm, Trait, factory
@@ -143,6 +143,7 @@ def per_example_clipping(
         if has_noise:
             deviation = state.scalar(noise_multiplier) * bound / num
             grads = {key: _noisy(grad, state.rng(f"{name}.{key}"), deviation) for key, grad in grads.items()}
+        grads = {key: divided(grad, place_of(state.params[key])) for key, grad in grads.items()}
         return state.replace(grads={**(state.grads or {}), **grads}, metrics={**state.metrics, **found})
 
     config = {"max_norm": max_norm, "noise_multiplier": noise_multiplier}

@@ -25,20 +25,30 @@ class GatheredOnUse(TorchFunctionMode):
 
     Args:
         gather: Function that returns all rows of a divided tensor.
+        only_recorded: True for functions that autograd records or calls only. What a method computes between two
+            passes acts on divided tensors.
     """
 
-    def __init__(self, gather: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, gather: Callable[[Tensor], Tensor], *, only_recorded: bool = False) -> None:
         super().__init__()
-        self._gather = gather
+        self._gather, self._only_recorded = gather, only_recorded
         self._tokens: list[Token[bool]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         has_shards = any(map(_has_shards, args)) or any(map(_has_shards, kwargs.values()))
-        if has_shards and _computes(func) and not _adds_gradients(func, args):
+        if has_shards and _computes(func) and self._acts_on(func, args):
             args = tuple(map(self._whole, args))
             kwargs = {name: self._whole(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
+
+    def _acts_on(self, func: Any, args: tuple[Any, ...]) -> bool:
+        is_in_engine = torch._C._current_graph_task_id() != -1
+        if not is_in_engine:
+            return torch.is_grad_enabled() or not self._only_recorded
+        # The engine adds two gradients of one parameter, which are divided like it. It calls no function of torch, but
+        # a dispatch mode, such as that which watches a first run, calls the operation again.
+        return func is not torch.ops.aten.add.Tensor or not all(map(is_shard, args))
 
     def __enter__(self) -> "GatheredOnUse":
         self._tokens.append(_IS_ACTIVE.set(True))
@@ -64,7 +74,7 @@ def gathered_on_use(params: Iterable[Tensor]) -> AbstractContextManager[Any]:
         return NOTHING
     params = list(map(unwrapped, params)) if is_transforming() else params
     divided = list(filter(is_shard, params))
-    if not divided or _IS_ACTIVE.get():
+    if not divided or _IS_ACTIVE.get() and (torch.is_grad_enabled() or is_transforming()):
         return NOTHING
     if is_transforming() or torch.is_grad_enabled() and any(param.requires_grad for param in divided):
         raise RuntimeError(
@@ -94,16 +104,6 @@ def _computes(func: Any) -> bool:
     if getattr(func, "__name__", "") == "__get__":
         return func.__self__.__name__ in _COMPUTED_ATTRIBUTES
     return func not in _DESCRIBING
-
-
-def _adds_gradients(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether autograd's engine adds two gradients of one parameter, which are divided like it.
-
-    The engine calls no function of torch, but a dispatch mode, such as that which watches a first run, calls the
-    operation again.
-    """
-    is_in_engine = torch._C._current_graph_task_id() != -1
-    return func is torch.ops.aten.add.Tensor and is_in_engine and all(map(is_shard, args))
 
 
 def _has_shards(value: Any) -> bool:

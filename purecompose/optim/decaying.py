@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from purecompose._support.shards import local, place_of, placed
 from purecompose.optim.base import ByGroup, Optimizer, Value, can_move, cells
 from purecompose.optim.checks import matched
 from purecompose.optim.decay import decayed
@@ -84,9 +85,10 @@ class Decaying:
             for rate, names in self._rates(tuple(grads)):
                 held = rule.held(names, smaller)
                 if held:
-                    own = [smaller[name] for name in held]
-                    _, moved = decayed("by schedule", [], own, rule.weight_decay, rate, value)
-                    smaller.update(zip(held, moved, strict=True))
+                    before = [smaller[name] for name in held]
+                    _, moved = decayed("by schedule", [], [*map(local, before)], rule.weight_decay, rate, value)
+                    after = (placed(own, place_of(param)) for own, param in zip(moved, before, strict=True))
+                    smaller.update(zip(held, after, strict=True))
         return self.inner.update(grads, opt_state, smaller, value)
 
     def can_move(self, param: Tensor) -> bool:

@@ -66,7 +66,7 @@ class Centred(nn.Module):
         return F.cross_entropy((outputs - outputs.mean(0)) * self.log_scale.exp(), targets, reduction=reduction)
 
 
-LAWS = ["microbatches_agree", "ranks_agree", "vmap_agrees", "compiled_agrees"]
+LAWS = ["microbatches_agree", "ranks_agree", "shards_agree", "vmap_agrees", "compiled_agrees"]
 HALF = ("fused_layernorm", "low_precision_groupnorm", "low_precision_layernorm")  # idle in float32
 # These need a loss for each example: losses of the batch as a whole have none.
 PER_EXAMPLE = ("per_example_clipping", "selective_backprop")

@@ -18,13 +18,6 @@ def trials_of(row, source, max_examples, seed):
     return trials(source, neutral=row.neutral, tasks=row.accepted, max_examples=max_examples, seed=seed)
 
 
-WHOLE_GRADIENTS = {
-    "loss_scaling": "with gather='layer' it makes gradients whole at AFTER_BACKWARD",
-    "per_example_clipping": "it sets whole gradients",
-}
-"""Methods beside which another one that remembers divided gradients fails, with the reason."""
-
-
 def check_kept(law, prepared):
     assert not prepared.failed_tasks, prepared.refused
     outcome = prepared.judge(law)
@@ -53,6 +46,4 @@ def test_a_shipped_algorithm_keeps_a_law(row, source, law):
 @each_example
 @each_law
 def test_a_shipped_algorithm_keeps_a_law_in_many_cases(row, source, law, max_examples, seed):
-    if law.name == "shards_agree" and row.name in WHOLE_GRADIENTS:
-        pytest.xfail(f"mixed with divided gradients: {WHOLE_GRADIENTS[row.name]}")
     check_kept(law, trials_of(row, source, max_examples, seed))

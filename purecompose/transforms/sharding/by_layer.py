@@ -70,7 +70,8 @@ class _Pass:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Return a scope in which divided parameters are gathered on use."""
-        with GatheredOnUse(self._differentiable), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        gathered = GatheredOnUse(self._differentiable, only_recorded=True)
+        with gathered, torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
     def whole(self, shard: Tensor) -> Tensor:
