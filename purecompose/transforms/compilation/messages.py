@@ -41,8 +41,9 @@ def in_sending_order(
 
     Messages that reduce tensors come in the order in which they depend on each other, and otherwise as traced. All
     processes have the same order, even if their graphs differ in other operations, as those of unequal parts of a
-    batch may. Writes into parameters come as soon as they can, but `_AHEAD` messages later than that which they need:
-    otherwise each message would be waited for at once.
+    batch may. Writes into parameters, and waits for messages, come as soon as they can, but `_AHEAD` messages later
+    than that which they need: otherwise each message would be waited for at once. A graph without writes, such as that
+    of a slice, would wait for all of them at its end, and until then keep what they send in memory.
 
     Args:
         before: The nodes that must come before each node, as the bits of an integer, with its own.
@@ -59,16 +60,17 @@ def in_sending_order(
     # Messages that others need, such as those of batch normalisation, are waited for at once anyway.
     last = [node for node in sends if not needed >> places[node] & 1]
 
-    def due(write: fx.Node) -> int:
-        own = [turn for turn, node in enumerate(last) if before[write] >> places[node] & 1]
+    def due(later: fx.Node) -> int:
+        own = [turn for turn, node in enumerate(last) if before[later] >> places[node] & 1]
         return min(own[-1] + _AHEAD, len(last) - 1) if own else -1
 
-    writes = sorted(writes, key=lambda node: before[node].bit_count())
-    goals = [node for node in writes if due(node) < 0]
+    waits = [node for node in before if _is_wait(node) and node.args[0] in last]
+    late = sorted([*writes, *waits], key=lambda node: before[node].bit_count())
+    goals = [node for node in late if due(node) < 0]
     for node in sends:
         goals.append(node)
         if node in last:
-            goals += [write for write in writes if due(write) == last.index(node)]
+            goals += [other for other in late if due(other) == last.index(node)]
     return goals
 
 

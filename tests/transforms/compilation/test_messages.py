@@ -1,5 +1,6 @@
 """Messages in compiled steps of several processes: what is sent, in which order, and whether all agree."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,17 @@ def test_what_only_an_unread_message_needs_is_removed() -> None:
     drop_unread(module.graph)
     assert described(module.graph) == ["all_reduce of float32[4] (sum, group 0)"]
     assert not module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+
+
+def test_a_graph_that_writes_nothing_does_not_keep_all_messages_on_their_way() -> None:
+    def sums(one: Tensor) -> list[Tensor]:
+        return [RANKS.scatter_sum(one @ one) for _ in range(8)]
+
+    module = traced(sums, (2, 2))
+    write_early(module)
+    names = [str(node.target).split(".")[1] for node in module.graph.nodes if node.op == "call_function"]
+    changes = [(name == "reduce_scatter_tensor") - (name == "wait_tensor") for name in names]
+    assert max(itertools.accumulate(changes)) == 3 and names[-3:] == ["wait_tensor"] * 3
 
 
 def test_messages_keep_their_order_where_graphs_differ_in_other_operations() -> None:
