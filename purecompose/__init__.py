@@ -9,6 +9,7 @@ from typing import Any
 
 from purecompose import (
     algorithms,
+    analysis,
     batch,
     data,
     errors,
@@ -67,6 +68,7 @@ __all__ = [
     "__version__",
     "after",
     "algorithms",
+    "analysis",
     "batch",
     "before",
     "between",
