@@ -1,4 +1,4 @@
-"""The command line: `python -m purecompose train`, `evaluate`, `predict`, `plot`, `plan`, `check` and `algorithms`.
+"""The command line: `python -m purecompose train`, `evaluate`, `replay`, `plan`, `check`, `algorithms` and others.
 
 After a usage error, which prints one line to standard error, the exit status is 2. It is 1 if a package is missing, a
 step of `train` raises an error, or `check` finds a law broken.
@@ -17,6 +17,7 @@ from typing import NoReturn
 from purecompose import __version__
 from purecompose._support import specs
 from purecompose.algorithms import FACTORIES, GROUPS
+from purecompose.cli.analysis import COMMANDS as ANALYSIS, EXAMPLES as ANALYSIS_EXAMPLES
 from purecompose.cli.completion import SHELLS, script
 from purecompose.cli.loading import LoadedRun, load_run, local_runs
 from purecompose.cli.plan import show_plan
@@ -40,6 +41,7 @@ examples:
   python -m purecompose train --data book.txt --out runs/text
   python -m purecompose evaluate runs/first --checkpoint best
   python -m purecompose plot runs/first runs/eight --out curves.png
+  python -m purecompose explain runs/first --at 1234ba
   python -m purecompose plan --at 0.6dur
   python -m purecompose algorithms mixup
   python -m purecompose check my_module:my_algorithm
@@ -146,6 +148,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
             _add_predict,
         ),
         ("plot", "draw the curves of one or several runs", _of_results("show_plot"), _add_plot_options),
+        *ANALYSIS,
         ("plan", "show which algorithms would act at which events, in what order and why", _plan, _add_plan_options),
         ("algorithms", "list the algorithms, or show the card of one", _list_algorithms, _add_card_options),
         ("completion", "print a completion script for a shell", _complete, _add_shell),
@@ -165,6 +168,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
 
 
 _EXAMPLES = {
+    **ANALYSIS_EXAMPLES,
     "train": """\
 examples:
   python -m purecompose train --duration 5ep --out runs/a

@@ -163,7 +163,13 @@ SETTINGS = {
             "with --out: how often to write a checkpoint: 1ep, 500ba, 10m (default: 1ep)",
             "1ep",
         ),
-        Setting("keep", int, "N", "with --out: keep the N newest checkpoints and the best (default: 3)", 3),
+        Setting(
+            "keep",
+            str,
+            "N",
+            "with --out: keep the N newest checkpoints, or with log some of the whole run, and the best (default: 3)",
+            "3",
+        ),
     )
 }
 

@@ -121,11 +121,16 @@ def _missing(folder: RunFolder, state: State) -> tuple[str, ...]:
 
 def _checkpoints(out: Path, settings: Mapping[str, Any], setup: Setup) -> Checkpoints:
     with reported_as("--keep"):
-        if settings["keep"] < 1:
-            raise ValueError(f"{settings['keep']}: expected at least 1")
+        keep = settings["keep"] if settings["keep"] == "log" else _positive(settings["keep"])
     with reported_as("--checkpoint-every"):
         best = f"{setup.watched}/{setup.kind.decides}" if settings["seeds"] == 1 else None
-        return Checkpoints(out / CHECKPOINTS, settings["checkpoint_every"], settings["keep"], best)
+        return Checkpoints(out / CHECKPOINTS, settings["checkpoint_every"], keep, best)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{text}: expected a number of checkpoints, at least 1, or log")
+    return int(text)
 
 
 def _folder(out: Path, options: argparse.Namespace, settings: Mapping[str, Any], setup: Setup) -> RunFolder:

@@ -1,8 +1,10 @@
 """`traced`: a step that also reports what every algorithm did."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.table import table
@@ -12,7 +14,7 @@ from purecompose.core.state import State, fields_where
 from purecompose.time.event import Event
 
 
-__all__ = ["Trace", "TraceEntry", "traced"]
+__all__ = ["Trace", "TraceEntry", "traced", "traced_fold"]
 
 _COMPARED = fields_where(holds_values=True)
 
@@ -31,11 +33,19 @@ class TraceEntry(NamedTuple):
     """Exit code of its last `apply`."""
     changed: tuple[str, ...]
     """Key paths of the leaves of which it changed at least one bit, such as `batch[0]`."""
+    amounts: Mapping[str, float]
+    """How much it changed them: the norm of the change by that of the leaf before, the largest of its runs. Leaves
+    that are not floating point, are new or have another shape are left out."""
+
+    @property
+    def words(self) -> list[str]:
+        """The changed leaves, each with its amount if it has one, such as `batch[0] (0.12)`."""
+        return [f"{path} ({self.amounts[path]:.2g})" if path in self.amounts else path for path in self.changed]
 
 
 class _Record(NamedTuple):
     exit_code: int | None
-    changed: tuple[str, ...]
+    changed: dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -65,9 +75,7 @@ class Trace:
         ran = [e for e in self.entries if e.ran]
         silent = sorted({e.algorithm for e in self.entries} - {e.algorithm for e in ran})
         head = ["event", "order", "algorithm", "runs", "exit", "changed"]
-        rows = [
-            [*map(str, (e.event.name, e.order, e.algorithm, e.runs, e.exit_code)), ", ".join(e.changed)] for e in ran
-        ]
+        rows = [[*map(str, (e.event.name, e.order, e.algorithm, e.runs, e.exit_code)), ", ".join(e.words)] for e in ran]
         text = table(head, rows) if rows else "nothing ran"
         return f"{text}\ndid not run: {', '.join(silent)}" if silent else text
 
@@ -83,37 +91,48 @@ def traced(step: Step) -> Callable[[State, Any], tuple[State, Trace]]:
     """
 
     def run(state: State, batch: Any) -> tuple[State, Trace]:
-        seen: dict[tuple[str, Event], list[_Record]] = {}
-
-        def observe(algorithm: Algorithm, event: Event, before: State, after: State, *code: int | None) -> None:
-            seen.setdefault((algorithm.name, event), []).append(_Record(code[0], _changed(before, after)))
-
-        end = step.finish(step.fold(state, batch, observe))
-        orders: dict[Event, list[str]] = {}
-        for name, event in seen:
-            orders.setdefault(event, []).append(name)
-        # A pass may have added algorithms that the step does not list.
-        names = dict.fromkeys([*[algorithm.name for algorithm in step.algorithms], *[name for name, _ in seen]])
-        entries = [
-            _entry(name, event, seen.get((name, event), []), orders.get(event, []))
-            for event in step.events
-            for name in names
-        ]
-        entries.sort(key=lambda e: (step.events.index(e.event), not e.ran, e.order or 0))
-        return end, Trace(tuple(entries))
+        end, trace = traced_fold(step, state, batch)
+        return step.finish(end), trace
 
     return run
 
 
+def traced_fold(step: Step, state: State, batch: Any) -> tuple[State, Trace]:
+    """Return the state at the end of a step, with its temporary fields such as the gradients, and the trace."""
+    seen: dict[tuple[str, Event], list[_Record]] = {}
+
+    def observe(algorithm: Algorithm, event: Event, before: State, after: State, *code: int | None) -> None:
+        seen.setdefault((algorithm.name, event), []).append(_Record(code[0], _changed(before, after)))
+
+    end = step.fold(state, batch, observe)
+    orders: dict[Event, list[str]] = {}
+    for name, event in seen:
+        orders.setdefault(event, []).append(name)
+    # A pass may have added algorithms that the step does not list.
+    names = dict.fromkeys([*[algorithm.name for algorithm in step.algorithms], *[name for name, _ in seen]])
+    entries = [
+        _entry(name, event, seen.get((name, event), []), orders.get(event, []))
+        for event in step.events
+        for name in names
+    ]
+    entries.sort(key=lambda e: (step.events.index(e.event), not e.ran, e.order or 0))
+    return end, Trace(tuple(entries))
+
+
 def _entry(name: str, event: Event, records: list["_Record"], order: list[str]) -> TraceEntry:
     if not records:
-        return TraceEntry(name, event, None, False, 0, None, ())
+        return TraceEntry(name, event, None, False, 0, None, (), {})
     changed = tuple(dict.fromkeys(path for record in records for path in record.changed))
-    return TraceEntry(name, event, order.index(name), True, len(records), records[-1].exit_code, changed)
+    amounts: dict[str, float] = {}
+    for path, amount in (pair for record in records for pair in record.changed.items()):
+        if amount is not None:
+            amounts[path] = max(amount, amounts.get(path, 0.0))
+    return TraceEntry(name, event, order.index(name), True, len(records), records[-1].exit_code, changed, amounts)
 
 
-def _changed(before: State, after: State) -> tuple[str, ...]:
-    found = []
+def _changed(before: State, after: State) -> dict[str, float | None]:
+    """Return the leaves that differ, each with the norm of the change by that of the leaf, where it has one."""
+    found: dict[str, float | None] = {}
     for name in _COMPARED:
         old, new = getattr(before, name), getattr(after, name)
         if old is new:
@@ -122,5 +141,14 @@ def _changed(before: State, after: State) -> tuple[str, ...]:
         theirs = tree.leaves_with_paths(new, into_objects=True)
         for path in {**ours, **theirs}:
             if path not in ours or path not in theirs or not tree.equal(ours[path], theirs[path]):
-                found.append(f"{name}{path}")
-    return tuple(found)
+                found[f"{name}{path}"] = _amount(ours.get(path), theirs.get(path))
+    return found
+
+
+def _amount(before: Any, after: Any) -> float | None:
+    if not (isinstance(before, Tensor) and isinstance(after, Tensor)) or before.shape != after.shape:
+        return None
+    if not (before.is_floating_point() and after.is_floating_point()):
+        return None
+    before, after = before.detach().double(), after.detach().double()
+    return float((after - before).norm() / before.norm())

@@ -1,14 +1,15 @@
 """The identity of data: a description and a checksum, by which a resumed run detects that its data differ."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from purecompose._support.fingerprint import fingerprint
+from purecompose.batch import tensors
 
 
 __all__ = ["describe_data", "differences"]
@@ -25,14 +26,15 @@ def describe_data(data: Any) -> dict[str, str]:
         data: Any data that `fit` accepts.
 
     Returns:
-        Names to values; for tensors in memory this includes a checksum over evenly spaced examples. Empty for
+        Names to values; for data in memory this includes a checksum over evenly spaced examples. Empty for
         iterators, which differ each time.
     """
     if isinstance(data, Iterator):
         return {}
     reported = {"kind": type(data).__qualname__}
     if isinstance(data, list | tuple):
-        return reported
+        content = _digest_of(data)
+        return reported if content is None else {**reported, "content": f"{len(data)} batches {content}"}
     for name in ("batch_size", "shuffle", "drop_last"):
         value = _attribute(data, name)
         if isinstance(value, bool | int):
@@ -45,6 +47,9 @@ def describe_data(data: Any) -> dict[str, str]:
     dataset = _attribute(data, "dataset")
     if dataset is not None:
         reported["dataset"] = type(dataset).__qualname__ + _sized(dataset)
+        if isinstance(dataset, TensorDataset):
+            words = (_in_words(tensor) for tensor in dataset.tensors)
+            reported |= {f"dataset.tensors[{i}]": text for i, text in enumerate(words) if text is not None}
     return reported
 
 
@@ -81,6 +86,16 @@ def _in_words(value: Any) -> str | None:
         return None
     digest = hashlib.blake2b(content, digest_size=6).hexdigest()
     return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} {digest}"
+
+
+def _digest_of(given: Sequence[Any]) -> str | None:
+    """Return a checksum of the first examples of evenly spaced batches; `None` if they have no tensors."""
+    try:
+        chosen = given[:: max(1, len(given) // _NUM_READ)]
+        content = [[fingerprint(tensor.detach()[:1]) for tensor in tensors(batch) if tensor.ndim] for batch in chosen]
+    except Exception:  # see `_in_words`
+        return None
+    return hashlib.blake2b(repr(content).encode(), digest_size=6).hexdigest() if any(content) else None
 
 
 def _sized(dataset: Any) -> str:

@@ -1,23 +1,19 @@
 """The report of a run: one self-contained HTML page.
 
-This module collects the content; `report.html.jinja` and `report.css` define the appearance.
+This module collects the content; `report.html.jinja`, `page.html.jinja` and `page.css` define the appearance.
 """
 
 import base64
 import os
-import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader
-from markupsafe import Markup, escape
-
 from purecompose._support.checks import check_flag
 from purecompose.records.curves import curves_as_png
 from purecompose.records.drawing import SMOOTHED_FROM
-from purecompose.records.layout import write_text
+from purecompose.records.pages import write_page
 from purecompose.records.reading import RunRecords, read_run
 from purecompose.records.starts import RUNNING, Start, in_words
 from purecompose.records.summary import facts_of
@@ -53,24 +49,14 @@ def write_report(
     """
     run = run if isinstance(run, RunRecords) else read_run(run)
     drawn = _curves(run) if check_flag(curves, "write_report: curves") else _Curves(None, "They were not drawn.")
-    target = Path(path)
-    write_text(target, _page(run, drawn))
-    return target
+    return write_page(path, "report.html.jinja", _content(run, drawn))
 
 
-def _page(run: RunRecords, curves: "_Curves") -> str:
-    """Return the page of a run; all texts of the run are escaped."""
-    environment = Environment(
-        loader=PackageLoader("purecompose.records", "."),
-        autoescape=lambda name: name is not None and not name.endswith(".css"),
-        finalize=_printable,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"breakable": breakable, "unbroken_options": _unbroken_options}
+def _content(run: RunRecords, curves: "_Curves") -> dict[str, Any]:
+    """Return what the page of a run shows."""
     words, tone = _state(run)
     tiles, results = _result(run)
-    return environment.get_template("report.html.jinja").render(
+    return dict(
         name=run.name,
         state={"words": words, "tone": tone},
         summary=_summary(run),
@@ -88,24 +74,6 @@ def _page(run: RunRecords, curves: "_Curves") -> str:
         versions=[(name, _shown(value)) for name, value in run.versions.items()],
         command=run.command,
     )
-
-
-def breakable(value: object, after: str = ",(") -> Markup:
-    """Return text with optional line breaks before words that follow a character of `after`, such as a comma."""
-    return Markup("<wbr>").join(re.split(rf"(?<=[{re.escape(after)}])(?=[^\W\d])", _printable(str(value))))
-
-
-def _unbroken_options(command: str) -> Markup:
-    """Return a command without line breaks inside its options."""
-    option = r"(?<!\S)--?[\w-]{1,30}(?!\S)"
-    return Markup(re.sub(option, r'<span class="whole">\g<0></span>', str(escape(_printable(command)))))
-
-
-def _printable(value: Any) -> Any:
-    """Return text without control characters, which HTML does not allow even if escaped."""
-    if not isinstance(value, str) or hasattr(value, "__html__"):
-        return value
-    return "".join(c if c.isprintable() or c in "\t\n" else "\ufffd" if c != "\r" else "" for c in value)
 
 
 def _state(run: RunRecords) -> tuple[str, str]:

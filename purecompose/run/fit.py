@@ -19,7 +19,6 @@ from purecompose._support.urls import naming_urls
 from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
-from purecompose.core.loop import eval_events
 from purecompose.core.state import State
 from purecompose.data.checks import check_batches
 from purecompose.data.identity import describe_data, differences
@@ -35,11 +34,10 @@ from purecompose.run.saving.fetching import fetched
 from purecompose.run.saving.keeping import Keeper
 from purecompose.run.saving.resuming import Resumed, resumed_from, resumed_from_newest
 from purecompose.run.saving.settings import Checkpoints
-from purecompose.run.stopping import Stopper, with_memories
-from purecompose.time import RunLength, Time, Timestamp, TimeUnit
+from purecompose.run.start import evaluation_step, start_of_run, with_run
+from purecompose.run.stopping import Stopper
+from purecompose.time import Time, Timestamp
 from purecompose.time.event import Event
-from purecompose.time.units import named_time
-from purecompose.transforms.compilation import CompiledStep
 
 
 __all__ = ["EpochData", "fit", "training"]
@@ -84,15 +82,9 @@ def _states(
     _check_metrics(state, step, evaluators, stoppers, adjusters, checkpoints)
     if state.context.precision == "fp16" and not any(Trait.SCALES_LOSS in a.traits for a in step.algorithms):
         warn("precision='fp16' without loss scaling: small gradients become 0; add algorithms.loss_scaling()")
-    state, budget = _with_duration(state, duration)
+    state, budget = start_of_run(step, state, data, stoppers, adjusters, duration)
     if step.ranks is not None:
         _check_ends_together(budget, microbatches)
-    state = _with_epoch_length(state, data)
-    if any(algorithm.name not in state.context.initialised for algorithm in step.algorithms):
-        state = step.init(state)
-    state = with_memories(state, stoppers)
-    for adjuster in adjusters:
-        state = adjuster.init(state)
     keeper = None if checkpoints is None else Keeper(checkpoints)
     try:
         if keeper is not None:
@@ -101,15 +93,14 @@ def _states(
             resumed = _resumed(keeper, state, step, given or resume, is_adaptive=microbatches is not None)
             position = None if resumed is None else _restored(resumed, state, data, checkpoints)
         if resumed is not None:
-            state = step.fire(Event.AFTER_LOAD, _with_run(resumed.state, state.timestamp.run))
+            state = step.fire(Event.AFTER_LOAD, with_run(resumed.state, state.timestamp.run))
         elif state.timestamp.is_finished():
             raise ValueError(f"nothing left to train: the state stands at {_at_the_end(state.timestamp)}")
         if keeper is not None:
             keeper.begin(state, step, from_here=resumed if resume == "auto" else None)
-        composed = step.step if isinstance(step, CompiledStep) else step
         run = Run(
             step,
-            composed.replace(program=eval_events),
+            evaluation_step(step),
             data,
             evaluators,
             observers,
@@ -372,48 +363,3 @@ def _as_evaluators(given: Any) -> tuple[Evaluator, ...]:
             "of them another label, as in Evaluator(validation_batches, metrics, label='validation')"
         )
     return tuple(evaluators)
-
-
-def _with_duration(state: State, duration: Time | str | None) -> tuple[State, float]:
-    """Return the state with the run's length, and the budget of this call in seconds."""
-    run = state.timestamp.run
-    wanted = run.duration if duration is None else named_time(duration, "fit: duration")
-    if wanted is None:
-        raise ValueError("no duration: give State.create or fit one, such as duration='20ep'")
-    if wanted.unit is TimeUnit.SECOND:
-        return state, float(wanted.value)
-    return _with_run(state, RunLength(wanted, run.batches_per_epoch, run.iteration_length)), math.inf
-
-
-def _with_epoch_length(state: State, data: Any) -> State:
-    """Return the state with the epoch's length, taken from sized data if unknown, otherwise checked against them."""
-    run = state.timestamp.run
-    length = _length(data)
-    if length == 0:
-        raise ValueError("the data has no batch: an epoch of length 0 would never end")
-    if run.batches_per_epoch is None:
-        units = {length.unit for length in (run.duration, run.iteration_length) if length is not None}
-        if isinstance(data, StateStream) and TimeUnit.EPOCH in units:
-            raise ValueError(
-                f"the run is counted in epochs ({run}), and data.stream has none: give State.create(batches_per_epoch="
-                '...), or a duration in batches, such as "1000ba"'
-            )
-        return _with_run(state, RunLength(run.duration, length, run.iteration_length))
-    if length is not None and length < run.batches_per_epoch:
-        raise ValueError(
-            f"the data has {length} batches, but the state's batches_per_epoch is {run.batches_per_epoch}; "
-            "leave batches_per_epoch out, or make it at most the data's length"
-        )
-    return state
-
-
-def _length(data: Any) -> int | None:
-    """Return the number of batches, if known; the `__len__` of a `DataLoader` over a stream raises."""
-    try:
-        return len(data) if hasattr(data, "__len__") else None
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _with_run(state: State, run: RunLength) -> State:
-    return state if run == state.timestamp.run else state.replace(timestamp=state.timestamp.replace(run=run))

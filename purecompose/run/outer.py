@@ -27,6 +27,7 @@ from purecompose.run.ending import CommonEnd
 from purecompose.run.evaluation import Evaluator, Observer, run_evaluator, tell
 from purecompose.run.microbatching import Adaptive
 from purecompose.run.plateau import Adjuster
+from purecompose.run.saving.code import describe_code
 from purecompose.run.saving.keeping import Keeper, newest
 from purecompose.run.stopping import Stopper, is_over, seen
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
@@ -84,6 +85,8 @@ class Run:
         ranks = None if self.keeper is None else self.step.ranks
         self._common_end = None if ranks is None else CommonEnd(ranks)
         self._described_data = {} if self.keeper is None else describe_data(self.data)
+        self._described_code: dict[str, str] = {}
+        self._see_batch = [see for one in self.observers if callable(see := getattr(one, "see_batch", None))]
 
     def states(self, state: State, *, defers_signals: bool = False) -> Iterator[State]:
         """Yield the states between batches, and finally the state at the end of the run.
@@ -108,6 +111,10 @@ class Run:
             self._obey_late()
 
     def _cuts(self, state: State) -> Iterator[State]:
+        if self.keeper is not None:
+            self._described_code = describe_code(state, self.step, self.data)
+            if self.keeper.settings.keep == "log" and not self.memory.get("has_begun", False):
+                self._save(state, has_begun=False)
         state = self._begun(state)
         before = state.timestamp
         while not self._is_over(state):
@@ -233,7 +240,7 @@ class Run:
         self.keeper.close()
         self._interrupts.obey("there is no checkpoint of it" if path is None else f"the newest checkpoint is {path}")
 
-    def _save(self, state: State, *, is_last: bool = False) -> None:
+    def _save(self, state: State, *, is_last: bool = False, has_begun: bool = True) -> None:
         if self.keeper is None:
             return
         for observer in self.observers:
@@ -241,7 +248,7 @@ class Run:
             flush = getattr(observer, "flush", None)
             if callable(flush):
                 flush()
-        memory: dict[str, Any] = {"has_begun": True, "data": self._described_data}
+        memory: dict[str, Any] = {"has_begun": has_begun, "data": self._described_data, "code": self._described_code}
         if self._adaptive is not None and self._adaptive.found is not None:
             memory["microbatches"] = self._adaptive.found
         step = self.step if self._adaptive is None else self._adaptive.step
@@ -271,6 +278,8 @@ class Run:
                 _check_exhausted(before)
                 yield self._end_epoch(state.replace(timestamp=before.advance_epoch()), before)
                 return
+            for see_batch in self._see_batch:
+                see_batch(state, batch)
             state = self._train(state, batch)
             _check_moved(before, state.timestamp)
             state = self._fire(Event.BATCH_END, state)

@@ -348,7 +348,7 @@ def test_a_stretched_run_equals_one_of_that_length_with_stretched_schedules(run:
 
 def test_settings_are_checked_before_there_is_a_folder(run: Run) -> None:
     for arguments, said in [
-        (("--keep", "0"), "--keep: 0: expected at least 1"),
+        (("--keep", "0"), "--keep: 0: expected a number of checkpoints, at least 1, or log"),
         (("--checkpoint-every", "0ep"), "--checkpoint-every"),
         (("--validation", "1.5"), "--validation: 1.5"),
     ]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from purecompose.records import write_report
-from purecompose.records.report import breakable
+from purecompose.records.pages import breakable
 from purecompose.records.words import duration, number
 from tests.records.run_helpers import at, made_up
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from purecompose._support.checks import check_flag, check_whole
 from purecompose._support.urls import is_remote
@@ -30,7 +30,9 @@ class Checkpoints:
         every: Interval between checkpoints: a number of epochs, batches, samples, tokens or seconds, or a fraction of
             the run; or a function `Timestamp -> bool` that returns whether one is due. There is always one at the end,
             and one when a signal ends the run.
-        keep: Number of newest checkpoints to keep; `None` for all.
+        keep: Number of newest checkpoints to keep; `None` for all; or "log" to spread about log2(batches) of them
+            evenly over the run, at most 20 of 100,000 batches, with one of its start: from these
+            `purecompose.analysis` finds the state at any batch.
         best: Metric of an evaluator, such as `"eval/accuracy"`. Whenever it improves on its best value, a checkpoint is
             written regardless of `every`, and the best one is kept.
         mode: "min" if lower values are better, "max" if higher ones are; by default "min" for losses, errors and
@@ -48,7 +50,7 @@ class Checkpoints:
 
     folder: Path | str
     every: Interval | str = "1ep"
-    keep: int | None = 3
+    keep: int | Literal["log"] | None = 3
     best: str | None = None
     mode: str | None = None
     background: bool = True
@@ -59,8 +61,8 @@ class Checkpoints:
         if not is_remote(self.folder):
             set_field(self, "folder", Path(self.folder))
         set_field(self, "every", checked_interval(self.every, "Checkpoints: every", seconds=True, functions=True))
-        if self.keep is not None:
-            check_whole(self.keep, "Checkpoints: keep", 1)
+        if self.keep is not None and self.keep != "log":
+            check_whole(self.keep, "Checkpoints: keep", 1, hint="or 'log' for some of the whole run, or None for all")
         if self.mode not in (None, "min", "max"):
             raise ValueError(f"Checkpoints: mode={self.mode!r}: expected 'min' or 'max'")
         if self.best is not None and self.mode is None:
@@ -73,7 +75,7 @@ def surplus(found: Sequence[Found], settings: Checkpoints) -> list[Found]:
     """Return the checkpoints that need not be kept."""
     if settings.keep is None:
         return []
-    rest = found[settings.keep :]
+    rest = _between_others(found) if settings.keep == "log" else found[settings.keep :]
     rated = [(rating, one) for one in found if (rating := rating_of(one.index.metrics, settings)) is not None]
     # Among equal ones the earliest, which has been the best one all along.
     _, best = max(reversed(rated), key=lambda pair: pair[0], default=(None, None))
@@ -91,6 +93,19 @@ def surplus_before(found: Sequence[Found], settings: Checkpoints) -> list[Found]
 def of_newest(settings: Checkpoints) -> Checkpoints:
     """Return the settings with only the newest checkpoint to keep, and the best one, unless all are."""
     return settings if settings.keep is None else replace(settings, keep=1)
+
+
+def _between_others(found: Sequence[Found]) -> list[Found]:
+    """Return the checkpoints to remove so that about log2(batches) remain, evenly spread.
+
+    The one whose removal leaves the smallest gap goes first. The first and the newest remain.
+    """
+    kept, most = list(found), 2 + (found[0].index.batch.bit_length() if found else 0)
+    while len(kept) > most:
+        gaps = [kept[i - 1].index.batch - kept[i + 1].index.batch for i in range(1, len(kept) - 1)]
+        smallest = min(gaps)
+        kept.pop(max(i for i, gap in enumerate(gaps, 1) if gap == smallest))  # of equal ones the oldest
+    return [one for one in found if all(one is not other for other in kept)]
 
 
 def rating_of(metrics: Mapping[str, Any], settings: Checkpoints) -> float | None:

@@ -1,0 +1,219 @@
+"""`compare`: where two runs begin to differ, how the difference grows, and in what their settings differ."""
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from purecompose._support.checks import check_number, shown
+from purecompose._support.table import table
+from purecompose.analysis.gaps import Gap, differing, gap
+from purecompose.analysis.recorded import RecordedRun, checkpoints_in, losses_in
+from purecompose.analysis.replaying import point, states_from
+from purecompose.data.identity import differences as data_differences
+from purecompose.records import read_run
+from purecompose.records.layout import CONFIG
+from purecompose.run.saving.code import code_differences
+from purecompose.run.saving.description import differences
+from purecompose.run.saving.extra import is_extra
+from purecompose.run.saving.folder import Found
+from purecompose.run.saving.leaves import leaves_of
+from purecompose.run.saving.tensors import SavedTensors
+
+
+__all__ = ["Comparison", "Growth", "compare"]
+
+
+class Growth(NamedTuple):
+    """The difference of two runs at a batch at which both have a checkpoint."""
+
+    batch: int
+    num_leaves: int
+    """Number of leaves that differ by more than the tolerance."""
+    gap: Gap
+    """The largest difference."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of `compare`."""
+
+    names: tuple[str, str]
+    batch: int | None
+    """The first batch after which the runs differ; `None` if they do not, up to the last common checkpoint. Without
+    step and data, the first common checkpoint at which they do."""
+    leaves: tuple[str, ...]
+    """The leaves that differ there, in the order of the state, each with a description."""
+    since: int
+    """The last batch at which they are known to agree; -1 if none."""
+    growth: tuple[Growth, ...]
+    """The difference at each common checkpoint."""
+    settings: tuple[str, ...]
+    """Lines about settings, versions, methods, data and code that differ."""
+    loss_batch: int | None
+    """The first batch whose recorded losses differ; `None` without records or a difference."""
+
+    def __str__(self) -> str:
+        parts = [f"a: {self.names[0]}\nb: {self.names[1]}"]
+        parts.append(
+            "\n".join(["settings that differ", *(f"  {line}" for line in self.settings)])
+            if self.settings
+            else "no settings differ"
+        )
+        parts.append(self._first())
+        if self.growth:
+            rows = [
+                [
+                    str(one.batch),
+                    str(one.num_leaves),
+                    f"{one.gap.relative:.3g}",
+                    f"{one.gap.absolute:.3g}",
+                    one.gap.leaf,
+                ]
+                for one in self.growth
+            ]
+            parts.append(table(["batch", "leaves", "relative", "absolute", "largest in"], rows))
+        return "\n\n".join(parts)
+
+    def _first(self) -> str:
+        if self.batch is None:
+            return f"no difference up to batch {self.since}, the last checkpoint of both"
+        exact = self.batch == self.since + 1
+        where = f"at batch {self.batch}" if exact else f"after batch {self.since}, at the latest at batch {self.batch}"
+        lines = [
+            f"the first difference is {where}: {self.leaves[0]}" if self.leaves else f"the first difference is {where}"
+        ]
+        lines += [f"  {line}" for line in self.leaves[1:8]]
+        if len(self.leaves) > 8:
+            lines.append(f"  and in {len(self.leaves) - 8} other leaves")
+        if self.loss_batch is not None:
+            lines.append(f"the recorded losses differ from batch {self.loss_batch} on")
+        return "\n".join(lines)
+
+
+def compare(run_a: RecordedRun | Path | str, run_b: RecordedRun | Path | str, *, tolerance: float = 0.0) -> Comparison:
+    """Return where two runs differ: the first batch and leaf, how the difference grows, and the settings.
+
+    Their checkpoints of the same batches are compared. If both runs are given as `RecordedRun`, they are then replayed
+    side by side from the last one at which they agree, to find the batch; from folders, its place between two
+    checkpoints is known.
+
+    Args:
+        run_a: A run, or the folder of one.
+        run_b: The other.
+        tolerance: Floating leaves may differ by this share of their largest magnitude; 0 compares bits.
+
+    Raises:
+        FileNotFoundError: A folder has no checkpoint.
+        ValueError: The runs have no checkpoints of the same batch.
+        MismatchError: See `replay`.
+    """
+    check_number(tolerance, "compare: tolerance", 0)
+    paths = _path(run_a), _path(run_b)
+    pairs = _common(*(checkpoints_in(path) for path in paths))
+    if not pairs:
+        raise ValueError(f"compare: {paths[0]} and {paths[1]} have no checkpoints of the same batch")
+    growth = tuple(_growth(one, other, tolerance) for one, other in pairs)
+    first = next((i for i, one in enumerate(growth) if one.num_leaves), None)
+    batch, leaves, since = None, (), growth[-1].batch
+    if first is not None:
+        since = growth[first - 1].batch if first else -1
+        batch, leaves = (
+            growth[first].batch,
+            tuple(differing(_tensors(pairs[first][0]), _tensors(pairs[first][1]), tolerance)),
+        )
+        if first and isinstance(run_a, RecordedRun) and isinstance(run_b, RecordedRun):
+            exact = _side_by_side(run_a, run_b, pairs[first - 1], batch, tolerance)
+            batch, leaves = exact or (batch, leaves)
+            since = batch - 1
+    settings = tuple(_settings(*paths, *(checkpoints_in(path)[-1] for path in paths)))
+    return Comparison(
+        (str(paths[0]), str(paths[1])), batch, leaves, since, growth, settings, _first_loss(*paths, tolerance)
+    )
+
+
+def _path(run: Any) -> Path:
+    if isinstance(run, RecordedRun):
+        return Path(run.path)
+    if not isinstance(run, (str, Path)):
+        raise TypeError(f"compare: expected a RecordedRun or the folder of a run, got {shown(run)}")
+    return Path(run)
+
+
+def _common(ours: tuple[Found, ...], theirs: tuple[Found, ...]) -> list[tuple[Found, Found]]:
+    by_batch = {one.index.batch: one for one in theirs}
+    return [(one, by_batch[one.index.batch]) for one in ours if one.index.batch in by_batch]
+
+
+def _tensors(found: Found) -> Mapping[str, Tensor]:
+    tensors = SavedTensors(found.path, found.index)
+    return {name: tensors[name] for name in found.index.tensors if not is_extra(name)}
+
+
+def _growth(one: Found, other: Found, tolerance: float) -> Growth:
+    ours, theirs = _tensors(one), _tensors(other)
+    num = sum(1 for _ in differing(ours, theirs, tolerance))
+    return Growth(one.index.batch, num, gap(theirs, ours))
+
+
+def _side_by_side(
+    a: RecordedRun, b: RecordedRun, start: tuple[Found, Found], until: int, tolerance: float
+) -> tuple[int, tuple[str, ...]] | None:
+    """Replay two runs from checkpoints at which they agree; return the first batch after which they differ."""
+    at = point(until, "compare")
+    ours, theirs = (states_from(run, run.load(one), run.before(at)[1]) for run, one in zip((a, b), start, strict=True))
+    with contextlib.closing(ours), contextlib.closing(theirs):
+        for first, second in zip(ours, theirs, strict=False):
+            if leaves := tuple(differing(leaves_of(first).tensors, leaves_of(second).tensors, tolerance)):
+                return first.timestamp.batch, leaves
+            if first.timestamp.batch >= until:
+                break
+    return None
+
+
+def _first_loss(a: Path, b: Path, tolerance: float) -> int | None:
+    ours, theirs = losses_in(a), losses_in(b)
+    for batch in sorted(ours.keys() & theirs.keys()):
+        then, now = (loss if isinstance(loss, list) else [loss] for loss in (ours[batch], theirs[batch]))
+        if len(then) != len(now) or not all(_are_close(*pair, tolerance) for pair in zip(then, now, strict=True)):
+            return batch
+    return None
+
+
+def _are_close(first: float, second: float, tolerance: float) -> bool:
+    return first == second or (first != first and second != second) or math.isclose(first, second, rel_tol=tolerance)
+
+
+def _settings(path_a: Path, path_b: Path, a: Found, b: Found) -> Iterator[str]:
+    """Yield lines about what differs besides the states."""
+    if (path_a / CONFIG).is_file() and (path_b / CONFIG).is_file():
+        yield from _of_mappings(_flat(read_run(path_a).config), _flat(read_run(path_b).config))
+    lines = differences(a.index.description, b.index.description)
+    lines += data_differences(*(one.index.memory.get("data", {}) for one in (a, b)))
+    lines += code_differences(*(one.index.memory.get("code", {}) for one in (a, b)))
+    for line in lines:  # they are written for a checkpoint and a state that it is loaded into
+        line = re.sub(r"\bin the checkpoint\b|\bby the run\b", "in a", line)
+        yield re.sub(r"(?<!changed )\bhere\b", "in b", line).replace("changed since the run", "not the same in a and b")
+    yield from _of_mappings(a.index.environment, b.index.environment)
+    lengths = ("duration", "batches_per_epoch", "iteration_length")
+    yield from _of_mappings(*({name: one.index.time[name] for name in lengths} for one in (a, b)))
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= (
+            {f"{name}.{inner}": one for inner, one in value.items()} if isinstance(value, Mapping) else {name: value}
+        )
+    return flat
+
+
+def _of_mappings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+    for name in dict.fromkeys((*a, *b)):
+        if repr(a.get(name)) != repr(b.get(name)):
+            yield f"{name}: {a.get(name, 'nothing')} in a, {b.get(name, 'nothing')} in b"

@@ -1,0 +1,360 @@
+"""`explain`: what a step did with a batch: methods, losses of examples, gradients of layers."""
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, losses, tree
+from purecompose._support.checks import shown
+from purecompose._support.device import arithmetic
+from purecompose._support.table import table
+from purecompose.algorithms._parts.model_losses import model_losses
+from purecompose.analysis.pictures import Shown, shown_as
+from purecompose.analysis.recorded import RecordedRun
+from purecompose.analysis.replaying import point, states_from
+from purecompose.core.compose import Step
+from purecompose.core.state import State, check_single
+from purecompose.core.trace import Trace, traced_fold
+from purecompose.records.pages import write_page
+from purecompose.time import TimeLike
+from purecompose.transforms.compilation import CompiledStep
+
+
+__all__ = ["Example", "Explanation", "LastBatch", "Layer", "explain", "explain_batch"]
+
+_MOST_EXAMPLES = 8
+_OUTLIER = 100.0
+"""An example is conspicuous if its largest value is this many times that of the median example."""
+
+
+class Layer(NamedTuple):
+    """The norms of a layer in a step."""
+
+    name: str
+    """Name of the module that holds the parameters."""
+    weights: float
+    """Norm of the parameters before the step."""
+    gradient: float | None
+    """Norm of the gradients that the optimizer received; `None` if the loss did not reach the layer."""
+    update: float
+    """Norm of the change of the parameters."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """An example of a batch."""
+
+    index: int
+    """Its place in the batch."""
+    place: int | None
+    """Its place in the data, if they tell their order, as `data.arrays` do."""
+    loss: float | None
+    notes: tuple[str, ...]
+    """What is conspicuous about it, such as "targets are not finite"."""
+    inputs: Shown
+    target: str
+
+    @property
+    def name(self) -> str:
+        """The place in words."""
+        return f"example {self.index}" + ("" if self.place is None else f" (number {self.place} of the data)")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The report of a step: `print` shows it as tables, `write` as a page."""
+
+    batch: int
+    """Number of the batch: the step led from `batch - 1` to `batch`."""
+    epoch: int
+    loss: float
+    trace: Trace
+    """Which algorithm changed which leaves, and by how much."""
+    layers: tuple[Layer, ...]
+    examples: tuple[Example, ...]
+    """Examples of the batch: first those with values that are not finite or out of proportion, then by loss."""
+    num_examples: int
+    losses: Tensor | None
+    """Loss of each example, of the batch before any algorithm changes it, by the network in evaluation mode before the
+    step, so that no example depends on others; shape (N,)."""
+    unknown: str = ""
+    """The reason why there are no losses of examples."""
+    title: str = ""
+    state: State | None = field(default=None, repr=False, compare=False)
+    """The state after the step."""
+
+    def __str__(self) -> str:
+        head = f"batch {self.batch} (epoch {self.epoch}): loss {self.loss:.6g}, {self.num_examples} examples"
+        parts = [head if not self.title else f"{self.title}\n{head}"]
+        parts.append(f"methods\n{self.trace}")
+        parts.append(f"layers\n{table(LAYER_COLUMNS, layer_rows(self.layers))}")
+        if self.examples:
+            parts.append(f"examples\n{table(EXAMPLE_COLUMNS, example_rows(self.examples))}")
+        if self.unknown:
+            parts.append(f"the losses of single examples are not known: {self.unknown}")
+        return "\n\n".join(parts)
+
+    def write(self, path: Path | str) -> Path:
+        """Write the report as a page: a single file of HTML without scripts, for light and dark screens."""
+        ran = [entry for entry in self.trace if entry.ran]
+        rows = [[entry.algorithm, entry.event.name, str(entry.runs), ", ".join(entry.words)] for entry in ran]
+        idle = sorted({entry.algorithm for entry in self.trace} - {entry.algorithm for entry in ran})
+        values = {
+            "name": f"Batch {self.batch:,}",
+            "report": self,
+            "methods": (("method", "event", "runs", "changed"), rows),
+            "idle": ", ".join(idle),
+            "layers": (LAYER_COLUMNS, layer_rows(self.layers)),
+        }
+        return write_page(path, "explanation.html.jinja", values, package="purecompose.analysis")
+
+
+LAYER_COLUMNS = ("layer", "weights", "gradient", "update", "update / weights")
+EXAMPLE_COLUMNS = ("example", "in data", "loss", "target", "input", "notes")
+
+
+def layer_rows(layers: Sequence[Layer]) -> list[list[str]]:
+    """Return the rows of a table of layers."""
+    return [
+        [
+            one.name,
+            f"{one.weights:.4g}",
+            "none" if one.gradient is None else f"{one.gradient:.4g}",
+            f"{one.update:.4g}",
+            f"{one.update / one.weights:.2g}" if one.weights else "",
+        ]
+        for one in layers
+    ]
+
+
+def example_rows(examples: Sequence[Example]) -> list[list[str]]:
+    """Return the rows of a table of examples."""
+    return [
+        [
+            str(one.index),
+            "" if one.place is None else str(one.place),
+            "" if one.loss is None else f"{one.loss:.4g}",
+            one.target,
+            one.inputs.words,
+            "; ".join(one.notes),
+        ]
+        for one in examples
+    ]
+
+
+class LastBatch:
+    """An observer that keeps the newest batch, and the state before it."""
+
+    def __init__(self) -> None:
+        self.state: State | None = None
+        self.batch: Any = None
+
+    def __call__(self, event: Any, state: State) -> None:
+        del event, state
+
+    def see_batch(self, state: State, batch: Any) -> None:
+        """Keep a state and a batch. A state that the step will overwrite is copied."""
+        self.state, self.batch = (state if state.lease is None else state.copy()), batch
+
+
+def explain(run: RecordedRun, at: TimeLike | int) -> Explanation:
+    """Return what the step of a run did at a batch, after a replay up to there.
+
+    Args:
+        run: The run.
+        at: The batch: 1234 is the one that led to the state at batch 1234. Of a time such as "3ep", the batch that
+            reached it.
+
+    Raises:
+        ValueError: `at` is the start of the run, outside of what is recorded, or the run trains a population.
+        MismatchError: See `replay`.
+    """
+    if not isinstance(run, RecordedRun):
+        raise TypeError(f"explain: expected a RecordedRun(path, step, state, data), got {shown(run)}")
+    at, last = point(at, "explain: at"), LastBatch()
+    if at.value == 0:
+        raise ValueError(f"explain: at={at}: no batch led there; the first one is 1")
+    check_single(run.start, "explain", "its members share each batch, and explain_batch explains one of them")
+    found, length = run.before(at, strictly=True)
+    with contextlib.closing(states_from(run, run.load(found), length, (last,))) as states:
+        for state in states:
+            if state.timestamp.reached(at):
+                break
+    if last.state is None:
+        raise ValueError(f"explain: at={at}: {run.path} has no batch before it")
+    return explain_last(run, last)
+
+
+def explain_last(run: RecordedRun, last: LastBatch) -> Explanation:
+    """Return the explanation of the batch that a replay has seen last."""
+    assert last.state is not None
+    found = explain_batch(run.plain_step, last.state, last.batch, decode=run.decode)
+    places = _places(run.data, last.state)
+    examples = tuple(replace(one, place=places[one.index] if places else None) for one in found.examples)
+    return replace(found, examples=examples, title=str(run.path))
+
+
+def explain_batch(
+    step: Step,
+    state: State,
+    batch: Any,
+    *,
+    num_examples: int = _MOST_EXAMPLES,
+    decode: Callable[[Any], str] | None = None,
+) -> Explanation:
+    """Return what a step does with a batch, for a state in memory; neither is changed.
+
+    Args:
+        step: The step; a compiled one runs uncompiled here.
+        state: A single state, between steps.
+        batch: The batch.
+        num_examples: Number of examples in the report.
+        decode: Function that returns the input of an example as text.
+
+    Raises:
+        ValueError: The state is a population's.
+    """
+    check_single(state, "explain_batch", "unstack_states(state) gives each of them, for the step before population")
+    plain = step.step if isinstance(step, CompiledStep) else step
+    end, trace = traced_fold(plain, state, batch)
+    after = plain.finish(end)
+    values, unknown = _example_losses(plain, state, batch)
+    num = plain.num_examples(state, batch)
+    now = after.timestamp
+    return Explanation(
+        batch=now.batch,
+        epoch=state.timestamp.epoch,
+        loss=math.nan if after.loss is None else float(after.loss),
+        trace=trace,
+        layers=_layers(state, after, end.grads or {}),
+        examples=_examples(state, batch, num, values, decode)[:num_examples],
+        num_examples=num,
+        losses=values,
+        unknown=unknown,
+        state=after,
+    )
+
+
+def _layers(before: State, after: State, grads: dict[str, Tensor]) -> tuple[Layer, ...]:
+    names: dict[str, list[str]] = {}
+    for name in before.params:
+        names.setdefault(name.rpartition(".")[0] or "(root)", []).append(name)
+    found = []
+    for layer, members in names.items():
+        own = [grads[name] for name in members if name in grads]
+        moved = [after.params[name] - before.params[name] for name in members if name in after.params]
+        found.append(
+            Layer(
+                layer,
+                float(tree.global_norm([before.params[name] for name in members])),
+                float(tree.global_norm(own)) if own else None,
+                float(tree.global_norm(moved)),
+            )
+        )
+    return tuple(found)
+
+
+def _example_losses(step: Step, state: State, batch: Any) -> tuple[Tensor | None, str]:
+    """Return the loss of each example, or the reason why it is not known."""
+    inside = step.prepare(state, batch).start()
+    num = step.num_examples(state, batch)
+    try:
+        with torch.no_grad(), arithmetic(state.context.precision, state.device):
+            try:
+                return _losses(inside), ""
+            except (TypeError, ValueError):  # the loss gives one number for a batch
+                rows = (batches.take(batch, torch.tensor([i], device=state.device), num) for i in range(num))
+                return torch.stack([_loss_of(inside.replace(batch=row)) for row in rows]), ""
+    except Exception as error:  # a program or loss of another form; the rest of the report is worth having
+        return None, f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _losses(state: State) -> Tensor:
+    outputs, loss = state.forward(state.inputs), state.context.loss
+    if not isinstance(loss, losses.ModelLoss):
+        return state.call_loss(lambda fn: losses.per_example(fn, outputs, state.targets), train=False)[0]
+    if loss.labels is None:
+        raise TypeError("the labels of the model's loss are not named")
+    return model_losses("explain", loss, outputs, state.batch)
+
+
+def _loss_of(state: State) -> Tensor:
+    outputs, loss = state.forward(state.inputs), state.context.loss
+    if isinstance(loss, losses.ModelLoss):
+        return loss(outputs, state.batch).float()
+    found = state.call_loss(lambda fn: fn(outputs, state.targets), train=False)[0]
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _examples(
+    state: State, batch: Any, num: int, values: Tensor | None, decode: Callable[[Any], str] | None
+) -> tuple[Example, ...]:
+    """Return the examples of a batch, the conspicuous ones first."""
+    given = state.replace(batch=batch)
+    members = {"inputs": given.inputs, "targets": given.targets}
+    notes: list[list[str]] = [[] for _ in range(num)]
+    for name, member in members.items():
+        if isinstance(member, Tensor) and member.is_floating_point() and member.ndim and len(member) == num:
+            _note(notes, name, member.detach().reshape(num, -1))
+    known = [None] * num if values is None else values.tolist()
+    for note, loss in zip(notes, known, strict=True):
+        if loss is not None and not math.isfinite(loss):
+            note.append("the loss is not finite")
+
+    def rank(i: int) -> tuple[int, float]:
+        loss = known[i]
+        return -len(notes[i]), -math.inf if loss is None or math.isnan(loss) else -loss
+
+    order = sorted(range(num), key=rank)[:_MOST_EXAMPLES]
+    return tuple(
+        Example(
+            i,
+            None,
+            known[i],
+            tuple(notes[i]),
+            shown_as(_row(given.inputs, i, num), decode),
+            _target(given.targets, i, num),
+        )
+        for i in order
+    )
+
+
+def _note(notes: list[list[str]], name: str, rows: Tensor) -> None:
+    is_finite = rows.isfinite().all(1).tolist()
+    sizes = rows.abs().nan_to_num(0.0, 0.0, 0.0).amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
+    typical = float(sizes.median())
+    for i, (finite, size) in enumerate(zip(is_finite, sizes.tolist(), strict=True)):
+        if not finite:
+            notes[i].append(f"{name} are not finite")
+        elif typical > 0 and size > _OUTLIER * typical:
+            notes[i].append(f"{name} reach {size:.3g}, {size / typical:,.0f} times the typical")
+
+
+def _row(member: Any, i: int, num: int) -> Any:
+    return member[i] if isinstance(member, Tensor) and member.ndim and len(member) == num else None
+
+
+def _target(member: Any, i: int, num: int) -> str:
+    row = _row(member, i, num)
+    if row is None:
+        return ""
+    return shown_as(row if row.ndim else row.reshape(1), None).words
+
+
+def _places(data: Any, state: State) -> list[int] | None:
+    """Return the places in the data of the examples of the batch after a state, for data in memory."""
+    order: Any = getattr(data, "order", None)
+    size, now = getattr(data, "batch_size", None), state.timestamp
+    if not callable(order) or not isinstance(size, int):
+        return None
+    start = now.batch_in_epoch * size
+    if not getattr(data, "shuffle", False):
+        return list(range(start, start + size))
+    chosen: Any = order(state.key, now.epoch)
+    return chosen[start : start + size].tolist()

@@ -1,0 +1,68 @@
+"""The differences of two states, leaf by leaf, in numbers and in words."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose import tree
+from purecompose._support.shards import whole
+
+
+__all__ = ["Gap", "differing", "gap"]
+
+
+class Gap(NamedTuple):
+    """The largest difference of two states."""
+
+    leaf: str
+    """The leaf with the largest relative difference, such as `params['0.weight']`; empty if all values agree."""
+    relative: float
+    """Its largest difference by its largest magnitude; infinite if one is not finite, or only one state has it."""
+    absolute: float
+
+    def __str__(self) -> str:
+        return f"{self.relative:.2g} in {self.leaf}" if self.leaf else "none"
+
+
+def gap(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Gap:
+    """Return the largest difference of tensors by name, relative to the magnitudes in the second mapping."""
+    largest = Gap("", 0.0, 0.0)
+    for name in dict.fromkeys((*theirs, *ours)):
+        found = Gap(name, math.inf, math.inf)
+        if name in ours and name in theirs and ours[name].shape == theirs[name].shape:
+            found = _gap_of(name, *(whole(one).detach().cpu() for one in (ours[name], theirs[name])))
+        if found.relative > largest.relative:
+            largest = found
+    return largest
+
+
+def differing(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float) -> Iterator[str]:
+    """Yield a description of each leaf that differs, in the order of the first mapping.
+
+    Args:
+        ours: Tensors by name.
+        theirs: The others.
+        tolerance: See `tree.differences`.
+    """
+    for name in dict.fromkeys((*ours, *theirs)):
+        if name not in ours or name not in theirs:
+            yield f"{name}: only in {'a' if name in ours else 'b'}"
+            continue
+        for found in tree.differences(ours[name], theirs[name], tolerance=tolerance):
+            yield f"{name}{found}"
+
+
+def _gap_of(name: str, ours: Tensor, theirs: Tensor) -> Gap:
+    kind = torch.complex128 if theirs.is_complex() else torch.float64
+    ours, theirs = ours.to(kind), theirs.to(kind)
+    agree = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    if bool(agree.all()):
+        return Gap(name, 0.0, 0.0)
+    absolute = float((ours - theirs).abs()[~agree].nan_to_num(math.inf).max())
+    magnitudes = theirs.abs()
+    is_finite = magnitudes.isfinite()
+    scale = float(magnitudes[is_finite].max()) if bool(is_finite.any()) else 0.0
+    return Gap(name, absolute / scale if scale else math.inf, absolute)

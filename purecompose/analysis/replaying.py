@@ -1,0 +1,214 @@
+"""`replay`: the state of a run at any batch, computed again from the nearest checkpoint before it."""
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, tree
+from purecompose._support.checks import shown
+from purecompose.analysis.gaps import Gap, gap
+from purecompose.analysis.recorded import Loaded, RecordedRun
+from purecompose.core.state import State
+from purecompose.data.loaders import epoch_batches
+from purecompose.data.stream import StateStream
+from purecompose.run.evaluation import Observer
+from purecompose.run.outer import Run
+from purecompose.run.saving import MismatchError
+from purecompose.run.saving.leaves import leaves_of
+from purecompose.run.start import evaluation_step, with_run
+from purecompose.time import RunLength, Time, TimeLike, TimeUnit
+from purecompose.time.event import Event
+from purecompose.time.units import named_time
+
+
+__all__ = ["Replay", "point", "replay", "states_from"]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The result of `replay`."""
+
+    state: State
+    """The state at the batch."""
+    checkpoint: Path
+    """The checkpoint from which it was computed."""
+    num_batches: int
+    """Number of batches that were trained on again."""
+    gap: Gap | None = None
+    """Of a replay in another precision or on another device: how much its state differs from the run's."""
+
+    def __str__(self) -> str:
+        now = self.state.timestamp
+        text = f"batch {now.batch} (epoch {now.epoch}), {self.num_batches} batches after {self.checkpoint.name}"
+        if self.gap is None:
+            return f"{text}: the bits of the run"
+        return f"{text}: not the bits of the run; largest relative difference: {self.gap}"
+
+
+def replay(
+    run: RecordedRun,
+    at: TimeLike | int,
+    *,
+    observers: Observer | Iterable[Observer] = (),
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Replay:
+    """Return the state of a run at a batch, bit for bit, from the nearest checkpoint before it.
+
+    Losses are compared with the run's records, where it has them. Nothing in the run's folder changes.
+
+    Args:
+        run: The run.
+        at: The point of the run: a number of batches, or a time such as "1234ba", "3ep" or "0.5dur". The state is the
+            first one there, between steps.
+        observers: Functions `(event, state) -> None`, called as in `fit`, from the checkpoint on. A method
+            `see_batch(state, batch)` is called before each step.
+        dtype: A floating dtype, usually `torch.float64`, to which the state and the batches are converted at the
+            checkpoint. The step runs without autocast, and not compiled.
+        device: The device on which to replay.
+
+    Returns:
+        The state; with a `dtype` or `device`, also the difference from the run's own state.
+
+    Raises:
+        ValueError: `at` is before the first checkpoint or after the last one.
+        MismatchError: The data or code are other ones, see `RecordedRun`; or a loss is not the recorded one.
+    """
+    if not isinstance(run, RecordedRun):
+        raise TypeError(f"replay: expected a RecordedRun(path, step, state, data), got {shown(run)}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"replay: dtype: expected a floating dtype such as torch.float64, got {shown(dtype)}")
+    observers = (observers,) if callable(observers) else tuple(observers)
+    at = point(at, "replay: at")
+    if dtype is None and device is None:
+        return _replayed(run, at, observers, None)
+
+    def converted(value: Any) -> Any:
+        value = value if dtype is None else _as_dtype(value, dtype)
+        return value if device is None or not isinstance(value, State) else value.to(device)
+
+    exact, other = _replayed(run, at, (), None), _replayed(run, at, observers, converted)
+    return Replay(
+        other.state, other.checkpoint, other.num_batches, gap(*(leaves_of(one.state).tensors for one in (other, exact)))
+    )
+
+
+def point(at: Any, where: str) -> Time:
+    """Return a point of a run from a number of batches or a time.
+
+    Raises:
+        TypeError, ValueError: It is not one, is negative, or is in seconds.
+    """
+    time = named_time(at, where, TimeUnit.BATCH)
+    if time.unit is TimeUnit.SECOND or time.value < 0:
+        raise ValueError(f"{where}={at!r}: expected a point of the run: 1234, '1234ba', '3ep', '0.5dur'")
+    return time
+
+
+def states_from(
+    run: RecordedRun,
+    loaded: Loaded,
+    length: RunLength,
+    observers: tuple[Any, ...] = (),
+    convert: Callable[[Any], Any] | None = None,
+) -> Generator[State]:
+    """Yield the state of a checkpoint, and those after each batch from there on, as in the run.
+
+    Args:
+        run: The run.
+        loaded: The checkpoint.
+        length: The run's length.
+        observers: See `replay`.
+        convert: Function of states and batches for another precision or device; losses are then not compared.
+    """
+    state, step, data = with_run(loaded.state, length), run.step, run.data
+    if convert is None:
+        observers = (_Recorded(run), *observers)
+    else:
+        state, step, data = convert(state), run.plain_step, _converted(data, loaded.position, convert)
+    yield state
+    decides = bool(run.stop or run.adjust)
+    loop = Run(
+        step,
+        evaluation_step(step),
+        data,
+        run.evaluate if decides else (),  # pyright: ignore[reportArgumentType]
+        observers,
+        run.stop,  # pyright: ignore[reportArgumentType]
+        run.adjust,  # pyright: ignore[reportArgumentType]
+        is_adaptive=run.microbatches is not None,
+        memory=loaded.memory,
+        metrics=loaded.metrics,
+        position=loaded.position,
+    )
+    yield from loop.states(state)
+
+
+def _replayed(run: RecordedRun, at: Time, observers: tuple[Any, ...], convert: Callable[[Any], Any] | None) -> Replay:
+    found, length = run.before(at)
+    states = states_from(run, run.load(found), length, observers, convert)
+    with contextlib.closing(states):
+        for state in states:
+            if state.timestamp.reached(at):
+                return Replay(state, found.path, state.timestamp.batch - found.index.batch)
+    raise MismatchError(f"{run.path}: the replay from {found.path.name} ended before {at}", [])
+
+
+class _Recorded:
+    """An observer that compares losses with those in the run's records."""
+
+    def __init__(self, run: RecordedRun) -> None:
+        self._run = run
+
+    def __call__(self, event: Event, state: State) -> None:
+        batch = state.timestamp.batch
+        if event is not Event.BATCH_END or batch not in self._run.losses or state.loss is None:
+            return
+        then, now = self._run.losses[batch], state.loss.tolist()
+        if self._run.strict and repr(then) != repr(now):
+            line = f"loss of batch {batch}: {then} in the records, {now} here"
+            raise MismatchError(
+                f"{self._run.path}: the replay is not the run: {line}. The step, the data or what they read from "
+                "outside have changed in a way that the checkpoints do not know of",
+                [line],
+            )
+
+
+def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """Return a state or a batch with floating tensors in another dtype; named scalars stay in float32."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    if not isinstance(value, State):
+        return batches.map_tensors(cast, value)
+    hparams = value.hparams
+    value = tree.map(lambda leaf: cast(leaf) if isinstance(leaf, Tensor) else leaf, value)
+    is_double = dtype is torch.float64
+    return value.replace(
+        hparams=hparams, precision="fp32", loss_dtype=torch.float64 if is_double else value.context.loss_dtype
+    )
+
+
+def _converted(data: Any, position: Any, convert: Callable[[Any], Any]) -> Any:
+    return (
+        StateStream(lambda state: convert(data.batch(state)))
+        if isinstance(data, StateStream)
+        else _Converted(data, position, convert)
+    )
+
+
+class _Converted:
+    """Data whose batches are converted, in the same order."""
+
+    def __init__(self, data: Any, position: Any, convert: Callable[[Any], Any]) -> None:
+        self._data, self._position, self._convert = data, position, convert
+
+    def epoch(self, key: Tensor, epoch: int, start: int) -> Iterator[Any]:
+        position, self._position = self._position, None
+        return map(self._convert, epoch_batches(self._data, key.cpu(), epoch, start, position))

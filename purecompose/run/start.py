@@ -1,0 +1,92 @@
+"""The state from which a run starts, and the step that evaluates it."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from purecompose.core.compose import Step
+from purecompose.core.loop import eval_events
+from purecompose.core.state import State
+from purecompose.data.stream import StateStream
+from purecompose.run.plateau import Adjuster
+from purecompose.run.stopping import Stopper, with_memories
+from purecompose.time import RunLength, Time, TimeUnit
+from purecompose.time.units import named_time
+from purecompose.transforms.compilation import CompiledStep
+
+
+__all__ = ["evaluation_step", "start_of_run", "with_run"]
+
+
+def evaluation_step(step: Step) -> Step:
+    """Return the step that evaluates for a training step; it is not compiled."""
+    composed = step.step if isinstance(step, CompiledStep) else step
+    return composed.replace(program=eval_events)
+
+
+def start_of_run(
+    step: Step,
+    state: State,
+    data: Any,
+    stoppers: Iterable[Stopper] = (),
+    adjusters: Iterable[Adjuster] = (),
+    duration: Time | str | None = None,
+) -> tuple[State, float]:
+    """Return the state from which a run starts, with its length and all memory, and the budget in seconds.
+
+    Args: see `fit`.
+    """
+    state, budget = _with_duration(state, duration)
+    state = _with_epoch_length(state, data)
+    if any(algorithm.name not in state.context.initialised for algorithm in step.algorithms):
+        state = step.init(state)
+    state = with_memories(state, tuple(stoppers))
+    for adjuster in adjusters:
+        state = adjuster.init(state)
+    return state, budget
+
+
+def _with_duration(state: State, duration: Time | str | None) -> tuple[State, float]:
+    """Return the state with the run's length, and the budget of this call in seconds."""
+    run = state.timestamp.run
+    wanted = run.duration if duration is None else named_time(duration, "fit: duration")
+    if wanted is None:
+        raise ValueError("no duration: give State.create or fit one, such as duration='20ep'")
+    if wanted.unit is TimeUnit.SECOND:
+        return state, float(wanted.value)
+    return with_run(state, RunLength(wanted, run.batches_per_epoch, run.iteration_length)), math.inf
+
+
+def _with_epoch_length(state: State, data: Any) -> State:
+    """Return the state with the epoch's length, taken from sized data if unknown, otherwise checked against them."""
+    run = state.timestamp.run
+    length = _length(data)
+    if length == 0:
+        raise ValueError("the data has no batch: an epoch of length 0 would never end")
+    if run.batches_per_epoch is None:
+        units = {length.unit for length in (run.duration, run.iteration_length) if length is not None}
+        if isinstance(data, StateStream) and TimeUnit.EPOCH in units:
+            raise ValueError(
+                f"the run is counted in epochs ({run}), and data.stream has none: give State.create(batches_per_epoch="
+                '...), or a duration in batches, such as "1000ba"'
+            )
+        return with_run(state, RunLength(run.duration, length, run.iteration_length))
+    if length is not None and length < run.batches_per_epoch:
+        raise ValueError(
+            f"the data has {length} batches, but the state's batches_per_epoch is {run.batches_per_epoch}; "
+            "leave batches_per_epoch out, or make it at most the data's length"
+        )
+    return state
+
+
+def _length(data: Any) -> int | None:
+    """Return the number of batches, if known; the `__len__` of a `DataLoader` over a stream raises."""
+    try:
+        return len(data) if hasattr(data, "__len__") else None
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def with_run(state: State, run: RunLength) -> State:
+    """Return the state with another length of its run."""
+    return state if run == state.timestamp.run else state.replace(timestamp=state.timestamp.replace(run=run))
