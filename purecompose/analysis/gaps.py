@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from purecompose import tree
@@ -28,9 +27,11 @@ class Gap(NamedTuple):
 
 
 def gap(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Gap:
-    """Return the largest difference of tensors by name, relative to the magnitudes in the second mapping."""
+    """Return the largest difference of floating tensors by name, relative to the magnitudes in the second mapping."""
     largest = Gap("", 0.0, 0.0)
     for name in dict.fromkeys((*theirs, *ours)):
+        if not all(one[name].is_floating_point() for one in (ours, theirs) if name in one):
+            continue  # keys and counters have no magnitude
         found = Gap(name, math.inf, math.inf)
         if name in ours and name in theirs and ours[name].shape == theirs[name].shape:
             found = _gap_of(name, *(whole(one).detach().cpu() for one in (ours[name], theirs[name])))
@@ -56,8 +57,7 @@ def differing(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], toleranc
 
 
 def _gap_of(name: str, ours: Tensor, theirs: Tensor) -> Gap:
-    kind = torch.complex128 if theirs.is_complex() else torch.float64
-    ours, theirs = ours.to(kind), theirs.to(kind)
+    ours, theirs = ours.double(), theirs.double()
     agree = (ours == theirs) | (ours.isnan() & theirs.isnan())
     if bool(agree.all()):
         return Gap(name, 0.0, 0.0)

@@ -104,7 +104,8 @@ def point(at: Any, where: str) -> Time:
     Raises:
         TypeError, ValueError: It is not one, is negative, or is in seconds.
     """
-    time = named_time(at, where, TimeUnit.BATCH)
+    given = int(at) if isinstance(at, str) and at.isdecimal() else at
+    time = named_time(given, where, TimeUnit.BATCH)
     if time.unit is TimeUnit.SECOND or time.value < 0:
         raise ValueError(f"{where}={at!r}: expected a point of the run: 1234, '1234ba', '3ep', '0.5dur'")
     return time

@@ -41,7 +41,7 @@ def describe_code(state: State, step: Any, data: Any = None) -> dict[str, str]:
             name = _name_of(thing)
             if name is not None and name not in hashes:
                 hashes[name] = _digest(thing)
-    return {_PYTHON: f"{sys.version_info[0]}.{sys.version_info[1]}", **hashes} if hashes else {}
+    return {_PYTHON: f"{sys.version_info[0]}.{sys.version_info[1]}", **hashes}
 
 
 def code_differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -1,0 +1,126 @@
+"""The first batch at which something is true is found by halving, with the example that caused it."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import purecompose as pc
+from purecompose import compose, loop_events, optim
+from purecompose.analysis import RecordedRun, bisect, predicates
+from tests.analysis.forms import Form, digests
+from tests.helpers import make_mlp, make_state
+
+
+SIZE = 4
+
+
+def poisoned(kind: str, num_batches: int, seed: int) -> tuple[Form, int, int]:
+    """Return a run with one bad example, the batch that contains it, and its number in the data."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(SIZE * num_batches, 4, generator=generator)
+    targets = inputs @ torch.randn(4, 3, generator=generator)
+    place = int(torch.randint(len(inputs), (), generator=generator))
+    if kind == "label":
+        targets[place] = torch.nan
+    else:
+        inputs[place] *= 1e4
+    data = pc.data.arrays(inputs, targets, SIZE)
+    net = pc.nn.models.build("mlp", in_shape=(4,), num_classes=3, seed=seed, hidden=8)
+    state = make_state(net, loss=pc.losses.mse, duration="1ep", optimizer=optim.sgd(0.01), key=seed)
+    order = data.order(state.key, 0).tolist()
+    return Form(compose(loop_events), state, data), order.index(place) // SIZE + 1, place
+
+
+def found_in(folder: Path, kind: str, num_batches: int, seed: int) -> None:
+    """Record a run with a bad example and find it."""
+    form, batch, place = poisoned(kind, num_batches, seed)
+    every = f"{max(1, num_batches // 100)}ba"
+    pc.fit(*form, checkpoints=pc.Checkpoints(folder, keep="log", every=every, background=False))
+    run, before = RecordedRun(folder, *form), digests(folder)
+    # After a NaN the weights are NaN; a scaled example throws them far away, where they remain.
+    predicate = predicates.not_finite() if kind == "label" else predicates.weight_norm_above(20.0)
+    found = bisect(run, predicate, stays=True)
+    assert found.batch == batch
+    assert found.replays <= math.ceil(math.log2(len(run.checkpoints))) + 1
+    assert found.explanation is not None and found.explanation.batch == batch
+    worst = found.explanation.examples[0]
+    assert worst.place == place and f"number {place} of the data" in str(found)
+    assert ("targets are not finite" in worst.notes) == (kind == "label")
+    assert digests(folder) == before
+
+
+@pytest.mark.parametrize("kind", ["label", "scale"])
+def test_a_bad_example_is_named(kind: str, tmp_path: Path) -> None:
+    found_in(tmp_path, kind, 200, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("kind", ["label", "scale"])
+def test_a_bad_example_among_5000_batches_is_named(kind: str, seed: int, tmp_path: Path) -> None:
+    found_in(tmp_path, kind, 5000, seed)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """A run of 40 batches, with a bad one in the middle."""
+    inputs, targets = torch.randn(160, 4), torch.arange(160) % 3
+    inputs[81] *= 1e4
+    data = pc.data.arrays(inputs, targets, SIZE, shuffle=False)
+    form = Form(compose(loop_events), make_state(make_mlp(), duration="1ep", optimizer=optim.sgd(0.01)), data)
+    folder = tmp_path_factory.mktemp("run")
+    pc.fit(*form, checkpoints=pc.Checkpoints(folder, keep="log", every="4ba", background=False))
+    return RecordedRun(folder, *form)
+
+
+def test_what_passes_is_found_by_a_scan(run: RecordedRun) -> None:
+    found = bisect(run, lambda state: state.timestamp.batch in (21, 22), stays=False)
+    assert (found.batch, found.num_batches) == (21, 21)
+    assert found.explanation is not None
+    worst = found.explanation.examples[0]
+    assert (worst.index, worst.place) == (1, 81) and "times the typical" in worst.notes[0]
+
+
+def test_a_predicate_that_does_not_stay_is_noticed(run: RecordedRun) -> None:
+    def passes(state: pc.State) -> bool:
+        return 21 <= state.timestamp.batch < 23 or state.timestamp.batch >= 24
+
+    with pytest.raises(ValueError, match="passes holds at batch 21 and not at batch 23: it does not stay true"):
+        bisect(run, passes, stays=True)
+    with pytest.raises(ValueError, match="it never does, or does not stay true; then use stays=False"):
+        bisect(run, lambda state: state.timestamp.batch == 21, stays=True)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_predicate_that_never_or_always_holds(run: RecordedRun, stays: bool) -> None:
+    with pytest.raises(ValueError, match=r"not_finite\(\) does not hold at batch 40 of"):
+        bisect(run, predicates.not_finite(), stays=stays)
+    with pytest.raises(ValueError, match="holds in .*ba00000000 already, and .* has no earlier checkpoint"):
+        bisect(run, lambda state: True, stays=stays)
+
+
+def test_an_error_of_the_predicate_is_named(run: RecordedRun) -> None:
+    def broken(state: pc.State) -> bool:
+        return state.metrics["nothing"] > 0
+
+    before = digests(Path(run.path))
+    with pytest.raises(RuntimeError, match="the predicate broken raised at batch 24: KeyError: 'nothing'") as caught:
+        bisect(run, broken, stays=True)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert digests(Path(run.path)) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("runs/a", predicates.not_finite()), "bisect: expected a RecordedRun"),
+        ((None, 3), "predicate: expected a function State -> bool, got 3"),
+        ((None, lambda: True), "predicate: expected a function State -> bool"),
+    ],
+)
+def test_wrong_arguments(run: RecordedRun, arguments: tuple[Any, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        bisect(arguments[0] or run, arguments[1], stays=True)

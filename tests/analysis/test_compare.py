@@ -1,0 +1,85 @@
+"""Two runs are compared at their checkpoints, and side by side between two of them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import purecompose as pc
+from purecompose import algorithms as alg, compose, loop_events, optim
+from purecompose.analysis import RecordedRun, compare
+from tests.analysis.forms import Form, digests
+from tests.helpers import changing, make_batches, make_state
+
+
+def nudge(at: int, by: float) -> pc.Algorithm:
+    """Return a method that changes a bias after one batch."""
+
+    def act(state: pc.State) -> pc.State:
+        bias = state.params["3.bias"] + torch.where(state.clock.batch == at, torch.tensor([by, 0, 0]), 0)
+        return state.replace(params={**state.params, "3.bias": bias})
+
+    return changing("nudge", pc.Event.AFTER_TRAIN_BATCH, act)
+
+
+def recorded(folder: Path, *algorithms: pc.Algorithm, lr: float = 0.1) -> RecordedRun:
+    """Return a run of 24 batches with a record of each."""
+    form = Form(compose(loop_events, algorithms), make_state(optimizer=optim.sgd(lr), duration="4ep"), make_batches(6))
+    with pc.records.RunFolder(folder, {"lr": lr}) as out:
+        out.begin(form.step, form.state)
+        pc.fit(*form, observers=out.observer, checkpoints=out.checkpoints(keep="log", every="4ba", background=False))
+    return RecordedRun(folder, *form)
+
+
+@pytest.fixture
+def plain(tmp_path: Path, no_pictures: None) -> RecordedRun:
+    return recorded(tmp_path / "plain")
+
+
+def test_equal_runs(plain: RecordedRun, tmp_path: Path) -> None:
+    found = compare(plain, recorded(tmp_path / "same"))
+    assert (found.batch, found.leaves, found.since, found.settings) == (None, (), 24, ())
+    assert "no difference up to batch 24" in str(found)
+
+
+def test_the_first_batch_and_leaf_and_the_growth(plain: RecordedRun, tmp_path: Path) -> None:
+    other, before = recorded(tmp_path / "other", nudge(9, 1e-3)), digests(tmp_path)
+    found = compare(plain, other)
+    # The tenth batch is number 9 inside its step.
+    assert (found.batch, found.since) == (10, 9)
+    assert [line.partition(":")[0] for line in found.leaves] == ["params['3.bias']"]
+    assert found.loss_batch == 11
+    shares = {one.batch: one.gap.relative for one in found.growth}
+    assert shares[8] == 0 < shares[12] and [*shares] == [0, 4, 8, 12, 16, 20, 24]
+    assert any("algorithm nudge()" in line and "in b, not in a" in line for line in found.settings), found.settings
+    assert "the first difference is at batch 10: params['3.bias']: 1 of 3 elements differ" in str(found)
+    assert digests(tmp_path) == before
+
+
+def test_folders_bound_the_place(plain: RecordedRun, tmp_path: Path) -> None:
+    recorded(tmp_path / "other", nudge(9, 1e-3))
+    found = compare(plain.path, str(tmp_path / "other"))
+    assert (found.batch, found.since) == (12, 8)
+    assert "after batch 8, at the latest at batch 12" in str(found)
+
+
+def test_a_tolerance_ignores_small_differences(plain: RecordedRun, tmp_path: Path) -> None:
+    other = recorded(tmp_path / "other", nudge(9, 1e-6))
+    assert compare(plain, other, tolerance=1e-3).batch is None
+    assert compare(plain, other).batch == 10
+
+
+def test_settings_that_differ_are_named(plain: RecordedRun, tmp_path: Path) -> None:
+    found = compare(plain, recorded(tmp_path / "other", alg.ema("3ba"), lr=0.2))
+    assert "lr: 0.1 in a, 0.2 in b" in found.settings
+    assert any(line.startswith("optimizer: sgd(lr=0.1") and "0.2) in b" in line for line in found.settings)
+    assert found.batch == 0 and any("slots['ema']" in line and "only in b" in line for line in found.leaves)
+
+
+def test_wrong_arguments(plain: RecordedRun, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="has no checkpoints"):
+        compare(plain, tmp_path / "nothing")
+    with pytest.raises(TypeError, match="compare: expected a RecordedRun or the folder of a run, got 3"):
+        compare(plain, 3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="tolerance"):
+        compare(plain, plain, tolerance=-1.0)

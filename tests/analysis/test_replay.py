@@ -1,0 +1,209 @@
+"""A replay computes the states of a run again, bit for bit, and refuses what would compute others."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import purecompose as pc
+from purecompose import algorithms as alg, compose, loop_events, optim
+from purecompose.analysis import RecordedRun, replay
+from purecompose.errors import MismatchError
+from tests.analysis.forms import FORMS, Form, differences, digests, recorded
+from tests.helpers import make_batches, make_mlp, make_state
+from tests.transforms.processes import run_processes
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_states_are_those_of_the_run(name: str, tmp_path: Path) -> None:
+    run, states = recorded(FORMS[name](), tmp_path)
+    before = digests(tmp_path)
+    assert differences(run, states, 3) == []
+    assert digests(tmp_path) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMS)
+def test_states_are_those_of_the_run_at_50_batches(name: str, tmp_path: Path) -> None:
+    assert differences(*recorded(FORMS[name](), tmp_path), 50, seed=1) == []
+
+
+@pytest.mark.slow
+def test_states_are_those_of_a_run_of_two_processes(tmp_path: Path) -> None:
+    assert run_processes("tests.analysis.forms", tmp_path, 2, "2", "50") == [[], []]
+
+
+def small(**options: object) -> Form:
+    return Form(compose(loop_events, [alg.ema("3ba")]), make_state(**{"duration": "2ep", **options}), make_batches(6))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RecordedRun:
+    return recorded(small(), tmp_path / "run")[0]
+
+
+def test_the_point_is_a_number_or_a_time(run: RecordedRun) -> None:
+    assert [replay(run, at).state.timestamp.batch for at in (0, 7, "7ba", "1ep", "0.75dur")] == [0, 7, 7, 6, 9]
+    assert str(replay(run, 7)) == "batch 7 (epoch 1), 1 batches after ep0001-ba00000006: the bits of the run"
+    for at, words in (
+        (13, "recorded up to batch 12, its last checkpoint, not to 13ba"),
+        ("-1ba", "expected a point of the run"),
+        ("3sec", "expected a point of the run"),
+        ("soon", "cannot read the time"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            replay(run, at)
+
+
+def test_a_run_without_its_start_begins_with_its_first_checkpoint(tmp_path: Path) -> None:
+    form = small()
+    pc.fit(*form, checkpoints=pc.Checkpoints(tmp_path, every="3ba", keep=2, background=False))
+    run = RecordedRun(tmp_path, *form)
+    assert replay(run, "10ba").num_batches == 1
+    with pytest.raises(ValueError, match=r"no checkpoint before 8ba: the first one is of 9ba; Checkpoints\(keep="):
+        replay(run, 8)
+
+
+def test_a_folder_without_checkpoints_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="has no checkpoints to begin from; train with fit"):
+        RecordedRun(tmp_path, *small())
+
+
+def test_observers_see_events_and_batches(run: RecordedRun) -> None:
+    class Observer:
+        def __init__(self) -> None:
+            self.seen: list[object] = []
+
+        def __call__(self, event: pc.Event, state: pc.State) -> None:
+            if event is pc.Event.BATCH_END:
+                self.seen.append(state.timestamp.batch)
+
+        def see_batch(self, state: pc.State, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+            number = next(i for i, one in enumerate(run.data) if torch.equal(one[0], batch[0]))
+            self.seen.append((state.timestamp.batch, number))
+
+    observer = Observer()
+    replay(run, 8, observers=observer)
+    assert observer.seen == [(6, 0), 7, (7, 1), 8]
+
+
+def test_another_precision_reports_how_much_the_state_differs(run: RecordedRun) -> None:
+    found = replay(run, 8, dtype=torch.float64)
+    assert found.gap is not None and 0 < found.gap.relative < 1e-5 and found.gap.leaf in str(found)
+    assert "not the bits of the run" in str(found)
+    assert found.state.params["0.weight"].dtype is torch.float64
+    exact = replay(run, 8).state.params["0.weight"]
+    torch.testing.assert_close(found.state.params["0.weight"], exact.double(), rtol=1e-5, atol=1e-6)
+    assert replay(run, 8, device="cpu").gap == ("", 0.0, 0.0)
+
+
+def _changed_net() -> pc.State:
+    return make_state(make_mlp(dropout=0.5))
+
+
+def loss_of_other_code(outputs: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    return 1.5 * pc.losses.cross_entropy(outputs, targets, reduction)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda form: form._replace(data=[(inputs + 1, targets) for inputs, targets in form.data]), "data: content: "),
+        (lambda form: form._replace(data=form.data[:5]), "batches_per_epoch: 6 in the run, 5 here"),
+        (lambda form: form._replace(state=_changed_net()), "model: 2: Dropout"),
+        (lambda form: form._replace(state=make_state(optimizer=optim.sgd(0.2, momentum=0.9))), "optimizer: "),
+        (lambda form: form._replace(state=make_state(loss=loss_of_other_code)), "loss_of_other_code: called here"),
+        (lambda form: form._replace(step=compose(loop_events, [alg.ema("4ba")])), "algorithm ema: "),
+        (lambda form: form._replace(step=compose(loop_events, [alg.ema("3ba")], microbatches=2)), "microbatches: 1"),
+    ],
+)
+def test_other_data_or_code_are_refused_by_name(run: RecordedRun, change: Callable[[Form], Form], named: str) -> None:
+    before = digests(Path(run.path))
+    other = RecordedRun(run.path, *change(Form(run.step, run.state, run.data)))
+    with pytest.raises(MismatchError, match="is of another run") as caught:
+        replay(other, 8)
+    assert any(named in line for line in caught.value.differences), caught.value.differences
+    assert digests(Path(run.path)) == before
+
+
+def test_without_strict_differences_are_warnings(run: RecordedRun) -> None:
+    data = [(inputs + 1, targets) for inputs, targets in run.data]
+    with pytest.warns(pc.errors.CheckpointWarning, match="data: content"):
+        state = replay(RecordedRun(run.path, run.step, run.state, data, strict=False), 8).state
+    assert not pc.tree.equal(state, replay(run, 8).state)
+
+
+def test_another_number_of_threads_is_refused(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    with pytest.raises(MismatchError, match="threads: 1 in the run, 7 here"):
+        replay(run, 8)
+
+
+def test_what_checkpoints_do_not_know_is_found_by_the_recorded_losses(tmp_path: Path) -> None:
+    hidden = {"scale": torch.ones(())}
+
+    def scaled(event: pc.Event, state: pc.State) -> pc.State:
+        return state.replace(inputs=state.inputs * hidden["scale"])
+
+    method = pc.Algorithm("scaled", pc.on(pc.Event.AFTER_DATALOADER), scaled)
+    form = small()._replace(step=compose(loop_events, [method]))
+    with pc.records.RunFolder(tmp_path / "run") as folder:
+        folder.begin(form.step, form.state)
+        pc.fit(
+            *form, observers=folder.observer, checkpoints=folder.checkpoints(keep="log", every="5ba", background=False)
+        )
+    run = RecordedRun(tmp_path / "run", *form)
+    before = digests(tmp_path)
+    assert replay(run, 8).state.timestamp.batch == 8
+    hidden["scale"] = torch.full((), 1.5)
+    with pytest.raises(MismatchError, match="the replay is not the run: loss of batch 6: "):
+        replay(run, 8)
+    assert digests(tmp_path) == before
+
+
+def test_an_iterator_cannot_be_replayed(tmp_path: Path) -> None:
+    form = small(batches_per_epoch=6)._replace(data=iter(make_batches(12)))
+    pc.fit(*form, checkpoints=pc.Checkpoints(tmp_path, keep="log"))
+    with pytest.raises(ValueError, match="cannot be replayed: an iterator cannot be restarted"):
+        replay(RecordedRun(tmp_path, *form), 3)
+
+
+def test_rules_that_read_evaluations_act_again(tmp_path: Path) -> None:
+    state = make_state(optimizer=optim.sgd(pc.hparam("lr", 0.5)), duration="4ep")
+    form = Form(compose(loop_events), state, make_batches(4))
+    rules = {
+        "evaluate": pc.Evaluator(make_batches(2), {"loss": pc.metrics.mean_loss()}, every="1ba"),
+        "stop": pc.EarlyStopping("eval/loss", "12ba"),
+        "adjust": pc.ReduceOnPlateau("eval/loss", patience="1ba"),
+    }
+    checkpoints = pc.Checkpoints(tmp_path, keep="log", every="5ba", background=False)
+    states = {state.timestamp.batch: state for state in pc.training(*form, checkpoints=checkpoints, **rules)}
+    run = RecordedRun(tmp_path, *form, **rules)
+    assert float(states[14].hparams["lr"]) < 0.5
+    for batch in (7, 14):
+        assert pc.tree.diff(replay(run, batch).state, states[batch]) == []
+
+
+def test_a_run_that_was_continued_for_longer_has_two_lengths(tmp_path: Path) -> None:
+    form = small(optimizer=optim.adam(0.1 * pc.schedule.cosine()))
+    checkpoints = pc.Checkpoints(tmp_path, keep="log", every="4ba", background=False)
+    states = {one.timestamp.batch: one for one in pc.training(*form, checkpoints=checkpoints)}
+    longer = pc.training(*form, checkpoints=checkpoints, duration="3ep", resume="auto")
+    states |= {one.timestamp.batch: one for one in longer if one.timestamp.batch > 12}
+    run = RecordedRun(tmp_path, *form)
+    for batch in (3, 11, 14, 17):
+        assert pc.tree.diff(replay(run, batch).state, states[batch]) == [], batch
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda run: replay("runs/a", 3), r"replay: expected a RecordedRun\(path, step, state, data\), got 'runs/a'"),
+        (lambda run: replay(run, 3, dtype=torch.int64), "dtype: expected a floating dtype"),
+        (lambda run: RecordedRun(run.path, run.state, run.step, run.data), "expected a Step and a State"),
+    ],
+)
+def test_wrong_arguments(run: RecordedRun, call: Callable[[RecordedRun], object], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        call(run)
