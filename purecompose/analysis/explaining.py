@@ -296,8 +296,8 @@ def _examples(
     state: State, batch: Any, num: int, values: Tensor | None, decode: Callable[[Any], str] | None
 ) -> tuple[Example, ...]:
     """Return the examples of a batch, the conspicuous ones first."""
-    given = state.replace(batch=batch)
-    members = {"inputs": given.inputs, "targets": given.targets}
+    fields = {"inputs": state.context.input_field, "targets": state.context.target_field}
+    members = {name: _member(batch, field) for name, field in fields.items()}
     notes: list[list[str]] = [[] for _ in range(num)]
     for name, member in members.items():
         if isinstance(member, Tensor) and member.is_floating_point() and member.ndim and len(member) == num:
@@ -318,11 +318,19 @@ def _examples(
             None,
             known[i],
             tuple(notes[i]),
-            shown_as(_row(given.inputs, i, num), decode),
-            _target(given.targets, i, num),
+            shown_as(_row(members["inputs"], i, num), decode),
+            _target(members["targets"], i, num),
         )
         for i in order
     )
+
+
+def _member(batch: Any, field: Any) -> Any:
+    """Return a member of a batch; `None` if a program of another form reads it in its own way."""
+    try:
+        return batches.get(batch, field)
+    except (KeyError, TypeError):
+        return None
 
 
 def _note(notes: list[list[str]], name: str, rows: Tensor) -> None:

@@ -124,7 +124,7 @@ def digests(folder: Path) -> dict[str, str]:
 def main(store: str, rank: int, size: int, folder: str, number: int) -> None:
     """Record and replay a run in which several processes share each batch."""
     torch.set_num_threads(1)
-    shared = dist.FileStore(store, size)
+    shared = dist.FileStore(store, size)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
     step, state, data = _points([alg.ema("5ba"), alg.mixup(0.2)])
     run, states = recorded(Form(pc.data_parallel(step), state, data), Path(folder) / "run")

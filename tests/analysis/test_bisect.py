@@ -103,7 +103,7 @@ def test_a_predicate_that_never_or_always_holds(run: RecordedRun, stays: bool) -
 
 
 def test_an_error_of_the_predicate_is_named(run: RecordedRun) -> None:
-    def broken(state: pc.State) -> bool:
+    def broken(state: pc.State) -> torch.Tensor:
         return state.metrics["nothing"] > 0
 
     before = digests(Path(run.path))

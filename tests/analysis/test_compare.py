@@ -16,6 +16,7 @@ def nudge(at: int, by: float) -> pc.Algorithm:
     """Return a method that changes a bias after one batch."""
 
     def act(state: pc.State) -> pc.State:
+        assert state.clock is not None
         bias = state.params["3.bias"] + torch.where(state.clock.batch == at, torch.tensor([by, 0, 0]), 0)
         return state.replace(params={**state.params, "3.bias": bias})
 

@@ -1,0 +1,64 @@
+"""Predicates on states."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import purecompose as pc
+from purecompose import compose, loop_events
+from purecompose.analysis.predicates import accuracy_below, dead_unit, loss_above, not_finite, weight_norm_above
+from tests.helpers import make_batch, make_state
+
+
+def after(loss: float) -> pc.State:
+    state = make_state()
+    return state.replace(loss=torch.tensor(loss), timestamp=state.timestamp.advance())
+
+
+def test_loss_above() -> None:
+    assert [loss_above(2.0)(after(loss)) for loss in (1.0, 2.0, 2.5, math.nan)] == [False, False, True, True]
+    assert not loss_above(2.0)(make_state())  # before the first batch
+    assert repr(loss_above(2.0)) == "loss_above(2.0)"
+
+
+@pytest.mark.parametrize("field", ["params", "opt_state"])
+def test_not_finite(field: str) -> None:
+    state = compose(loop_events)(make_state(), make_batch())
+    assert not not_finite()(state)
+    broken = pc.tree.map(lambda leaf: leaf.masked_fill(leaf == leaf.max(), math.inf), getattr(state, field))
+    assert not_finite()(state.replace(**{field: broken}))
+
+
+def test_weight_norm_above() -> None:
+    state = make_state()
+    weight = state.params["0.weight"]
+    state = state.replace(params={name: torch.zeros_like(param) for name, param in state.params.items()})
+    state = state.replace(params={**state.params, "0.weight": torch.full_like(weight, 3 / math.sqrt(weight.numel()))})
+    assert weight_norm_above(2.9)(state) and not weight_norm_above(3.1)(state)
+    assert not weight_norm_above(2.9, "3.*")(state)
+    many = pc.stack_states([state, state.replace(params={**state.params, "0.weight": 2 * state.params["0.weight"]})])
+    assert weight_norm_above(5.9)(many) and not weight_norm_above(6.1)(many)
+    with pytest.raises(ValueError, match="no parameter has a name like '9.*'"):
+        weight_norm_above(1.0, "9.*")(state)
+
+
+def test_dead_unit() -> None:
+    state = make_state(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)))
+    inputs, bias = make_batch()[0], torch.full((5,), 9.0)
+    assert not dead_unit("1", inputs)(state.replace(params={**state.params, "0.bias": bias}))
+    bias = torch.tensor([9.0, 9.0, -99.0, 9.0, 9.0])
+    assert dead_unit("1", inputs)(state.replace(params={**state.params, "0.bias": bias}))
+    with pytest.raises(ValueError, match="the network has no module 'relu'; there are 0, 1, 2"):
+        dead_unit("relu", inputs)(state)
+
+
+def test_accuracy_below() -> None:
+    state = make_state()
+    inputs, _ = batch = make_batch()
+    share = pc.evaluate(state, [batch], {"accuracy": pc.metrics.accuracy})["accuracy"]
+    assert accuracy_below(share + 0.01, batch)(state) and not accuracy_below(share, batch)(state)
+    assert not accuracy_below(1.0, (inputs, state.forward(inputs).argmax(1)))(state)
+    with pytest.raises(ValueError, match="accuracy_below: share"):
+        accuracy_below(2.0, batch)
