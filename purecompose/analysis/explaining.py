@@ -41,7 +41,8 @@ class Layer(NamedTuple):
     weights: float
     """Norm of the parameters before the step."""
     gradient: float | None
-    """Norm of the gradients that the optimizer received; `None` if the loss did not reach the layer."""
+    """Norm of the gradients that the optimizer received; `None` if the loss did not reach the layer, or if a program
+    with several updates has applied them before its end."""
     update: float
     """Norm of the change of the parameters."""
 
@@ -125,7 +126,7 @@ def layer_rows(layers: Sequence[Layer]) -> list[list[str]]:
         [
             one.name,
             f"{one.weights:.4g}",
-            "none" if one.gradient is None else f"{one.gradient:.4g}",
+            "" if one.gradient is None else f"{one.gradient:.4g}",
             f"{one.update:.4g}",
             f"{one.update / one.weights:.2g}" if one.weights else "",
         ]
@@ -233,7 +234,7 @@ def explain_batch(
         loss=math.nan if after.loss is None else float(after.loss),
         trace=trace,
         layers=_layers(state, after, end.grads or {}),
-        examples=_examples(state, batch, num, values, decode)[:num_examples],
+        examples=_examples(state, batch, num, num_examples, values, decode),
         num_examples=num,
         losses=values,
         unknown=unknown,
@@ -293,7 +294,7 @@ def _loss_of(state: State) -> Tensor:
 
 
 def _examples(
-    state: State, batch: Any, num: int, values: Tensor | None, decode: Callable[[Any], str] | None
+    state: State, batch: Any, num: int, most: int, values: Tensor | None, decode: Callable[[Any], str] | None
 ) -> tuple[Example, ...]:
     """Return the examples of a batch, the conspicuous ones first."""
     fields = {"inputs": state.context.input_field, "targets": state.context.target_field}
@@ -311,7 +312,7 @@ def _examples(
         loss = known[i]
         return -len(notes[i]), -math.inf if loss is None or math.isnan(loss) else -loss
 
-    order = sorted(range(num), key=rank)[:_MOST_EXAMPLES]
+    order = sorted(range(num), key=rank)[:most]
     return tuple(
         Example(
             i,

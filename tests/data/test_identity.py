@@ -128,3 +128,14 @@ def test_odd_data_are_trained_on(tmp_path: pathlib.Path) -> None:
 
 def test_no_examples_are_described_too() -> None:
     assert "inputs" in describe_data(SimpleNamespace(inputs=torch.zeros(0, 3)))
+
+
+def test_lists_and_tensor_data_sets_are_described_by_their_content() -> None:
+    batches = [(INPUTS[:8], TARGETS[:8]), (INPUTS[8:], TARGETS[8:])]
+    assert describe_data(batches) == describe_data([(one.clone(), other.clone()) for one, other in batches])
+    (line,) = differences(describe_data(batches), describe_data(batches[::-1]))
+    assert line.startswith("data: content: 2 batches ")
+    assert describe_data(["a", "b"]) == {"kind": "list"}
+    loaders = [DataLoader(TensorDataset(inputs, TARGETS), batch_size=4) for inputs in (INPUTS, INPUTS + 1)]
+    (line,) = differences(*map(describe_data, loaders))
+    assert line.startswith("data: dataset.tensors[0]: ")

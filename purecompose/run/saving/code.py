@@ -7,6 +7,7 @@ were typed into a notebook have one too. The code of torch and of this library i
 import hashlib
 import sys
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -36,11 +37,13 @@ def describe_code(state: State, step: Any, data: Any = None) -> dict[str, str]:
         Hashes by name, such as `train.Net`: the last part of the module's name, and the qualified name.
     """
     hashes: dict[str, str] = {}
-    for root in _roots(state, step, data):
-        for thing in _called(root):
+    rest = deque(_roots(state, step, data))
+    while rest:
+        for thing in _called(rest.popleft()):
             name = _name_of(thing)
             if name is not None and name not in hashes:
                 hashes[name] = _digest(thing)
+                rest.append(thing)  # it may call functions of other modules
     return {_PYTHON: f"{sys.version_info[0]}.{sys.version_info[1]}", **hashes}
 
 
@@ -78,14 +81,20 @@ def _roots(state: State, step: Any, data: Any) -> Iterator[Any]:
 def _called(root: Any) -> Iterator[Any]:
     """Yield the functions and classes that a function, an object or the methods of a class call."""
     if not isinstance(root, type):
-        yield from (place.value for place in reached(root)) if callable(root) else ()
+        is_read = callable(root) and not _is_installed(root)
+        yield from (place.value for place in reached(root)) if is_read else ()
         return
     for cls in root.__mro__:
         if cls.__module__.partition(".")[0] not in _LIBRARIES:
             yield cls
             for _, method in _members(cls):
-                if isinstance(method, types.FunctionType):
+                if isinstance(method, types.FunctionType) and not _is_installed(method):
                     yield from (place.value for place in reached(method))
+
+
+def _is_installed(thing: Any) -> bool:
+    """Return whether a function belongs to an installed package, of which only what is called directly is hashed."""
+    return isinstance(thing, types.FunctionType) and "site-packages" in thing.__code__.co_filename
 
 
 def _name_of(thing: Any) -> str | None:
