@@ -3,6 +3,7 @@
 python -m tests.analysis.forms STORE RANK SIZE FOLDER NUMBER
 """
 
+import dataclasses
 import datetime
 import hashlib
 import random
@@ -128,7 +129,8 @@ def main(store: str, rank: int, size: int, folder: str, number: int) -> None:
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
     step, state, data = _points([alg.ema("5ba"), alg.mixup(0.2)])
     run, states = recorded(Form(pc.data_parallel(step), state, data), Path(folder) / "run")
-    dist.barrier()
+    dist.barrier()  # the first process writes the checkpoints
+    run = dataclasses.replace(run)
     torch.save(differences(run, states, number), Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 

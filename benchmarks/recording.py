@@ -1,0 +1,85 @@
+"""What does recording a run for replays cost: checkpoints of the whole run, and the identity of data and code?
+
+    python benchmarks/recording.py [--blocks 7]
+
+A run without checkpoints and the same with `Checkpoints(keep="log")`, which writes a hundred of them, in turn: of a CNN
+on images, and of an MLP, whose batches are as short as they come. The number of checkpoints that a run of 100,000
+batches keeps at any time is counted, not timed.
+"""
+
+import tempfile
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from _timing import Row, arguments, in_turn, parse, quartiles, ratio, save as save_rows
+
+from purecompose import Checkpoints, State, compose, data, fit, loop_events, losses, optim
+from purecompose.nn import models
+from purecompose.run.saving.settings import surplus
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "cnn": {"in_shape": (1, 28, 28), "batch_size": 64, "batches": 500},
+    "mlp": {"in_shape": (1, 8, 8), "batch_size": 64, "batches": 5000},
+}
+
+
+def made(name: str, in_shape: tuple[int, ...], batch_size: int, batches: int) -> tuple[State, Any]:
+    """The start of a run and its data."""
+    generator = torch.Generator().manual_seed(0)
+    num = min(batches, 200) * batch_size
+    inputs = torch.randn(num, *in_shape, generator=generator)
+    targets = torch.randint(10, (num,), generator=generator)
+    net = models.build(name, in_shape=in_shape, num_classes=10, seed=0)
+    state = State.create(net, loss=losses.cross_entropy, optimizer=optim.adam(1e-3), duration=f"{batches}ba")
+    return state, data.arrays(inputs, targets, batch_size)
+
+
+def most_of(batches: int, every: int) -> int:
+    """The largest number of checkpoints that a run has at any time."""
+    settings, found, most = Checkpoints("unused", keep="log"), [], 0
+    for batch in range(0, batches + 1, every):
+        found = [SimpleNamespace(index=SimpleNamespace(batch=batch, metrics={})), *found]
+        gone = {id(one) for one in surplus(found, settings)}  # pyright: ignore[reportArgumentType]
+        found = [one for one in found if id(one) not in gone]
+        most = max(most, len(found))
+    return most
+
+
+def main() -> None:
+    args = parse(arguments(__doc__, blocks=7))
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    for name, case in CASES.items():
+        length = 20 if args.short else case["batches"]
+        state, batches = made(name, case["in_shape"], case["batch_size"], length)
+        step = compose(loop_events)
+
+        def seconds(side: str, state: State = state, batches: Any = batches, step: Any = step) -> float:
+            with tempfile.TemporaryDirectory() as folder:
+                every = f"{max(1, length // 100)}ba"
+                kept = None if side == "plain" else Checkpoints(folder, keep="log", every=every)
+                start = time.perf_counter()
+                fit(step, state, batches, checkpoints=kept)
+                return time.perf_counter() - start
+
+        seconds("plain"), seconds("recorded")
+        times = in_turn(["plain", "recorded"], seconds, args.blocks)
+        low, middle, high = ratio(times, "recorded", "plain")
+        rows.append(
+            {
+                "network": name,
+                "batches": length,
+                "ms per batch": round(quartiles(times["plain"])[1] / length * 1e3, 3),
+                "recorded / plain": round(middle, 4),
+                "quartiles": f"{low:.4f} {high:.4f}",
+                "checkpoints of 100,000 batches": max(most_of(100_000, every) for every in (100, 1000)),
+            }
+        )
+    save_rows("recording", rows, args.out)
+
+
+if __name__ == "__main__":
+    main()

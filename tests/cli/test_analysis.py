@@ -1,0 +1,98 @@
+"""`replay`, `explain`, `bisect` and `compare` from the shell."""
+
+import pathlib
+import warnings
+from collections.abc import Callable
+
+import pytest
+
+import purecompose as pc
+from purecompose.cli import load_run, main
+from tests.analysis.forms import digests
+
+
+Run = Callable[..., tuple[int, str, str]]
+SMALL = ("--model", "mlp(hidden=16, dropout=0.1)", "--duration", "1ep", "--keep", "log", "--checkpoint-every", "4ba")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Return a folder with two runs that differ in a learning rate."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, lr in (("a", "1e-3"), ("b", "2e-3")):
+        out = str(folder / name)
+        assert main(["train", *SMALL, "--optimizer", f"adam({lr})", "--quiet", "--out", out]) == 0
+    return folder
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], trained: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run commands in the folder of the two runs, which they must not change; return status, output and errors."""
+    monkeypatch.chdir(trained)
+    capsys.readouterr()
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        before = [digests(trained / name) for name in "ab"]
+        status = main(list(arguments))
+        captured = capsys.readouterr()
+        assert [digests(trained / name) for name in "ab"] == before
+        return status, captured.out, captured.err
+
+    return command
+
+
+def test_replay(run: Run, tmp_path: pathlib.Path) -> None:
+    status, out, err = run("replay", "a", "--at", "22", "--out", str(tmp_path / "state"))
+    assert (status, err) == (0, "") and "batch 22 (epoch 1)" in out and "the bits of the run" in out
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pc.errors.CheckpointWarning)  # of other kernels than those of the command
+        loaded = load_run("a")
+        saved = pc.load(tmp_path / "state", loaded.state)
+    assert saved.timestamp.batch == 22 and pc.tree.diff(saved, loaded.state) == []
+    assert "saved in" in out
+    status, out, _ = run("replay", "a", "--at", "7ba", "--dtype", "float64")
+    assert status == 0 and "not the bits of the run; largest relative difference: " in out
+
+
+def test_explain(run: Run, tmp_path: pathlib.Path) -> None:
+    page = tmp_path / "page.html"
+    status, out, err = run("explain", "a", "--at", "0.5dur", "--report", str(page))
+    assert (status, err) == (0, "") and "batch 11 (epoch 0)" in out and "label_smoothing" in out
+    assert "data:image/png" in page.read_text() and f"the report is in {page}" in out
+
+
+def test_bisect(run: Run, tmp_path: pathlib.Path) -> None:
+    status, out, err = run("bisect", "a", "--until", "weight_norm_above(1.0)", "--stays")
+    assert status == 2 and "holds in a/checkpoints/ep0000-ba00000000 already" in err
+    (tmp_path / "own_predicates.py").write_text("def late(state):\n    return state.timestamp.batch >= 13\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        status, out, err = run("bisect", "a", "--until", "own_predicates:late", "--stays")
+    assert (status, err) == (0, "") and out.startswith("late holds from batch 13 on, found with ")
+    status, out, err = run("bisect", "a", "--until", "accuracy_below(1.0)", "--passes")
+    assert status == 2 and "accuracy_below(1.0, ...) holds in" in err
+
+
+def test_compare(run: Run) -> None:
+    status, out, err = run("compare", "a", "b")
+    assert (status, err) == (0, "")
+    assert "optimizer: adam(1e-3) in a, adam(2e-3) in b" in out
+    assert "the first difference is at batch 1: params['1.weight']: " in out
+    assert "no settings differ" in run("compare", "a", "a")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("replay", "a", "--at", "99ba"), "is recorded up to batch 22, its last checkpoint, not to 99ba"),
+        (("replay", "a", "--at", "soon"), "cannot read the time 'soon'"),
+        (("replay", "nothing", "--at", "1ba"), "nothing"),
+        (("explain", "a", "--at", "0"), "no batch led there"),
+        (("bisect", "a", "--until", "not_finite"), "one of the arguments --stays --passes is required"),
+        (("bisect", "a", "--until", "not_finit", "--stays"), "did you mean 'not_finite'"),
+        (("compare", "a", "nothing"), "nothing has no checkpoints"),
+    ],
+)
+def test_errors_are_one_line(run: Run, words: tuple[str, ...], message: str) -> None:
+    status, out, err = run(*words)
+    assert status == 2 and out == "" and message in err and err.count("\n") == 1
