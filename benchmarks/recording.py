@@ -51,13 +51,13 @@ def most_of(batches: int, every: int) -> int:
 def main() -> None:
     args = parse(arguments(__doc__, blocks=7))
     torch.set_num_threads(1)
+    step = compose(loop_events)
     rows: list[Row] = []
     for name, case in CASES.items():
         length = 20 if args.short else case["batches"]
         state, batches = made(name, case["in_shape"], case["batch_size"], length)
-        step = compose(loop_events)
 
-        def seconds(side: str, state: State = state, batches: Any = batches, step: Any = step) -> float:
+        def seconds(side: str, state: State = state, batches: Any = batches, length: int = length) -> float:
             with tempfile.TemporaryDirectory() as folder:
                 every = f"{max(1, length // 100)}ba"
                 kept = None if side == "plain" else Checkpoints(folder, keep="log", every=every)

@@ -107,13 +107,13 @@ def test_messages_counts_what_processes_send_and_hold(run: Run) -> None:
     assert found["sharded by layer", 2]["sent"] > 1.2
 
 
-@pytest.mark.slow
 def test_recording_counts_checkpoints(run: Run) -> None:
     rows = run("recording")
     assert [row["network"] for row in rows] == ["cnn", "mlp"]
     assert all(10 < row["checkpoints of 100,000 batches"] <= 20 for row in rows)
 
 
+@pytest.mark.slow
 def test_run_overhead_reports_the_remainder(run: Run) -> None:
     rows = run("run_overhead", "--examples", "600")
     timed = ["fit alone", "with both", "with a run's folder", "an evaluation", "a checkpoint"]

@@ -36,7 +36,7 @@ class Growth(NamedTuple):
     num_leaves: int
     """Number of leaves that differ by more than the tolerance."""
     gap: Gap
-    """The largest difference."""
+    """The largest difference of the parameters, or if they agree, of all leaves; relative to run a."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ def _tensors(found: Found) -> Mapping[str, Tensor]:
 def _growth(one: Found, other: Found, tolerance: float) -> Growth:
     ours, theirs = _tensors(one), _tensors(other)
     num = sum(1 for _ in differing(ours, theirs, tolerance))
-    return Growth(one.index.batch, num, gap(theirs, ours))
+    of_params = gap(*({name: side[name] for name in side if name.startswith("params")} for side in (theirs, ours)))
+    return Growth(one.index.batch, num, of_params if of_params.leaf else gap(theirs, ours))
 
 
 def _side_by_side(

@@ -77,7 +77,7 @@ def test_compare(run: Run) -> None:
     status, out, err = run("compare", "a", "b")
     assert (status, err) == (0, "")
     assert "optimizer: adam(1e-3) in a, adam(2e-3) in b" in out
-    assert "the first difference is at batch 1: params['1.weight']: " in out
+    assert "the first difference is at batch 2: params['1.weight']: " in out
     assert "no settings differ" in run("compare", "a", "a")[1]
 
 
