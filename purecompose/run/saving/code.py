@@ -4,6 +4,7 @@ They are hashes of bytecode, so that comments, line numbers and the place of a f
 were typed into a notebook have one too. The code of torch and of this library is known by version.
 """
 
+import contextlib
 import hashlib
 import sys
 import types
@@ -39,11 +40,13 @@ def describe_code(state: State, step: Any, data: Any = None) -> dict[str, str]:
     hashes: dict[str, str] = {}
     rest = deque(_roots(state, step, data))
     while rest:
-        for thing in _called(rest.popleft()):
-            name = _name_of(thing)
-            if name is not None and name not in hashes:
-                hashes[name] = _digest(thing)
-                rest.append(thing)  # it may call functions of other modules
+        # Functions and objects may be of any kind; what cannot be read is left out, as training may work nevertheless.
+        with contextlib.suppress(Exception):
+            for thing in _called(rest.popleft()):
+                name = _name_of(thing)
+                if name is not None and name not in hashes:
+                    hashes[name] = _digest(thing)
+                    rest.append(thing)  # it may call functions of other modules
     return {_PYTHON: f"{sys.version_info[0]}.{sys.version_info[1]}", **hashes}
 
 

@@ -1,7 +1,11 @@
 """`Checkpoints(keep="log")` spreads checkpoints over a run; they hold the identity of the code."""
 
 import itertools
+import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +20,7 @@ from purecompose.run.saving import code
 from purecompose.run.saving.folder import all_in
 from purecompose.run.saving.settings import surplus
 from tests.helpers import make_batches, make_mlp, make_state
+from tests.pages import ROOT
 
 
 def kept(batches: range) -> list[int]:
@@ -139,6 +144,27 @@ def test_code_of_another_python_or_an_older_checkpoint_is_not_compared() -> None
     now = described()
     assert code.code_differences({}, now) == []
     assert code.code_differences({**now, "(python)": "3.9", "test_log.Net": "0"}, now) == []
+
+
+def test_what_cannot_be_read_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(start: Any) -> list[Any]:
+        if start is scaled_loss:
+            raise RuntimeError("odd")
+        return list(reached(start))
+
+    reached = code.reached
+    monkeypatch.setattr(code, "reached", unreadable)
+    now = described()
+    assert "test_log.Net" in now and "test_log.scaled_loss" not in now
+
+
+def test_hashes_are_the_same_in_another_process() -> None:
+    program = "from tests.run.saving.test_log import described; import json; print(json.dumps(described()))"
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT, env=environment
+    )
+    assert json.loads(done.stdout) == described()
 
 
 def test_comments_and_lines_do_not_matter() -> None:
