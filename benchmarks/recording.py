@@ -65,7 +65,8 @@ def main() -> None:
                 fit(step, state, batches, checkpoints=kept)
                 return time.perf_counter() - start
 
-        seconds("plain"), seconds("recorded")
+        for side in ("plain", "recorded"):
+            seconds(side)
         times = in_turn(["plain", "recorded"], seconds, args.blocks)
         low, middle, high = ratio(times, "recorded", "plain")
         rows.append(

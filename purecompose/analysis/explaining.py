@@ -21,6 +21,7 @@ from purecompose.analysis.replaying import point, states_from
 from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single
 from purecompose.core.trace import Trace, traced_fold
+from purecompose.data import Arrays
 from purecompose.records.pages import write_page
 from purecompose.time import TimeLike
 from purecompose.transforms.compilation import CompiledStep
@@ -298,7 +299,7 @@ def _examples(
 ) -> tuple[Example, ...]:
     """Return the examples of a batch, the conspicuous ones first."""
     fields = {"inputs": state.context.input_field, "targets": state.context.target_field}
-    members = {name: _member(batch, field) for name, field in fields.items()}
+    members = {name: _member(batch, field, state.context.batch_dim) for name, field in fields.items()}
     notes: list[list[str]] = [[] for _ in range(num)]
     for name, member in members.items():
         if isinstance(member, Tensor) and member.is_floating_point() and member.ndim and len(member) == num:
@@ -326,12 +327,13 @@ def _examples(
     )
 
 
-def _member(batch: Any, field: Any) -> Any:
-    """Return a member of a batch; `None` if a program of another form reads it in its own way."""
+def _member(batch: Any, field: Any, dim: int) -> Any:
+    """Return a member of a batch, with the examples first; `None` if the program reads the batch in its own way."""
     try:
-        return batches.get(batch, field)
+        found = batches.get(batch, field)
     except (KeyError, TypeError):
         return None
+    return found.movedim(dim, 0) if isinstance(found, Tensor) and found.ndim > dim else found
 
 
 def _note(notes: list[list[str]], name: str, rows: Tensor) -> None:
@@ -358,12 +360,8 @@ def _target(member: Any, i: int, num: int) -> str:
 
 def _places(data: Any, state: State) -> list[int] | None:
     """Return the places in the data of the examples of the batch after a state, for data in memory."""
-    order: Any = getattr(data, "order", None)
-    size, now = getattr(data, "batch_size", None), state.timestamp
-    if not callable(order) or not isinstance(size, int):
+    if not isinstance(data, Arrays):
         return None
-    start = now.batch_in_epoch * size
-    if not getattr(data, "shuffle", False):
-        return list(range(start, start + size))
-    chosen: Any = order(state.key, now.epoch)
-    return chosen[start : start + size].tolist()
+    now = state.timestamp
+    start, end = (batch * data.batch_size for batch in (now.batch_in_epoch, now.batch_in_epoch + 1))
+    return data.order(state.key, now.epoch)[start:end].tolist() if data.shuffle else list(range(start, end))

@@ -164,3 +164,18 @@ def test_images_are_pictures_and_texts_are_decoded() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(TypeError, match="explain: expected a RecordedRun"):
         explain("runs/a", 3)  # pyright: ignore[reportArgumentType]
+
+
+def test_examples_along_another_dimension() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.linear(inputs[-1])
+
+    inputs, targets = torch.randn(5, 5, 3), torch.arange(5) % 2
+    inputs[2, 4] = math.nan
+    found, _ = explained((inputs, targets), net=Last(), batch_dim=1)
+    assert found.examples[0].index == 4 and found.examples[0].notes[0] == "inputs are not finite"

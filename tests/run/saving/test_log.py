@@ -25,7 +25,7 @@ from tests.pages import ROOT
 
 def kept(batches: range) -> list[int]:
     """Return the batches of the checkpoints that remain when one is written at each of these batches."""
-    settings, found = Checkpoints("unused", keep="log"), []
+    settings, found = Checkpoints("unused", keep="log"), list[Any]()
     for batch in batches:
         found = [SimpleNamespace(index=SimpleNamespace(batch=batch, metrics={})), *found]
         gone = surplus(found, settings)
@@ -68,7 +68,7 @@ def test_methods_see_the_start_again_after_the_first_checkpoint(tmp_path: Path) 
 
 def test_the_best_one_is_kept_too() -> None:
     settings = Checkpoints("unused", keep="log", best="eval/loss")
-    found = [
+    found: list[Any] = [
         SimpleNamespace(index=SimpleNamespace(batch=batch, metrics={"eval/loss": abs(batch - 7)}))
         for batch in range(99, -1, -1)
     ]
