@@ -197,11 +197,10 @@ def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _converted(data: Any, position: Any, convert: Callable[[Any], Any]) -> Any:
-    return (
-        StateStream(lambda state: convert(data.batch(state)))
-        if isinstance(data, StateStream)
-        else _Converted(data, position, convert)
-    )
+    """Return the data with converted batches."""
+    if isinstance(data, StateStream):
+        return StateStream(lambda state: convert(data.batch(state)))
+    return _Converted(data, position, convert)
 
 
 class _Converted:
