@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -167,18 +168,24 @@ def name_at(now: Timestamp) -> str:
     return f"ep{now.epoch:04d}-ba{now.batch:08d}"
 
 
-def all_in(folder: Path) -> tuple[list[Found], dict[Path, CheckpointError]]:
+def all_in(
+    folder: Path, known: Mapping[Path, Found] = MappingProxyType({})
+) -> tuple[list[Found], dict[Path, CheckpointError]]:
     """Return a run's checkpoints in a folder, the newest first, and the errors of the others.
 
     Only names in the form of `name_at` count, so that other files in the folder are never deleted. Tensors are not
     checked.
+
+    Args:
+        folder: The folder.
+        known: Checkpoints whose indexes have been read already, by their paths.
     """
     found: list[Found] = []
     damaged: dict[Path, CheckpointError] = {}
     for path in sorted(folder.iterdir() if folder.is_dir() else ()):
         if _NAME.fullmatch(path.name) and path.is_dir():
             try:
-                found.append(Found(path, read_index(path)))
+                found.append(known[path] if path in known else Found(path, read_index(path)))
             except CheckpointError as error:
                 damaged[path] = error
             except FileNotFoundError:  # another process has just removed it

@@ -70,6 +70,7 @@ class Keeper:
         self._writers: Writers | None = None
         self._num_written = 0
         self._undecided: tuple[Path, Timestamp] | None = None
+        self._found: list[disk.Found] = []
         self._has_lacked_position = False
 
     def open(self, state: State, step: Any = None) -> None:
@@ -293,8 +294,10 @@ class Keeper:
         if not self._is_joint:
             self.written, self._failure = (task.target, task.now), None
         try:
-            found = disk.all_in(self.folder)[0] if self._is_tidying else []
-            for one in surplus(found, self.settings):
+            # Reading all of them again would take longer than writing a small one.
+            known = {one.path: one for one in self._found if one.path != task.target}
+            self._found = disk.all_in(self.folder, known)[0] if self._is_tidying else []
+            for one in surplus(self._found, self.settings):
                 if one.path != task.target:
                     disk.remove(one.path)
         except Exception as error:
