@@ -1,4 +1,5 @@
-"""Questions to runs: what a run did at a batch, where it went wrong, and in what two runs differ.
+"""Questions to runs: what a run did at a batch, where it went wrong, in what two runs differ, and what each
+method and setting contributes.
 
 run = RecordedRun("runs/first", step, state, data)
 state = replay(run, at="1234ba").state
@@ -6,28 +7,54 @@ print(bisect(run, predicates.not_finite(), stays=True))
 """
 
 from purecompose.analysis import predicates
+from purecompose.analysis.ablation import ablate
 from purecompose.analysis.comparing import Comparison, Growth, compare
+from purecompose.analysis.drawings import draw_ablation, draw_learning_rate_range
+from purecompose.analysis.effects import Ablation, Cell, Effect
 from purecompose.analysis.explaining import Example, Explanation, Layer, explain, explain_batch
 from purecompose.analysis.gaps import Gap
+from purecompose.analysis.halving import SuccessiveHalving
+from purecompose.analysis.intervals import Interval, simultaneous_intervals
+from purecompose.analysis.rates import LearningRateRange, learning_rate_range
 from purecompose.analysis.recorded import RecordedRun
 from purecompose.analysis.replaying import Replay, replay
 from purecompose.analysis.searching import Bisection, bisect
+from purecompose.analysis.sensitivities import Sensitivity, Slope, Window, sensitivity
+from purecompose.analysis.sweeping import Sweep, Trial, sweep
 
 
 __all__ = [
+    "Ablation",
     "Bisection",
+    "Cell",
     "Comparison",
+    "Effect",
     "Example",
     "Explanation",
     "Gap",
     "Growth",
+    "Interval",
     "Layer",
+    "LearningRateRange",
     "RecordedRun",
     "Replay",
+    "Sensitivity",
+    "Slope",
+    "SuccessiveHalving",
+    "Sweep",
+    "Trial",
+    "Window",
+    "ablate",
     "bisect",
     "compare",
+    "draw_ablation",
+    "draw_learning_rate_range",
     "explain",
     "explain_batch",
+    "learning_rate_range",
     "predicates",
     "replay",
+    "sensitivity",
+    "simultaneous_intervals",
+    "sweep",
 ]

@@ -1,0 +1,237 @@
+"""`ablate`: what each method of a list contributes to the quality of a run, and what it costs in time.
+
+All runs of a seed have common random numbers: the same initial weights, batches and draws. A draw depends on the key,
+the batch and the name of the method only, so a method that is left out does not change the draws of the others, and the
+difference between two runs is due to the method.
+"""
+
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from purecompose._support.checks import check_number, check_whole, shown
+from purecompose.analysis.cells import Trainer
+from purecompose.analysis.effects import Ablation, Cell, effects_of
+from purecompose.analysis.results import Results
+from purecompose.analysis.step_times import step_times
+from purecompose.analysis.subsets import comparisons, name_of, subsets_of
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.composable import as_algorithms
+from purecompose.core.compose import Step
+from purecompose.core.state import State
+from purecompose.data.checks import check_batches
+from purecompose.data.stream import StateStream
+from purecompose.run.evaluation import Evaluator
+
+
+__all__ = ["ablate"]
+
+_FORMS = ("auto", "population", "one by one")
+
+
+def ablate(
+    make_step: Callable[[list[Algorithm]], Step],
+    state: Callable[[int], State] | State,
+    data: Any,
+    methods: Iterable[Algorithm],
+    *,
+    evaluate: Evaluator,
+    metric: str | None = None,
+    seeds: int | Sequence[int] = 8,
+    design: str = "leave_one_out",
+    budget: int | None = None,
+    confidence: float = 0.95,
+    resolution: float | None = None,
+    form: str = "auto",
+    processes: int = 1,
+    time_rounds: int = 8,
+    folder: str | os.PathLike[str] | None = None,
+    report: Callable[[str], object] | None = None,
+) -> Ablation:
+    """Train with subsets of methods, and return what each method contributes.
+
+    Every subset is trained with every seed. A method's effect is the metric with it minus the metric without it, for
+    each seed; the intervals of all effects hold together (see `analysis.simultaneous_intervals`). How long a step takes
+    is measured apart from the runs, by steps in turn at ten points of a run.
+
+    Args:
+        make_step: Function from a list of methods to a step, such as `lambda methods: compose(loop_events, methods)`.
+        state: Function from a seed to the state at the start of a run, with its duration. Or one state, whose key is
+            replaced for each seed: all seeds then have the same initial weights.
+        data: Training data, as for `fit`.
+        methods: The methods; those that are never left out belong into `make_step`.
+        evaluate: The evaluation, whose last metric of each run is compared.
+        metric: The metric, such as "eval/accuracy"; by default the evaluator's first.
+        seeds: The number of seeds, from 0 on, or the seeds.
+        design: "leave_one_out" compares all methods with all but one; "all" trains all subsets, and averages the
+            difference over all pairs of subsets that differ in the method.
+        budget: The largest number of subsets.
+        confidence: Confidence with which all intervals hold together, in (0, 1).
+        resolution: The smallest difference that matters. An interval within ±resolution then means "no difference".
+        form: "population" to train the seeds of a subset at once, under vmap; "one by one"; or "auto" for a population
+            where a step of it runs. Results agree up to rounding.
+        processes: The number of processes, each of which trains one run after the other; needs cloudpickle. A program
+            that asks for several starts in each of them, so it has to call `ablate` under
+            `if __name__ == "__main__":`.
+        time_rounds: The number of times that steps are timed; 0 not to measure the time.
+        folder: A folder for the runs and their results. The same call continues an ablation in it that was interrupted,
+            also with more seeds; other methods or data are refused.
+        report: Function that is called with a line of text after each cell, such as `print`.
+
+    Returns:
+        The effects, which print as a table; `analysis.draw_ablation` draws them.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong kind or is out of range; or the folder contains the results of
+            another ablation.
+
+    Example:
+        >>> import torch
+        >>> from purecompose import algorithms, compose, data, loop_events, losses, metrics, optim, random
+        >>> inputs = random.normal(random.key(0), (64, 4))
+        >>> train = data.arrays(inputs, (inputs[:, 0] > 0).long(), 16)
+        >>> def new_state(seed):
+        ...     net = torch.nn.Linear(4, 2)
+        ...     return State.create(
+        ...         net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), key=seed, duration="2ep"
+        ...     )
+        >>> result = ablate(
+        ...     lambda methods: compose(loop_events, methods),
+        ...     new_state,
+        ...     train,
+        ...     [algorithms.mixup(0.2), algorithms.label_smoothing(0.1)],
+        ...     evaluate=Evaluator(train),
+        ...     time_rounds=0,
+        ... )
+        >>> [cell.name for cell in result.cells]
+        ['all', 'label_smoothing', 'mixup', 'none']
+        >>> [effect.method for effect in result.effects]
+        ['mixup', 'label_smoothing']
+    """
+    chosen = {method.name: method for method in as_algorithms(methods)}
+    if not chosen:
+        raise ValueError("ablate: methods: expected at least one method, got none")
+    if not isinstance(evaluate, Evaluator):
+        raise TypeError(f"ablate: evaluate: expected Evaluator(data, metrics), got {shown(evaluate)}")
+    if not isinstance(data, StateStream):
+        check_batches(data, "ablate: data")
+    if isinstance(data, Iterator):
+        raise TypeError("ablate: data: expected data that can be read again for each run, got an iterator")
+    if metric is not None and metric not in evaluate.reported:
+        raise ValueError(f"ablate: metric={metric!r}: the evaluator reports {', '.join(evaluate.reported)}")
+    numbers = _checked_seeds(seeds)
+    check_number(confidence, "ablate: confidence", 0, 1, above=True, below=True)
+    if resolution is not None:
+        check_number(resolution, "ablate: resolution", 0, above=True)
+    if form not in _FORMS:
+        raise ValueError(f"ablate: form={form!r}: expected one of {', '.join(map(repr, _FORMS))}")
+    check_whole(processes, "ablate: processes", 1)
+    check_whole(time_rounds, "ablate: time_rounds", 0)
+    names = list(chosen)
+    subsets = subsets_of(names, design, budget)
+    metric = evaluate.reported[0] if metric is None else metric
+    trainer = Trainer(make_step, state, data, evaluate, metric, chosen, None if folder is None else Path(folder))
+    results = Results.opened(trainer, numbers[0])
+    tell = report or (lambda _: None)
+    cells = {name_of(subset, names): subset for subset in subsets}
+    if processes > 1:
+        _train_in_processes(trainer, cells, numbers, results, processes, tell)
+    else:
+        _train(trainer, cells, numbers, results, form, tell)
+    seconds = step_times(trainer, cells, numbers[0], time_rounds) if time_rounds else {}
+    found = {
+        subset: Cell(
+            name,
+            tuple(one for one in names if one in subset),
+            tuple(results.values[name][seed] for seed in numbers),
+            tuple(seconds.get(name, ())),
+            results.forms[name],
+        )
+        for name, subset in cells.items()
+    }
+    effects = effects_of(comparisons(names, subsets, design), found, metric, confidence, resolution)
+    ablation = Ablation(
+        metric, confidence, resolution, numbers, tuple(found.values()), effects, trainer.folder and Path(trainer.folder)
+    )
+    results.finish(str(ablation))
+    return ablation
+
+
+def _train(
+    trainer: Trainer,
+    cells: Mapping[str, frozenset[str]],
+    seeds: Sequence[int],
+    results: Results,
+    form: str,
+    tell: Callable[[str], object],
+) -> None:
+    """Train the missing seeds of each cell, in this process."""
+    for number, (name, subset) in enumerate(cells.items(), 1):
+        missing = results.missing(name, seeds)
+        if missing:
+            chosen, reason = trainer.form(subset, missing) if form == "auto" else (form, "")
+            values = trainer.train(subset, name, missing, chosen)
+            results.add(name, dict(zip(missing, values, strict=True)), f"{chosen} ({reason})" if reason else chosen)
+        tell(_line(name, [results.values[name][seed] for seed in seeds], number, len(cells), trainer.metric))
+
+
+def _train_in_processes(
+    trainer: Trainer,
+    cells: Mapping[str, frozenset[str]],
+    seeds: Sequence[int],
+    results: Results,
+    num: int,
+    tell: Callable[[str], object],
+) -> None:
+    """Train the missing seeds of each cell, each in one of several processes."""
+    jobs = [(name, seed) for name in cells for seed in results.missing(name, seeds)]
+    try:
+        import cloudpickle  # functions and metrics are closures, which pickle refuses
+    except ImportError as error:
+        raise ImportError(
+            f"ablate: processes={num} needs cloudpickle; install it with `pip install 'purecompose[run]'`"
+        ) from error
+    sent = cloudpickle.dumps(trainer)
+    threads = max(torch.get_num_threads() // num, 1)
+    # A forked process would inherit the threads of torch in an undefined state.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num, context, _begin, (sent, threads)) as pool:
+        waiting = {pool.submit(_train_one, cells[name], name, seed): (name, seed) for name, seed in jobs}
+        for number, done in enumerate(as_completed(waiting), 1):
+            name, seed = waiting[done]
+            results.add(name, {seed: done.result()}, "processes")
+            tell(_line(f"{name}, seed {seed}", [done.result()], number, len(jobs), trainer.metric))
+
+
+_TRAINERS: list[Trainer] = []
+"""In a process of the pool: what it trains."""
+
+
+def _begin(sent: bytes, threads: int) -> None:
+    torch.set_num_threads(threads)
+    _TRAINERS.append(pickle.loads(sent))  # noqa: S301
+
+
+def _train_one(subset: frozenset[str], name: str, seed: int) -> float:
+    return _TRAINERS[0].train_one(subset, name, seed)
+
+
+def _line(name: str, values: Sequence[float], number: int, total: int, metric: str) -> str:
+    return f"[{number}/{total}] {name}: {metric} {sum(values) / len(values):.5g}"
+
+
+def _checked_seeds(seeds: Any) -> tuple[int, ...]:
+    if isinstance(seeds, int) and not isinstance(seeds, bool):
+        return tuple(range(check_whole(seeds, "ablate: seeds", 1)))
+    if isinstance(seeds, str) or not isinstance(seeds, Sequence):
+        raise TypeError(f"ablate: seeds: expected a number of seeds, or a list of them, got {shown(seeds)}")
+    numbers = tuple(check_whole(seed, "ablate: seeds", 0) for seed in seeds)
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ValueError(f"ablate: seeds={list(numbers)}: expected at least one seed, and none twice")
+    return numbers

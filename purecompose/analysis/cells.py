@@ -1,0 +1,228 @@
+"""Training of one cell of an ablation: a subset of the methods, with several seeds.
+
+The seeds of a cell are a population where vmap can map its step, and are trained one after the other or in other
+processes where not. In each of these forms, a seed is trained on the same batches with the same draws, since both
+depend on its key.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, random
+from purecompose.analysis.moments import moments_of, with_epoch_length
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import Step
+from purecompose.core.loop import eval_events
+from purecompose.core.state import State
+from purecompose.data.loaders import draws_globally, epoch_batches
+from purecompose.data.stream import StateStream
+from purecompose.records import RunFolder
+from purecompose.run.evaluation import Evaluator, run_evaluator
+from purecompose.run.fit import fit
+from purecompose.time.event import Event
+from purecompose.transforms.compilation import CompiledStep
+from purecompose.transforms.members import stacked
+from purecompose.transforms.population import population, stack_states
+
+
+__all__ = ["Form", "Trainer", "population_of"]
+
+
+class Form(NamedTuple):
+    """The way in which the seeds of a cell are trained."""
+
+    name: str
+    """"population" or "one by one"."""
+    reason: str = ""
+    """Why it is not a population."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Everything that the cells of an ablation have in common; it is sent to other processes as a whole.
+
+    Attributes:
+        make_step: Function from algorithms to a step.
+        state: Function from a seed to the initial state, or a state, which then gets the seed's key.
+        data: The training data.
+        evaluate: The evaluator of the metric.
+        metric: The metric that is compared, such as "eval/accuracy".
+        methods: All methods, by name.
+        folder: The folder of the runs; `None` to keep nothing.
+    """
+
+    make_step: Callable[[list[Algorithm]], Step]
+    state: Callable[[int], State] | State
+    data: Any
+    evaluate: Evaluator
+    metric: str
+    methods: Mapping[str, Algorithm]
+    folder: Path | None = None
+
+    def step(self, subset: frozenset[str]) -> Step:
+        """Return the step with a subset of the methods.
+
+        Raises:
+            TypeError: `make_step` returned something else.
+            ValueError: The step has other methods than it was given, or is not one of single states.
+        """
+        step = self.make_step([method for name, method in self.methods.items() if name in subset])
+        if not isinstance(step, Step):
+            raise TypeError(f"ablate: make_step: expected a Step, as compose returns, got {type(step).__name__}")
+        names = {algorithm.name for algorithm in step.algorithms}
+        if wrong := (names & self.methods.keys()) ^ subset:
+            raise ValueError(
+                f"ablate: make_step was given {', '.join(sorted(subset)) or 'no methods'} and returned a step that "
+                f"differs in {', '.join(sorted(wrong))}: pass the list on, as in "
+                "lambda methods: compose(loop_events, methods)"
+            )
+        return step
+
+    def initial(self, step: Step, seed: int) -> State:
+        """Return the initial state of a seed, with the memory of the step's algorithms.
+
+        Raises:
+            TypeError: `state` returned something else.
+            ValueError: The state has no duration.
+        """
+        state = self.state.replace(key=random.key(seed)) if isinstance(self.state, State) else self.state(seed)
+        if not isinstance(state, State):
+            raise TypeError(f"ablate: state({seed}): expected a State, got {type(state).__name__}")
+        if state.timestamp.run.duration is None:
+            raise ValueError('ablate: the state has no duration: give State.create one, such as duration="20ep"')
+        return step.init(with_epoch_length(state, self.data))
+
+    def first_batch(self, state: State) -> Any:
+        """Return the first batch of a run."""
+        if isinstance(self.data, StateStream):
+            return self.data.batch(state)
+        return next(iter(epoch_batches(self.data, state.key, 0)))
+
+    def form(self, subset: frozenset[str], seeds: Sequence[int]) -> Form:
+        """Return the form in which the seeds of a cell can be trained, found by a step of each kind."""
+        if len(seeds) == 1:
+            return Form("one by one", "there is one seed")
+        if isinstance(self.data, StateStream):
+            return Form("one by one", "data.stream makes batches from a single state")
+        step = self.step(subset)
+        states = [self.initial(step, seed) for seed in seeds[:2]]
+        try:
+            together, start, data, evaluate = population_of(step, states, self.data, self.evaluate)
+            batch = next(iter(epoch_batches(data, states[0].key, 0)))
+            for moment in moments_of(together, start, batch):
+                together(start.replace(timestamp=moment), batch)
+            composed = together.step if isinstance(together, CompiledStep) else together
+            run_evaluator(dataclasses.replace(evaluate, num_batches=1), start, composed.replace(program=eval_events))
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            return Form("one by one", " ".join(str(error).split()))
+        return Form("population")
+
+    def train(self, subset: frozenset[str], name: str, seeds: Sequence[int], form: str) -> list[float]:
+        """Train seeds of a cell, and return the metric at the end of each.
+
+        Args:
+            subset: The names of its methods.
+            name: The name of the cell's folder.
+            seeds: The seeds.
+            form: "population", or "one by one".
+        """
+        if form == "population":
+            step = self.step(subset)
+            states = [self.initial(step, seed) for seed in seeds]
+            return self._fit(*population_of(step, states, self.data, self.evaluate), name, seeds)
+        return [self.train_one(subset, name, seed) for seed in seeds]
+
+    def train_one(self, subset: frozenset[str], name: str, seed: int) -> float:
+        """Train one seed of a cell, and return the metric at its end."""
+        step = self.step(subset)
+        return self._fit(step, self.initial(step, seed), self.data, self.evaluate, name, [seed])
+
+    def _fit(self, step: Step, start: State, data: Any, evaluate: Evaluator, name: str, seeds: Sequence[int]) -> Any:
+        """Train, and return the metric at the end: a list for a population."""
+        found: dict[str, Tensor] = {}
+
+        def note(event: Event, state: State) -> None:
+            if event is Event.EVAL_END and self.metric in state.metrics:
+                found[self.metric] = state.metrics[self.metric]
+
+        if self.folder is None:
+            fit(step, start, data, evaluate=evaluate, observers=note)
+        else:
+            settings = {"methods": [repr(algorithm) for algorithm in step.algorithms], "seeds": list(seeds)}
+            path = self.folder / name.replace(" + ", "+").replace(" ", "-") / _seeds_name(seeds)
+            with RunFolder(path, settings, resume=True) as run:
+                run.begin(step, start, next(iter(epoch_batches(data, start.key.reshape(-1, 2)[0], 0))))
+                fit(
+                    step,
+                    start,
+                    data,
+                    evaluate=evaluate,
+                    observers=[note, run.observer],
+                    checkpoints=run.checkpoints(every="0.25dur", keep=1),
+                    resume=run.resume,
+                )
+        return found[self.metric].tolist()
+
+
+def population_of(
+    step: Step, states: Sequence[State], data: Any, evaluate: Evaluator, chunk_size: int | None = None
+) -> tuple[Step, State, Any, Evaluator]:
+    """Return step, state, data and evaluator of a population in which each member has its own order of the data.
+
+    A compiled step becomes a compiled step of the population.
+    """
+    depends_on_key = callable(getattr(data, "epoch", None)) or draws_globally(data)
+    has_own_order = depends_on_key and any(not torch.equal(state.key, states[0].key) for state in states)
+    composed = step.step if isinstance(step, CompiledStep) else step
+    together = population(composed, len(states), chunk_size, "each" if has_own_order else "shared")
+    if isinstance(step, CompiledStep):
+        together = CompiledStep(together, step.options)
+    if has_own_order:
+        data = _OwnOrders(data, [state.key for state in states])
+        evaluate = dataclasses.replace(evaluate, data=_Repeated(evaluate.data, len(states)))
+    return together, stack_states(states), data, evaluate
+
+
+class _OwnOrders:
+    """Data whose batches are those of each member, stacked."""
+
+    def __init__(self, data: Any, keys: Sequence[Tensor]) -> None:
+        self.data, self.keys = data, keys
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def epoch(self, key: Tensor, epoch: int, start: int = 0) -> Iterator[Any]:
+        """Return the batches of an epoch; the order does not depend on `key`, since each member has its own."""
+        del key
+        orders = [epoch_batches(self.data, own, epoch, start) for own in self.keys]
+        return (stacked(members) for members in zip(*orders, strict=True))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.epoch(self.keys[0], 0)
+
+
+class _Repeated:
+    """Data whose batches are given to each member, without copies."""
+
+    def __init__(self, data: Any, num: int) -> None:
+        self.data, self.num = data, num
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.data:
+            yield batches.map_tensors(lambda tensor: tensor.expand(self.num, *tensor.shape), batch)
+
+
+def _seeds_name(seeds: Sequence[int]) -> str:
+    """Return the name of the folder of a run with these seeds."""
+    if len(seeds) == 1:
+        return f"seed-{seeds[0]}"
+    if list(seeds) == list(range(seeds[0], seeds[0] + len(seeds))):
+        return f"seeds-{seeds[0]}-to-{seeds[-1]}"
+    return f"seeds-{'-'.join(map(str, seeds))}"

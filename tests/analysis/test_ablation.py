@@ -1,0 +1,190 @@
+"""An ablation trains what it says, with common random numbers, in any form, and continues where it was stopped."""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+import purecompose as pc
+from purecompose import Algorithm, Event, State, algorithms as alg, compose, loop_events, on
+from purecompose.analysis import ablate, draw_ablation
+from purecompose.analysis.cells import Trainer
+from purecompose.analysis.effects import Ablation
+from tests.analysis.problems import evaluator, make_step, new_state, train_data
+
+
+METHODS = (alg.mixup(0.4), alg.label_smoothing(0.2), alg.gradient_clipping("norm", 0.1))
+
+
+def run(methods: Any = METHODS, **options: Any) -> Ablation:
+    given: dict[str, Any] = {"evaluate": evaluator(), "metric": "eval/loss", "seeds": 5, "time_rounds": 0, **options}
+    return ablate(given.pop("make_step", make_step), given.pop("state", new_state), train_data(), methods, **given)
+
+
+def values_of(ablation: Ablation) -> dict[str, tuple[float, ...]]:
+    return {cell.name: cell.values for cell in ablation.cells}
+
+
+def test_each_value_is_that_of_a_run_by_hand() -> None:
+    """So a method that is left out changes no draw, batch or weight of the others."""
+    found = run(form="one by one")
+    for cell in found.cells:
+        methods = [method for method in METHODS if method.name in cell.methods]
+        for seed in (0, 3):
+            state = pc.fit(make_step(methods), new_state(seed), train_data())
+            assert cell.values[seed] == pc.evaluate(state, evaluator().data)["loss"]
+    assert found.effects[0].differences[3] == found.cells[0].values[3] - found.cells[1].values[3]
+
+
+def test_a_population_gives_the_values_of_single_runs() -> None:
+    together, apart = run(form="population"), run(form="one by one")
+    assert {cell.form for cell in run().cells} == {"population"}
+    for name, values in values_of(together).items():
+        torch.testing.assert_close(values, values_of(apart)[name], rtol=1e-4, atol=1e-6)
+
+
+def unmappable() -> Algorithm:
+    """A method that vmap refuses, since it reads a number, in the second half of a run."""
+
+    def apply(event: Event, state: State) -> State:
+        assert state.loss is not None
+        return state.replace(loss=state.loss if state.loss.item() > -1 else -state.loss)
+
+    return Algorithm("reads", on(Event.AFTER_LOSS) & pc.after(0.5), apply)
+
+
+def test_what_vmap_refuses_is_trained_one_by_one_and_says_why() -> None:
+    found = run([alg.mixup(0.4), unmappable()])
+    forms = {cell.name: cell.form for cell in found.cells}
+    assert forms["mixup"] == forms["none"] == "population"
+    assert forms["all"].startswith("one by one (") and ".item()" in forms["all"]
+    assert ".item()" in str(found)
+
+
+def test_a_method_with_neutral_settings_makes_no_difference_at_all() -> None:
+    found = run([*METHODS, alg.label_smoothing(0.0, name="null")])
+    null = found.effects[-1]
+    assert null.differences == (0.0,) * 5
+    assert null.verdict == "no difference" and null.seeds_needed == 0
+
+
+def scaled(name: str, factor: float) -> Algorithm:
+    """A method that scales gradients: with a small factor nothing is learnt."""
+
+    def apply(event: Event, state: State) -> State:
+        assert state.grads is not None
+        return state.replace(grads={name: factor * grad for name, grad in state.grads.items()})
+
+    return Algorithm(name, on(Event.AFTER_TRAIN_BATCH), apply)
+
+
+def worse() -> Algorithm:
+    return scaled("worse", 1e-3)
+
+
+def test_verdicts_follow_the_direction_of_the_metric() -> None:
+    by_loss, by_accuracy = (run([worse()], metric=name).effects[0] for name in ("eval/loss", "eval/accuracy"))
+    assert by_loss.interval is not None and by_accuracy.interval is not None
+    assert by_loss.interval.low > 0 > by_accuracy.interval.high
+    assert by_loss.verdict == by_accuracy.verdict == "worse"
+
+
+def test_a_table_says_what_is_undecided_and_how_many_seeds_it_needs() -> None:
+    found = run([alg.label_smoothing(0.001), worse()], metric="eval/accuracy")
+    lines = str(found).splitlines()
+    assert lines[0] == ("eval/accuracy of 4 subsets of 2 methods, 5 seeds each; all intervals together hold with 95%")
+    assert any(line.startswith("worse ") and line.endswith("worse") for line in lines)
+    assert "too few" in str(run(METHODS[:1], seeds=3)) and "2 more seeds" in str(run(METHODS[:1], seeds=3))
+
+
+def test_runs_that_end_without_a_number_are_named() -> None:
+    found = run([alg.mixup(0.4), scaled("spoils", float("nan"))])
+    assert [effect.verdict for effect in found.effects] == ["not finite", "not finite"]
+    assert "runs without a finite eval/loss: all, spoils" in str(found)
+
+
+def test_times_are_measured_in_rounds_for_each_cell() -> None:
+    found = run([alg.sam(0.1), alg.label_smoothing(0.1)], time_rounds=5)
+    assert all(len(cell.seconds) == 5 for cell in found.cells)
+    slowdowns = {effect.method: effect.slowdown for effect in found.effects}
+    assert slowdowns["sam"] is not None and slowdowns["sam"].mean > 1.3  # a second gradient in each step
+    assert "step time" in str(found)
+
+
+def test_all_subsets_average_over_pairs() -> None:
+    found = run(METHODS[:2], design="all")
+    values = values_of(found)
+    pairs = zip(values["all"], values["label_smoothing"], values["mixup"], values["none"], strict=True)
+    expected = [(a - b + c - d) / 2 for a, b, c, d in pairs]
+    torch.testing.assert_close(list(found.effects[0].differences), expected)
+
+
+def test_an_interrupted_ablation_continues(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"methods": METHODS[:1], "folder": tmp_path / "runs"}
+    trained: list[tuple[str, list[int]]] = []
+    train = Trainer.train
+
+    def stops(self: Trainer, subset: Any, name: str, seeds: Any, form: str) -> list[float]:
+        trained.append((name, seeds))
+        if len(trained) == 2:
+            raise KeyboardInterrupt
+        return train(self, subset, name, seeds, form)
+
+    monkeypatch.setattr(Trainer, "train", stops)
+    with pytest.raises(KeyboardInterrupt):
+        run(seeds=[0, 1], **options)
+    found = run(seeds=[0, 1], **options)
+    assert trained == [("all", [0, 1]), ("none", [0, 1]), ("none", [0, 1])]
+    more = run(seeds=[0, 1, 2], **options)
+    assert trained[3:] == [("all", [2]), ("none", [2])]
+    assert {name: values[:2] for name, values in values_of(more).items()} == values_of(found)
+    assert (tmp_path / "runs" / "all" / "seeds-0-to-1" / "report.html").exists()
+    assert str(more) == (tmp_path / "runs" / "ablation.txt").read_text().rstrip("\n")
+
+
+def test_another_ablation_in_the_folder_is_refused(tmp_path: pathlib.Path) -> None:
+    run(METHODS[:1], seeds=2, folder=tmp_path / "first")
+    with pytest.raises(ValueError, match=r"methods was mixup\(alpha=0\.4.*, and is label_smoothing"):
+        run(METHODS[1:2], seeds=2, folder=tmp_path / "first")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="is not empty and has no ablation.json"):
+        run(METHODS[:1], seeds=2, folder=tmp_path / "other")
+    assert json.loads((tmp_path / "first" / "ablation.json").read_text())["cells"].keys() == {"all", "none"}
+
+
+@pytest.mark.slow
+def test_processes_give_the_values_of_one(tmp_path: pathlib.Path) -> None:
+    alone = run(METHODS[:1], seeds=2, form="one by one")
+    several = run(METHODS[:1], seeds=2, processes=2, folder=tmp_path / "runs")
+    assert values_of(several) == values_of(alone)
+    assert {cell.form for cell in several.cells} == {"processes"}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"methods": []}, ValueError, "expected at least one method"),
+        ({"methods": [alg.mixup]}, TypeError, "call a factory"),
+        ({"evaluate": [1]}, TypeError, r"evaluate: expected Evaluator\(data, metrics\)"),
+        ({"metric": "eval/f1"}, ValueError, "metric='eval/f1': the evaluator reports eval/loss, eval/accuracy"),
+        ({"seeds": [1, 1]}, ValueError, r"seeds=\[1, 1\]"),
+        ({"form": "vmap"}, ValueError, "form='vmap'"),
+        ({"state": lambda seed: seed}, TypeError, r"state\(0\): expected a State, got int"),
+        ({"make_step": lambda methods: methods}, TypeError, "make_step: expected a Step"),
+        ({"make_step": lambda methods: compose(loop_events)}, ValueError, "differs in mixup: pass the list on"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_any_training(options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        run(**{"methods": METHODS[:1], **options})
+
+
+def test_a_picture_is_drawn_with_and_without_times(tmp_path: pathlib.Path) -> None:
+    for rounds in (0, 4):
+        found = run(METHODS, time_rounds=rounds)
+        assert draw_ablation(found, tmp_path / f"{rounds}.svg").read_text().count("mixup") or rounds
+    with pytest.raises(ValueError, match="2 seeds are too few"):
+        draw_ablation(run(METHODS[:1], seeds=2), tmp_path / "few.png")

@@ -1,0 +1,69 @@
+"""The range test finds the rates between which training works, and leaves the state as it was."""
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+from purecompose import hparam, optim, schedule
+from purecompose.analysis import draw_learning_rate_range, learning_rate_range
+from purecompose.analysis.rates import with_named_rate
+from tests.analysis.problems import make_step, new_state, train_data
+
+
+def test_the_suggested_rate_trains_and_the_test_ends_where_the_loss_diverges() -> None:
+    state = new_state(0, optimizer=optim.sgd(0.1))
+    before = {name: param.clone() for name, param in state.params.items()}
+    found = learning_rate_range(make_step([]), state, train_data(), low=1e-4, high=1e4, num_batches=120)
+    assert found.has_diverged and len(found.rates) < 120
+    assert 0.01 < found.suggested < found.lowest < found.rates[-1]
+    assert all(torch.equal(before[name], param) for name, param in state.params.items())
+    assert "suggested lr" in str(found) and "diverged at" in str(found)
+
+
+def test_the_rate_of_each_batch_is_the_one_reported() -> None:
+    """With the parameters of one batch to the next: w <- w - lr g."""
+    state = new_state(0, optimizer=optim.sgd(0.3 * schedule.cosine()))
+    batch = next(iter(train_data()))
+    found = learning_rate_range(make_step([]), state, [batch], low=0.01, high=0.1, num_batches=10)
+    assert found.rates[0] == 0.01 and found.rates[-1] == pytest.approx(0.1)
+    step = make_step([])
+    for rate, loss in zip(found.rates, found.losses, strict=True):
+        plain = state.replace(optimizer=optim.sgd(rate))
+        after = step(plain, batch)
+        assert after.loss is not None and loss == pytest.approx(after.loss.item(), rel=1e-5)
+        state = state.replace(params=after.params)
+
+
+def test_a_named_rate_keeps_the_schedule_on_request() -> None:
+    state = new_state(0, optimizer=optim.sgd(0.3 * schedule.cosine()))
+    assert with_named_rate(state, keeps_schedule=True).optimizer.lr == hparam("lr", 0.3) * schedule.cosine()
+    assert with_named_rate(state, keeps_schedule=False).optimizer.lr == hparam("lr", 0.3)
+    named = new_state(0, optimizer=optim.sgd(hparam("lr", 0.2) * schedule.cosine()))
+    assert with_named_rate(named, keeps_schedule=True) is named
+
+
+def test_a_rate_that_is_too_high_from_the_start_is_an_error() -> None:
+    with pytest.raises(ValueError, match="begin with a lower rate than low=1.00e\\+06"):
+        learning_rate_range(make_step([]), new_state(0), train_data(), low=1e6, high=1e7)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"low": 0}, "low: expected a finite number > 0"),
+        ({"low": 1, "high": 0.1}, "high: expected a finite number > 1"),
+        ({"num_batches": 3}, "num_batches: expected an int >= 10"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        learning_rate_range(make_step([]), new_state(0), train_data(), **options)
+
+
+def test_a_picture_is_drawn(tmp_path: pathlib.Path) -> None:
+    found = learning_rate_range(make_step([]), new_state(0), train_data(), num_batches=20)
+    assert draw_learning_rate_range(found, tmp_path / "range.png").stat().st_size > 5000
+    with pytest.raises(ValueError, match="ends in .png, .svg, .pdf"):
+        draw_learning_rate_range(found, tmp_path / "range.gif")

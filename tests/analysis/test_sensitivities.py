@@ -1,0 +1,86 @@
+"""The gradient through a window of a run is the difference quotient, in both modes."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from purecompose import State, algorithms as alg, hparam, optim
+from purecompose.analysis import Sensitivity, Window, sensitivity
+from tests.analysis.problems import evaluator, make_step, new_state, train_data
+
+
+def window(methods: Any = None, num: int = 6) -> Window:
+    optimizer = optim.sgd(hparam("lr", 0.1), momentum=hparam("momentum", 0.9))
+    methods = [alg.mixup(0.3), alg.label_smoothing(hparam("smoothing", 0.1))] if methods is None else methods
+    step = make_step(methods)
+    return Window(step, step.init(new_state(0, optimizer=optimizer)), list(train_data())[:num])
+
+
+def by_name(found: Sensitivity) -> dict[str, float | None]:
+    return {slope.name: slope.gradient for slope in found.slopes}
+
+
+def test_both_modes_agree_with_differences() -> None:
+    reverse, forward = (sensitivity(window(), of=evaluator(), mode=mode) for mode in ("reverse", "forward"))
+    assert [slope.name for slope in reverse.slopes] == ["lr", "momentum", "smoothing"]
+    for one, other in zip(reverse.slopes, forward.slopes, strict=True):
+        assert one.agrees and other.agrees and one.difference == other.difference
+        assert one.gradient == pytest.approx(other.gradient, rel=1e-9)
+        assert one.by_batch is not None and sum(one.by_batch) == pytest.approx(one.gradient)
+        assert other.by_batch is None
+
+
+def test_the_derivative_of_a_single_step_is_that_of_its_rate() -> None:
+    """The last step's: the objective's gradient times the last move, as in theta <- theta - lr v."""
+    given = window([], num=3)
+    slope = next(one for one in sensitivity(given, of=evaluator(), to=["lr"]).slopes)
+    step, state, batches = given
+    for batch in batches[:2]:
+        state = step(state, batch)
+    end = step(state, batches[2])
+    moves = {name: (end.params[name] - state.params[name]) / 0.1 for name in end.params}
+    params = {name: param.clone().requires_grad_() for name, param in end.params.items()}
+    inputs, targets = next(iter(evaluator().data))
+    loss = torch.nn.functional.cross_entropy(end.replace(params=params).forward(inputs), targets)
+    grads = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
+    expected = sum((grads[name] * moves[name]).sum().item() for name in grads)
+    assert slope.by_batch is not None and slope.by_batch[-1] == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_scalar_that_only_draws_depend_on_has_a_difference_and_no_gradient() -> None:
+    given = window([alg.mixup(hparam("mixup.alpha", 0.4))])
+    for mode in ("reverse", "forward"):
+        found = sensitivity(given, of=evaluator(), to=["mixup.alpha"], mode=mode)
+        (slope,) = found.slopes
+        assert not slope.gradient and slope.difference and not slope.agrees
+        assert "no gradient flows to it" in str(found)
+
+
+def test_an_objective_of_your_own_and_a_scalar_without_effect() -> None:
+    step, state, batches = window([], num=2)
+    state = state.replace(hparams={**state.hparams, "unused": torch.tensor(1.0)})
+
+    def norm(state: State) -> torch.Tensor:
+        return sum(((param**2).sum() for param in state.params.values()), torch.zeros(()))
+
+    found = sensitivity(Window(step, state, batches), of=norm, to=["unused", "lr"])
+    assert by_name(found)["unused"] is None and found.slopes[0].agrees
+    assert "no effect" in str(found) and found.slopes[1].agrees
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (window(), {"to": ["decay"]}, r"the state has the hparams \['lr', 'momentum', 'smoothing'\]"),
+        (window(), {"to": "lr"}, r"expected a list of names, \['lr'\]"),
+        (window(num=0), {}, "expected a list of at least one batch"),
+        (window(), {"of": "eval/loss"}, "of: expected a function of a state, or an Evaluator"),
+        (window(), {"of": lambda state: 1.0}, r"expected a finite 0-d tensor at the window's end, got 1.0 \(float\)"),
+        (window(), {"mode": "both"}, "mode='both'"),
+        (("step", None, []), {}, r"expected Window\(step, state, batches\)"),
+    ],
+)
+def test_wrong_arguments_are_refused(given: Any, options: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        sensitivity(given, **{"of": evaluator(), **options})

@@ -1,0 +1,121 @@
+"""A sweep trains each setting as a single run would, and successive halving replaces the worst ones."""
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+import purecompose as pc
+from purecompose import algorithms as alg, hparam, optim, schedule
+from purecompose.analysis import SuccessiveHalving, sweep
+from tests.analysis.problems import evaluator, make_step, new_state, train_data
+
+
+RATES = [0.001, 0.01, 0.1, 1.0]
+
+
+def test_each_setting_is_trained_as_a_single_run() -> None:
+    smoothing = alg.label_smoothing(hparam("smoothing", 0.1))
+    optimizer = optim.sgd(0.5 * schedule.cosine(), momentum=0.9)
+    state = new_state(0, optimizer=optimizer)
+    values = {"lr": [0.01, 0.1], "smoothing": [0.1, 0.5]}
+    found = sweep(make_step([smoothing]), state, train_data(), values, evaluate=evaluator())
+    assert len(found.trials) == 4
+    for trial in found.trials:
+        rate = optim.sgd(trial.values["lr"] * schedule.cosine(), momentum=0.9)
+        step = make_step([alg.label_smoothing(trial.values["smoothing"])])
+        end = pc.fit(step, new_state(0, optimizer=rate), train_data())
+        assert trial.metric == pytest.approx(pc.evaluate(end, evaluator().data)["loss"], rel=1e-4)
+    assert [trial.metric for trial in found.trials] == sorted(trial.metric for trial in found.trials)
+    best = pc.unstack_states(found.state)[found.best]
+    assert pc.evaluate(best, evaluator().data)["loss"] == pytest.approx(found.trials[0].metric, rel=1e-5)
+
+
+def test_seeds_of_a_setting_are_averaged() -> None:
+    found = sweep(make_step([]), new_state(0), train_data(), {"lr": RATES}, evaluate=evaluator(), seeds=2)
+    for trial in found.trials:
+        assert len(set(trial.by_seed)) == 2 and trial.metric == pytest.approx(sum(trial.by_seed) / 2)
+
+
+def test_rungs_replace_the_worst_settings_by_variants_of_the_best() -> None:
+    rungs = ("0.25dur", "0.5dur")
+    found = sweep(
+        make_step([]), new_state(0, "4ep"), train_data(), {"lr": RATES}, evaluate=evaluator(every="3ba"), rungs=rungs
+    )
+    end, out = found.trials[:4], found.trials[4:]
+    assert [trial.out_at for trial in out] == ["0.5dur"] * 2 + ["0.25dur"] * 2
+    assert all(trial.out_at is None for trial in end)
+    first = [trial for trial in out if trial.out_at == "0.25dur"]
+    assert all(min(abs(trial.values["lr"] / rate - 1) for rate in RATES) < 1e-6 for trial in first)
+    copies = [trial for trial in end if trial.earlier]
+    assert len(copies) >= 2
+    for trial in copies:
+        (_, before), *_ = trial.earlier
+        assert min(abs(before["lr"] / rate - 1) for rate in RATES) < 1e-6
+        assert 1 / 4 < trial.values["lr"] / before["lr"] < 4 and 0.001 <= trial.values["lr"] <= 1.0
+    assert "a copy: lr=" in str(found) and "until 0.25dur" in str(found)
+
+
+def test_halving_copies_the_best_member_with_its_memory() -> None:
+    """Two of four members are out at the rung; each continues from one of the others."""
+    halving = SuccessiveHalving("eval/loss", ("lr",), ("2ba",))
+    single = new_state(0, optimizer=optim.sgd(hparam("lr", 0.1), momentum=0.9))
+    step = pc.population(make_step([]), 4)
+    states = pc.stack_states([make_step([]).init(single.replace(hparams={"lr": rate})) for rate in RATES])
+    state = halving.init(states)
+    for batch in list(train_data())[:2]:
+        assert halving.see(state, {"eval/loss": [3.0, 1.0, float("nan"), 2.0]}) is state  # too early
+        state = step(state, batch)
+    after = halving.see(state, {"eval/loss": [3.0, 1.0, float("nan"), 2.0]})
+    for name, param in after.params.items():  # member 0 is a copy of member 1, the best; 2 of 3
+        before = state.params[name]
+        torch.testing.assert_close(param, before[torch.tensor([1, 1, 3, 3])], rtol=0, atol=0)
+    lr = after.hparams["lr"]
+    assert lr[1] == state.hparams["lr"][1] and lr[3] == state.hparams["lr"][3]
+    assert lr[0] != lr[1] and 0.005 <= lr[0] <= 0.02 and lr[2] <= 1.0
+    assert halving.see(after, {"eval/loss": [1.0] * 4}) is after  # there is no other rung
+    step(after, next(iter(train_data())))  # the structure is that of the state before
+
+
+def test_an_interrupted_sweep_continues(tmp_path: pathlib.Path) -> None:
+    def run(folder: pathlib.Path | None, observers: Any = ()) -> list[float]:
+        options: dict[str, Any] = {"evaluate": evaluator(every="3ba"), "rungs": ("0.25dur", "0.5dur")}
+        state = new_state(0, "4ep")
+        found = sweep(make_step([]), state, train_data(), {"lr": RATES}, folder=folder, observers=observers, **options)
+        return [trial.metric for trial in found.trials]
+
+    def stop(event: pc.Event, state: pc.State) -> None:
+        if state.timestamp.batch == 14:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        run(tmp_path / "run", stop)
+    assert run(tmp_path / "run") == run(None)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_a_compiled_sweep_has_the_graph_of_one_population() -> None:
+    step = pc.compile(make_step([]), backend="eager", quiet=True)
+    options: dict[str, Any] = {"evaluate": evaluator(every="3ba"), "rungs": ("0.25dur",)}
+    compiled = sweep(step, new_state(0), train_data(), {"lr": RATES}, **options)
+    eager = sweep(make_step([]), new_state(0), train_data(), {"lr": RATES}, **options)
+    torch.testing.assert_close([t.metric for t in compiled.trials], [t.metric for t in eager.trials], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "message"),
+    [
+        ({"lr": 0.1}, {}, r"values\['lr'\]: expected a list of numbers, got 0.1"),
+        ({"lr": [0.1]}, {}, "expected at least two settings"),
+        ([{"lr": 0.1}, {"decay": 0.1}], {}, r"values\[1\] has \['decay'\]"),
+        ({"decay": [0.1, 0.2]}, {}, "no hparam 'decay'"),
+        ({"lr": RATES}, {"metric": "eval/f1"}, "the evaluator reports eval/loss, eval/accuracy"),
+        ({"lr": RATES}, {"rungs": ("0.5dur", "0.25dur")}, "expected increasing times in one unit"),
+        ({"lr": RATES}, {"rungs": ("0.5dur",), "keep": 1}, r"keep: expected a finite number in \(0, 1\)"),
+    ],
+)
+def test_wrong_arguments_are_refused(values: Any, options: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        sweep(make_step([]), new_state(0), train_data(), values, evaluate=evaluator(), **options)
