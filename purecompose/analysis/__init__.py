@@ -19,7 +19,7 @@ from purecompose.analysis.rates import LearningRateRange, learning_rate_range
 from purecompose.analysis.recorded import RecordedRun
 from purecompose.analysis.replaying import Replay, replay
 from purecompose.analysis.searching import Bisection, bisect
-from purecompose.analysis.sensitivities import Sensitivity, Slope, Window, sensitivity
+from purecompose.analysis.sensitivities import Sensitivity, Slope, Window, sensitivity, window_of
 from purecompose.analysis.sweeping import Sweep, Trial, sweep
 
 
@@ -57,4 +57,5 @@ __all__ = [
     "sensitivity",
     "simultaneous_intervals",
     "sweep",
+    "window_of",
 ]

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose.analysis.moments import moments_of, with_epoch_length
+from purecompose.analysis.moments import moments_of
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
-from purecompose.core.loop import eval_events
 from purecompose.core.state import State
 from purecompose.data.loaders import draws_globally, epoch_batches
 from purecompose.data.stream import StateStream
 from purecompose.records import RunFolder
 from purecompose.run.evaluation import Evaluator, run_evaluator
 from purecompose.run.fit import fit
+from purecompose.run.start import evaluation_step, start_of_run
 from purecompose.time.event import Event
 from purecompose.transforms.compilation import CompiledStep
 from purecompose.transforms.members import stacked
@@ -96,7 +96,7 @@ class Trainer:
             raise TypeError(f"ablate: state({seed}): expected a State, got {type(state).__name__}")
         if state.timestamp.run.duration is None:
             raise ValueError('ablate: the state has no duration: give State.create one, such as duration="20ep"')
-        return step.init(with_epoch_length(state, self.data))
+        return start_of_run(step, state, self.data)[0]
 
     def first_batch(self, state: State) -> Any:
         """Return the first batch of a run."""
@@ -117,8 +117,7 @@ class Trainer:
             batch = next(iter(epoch_batches(data, states[0].key, 0)))
             for moment in moments_of(together, start, batch):
                 together(start.replace(timestamp=moment), batch)
-            composed = together.step if isinstance(together, CompiledStep) else together
-            run_evaluator(dataclasses.replace(evaluate, num_batches=1), start, composed.replace(program=eval_events))
+            run_evaluator(dataclasses.replace(evaluate, num_batches=1), start, evaluation_step(together))
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             return Form("one by one", " ".join(str(error).split()))
         return Form("population")

@@ -5,26 +5,13 @@ from typing import Any
 
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.time import RunLength, Timestamp, TimeUnit
+from purecompose.time import Timestamp, TimeUnit
 
 
-__all__ = ["moments_of", "spread_moments", "with_epoch_length"]
+__all__ = ["moments_of", "spread_moments"]
 
 _NUM_TRIED = 100
 """Number of points at which schedules are looked up; this runs no step."""
-
-
-def with_epoch_length(state: State, data: Any) -> State:
-    """Return the state with the number of batches in an epoch, if it has none and the data know it."""
-    run = state.timestamp.run
-    try:
-        length = len(data)
-    except (TypeError, NotImplementedError):  # as the length of a loader of a stream raises
-        return state
-    if run.batches_per_epoch is not None:
-        return state
-    run = RunLength(run.duration, length, run.iteration_length)
-    return state.replace(timestamp=state.timestamp.replace(run=run))
 
 
 def spread_moments(step: Step, state: State, batch: Any, num: int) -> list[Timestamp]:

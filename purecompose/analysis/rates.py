@@ -16,12 +16,12 @@ import torch
 
 from purecompose._support.checks import check_number, check_whole
 from purecompose._support.table import table
-from purecompose.analysis.moments import with_epoch_length
 from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single
 from purecompose.data.checks import check_batches
 from purecompose.data.loaders import epoch_batches
 from purecompose.data.stream import StateStream
+from purecompose.run.start import start_of_run
 from purecompose.schedule import Hparam, hparam
 from purecompose.schedule.scalar import Product, factors_of
 
@@ -101,7 +101,8 @@ def learning_rate_range(
     check_whole(num_batches, "learning_rate_range: num_batches", 10)
     if not isinstance(data, StateStream):
         check_batches(data, "learning_rate_range: data")
-    state = step.init(with_epoch_length(with_named_rate(state, keeps_schedule=False), data).copy())
+    duration = None if state.timestamp.run.duration is not None else f"{num_batches}ba"
+    state = start_of_run(step, with_named_rate(state, keeps_schedule=False).copy(), data, duration=duration)[0]
     rates: list[float] = []
     losses: list[float] = []
     recent: list[float] = []

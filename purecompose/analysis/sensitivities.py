@@ -6,6 +6,7 @@ memory that does not grow with the window, and gives their sum. Both are checked
 the window is trained twice more for each scalar: draws are keyed, so all runs have the same ones.
 """
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,14 +18,18 @@ from torch import Tensor
 from purecompose import batch as batches, losses, tree
 from purecompose._support.checks import check_number, shown
 from purecompose._support.table import table
+from purecompose.analysis.recorded import RecordedRun
+from purecompose.analysis.replaying import point, states_from
 from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single
 from purecompose.data.loaders import fixed_batches
 from purecompose.run.evaluation import Evaluator
+from purecompose.time import Time, TimeLike
+from purecompose.time.event import Event
 from purecompose.transforms.compilation import CompiledStep
 
 
-__all__ = ["Objective", "Sensitivity", "Slope", "Window", "sensitivity"]
+__all__ = ["Objective", "Sensitivity", "Slope", "Window", "sensitivity", "window_of"]
 
 Objective: TypeAlias = Callable[[State], Tensor] | Evaluator
 """A differentiable function of the state at the window's end, or an evaluator, for the mean loss on its data."""
@@ -43,6 +48,48 @@ class Window(NamedTuple):
     step: Step
     state: State
     batches: Sequence[Any]
+
+
+def window_of(run: RecordedRun, start: TimeLike | int, stop: TimeLike | int) -> Window:
+    """Return a window of a recorded run, by a replay.
+
+    Args:
+        run: The run.
+        start, stop: Where the window begins and ends: numbers of batches, or times such as "1234ba" or "0.5dur".
+
+    Raises:
+        ValueError: `stop` is not after `start`, or not in the recorded part of the run.
+        MismatchError: See `replay`.
+    """
+    first, last = point(start, "window_of: start"), point(stop, "window_of: stop")
+    run.before(last)  # raises if it is not recorded
+    checkpoint, length = run.before(first)
+    found = _Collector(first)
+    with contextlib.closing(states_from(run, run.load(checkpoint), length, (found,))) as states:
+        for state in states:
+            if state.timestamp.reached(last):
+                break
+    if found.state is None:
+        raise ValueError(f"window_of: start={start!r}, stop={stop!r}: there is no batch between them")
+    return Window(run.step, found.state, found.batches)
+
+
+class _Collector:
+    """An observer that keeps the state at a time, and the batches from there on."""
+
+    def __init__(self, first: Time) -> None:
+        self._first = first
+        self.state: State | None = None
+        self.batches: list[Any] = []
+
+    def __call__(self, event: Event, state: State) -> None:
+        """See `Observer`."""
+
+    def see_batch(self, state: State, batch: Any) -> None:
+        """Keep a batch before its step; see `replay`."""
+        if state.timestamp.reached(self._first):
+            self.state = state.copy() if self.state is None else self.state
+            self.batches.append(batch)
 
 
 @dataclass(frozen=True)

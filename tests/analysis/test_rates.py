@@ -9,7 +9,7 @@ import torch
 from purecompose import hparam, optim, schedule
 from purecompose.analysis import draw_learning_rate_range, learning_rate_range
 from purecompose.analysis.rates import with_named_rate
-from tests.analysis.problems import make_step, new_state, train_data
+from tests.analysis.problems import BATCHES_PER_EPOCH, make_step, new_state, train_data
 
 
 def test_the_suggested_rate_trains_and_the_test_ends_where_the_loss_diverges() -> None:
@@ -26,7 +26,7 @@ def test_the_rate_of_each_batch_is_the_one_reported() -> None:
     """With the parameters of one batch to the next: w <- w - lr g."""
     state = new_state(0, optimizer=optim.sgd(0.3 * schedule.cosine()))
     batch = next(iter(train_data()))
-    found = learning_rate_range(make_step([]), state, [batch], low=0.01, high=0.1, num_batches=10)
+    found = learning_rate_range(make_step([]), state, [batch] * BATCHES_PER_EPOCH, low=0.01, high=0.1, num_batches=10)
     assert found.rates[0] == 0.01 and found.rates[-1] == pytest.approx(0.1)
     step = make_step([])
     for rate, loss in zip(found.rates, found.losses, strict=True):

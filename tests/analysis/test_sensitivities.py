@@ -1,12 +1,14 @@
 """The gradient through a window of a run is the difference quotient, in both modes."""
 
+import pathlib
 from typing import Any
 
 import pytest
 import torch
 
+import purecompose as pc
 from purecompose import State, algorithms as alg, hparam, optim
-from purecompose.analysis import Sensitivity, Window, sensitivity
+from purecompose.analysis import RecordedRun, Sensitivity, Window, sensitivity, window_of
 from tests.analysis.problems import evaluator, make_step, new_state, train_data
 
 
@@ -67,6 +69,22 @@ def test_an_objective_of_your_own_and_a_scalar_without_effect() -> None:
     found = sensitivity(Window(step, state, batches), of=norm, to=["unused", "lr"])
     assert by_name(found)["unused"] is None and found.slopes[0].agrees
     assert "no effect" in str(found) and found.slopes[1].agrees
+
+
+def test_a_window_of_a_recorded_run_has_its_states_and_batches(tmp_path: pathlib.Path) -> None:
+    step, start, _ = window()
+    data = train_data()
+    states = list(pc.training(step, start, data, checkpoints=pc.Checkpoints(tmp_path / "run", "1ep", keep=3)))
+    given = window_of(RecordedRun(tmp_path / "run", step, start, data), 4, "9ba")
+    assert given.state.timestamp.batch == 4 and len(given.batches) == 5
+    state = given.state
+    for batch in given.batches:
+        state = step(state, batch)
+    for name, param in states[8].params.items():
+        assert torch.equal(param, state.params[name])
+    assert all(slope.agrees for slope in sensitivity(given, of=evaluator()).slopes)
+    with pytest.raises(ValueError, match="there is no batch between them"):
+        window_of(RecordedRun(tmp_path / "run", step, start, data), 6, 6)
 
 
 @pytest.mark.parametrize(
