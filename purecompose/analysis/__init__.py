@@ -14,7 +14,7 @@ from purecompose.analysis.effects import Ablation, Cell, Effect
 from purecompose.analysis.explaining import Example, Explanation, Layer, explain, explain_batch
 from purecompose.analysis.gaps import Gap
 from purecompose.analysis.halving import SuccessiveHalving
-from purecompose.analysis.intervals import Interval, simultaneous_intervals
+from purecompose.analysis.intervals import FEWEST_SEEDS, Interval, simultaneous_intervals
 from purecompose.analysis.rates import LearningRateRange, learning_rate_range
 from purecompose.analysis.recorded import RecordedRun
 from purecompose.analysis.replaying import Replay, replay
@@ -31,6 +31,7 @@ __all__ = [
     "Effect",
     "Example",
     "Explanation",
+    "FEWEST_SEEDS",
     "Gap",
     "Growth",
     "Interval",

@@ -2,7 +2,7 @@
 
     at each rung: rank the settings by the metric; the last (1 - keep) of them are out
     a setting that is out continues as a copy of one of the others, with each value multiplied by
-    exp(u log(spread) / 2^rung), u uniform in [-1, 1], and kept within the first values' range
+    exp(u log(spread) / 2^rung), u uniform in [-1, 1], and reflected at the ends of the first values' range
 
 The number of members is constant, so a compiled step has one graph. What a setting is worth that replaced another
 depends on both: its row of the memory holds the values that it had before.
@@ -162,8 +162,11 @@ class SuccessiveHalving:
         num = len(values) // self.seeds
         shares = random.uniform(random.Rng(random.fold_in(key, rung), _SALT), (num, len(self.names)))
         factors = ((2 * shares - 1) * (math.log(self.spread) / 2**rung)).exp().repeat_interleave(self.seeds, 0)
-        varied = (values * factors).clamp(memory["low"], memory["high"])
-        return torch.where(is_out[:, None], varied, values)
+        low, high, varied = memory["low"], memory["high"], values * factors
+        # Reflected at the range's ends, where many would otherwise be equal.
+        varied = torch.where(varied > high, high * high / varied, varied)
+        varied = torch.where(varied < low, low * low / varied, varied)
+        return torch.where(is_out[:, None], varied.clamp(low, high), values)
 
     def _values(self, state: State) -> Tensor:
         """Return the settings of all members, (members, names)."""

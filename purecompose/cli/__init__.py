@@ -19,6 +19,7 @@ from purecompose._support import specs
 from purecompose.algorithms import FACTORIES, GROUPS
 from purecompose.cli.analysis import COMMANDS as ANALYSIS, EXAMPLES as ANALYSIS_EXAMPLES
 from purecompose.cli.completion import SHELLS, script
+from purecompose.cli.experiments import COMMANDS as EXPERIMENTS, EXAMPLES as EXPERIMENT_EXAMPLES
 from purecompose.cli.loading import LoadedRun, load_run, local_runs
 from purecompose.cli.plan import show_plan
 from purecompose.cli.processes import SHARDINGS, reporting
@@ -42,6 +43,7 @@ examples:
   python -m purecompose evaluate runs/first --checkpoint best
   python -m purecompose plot runs/first runs/eight --out curves.png
   python -m purecompose explain runs/first --at 1234ba
+  python -m purecompose ablate --algorithms mixup,sam
   python -m purecompose plan --at 0.6dur
   python -m purecompose algorithms mixup
   python -m purecompose check my_module:my_algorithm
@@ -149,6 +151,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
         ),
         ("plot", "draw the curves of one or several runs", _of_results("show_plot"), _add_plot_options),
         *ANALYSIS,
+        *EXPERIMENTS,
         ("plan", "show which algorithms would act at which events, in what order and why", _plan, _add_plan_options),
         ("algorithms", "list the algorithms, or show the card of one", _list_algorithms, _add_card_options),
         ("completion", "print a completion script for a shell", _complete, _add_shell),
@@ -169,6 +172,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
 
 _EXAMPLES = {
     **ANALYSIS_EXAMPLES,
+    **EXPERIMENT_EXAMPLES,
     "train": """\
 examples:
   python -m purecompose train --duration 5ep --out runs/a

@@ -19,7 +19,7 @@ from purecompose.data import TextData
 from purecompose.run.saving import CheckpointError, save
 
 
-__all__ = ["COMMANDS", "EXAMPLES"]
+__all__ = ["COMMANDS", "EXAMPLES", "opened"]
 
 
 def _add_replay_options(command: argparse.ArgumentParser) -> None:
@@ -89,7 +89,7 @@ def _add_report(command: argparse.ArgumentParser) -> None:
 
 def _show_replay(options: argparse.Namespace) -> None:
     """Print the state of a run at a batch."""
-    with _opened(options, options.run) as (run, _):
+    with opened(options, options.run) as (run, _):
         found = analysis.replay(run, options.at, dtype=options.dtype and getattr(torch, options.dtype))
         print(found)
         loss = found.state.loss
@@ -101,13 +101,13 @@ def _show_replay(options: argparse.Namespace) -> None:
 
 def _show_explanation(options: argparse.Namespace) -> None:
     """Print the report of a batch."""
-    with _opened(options, options.run) as (run, _):
+    with opened(options, options.run) as (run, _):
         _report(analysis.explain(run, options.at), options)
 
 
 def _show_bisection(options: argparse.Namespace) -> None:
     """Print the first batch at which a predicate holds, with its report."""
-    with _opened(options, options.run) as (run, setup):
+    with opened(options, options.run) as (run, setup):
         with reported_as("--until"):
             predicate = _predicate(options.until, setup)
         found = analysis.bisect(run, predicate, stays=options.stays)
@@ -121,7 +121,7 @@ def _show_comparison(options: argparse.Namespace) -> None:
     options.data, options.not_strict = None, False
     with ExitStack() as stack:
         try:
-            runs: list[Any] = [stack.enter_context(_opened(options, run))[0] for run in options.runs]
+            runs: list[Any] = [stack.enter_context(opened(options, run))[0] for run in options.runs]
         except (UsageError, CheckpointError):
             runs = [Path(run) for run in options.runs]  # their folders are enough for a coarser answer
         with _reported():
@@ -129,7 +129,7 @@ def _show_comparison(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _opened(options: argparse.Namespace, folder: str) -> Iterator[tuple[RecordedRun, Setup]]:
+def opened(options: argparse.Namespace, folder: str) -> Iterator[tuple[RecordedRun, Setup]]:
     """Open a run of the command line with the arithmetic of its training."""
     report = getattr(options, "report", None)
     if report is not None:
