@@ -231,6 +231,13 @@ def test_scaling_counts_small_networks_and_estimates_each_mode(run: Run) -> None
     assert all(row["messages"] > 0 and row["efficiency %"] < 100 and row["limit"] == "latency" for row in rows)
 
 
+@pytest.mark.slow
+def test_ablation_has_a_row_for_each_method_and_one_for_the_null(run: Run) -> None:
+    rows = run("ablation")
+    assert [row["method"] for row in rows] == ["mixup", "label_smoothing", "a null: permuted batches"]
+    assert rows[0]["with"].endswith("%") and rows[0]["step time"][0] in "+-" and "contains 0 in" in rows[2]["interval"]
+
+
 def test_scaling_estimates_from_stored_counts_as_on_its_page(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,6 +142,18 @@ def test_the_page_on_training(capsys: pytest.CaptureFixture[str]) -> None:
     assert names["slower"].hparams["lr"].item() == pytest.approx(0.01)
 
 
+@pytest.mark.slow
+def test_the_page_on_experiments(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_page("experiments.md")
+    printed = capsys.readouterr().out
+    assert "5 subsets of 3 methods, 8 seeds each" in printed and "suggested lr: " in printed
+    assert [slope.agrees for slope in names["found"].slopes] == [True, True, False]
+    assert (tmp_path / "ablation.png").exists() and (tmp_path / "runs" / "ablation" / "ablation.json").exists()
+
+
 def test_the_pages_gradient_through_two_steps_is_the_difference_quotient() -> None:
     fn = run_page("training.md")["loss_after_two_steps"]
     gradient = torch.func.grad(fn)(torch.tensor(0.1))

@@ -128,12 +128,12 @@ class SuccessiveHalving:
             return state
         found = torch.as_tensor(metrics[self.metric], dtype=torch.float32, device=state.device)
         sources, is_out = self._ranked(found)
-        before = self._values(state)
+        before, earlier = self._values(state), state.slots[self.name]["out"]
         state = _with_copies(state, sources)
         memory = dict(state.slots[self.name])
         out = torch.cat([before, found[:, None]], 1).where(is_out[:, None], torch.nan)
         values = self._varied(self._values(state), memory, is_out, state.key[0], rung)
-        memory["out"] = _with_row(memory["out"], rung, out)
+        memory["out"] = _with_row(earlier, rung, out)  # of the place, not of the member that it now holds
         memory["values"] = _with_row(memory["values"], rung + 1, values)
         memory["rung"] = memory["rung"] + 1
         hparams = dict(zip(self.names, values.unbind(1), strict=True))
