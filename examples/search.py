@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import purecompose as pc
-from purecompose import Event, Evaluator, State, algorithms as alg, compose, data, hparam, loop_events, optim
+from purecompose import Evaluator, Event, State, algorithms as alg, compose, data, hparam, loop_events, optim
 
 
 try:
