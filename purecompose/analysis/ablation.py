@@ -65,7 +65,7 @@ def ablate(
         state: Function from a seed to the state at the start of a run, with its duration. Or one state, whose key is
             replaced for each seed: all seeds then have the same initial weights.
         data: Training data, as for `fit`.
-        methods: The methods; those that are never left out belong into `make_step`.
+        methods: The methods; those that are never left out belong in `make_step`.
         evaluate: The evaluation, whose last metric of each run is compared.
         metric: The metric, such as "eval/accuracy"; by default the evaluator's first.
         seeds: The number of seeds, from 0 on, or the seeds.
@@ -115,8 +115,8 @@ def ablate(
         ['mixup', 'label_smoothing']
     """
     chosen = {method.name: method for method in as_algorithms(methods)}
-    if not chosen:
-        raise ValueError("ablate: methods: expected at least one method, got none")
+    if not chosen or not chosen.keys().isdisjoint(("all", "none")):
+        raise ValueError(f"ablate: methods: expected methods that are not called all or none, got {list(chosen)}")
     if not isinstance(evaluate, Evaluator):
         raise TypeError(f"ablate: evaluate: expected Evaluator(data, metrics), got {shown(evaluate)}")
     if not isinstance(data, StateStream):
@@ -156,9 +156,7 @@ def ablate(
         for name, subset in cells.items()
     }
     effects = effects_of(comparisons(names, subsets, design), found, metric, confidence, resolution)
-    ablation = Ablation(
-        metric, confidence, resolution, numbers, tuple(found.values()), effects, trainer.folder and Path(trainer.folder)
-    )
+    ablation = Ablation(metric, confidence, resolution, numbers, tuple(found.values()), effects, trainer.folder)
     results.finish(str(ablation))
     return ablation
 

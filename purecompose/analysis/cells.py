@@ -31,7 +31,7 @@ from purecompose.transforms.members import stacked
 from purecompose.transforms.population import population, stack_states
 
 
-__all__ = ["Form", "Trainer", "population_of"]
+__all__ = ["Form", "Trainer", "first_batch", "population_of"]
 
 
 class Form(NamedTuple):
@@ -98,23 +98,17 @@ class Trainer:
             raise ValueError('ablate: the state has no duration: give State.create one, such as duration="20ep"')
         return start_of_run(step, state, self.data)[0]
 
-    def first_batch(self, state: State) -> Any:
-        """Return the first batch of a run."""
-        if isinstance(self.data, StateStream):
-            return self.data.batch(state)
-        return next(iter(epoch_batches(self.data, state.key, 0)))
-
     def form(self, subset: frozenset[str], seeds: Sequence[int]) -> Form:
         """Return the form in which the seeds of a cell can be trained, found by a step of each kind."""
         if len(seeds) == 1:
-            return Form("one by one", "there is one seed")
+            return Form("one by one")
         if isinstance(self.data, StateStream):
             return Form("one by one", "data.stream makes batches from a single state")
         step = self.step(subset)
         states = [self.initial(step, seed) for seed in seeds[:2]]
         try:
             together, start, data, evaluate = population_of(step, states, self.data, self.evaluate)
-            batch = next(iter(epoch_batches(data, states[0].key, 0)))
+            batch = first_batch(data, start)
             for moment in moments_of(together, start, batch):
                 together(start.replace(timestamp=moment), batch)
             run_evaluator(dataclasses.replace(evaluate, num_batches=1), start, evaluation_step(together))
@@ -156,7 +150,7 @@ class Trainer:
             settings = {"methods": [repr(algorithm) for algorithm in step.algorithms], "seeds": list(seeds)}
             path = self.folder / name.replace(" + ", "+").replace(" ", "-") / _seeds_name(seeds)
             with RunFolder(path, settings, resume=True) as run:
-                run.begin(step, start, next(iter(epoch_batches(data, start.key.reshape(-1, 2)[0], 0))))
+                run.begin(step, start, first_batch(data, start))
                 fit(
                     step,
                     start,
@@ -167,6 +161,13 @@ class Trainer:
                     resume=run.resume,
                 )
         return found[self.metric].tolist()
+
+
+def first_batch(data: Any, state: State) -> Any:
+    """Return the first batch of a run, or of a population's."""
+    if isinstance(data, StateStream):
+        return data.batch(state)
+    return next(iter(epoch_batches(data, state.key.reshape(-1, 2)[0], 0)))
 
 
 def population_of(

@@ -173,9 +173,15 @@ def _row(effect: Effect, ablation: Ablation) -> list[str]:
         f"{effect.without_it:.{digits}f}",
         "" if interval is None else f"{interval.mean:+.{digits}f}",
         "" if interval is None else f"{interval.low:+.{digits}f} to {interval.high:+.{digits}f}",
-        "" if slowdown is None else f"{slowdown.mean - 1:+.0%}",
+        "" if slowdown is None else _change(slowdown),
         verdict,
     ]
+
+
+def _change(slowdown: Interval) -> str:
+    """Return the change of the time of a step, in brackets if it may be due to noise."""
+    text = f"{slowdown.mean - 1:+.0%}"
+    return f"({text})" if slowdown.low <= 1 <= slowdown.high else text
 
 
 def _digits(ablation: Ablation) -> int:
@@ -188,6 +194,8 @@ def _digits(ablation: Ablation) -> int:
 def _remarks(ablation: Ablation) -> list[str]:
     """Return what a reader of the table has to know."""
     lines = []
+    if any(effect.slowdown is not None and _change(effect.slowdown)[0] == "(" for effect in ablation.effects):
+        lines.append("times in brackets: the interval of the change contains 0")
     if any(effect.interval is not None and math.isinf(effect.interval.high) for effect in ablation.effects):
         lines.append(f"{len(ablation.seeds)} seeds are too few for intervals: give at least {FEWEST_SEEDS}")
     if any(effect.verdict == "not finite" for effect in ablation.effects):

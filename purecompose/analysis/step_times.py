@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from purecompose.analysis.cells import Trainer
+from purecompose.analysis.cells import Trainer, first_batch
 from purecompose.analysis.moments import spread_moments
 from purecompose.core.compose import Step
 from purecompose.core.state import State
@@ -52,7 +52,7 @@ class _Timed:
     def __init__(self, trainer: Trainer, subset: frozenset[str], seed: int) -> None:
         self.step: Step = trainer.step(subset)
         self.start: State = trainer.initial(self.step, seed)
-        self.batch: Any = trainer.first_batch(self.start)
+        self.batch: Any = first_batch(trainer.data, self.start)
         self.moments: list[Timestamp] = spread_moments(self.step, self.start, self.batch, _NUM_POINTS)
 
     def round(self) -> float:

@@ -13,12 +13,11 @@ import torch
 from purecompose import random
 from purecompose._support.checks import check_flag, check_number, check_whole, shown
 from purecompose._support.table import table
-from purecompose.analysis.cells import population_of
+from purecompose.analysis.cells import first_batch, population_of
 from purecompose.analysis.halving import SuccessiveHalving
 from purecompose.analysis.rates import with_named_rate
 from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single
-from purecompose.data.loaders import epoch_batches
 from purecompose.losses.metrics import is_lower_better
 from purecompose.observers import History
 from purecompose.records import RunFolder
@@ -105,7 +104,7 @@ def sweep(
             from names to values.
         evaluate: The evaluation.
         metric: The metric, such as "eval/loss"; by default the evaluator's first.
-        seeds: Number of keys with which each setting is trained, from the state's key and those after it.
+        seeds: Number of keys with which each setting is trained: the state's, and others that follow from it.
         rungs: Times at which settings are replaced, such as ("0.25dur", "0.5dur").
         keep: Share of the settings that continue at a rung, in (0, 1).
         spread: Largest factor by which a value of a replacement differs at the first rung; half of that, in logarithms,
@@ -158,7 +157,7 @@ def sweep(
     else:
         config = {"metric": metric, "seeds": seeds, **{name: [one[name] for one in settings] for name in names}}
         with RunFolder(folder, config, resume=True) as run:
-            run.begin(together, start, next(iter(epoch_batches(batches, state.key, 0))))
+            run.begin(together, start, first_batch(batches, start))
             kept = {"checkpoints": run.checkpoints(every="0.1dur", keep=1), "resume": run.resume}
             end = fit(together, start, batches, observers=[*watching, run.observer], **options, **kept)
     found = history.series(metric)[1][-1]
@@ -167,8 +166,7 @@ def sweep(
 
 def _members(state: State, settings: Sequence[Mapping[str, float]], seeds: int) -> list[State]:
     """Return the states of the population: the seeds of each setting follow each other."""
-    first = int(state.key[0])
-    keys = [state.key] + [random.key(first + i).to(state.device) for i in range(1, seeds)]
+    keys = [state.key] + [random.fold_in(state.key, i) for i in range(1, seeds)]
     return [
         state.replace(key=key, hparams={**state.hparams, **_tensors(setting, state)})
         for setting in settings

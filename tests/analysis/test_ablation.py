@@ -166,7 +166,8 @@ def test_processes_give_the_values_of_one(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"methods": []}, ValueError, "expected at least one method"),
+        ({"methods": []}, ValueError, r"expected methods that are not called all or none, got \[\]"),
+        ({"methods": [alg.mixup(0.2, name="none")]}, ValueError, r"got \['none'\]"),
         ({"methods": [alg.mixup]}, TypeError, "call a factory"),
         ({"evaluate": [1]}, TypeError, r"evaluate: expected Evaluator\(data, metrics\)"),
         ({"metric": "eval/f1"}, ValueError, "metric='eval/f1': the evaluator reports eval/loss, eval/accuracy"),

@@ -58,7 +58,7 @@ def test_sensitivity_of_a_recorded_run(capsys: pytest.CaptureFixture[str], tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("ablate", *SMALL, "--algorithms", "none"), "expected at least one method"),
+        (("ablate", *SMALL, "--algorithms", "none"), "expected methods that are not called all or none"),
         (("ablate", *SMALL, "--budget", "2"), "budget: expected an int >= 5"),
         (("sweep", *SMALL, "--values", "lr=a"), "--values: lr=a: expected a name and numbers"),
         (("sweep", *SMALL, "--values", "sam.rho=1,2"), "there is no such setting in this run; there are lr, optimizer"),
