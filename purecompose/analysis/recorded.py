@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from purecompose._support.checks import shown
+from purecompose._support.urls import is_remote
 from purecompose._support.warnings import warn
 from purecompose.core.compose import Step
 from purecompose.core.state import State
@@ -65,7 +66,7 @@ class RecordedRun:
             there is a warning, and bits may differ.
 
     Raises:
-        TypeError: An argument is of the wrong kind.
+        TypeError, ValueError: An argument is of the wrong kind, or `path` a URL.
         FileNotFoundError: There is no checkpoint in the folder.
         DamagedError, CheckpointError: A checkpoint cannot be read.
 
@@ -201,9 +202,12 @@ def checkpoints_in(path: Path | str) -> tuple[Found, ...]:
     """Return the checkpoints in a run's folder, or a folder of checkpoints, the oldest first.
 
     Raises:
+        ValueError: It is a URL.
         FileNotFoundError: There is none.
         CheckpointError: All of them are damaged, or written by a later version.
     """
+    if is_remote(path):
+        raise ValueError(f"{path} is in remote storage: give the folder of `with purecompose.saving.mirror(url)`")
     folder = Path(path)
     folder = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     found, damaged = all_in(folder)

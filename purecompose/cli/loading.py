@@ -25,13 +25,15 @@ from purecompose.run.saving.index import Index
 __all__ = ["LoadedRun", "Trained", "index_of", "load_run", "local_runs", "settings_for", "trained"]
 
 _STATE = (CONFIG, INDEX)
+_HISTORY = (*_STATE, RECORDS)
 _READ = {
     "evaluate": _STATE,
     "predict": _STATE,
     "plan": (CONFIG,),
     "plot": (CONFIG, COMMAND, VERSIONS, PLAN, HISTORY, RECORDS, RESULT),
+    **dict.fromkeys(("replay", "explain", "bisect", "compare", "sensitivity"), _HISTORY),
 }
-"""Names of the files that a command reads of a run in remote storage, besides the tensors of one checkpoint."""
+"""Names of the files that a command reads of a run in remote storage, besides the tensors of checkpoints."""
 
 
 class LoadedRun(NamedTuple):

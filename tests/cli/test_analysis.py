@@ -54,6 +54,12 @@ def test_replay(run: Run, tmp_path: pathlib.Path) -> None:
     assert status == 0 and "not the bits of the run; largest relative difference: " in out
 
 
+def test_a_run_in_remote_storage_is_read_as_well(run: Run, trained: pathlib.Path) -> None:
+    pytest.importorskip("fsspec")
+    at = ("--at", "7ba")
+    assert run("replay", (trained / "a").as_uri(), *at)[:2] == run("replay", "a", *at)[:2]
+
+
 def test_explain(run: Run, tmp_path: pathlib.Path) -> None:
     page = tmp_path / "page.html"
     status, out, err = run("explain", "a", "--at", "0.5dur", "--report", str(page))

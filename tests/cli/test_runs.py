@@ -172,8 +172,9 @@ def test_a_run_can_be_resumed_in_python(run: Run) -> None:
     torch.testing.assert_close(net(inputs), loaded.state.forward(inputs))
     went_on = fit(loaded.step, loaded.state, loaded.train_data, duration="3ep")
     assert went_on.timestamp.epoch == 3
-    by_name = load_run(loaded.checkpoint, data="digits")
-    assert not tree.diff(by_name.state, load_run("a", loaded.checkpoint.name).state)
+    folder = pathlib.Path(loaded.checkpoint)
+    by_name = load_run(folder, data="digits")
+    assert not tree.diff(by_name.state, load_run("a", folder.name).state)
     with pytest.raises(UsageError, match="b is not a run's folder"):
         load_run("b")
 
