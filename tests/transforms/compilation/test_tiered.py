@@ -56,6 +56,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     one, original = Held(), LIBRARY.compile_graph
     monkeypatch.setattr(LIBRARY, "Background", lambda: one)
     monkeypatch.setattr(LIBRARY, "compile_graph", lambda graph, backend, mode: original(graph, "eager", None))
+    monkeypatch.setattr(LIBRARY, "start_inductor", lambda device: None)
     return one
 
 
