@@ -1,14 +1,14 @@
-"""What do six methods add on the digits and on MNIST, and does the interval of a known null contain 0?
+"""What is the effect of six methods on the digits and on MNIST, and does the interval of a known null contain 0?
 
     python benchmarks/ablation.py [--data digits --data mnist.npz] [--seeds 8]
 
-Each data set: a small convolutional network, six methods, all of them and all but each one, eight seeds. The table has
-the accuracy with and without a method, the interval of the difference, which holds for all six together with 95 %, and
-the time of a step with the method over that without it. Of the digits 300 are used for training, and of MNIST, which is
-read from the file that --data names, 1,000. A run in full writes the table in docs/experiments.md.
+For each data set, a small convolutional network is trained with all six methods, all but each one, and none, with eight
+seeds. The table has the accuracy with and without a method, the difference with its simultaneous 95 % interval, and the
+change of the step time, in brackets if its interval contains 0. Training uses 300 images of the digits, or 1,000 of
+MNIST, which is read from the file given by --data. A full run writes the table in docs/experiments.md.
 
-The null is a method that changes the run and not its distribution: it permutes each batch, so that mixup mixes other
-examples. 200 ablations of three methods with eight seeds each are made from 1,600 runs of a small network.
+The null is a method that changes each run but not the distribution of the results: it permutes each batch, so that
+mixup mixes other examples. 200 ablations of three methods, with eight seeds each, use 1,600 seeds of a small network.
 """
 
 import argparse
@@ -35,11 +35,11 @@ METHODS = [
     alg.selective_backprop(start=0.3, end=0.9, keep=0.5),
 ]
 SIZES = {"digits": (300, 32, "30ep"), "mnist": (1000, 50, "8ep")}
-"""Number of training images, so few that methods matter; size of a batch; duration."""
+"""Number of training images (few, so that regularisation matters), batch size, duration."""
 
 
 def ablation(name: str, num_seeds: int, short: bool) -> analysis.Ablation:
-    """Six methods on a data set."""
+    """Return the ablation of the six methods on a data set."""
     images = data.load(name)
     num, batch_size, duration = (128, 64, "2ep") if short else SIZES[pathlib.Path(name).stem]
     train = data.arrays(images.train_inputs[:num], images.train_targets[:num], batch_size, drop_last=True)
@@ -63,7 +63,7 @@ def ablation(name: str, num_seeds: int, short: bool) -> analysis.Ablation:
 
 
 def permuted() -> Algorithm:
-    """The null: each batch in another order."""
+    """Return the null: a method that permutes each batch."""
 
     def apply(event: Event, state: State) -> State:
         order = pc.random.permutation(state.rng("permuted"), state.num_examples)
@@ -73,7 +73,7 @@ def permuted() -> Algorithm:
 
 
 def null(num_ablations: int, num_seeds: int) -> Row:
-    """How often the interval of the null contains 0, and how often those of all methods that change nothing do."""
+    """Return how often the interval of the null contains 0, and how often all intervals contain the true difference."""
     inputs = pc.random.normal(pc.random.key(0), (256, 8))
     targets = (inputs[:, 0] * inputs[:, 1] > 0).long()
     train = data.arrays(inputs[:128], targets[:128], 16)
@@ -97,7 +97,7 @@ def null(num_ablations: int, num_seeds: int) -> Row:
     )
     effects = torch.tensor([effect.differences for effect in found.effects], dtype=torch.float64)
     ablations = [analysis.simultaneous_intervals(rows) for rows in effects.split(num_seeds, dim=1)]
-    # What 1,600 runs find is taken as the truth for the methods that change something.
+    # For the other methods, the mean over all seeds is taken as the true difference.
     truth = [0.0, *effects.mean(1).tolist()[1:]]
     covers = torch.tensor(
         [[one.low <= at <= one.high for one, at in zip(rows, truth, strict=True)] for rows in ablations]
@@ -112,11 +112,12 @@ def null(num_ablations: int, num_seeds: int) -> Row:
 
 
 def rows_of(name: str, found: analysis.Ablation) -> list[Row]:
-    """A row for each method."""
+    """Return a row for each method."""
     rows: list[Row] = []
     for effect in found.effects:
         interval, slowdown = effect.interval, effect.slowdown
         assert interval is not None and slowdown is not None
+        change = f"{slowdown.mean - 1:+.0%}"
         rows.append(
             {
                 "data": name,
@@ -125,7 +126,7 @@ def rows_of(name: str, found: analysis.Ablation) -> list[Row]:
                 "without": f"{effect.without_it:.2%}",
                 "difference": f"{100 * interval.mean:+.2f}",
                 "interval": f"{100 * interval.low:+.2f} to {100 * interval.high:+.2f}",
-                "step time": f"{slowdown.mean - 1:+.0%}",
+                "step time": f"({change})" if slowdown.low <= 1 <= slowdown.high else change,
                 "verdict": effect.verdict,
                 "seeds needed": "over 1,000" if effect.seeds_needed > 1000 else effect.seeds_needed or "",
             }
@@ -134,7 +135,7 @@ def rows_of(name: str, found: analysis.Ablation) -> list[Row]:
 
 
 def write_docs() -> None:
-    """Put the table of the last run in full into the docs."""
+    """Write the table of the last full run into docs/experiments.md."""
     results = json.loads((RESULTS / "ablation.json").read_text())
     head = ["data", "method", "with", "without", "difference", "interval", "step time", "verdict", "seeds needed"]
     rows = [[str(row.get(name, "")) for name in head] for row in results["rows"] if row.get("with")]

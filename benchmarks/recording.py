@@ -1,10 +1,11 @@
-"""What does recording a run for replays cost: checkpoints of the whole run, and the identity of data and code?
+"""How much does it cost to record a run so that it can be replayed?
 
     python benchmarks/recording.py [--blocks 7]
 
-A run without checkpoints and the same with `Checkpoints(keep="log")`, one at each epoch of 500 batches, in turn: of a
-CNN on images, and of an MLP, whose batches are as short as they come. The number of checkpoints that a run of 100,000
-batches keeps at any time is counted, not timed. CPU time includes that of the thread that writes.
+A run without checkpoints is compared with the same run with `Checkpoints(keep="log")`, which writes one in each epoch
+of 500 batches and computes the identity of data and code. The runs alternate. There are two networks: a CNN on images,
+and an MLP, whose steps are very short. The number of checkpoints that a run of 100,000 batches keeps at any time is
+counted, not timed. CPU time includes that of the thread that writes.
 """
 
 import tempfile
@@ -29,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def made(name: str, in_shape: tuple[int, ...], batch_size: int, batches: int) -> tuple[State, Any]:
-    """The start of a run and its data."""
+    """Return the initial state of a run and its data."""
     generator = torch.Generator().manual_seed(0)
     num = min(batches, EPOCH) * batch_size
     inputs = torch.randn(num, *in_shape, generator=generator)
@@ -40,7 +41,7 @@ def made(name: str, in_shape: tuple[int, ...], batch_size: int, batches: int) ->
 
 
 def most_of(batches: int, every: int) -> int:
-    """The largest number of checkpoints that a run has at any time."""
+    """Return the largest number of checkpoints that a run has at any time."""
     settings, found, most = Checkpoints("unused", keep="log"), [], 0
     for batch in range(0, batches + 1, every):
         found = [SimpleNamespace(index=SimpleNamespace(batch=batch, metrics={})), *found]

@@ -1,7 +1,7 @@
-"""Searches settings with Optuna: each trial is a run, and an observer prunes those that fall behind.
+"""Search for settings with Optuna: each trial is a run, and an observer prunes trials with a bad metric.
 
-A trial's settings are named scalars in the state, so all trials share one step, and a compiled one would share its
-graphs. For a few settings at a time, `pc.analysis.sweep` trains them all at once.
+The settings of a trial are named scalars in the state, so all trials share one step, and with a compiled step also its
+graphs. To train a few settings at once, use `pc.analysis.sweep`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ except ImportError:
 
 
 class Pruning:
-    """An observer that reports a metric after each evaluation, and ends the run if the trial is to be pruned."""
+    """An observer that reports a metric after each evaluation, and ends the run if Optuna prunes the trial."""
 
     def __init__(self, trial: optuna.Trial, metric: str) -> None:
         self.trial, self.metric, self.last = trial, metric, float("nan")
@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="10 trials instead of 40")
     num_trials = 10 if parser.parse_args().short else 40
-    torch.set_num_threads(1)  # at this size more threads only wait for each other
+    torch.set_num_threads(1)  # for a network of this size, several threads are slower
 
     inputs = pc.random.normal(pc.random.key(0), (640, 16))
     targets = (inputs[:, :4].argmax(1) + (inputs[:, 4] > 0)) % 4
@@ -69,9 +69,7 @@ def main() -> None:
     study.optimize(objective, n_trials=num_trials)
     pruned = sum(trial.state is optuna.trial.TrialState.PRUNED for trial in study.trials)
     first = study.trials[0].value
-    print(
-        f"{num_trials} trials, {pruned} of them pruned; eval/loss {first:.4f} in the first, {study.best_value:.4f} now"
-    )
+    print(f"{num_trials} trials, {pruned} of them pruned; eval/loss: first {first:.4f}, best {study.best_value:.4f}")
     print(", ".join(f"{name}={value:.3g}" for name, value in study.best_params.items()))
     assert first is not None and study.best_value <= first
 

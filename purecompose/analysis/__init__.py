@@ -1,5 +1,5 @@
-"""Questions to runs: what a run did at a batch, where it went wrong, in what two runs differ, and what each
-method and setting contributes.
+"""Analysis of recorded runs (`replay`, `bisect`, `explain`, `compare`), and experiments that train new ones (`ablate`,
+`sweep`, `learning_rate_range`, `sensitivity`).
 
 run = RecordedRun("runs/first", step, state, data)
 state = replay(run, at="1234ba").state

@@ -1,7 +1,7 @@
-"""`ablate`: what each method of a list contributes to the quality of a run, and what it costs in time.
+"""`ablate`: the effect of each method in a list on a metric of the run and on the step time.
 
-All runs of a seed have common random numbers: the same initial weights, batches and draws. A draw depends on the key,
-the batch and the name of the method only, so a method that is left out does not change the draws of the others, and the
+All runs of a seed have common random numbers: the same initial weights, batches and draws. A draw depends only on the
+key, the batch and the name of the method, so leaving out a method does not change the draws of the others, and the
 difference between two runs is due to the method.
 """
 
@@ -54,42 +54,44 @@ def ablate(
     folder: str | os.PathLike[str] | None = None,
     report: Callable[[str], object] | None = None,
 ) -> Ablation:
-    """Train with subsets of methods, and return what each method contributes.
+    """Train with subsets of methods, and return the effect of each method.
 
     Every subset is trained with every seed. A method's effect is the metric with it minus the metric without it, for
-    each seed; the intervals of all effects hold together (see `analysis.simultaneous_intervals`). How long a step takes
-    is measured apart from the runs, by steps in turn at ten points of a run.
+    each seed; the confidence intervals of all effects are simultaneous (see `analysis.simultaneous_intervals`). The
+    step time is measured separately from the runs: the steps of all subsets are timed in turn at ten points of a run.
 
     Args:
         make_step: Function from a list of methods to a step, such as `lambda methods: compose(loop_events, methods)`.
         state: Function from a seed to the state at the start of a run, with its duration. Or one state, whose key is
             replaced for each seed: all seeds then have the same initial weights.
         data: Training data, as for `fit`.
-        methods: The methods; those that are never left out belong in `make_step`.
-        evaluate: The evaluation, whose last metric of each run is compared.
+        methods: The methods to compare. Methods that are never left out belong in `make_step`.
+        evaluate: The evaluator. The metric of the last evaluation of each run is compared.
         metric: The metric, such as "eval/accuracy"; by default the evaluator's first.
         seeds: The number of seeds, from 0 on, or the seeds.
         design: "leave_one_out" compares all methods with all but one; "all" trains all subsets, and averages the
             difference over all pairs of subsets that differ in the method.
-        budget: The largest number of subsets.
-        confidence: Confidence with which all intervals hold together, in (0, 1).
+        budget: The largest number of subsets with `design="all"`: at least those of "leave_one_out".
+        confidence: Confidence with which all intervals contain their true difference, in (0, 1).
         resolution: The smallest difference that matters. An interval within ±resolution then means "no difference".
         form: "population" to train the seeds of a subset at once, under vmap; "one by one"; or "auto" for a population
             where a step of it runs. Results agree up to rounding.
         processes: The number of processes, each of which trains one run after the other; needs cloudpickle. A program
             that asks for several starts in each of them, so it has to call `ablate` under
             `if __name__ == "__main__":`.
-        time_rounds: The number of times that steps are timed; 0 not to measure the time.
-        folder: A folder for the runs and their results. The same call continues an ablation in it that was interrupted,
-            also with more seeds; other methods or data are refused.
+        time_rounds: The number of times that steps are timed; with 0 the step time is not measured.
+        folder: A folder for the runs and their results. The same call resumes an interrupted ablation, and with more
+            seeds extends a finished one. Other methods, data or networks are refused.
         report: Function that is called with a line of text after each cell, such as `print`.
 
     Returns:
         The effects, which print as a table; `analysis.draw_ablation` draws them.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong kind or is out of range; or the folder contains the results of
+        TypeError, ValueError: An argument has the wrong type or is out of range; or the folder contains the results of
             another ablation.
+        FileExistsError: The folder is not empty and contains no ablation.
+        ImportError: `processes` is more than 1, and cloudpickle is not installed.
 
     Example:
         >>> import torch
@@ -114,25 +116,13 @@ def ablate(
         >>> [effect.method for effect in result.effects]
         ['mixup', 'label_smoothing']
     """
-    chosen = {method.name: method for method in as_algorithms(methods)}
-    if not chosen or not chosen.keys().isdisjoint(("all", "none")):
-        raise ValueError(f"ablate: methods: expected methods that are not called all or none, got {list(chosen)}")
-    if not isinstance(evaluate, Evaluator):
-        raise TypeError(f"ablate: evaluate: expected Evaluator(data, metrics), got {shown(evaluate)}")
-    if not isinstance(data, StateStream):
-        check_batches(data, "ablate: data")
-    if isinstance(data, Iterator):
-        raise TypeError("ablate: data: expected data that can be read again for each run, got an iterator")
-    if metric is not None and metric not in evaluate.reported:
-        raise ValueError(f"ablate: metric={metric!r}: the evaluator reports {', '.join(evaluate.reported)}")
-    numbers = _checked_seeds(seeds)
+    _check_arguments(data, evaluate, metric, form)
     check_number(confidence, "ablate: confidence", 0, 1, above=True, below=True)
     if resolution is not None:
         check_number(resolution, "ablate: resolution", 0, above=True)
-    if form not in _FORMS:
-        raise ValueError(f"ablate: form={form!r}: expected one of {', '.join(map(repr, _FORMS))}")
     check_whole(processes, "ablate: processes", 1)
     check_whole(time_rounds, "ablate: time_rounds", 0)
+    chosen, numbers = _checked_methods(methods), _checked_seeds(seeds)
     names = list(chosen)
     subsets = subsets_of(names, design, budget)
     metric = evaluate.reported[0] if metric is None else metric
@@ -159,6 +149,28 @@ def ablate(
     ablation = Ablation(metric, confidence, resolution, numbers, tuple(found.values()), effects, trainer.folder)
     results.finish(str(ablation))
     return ablation
+
+
+def _check_arguments(data: Any, evaluate: Any, metric: str | None, form: str) -> None:
+    """Raise if the data cannot be read again, or if the evaluator, its metric or the form is wrong."""
+    if not isinstance(evaluate, Evaluator):
+        raise TypeError(f"ablate: evaluate: expected Evaluator(data, metrics), got {shown(evaluate)}")
+    if not isinstance(data, StateStream):
+        check_batches(data, "ablate: data")
+    if isinstance(data, Iterator):
+        raise TypeError("ablate: data: expected data that can be read again for each run, got an iterator")
+    if metric is not None and metric not in evaluate.reported:
+        raise ValueError(f"ablate: metric={metric!r}: the evaluator reports {', '.join(evaluate.reported)}")
+    if form not in _FORMS:
+        raise ValueError(f"ablate: form={form!r}: expected one of {', '.join(map(repr, _FORMS))}")
+
+
+def _checked_methods(methods: Iterable[Algorithm]) -> dict[str, Algorithm]:
+    """Return the methods by name."""
+    chosen = {method.name: method for method in as_algorithms(methods)}
+    if not chosen or not chosen.keys().isdisjoint(("all", "none")):
+        raise ValueError(f"ablate: methods: expected methods that are not called all or none, got {list(chosen)}")
+    return chosen
 
 
 def _train(

@@ -44,9 +44,10 @@ class Comparison:
     """The result of `compare`."""
 
     names: tuple[str, str]
+    """The folders of runs a and b."""
     batch: int | None
-    """The first batch after which the runs differ; `None` if they do not, up to the last common checkpoint. Without
-    step and data, the first common checkpoint at which they do."""
+    """The first batch after which the runs differ; for two folders, the first common checkpoint at which they differ.
+    `None` if they agree up to the last common checkpoint."""
     leaves: tuple[str, ...]
     """The leaves that differ there, in the order of the state, each with a description."""
     since: int
@@ -99,16 +100,17 @@ class Comparison:
 def compare(run_a: RecordedRun | Path | str, run_b: RecordedRun | Path | str, *, tolerance: float = 0.0) -> Comparison:
     """Return where two runs differ: the first batch and leaf, how the difference grows, and the settings.
 
-    Their checkpoints of the same batches are compared. If both runs are given as `RecordedRun`, they are then replayed
-    side by side from the last one at which they agree, to find the batch; from folders, its place between two
-    checkpoints is known.
+    Their checkpoints of the same batches are compared; NaNs in the same place count as equal. If both runs are given as
+    `RecordedRun`, they are then replayed side by side from the last checkpoint at which they agree, to find the exact
+    batch. For folders, only the two checkpoints between which it lies are known.
 
     Args:
         run_a: A run, or the folder of one.
         run_b: The other.
-        tolerance: Floating leaves may differ by this share of their largest magnitude; 0 compares bits.
+        tolerance: Floating-point leaves may differ by this fraction of their largest magnitude; 0 compares bits.
 
     Raises:
+        TypeError: A run is neither a `RecordedRun` nor a path.
         FileNotFoundError: A folder has no checkpoint.
         ValueError: The runs have no checkpoints of the same batch.
         MismatchError: See `replay`.

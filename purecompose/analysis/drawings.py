@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,16 @@ __all__ = ["draw_ablation", "draw_learning_rate_range"]
 
 _FORMATS = (".png", ".svg", ".pdf")
 _SIZE, _DPI = (7.2, 4.4), 160
+_OFFSETS = [(dx, dy) for dy in (4, -12, 16, -24, 28, -36, 60, -68) for dx in (6, -6, 24, -24)]
+"""Places of a label relative to its point, in points (1/72 inch), the preferred one first."""
 
 
 def draw_ablation(ablation: Ablation, path: str | os.PathLike[str], *, dark: bool = False) -> Path:
-    """Draw the effect of each method on the metric against its effect on the time of a step, with intervals.
+    """Draw the effect of each method on the metric against its effect on the step time, with intervals.
 
-    Methods without finite intervals are left out. Without step times, the methods are next to each other.
+    Thick vertical lines are the intervals of the metric, thin horizontal lines those of the step time. Green is better,
+    orange is worse, and gray is undecided or no difference. Methods without finite intervals are left out. Without step
+    times, the methods are next to each other.
 
     Args:
         ablation: The result of `ablate`.
@@ -50,14 +55,16 @@ def draw_ablation(ablation: Ablation, path: str | os.PathLike[str], *, dark: boo
         from matplotlib.ticker import PercentFormatter
 
         axes.axvline(0, color=theme.faint, linewidth=0.8)
-        axes.set_xlabel("change of the time of a step", color=theme.text, fontsize=9)
+        axes.set_xlabel("change of the step time", color=theme.text, fontsize=9)
         axes.xaxis.set_major_formatter(PercentFormatter(1.0))
         axes.margins(x=0.18)
     else:
         axes.set_xticks(range(len(shown)), [one.method for one in shown])
     axes.margins(y=0.15)
-    title = f"what each method adds: {len(ablation.seeds)} seeds, all intervals hold with {ablation.confidence:.0%}"
+    title = f"effect of each method: {len(ablation.seeds)} seeds, simultaneous {ablation.confidence:.0%} intervals"
     axes.set_title(title, loc="left", fontsize=10, color=theme.text)
+    if is_timed:
+        _add_labels(figure, axes, shown, theme)
     return _saved(figure, path)
 
 
@@ -72,12 +79,40 @@ def _draw_effect(axes: Any, effect: Effect, theme: Theme, place: int | None) -> 
     if place is None and slowdown is not None and math.isfinite(slowdown.high):
         axes.plot([slowdown.low - 1, slowdown.high - 1], [interval.mean] * 2, color=color, linewidth=1.0, alpha=0.6)
     axes.plot([x], [interval.mean], marker="o", markersize=5, color=color)
-    if place is None:
+
+
+def _add_labels(figure: Any, axes: Any, shown: Sequence[Effect], theme: Theme) -> None:
+    """Write the name of each method beside its point, where it overlaps the fewest other names and lines."""
+    from matplotlib.patheffects import withStroke
+
+    figure.draw_without_rendering()  # fixes the limits and the layout, on which places in pixels depend
+    lines, names = [line.get_window_extent() for line in axes.lines], []
+    leader = {"arrowstyle": "-", "color": theme.faint, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
+    for one in shown:
+        assert one.interval is not None and one.slowdown is not None
+        point = one.slowdown.mean - 1, one.interval.mean
         label = axes.annotate(
-            "", (x, interval.mean), (6, 4), textcoords="offset points", fontsize=8.5, color=theme.text
+            "", point, (0, 0), textcoords="offset points", fontsize=8.5, color=theme.text, arrowprops=leader
         )
         label.set_parse_math(False)
-        label.set_text(effect.method)
+        label.set_text(one.method)
+        label.set_path_effects([withStroke(linewidth=2.5, foreground=theme.back)])  # readable on a line, too
+        overlaps = []
+        for offset in _OFFSETS:
+            extent = _extent_at(label, offset)
+            is_outside = extent.x0 < axes.bbox.x0 or extent.x1 > axes.bbox.x1
+            overlaps.append((sum(map(extent.overlaps, names)) + is_outside, sum(map(extent.overlaps, lines))))
+        names.append(_extent_at(label, _OFFSETS[overlaps.index(min(overlaps))]))
+
+
+def _extent_at(label: Any, offset: tuple[int, int]) -> Any:
+    """Move a label to an offset from its point, and return its bounding box in pixels."""
+    from matplotlib.text import Text
+
+    label.set_position(offset)
+    label.set_horizontalalignment("left" if offset[0] > 0 else "right")
+    label.update_positions(label.figure.canvas.get_renderer())
+    return Text.get_window_extent(label)  # that of an annotation includes the line to the point
 
 
 def draw_learning_rate_range(found: LearningRateRange, path: str | os.PathLike[str], *, dark: bool = False) -> Path:

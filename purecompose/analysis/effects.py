@@ -25,7 +25,7 @@ class Cell:
     """Such as "all", "all but mixup", "mixup + sam" or "none"."""
     methods: tuple[str, ...]
     values: tuple[float, ...]
-    """The metric at the end of each seed's run."""
+    """The metric at the end of the run, for each seed."""
     seconds: tuple[float, ...]
     """The mean time of a step in seconds, in each round; the same rounds in all cells. Empty if not measured."""
     form: str
@@ -43,17 +43,18 @@ class Effect:
 
     method: str
     with_it: float
-    """Mean of the metric with the method."""
+    """Mean over the seeds of the metric with the method."""
     without_it: float
     """Mean of the metric without it."""
     differences: tuple[float, ...]
-    """One for each seed; with several pairs of cells, the mean of their differences."""
+    """The difference for each seed; with `design="all"`, its mean over all pairs of subsets."""
     interval: Interval | None
     """The mean difference with its simultaneous interval; `None` if a difference is not finite."""
     slowdown: Interval | None
-    """The time of a step with the method, divided by that without it; `None` if not measured."""
+    """The step time with the method, divided by the one without it; `None` if not measured."""
     seeds_needed: int
-    """About how many seeds would decide, all together; 0 if these do."""
+    """Estimated total number of seeds with which the comparison would be decided; 0 if it is, 1,001 for more than
+    1,000."""
     verdict: str
     """"better", "worse", "no difference", "undecided" or "not finite"."""
 
@@ -64,7 +65,7 @@ class Ablation:
 
     Attributes:
         metric: The metric that is compared.
-        confidence: The confidence with which all intervals hold together.
+        confidence: The confidence with which all intervals contain their true difference.
         resolution: The smallest difference that matters, if it was given.
         seeds: The seeds.
         cells: The trained subsets.
@@ -86,7 +87,7 @@ class Ablation:
         lower = " (lower is better)" if is_lower_better(self.metric) else ""
         lines = [
             f"{self.metric}{lower} of {len(self.cells)} subsets of {len(self.effects)} methods, "
-            f"{len(self.seeds)} seeds each; all intervals together hold with {self.confidence:.0%}",
+            f"{len(self.seeds)} seeds each; simultaneous {self.confidence:.0%} intervals",
             "",
             table(head, rows),
         ]

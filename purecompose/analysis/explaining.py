@@ -31,7 +31,7 @@ __all__ = ["Example", "Explanation", "LastBatch", "Layer", "explain", "explain_b
 
 _MOST_EXAMPLES = 8
 _OUTLIER = 100.0
-"""An example is conspicuous if its largest value is this many times that of the median example."""
+"""An example is noted if its largest value is more than this many times that of the median example."""
 
 
 class Layer(NamedTuple):
@@ -42,8 +42,8 @@ class Layer(NamedTuple):
     weights: float
     """Norm of the parameters before the step."""
     gradient: float | None
-    """Norm of the gradients that the optimizer received; `None` if the loss did not reach the layer, or if a program
-    with several updates has applied them before its end."""
+    """Norm of the gradients that the optimizer received; `None` if the layer has no gradient, or if a program with
+    several updates has already applied it."""
     update: float
     """Norm of the change of the parameters."""
 
@@ -53,18 +53,18 @@ class Example:
     """An example of a batch."""
 
     index: int
-    """Its place in the batch."""
+    """Its index in the batch."""
     place: int | None
-    """Its place in the data, if they tell their order, as `data.arrays` do."""
+    """Its index in the data set, if the order of the data is known, as for `data.arrays`."""
     loss: float | None
     notes: tuple[str, ...]
-    """What is conspicuous about it, such as "targets are not finite"."""
+    """Remarks on unusual values, such as "targets are not finite"."""
     inputs: Shown
     target: str
 
     @property
     def name(self) -> str:
-        """The place in words."""
+        """The indices in words."""
         return f"example {self.index}" + ("" if self.place is None else f" (number {self.place} of the data)")
 
 
@@ -80,14 +80,15 @@ class Explanation:
     """Which algorithm changed which leaves, and by how much."""
     layers: tuple[Layer, ...]
     examples: tuple[Example, ...]
-    """Examples of the batch: first those with values that are not finite or out of proportion, then by loss."""
+    """Examples of the batch: first those with values that are not finite or unusually large, then by loss."""
     num_examples: int
     losses: Tensor | None
-    """Loss of each example, of the batch before any algorithm changes it, by the network in evaluation mode before the
-    step, so that no example depends on others; shape (N,)."""
+    """Loss of each example, floating, shape (N,). Computed before the step and before any algorithm changes the batch,
+    with the network in evaluation mode, so that it does not depend on other examples. `None` if it is not known."""
     unknown: str = ""
-    """The reason why there are no losses of examples."""
+    """The reason why `losses` is `None`."""
     title: str = ""
+    """The folder of the run, if there is one."""
     state: State | None = field(default=None, repr=False, compare=False)
     """The state after the step."""
 
@@ -170,11 +171,11 @@ def explain(run: RecordedRun, at: TimeLike | int) -> Explanation:
 
     Args:
         run: The run.
-        at: The batch: 1234 is the one that led to the state at batch 1234. Of a time such as "3ep", the batch that
-            reached it.
+        at: The batch: 1234 is the one that leads to the state at batch 1234. For a time such as "3ep", the batch that
+            reaches it.
 
     Raises:
-        ValueError: `at` is the start of the run, outside of what is recorded, or the run trains a population.
+        ValueError: `at` is the start of the run or outside the recorded part, or the run trains a population.
         MismatchError: See `replay`.
     """
     if not isinstance(run, RecordedRun):
@@ -210,7 +211,7 @@ def explain_batch(
     num_examples: int = _MOST_EXAMPLES,
     decode: Callable[[Any], str] | None = None,
 ) -> Explanation:
-    """Return what a step does with a batch, for a state in memory; neither is changed.
+    """Return what a step does with a batch, for a state in memory; the state and the batch are not changed.
 
     Args:
         step: The step; a compiled one runs uncompiled here.
@@ -297,7 +298,7 @@ def _loss_of(state: State) -> Tensor:
 def _examples(
     state: State, batch: Any, num: int, most: int, values: Tensor | None, decode: Callable[[Any], str] | None
 ) -> tuple[Example, ...]:
-    """Return the examples of a batch, the conspicuous ones first."""
+    """Return the examples of a batch, those with notes first."""
     fields = {"inputs": state.context.input_field, "targets": state.context.target_field}
     members = {name: _member(batch, field, state.context.batch_dim) for name, field in fields.items()}
     notes: list[list[str]] = [[] for _ in range(num)]

@@ -19,8 +19,10 @@ class Gap(NamedTuple):
     leaf: str
     """The leaf with the largest relative difference, such as `params['0.weight']`; empty if all values agree."""
     relative: float
-    """Its largest difference by its largest magnitude; infinite if one is not finite, or only one state has it."""
+    """The largest difference in it, divided by its largest magnitude; infinite if one of two values is not finite, or
+    only one state has the leaf. NaNs in the same place count as equal."""
     absolute: float
+    """The largest difference in it."""
 
     def __str__(self) -> str:
         return f"{self.relative:.2g} in {self.leaf}" if self.leaf else "none"

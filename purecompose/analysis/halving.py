@@ -1,16 +1,16 @@
 """Successive halving of a population: at some points of a run, the worst members are replaced by variants of the best.
 
-    at each rung: rank the settings by the metric; the last (1 - keep) of them are out
-    a setting that is out continues as a copy of one of the others, with each value multiplied by
-    exp(u log(spread) / 2^rung), u uniform in [-1, 1], and reflected at the ends of the first values' range
+    at each rung: rank the settings by the metric, and eliminate the worst fraction, 1 - keep
+    the place of an eliminated setting is filled by a copy of one of the others, with each value multiplied by
+    exp(u log(spread) / 2^rung), u uniform in [-1, 1], and reflected at the ends of the initial values' range
 
-The number of members is constant, so a compiled step has one graph. What a setting is worth that replaced another
-depends on both: its row of the memory holds the values that it had before.
+The number of members is constant, so a compiled step has one graph. The result of a copy depends on all the values it
+has been trained with, so the memory records them.
 
 References:
     Jamieson and Talwalkar, Non-stochastic best arm identification and hyperparameter optimization, 2016,
-    arXiv:1502.07943. Jaderberg et al., Population based training of neural networks, 2017, arXiv:1711.09846, from which
-    the replacement is.
+    arXiv:1502.07943. Jaderberg et al., Population based training of neural networks, 2017, arXiv:1711.09846, for the
+    replacement.
 """
 
 import math
@@ -46,7 +46,7 @@ class SuccessiveHalving:
         metric: Metric of an evaluator, such as "eval/loss".
         names: The hparams that make up a setting.
         rungs: Points of the run, such as ("0.25dur", "0.5dur"), in one unit: fractions of the run, batches or epochs.
-        keep: Share of the settings that continue at each rung, in (0, 1).
+        keep: Fraction of the settings that survive each rung, in (0, 1).
         spread: Largest factor by which a value of a replacement differs at the first rung, at least 1.
         seeds: Number of members of each setting.
         mode: "min" if lower values are better, "max" if higher ones are; by default by the metric's name.
@@ -94,8 +94,8 @@ class SuccessiveHalving:
         """Return the state with the memory of the rungs.
 
         For each member: `rung`, the number of rungs so far; `values` (rungs + 1, names), its values from the start and
-        from each rung on; `out` (rungs, names + 1), the values and the metric of the setting that was out at a rung,
-        NaN where it continued; `low` and `high` (names), the range of the first values.
+        from each rung on; `out` (rungs, names + 1), the values and the metric of the setting eliminated at a rung, NaN
+        where it continued; `low` and `high` (names), the range of the first values.
         """
         if state.key.ndim < 2:
             raise ValueError("SuccessiveHalving: expected the state of a population: use stack_states and population")
@@ -145,7 +145,7 @@ class SuccessiveHalving:
         return elapsed is not None and elapsed >= due.value - 1e-9
 
     def _ranked(self, found: Tensor) -> tuple[Tensor, Tensor]:
-        """Return for each member the one that it continues from, and whether it was out."""
+        """Return for each member the one that it continues from, and whether it was eliminated."""
         means = found.reshape(-1, self.seeds).mean(1)
         badness = (means if self.mode == "min" else -means).nan_to_num(math.inf, posinf=math.inf)
         order = badness.argsort(stable=True)

@@ -5,11 +5,11 @@
     c = the confidence quantile, over random signs s, of max_j t[j]
     interval of row j = mean ± c * standard error
 
-A seed has one sign in all rows, so c takes their correlation into account: with the given confidence, all intervals
-together cover what they estimate (the max-t method). Signs keep ties, such as accuracies that are equal for most seeds;
-in resamples of few seeds such rows would often have no error at all, and the intervals of all would be infinite. Of six
-nulls in 1,000 simulated ablations with 8 seeds, all six intervals cover 0 in 95 % for normal differences, in 97 % for
-skewed ones and in 95 % for ties.
+A seed has the same sign in all rows, so c takes the correlation of the rows into account: with the given confidence,
+all intervals contain the means that they estimate (the max-t method). Random signs are robust to ties, such as
+accuracies that are equal for most seeds; resamples of few seeds would often have a standard error of 0 in such a row,
+which would make all intervals infinite. In 1,000 simulated ablations of six nulls with 8 seeds, all six intervals
+contain 0 in 95 % for normal differences, in 97 % for skewed ones and in 95 % for ties.
 
 References:
     Wu, Jackknife, bootstrap and other resampling methods in regression analysis, 1986.
@@ -33,7 +33,7 @@ __all__ = ["FEWEST_SEEDS", "MOST_SEEDS", "Interval", "seeds_needed", "simultaneo
 MOST_SEEDS = 1000
 """Numbers of seeds above this one are reported as "more than"."""
 FEWEST_SEEDS = 5
-"""With four seeds, intervals of 95 % would hold together in only 93 %."""
+"""With four seeds, simultaneous 95 % intervals would have a coverage of only 93 %."""
 _ALL_SIGNS = 13
 """Number of seeds up to which all signs are used."""
 _POWER = 0.8
@@ -63,7 +63,8 @@ def simultaneous_intervals(differences: Tensor | Sequence[Sequence[float]], conf
         confidence: Confidence of all intervals together, in (0, 1).
 
     Returns:
-        The intervals: for fewer than five seeds infinite ones. A row of equal numbers has an interval of length 0.
+        One interval for each row; with fewer than five seeds, they are infinite. A row of equal numbers has an interval
+        of length 0.
 
     Raises:
         ValueError: The differences are not a matrix of finite numbers with at least one row and column, or the

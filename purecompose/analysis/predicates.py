@@ -27,6 +27,7 @@ class StatePredicate:
     """A function `State -> bool` that prints as the call that made it."""
 
     words: str
+    """The call, such as "loss_above(5.0)"."""
     fn: Callable[[State], bool]
 
     def __call__(self, state: State) -> bool:
@@ -86,7 +87,7 @@ def weight_norm_above(number: float, params: str = "*") -> StatePredicate:
 
 
 def dead_unit(module: str, inputs: Any) -> StatePredicate:
-    """Return the predicate that some output of a module is the same for all examples, as of a ReLU that is always 0.
+    """Return the predicate that a unit of a module has equal outputs for all examples, as a ReLU that is always 0.
 
     Args:
         module: Name of the module, such as "0.relu". Its units are in dimension 1 of its outputs, (N, C, ...).
@@ -116,11 +117,11 @@ def dead_unit(module: str, inputs: Any) -> StatePredicate:
 
 
 def accuracy_below(share: float, batch: Any, metric: Any = accuracy) -> StatePredicate:
-    """Return the predicate that the accuracy on a batch is below a share.
+    """Return the predicate that the accuracy on a batch is below a threshold.
 
     Args:
-        share: The share, in [0, 1].
-        batch: A batch with inputs and targets, in the form of the training's.
+        share: The threshold, in [0, 1].
+        batch: A batch with inputs and targets, with the same structure as the training batches.
         metric: Another metric than the accuracy of class indices; larger values are better.
     """
     check_number(share, "accuracy_below: share", 0, 1)

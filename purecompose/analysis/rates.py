@@ -78,13 +78,19 @@ def learning_rate_range(
         step: The step; a compiled one needs one graph.
         state: The state to start from.
         data: Training data, as for `fit`; read again when they end.
-        low: First learning rate.
+        low: First learning rate, above 0.
         high: Last learning rate, above `low`.
         num_batches: Number of batches, at least 10. The test ends earlier if the loss diverges.
 
+    Returns:
+        The rate and the loss of each batch, and the suggested rate.
+
     Raises:
-        TypeError, ValueError: An argument has the wrong kind or is out of range, the optimizer has no `lr`, or the loss
+        TypeError, ValueError: An argument has the wrong type or is out of range, the optimizer has no `lr`, or the loss
             of the first batches is not finite.
+
+    References:
+        Smith, Cyclical learning rates for training neural networks, 2017, arXiv:1506.01186, section 3.3.
 
     Example:
         >>> from purecompose import compose, loop_events, losses, optim, random
@@ -121,19 +127,7 @@ def learning_rate_range(
         if not math.isfinite(losses[-1]) or recent[-1] > max(_STOP * min(recent), recent[0]):
             has_diverged = True
             break
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    if len(finite) < 5:
-        raise ValueError(
-            f"learning_rate_range: the loss was not finite or grew fourfold after {len(losses)} batches, at "
-            f"lr={rates[-1]:.2e}; begin with a lower rate than low={low:.2e}"
-        )
-    smoothed = _smoothed(finite, reach)
-    lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
-    # The first means are over few batches, and so noisy.
-    inner = range(min(reach, lowest), lowest + 1)
-    steepest = min(inner, key=lambda i: smoothed[min(i + 1, lowest)] - smoothed[max(i - 1, 0)])
-    smoothed += [math.nan] * (len(losses) - len(smoothed))
-    return LearningRateRange(tuple(rates), tuple(losses), tuple(smoothed), rates[steepest], rates[lowest], has_diverged)
+    return _result(rates, losses, reach, has_diverged)
 
 
 _NAME = "lr"
@@ -165,6 +159,23 @@ def with_named_rate(state: State, *, keeps_schedule: bool) -> State:
     rate = Product((named, *rest)) if keeps_schedule and rest else named
     changed = state.replace(optimizer=dataclasses.replace(optimizer, **{_NAME: rate}))  # pyright: ignore
     return changed.with_hparams([named])
+
+
+def _result(rates: list[float], losses: list[float], reach: int, has_diverged: bool) -> LearningRateRange:
+    """Return the result of a range test, with the rate at which the smoothed loss falls fastest."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if len(finite) < 5:
+        raise ValueError(
+            f"learning_rate_range: the loss was not finite or grew fourfold after {len(losses)} batches, at "
+            f"lr={rates[-1]:.2e}; begin with a lower rate than low={rates[0]:.2e}"
+        )
+    smoothed = _smoothed(finite, reach)
+    lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
+    # The first means are over few batches, and so noisy.
+    inner = range(min(reach, lowest), lowest + 1)
+    steepest = min(inner, key=lambda i: smoothed[min(i + 1, lowest)] - smoothed[max(i - 1, 0)])
+    smoothed += [math.nan] * (len(losses) - len(smoothed))
+    return LearningRateRange(tuple(rates), tuple(losses), tuple(smoothed), rates[steepest], rates[lowest], has_diverged)
 
 
 def _endless(data: Any, state: State) -> Iterator[Any]:

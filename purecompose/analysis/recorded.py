@@ -50,8 +50,8 @@ class Loaded:
 class RecordedRun:
     """A recorded run: the folder with its checkpoints, and the step, state and data that made it.
 
-    A state is all that training knows, and draws depend on (key, batch, name) only; so the state at any batch follows
-    from a checkpoint before it. Nothing in the folder is written to.
+    The state is all that training depends on besides the step and the data, and draws depend only on (key, batch,
+    name), so the state at any batch can be computed from an earlier checkpoint. Nothing in the folder is changed.
 
     Args:
         path: The run's folder, or a folder of checkpoints. `Checkpoints(keep="log")` spreads them over the run.
@@ -60,13 +60,13 @@ class RecordedRun:
         data: The data that were given to `fit`.
         evaluate, stop, adjust, microbatches: As they were given to `fit`. Evaluations are repeated only if a rule for
             stopping or an adjuster reads them.
-        extra: The objects that were given to `Checkpoints(extra=...)`; a replay writes into them.
+        extra: The objects that were given to `Checkpoints(extra=...)`; a replay restores them in place.
         decode: Function that returns an example's input as text, such as the `decode` of a vocabulary, for reports.
         strict: True to raise if the code, the data, the versions or the device are not those of the run. Otherwise
             there is a warning, and bits may differ.
 
     Raises:
-        TypeError, ValueError: An argument is of the wrong kind, or `path` a URL.
+        TypeError, ValueError: An argument has the wrong type, or `path` is a URL.
         FileNotFoundError: There is no checkpoint in the folder.
         DamagedError, CheckpointError: A checkpoint cannot be read.
 
@@ -151,7 +151,8 @@ class RecordedRun:
         """Return the state of a checkpoint.
 
         Raises:
-            MismatchError: Its data or code are other ones, and `strict` is true; or it has another structure.
+            MismatchError: The data or code differ from those of the checkpoint, and `strict` is true; or the state has
+                another structure.
             ValueError: The data cannot be read again.
             DamagedError: Its files are not complete.
         """
@@ -165,7 +166,7 @@ class RecordedRun:
         return Loaded(state, path, memory, index.metrics, saved_outside(POSITION, path, index))
 
     def _check(self, found: Found) -> None:
-        """Raise if the data or the code are not those of a checkpoint, or warn, unless `strict`."""
+        """Raise if the data or the code are not those of a checkpoint; warn if not `strict`."""
         index = found.index
         has_position = POSITION in index.memory or index.batch == 0
         if (reason := own_order(self.data, has_position=has_position)) is not None:

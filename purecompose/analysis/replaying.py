@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
 from purecompose.analysis.gaps import Gap, gap
+from purecompose.analysis.precision import as_dtype
 from purecompose.analysis.recorded import Loaded, RecordedRun
 from purecompose.core.state import State
 from purecompose.data.loaders import epoch_batches
@@ -40,7 +40,7 @@ class Replay:
     num_batches: int
     """Number of batches that were trained on again."""
     gap: Gap | None = None
-    """Of a replay in another precision or on another device: how much its state differs from the run's."""
+    """The largest difference from the run's state, for a replay in another precision or on another device."""
 
     def __str__(self) -> str:
         now = self.state.timestamp
@@ -68,8 +68,8 @@ def replay(
             first one there, between steps.
         observers: Functions `(event, state) -> None`, called as in `fit`, from the checkpoint on. A method
             `see_batch(state, batch)` is called before each step.
-        dtype: A floating dtype, usually `torch.float64`, to which the state and the batches are converted at the
-            checkpoint. The step runs without autocast, and not compiled.
+        dtype: A floating dtype, usually `torch.float64`, to which the state at the checkpoint and the batches are
+            converted. The step runs uncompiled and without autocast.
         device: The device on which to replay.
 
     Returns:
@@ -77,7 +77,8 @@ def replay(
 
     Raises:
         ValueError: `at` is before the first checkpoint or after the last one.
-        MismatchError: The data or code are other ones, see `RecordedRun`; or a loss is not the recorded one.
+        MismatchError: The data or code differ, see `RecordedRun`; or a loss is not the recorded one.
+        TypeError: `run` is not a `RecordedRun`, or `dtype` is not a floating dtype.
     """
     if not isinstance(run, RecordedRun):
         raise TypeError(f"replay: expected a RecordedRun(path, step, state, data), got {shown(run)}")
@@ -89,7 +90,7 @@ def replay(
         return _replayed(run, at, observers, None)
 
     def converted(value: Any) -> Any:
-        value = value if dtype is None else _as_dtype(value, dtype)
+        value = value if dtype is None else as_dtype(value, dtype)
         return value if device is None or not isinstance(value, State) else value.to(device)
 
     exact, other = _replayed(run, at, (), None), _replayed(run, at, observers, converted)
@@ -178,22 +179,6 @@ class _Recorded:
                 "outside have changed in a way that the checkpoints do not know of",
                 [line],
             )
-
-
-def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """Return a state or a batch with floating tensors in another dtype; named scalars stay in float32."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    if not isinstance(value, State):
-        return batches.map_tensors(cast, value)
-    hparams = value.hparams
-    value = tree.map(lambda leaf: cast(leaf) if isinstance(leaf, Tensor) else leaf, value)
-    is_double = dtype is torch.float64
-    return value.replace(
-        hparams=hparams, precision="fp32", loss_dtype=torch.float64 if is_double else value.context.loss_dtype
-    )
 
 
 def _converted(data: Any, position: Any, convert: Callable[[Any], Any]) -> Any:

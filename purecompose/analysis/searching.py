@@ -24,7 +24,7 @@ class Bisection:
     """The first batch after which the predicate holds."""
     predicate: str
     replays: int
-    """Number of checkpoints that were read, to look at their state or to replay the run from there."""
+    """Number of checkpoints that were read, to evaluate the predicate or to replay the run from there."""
     num_batches: int
     """Number of batches that were trained on again."""
     explanation: Explanation | None
@@ -48,15 +48,19 @@ def bisect(run: RecordedRun, predicate: Callable[[State], Any], *, stays: bool) 
     Args:
         run: The run.
         predicate: Function of a state between steps, such as `predicates.loss_above(5.0)`.
-        stays: True if the predicate, once it holds, holds until the end of the run, as NaNs in the weights do. The
+        stays: True if the predicate, once true, remains true until the end of the run, as for NaNs in the weights. The
             checkpoints are then searched by halving: of c checkpoints at most ceil(log2(c)) + 1 are read, and the run
-            is replayed from one of them up to the next. False to replay it from its first checkpoint on until the
-            predicate holds.
+            is replayed from one of them up to the next. False to replay the run from its first checkpoint until the
+            predicate is true.
+
+    Returns:
+        The batch with its report.
 
     Raises:
-        ValueError: The predicate never holds; it holds in the first checkpoint already; or with `stays` it turns out
-            that it does not stay.
-        RuntimeError: The predicate has raised an error, which is the cause.
+        ValueError: The predicate is never true; it is true at the first checkpoint already; or with `stays` it becomes
+            false again.
+        RuntimeError: The predicate raised an error, which is the cause.
+        TypeError: An argument has the wrong type.
         MismatchError: See `replay`.
     """
     if not isinstance(run, RecordedRun):

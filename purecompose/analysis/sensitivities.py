@@ -1,9 +1,9 @@
 """`sensitivity`: the gradient of a result with respect to named scalars, through a window of training steps.
 
-A window is a state and the batches that follow. Its result is a function of the scalars: the window's steps, then the
-objective. Reverse mode gives the derivative with respect to a scalar's value in each single step; forward mode needs
-memory that does not grow with the window, and gives their sum. Both are checked against central differences, for which
-the window is trained twice more for each scalar: draws are keyed, so all runs have the same ones.
+A window is a state and the batches that follow. The objective at its end is a function of the scalars. Reverse mode
+gives the derivative with respect to a scalar's value in each single step; forward mode gives only their sum, with
+memory that does not grow with the window. Both are checked against central differences, for which the window is trained
+twice more for each scalar. Draws are keyed, so all of these runs have the same draws.
 """
 
 import contextlib
@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, losses, tree
+from purecompose import losses
 from purecompose._support.checks import check_number, shown
 from purecompose._support.table import table
+from purecompose.analysis.precision import as_dtype
 from purecompose.analysis.recorded import RecordedRun
 from purecompose.analysis.replaying import point, states_from
 from purecompose.core.compose import Step
@@ -108,7 +109,7 @@ class Slope:
 
     @property
     def error(self) -> float:
-        """The difference of the two, relative to the larger one; 1 without a gradient."""
+        """The relative difference between `gradient` and `difference`; 1 if only the gradient is missing."""
         if self.gradient is None:
             return 1.0 if self.difference else 0.0
         largest = max(abs(self.gradient), abs(self.difference))
@@ -116,7 +117,7 @@ class Slope:
 
     @property
     def agrees(self) -> bool:
-        """True if gradient and difference agree to three digits."""
+        """True if gradient and difference agree within 0.1 %."""
         return self.error <= _AGREES
 
 
@@ -148,7 +149,7 @@ class Sensitivity:
             ]
             for slope in self.slopes
         ]
-        head = ["scalar", "value", "derivative", "difference", "of +10 %", ""]
+        head = ["scalar", "value", "derivative", "difference", "effect of +10 %", ""]
         steps = f"{self.num_batches} step{'s' * (self.num_batches > 1)}"
         return f"objective {self.objective:.6g} after {steps}, by {self.mode} mode in float64\n\n{table(head, rows)}"
 
@@ -163,9 +164,10 @@ def sensitivity(
 ) -> Sensitivity:
     """Return how a result depends on named scalars, by the gradient through a window of training steps.
 
-    Everything is computed in float64, in which differences are exact enough to check a gradient; so results differ from
-    those of the run by rounding. No gradient flows through discrete choices, nor to the parameters of distributions
-    (`mixup`'s `alpha`): there, the difference is all there is, and the table says so. See docs/gradients.md.
+    Everything is computed in float64, in which differences are exact enough to check a gradient; results therefore
+    differ from those of the run by rounding. No gradient flows through discrete choices or to the parameters of
+    distributions (`mixup`'s `alpha`): the table then shows only the difference. Nor does it flow through the running
+    statistics of batch normalisation, so with an `Evaluator` the two differ a little. See docs/gradients.md.
 
     Args:
         window: The step, the state at the start and the batches.
@@ -175,10 +177,13 @@ def sensitivity(
         mode: "reverse" for derivatives with respect to the value in each step, with memory that grows with the
             window; "forward" for their sum only, one pass for each scalar; "auto" for forward mode if the window has
             50 batches or more and there are at most three scalars.
-        size: Relative size of the differences.
+        size: Half the step of the central differences, as a fraction of the scalar's magnitude, in (0, 0.1].
+
+    Returns:
+        The objective, and its derivative with respect to each scalar.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong kind, there is no batch, the state lacks an hparam, or the
+        TypeError, ValueError: An argument has the wrong type, there is no batch, the state lacks an hparam, or the
             objective is not a finite 0-d tensor.
 
     Example:
@@ -195,8 +200,9 @@ def sensitivity(
     names = _checked(step, state, given, of, to, mode)
     check_number(size, "sensitivity: size", 0, 0.1, above=True)
     composed = step.step if isinstance(step, CompiledStep) else step
-    start = _in_double(composed.init(state.copy()))
-    steps = [_in_double(batch) for batch in given]
+    start = as_dtype(composed.init(state.copy()), torch.float64)
+    start = start.replace(hparams={name: scalar.double() for name, scalar in start.hparams.items()})
+    steps = [as_dtype(batch, torch.float64) for batch in given]
     objective = _mean_loss(of) if isinstance(of, Evaluator) else of
 
     def result(values: dict[str, Tensor]) -> Tensor:
@@ -269,7 +275,7 @@ def _mean_loss(evaluator: Evaluator) -> Callable[[State], Tensor]:
         for number, batch in enumerate(fixed_batches(evaluator.data, state.key)):
             if number == evaluator.num_batches:
                 break
-            inside = state.replace(batch=_in_double(batch))
+            inside = state.replace(batch=as_dtype(batch, torch.float64))
             outputs = state.forward(inside.inputs)
             (loss, _), _ = inside.call_loss(
                 lambda fn, outputs=outputs, targets=inside.targets: losses.evaluate_parts(fn, outputs, targets),
@@ -281,18 +287,6 @@ def _mean_loss(evaluator: Evaluator) -> Callable[[State], Tensor]:
         return total / count
 
     return objective
-
-
-def _in_double(value: Any) -> Any:
-    """Return a state or a batch with its floating tensors in float64."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.double() if tensor.is_floating_point() else tensor
-
-    if not isinstance(value, State):
-        return batches.map_tensors(cast, value)
-    double = tree.map(lambda leaf: cast(leaf) if isinstance(leaf, Tensor) else leaf, value)
-    return double.replace(precision="fp32", loss_dtype=torch.float64)
 
 
 def _checked(step: Any, state: Any, given: Any, of: Any, to: Iterable[str] | None, mode: str) -> tuple[str, ...]:

@@ -34,15 +34,16 @@ class Trial:
     """One setting of a sweep."""
 
     values: dict[str, float]
-    """The named scalars at its end."""
+    """The named scalars at the end of the run, or when the setting was eliminated."""
     metric: float
-    """The mean of the metric over the seeds, at its last evaluation."""
+    """The mean of the metric over the seeds, at the last evaluation."""
     by_seed: tuple[float, ...]
+    """The metric of each seed."""
     earlier: tuple[tuple[str, dict[str, float]], ...] = ()
-    """The values that its weights were trained with before, each with the time until which: those of the settings that
-    it is a copy of. Empty for a setting that was trained from the start."""
+    """For a copy of another setting, the values with which its weights were trained before, each with the time until
+    which they were used. Empty for a setting that was trained from the start."""
     out_at: str | None = None
-    """The rung at which it was out; `None` for a setting that was trained to the end."""
+    """The rung at which the setting was eliminated; `None` for a setting that was trained to the end."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Sweep:
 
     Attributes:
         metric: The metric by which the trials are ranked.
-        trials: The settings at the end, the best first; then those that were out, the latest first.
+        trials: The settings at the end, the best first; then the eliminated ones, the latest first.
         state: The state of the population at the end.
         best: The index of the best member in the state.
     """
@@ -93,8 +94,8 @@ def sweep(
     step compiles one graph. If the optimizer's learning rate is a number, it can be swept as "lr": it becomes
     `hparam("lr", ...)`, times its schedule if it has one.
 
-    With `rungs` the worst settings are replaced at these times by copies of the best, with varied values; see
-    `SuccessiveHalving`. The values that a copy had before are in its trial.
+    With `rungs`, the worst settings are replaced at these times by copies of the best ones, with perturbed values; see
+    `SuccessiveHalving`. `Trial.earlier` has the previous values of a copy.
 
     Args:
         step: The step of one member, as `compose` or `compile` makes it.
@@ -102,20 +103,23 @@ def sweep(
         data: Training data, as for `fit`.
         values: For each name the values, of which all combinations are trained; or a list of settings, each a mapping
             from names to values.
-        evaluate: The evaluation.
+        evaluate: The evaluator.
         metric: The metric, such as "eval/loss"; by default the evaluator's first.
         seeds: Number of keys with which each setting is trained: the state's, and others that follow from it.
         rungs: Times at which settings are replaced, such as ("0.25dur", "0.5dur").
-        keep: Share of the settings that continue at a rung, in (0, 1).
-        spread: Largest factor by which a value of a replacement differs at the first rung; half of that, in logarithms,
-            at each following one.
+        keep: Fraction of the settings that survive a rung, in (0, 1).
+        spread: Largest factor by which a value of a copy is changed at the first rung, at least 1; its logarithm is
+            halved at each following rung.
         compiled: True to compile a composed step.
         chunk_size: Number of members computed at a time, which bounds the memory; see `population`.
         observers: Observers of the run.
-        folder: A folder for the run, from which the same call continues.
+        folder: A folder for the run; the same call resumes an interrupted run in it.
+
+    Returns:
+        The trials, ranked by the metric, and the state of the population at the end.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong kind or is out of range, or the state has no such hparam.
+        TypeError, ValueError: An argument has the wrong type or is out of range, or the state has no such hparam.
 
     Example:
         >>> from purecompose import compose, data, loop_events, losses, optim
@@ -239,7 +243,7 @@ def _earlier(halving: SuccessiveHalving | None, memory: Any, member: int) -> tup
 
 
 def _out(halving: SuccessiveHalving | None, memory: Any, seeds: int) -> list[Trial]:
-    """Return the settings that were out at a rung."""
+    """Return the settings that were eliminated at a rung."""
     if halving is None:
         return []
     trials = []

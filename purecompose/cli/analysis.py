@@ -1,4 +1,4 @@
-"""`replay`, `explain`, `bisect` and `compare`: commands that ask questions to existing runs."""
+"""`replay`, `explain`, `bisect` and `compare`: commands that analyse recorded runs."""
 
 import argparse
 from collections.abc import Iterator
@@ -50,8 +50,8 @@ def _add_bisect_options(command: argparse.ArgumentParser) -> None:
         "my_module:my_predicate, a function of a state",
     )
     which = command.add_mutually_exclusive_group(required=True)
-    which.add_argument("--stays", action="store_true", help="once it holds, it holds to the end: search by halving")
-    which.add_argument("--passes", action="store_true", help="it may hold for some batches only: search from the start")
+    which.add_argument("--stays", action="store_true", help="once true, it stays true: search by halving")
+    which.add_argument("--passes", action="store_true", help="it may become false again: search from the start")
     _add_report(command)
 
 
@@ -62,8 +62,8 @@ def _add_compare_options(command: argparse.ArgumentParser) -> None:
         "--tolerance",
         type=float,
         default=0.0,
-        metavar="SHARE",
-        help="share of a tensor's largest magnitude by which it may differ (default: 0, compare bits)",
+        metavar="FRACTION",
+        help="fraction of a tensor's largest magnitude by which it may differ (default: 0, compare bits)",
     )
     command.add_argument("--allow-imports", action="store_true", help="import code that the settings of a run name")
 

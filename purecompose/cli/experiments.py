@@ -33,9 +33,9 @@ _SEEDS = 8
 def _add_ablate_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `ablate`."""
     add = command.add_argument
-    add("--out", type=named, metavar="FOLDER", help="keep the runs, the table and a picture, and continue there")
-    add("--all-subsets", action="store_true", help="train all subsets of the methods (default: all, and all but one)")
-    add("--budget", type=whole, metavar="N", help="with --all-subsets: at most N of them")
+    add("--out", type=named, metavar="FOLDER", help="write the runs, the table and a picture there, or resume them")
+    add("--all-subsets", action="store_true", help="train all subsets of the methods (default: all, all but one, none)")
+    add("--budget", type=whole, metavar="N", help="with --all-subsets: at most N subsets")
     add("--metric", help="the metric to compare (default: eval/accuracy; eval/loss for text)")
     add("--resolution", type=float, metavar="NUMBER", help="the smallest difference that matters (default: none)")
     add("--processes", type=whole, default=1, metavar="N", help="train N runs at once, each in a process (default: 1)")
@@ -54,7 +54,7 @@ def _add_sweep_options(command: argparse.ArgumentParser) -> None:
     )
     add("--rungs", metavar="TIMES", help="replace the worst half at these points: 0.25dur,0.5dur (default: never)")
     add("--metric", help="the metric to rank by (default: eval/loss)")
-    add("--out", type=named, metavar="FOLDER", help="keep the run of the population, and continue there")
+    add("--out", type=named, metavar="FOLDER", help="write the run of the population there, or resume it")
     add_settings(command)
 
 
@@ -74,7 +74,7 @@ def _add_sensitivity_options(command: argparse.ArgumentParser) -> None:
     add("run", metavar="RUN", help="the folder of a run")
     add("--window", required=True, metavar="FROM,TO", help="the part of the run: 100ba,150ba or 0.5dur,0.6dur")
     add("--to", required=True, metavar="LIST", help="settings: lr, optimizer.momentum, label_smoothing.smoothing, ...")
-    add("--mode", choices=("auto", "forward", "reverse"), default="auto", help="of differentiation (default: auto)")
+    add("--mode", choices=("auto", "forward", "reverse"), default="auto", help="differentiation mode (default: auto)")
     add("--data", help="where the run's data are now (default: as in its settings)")
     add("--allow-imports", action="store_true", help="import code that the settings of the run name")
     add("--not-strict", action="store_true", help="warn if the code, the data or versions are not those of the run")
@@ -258,8 +258,8 @@ def _values(text: str) -> tuple[str, list[float]]:
 
 
 COMMANDS = (
-    ("ablate", "train without each method, and show what each contributes", _show_ablation, _add_ablate_options),
-    ("sweep", "train a population over settings, and show the best", _show_sweep, _add_sweep_options),
+    ("ablate", "train with and without each method, and show the effect of each", _show_ablation, _add_ablate_options),
+    ("sweep", "train a population with different settings, and rank them", _show_sweep, _add_sweep_options),
     ("lr-range", "train with a growing learning rate, and suggest one", _show_range, _add_range_options),
     (
         "sensitivity",

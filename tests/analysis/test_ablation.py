@@ -94,7 +94,7 @@ def test_verdicts_follow_the_direction_of_the_metric() -> None:
 def test_a_table_says_what_is_undecided_and_how_many_seeds_it_needs() -> None:
     found = run([alg.label_smoothing(0.001), worse()], metric="eval/accuracy")
     lines = str(found).splitlines()
-    assert lines[0] == ("eval/accuracy of 4 subsets of 2 methods, 5 seeds each; all intervals together hold with 95%")
+    assert lines[0] == ("eval/accuracy of 4 subsets of 2 methods, 5 seeds each; simultaneous 95% intervals")
     assert any(line.startswith("worse ") and line.endswith("worse") for line in lines)
     assert "too few" in str(run(METHODS[:1], seeds=3)) and "2 more seeds" in str(run(METHODS[:1], seeds=3))
 
