@@ -169,6 +169,14 @@ def test_what_cannot_be_sent_stays_in_the_local_copy(monkeypatch):
     shutil.rmtree(folder)
 
 
+def test_the_storage_stays_as_it_is_if_another_program_removes_the_local_copy(url):
+    run(url, "4ba")
+    before, copy = names(url), remote.Mirror(url)
+    shutil.rmtree(copy.local)
+    assert f"another program has removed {copy.local}" in (copy.close() or "")
+    assert names(url) == before
+
+
 def test_a_damaged_object_is_never_loaded(url):
     whole = run(f"{url}/whole", "8ba")
     run(f"{url}/damaged", "6ba")
