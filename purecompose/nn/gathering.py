@@ -1,7 +1,7 @@
 """Networks whose parameters are divided among processes: those of the function that runs are put together."""
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from typing import Any
 
@@ -25,8 +25,8 @@ class GatheredOnUse(TorchFunctionMode):
 
     Args:
         gather: Function that returns all rows of a divided tensor.
-        only_recorded: True for functions that autograd records or calls only. What a method computes between two
-            passes acts on divided tensors.
+        only_recorded: True for functions that a network calls, or that autograd records or calls, only. What a method
+            computes between two passes acts on divided tensors.
     """
 
     def __init__(self, gather: Callable[[Tensor], Tensor], *, only_recorded: bool = False) -> None:
@@ -45,7 +45,7 @@ class GatheredOnUse(TorchFunctionMode):
     def _acts_on(self, func: Any, args: tuple[Any, ...]) -> bool:
         is_in_engine = torch._C._current_graph_task_id() != -1
         if not is_in_engine:
-            return torch.is_grad_enabled() or not self._only_recorded
+            return torch.is_grad_enabled() or not self._only_recorded or _IS_IN_NETWORK.get()
         # The engine adds two gradients of one parameter, which are divided like it. It calls no function of torch, but
         # a dispatch mode, such as that which watches a first run, calls the operation again.
         return func is not torch.ops.aten.add.Tensor or not all(map(is_shard, args))
@@ -74,8 +74,10 @@ def gathered_on_use(params: Iterable[Tensor]) -> AbstractContextManager[Any]:
         return NOTHING
     params = list(map(unwrapped, params)) if is_transforming() else params
     divided = list(filter(is_shard, params))
-    if not divided or _IS_ACTIVE.get() and (torch.is_grad_enabled() or is_transforming()):
+    if not divided:
         return NOTHING
+    if _IS_ACTIVE.get() and (torch.is_grad_enabled() or is_transforming()):
+        return _in_network()  # a network may compute with its parameters under no_grad, too
     if is_transforming() or torch.is_grad_enabled() and any(param.requires_grad for param in divided):
         raise RuntimeError(
             "each process holds only some rows of the parameters, and no gradient or map goes through the messages "
@@ -85,7 +87,17 @@ def gathered_on_use(params: Iterable[Tensor]) -> AbstractContextManager[Any]:
     return GatheredOnUse(whole)
 
 
+@contextmanager
+def _in_network() -> Iterator[None]:
+    token = _IS_IN_NETWORK.set(True)
+    try:
+        yield
+    finally:
+        _IS_IN_NETWORK.reset(token)
+
+
 _IS_ACTIVE: ContextVar[bool] = ContextVar("is_gathered_on_use", default=False)
+_IS_IN_NETWORK: ContextVar[bool] = ContextVar("is_in_network", default=False)
 
 _DESCRIBING = {
     getattr(Tensor, name)
