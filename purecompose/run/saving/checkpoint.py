@@ -71,8 +71,9 @@ class Snapshot:
             folder.write(target, index, {name: stored(tensor) for name, tensor in self.tensors.items()})
         elif writers.is_joint and writers.number is not None:
             own = self.rows if writers.number else self.tensors  # the first process writes what is not divided
-            tensors = {name: stored(self.tensors[name]) for name in own}
-            together.write(target, index, tensors, self.rows, writers, number)
+            together.write(
+                target, index, lambda: {name: stored(self.tensors[name]) for name in own}, self.rows, writers, number
+            )
 
 
 def snapshot(
@@ -149,7 +150,12 @@ def save(state: State, path: Path | str, *, step: Any = None, parts: Parts = "al
         )
     writers = writers_of(state)
     taken = snapshot(state, step, parts=parts)
-    in_all(writers, lambda: taken.write(Path(path), writers), f"{path} was not written")
+    try:
+        in_all(writers, lambda: taken.write(Path(path), writers), f"{path} was not written")
+    except Exception:
+        if writers is not None and writers.is_joint and writers.is_first:
+            together.discard(Path(path), writers, 0)  # what the others have written
+        raise
     return Path(path)
 
 

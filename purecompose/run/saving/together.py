@@ -5,6 +5,7 @@ group's store: so they can write in threads, while training goes on, and a proce
 first one waits for the reports of all, and completes the checkpoint.
 """
 
+import itertools
 import json
 import shutil
 import threading
@@ -51,6 +52,8 @@ class Writers:
         run: The words by which the first process names hidden files; equal in all processes.
         device: The device of messages.
         store: The store of the process group, for reports.
+        session: A number that distinguishes these reports from those of other runs and of `save`, whose processes may
+            be the same; equal in all processes.
         has_failed: Set when an error ends the run, perhaps because another process has ended.
     """
 
@@ -60,6 +63,7 @@ class Writers:
     run: str
     device: torch.device
     store: Any
+    session: int = 0
     has_failed: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -94,14 +98,23 @@ def writers_of(state: State, step: Any = None) -> Writers | None:
         ranks: Ranks | None = getattr(step, "ranks", None)
         if ranks is None:
             return None
-        run = ranks.word_of_first(owner(), state.device)
-        return Writers(ranks, 0 if ranks.rank == 0 else None, 1, run, state.device, _store())
+        run, session = _names(ranks, state.device)
+        return Writers(ranks, 0 if ranks.rank == 0 else None, 1, run, state.device, _store(), session)
     mesh = places[0].mesh
     ranks = Ranks.of(mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD)
     *copies, own = mesh.get_coordinate()
     device = torch.device(mesh.device_type)
-    run = ranks.word_of_first(owner(), device)
-    return Writers(ranks, None if any(copies) else own, mesh.size(mesh.ndim - 1), run, device, _store())
+    run, session = _names(ranks, device)
+    return Writers(ranks, None if any(copies) else own, mesh.size(mesh.ndim - 1), run, device, _store(), session)
+
+
+_SESSIONS = itertools.count(1)
+
+
+def _names(ranks: Ranks, device: torch.device) -> tuple[str, int]:
+    """Return the words for hidden files and the session, as the first process gives them."""
+    run, session = ranks.word_of_first(f"{owner()} {next(_SESSIONS)}", device).split()
+    return run, int(session)
 
 
 def _store() -> Any:
@@ -160,7 +173,7 @@ def mirror_of(url: str, writers: Writers | None) -> Mirror:
 def write(
     target: Path,
     make_index: Callable[[dict[str, Any]], Index],
-    tensors: Mapping[str, Tensor],
+    tensors: Callable[[], Mapping[str, Tensor]],
     rows: Mapping[str, tuple[int, int]],
     writers: Writers,
     number: int,
@@ -172,7 +185,7 @@ def write(
     Args:
         target: The checkpoint's folder.
         make_index: Function that returns the index, given the files' lengths and checksums, and the rows in them.
-        tensors: Tensors by name that this process writes, on the CPU and contiguous.
+        tensors: Function that returns the tensors by name that this process writes, on the CPU and contiguous.
         rows: Of divided tensors, the first row that this process has, and the row after the last.
         writers: The processes.
         number: The number of checkpoints that they have written before.
@@ -184,7 +197,7 @@ def write(
     new, name = folder.hidden(target, writers.run, number), file_name(writers.number, writers.total)
 
     def report() -> dict[str, Any]:
-        return {**folder.write_tensors(new / name, tensors), "rows": dict(rows)}
+        return {**folder.write_tensors(new / name, tensors()), "rows": dict(rows)}
 
     if writers.number == 0:
         with folder.replaced(target, new):
@@ -241,4 +254,4 @@ def _handed_in(writers: Writers, number: int, other: int, file: Path) -> dict[st
 
 
 def _place(writers: Writers, number: int, other: int) -> str:
-    return f"purecompose/written/{writers.run}/{number}/{other}"
+    return f"purecompose/written/{writers.run}/{writers.session}/{number}/{other}"

@@ -1,8 +1,10 @@
 """Checkpoints of states of which each of several processes holds some rows."""
 
+import dataclasses
 import random
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ from torch._C._distributed_c10d import HashStore
 
 import purecompose as pc
 from purecompose.core.ranks import Ranks
-from purecompose.run.saving import together
+from purecompose.run.saving import checkpoint, together
 from purecompose.run.saving.checkpoint import snapshot
 from purecompose.run.saving.errors import CheckpointError
+from purecompose.run.saving.folder import read_index
+from purecompose.run.saving.tensors import is_whole
 from tests.run.saving import together_scenarios
 from tests.run.saving.together_scenarios import step_and_state
 from tests.transforms.parallel_scenarios import told
@@ -113,8 +117,8 @@ def test_damage_is_found(written: tuple[Path, list[Any]], tmp_path: Path, num: i
             pc.load(damaged, template)
 
 
-def _writers(number: int, store: Any) -> together.Writers:
-    return together.Writers(Ranks("group", number, 2), number, 2, "1-00000000", torch.device("cpu"), store)
+def _writers(number: int, store: Any, session: int = 0) -> together.Writers:
+    return together.Writers(Ranks("group", number, 2), number, 2, "1-00000000", torch.device("cpu"), store, session)
 
 
 @pytest.mark.parametrize("name, has_failed", [("PATIENCE", False), ("_AFTER_ERROR", True)])
@@ -165,3 +169,36 @@ def test_a_failure_of_another_process_is_reported_to_the_first(tmp_path: Path, m
         "process 1: [Errno 28] No space left on device",
     ]
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_report_of_an_attempt_that_failed_is_not_taken_for_that_of_a_later_one(tmp_path: Path) -> None:
+    def taken(key: int) -> Any:
+        whole = snapshot(step_and_state(key)[1])
+        return dataclasses.replace(whole, rows={name: (0, 1) for name in whole.tensors if name.startswith("params")})
+
+    store = HashStore()
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").touch()
+    taken(0).write(tmp_path / "taken", _writers(1, store, 1))
+    with pytest.raises(FileExistsError, match="is not a checkpoint"):
+        taken(0).write(tmp_path / "taken", _writers(0, store, 1))
+    later = taken(1)
+    first = threading.Thread(target=later.write, args=(tmp_path / "free", _writers(0, store, 2)))
+    first.start()
+    time.sleep(0.2)  # it waits for a report
+    later.write(tmp_path / "free", _writers(1, store, 2))
+    first.join()
+    assert is_whole(tmp_path / "free", read_index(tmp_path / "free"))
+
+
+def test_a_lack_of_memory_is_reported_to_the_first_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(tensor: Any) -> Any:
+        raise MemoryError("not enough memory")
+
+    taken, store = snapshot(step_and_state()[1]), HashStore()
+    taken = dataclasses.replace(taken, rows={next(iter(taken.tensors)): (0, 1)})
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(checkpoint, "stored", failing)
+        taken.write(tmp_path / "one", _writers(1, store), 0)
+    with pytest.raises(OSError, match="process 1: not enough memory"):
+        taken.write(tmp_path / "one", _writers(0, store), 0)
