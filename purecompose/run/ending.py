@@ -2,6 +2,7 @@
 
 import itertools
 import signal
+from collections import deque
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ __all__ = ["CommonEnd"]
 
 _NUMBERS = itertools.count()
 """Numbers of the runs in this process, which are the same in all processes."""
+_AHEAD = 2
+"""Number of batches that a process may send to its GPU before it waits for the first of them."""
 
 
 class CommonEnd:
@@ -21,23 +24,29 @@ class CommonEnd:
 
     A process that has received a signal notes in the process group's store that all end after the next batch. No other
     can have gone further, since that batch needs its messages. Each looks into the store after every batch, and so does
-    not wait for a GPU. When no batch follows, they ask each other.
+    not wait for a message. With GPUs, to which a process sends batches ahead of time, all end two batches later, and
+    none sends more than two ahead. When no batch follows, they ask each other.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        self._sent: deque[torch.cuda.Event] = deque()
         self._place = f"purecompose/end/{next(_NUMBERS)}"
         self._store: Any = dist.distributed_c10d._get_default_store()
 
-    def due(self, batch: int, received: signal.Signals | None) -> signal.Signals | None:
+    def due(self, batch: int, received: signal.Signals | None, device: torch.device) -> signal.Signals | None:
         """Return the signal by which the run ends after a batch, if it does.
 
         Args:
             batch: The number of batches so far.
             received: The signal that this process has received, if any.
+            device: The device of the steps.
         """
+        is_ahead = device.type == "cuda"
+        if is_ahead:
+            self._wait(device)
         if received is not None:
-            self._store.compare_set(self._place, "", f"{batch + 1} {int(received)}")
+            self._store.compare_set(self._place, "", f"{batch + 1 + _AHEAD * is_ahead} {int(received)}")
         elif not self._store.check([self._place]):
             return None
         last, number = map(int, self._store.get(self._place).split())
@@ -53,3 +62,11 @@ class CommonEnd:
         own = torch.tensor(int(received or 0), device=device)
         number = int(self._ranks.exchange([own], "max")[0])
         return signal.Signals(number) if number else None
+
+    def _wait(self, device: torch.device) -> None:
+        """Wait for the batch before the last `_AHEAD` ones, whose messages all processes have sent by then."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        self._sent.append(event)
+        if len(self._sent) > _AHEAD:
+            self._sent.popleft().synchronize()

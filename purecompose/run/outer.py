@@ -4,6 +4,7 @@ A run can be interrupted between any two batches, once everything that belongs t
 ("cuts") checkpoints are written, signals are handled, and states are yielded.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -215,7 +216,8 @@ class Run:
             return
         due = self._interrupts.received
         if (common := self._common_end) is not None:
-            due = common.due_at_end(due, state.device) if is_at_end else common.due(state.timestamp.batch, due)
+            find = common.due_at_end if is_at_end else functools.partial(common.due, state.timestamp.batch)
+            due = find(due, state.device)
         if due is None:
             return
         self._interrupts.received = due
