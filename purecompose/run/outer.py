@@ -237,6 +237,8 @@ class Run:
         if self._unsaved is not None and self._common_end is None:  # other processes do not come here
             with suppress(SpentStateError):  # the current batch has overwritten it
                 self._obey(self._unsaved)
+        if self._common_end is not None:
+            self.keeper.give_up()  # another process may have ended, before it has written its rows
         self.keeper.settle()
         path = (found := newest(self.keeper.folder)) and with_urls(found)
         self.keeper.close()
