@@ -165,7 +165,7 @@ class Mirror:
             raise FileNotFoundError(f"another program has removed {self.local}")
         for name in sorted(now, key=_is_index):
             if self._sent.get(name) != now[name] and (self.local / name).exists():
-                tried(lambda name=name: self._put(name))
+                tried(lambda name=name: self._put(name), lambda: note_sent(self.local, False))
                 self._sent[name] = now[name]
         # Only what the local copy has had: other files in the storage are not ours.
         gone = {name for name in self._sent.keys() - now.keys() if not (self.local / name).exists()}

@@ -60,14 +60,20 @@ def download(fs: Any, source: str, target: Path) -> None:
     tried(lambda: fs.get_file(source, str(target)))
 
 
-def tried(do: Callable[[], T]) -> T:
-    """Return what a function returns, after several attempts if necessary; raise `OSError` if all fail."""
+def tried(do: Callable[[], T], on_failure: Callable[[], object] = lambda: None) -> T:
+    """Return what a function returns, after several attempts if necessary; raise `OSError` if all fail.
+
+    Args:
+        do: The function.
+        on_failure: Function that is called after each attempt that fails and is followed by another.
+    """
     for seconds in _WAITS:
         try:
             return do()
         except (FileNotFoundError, PermissionError):
             raise
         except Exception:  # each storage has its own
+            on_failure()
             time.sleep(seconds)
     try:
         return do()

@@ -154,6 +154,14 @@ def test_sending_is_tried_again(monkeypatch):
     assert len(tried) == 4 and len(names("memory://again/run")) == 2
 
 
+def test_a_copy_is_kept_from_the_first_failed_attempt_to_send_on(monkeypatch):
+    marks: list[bool] = []
+    breaking(monkeypatch, 2)
+    monkeypatch.setattr(remote, "note_sent", lambda copy, is_sent: marks.append(is_sent))
+    run("memory://first/run", "2ba")
+    assert marks[:3] == [True, False, False] and marks[-1]
+
+
 def test_what_cannot_be_sent_stays_in_the_local_copy(monkeypatch):
     before = local_copies()
     breaking(monkeypatch, float("inf"))
