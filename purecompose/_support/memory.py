@@ -10,6 +10,8 @@ __all__ = ["keep_freed_memory", "return_freed_memory"]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's `mallopt`."""
+_SETTINGS = {f"MALLOC_{name}_" for name in ("TRIM_THRESHOLD", "MMAP_THRESHOLD", "MMAP_MAX", "TOP_PAD")}
+"""glibc's variables in the environment that decide which memory is kept."""
 LARGEST_KEPT = 2**25
 """The size in bytes of a tensor from which on it is mapped separately: glibc's own largest value."""
 
@@ -31,7 +33,7 @@ def keep_freed_memory() -> None:
     out the heap, and takes page faults for it in the next step: up to a third of a step's time. Settings in the
     environment are left as they are.
     """
-    if "MALLOC_TRIM_THRESHOLD_" in os.environ or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    if not _SETTINGS.isdisjoint(os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     if (set_option := _of_glibc("mallopt")) is not None:
         set_option(M_MMAP_THRESHOLD, LARGEST_KEPT)

@@ -44,7 +44,12 @@ def test_kept_memory_is_used_again_without_page_faults() -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1048576")]
+    "setting",
+    [
+        ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        ("MALLOC_MMAP_THRESHOLD_", "65536"),
+        ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1048576"),
+    ],
 )
 def test_settings_in_the_environment_are_left_as_they_are(
     setting: tuple[str, str], monkeypatch: pytest.MonkeyPatch
