@@ -222,6 +222,19 @@ def test_a_changed_inductor_falls_back_to_torch_compile(monkeypatch: pytest.Monk
     assert_agree(step(make_state(), make_batch()), after)
 
 
+@pytest.mark.usefixtures("no_compiler")
+def test_an_inductor_without_one_of_its_modules_falls_back_to_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    imports = inductor._Imports(Future(), Future())
+    for future in imports:
+        future.set_exception(ModuleNotFoundError("No module named 'torch._inductor.graph'"))
+    monkeypatch.setattr(inductor, "_import", lambda: imports)
+    monkeypatch.setattr(backends, "_by_torch_compile", lambda graph, backend, mode: lambda args: graph(*args))
+    step, fast = made(backend="inductor")
+    with pytest.warns(UserWarning, match="torch.compile instead"):
+        after = fast(make_state(), make_batch())
+    assert_agree(step(make_state(), make_batch()), after)
+
+
 @DONATE
 @pytest.mark.usefixtures("no_compiler")
 def test_a_failure_of_inductor_is_reported_and_falls_back(donate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
