@@ -196,7 +196,8 @@ def all_in(
 def clear(folder: Path) -> None:
     """Remove hidden files of processes that have ended, and restore checkpoints that they were replacing.
 
-    Whether a process on another machine runs is not known here: its files count as left after an hour without a change.
+    Whether a process on another machine runs is not known here: its files count as left after an hour without a change,
+    and checkpoints that it was replacing after a minute, since a run that goes on elsewhere needs them.
     """
     for path in sorted(folder.glob(".*")):
         left = _HIDDEN.fullmatch(path.name)
@@ -233,8 +234,9 @@ _HIDDEN = re.compile(
     r"(?P<kind>\.writing|\.old)",
     re.DOTALL,
 )
-_LONG = 3600.0
-"""Seconds without a change after which a file that a process on another machine has been writing counts as left."""
+_LONG, _MOMENT = 3600.0, 60.0
+"""Seconds without a change after which a file that a process on another machine has been writing counts as left; and a
+checkpoint that it was replacing, which is hidden only between two renames, and while it is deleted."""
 
 
 def _is_left(path: Path, mark: re.Match[str]) -> bool:
@@ -245,7 +247,7 @@ def _is_left(path: Path, mark: re.Match[str]) -> bool:
         changes = [max(found.st_mtime, found.st_ctime) for found in map(os.lstat, (path, *path.glob("*")))]
     except FileNotFoundError:  # it is writing
         return False
-    return time.time() - max(changes) > _LONG
+    return time.time() - max(changes) > (_MOMENT if mark["kind"] == _OLD else _LONG)
 
 
 def hidden(target: Path, process: str, number: int) -> Path:

@@ -52,6 +52,9 @@ def test_files_of_another_machine_are_cleared_when_they_have_not_changed_for_lon
     make(tmp_path / f"{name}.writing")
     disk.clear(tmp_path)
     assert names(tmp_path) == [f"{name}.old", f"{name}.writing"]
+    monkeypatch.setattr(disk, "_MOMENT", -1.0)
+    disk.clear(tmp_path)
+    assert names(tmp_path) == [f"{name}.writing", NAME]
     monkeypatch.setattr(disk, "_LONG", -1.0)
     disk.clear(tmp_path)
     assert names(tmp_path) == [NAME]
