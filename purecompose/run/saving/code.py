@@ -37,16 +37,19 @@ def describe_code(state: State, step: Any, data: Any = None) -> dict[str, str]:
     Returns:
         Hashes by name, such as `train.Net`: the last part of the module's name, and the qualified name.
     """
-    hashes: dict[str, str] = {}
+    found: dict[str, dict[int, str]] = {}
+    known: list[Any] = []  # so that no other object gets the identity of one that was found
     rest = deque(_roots(state, step, data))
     while rest:
         # Functions and objects may be of any kind; what cannot be read is left out, as training may work nevertheless.
         with contextlib.suppress(Exception):
-            for thing in _called(rest.popleft()):
+            for thing in map(_undecorated, _called(rest.popleft())):
                 name = _name_of(thing)
-                if name is not None and name not in hashes:
-                    hashes[name] = _digest(thing)
+                if name is not None and id(thing) not in found.setdefault(name, {}):
+                    found[name][id(thing)] = _digest(thing)
+                    known.append(thing)
                     rest.append(thing)  # it may call functions of other modules
+    hashes = {name: _joined(set(digests.values())) for name, digests in found.items() if digests}
     return {_PYTHON: f"{sys.version_info[0]}.{sys.version_info[1]}", **hashes}
 
 
@@ -83,6 +86,7 @@ def _roots(state: State, step: Any, data: Any) -> Iterator[Any]:
 
 def _called(root: Any) -> Iterator[Any]:
     """Yield the functions and classes that a function, an object or the methods of a class call."""
+    root = _undecorated(root)
     if not isinstance(root, type):
         is_read = callable(root) and not _is_installed(root)
         yield from (place.value for place in reached(root)) if is_read else ()
@@ -98,6 +102,21 @@ def _called(root: Any) -> Iterator[Any]:
 def _is_installed(thing: Any) -> bool:
     """Return whether a function belongs to an installed package, of which only what is called directly is hashed."""
     return isinstance(thing, types.FunctionType) and "site-packages" in thing.__code__.co_filename
+
+
+def _undecorated(thing: Any) -> Any:
+    """Return the function of the user inside of decorators of installed packages, such as `torch.no_grad()`."""
+    inner = thing
+    while _is_installed(inner) and isinstance(getattr(inner, "__wrapped__", None), types.FunctionType):
+        inner = inner.__wrapped__
+    return thing if _is_installed(inner) else inner
+
+
+def _joined(digests: set[str]) -> str:
+    """Return one hash for all functions of a name, such as the lambdas of a module."""
+    if len(digests) == 1:
+        return next(iter(digests))
+    return hashlib.blake2b(" ".join(sorted(digests)).encode(), digest_size=6).hexdigest()
 
 
 def _name_of(thing: Any) -> str | None:
@@ -127,6 +146,7 @@ def _members(cls: type) -> Iterator[tuple[str, Any]]:
             member = member.fget
         elif isinstance(member, (staticmethod, classmethod)):
             member = member.__func__
+        member = _undecorated(member)
         if isinstance(member, types.FunctionType) or (isinstance(member, _PLAIN) and not name.startswith("__")):
             yield name, member
 

@@ -140,6 +140,36 @@ def test_a_changed_method_of_the_network_is_named(monkeypatch: pytest.MonkeyPatc
     assert "code: test_log.Net: changed since the run" in code.code_differences(before, described())
 
 
+def test_functions_inside_decorators_and_of_equal_names_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changes(before: Any, after: Any) -> list[str]:
+        found = []
+        for called in (before, after):
+            monkeypatch.setitem(globals(), "_scaled", called)
+            found.append(described())
+        return code.code_differences(*found)
+
+    @torch.enable_grad()
+    def once(value: Any) -> Any:
+        return 1.0 * value
+
+    def twice(value: Any) -> Any:
+        return 2.0 * value
+
+    twice.__qualname__ = once.__qualname__
+    assert changes(once, torch.enable_grad()(twice)) != []
+    assert changes(once, once) == []
+    # Two functions of the same name, of which the second one changes.
+    first, second, other = (lambda value: value), (lambda value: 2 * value), (lambda value: 3 * value)
+    assert changes([first, second], [first, other]) != []
+
+
+def test_a_changed_decorated_method_of_the_network_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Net, "forward", torch.enable_grad()(lambda self, inputs: self.layers(inputs)))
+    before = described()
+    monkeypatch.setattr(Net, "forward", torch.enable_grad()(lambda self, inputs: self.layers(-inputs)))
+    assert "code: test_log.Net: changed since the run" in code.code_differences(before, described())
+
+
 def test_code_of_another_python_or_an_older_checkpoint_is_not_compared() -> None:
     now = described()
     assert code.code_differences({}, now) == []
