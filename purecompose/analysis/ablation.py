@@ -26,6 +26,7 @@ from purecompose.core.composable import as_algorithms
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.checks import check_batches
+from purecompose.data.loaders import own_order
 from purecompose.data.stream import StateStream
 from purecompose.run.evaluation import Evaluator
 
@@ -62,8 +63,9 @@ def ablate(
 
     Args:
         make_step: Function from a list of methods to a step, such as `lambda methods: compose(loop_events, methods)`.
-        state: Function from a seed to the state at the start of a run, with its duration. Or one state, whose key is
-            replaced for each seed: all seeds then have the same initial weights.
+        state: Function from a seed to the state at the start of a run, with its duration; it is called for each run,
+            with the global generators seeded from the seed. Or one state, whose key is replaced for each seed: all
+            seeds then have the same initial weights.
         data: Training data, as for `fit`.
         methods: The methods to compare. Methods that are never left out belong in `make_step`.
         evaluate: The evaluator. The metric of the last evaluation of each run is compared.
@@ -159,6 +161,8 @@ def _check_arguments(data: Any, evaluate: Any, metric: str | None, form: str) ->
         check_batches(data, "ablate: data")
     if isinstance(data, Iterator):
         raise TypeError("ablate: data: expected data that can be read again for each run, got an iterator")
+    if (reason := own_order(data, has_position=True)) is not None:
+        raise ValueError(f"ablate: data: expected the same batches in each run of a seed: {reason}")
     if metric is not None and metric not in evaluate.reported:
         raise ValueError(f"ablate: metric={metric!r}: the evaluator reports {', '.join(evaluate.reported)}")
     if form not in _FORMS:

@@ -19,7 +19,9 @@ from purecompose.analysis.moments import moments_of
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data.loaders import draws_globally, epoch_batches
+from purecompose.data.loaders import draws_globally, epoch_batches, fixed_batches
+from purecompose.data.order import seed_words
+from purecompose.data.seeding import kept_globals, load_numpy, seed_globals
 from purecompose.data.stream import StateStream
 from purecompose.records import RunFolder
 from purecompose.run.evaluation import Evaluator, run_evaluator
@@ -41,6 +43,9 @@ class Form(NamedTuple):
     """"population" or "one by one"."""
     reason: str = ""
     """Why it is not a population."""
+
+
+_INITIAL = random.salt("initial state of an ablation")
 
 
 @dataclass(frozen=True)
@@ -87,11 +92,20 @@ class Trainer:
     def initial(self, step: Step, seed: int) -> State:
         """Return the initial state of a seed, with the memory of the step's algorithms.
 
+        The global generators are seeded meanwhile, and restored afterwards.
+
         Raises:
             TypeError: `state` returned something else.
             ValueError: The state has no duration.
         """
-        state = self.state.replace(key=random.key(seed)) if isinstance(self.state, State) else self.state(seed)
+        if isinstance(self.state, State):
+            state = self.state.replace(key=random.key(seed))
+        else:
+            load_numpy()
+            with kept_globals():
+                # A network draws its weights from torch's global generator: all cells of a seed need the same ones.
+                seed_globals(seed_words((seed, 0), _INITIAL, 0, 0))
+                state = self.state(seed)
         if not isinstance(state, State):
             raise TypeError(f"ablate: state({seed}): expected a State, got {type(state).__name__}")
         if state.timestamp.run.duration is None:
@@ -164,10 +178,12 @@ class Trainer:
 
 
 def first_batch(data: Any, state: State) -> Any:
-    """Return the first batch of a run, or of a population's."""
-    if isinstance(data, StateStream):
-        return data.batch(state)
-    return next(iter(epoch_batches(data, state.key.reshape(-1, 2)[0], 0)))
+    """Return the first batch of a run, or of a population's, on the state's device."""
+    given = (
+        [data.batch(state)] if isinstance(data, StateStream) else epoch_batches(data, state.key.reshape(-1, 2)[0], 0)
+    )
+    batch = next(iter(given))
+    return batches.map_tensors(lambda tensor: tensor.to(state.device), batch)
 
 
 def population_of(
@@ -178,6 +194,7 @@ def population_of(
     A compiled step becomes a compiled step of the population.
     """
     depends_on_key = callable(getattr(data, "epoch", None)) or draws_globally(data)
+    depends_on_key |= isinstance(data, list | tuple) and draws_globally(evaluate.data)
     has_own_order = depends_on_key and any(not torch.equal(state.key, states[0].key) for state in states)
     composed = step.step if isinstance(step, CompiledStep) else step
     together = population(composed, len(states), chunk_size, "each" if has_own_order else "shared")
@@ -185,7 +202,7 @@ def population_of(
         together = CompiledStep(together, step.options)
     if has_own_order:
         data = _OwnOrders(data, [state.key for state in states])
-        evaluate = dataclasses.replace(evaluate, data=_Repeated(evaluate.data, len(states)))
+        evaluate = dataclasses.replace(evaluate, data=_Repeated(evaluate.data, [state.key for state in states]))
     return together, stack_states(states), data, evaluate
 
 
@@ -209,14 +226,18 @@ class _OwnOrders:
 
 
 class _Repeated:
-    """Data whose batches are given to each member, without copies."""
+    """Evaluation data whose batches are given to each member: without copies, unless they depend on its key."""
 
-    def __init__(self, data: Any, num: int) -> None:
-        self.data, self.num = data, num
+    def __init__(self, data: Any, keys: Sequence[Tensor]) -> None:
+        self.data, self.keys = data, keys
 
     def __iter__(self) -> Iterator[Any]:
+        if draws_globally(self.data):
+            orders = [fixed_batches(self.data, own) for own in self.keys]
+            yield from (stacked(members) for members in zip(*orders, strict=True))
+            return
         for batch in self.data:
-            yield batches.map_tensors(lambda tensor: tensor.expand(self.num, *tensor.shape), batch)
+            yield batches.map_tensors(lambda tensor: tensor.expand(len(self.keys), *tensor.shape), batch)
 
 
 def _seeds_name(seeds: Sequence[int]) -> str:

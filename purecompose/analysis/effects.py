@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from purecompose._support.table import table
-from purecompose.analysis.intervals import FEWEST_SEEDS, MOST_SEEDS, Interval, seeds_needed, simultaneous_intervals
+from purecompose.analysis.intervals import MOST_SEEDS, Interval, fewest_seeds, seeds_needed, simultaneous_intervals
 from purecompose.analysis.subsets import Pairs
 from purecompose.losses.metrics import is_lower_better
 
@@ -120,7 +120,7 @@ def effects_of(
                 interval,
                 slowdowns.get(one.method),
                 needed,
-                _verdict(interval, needed, is_lower_better(metric)),
+                _verdict(interval, needed, resolution, is_lower_better(metric)),
             )
         )
     return tuple(found)
@@ -152,9 +152,11 @@ def _slowdowns(
     }
 
 
-def _verdict(interval: Interval | None, needed: int, lower_is_better: bool) -> str:
+def _verdict(interval: Interval | None, needed: int, resolution: float | None, lower_is_better: bool) -> str:
     if interval is None:
         return "not finite"
+    if interval.is_within(resolution):
+        return "no difference"
     if interval.is_decided:
         return "better" if (interval.mean < 0) == lower_is_better else "worse"
     return "undecided" if needed else "no difference"
@@ -198,7 +200,8 @@ def _remarks(ablation: Ablation) -> list[str]:
     if any(effect.slowdown is not None and _change(effect.slowdown)[0] == "(" for effect in ablation.effects):
         lines.append("times in brackets: the interval of the change contains 0")
     if any(effect.interval is not None and math.isinf(effect.interval.high) for effect in ablation.effects):
-        lines.append(f"{len(ablation.seeds)} seeds are too few for intervals: give at least {FEWEST_SEEDS}")
+        fewest = fewest_seeds(ablation.confidence)
+        lines.append(f"{len(ablation.seeds)} seeds are too few for intervals: give at least {fewest}")
     if any(effect.verdict == "not finite" for effect in ablation.effects):
         bad = [cell.name for cell in ablation.cells if not all(map(math.isfinite, cell.values))]
         lines.append(f"runs without a finite {ablation.metric}: {', '.join(bad)}")

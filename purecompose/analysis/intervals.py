@@ -28,12 +28,14 @@ from purecompose import random
 from purecompose._support.checks import check_number
 
 
-__all__ = ["FEWEST_SEEDS", "MOST_SEEDS", "Interval", "seeds_needed", "simultaneous_intervals"]
+__all__ = ["FEWEST_SEEDS", "MOST_SEEDS", "Interval", "fewest_seeds", "seeds_needed", "simultaneous_intervals"]
 
 MOST_SEEDS = 1000
 """Numbers of seeds above this one are reported as "more than"."""
 FEWEST_SEEDS = 5
 """With four seeds, simultaneous 95 % intervals would have a coverage of only 93 %."""
+_FEWEST_BEYOND = 0.79
+"""Expected number of absolute means beyond the quantile: 0.8 for 95 % of five seeds, where 0.4 are too few."""
 _ALL_SIGNS = 13
 """Number of seeds up to which all signs are used."""
 _POWER = 0.8
@@ -54,6 +56,18 @@ class Interval(NamedTuple):
         """True if the interval does not contain 0."""
         return self.low > 0 or self.high < 0
 
+    def is_within(self, resolution: float | None) -> bool:
+        """Return whether a resolution is given, and no number in the interval is larger than it."""
+        return resolution is not None and max(-self.low, self.high) <= resolution
+
+
+def fewest_seeds(confidence: float) -> int:
+    """Return the number of seeds from which intervals hold with a confidence: five for 95 %, eight for 99 %.
+
+    Of n seeds there are 2^(n-1) different absolute means; a quantile beyond the largest one is not known.
+    """
+    return max(FEWEST_SEEDS, 1 + math.ceil(math.log2(_FEWEST_BEYOND / (1 - confidence))))
+
 
 def simultaneous_intervals(differences: Tensor | Sequence[Sequence[float]], confidence: float = 0.95) -> list[Interval]:
     """Return an interval for the mean of each row; with the given confidence, all contain their mean.
@@ -63,8 +77,8 @@ def simultaneous_intervals(differences: Tensor | Sequence[Sequence[float]], conf
         confidence: Confidence of all intervals together, in (0, 1).
 
     Returns:
-        One interval for each row; with fewer than five seeds, they are infinite. A row of equal numbers has an interval
-        of length 0.
+        One interval for each row: infinite ones for fewer seeds than `fewest_seeds(confidence)`, five for 95 %. With
+        enough seeds, a row of equal numbers has an interval of length 0.
 
     Raises:
         ValueError: The differences are not a matrix of finite numbers with at least one row and column, or the
@@ -84,11 +98,12 @@ def simultaneous_intervals(differences: Tensor | Sequence[Sequence[float]], conf
     check_number(confidence, "simultaneous_intervals: confidence", 0, 1, above=True, below=True)
     num = values.shape[1]
     varies = values.amax(1) > values.amin(1)
-    critical = _critical(values[varies], confidence) if num >= FEWEST_SEEDS else math.inf
+    suffices = num >= fewest_seeds(confidence)
+    critical = _critical(values[varies], confidence) if suffices else math.inf
     deviations = values.std(1).tolist() if num > 1 else [math.nan] * len(values)
     intervals = []
     for mean, deviation, row_varies in zip(values.mean(1).tolist(), deviations, varies.tolist(), strict=True):
-        half = critical * deviation / math.sqrt(num) if row_varies else 0.0 if num > 1 else math.inf
+        half = critical * deviation / math.sqrt(num) if row_varies else 0.0 if suffices else math.inf
         intervals.append(Interval(mean, mean - half, mean + half, deviation))
     return intervals
 
@@ -126,20 +141,21 @@ def seeds_needed(
 
     Returns:
         The number of seeds in total, more than `num_seeds`, with which the interval of a difference of this size
-        excludes 0 with probability 0.8, or is narrower than the resolution. From normal quantiles with Šidák's
-        correction.
+        excludes 0 with probability 0.8, or is within ±resolution. From normal quantiles with Šidák's correction.
     """
-    is_small = resolution is not None and max(-interval.low, interval.high) <= resolution
-    if interval.is_decided or is_small or interval.low == interval.high:
+    if interval.is_decided or interval.is_within(resolution) or interval.low == interval.high:
         return 0
+    fewest = fewest_seeds(confidence)
     if num_seeds < 2:
-        return FEWEST_SEEDS
+        return fewest
     quantile = NormalDist().inv_cdf((1 + confidence ** (1 / num_comparisons)) / 2)
     to_differ = _ratio((quantile + NormalDist().inv_cdf(_POWER)) * interval.deviation, abs(interval.mean))
-    to_agree = math.inf if resolution is None else _ratio(quantile * interval.deviation, resolution)
+    room = 0.0 if resolution is None else max(resolution - abs(interval.mean), 0.0)
+    # The mean may leave the room on either side.
+    to_agree = _ratio((quantile + NormalDist().inv_cdf((1 + _POWER) / 2)) * interval.deviation, room)
     # Two more, because the error is estimated, too.
     wanted = min(to_differ, to_agree) ** 2 + 2
-    return max(num_seeds + 1, FEWEST_SEEDS, math.ceil(min(wanted, MOST_SEEDS + 1)))
+    return max(num_seeds + 1, fewest, math.ceil(min(wanted, MOST_SEEDS + 1)))
 
 
 def _ratio(part: float, whole: float) -> float:

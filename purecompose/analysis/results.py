@@ -14,6 +14,8 @@ from purecompose.run.saving.description import describe
 
 __all__ = ["Results"]
 
+_DECISIVE = ("optimizer", "loss", "precision", "program", "microbatches")
+"""Parts of a run's description on which a metric depends."""
 _FILE, _TABLE = "ablation.json", "ablation.txt"
 
 
@@ -92,7 +94,10 @@ def _settings_of(trainer: Trainer, seed: int) -> dict[str, Any]:
     state = trainer.initial(step, seed)
     described = describe(state, step)
     network = hashlib.blake2b("\n".join(described["model"]).encode(), digest_size=6).hexdigest()
-    facts = {"model": network, **{name: str(described[name]) for name in ("optimizer", "loss")}}
+    facts = {"model": network, **{name: str(described[name]) for name in _DECISIVE}}
+    others = {name: words for name, words in described["algorithms"].items() if name not in trainer.methods}
+    facts |= {"methods that are never left out": ", ".join(others.values()) or "none"}
+    facts |= {"evaluated batches": str(trainer.evaluate.num_batches or "all")}
     facts |= {f"data: {name}": value for name, value in describe_data(trainer.data).items()}
     facts |= {f"evaluation data: {name}": value for name, value in describe_data(trainer.evaluate.data).items()}
     return {

@@ -6,6 +6,7 @@ import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single
 from purecompose.losses.metrics import is_lower_better
 from purecompose.observers import History
-from purecompose.records import RunFolder
+from purecompose.records import RunFolder, read_run
+from purecompose.records.layout import CONFIG
 from purecompose.run.evaluation import Evaluator, Observer
 from purecompose.run.fit import fit
 from purecompose.transforms.compilation import CompiledStep, compile
@@ -113,13 +115,14 @@ def sweep(
         compiled: True to compile a composed step.
         chunk_size: Number of members computed at a time, which bounds the memory; see `population`.
         observers: Observers of the run.
-        folder: A folder for the run; the same call resumes an interrupted run in it.
+        folder: A folder for the run; the same call resumes an interrupted run in it, and other settings are refused.
 
     Returns:
         The trials, ranked by the metric, and the state of the population at the end.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or is out of range, or the state has no such hparam.
+        TypeError, ValueError: An argument has the wrong type or is out of range, the state has no such hparam, or the
+            folder contains another sweep.
 
     Example:
         >>> from purecompose import compose, data, loop_events, losses, optim
@@ -160,12 +163,31 @@ def sweep(
         end = fit(together, start, batches, observers=watching, **options)
     else:
         config = {"metric": metric, "seeds": seeds, **{name: [one[name] for one in settings] for name in names}}
+        config |= {"rungs": [*map(str, rungs)], "keep": keep, "spread": spread} if rungs else {}
+        _check_settings(Path(folder), config)
         with RunFolder(folder, config, resume=True) as run:
             run.begin(together, start, first_batch(batches, start))
             kept = {"checkpoints": run.checkpoints(every="0.1dur", keep=1), "resume": run.resume}
             end = fit(together, start, batches, observers=[*watching, run.observer], **options, **kept)
     found = history.series(metric)[1][-1]
     return _ranked(metric, names, found, end, halving, seeds)
+
+
+def _check_settings(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise if a folder has the run of another sweep, from which this one would continue with the settings there."""
+    if not (folder / CONFIG).is_file():
+        return
+    saved = read_run(folder).config
+    lines = [
+        f"{name} was {saved.get(name, 'absent')}, and is {config.get(name, 'absent')}"
+        for name in dict.fromkeys((*saved, *config))
+        if saved.get(name) != config.get(name)
+    ]
+    if lines:
+        raise ValueError(
+            f"sweep: folder={str(folder)!r} contains another sweep: {'; '.join(lines)}. Choose another folder, or "
+            "repeat the earlier call"
+        )
 
 
 def _members(state: State, settings: Sequence[Mapping[str, float]], seeds: int) -> list[State]:

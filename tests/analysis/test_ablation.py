@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, algorithms as alg, compose, loop_events, on
@@ -43,6 +44,36 @@ def test_a_population_gives_the_values_of_single_runs() -> None:
     assert {cell.form for cell in run().cells} == {"population"}
     for name, values in values_of(together).items():
         torch.testing.assert_close(values, values_of(apart)[name], rtol=1e-4, atol=1e-6)
+
+
+def test_all_cells_of_a_seed_have_the_weights_that_a_network_draws_itself() -> None:
+    def unseeded(seed: int) -> State:
+        net = torch.nn.Linear(8, 2)
+        return State.create(net, loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(0.1), key=seed, duration="2ep")
+
+    before = torch.get_rng_state()
+    found = run([alg.label_smoothing(0.0, name="null")], state=unseeded)
+    assert found.effects[0].differences == (0.0,) * 5
+    assert len(set(found.cells[0].values)) == 5
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("form", ["one by one", "population"])
+def test_a_shuffled_evaluation_gives_all_cells_of_a_seed_the_same_batches(form: str) -> None:
+    inputs, targets = (torch.cat(parts) for parts in zip(*evaluator().data, strict=True))
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=8, shuffle=True)
+    found = run([alg.label_smoothing(0.0, name="null")], evaluate=pc.Evaluator(loader, num_batches=2), form=form)
+    assert found.effects[0].differences == (0.0,) * 5
+    end = pc.fit(make_step([]), new_state(3), train_data())
+    expected = pc.evaluate(end, loader, num_batches=2)["loss"]
+    assert values_of(found)["none"][3] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_loader_with_its_own_generator_is_refused() -> None:
+    dataset, generator = TensorDataset(torch.zeros(8, 8), torch.zeros(8).long()), torch.Generator()
+    loader = DataLoader(dataset, 4, shuffle=True, generator=generator)
+    with pytest.raises(ValueError, match="in each run of a seed: the DataLoader has its own generator"):
+        ablate(make_step, new_state, loader, METHODS, evaluate=evaluator())
 
 
 def unmappable() -> Algorithm:
@@ -148,6 +179,9 @@ def test_another_ablation_in_the_folder_is_refused(tmp_path: pathlib.Path) -> No
     run(METHODS[:1], seeds=2, folder=tmp_path / "first")
     with pytest.raises(ValueError, match=r"methods was mixup\(alpha=0\.4.*, and is label_smoothing"):
         run(METHODS[1:2], seeds=2, folder=tmp_path / "first")
+    with pytest.raises(ValueError, match=r"methods that are never left out was none, and is sam\("):
+        step = lambda methods: make_step([*methods, alg.sam(0.1)])  # noqa: E731
+        run(METHODS[:1], make_step=step, seeds=3, folder=tmp_path / "first")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="is not empty and has no ablation.json"):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from purecompose.analysis.intervals import MOST_SEEDS, Interval, seeds_needed, simultaneous_intervals
+from purecompose.analysis.intervals import MOST_SEEDS, Interval, fewest_seeds, seeds_needed, simultaneous_intervals
 
 
 def simulated(num_ablations: int, num_seeds: int, *, skewed: bool) -> torch.Tensor:
@@ -81,3 +81,24 @@ def test_a_resolution_decides_for_no_difference() -> None:
     assert seeds_needed(narrow, 30, 6, 0.95, resolution=0.02) == 0
     assert 30 < seeds_needed(narrow, 30, 6, 0.95, resolution=0.005) < 500
     assert seeds_needed(narrow, 30, 6, 0.95) == MOST_SEEDS + 1
+
+
+def test_the_number_of_seeds_for_no_difference_decides_four_times_of_five() -> None:
+    needed = seeds_needed(Interval(0.0, -1.2, 1.2, 1.0), 8, 1, 0.95, resolution=1.0)
+    draws = torch.randn(200, 1, needed, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    decided = [simultaneous_intervals(rows)[0].is_within(1.0) for rows in draws]
+    assert 0.68 < sum(decided) / len(decided) < 0.92
+    # A difference near the resolution will not get an interval within it, but will be told from 0.
+    near = Interval(0.95, -0.2, 2.1, 1.0)
+    assert seeds_needed(near, 8, 1, 0.95, resolution=1.0) == seeds_needed(near, 8, 1, 0.95)
+
+
+def test_equal_differences_of_few_seeds_decide_nothing() -> None:
+    (interval,) = simultaneous_intervals([[0.01, 0.01]])
+    assert interval.low == -math.inf and not interval.is_decided
+
+
+def test_a_higher_confidence_needs_more_seeds() -> None:
+    assert [fewest_seeds(confidence) for confidence in (0.5, 0.9, 0.95, 0.99, 0.999)] == [5, 5, 5, 8, 11]
+    draws = torch.randn(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert math.isinf(simultaneous_intervals([draws.tolist()], 0.99)[0].high)

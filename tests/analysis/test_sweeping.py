@@ -119,3 +119,17 @@ def test_a_compiled_sweep_has_the_graph_of_one_population() -> None:
 def test_wrong_arguments_are_refused(values: Any, options: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         sweep(make_step([]), new_state(0), train_data(), values, evaluate=evaluator(), **options)
+
+
+def test_another_sweep_in_the_folder_is_refused(tmp_path: pathlib.Path) -> None:
+    def run(rates: list[float], **options: Any) -> list[float]:
+        given = {"evaluate": evaluator(), "folder": tmp_path / "run", **options}
+        found = sweep(make_step([]), new_state(0), train_data(), {"lr": rates}, **given)
+        return sorted(trial.values["lr"] for trial in found.trials)
+
+    first = run([0.01, 0.1])
+    assert run([0.01, 0.1]) == first
+    with pytest.raises(ValueError, match=r"contains another sweep: lr was \[0.01, 0.1\], and is \[0.5, 1.0\]"):
+        run([0.5, 1.0])
+    with pytest.raises(ValueError, match="contains another sweep: rungs was absent"):
+        run([0.01, 0.1], rungs=("0.5dur",))
