@@ -14,7 +14,19 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from purecompose import Event, State, batch as batches, compose, evaluate, fit, hparam, loop_events, metrics, optim
+from purecompose import (
+    Event,
+    State,
+    analysis,
+    batch as batches,
+    compose,
+    evaluate,
+    fit,
+    hparam,
+    loop_events,
+    metrics,
+    optim,
+)
 from purecompose.core.loop import eval_events
 from purecompose.random import choice
 from purecompose.run.evaluation import Evaluator, run_evaluator
@@ -306,3 +318,27 @@ def test_dropout_on_a_gpu_draws_the_same_as_on_the_cpu() -> None:
     here = step(make_state(net), batch)
     for name, param in there.params.items():
         torch.testing.assert_close(param.cpu(), here.params[name], rtol=1e-4, atol=1e-5)
+
+
+@needs_cuda
+def test_experiments_on_a_gpu_take_data_from_the_host() -> None:
+    data = [(torch.randn(8, 4), torch.arange(8) % 3) for _ in range(4)]
+    evaluator = Evaluator(data)
+
+    def state(seed: int) -> State:
+        optimizer = optim.sgd(hparam("lr", 0.1))
+        return make_state(make_mlp(), optimizer=optimizer, key=seed, duration="2ep", device="cuda")
+
+    step = compose(loop_events)
+    assert len(analysis.learning_rate_range(step, state(0), data, num_batches=10).losses) == 10
+    found = analysis.ablate(
+        lambda methods: compose(loop_events, methods),
+        state,
+        data,
+        [Subject.of("label_smoothing(0.1)").algorithm],
+        evaluate=evaluator,
+        seeds=2,
+        time_rounds=1,
+    )
+    assert {cell.form for cell in found.cells} == {"population"}
+    assert analysis.sensitivity(analysis.Window(step, state(0), data), of=evaluator).slopes[0].agrees

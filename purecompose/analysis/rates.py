@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from purecompose import batch as batches
 from purecompose._support.checks import check_number, check_whole
 from purecompose._support.table import table
 from purecompose.core.compose import Step
@@ -114,13 +115,13 @@ def learning_rate_range(
     recent: list[float] = []
     reach = max(num_batches // 20, 1)
     has_diverged = False
-    batches = _endless(data, state)
+    given = _endless(data, state)
     for i in range(num_batches):
         rates.append(low * (high / low) ** (i / (num_batches - 1)))
         rate = torch.tensor(rates[-1], dtype=torch.float32, device=state.device)
         state = state.replace(hparams={**state.hparams, _NAME: rate})
-        batch = data.batch(state) if isinstance(data, StateStream) else next(batches)
-        state = step(state, batch)
+        batch = data.batch(state) if isinstance(data, StateStream) else next(given)
+        state = step(state, batches.map_tensors(lambda tensor, device=state.device: tensor.to(device), batch))
         assert state.loss is not None
         losses.append(state.loss.item())
         recent.append(statistics.fmean(losses[-reach:]))
@@ -154,8 +155,9 @@ def with_named_rate(state: State, *, keeps_schedule: bool) -> State:
         )
     factors = factors_of(getattr(optimizer, _NAME))
     number = math.prod(float(factor) for factor in factors if isinstance(factor, int | float))
-    named = next((factor for factor in factors if isinstance(factor, Hparam)), hparam(_NAME, number))
-    rest = [factor for factor in factors if not isinstance(factor, int | float | Hparam)]
+    is_named = (factor for factor in factors if isinstance(factor, Hparam) and factor.name == _NAME)
+    named = next(is_named, hparam(_NAME, number))
+    rest = [factor for factor in factors if factor is not named and not isinstance(factor, int | float)]
     rate = Product((named, *rest)) if keeps_schedule and rest else named
     changed = state.replace(optimizer=dataclasses.replace(optimizer, **{_NAME: rate}))  # pyright: ignore
     return changed.with_hparams([named])

@@ -1,10 +1,13 @@
 """A run that has been recorded in a folder, opened for reading, and the states from which it can be replayed."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from purecompose._support.checks import shown
 from purecompose._support.urls import is_remote
@@ -13,6 +16,7 @@ from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.identity import describe_data, differences as data_differences
 from purecompose.data.loaders import own_order
+from purecompose.data.position import position_holder
 from purecompose.observers import read_records
 from purecompose.records.layout import RECORDS
 from purecompose.run.evaluation import Evaluator
@@ -57,7 +61,7 @@ class RecordedRun:
         path: The run's folder, or a folder of checkpoints. `Checkpoints(keep="log")` spreads them over the run.
         step: The step that trained it; compiled in the same way, as compiled code computes other bits.
         state: The state that was given to `fit`. Its structure and its run's length are used, not its values.
-        data: The data that were given to `fit`.
+        data: The data that were given to `fit`; those with a `state_dict` as they were then, at their start.
         evaluate, stop, adjust, microbatches: As they were given to `fit`. Evaluations are repeated only if a rule for
             stopping or an adjuster reads them.
         extra: The objects that were given to `Checkpoints(extra=...)`; a replay restores them in place.
@@ -97,9 +101,12 @@ class RecordedRun:
         for name in ("evaluate", "stop", "adjust"):
             object.__setattr__(self, name, _listed(getattr(self, name)))
         object.__setattr__(self, "checkpoints", checkpoints_in(self.path))
+        object.__setattr__(self, "_origin", _origin_of(self.data))
 
     checkpoints: tuple[Found, ...] = field(init=False, repr=False)
     """The checkpoints in the folder, the oldest first; at least one."""
+    _origin: Any = field(init=False, repr=False)
+    """The position of the data at the start, for those that would continue after an earlier replay."""
 
     @property
     def last_batch(self) -> int:
@@ -163,7 +170,8 @@ class RecordedRun:
         state = self.step.fire(Event.AFTER_LOAD, restored(path, index, like))
         restore_extra(self.extra, path, index)
         memory = {"has_begun": index.batch > 0, **index.memory}
-        return Loaded(state, path, memory, index.metrics, saved_outside(POSITION, path, index))
+        position = saved_outside(POSITION, path, index) if memory["has_begun"] else self._origin
+        return Loaded(state, path, memory, index.metrics, position)
 
     def _check(self, found: Found) -> None:
         """Raise if the data or the code are not those of a checkpoint; warn if not `strict`."""
@@ -226,6 +234,15 @@ def losses_in(path: Path | str) -> dict[int, Any]:
     file = Path(path) / RECORDS
     records = read_records(file) if file.is_file() else []
     return {record["batch"]: record["loss"] for record in records if "loss" in record}
+
+
+def _origin_of(data: Any) -> dict[str, Any] | None:
+    """Return the present position of data that continue there each time they are iterated; `None` for others."""
+    holder = position_holder(data)
+    # Loaders, and streams of Hugging Face, begin again.
+    if holder is None or isinstance(holder, DataLoader) or hasattr(holder, "_starting_state_dict"):
+        return None
+    return {"state": copy.deepcopy(holder.state_dict()), "is_over": False}
 
 
 def _listed(given: Any) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ class Bisection:
     """The first batch after which the predicate holds."""
     predicate: str
     replays: int
-    """Number of checkpoints that were read, to evaluate the predicate or to replay the run from there."""
+    """Number of different checkpoints that were read, to evaluate the predicate or to replay the run from there."""
     num_batches: int
     """Number of batches that were trained on again."""
     explanation: Explanation | None
@@ -49,9 +49,9 @@ def bisect(run: RecordedRun, predicate: Callable[[State], Any], *, stays: bool) 
         run: The run.
         predicate: Function of a state between steps, such as `predicates.loss_above(5.0)`.
         stays: True if the predicate, once true, remains true until the end of the run, as for NaNs in the weights. The
-            checkpoints are then searched by halving: of c checkpoints at most ceil(log2(c)) + 1 are read, and the run
-            is replayed from one of them up to the next. False to replay the run from its first checkpoint until the
-            predicate is true.
+            checkpoints are then searched by halving: of c checkpoints at most ceil(log2(c)) + 1 are read, the last one
+            among them, and the run is replayed from one of them up to the next. False to replay the run from its first
+            checkpoint until the predicate is true.
 
     Returns:
         The batch with its report.
@@ -69,10 +69,10 @@ def bisect(run: RecordedRun, predicate: Callable[[State], Any], *, stays: bool) 
         raise TypeError(f"bisect: predicate: expected a function State -> bool, got {shown(predicate)}")
     check_flag(stays, "bisect: stays")
     found = run.checkpoints
-    low, high, replays = 0, len(found) - 1, 0
+    low, high, read = 0, len(found) - 1, set[int]()
     while stays and high - low > 1:
         middle = (low + high) // 2
-        replays += 1
+        read.add(middle)
         if _holds(predicate, run.load(found[middle]).state):
             high = middle
         else:
@@ -80,12 +80,15 @@ def bisect(run: RecordedRun, predicate: Callable[[State], Any], *, stays: bool) 
     num_batches = 0
     for i in range(low, max(high, low + 1)):
         first, last = found[i], found[min(i + 1, high)]
-        replays += 1
+        read.add(i)
         caught, batch, reached = _scanned(run, predicate, first, last, stays=stays)
         num_batches += reached - first.index.batch
         if batch is not None:
+            if stays and high < len(found) - 1:  # the search has not looked at the end of the run
+                read.add(len(found) - 1)
+                _check_stays(predicate, batch, run.load(found[-1]).state)
             explanation = explain_last(run, caught) if run.start.key.ndim == 1 else None
-            return Bisection(batch, _words(predicate), replays, num_batches, explanation)
+            return Bisection(batch, _words(predicate), len(read), num_batches, explanation)
     text = f"bisect: {_words(predicate)} does not hold at batch {found[high].index.batch} of {run.path}"
     raise ValueError(
         f"{text}: it never does, or does not stay true; then use stays=False" if stays else f"{text}, nor before"
@@ -100,6 +103,19 @@ def _holds(predicate: Callable[[State], Any], state: State) -> bool:
         raise RuntimeError(
             f"bisect: the predicate {_words(predicate)} raised at {place}: {type(error).__name__}: {error}"
         ) from error
+
+
+def _check_stays(predicate: Callable[[State], Any], batch: int, end: State) -> None:
+    """Raise if a predicate that has been found to hold does not at the end."""
+    if not _holds(predicate, end):
+        raise _passing(predicate, batch, end.timestamp.batch)
+
+
+def _passing(predicate: Callable[[State], Any], batch: int, later: int) -> ValueError:
+    return ValueError(
+        f"bisect: {_words(predicate)} holds at batch {batch} and not at batch {later}: it does not stay true; use "
+        "stays=False"
+    )
 
 
 def _scanned(
@@ -123,10 +139,7 @@ def _scanned(
                     "checkpoint to search from"
                 )
             if batch is not None and not holds:
-                raise ValueError(
-                    f"bisect: {_words(predicate)} holds at batch {batch} and not at batch {now}: it does not stay "
-                    "true; use stays=False"
-                )
+                raise _passing(predicate, batch, now)
             if batch is None and holds:
                 batch, caught.state, caught.batch = now, newest.state, newest.batch
             if now >= last.index.batch or (holds and not stays):

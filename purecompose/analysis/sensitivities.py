@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from purecompose import losses
+from purecompose import batch as batches, losses
 from purecompose._support.checks import check_number, shown
 from purecompose._support.table import table
 from purecompose.analysis.precision import as_dtype
@@ -202,7 +202,8 @@ def sensitivity(
     composed = step.step if isinstance(step, CompiledStep) else step
     start = as_dtype(composed.init(state.copy()), torch.float64)
     start = start.replace(hparams={name: scalar.double() for name, scalar in start.hparams.items()})
-    steps = [as_dtype(batch, torch.float64) for batch in given]
+    on_device = (batches.map_tensors(lambda tensor: tensor.to(state.device), batch) for batch in given)
+    steps = [as_dtype(batch, torch.float64) for batch in on_device]
     objective = _mean_loss(of) if isinstance(of, Evaluator) else of
 
     def result(values: dict[str, Tensor]) -> Tensor:
@@ -275,6 +276,7 @@ def _mean_loss(evaluator: Evaluator) -> Callable[[State], Tensor]:
         for number, batch in enumerate(fixed_batches(evaluator.data, state.key)):
             if number == evaluator.num_batches:
                 break
+            batch = batches.map_tensors(lambda tensor: tensor.to(state.device), batch)
             inside = state.replace(batch=as_dtype(batch, torch.float64))
             outputs = state.forward(inside.inputs)
             (loss, _), _ = inside.call_loss(

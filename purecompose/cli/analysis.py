@@ -16,7 +16,7 @@ from purecompose.cli.own import allowed_by, imported, is_own
 from purecompose.cli.settings import UsageError, check_target, named
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, prepare, reported_as
 from purecompose.data import TextData
-from purecompose.run.saving import CheckpointError, save
+from purecompose.run.saving import CheckpointError, MismatchError, save
 
 
 __all__ = ["COMMANDS", "EXAMPLES", "opened"]
@@ -110,7 +110,12 @@ def _show_bisection(options: argparse.Namespace) -> None:
     with opened(options, options.run) as (run, setup):
         with reported_as("--until"):
             predicate = _predicate(options.until, setup)
-        found = analysis.bisect(run, predicate, stays=options.stays)
+        try:
+            found = analysis.bisect(run, predicate, stays=options.stays)
+        except RuntimeError as error:
+            if not str(error).startswith("bisect: the predicate"):
+                raise
+            raise UsageError(" ".join(str(error).split())) from error
         print(found)
         if options.report is not None and found.explanation is not None:
             print(f"\nthe report is in {found.explanation.write(options.report)}")
@@ -125,7 +130,11 @@ def _show_comparison(options: argparse.Namespace) -> None:
         except (UsageError, CheckpointError):
             runs = [Path(run) for run in options.runs]  # their folders are enough for a coarser answer
         with _reported():
-            print(analysis.compare(*runs, tolerance=options.tolerance))
+            try:
+                print(analysis.compare(*runs, tolerance=options.tolerance))
+            except MismatchError as error:  # other versions, threads, ...: differences that are asked for
+                print(analysis.compare(*map(Path, options.runs), tolerance=options.tolerance))
+                print(f"\nthe runs are not replayed: {' '.join(str(error).split())}")
 
 
 @contextmanager

@@ -94,6 +94,15 @@ def test_a_predicate_that_does_not_stay_is_noticed(run: RecordedRun) -> None:
         bisect(run, lambda state: state.timestamp.batch == 21, stays=True)
 
 
+def test_a_predicate_that_passes_between_two_checkpoints_or_later_is_noticed(run: RecordedRun) -> None:
+    with pytest.raises(ValueError, match="holds at batch 5 and not at batch 40: it does not stay true"):
+        bisect(run, lambda state: 5 <= state.timestamp.batch < 30, stays=True)
+    for first in range(1, 41):
+        found = bisect(run, lambda state, first=first: state.timestamp.batch >= first, stays=True)
+        assert found.batch == first
+        assert found.replays <= math.ceil(math.log2(len(run.checkpoints))) + 1
+
+
 @pytest.mark.parametrize("stays", [True, False])
 def test_a_predicate_that_never_or_always_holds(run: RecordedRun, stays: bool) -> None:
     with pytest.raises(ValueError, match=r"not_finite\(\) does not hold at batch 40 of"):

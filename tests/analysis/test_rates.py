@@ -67,3 +67,15 @@ def test_a_picture_is_drawn(tmp_path: pathlib.Path) -> None:
     assert draw_learning_rate_range(found, tmp_path / "range.png").stat().st_size > 5000
     with pytest.raises(ValueError, match="ends in .png, .svg, .pdf"):
         draw_learning_rate_range(found, tmp_path / "range.gif")
+
+
+def test_a_rate_with_a_scalar_of_another_name_is_replaced_too() -> None:
+    batches = [next(iter(train_data()))] * BATCHES_PER_EPOCH
+    options: dict[str, Any] = {"low": 0.01, "high": 1.0, "num_batches": 20}
+    plain, other = (
+        learning_rate_range(make_step([]), new_state(0, optimizer=optim.sgd(rate)), batches, **options)
+        for rate in (0.1, hparam("rate", 0.1) * schedule.cosine())
+    )
+    assert other.losses == plain.losses
+    kept = with_named_rate(new_state(0, optimizer=optim.sgd(0.5 * hparam("rate", 0.1))), keeps_schedule=True)
+    assert {name: value.item() for name, value in kept.hparams.items()} == pytest.approx({"rate": 0.1, "lr": 0.5})

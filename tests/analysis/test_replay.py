@@ -1,6 +1,6 @@
 """A replay computes the states of a run again, bit for bit, and refuses what would compute others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +208,35 @@ def test_a_run_that_was_continued_for_longer_has_two_lengths(tmp_path: Path) -> 
 def test_wrong_arguments(run: RecordedRun, call: Callable[[Any], object], words: str) -> None:
     with pytest.raises(TypeError, match=words):
         call(run)
+
+
+class Stream:
+    """Data that continue where they were left, also in the middle of an epoch."""
+
+    def __init__(self) -> None:
+        self.batches = make_batches(4)
+        self.number = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.number < len(self):
+            self.number += 1
+            yield self.batches[self.number - 1]
+        self.number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+def test_data_with_a_position_are_at_their_start_in_each_replay(tmp_path: Path) -> None:
+    state, step = make_state(duration="2ep"), compose(loop_events)
+    settings = pc.Checkpoints(tmp_path, keep="log", every="3ba", background=False)
+    states = {now.timestamp.batch: now for now in pc.training(step, state, Stream(), checkpoints=settings)}
+    run = RecordedRun(tmp_path, step, state, Stream())
+    for at in (2, 2, 5, 1, 7, 2):
+        assert pc.tree.equal(replay(run, at).state.params, states[at].params)

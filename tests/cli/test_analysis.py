@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import purecompose as pc
+from purecompose.analysis import recorded
 from purecompose.cli import load_run, main
 from tests.analysis.forms import digests
 
@@ -87,6 +88,15 @@ def test_compare(run: Run) -> None:
     assert "no settings differ" in run("compare", "a", "a")[1]
 
 
+def test_compare_names_versions_that_prevent_a_replay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = recorded.environment
+    monkeypatch.setattr(recorded, "environment", lambda *given: {**now(*given), "torch": "99"})
+    status, out, err = run("compare", "a", "b")
+    assert (status, err) == (0, "")
+    assert "optimizer: adam(1e-3) in a, adam(2e-3) in b" in out and "the first difference is after batch" in out
+    assert "the runs are not replayed: " in out and "99 here" in out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -95,6 +105,7 @@ def test_compare(run: Run) -> None:
         (("replay", "nothing", "--at", "1ba"), "nothing"),
         (("explain", "a", "--at", "0"), "no batch led there"),
         (("bisect", "a", "--until", "not_finite"), "one of the arguments --stays --passes is required"),
+        (("bisect", "a", "--until", "weight_norm_above(1.0, 'x')", "--stays"), "no parameter has a name like 'x'"),
         (("bisect", "a", "--until", "not_finit", "--stays"), "did you mean 'not_finite'"),
         (("compare", "a", "nothing"), "nothing has no checkpoints"),
     ],
