@@ -33,8 +33,8 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
                 panel.plot(
                     *place, "o", color=color, markerfacecolor=face, markersize=6, zorder=3 - bool(row["methods"])
                 )
-        longest = max(float(row["of by hand"]) for row in rows if row["network"] == network)
-        panel.set(title=network, xlim=(0, 1.05 * longest), yticks=range(len(sides)), yticklabels=sides)
+        ratios: list[Any] = [row["of by hand"] for row in rows if row["network"] == network]
+        panel.set(title=network, xlim=(0, 1.05 * max(ratios)), yticks=range(len(sides)), yticklabels=sides)
         panel.grid(axis="y", color="#e2e8f0", zorder=-1)
         panel.spines[["top", "right", "left"]].set_visible(False)
         panel.tick_params(axis="y", length=0)
