@@ -11,19 +11,12 @@ import shutil
 import stat
 import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 from purecompose.run.saving.process import is_alive, place, token
 
 
-try:
-    import fcntl
-except ImportError:  # not available on Windows
-    fcntl = None
-
-
-__all__ = ["WRITER", "clear_copies", "copy_named", "locked", "new_name", "note_sent", "note_user"]
+__all__ = ["WRITER", "clear_copies", "copy_named", "new_name", "note_sent", "note_user"]
 
 WRITER = ".writer"
 """Name of the file that marks a local copy as that of the process that sends what has changed."""
@@ -52,17 +45,6 @@ def note_sent(copy: Path, is_sent: bool) -> None:
     """Note whether sending works."""
     with contextlib.suppress(OSError):  # a full disk
         (copy / _SENT).touch() if is_sent else (copy / _SENT).unlink(missing_ok=True)
-
-
-def locked(copy: Path) -> ExitStack:
-    """Lock a local copy until the result is closed, so that systemd-tmpfiles does not remove old files in it."""
-    stack = ExitStack()
-    if fcntl is not None:
-        folder = os.open(copy, os.O_RDONLY)
-        stack.callback(os.close, folder)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return stack
 
 
 def clear_copies() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from purecompose._support.urls import forget, know
 from purecompose._support.warnings import warn
 from purecompose.run.saving import folder as disk
-from purecompose.run.saving.copies import WRITER, clear_copies, copy_named, locked, new_name, note_sent, note_user
+from purecompose.run.saving.copies import WRITER, clear_copies, copy_named, new_name, note_sent, note_user
 from purecompose.run.saving.errors import CheckpointWarning, UploadError
 from purecompose.run.saving.storage import download, file_system, files_in, tried
 from purecompose.run.saving.tensors import is_file_name, is_whole
@@ -71,7 +71,6 @@ class Mirror:
         if self._thread is not None:
             note_sent(self.local, True)
             (self.local / WRITER).touch()
-            self._lock = locked(self.local)
             self._thread.start()
         know(self.local, self.url)
 
@@ -86,7 +85,6 @@ class Mirror:
         if self._thread is not None:
             self._is_closing.set()
             self._thread.join()
-            self._lock.close()
             if self._problem is not None:
                 return f"{self._problem}; all is in {self.local}"
         if self._thread is not None or (self._is_first and not self.has_writer):
