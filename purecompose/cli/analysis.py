@@ -19,7 +19,7 @@ from purecompose.data import TextData
 from purecompose.run.saving import CheckpointError, MismatchError, save
 
 
-__all__ = ["COMMANDS", "EXAMPLES", "opened"]
+__all__ = ["COMMANDS", "EXAMPLES", "opened", "usage_errors"]
 
 
 def _add_replay_options(command: argparse.ArgumentParser) -> None:
@@ -129,7 +129,7 @@ def _show_comparison(options: argparse.Namespace) -> None:
             runs: list[Any] = [stack.enter_context(opened(options, run))[0] for run in options.runs]
         except (UsageError, CheckpointError):
             runs = [Path(run) for run in options.runs]  # their folders are enough for a coarser answer
-        with _reported():
+        with usage_errors(ValueError, FileNotFoundError):
             try:
                 print(analysis.compare(*runs, tolerance=options.tolerance))
             except MismatchError as error:  # other versions, threads, ...: differences that are asked for
@@ -144,7 +144,7 @@ def opened(options: argparse.Namespace, folder: str) -> Iterator[tuple[RecordedR
     if report is not None:
         check_target("--report", report)
     settings, data = completed(settings_for(folder, options.data), allowed=allowed_by(options))
-    with fixed_arithmetic(settings["threads"]), plain_warnings(), _reported():
+    with fixed_arithmetic(settings["threads"]), plain_warnings(), usage_errors(ValueError, FileNotFoundError):
         setup = prepare(settings, data)
         yield (
             RecordedRun(
@@ -163,12 +163,13 @@ def opened(options: argparse.Namespace, folder: str) -> Iterator[tuple[RecordedR
 
 
 @contextmanager
-def _reported() -> Iterator[None]:
+def usage_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors of these kinds, about arguments and folders, into usage errors of one line."""
     try:
         yield
     except UsageError:
         raise
-    except (ValueError, FileNotFoundError) as error:
+    except kinds as error:
         raise UsageError(" ".join(str(error).split())) from error
 
 

@@ -11,7 +11,7 @@ from purecompose import analysis
 from purecompose._support import specs
 from purecompose.algorithms import FACTORIES
 from purecompose.analysis.rates import with_named_rate
-from purecompose.cli.analysis import opened
+from purecompose.cli.analysis import opened, usage_errors
 from purecompose.cli.kinds import Data
 from purecompose.cli.own import allowed_by
 from purecompose.cli.settings import UsageError, add_settings, check_target, chosen, named, whole
@@ -107,19 +107,8 @@ class _Parts(NamedTuple):
 def _prepared(options: argparse.Namespace) -> Iterator[_Parts]:
     """Prepare the parts of an experiment from the options, with the arithmetic of a run."""
     settings, data = completed(chosen(options), allowed=allowed_by(options))
-    with fixed_arithmetic(settings["threads"]), plain_warnings(), _reported():
+    with fixed_arithmetic(settings["threads"]), plain_warnings(), usage_errors(ValueError, TypeError, FileExistsError):
         yield _Parts(settings, data, prepare({**settings, "seeds": 1}, data))
-
-
-@contextmanager
-def _reported() -> Iterator[None]:
-    """Turn errors about arguments and folders into usage errors."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except (ValueError, TypeError, FileExistsError) as error:
-        raise UsageError(" ".join(str(error).split())) from error
 
 
 def _show_ablation(options: argparse.Namespace) -> None:
@@ -193,7 +182,7 @@ def _show_sensitivity(options: argparse.Namespace) -> None:
     if not comma:
         raise UsageError(f"--window: {options.window}: expected two points of the run, such as 100ba,150ba")
     names = options.to.split(",")
-    with opened(options, options.run) as (run, setup), _reported():
+    with opened(options, options.run) as (run, setup), usage_errors(ValueError, TypeError, FileExistsError):
         window = analysis.window_of(run, start, stop)
         with reported_as("--to"):
             step, state = _with_names(setup.plain_step, window.state, names)
