@@ -1,0 +1,80 @@
+"""The curve of a run: what its evaluations found, and after how many seconds of training."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from statistics import median
+from typing import NamedTuple
+
+from purecompose import Event, State
+
+
+class Point(NamedTuple):
+    """One evaluation. Seconds count from the first batch on, without evaluations."""
+
+    batch: int
+    value: float
+    seconds: float
+    """Wall-clock time, compilation included."""
+    compiling: float
+    """How much of it was compilation."""
+    cpu_seconds: float
+    """Processor time of all threads, compilation included."""
+
+
+class Curve:
+    """The clock of a run and its points.
+
+    `batch` is called after each batch, `evaluating` is the context of each evaluation, in which the clock stands still,
+    and `add` notes the result. Whatever trains uses the same three, so that all sides are measured alike.
+    """
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+        self._steps: list[float] = []
+        self._last = self._wall
+
+    def batch(self) -> None:
+        """Note the end of a batch."""
+        now = time.perf_counter()
+        self._steps.append(now - self._last)
+        self._last = now
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Stop the clock for the duration of the context."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        yield
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        self._wall, self._cpu, self._last = self._wall + wall, self._cpu + cpu, self._last + wall
+
+    def add(self, value: float) -> None:
+        """Note the result of an evaluation; call it within `evaluating`, or directly after it."""
+        seconds, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        self.points.append(Point(len(self._steps), value, seconds, self._compiling(), cpu))
+
+    def _compiling(self) -> float:
+        """Seconds spent on compilation: those by which a batch took longer than usual, if more than half a second."""
+        usual = median(self._steps)
+        return sum(seconds - usual for seconds in self._steps if seconds > usual + 0.5)
+
+
+class Observer:
+    """An observer of `fit` that draws the curve of a metric such as "eval/accuracy"."""
+
+    def __init__(self, curve: Curve, metric: str) -> None:
+        self._curve, self._metric = curve, metric
+        self._value = float("nan")
+        self._pause = ExitStack()
+
+    def __call__(self, event: Event, state: State) -> None:
+        if event is Event.BATCH_END:
+            self._curve.batch()
+        elif event is Event.EVAL_BEFORE_ALL:
+            self._pause.enter_context(self._curve.evaluating())
+        elif event is Event.EVAL_END:
+            self._value = state.metrics[self._metric].item()
+        elif event is Event.EVAL_AFTER_ALL:
+            self._pause.close()
+            self._curve.add(self._value)

@@ -1,0 +1,164 @@
+"""What the tasks of this folder have in common: runs in processes of their own, kept records, tuning.
+
+A task trains one network to a target by several sides, such as "baseline", a loop in plain PyTorch, and "recipe". A run
+is one side with one seed in one precision; it has a process of its own, which begins without compiled code on disk. The
+record of a complete run is one line of `results/quality/<task>.jsonl`, and runs that have a record are not repeated. Runs
+for tuning use other seeds and are recorded in `<task>_tuning.jsonl`.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+
+from _curve import Curve, Point
+from _timing import RESULTS, facts
+
+
+RECORDS = RESULTS / "quality"
+TUNING_SEEDS = 1000
+"""Seeds of tuning begin here, so that no reported run has been chosen by its own result."""
+
+Settings = Mapping[str, Any]
+Side = Callable[[int, Curve, Settings], int]
+"""Train with a seed and draw the curve, with settings in place of the side's own ones. Returns the network's number of
+parameters."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set, a network, a target, and the sides that train to it."""
+
+    name: str
+    metric: str
+    target: float
+    sides: Mapping[str, Side]
+    tuning: Mapping[str, Sequence[Settings]]
+    """For each side, the settings to try instead of its own."""
+    is_lower_better: bool = False
+    num_seeds: int = 5
+    num_tuning_seeds: int = 1
+    precisions: tuple[str, ...] = ("fp32", "bf16")
+
+    def reached(self, points: Sequence[Point]) -> Point | None:
+        """Return the first point at which the target is reached."""
+        sign = -1 if self.is_lower_better else 1
+        return next((point for point in points if sign * point.value >= sign * self.target), None)
+
+
+def run(task: Task, text: str | None) -> None:
+    """The command line of a task: train what has no record yet, and report.
+
+    Args:
+        task: The task.
+        text: The script's docstring.
+    """
+    parser = argparse.ArgumentParser(description=(text or "").partition("\n")[0])
+    parser.add_argument("--side", action="append", choices=list(task.sides), help="only this side; repeatable")
+    parser.add_argument("--precision", action="append", choices=("fp32", "bf16"), help="only this one; repeatable")
+    parser.add_argument("--seeds", type=int, default=task.num_seeds, help="number of seeds (default %(default)s)")
+    parser.add_argument("--tune", action="store_true", help="train with the settings to choose from, with other seeds")
+    parser.add_argument("--set", default="{}", metavar="JSON", help="settings of one run, which is only printed")
+    parser.add_argument("--short", action="store_true", help="a few batches, to see that it runs: recorded nowhere")
+    parser.add_argument("--records", type=pathlib.Path, default=RECORDS, help="folder of the records")
+    parser.add_argument("--one", metavar="JSON", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one is not None:
+        print(json.dumps(_in_this_process(task, **json.loads(args.one))), flush=True)
+        return
+    sides, precisions = args.side or list(task.sides), args.precision or task.precisions
+    if args.short or args.set != "{}":
+        settings = {**json.loads(args.set), **({"short": True} if args.short else {})}
+        for side in sides:
+            _tell(task, _in_process(task, side, TUNING_SEEDS, {"precision": precisions[0], **settings}))
+        return
+    wanted = _to_tune(task, sides, precisions) if args.tune else _to_report(sides, precisions, args.seeds)
+    path = args.records / (f"{task.name}_tuning.jsonl" if args.tune else f"{task.name}.jsonl")
+    done = [(r["side"], r["seed"], r["settings"]) for r in records(path)]
+    for one in wanted:
+        if one not in done:
+            record = _in_process(task, *one)
+            args.records.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            _tell(task, record)
+
+
+def records(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Return the records of a file, with their points; none if there is no file."""
+    if not path.exists():
+        return []
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{**record, "points": [Point(*point) for point in record["points"]]} for record in found]
+
+
+Run = tuple[str, int, dict[str, Any]]
+
+
+def _to_report(sides: Sequence[str], precisions: Sequence[str], num_seeds: int) -> Iterator[Run]:
+    """Yield side, seed and settings of the runs to report; the sides take turns, so that drift affects all alike."""
+    for seed in range(num_seeds):
+        for precision in precisions:
+            for side in sides if seed % 2 else reversed(sides):
+                yield side, seed, {"precision": precision}
+
+
+def _to_tune(task: Task, sides: Sequence[str], precisions: Sequence[str]) -> Iterator[Run]:
+    for side in sides:
+        for settings in task.tuning[side]:
+            for seed in range(TUNING_SEEDS, TUNING_SEEDS + task.num_tuning_seeds):
+                yield side, seed, {"precision": precisions[0], **settings}
+
+
+def _in_process(task: Task, side: str, seed: int, settings: Settings) -> dict[str, Any]:
+    """Return the record of a run in a new process, with an empty cache of compiled code."""
+    one = json.dumps({"side": side, "seed": seed, "settings": settings})
+    command = [sys.executable, str(pathlib.Path(sys.argv[0]).resolve()), "--one", one]
+    with tempfile.TemporaryDirectory() as cache:
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _in_this_process(task: Task, side: str, seed: int, settings: Settings) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    curve = Curve()
+    num_params = task.sides[side](seed, curve, settings)
+    return {
+        "side": side,
+        "seed": seed,
+        "settings": dict(settings),
+        "num_params": num_params,
+        **facts(),
+        "commit": _commit(),
+        "points": [[point.batch, *(round(value, 5) for value in point[1:])] for point in curve.points],
+    }
+
+
+def _commit() -> str:
+    """Return the commit of the checkout, with a mark if files have been changed."""
+    call = ["git", "-C", str(pathlib.Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=10"]
+    return subprocess.run(call, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def _tell(task: Task, record: dict[str, Any]) -> None:
+    points = [Point(*point) for point in record["points"]]
+    reached, last = task.reached(points), points[-1]
+    when = "target not reached" if reached is None else f"{task.target:g} after {reached.batch} batches, {_time(reached)}"
+    end = f"at the end {task.metric} {last.value:.4f} after {last.batch} batches, {_time(last)}"
+    print(f"{record['side']} {record['settings']} seed {record['seed']}: {when}; {end}", flush=True)
+
+
+def _time(point: Point) -> str:
+    return f"{point.seconds - point.compiling:.1f} s and {point.compiling:.1f} s of compilation"
