@@ -41,8 +41,11 @@ class Task:
     """A data set, a network, a target, and the sides that train to it."""
 
     name: str
+    title: str
     metric: str
     target: float
+    shown: tuple[float, float]
+    """The range of the metric in pictures."""
     sides: Mapping[str, Side]
     tuning: Mapping[str, Sequence[Settings]]
     """For each side, the settings to try instead of its own."""
