@@ -135,8 +135,15 @@ def draw(tasks: Sequence[Task], path: pathlib.Path) -> None:
             panel.spines[["top", "right"]].set_visible(False)
         row[0].set(ylabel=task.metric)
         row[0].set_title(f"{task.title} ({task.precisions[0]})", loc="left", fontsize=10)
-        row[0].annotate(f"target {task.target:g}", (1, task.target), xycoords=("axes fraction", "data"), ha="right",
-                        va="bottom", fontsize=8, color="#475569")
+        row[0].annotate(
+            f"target {task.target:g}",
+            (1, task.target),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            fontsize=8,
+            color="#475569",
+        )
     for side in dict.fromkeys(side for task in tasks for side in task.sides):
         panels[0][0].plot([], [], color=COLORS[side], label=side)
     panels[0][0].legend(frameon=False, fontsize=8, loc="lower right")

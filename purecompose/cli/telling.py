@@ -50,8 +50,9 @@ def _describe_method(algorithm: Algorithm) -> list[str]:
         whole = 1 - config["finetune_fraction"]
         lines.append(f"    images are smaller for {whole:.0%} of the run; until then evaluation may stay near chance")
     elif algorithm.name == "ema" and config["half_life"] is not None:
-        half_life = config["half_life"]
-        lines.append(f"    evaluation uses averages with a half-life of {half_life}, and may stay near chance for a few")
+        lines.append(
+            f"    evaluation uses averages, and may stay near chance for a few half-lives of {config['half_life']}"
+        )
     return lines
 
 
