@@ -2,8 +2,8 @@
 
 A task trains one network to a target by several sides, such as "baseline", a loop in plain PyTorch, and "recipe". A run
 is one side with one seed in one precision; it has a process of its own, which begins without compiled code on disk. The
-record of a complete run is one line of `results/quality/<task>.jsonl`, and runs that have a record are not repeated. Runs
-for tuning use other seeds and are recorded in `<task>_tuning.jsonl`.
+record of a complete run is one line of `results/quality/<task>.jsonl`, and runs that have a record are not repeated.
+Runs for tuning use other seeds and are recorded in `<task>_tuning.jsonl`.
 """
 
 import argparse
@@ -163,7 +163,9 @@ def _commit() -> str:
 def _tell(task: Task, record: dict[str, Any]) -> None:
     points = [Point(*point) for point in record["points"]]
     reached, last = task.reached(points), points[-1]
-    when = "target not reached" if reached is None else f"{task.target:g} after {reached.batch} batches, {_time(reached)}"
+    when = (
+        "target not reached" if reached is None else f"{task.target:g} after {reached.batch} batches, {_time(reached)}"
+    )
     end = f"at the end {task.metric} {last.value:.4f} after {last.batch} batches, {_time(last)}"
     print(f"{record['side']} {record['settings']} seed {record['seed']}: {when}; {end}", flush=True)
 
