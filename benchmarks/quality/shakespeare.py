@@ -9,7 +9,7 @@ characters. The side "published" has nanoGPT's settings; if it ends above the ta
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -33,8 +33,8 @@ FRACTIONS = [i / 10 for i in range(1, 8)] + [i / 40 for i in range(29, 41)]
 
 BASELINE: Settings = {
     "batch_size": 12,
-    "steps": 1000,
-    "lr": 6e-3,
+    "steps": 1150,
+    "lr": 5e-3,
     "betas": (0.9, 0.99),
     "weight_decay": 0.1,
     "clip": 1.0,
@@ -46,14 +46,34 @@ BASELINE: Settings = {
 PUBLISHED: Settings = {**BASELINE, "steps": 2400, "lr": 1e-3, "last": 0.1, "shape": "cosine", "decay": 2000}
 RECIPE: Settings = {
     "batch_size": 12,
-    "steps": 600,
-    "lr": 0.02,
-    "momentum": 0.95,
+    "steps": 450,
+    "lr": 0.04,
+    "momentum": 0.9,
     "ns_steps": 5,
-    "weight_decay": 0.0,
-    "adamw_lr": 6e-3,
+    "adamw_lr": 0.03,
     "betas": (0.9, 0.99),
-    "warmup": 0.05,
+    "warmup": 0.02,
+}
+TUNING: Mapping[str, Sequence[Settings]] = {
+    "published": [],
+    "baseline": [
+        {"lr": 3e-3},
+        {"lr": 5e-3},
+        {"lr": 8e-3},
+        {"lr": 5e-3, "steps": 1000},
+        {"lr": 5e-3, "steps": 1400},
+        {"lr": 6e-3, "steps": 860, "batch_size": 16, "warmup": 75},
+        {"lr": 5e-3, "betas": (0.9, 0.95)},
+    ],
+    "recipe": [
+        {"lr": 0.03},
+        {"lr": 0.04},
+        {"lr": 0.055},
+        {"adamw_lr": 0.015},
+        {"momentum": 0.95},
+        {"ns_steps": 4},
+        {"steps": 360, "batch_size": 16},
+    ],
 }
 
 
@@ -180,7 +200,7 @@ def recipe_parts(settings: Settings) -> Parts:
     muon = optim.muon(
         settings["lr"] * curve,
         momentum=settings["momentum"],
-        weight_decay=settings["weight_decay"],
+        weight_decay=0.0,
         ns_steps=settings["ns_steps"],
     )
     adamw = optim.adamw(settings["adamw_lr"] * curve, betas=settings["betas"], weight_decay=0.0)
@@ -220,7 +240,7 @@ TASK = Task(
     metric="validation loss",
     target=1.88,
     sides={"published": published, "baseline": baseline, "recipe": recipe},
-    tuning={"published": [], "baseline": [], "recipe": []},
+    tuning=TUNING,
     is_lower_better=True,
 )
 
