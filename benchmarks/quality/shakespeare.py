@@ -35,7 +35,7 @@ BASELINE: Settings = {
     "batch_size": 12,
     "steps": 1150,
     "lr": 5e-3,
-    "betas": (0.9, 0.99),
+    "betas": [0.9, 0.99],
     "weight_decay": 0.1,
     "clip": 1.0,
     "warmup": 100,
@@ -51,23 +51,23 @@ RECIPE: Settings = {
     "momentum": 0.9,
     "ns_steps": 5,
     "adamw_lr": 0.03,
-    "betas": (0.9, 0.99),
+    "betas": [0.9, 0.99],
     "warmup": 0.02,
 }
 TUNING: Mapping[str, Sequence[Settings]] = {
     "published": [],
     "baseline": [
-        {"lr": 3e-3},
         {"lr": 5e-3},
-        {"lr": 8e-3},
+        {"lr": 7e-3, "warmup": 200},
+        {"lr": 3.5e-3},
+        {"lr": 1e-2, "warmup": 300},
         {"lr": 5e-3, "steps": 1000},
-        {"lr": 5e-3, "steps": 1400},
-        {"lr": 6e-3, "steps": 860, "batch_size": 16, "warmup": 75},
-        {"lr": 5e-3, "betas": (0.9, 0.95)},
+        {"lr": 6e-3, "steps": 860, "batch_size": 16},
+        {"lr": 5e-3, "betas": [0.9, 0.95]},
     ],
     "recipe": [
-        {"lr": 0.03},
         {"lr": 0.04},
+        {"lr": 0.03},
         {"lr": 0.055},
         {"adamw_lr": 0.015},
         {"momentum": 0.95},
@@ -116,7 +116,7 @@ def _by_hand(seed: int, curve: Curve, settings: Settings) -> int:
     optimizer = torch.optim.AdamW(
         [{"params": [p for p in params if p.ndim > 1], "weight_decay": settings["weight_decay"]},
          {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0}],
-        betas=settings["betas"], fused=True,
+        betas=tuple(settings["betas"]), fused=True,
     )  # fmt: skip
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=settings["precision"] == "bf16")
     batches = _batches(text, settings["batch_size"], seed)
@@ -203,7 +203,7 @@ def recipe_parts(settings: Settings) -> Parts:
         weight_decay=0.0,
         ns_steps=settings["ns_steps"],
     )
-    adamw = optim.adamw(settings["adamw_lr"] * curve, betas=settings["betas"], weight_decay=0.0)
+    adamw = optim.adamw(settings["adamw_lr"] * curve, betas=tuple(settings["betas"]), weight_decay=0.0)
     return Parts([], optim.by_pattern({"*.blocks.*": muon}, adamw), settings["batch_size"], f"{settings['steps']}ba")
 
 
