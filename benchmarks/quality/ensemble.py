@@ -11,12 +11,14 @@ without compilation. The record of each run is a line of `results/quality/ensemb
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -37,23 +39,25 @@ class Side:
     hidden: int = 128
     is_equal_time: bool = False
     """True if it trains as long as the ensemble, False if for as many batches."""
-    lr: float = 3e-3
+    lr: float = 2e-3
     dropout: float = 0.0
 
 
 SIDES = {
-    "one network": Side(),
-    "one network, equal time": Side(is_equal_time=True),
+    "one network": Side(lr=5e-3),
+    "one network, equal time": Side(is_equal_time=True, dropout=0.2),
     "one wider network, equal time": Side(hidden=640, is_equal_time=True),
-    "ensemble of 8": Side(num_members=8),
+    "ensemble of 8": Side(num_members=8, lr=5e-3),
 }
 ENSEMBLE = "ensemble of 8"
-TUNING = [{"lr": lr, "dropout": dropout} for lr in (2e-3, 5e-3) for dropout in (0.0, 0.2)]
+TUNING = [{"lr": lr, "dropout": dropout} for lr in (1e-3, 2e-3, 5e-3, 1e-2) for dropout in (0.0, 0.2)]
 """What is tried for each side, with another seed; the least loss on the held-out images is chosen."""
 BATCH_SIZE = 128
-NUM_BATCHES = 2150
-"""Five epochs, for the ensemble and for the network with as many batches."""
+BUDGETS = (3, 10)
+"""Epochs of the ensemble and of the network for as many batches: before and after the latter has converged."""
 HELD_OUT = 5000
+Costs = Mapping[str, float]
+"""Seconds of a batch, by side."""
 MEASURES = ("accuracy", "loss", "calibration error", "temperature", "loss, scaled", "calibration error, scaled")
 
 
@@ -139,8 +143,9 @@ def quality(logits: Tensor, targets: Tensor) -> dict[str, float]:
     return {name: one.compute(one.update(one.init(), logits, targets)).item() for name, one in of.items()}
 
 
-def record(name: str, side: Side, seed: int, num_batches: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Train and measure one side with one seed."""
+def record(name: str, side: Side, seed: int, epochs: int, costs: Costs, args: argparse.Namespace) -> dict[str, Any]:
+    """Train and measure one side with one seed; `epochs` are those of the ensemble."""
+    num_batches = length(name, epochs, costs, args)
     state, seconds, compiling = trained(side, seed, num_batches, args)
     data, parts = images(args.short)
     held_out = log_probabilities(side, state, parts.test_inputs, args.backend)
@@ -151,6 +156,7 @@ def record(name: str, side: Side, seed: int, num_batches: int, args: argparse.Na
         "side": name,
         "settings": asdict(side),
         "seed": seed,
+        "epochs": epochs,
         "parameters": sum(param.numel() for param in state.params.values()),
         "batches": num_batches,
         "seconds": round(seconds, 2),
@@ -162,7 +168,7 @@ def record(name: str, side: Side, seed: int, num_batches: int, args: argparse.Na
     }
 
 
-def batch_costs(args: argparse.Namespace) -> dict[str, float]:
+def batch_costs(args: argparse.Namespace) -> Costs:
     """Return the seconds of a batch of each side that trains as long as the ensemble, and of the ensemble."""
     num = 4 if args.short else 100
     sides = {name: side for name, side in SIDES.items() if side.is_equal_time or name == ENSEMBLE}
@@ -184,47 +190,52 @@ def write(path: pathlib.Path | None, line: Mapping[str, Any]) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def lengths(path: pathlib.Path | None, args: argparse.Namespace) -> dict[str, int]:
-    """Return the number of batches of each side, which the first call measures and records."""
+def costs_in(path: pathlib.Path | None, args: argparse.Namespace) -> Costs:
+    """Return the costs of batches, which the first call measures and records."""
     costs = next((line["costs"] for line in read(path) if "costs" in line), None)
     if costs is None:
         costs = batch_costs(args)
         write(path, {"costs": costs, **facts()})
-    usual = 8 if args.short else NUM_BATCHES
-    equal = {name: round(usual * costs[ENSEMBLE] / cost) for name, cost in costs.items()}
-    return {name: equal[name] if side.is_equal_time else usual for name, side in SIDES.items()}
+    return costs
+
+
+def length(name: str, epochs: int, costs: Costs, args: argparse.Namespace) -> int:
+    """Return the number of batches of a side."""
+    usual = 8 if args.short else epochs * (len(images(args.short)[1].train_inputs) // BATCH_SIZE)
+    return round(usual * costs[ENSEMBLE] / costs[name]) if SIDES[name].is_equal_time else usual
 
 
 def rows_of(found: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return a row for each side, and one for the differences of the ensemble from each of the others."""
-    of = {name: [one for one in found if one.get("side") == name] for name in SIDES}
+    """Return a row for each side, and one for the differences of the ensemble from each of the others, by budget."""
+    rows: list[Row] = []
+    for epochs in sorted({one["epochs"] for one in found if "side" in one}):
+        of = {name: [one for one in found if (one.get("side"), one.get("epochs")) == (name, epochs)] for name in SIDES}
+        for name, runs in of.items():
+            rows.append(
+                {
+                    "epochs": epochs,
+                    "side": name,
+                    "parameters": runs[0]["parameters"],
+                    "batches": runs[0]["batches"],
+                    "seconds": f"{fmean(one['seconds'] for one in runs):.1f}",
+                    **{measure: shown(measure, [one[measure] for one in runs]) for measure in MEASURES},
+                }
+            )
+        for name, runs in of.items():
+            pairs = list(zip(of[ENSEMBLE], runs, strict=True))
+            if name != ENSEMBLE:
+                differences = {measure: [a[measure] - b[measure] for a, b in pairs] for measure in MEASURES}
+                row = {measure: shown(measure, values, "+") for measure, values in differences.items()}
+                rows.append({"epochs": epochs, "side": f"ensemble less {name}", **row})
+    return rows
 
-    def means(name: str, base: str | None) -> Row:
-        def values(measure: str) -> list[float]:
-            subtracted = [0.0] * len(of[name]) if base is None else [one[measure] for one in of[base]]
-            return [one[measure] - other for one, other in zip(of[name], subtracted, strict=True)]
 
-        (seconds,) = intervals([[one["seconds"] for one in of[name]]])
-        return {
-            "side": name if base is None else f"difference from {base}",
-            "parameters": of[name][0]["parameters"] if base is None else "",
-            "batches": of[name][0]["batches"] if base is None else "",
-            "seconds": f"{seconds.mean:.1f}" if base is None else "",
-            **{measure: shown(measure, values(measure), base is not None) for measure in MEASURES},
-        }
-
-    return [means(name, None) for name in SIDES] + [means(ENSEMBLE, base) for base in SIDES if base != ENSEMBLE]
-
-
-def intervals(values: list[list[float]]) -> list[analysis.Interval]:
-    return analysis.simultaneous_intervals(torch.tensor(values, dtype=torch.float64))
-
-
-def shown(measure: str, values: list[float], is_signed: bool) -> str:
+def shown(measure: str, values: list[float], sign: str = "") -> str:
     """Return a mean with its interval: per cent for accuracy and calibration error."""
     is_share = measure.startswith(("accuracy", "calibration"))
-    (one,) = intervals([[100 * value if is_share else value for value in values]])
-    digits = f"{'+' if is_signed else ''}.{2 if is_share or measure == 'temperature' else 4}f"
+    scaled = [100 * value if is_share else value for value in values]
+    (one,) = analysis.simultaneous_intervals(torch.tensor([scaled], dtype=torch.float64))
+    digits = f"{sign}.{2 if is_share or measure == 'temperature' else 4}f"
     mean, low, high = (format(number, digits) for number in (one.mean, one.low, one.high))
     return f"{mean} ({low} to {high})" if math.isfinite(one.low) else mean
 
@@ -239,31 +250,30 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     path = None if args.short else RECORDS / f"ensemble{'_tuning' if args.tune else ''}.jsonl"
-    num_batches = lengths(path, args)
+    costs = costs_in(path, args)
     if args.tune:
-        tune(path, num_batches, args)
+        tune(path, costs, args)
         return
     found = read(path)
-    done = {(one["side"], one["seed"]) for one in found if "side" in one}
-    for seed in range(1 if args.short else args.seeds):
-        for name, side in SIDES.items():
-            if (name, seed) not in done:
-                found.append(record(name, side, seed, num_batches[name], args))
-                write(path, found[-1])
-                print(f"{name}, seed {seed}: {found[-1]['loss']:.4f} after {found[-1]['seconds']:.1f} s", flush=True)
+    done = {(one["side"], one["epochs"], one["seed"]) for one in found if "side" in one}
+    budgets, seeds = (BUDGETS[:1], range(1)) if args.short else (BUDGETS, range(args.seeds))
+    for seed, epochs, (name, side) in itertools.product(seeds, budgets, SIDES.items()):
+        if (name, epochs, seed) not in done:
+            found.append(record(name, side, seed, epochs, costs, args))
+            write(path, found[-1])
+            print(f"{name}, seed {seed}: {found[-1]['loss']:.4f} after {found[-1]['seconds']:.1f} s", flush=True)
     save("quality_ensemble", rows_of(found), args.out or (None if args.short else RESULTS))
 
 
-def tune(path: pathlib.Path | None, num_batches: Mapping[str, int], args: argparse.Namespace) -> None:
-    """Try settings for each side and print the results."""
-    done = [(one["side"], one["settings"]) for one in read(path)]
-    for name, side in SIDES.items():
-        for settings in TUNING:
-            tried = replace(side, **settings)
-            if (name, asdict(tried)) not in done:
-                found = record(name, tried, TUNING_SEEDS, num_batches[name], args)
-                write(path, found)
-                print(name, settings, {key: round(found[key], 4) for key in ("held-out loss", *MEASURES)}, flush=True)
+def tune(path: pathlib.Path | None, costs: Costs, args: argparse.Namespace) -> None:
+    """Try settings for each side with the smallest budget, and print the results."""
+    done = [(one.get("side"), one.get("settings")) for one in read(path)]
+    for (name, side), settings in itertools.product(SIDES.items(), TUNING):
+        tried = replace(side, **settings)
+        if (name, asdict(tried)) not in done:
+            found = record(name, tried, TUNING_SEEDS, BUDGETS[0], costs, args)
+            write(path, found)
+            print(name, settings, {key: round(found[key], 4) for key in ("held-out loss", *MEASURES)}, flush=True)
 
 
 if __name__ == "__main__":
