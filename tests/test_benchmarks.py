@@ -107,7 +107,7 @@ def test_profile_scores_integrate_the_fraction_of_workloads_near_the_fastest() -
 
 def test_ensemble_compares_each_side_with_the_population(run: Run) -> None:
     rows = run("quality/ensemble")
-    assert [bool(row["batches"]) for row in rows] == [True] * 4 + [False] * 3
+    assert ["batches" in row for row in rows] == [True] * 4 + [False] * 3
     one, _, wide, ensemble = rows[:4]
     assert ensemble["parameters"] == 8 * one["parameters"] and wide["parameters"] > one["parameters"]
     assert ensemble["batches"] == one["batches"]
