@@ -25,14 +25,19 @@ class Point(NamedTuple):
 class Curve:
     """The clock of a run and its points.
 
-    `batch` is called after each batch, `evaluating` is the context of each evaluation, in which the clock stands still,
-    and `add` notes the result. Whatever trains uses the same three, so that all sides are measured alike.
+    `start` is called when data and network are ready, `batch` after each batch, `evaluating` is the context of each
+    evaluation, in which the clock stands still, and `add` notes the result. Whatever trains uses the same four, so that
+    all sides are measured alike.
     """
 
     def __init__(self) -> None:
         self.points: list[Point] = []
-        self._wall, self._cpu = time.perf_counter(), time.process_time()
         self._steps: list[float] = []
+        self.start()
+
+    def start(self) -> None:
+        """Start the clock."""
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
         self._last = self._wall
 
     def batch(self) -> None:

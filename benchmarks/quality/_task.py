@@ -95,6 +95,14 @@ def run(task: Task, text: str | None) -> None:
             _tell(task, record)
 
 
+def data_file(name: str) -> pathlib.Path:
+    """Return the path of a data file, in the folder that the environment variable PURECOMPOSE_DATA names."""
+    folder = os.environ.get("PURECOMPOSE_DATA")
+    if folder is None:
+        raise SystemExit(f"set PURECOMPOSE_DATA to the folder that contains {name}")
+    return pathlib.Path(folder, name)
+
+
 def records(path: pathlib.Path) -> list[dict[str, Any]]:
     """Return the records of a file, with their points; none if there is no file."""
     if not path.exists():

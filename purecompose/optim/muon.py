@@ -37,6 +37,7 @@ def muon(
     eps: float = 1e-7,
     adjust_lr: Literal["original", "match_rms_adamw"] = "original",
     ns_precision: Literal["bf16", "full"] = "bf16",
+    filters: bool = False,
     groups: Mapping[str, Mapping[str, Any]] | Groups = (),
 ) -> Muon:
     """Return Muon, equal to `torch.optim.Muon`: it moves matrices by about the same length in all directions.
@@ -48,8 +49,8 @@ def muon(
         p <- p - lr * weight_decay * p
         p <- p - lr * ratio * orthogonalized(d)
 
-    Parameters that are not 2-dimensional need another optimizer, and so do, by the author's advice, embeddings and the
-    last layer. `by_pattern` divides them; parameters that a pattern of `muon` matches but `muon` does not move are
+    Other parameters, such as biases, need another optimizer, and so do, by the author's advice, embeddings and the last
+    layer. `by_pattern` divides them; parameters that a pattern of `muon` matches but `muon` does not move are
     assigned to the next match that moves them::
 
         by_pattern({"blocks.*": muon(0.02)}, adamw(3e-4))
@@ -69,6 +70,8 @@ def muon(
             0.2 * sqrt(max(rows, columns)), which makes moves as large as AdamW's.
         ns_precision: "bf16" iterates in bfloat16, as torch does; "full" in the parameter's dtype, or float32 if that is
             wider: results are then nearly the same on different devices, and gradients through `update` are exact.
+        filters: Move filters of convolutions, too: a parameter of more than two dimensions, (rows, ...), moves like the
+            matrix of its flattened rows, one for each output channel. torch's Muon refuses them.
         groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
             the ones above.
 
@@ -102,6 +105,7 @@ def muon(
         eps,
         adjust_lr,
         ns_precision,
+        filters,
         groups,  # type: ignore[arg-type]  # The class converts them to tuples.
     )
 
@@ -155,12 +159,14 @@ class Muon(ByGroup):
     eps: float = 1e-7
     adjust_lr: Literal["original", "match_rms_adamw"] = "original"
     ns_precision: Literal["bf16", "full"] = "bf16"
+    filters: bool = False
     groups: Groups = ()
 
     def __post_init__(self) -> None:
         for name in ("lr", "momentum", "weight_decay"):
             object.__setattr__(self, name, checked_scalar(getattr(self, name), f"muon: {name}"))
-        check_flag(self.nesterov, "muon: nesterov")
+        for name in ("nesterov", "filters"):
+            check_flag(getattr(self, name), f"muon: {name}")
         if not isinstance(self.ns_coefficients, tuple | list) or len(self.ns_coefficients) != 3:
             raise TypeError(f"muon: ns_coefficients: expected three numbers, got {shown(self.ns_coefficients)}")
         numbers = tuple(check_number(x, f"muon: ns_coefficients[{i}]") for i, x in enumerate(self.ns_coefficients))
@@ -182,16 +188,17 @@ class Muon(ByGroup):
         """
         for name, param in params.items():
             if not self.can_move(param):
+                hint = " (filters=True moves filters)" if param.ndim > 2 and not self.filters else ""
                 raise ValueError(
                     f"muon: expected real matrices, got {name!r} of shape {tuple(param.shape)} and {param.dtype}; use "
-                    "another optimizer for other parameters: optim.by_pattern({'*': optim.muon(0.02)}, "
+                    f"another optimizer for other parameters{hint}: optim.by_pattern({{'*': optim.muon(0.02)}}, "
                     "optim.adamw(3e-4))"
                 )
         return super().init(params)
 
     def can_move(self, param: Tensor) -> bool:
-        """Return whether the optimizer can move a parameter: it has to be a real matrix."""
-        return param.ndim == 2 and not param.is_complex()
+        """Return whether the optimizer can move a parameter: a real matrix, or with `filters` a real filter."""
+        return (param.ndim == 2 or (self.filters and param.ndim > 2)) and not param.is_complex()
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -204,7 +211,8 @@ class Muon(ByGroup):
         buffers = lerp(slots["momentum"], grads, 1 - momentum)
         directions = lerp(grads, buffers, momentum) if self.nesterov else buffers
         _, params = decayed("by rate", grads, params, self.weight_decay, self.lr, value)
-        moves = self._moves(directions)
+        moves = self._moves([direction.flatten(1) for direction in directions])
+        moves = [move.reshape(param.shape) for move, param in zip(moves, params, strict=True)]
         return add(params, moves, -read(self.lr, value)), {"momentum": buffers}
 
     def _moves(self, directions: list[Tensor]) -> list[Tensor]:
