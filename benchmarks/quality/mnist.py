@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # here, because optimizers import it when they are created, which takes a second
 from _curve import Curve, Observer
 from _task import Settings, Task, data_file, run
 from torch import Tensor, nn
@@ -26,8 +27,9 @@ BASELINE: Settings = {
     "lr": 0.02,
     "weight_decay": 0.01,
     "batch_size": 128,
-    "epochs": 1.5,
+    "epochs": 1.25,
     "warmup": 0.1,
+    "smoothing": 0.0,
     "precision": "bf16",
     "compile": None,
     "short": False,
@@ -36,8 +38,8 @@ RECIPE: Settings = {
     "lr": 0.05,
     "adamw": 0.01,
     "ns_steps": 3,
-    "batch_size": 128,
-    "epochs": 1.0,
+    "batch_size": 64,
+    "epochs": 0.6,
     "warmup": 0.1,
     "smoothing": 0.1,
     "scale": 1.0,
@@ -57,7 +59,7 @@ def baseline(seed: int, curve: Curve, settings: Settings) -> int:
     data, net, num_batches = images(), network(seed), length(s)
     torch.manual_seed(seed)
     curve.start()
-    net = net.to(memory_format=torch.channels_last)
+    net = net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     optimizer = plain_optimizer(net, s)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda batch: multiplier(batch / num_batches, s["warmup"]))
     model: Any = torch.compile(net) if s["compile"] == "network" else net
@@ -65,7 +67,7 @@ def baseline(seed: int, curve: Curve, settings: Settings) -> int:
     def step(inputs: Tensor, targets: Tensor) -> None:
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=s["precision"] == "bf16"):
-            loss = F.cross_entropy(model(inputs), targets)
+            loss = F.cross_entropy(model(inputs), targets, label_smoothing=s["smoothing"])
         loss.backward()
         optimizer.step()
 
@@ -121,7 +123,11 @@ class Recipe(NamedTuple):
 
 
 def recipe_parts(s: Settings) -> Recipe:
-    """Return the recipe: Muon for the filters, AdamW for the rest, rates that rise and fall linearly."""
+    """Return the recipe: Muon for the filters, AdamW for the rest, rates that rise and fall linearly, smooth labels.
+
+    With `lr` 0 AdamW moves all parameters. With `scale` below 1 images are cropped, except in the share `full_size` of
+    the run at its end; with `keep` below 1 this share of the examples is selected by loss.
+    """
     curve = schedule.linear(alpha_f=0.0, warmup=f"{s['warmup']}dur")
     methods = [alg.channels_last()]
     if s["scale"] < 1:
@@ -131,10 +137,12 @@ def recipe_parts(s: Settings) -> Recipe:
         methods.append(alg.label_smoothing(s["smoothing"]))
     if s["keep"] < 1:
         methods.append(alg.selective_backprop(0.1, 0.85, s["keep"], full_every=0))
+    if not s["lr"]:
+        return Recipe(methods, optim.adamw(s["adamw"] * curve, weight_decay=0.01), s["batch_size"], s["epochs"])
     rest = optim.adamw(s["adamw"] * curve, weight_decay=0.0, betas=(0.9, 0.99))
     muon = optim.muon(s["lr"] * curve, weight_decay=0.0, ns_steps=s["ns_steps"], ns_precision="full", filters=True)
-    # Filters end in 0, 4, 8 and 11. One pattern, because an update is made for each.
-    optimizer = optim.by_pattern({"*[0148].weight": muon}, rest) if s["lr"] else rest
+    # The names of filters end in 0, 4, 8 and 11. One pattern, because each makes an update of its own.
+    optimizer = optim.by_pattern({"*[0148].weight": muon}, rest)
     return Recipe(methods, optimizer, s["batch_size"], s["epochs"])
 
 
@@ -190,23 +198,36 @@ def accuracy(net: nn.Module, data: pc.data.ImageData, precision: str) -> float:
     return (predicted == data.test_targets).float().mean().item()
 
 
-TUNING = {
+SGD: Settings = {"optimizer": "sgd", "weight_decay": 0.0005}
+LARGE: Settings = {"batch_size": 128}
+CROPPED: Settings = {"scale": 0.86}
+SELECTED: Settings = {"keep": 0.25, "batch_size": 256, "epochs": 1.0, "smoothing": 0.0}
+TUNING: dict[str, list[Settings]] = {
     "baseline": [
-        *({"optimizer": "adamw", "lr": lr} for lr in (0.005, 0.01, 0.02, 0.04)),
-        *({"optimizer": "sgd", "lr": lr, "weight_decay": 0.0005} for lr in (0.1, 0.3, 0.6)),
-        {"lr": 0.01, "batch_size": 64},
-        {"lr": 0.02, "epochs": 1.25},
-        {"lr": 0.02, "epochs": 2.0},
+        {},
+        {"epochs": 1.5},
+        {"lr": 0.04, "epochs": 1.0},
+        {"lr": 0.01, "epochs": 1.0, "batch_size": 64},
+        *({**SGD, "lr": 0.6, "epochs": epochs} for epochs in (1.0, 1.25, 1.5)),
+        *({"lr": lr, "epochs": 1.5, "precision": "fp32"} for lr in (0.01, 0.02)),
+        *({**SGD, "lr": lr, "epochs": 1.5, "precision": "fp32"} for lr in (0.1, 0.3)),
+        {"lr": 0.005, "epochs": 1.0, "batch_size": 64, "precision": "fp32"},
+        {**SGD, "lr": 0.1, "epochs": 1.0, "batch_size": 64, "precision": "fp32"},
+        {"epochs": 1.0, "smoothing": 0.1},
+        {"lr": 0.01, "epochs": 1.0, "batch_size": 64, "smoothing": 0.1},
     ],
     "recipe": [
-        *({"lr": lr} for lr in (0.02, 0.05, 0.1)),
-        {"lr": 0.0, "adamw": 0.02},
-        {"smoothing": 0.0},
-        {"scale": 0.86},
-        {"scale": 0.5},
-        {"keep": 0.25, "batch_size": 256},
-        {"epochs": 0.8},
-        {"epochs": 1.25},
+        {},
+        {"epochs": 0.5},
+        {"epochs": 0.8, "smoothing": 0.0},
+        *({**LARGE, "epochs": epochs} for epochs in (0.5, 0.8)),
+        *({**LARGE, "epochs": epochs, "lr": 0.1} for epochs in (0.5, 0.8)),
+        {**LARGE, "smoothing": 0.2},
+        {"batch_size": 256},
+        *({**LARGE, **CROPPED, "epochs": epochs} for epochs in (0.6, 0.8)),
+        {**LARGE, **CROPPED, "epochs": 1.0, "lr": 0.0, "adamw": 0.02},
+        SELECTED,
+        {**SELECTED, "lr": 0.0, "adamw": 0.02},
     ],
 }
 
@@ -217,6 +238,7 @@ TASK = Task(
     sides={"baseline": baseline, "recipe": recipe},
     tuning=TUNING,
     num_seeds=10,
+    precisions=("bf16", "fp32"),
 )
 
 
