@@ -47,8 +47,8 @@ BASELINE: Settings = {
 PUBLISHED: Settings = {**BASELINE, "steps": 2400, "lr": 1e-3, "last": 0.1, "shape": "cosine", "decay": 2000}
 RECIPE: Settings = {
     "batch_size": 12,
-    "steps": 450,
-    "lr": 0.04,
+    "steps": 440,
+    "lr": 0.035,
     "momentum": 0.9,
     "ns_steps": 5,
     "adamw_lr": 0.03,
@@ -70,9 +70,10 @@ TUNING: Mapping[str, Sequence[Settings]] = {
         {"lr": 5e-3, "betas": [0.9, 0.95]},
     ],
     "recipe": [
-        {"lr": 0.04},
-        {"lr": 0.03},
-        {"lr": 0.055},
+        {"lr": 0.04, "steps": 450},
+        {"lr": 0.03, "steps": 450},
+        {"lr": 0.055, "steps": 450},
+        {"lr": 0.035},
         {"adamw_lr": 0.015},
         {"momentum": 0.95},
         {"ns_steps": 4},
