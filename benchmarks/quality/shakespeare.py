@@ -42,20 +42,24 @@ BASELINE: Settings = {
     "last": 0.0,
     "shape": "linear",
     "decay": None,
+    "compile": True,
 }
 PUBLISHED: Settings = {**BASELINE, "steps": 2400, "lr": 1e-3, "last": 0.1, "shape": "cosine", "decay": 2000}
 RECIPE: Settings = {
     "batch_size": 12,
-    "steps": 450,
-    "lr": 0.04,
+    "steps": 440,
+    "lr": 0.035,
     "momentum": 0.9,
     "ns_steps": 5,
     "adamw_lr": 0.03,
     "betas": [0.9, 0.99],
     "warmup": 0.02,
+    "compile": True,
 }
 TUNING: Mapping[str, Sequence[Settings]] = {
     "published": [],
+    "baseline, eager": [{}],
+    "recipe, eager": [{}],
     "baseline": [
         {"lr": 5e-3},
         {"lr": 7e-3, "warmup": 200},
@@ -66,9 +70,10 @@ TUNING: Mapping[str, Sequence[Settings]] = {
         {"lr": 5e-3, "betas": [0.9, 0.95]},
     ],
     "recipe": [
-        {"lr": 0.04},
-        {"lr": 0.03},
-        {"lr": 0.055},
+        {"lr": 0.04, "steps": 450},
+        {"lr": 0.03, "steps": 450},
+        {"lr": 0.055, "steps": 450},
+        {"lr": 0.035},
         {"adamw_lr": 0.015},
         {"momentum": 0.95},
         {"ns_steps": 4},
@@ -121,10 +126,10 @@ def _by_hand(seed: int, curve: Curve, settings: Settings) -> int:
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=settings["precision"] == "bf16")
     batches = _batches(text, settings["batch_size"], seed)
 
-    @torch.compile
-    def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
+    def mean_loss(inputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(net(inputs), targets)
 
+    loss_of = torch.compile(mean_loss) if settings["compile"] else mean_loss
     curve.start()
     with attention_in_float32():
         for number in range(steps):
@@ -221,9 +226,10 @@ def recipe(seed: int, curve: Curve, settings: Settings) -> int:
         duration=parts.duration,
         precision=settings["precision"],
     )
+    step = pc.compose(pc.loop_events, parts.methods)
     curve.start()
     pc.fit(
-        pc.compile(pc.compose(pc.loop_events, parts.methods), quiet=True),
+        pc.compile(step, quiet=True) if settings["compile"] else step,
         state,
         pc.data.arrays(text.train_inputs, text.train_targets, parts.batch_size, drop_last=True),
         duration="4ba" if settings.get("short") else None,
@@ -239,7 +245,13 @@ TASK = Task(
     name="shakespeare",
     metric="validation loss",
     target=1.88,
-    sides={"published": published, "baseline": baseline, "recipe": recipe},
+    sides={
+        "published": published,
+        "baseline": baseline,
+        "recipe": recipe,
+        "baseline, eager": lambda seed, curve, settings: baseline(seed, curve, {**settings, "compile": False}),
+        "recipe, eager": lambda seed, curve, settings: recipe(seed, curve, {**settings, "compile": False}),
+    },
     tuning=TUNING,
     is_lower_better=True,
 )
