@@ -243,8 +243,10 @@ def recipe(seed: int, curve: Curve, settings: Settings) -> int:
 
 TASK = Task(
     name="shakespeare",
+    title="tiny Shakespeare, a GPT of 0.8 million parameters",
     metric="validation loss",
     target=1.88,
+    shown=(1.8, 3.0),
     sides={
         "published": published,
         "baseline": baseline,
