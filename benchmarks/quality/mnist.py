@@ -24,12 +24,12 @@ from purecompose.nn import models
 
 BASELINE: Settings = {
     "optimizer": "adamw",
-    "lr": 0.02,
+    "lr": 0.01,
     "weight_decay": 0.01,
-    "batch_size": 128,
-    "epochs": 1.25,
+    "batch_size": 64,
+    "epochs": 1.0,
     "warmup": 0.1,
-    "smoothing": 0.0,
+    "smoothing": 0.1,
     "precision": "bf16",
     "compile": None,
     "short": False,
@@ -198,23 +198,23 @@ def accuracy(net: nn.Module, data: pc.data.ImageData, precision: str) -> float:
     return (predicted == data.test_targets).float().mean().item()
 
 
-SGD: Settings = {"optimizer": "sgd", "weight_decay": 0.0005}
 LARGE: Settings = {"batch_size": 128}
+ADAMW: Settings = {"lr": 0.02, **LARGE, "smoothing": 0.0}
+SGD: Settings = {"optimizer": "sgd", "weight_decay": 0.0005, **LARGE, "smoothing": 0.0}
 CROPPED: Settings = {"scale": 0.86}
 SELECTED: Settings = {"keep": 0.25, "batch_size": 256, "epochs": 1.0, "smoothing": 0.0}
 TUNING: dict[str, list[Settings]] = {
     "baseline": [
         {},
-        {"epochs": 1.5},
-        {"lr": 0.04, "epochs": 1.0},
-        {"lr": 0.01, "epochs": 1.0, "batch_size": 64},
+        {"smoothing": 0.0},
+        {"lr": 0.02, **LARGE},
+        *({**ADAMW, "epochs": epochs} for epochs in (1.25, 1.5)),
+        {**ADAMW, "lr": 0.04},
         *({**SGD, "lr": 0.6, "epochs": epochs} for epochs in (1.0, 1.25, 1.5)),
-        *({"lr": lr, "epochs": 1.5, "precision": "fp32"} for lr in (0.01, 0.02)),
+        {"lr": 0.005, "smoothing": 0.0, "precision": "fp32"},
+        *({**ADAMW, "lr": lr, "epochs": 1.5, "precision": "fp32"} for lr in (0.01, 0.02)),
+        {**SGD, "lr": 0.1, "batch_size": 64, "precision": "fp32"},
         *({**SGD, "lr": lr, "epochs": 1.5, "precision": "fp32"} for lr in (0.1, 0.3)),
-        {"lr": 0.005, "epochs": 1.0, "batch_size": 64, "precision": "fp32"},
-        {**SGD, "lr": 0.1, "epochs": 1.0, "batch_size": 64, "precision": "fp32"},
-        {"epochs": 1.0, "smoothing": 0.1},
-        {"lr": 0.01, "epochs": 1.0, "batch_size": 64, "smoothing": 0.1},
     ],
     "recipe": [
         {},
