@@ -5,7 +5,8 @@
 The folder contains `tinyshakespeare.txt`. The network, the data and the target are those that nanoGPT publishes for a
 CPU: 4 layers of width 128 with 4 heads, windows of 64 characters, the last tenth of the text for validation, a loss of
 1.88 nats for each character. Each evaluation reads all windows of the validation part that do not overlap, 111,488
-characters. The side "published" has nanoGPT's settings; if it ends above the target, it goes on at its last rate.
+characters. The side "published" has nanoGPT's settings; if it ends above the target, it continues at
+its last rate.
 """
 
 import math

@@ -1,4 +1,12 @@
-"""Published recipes for image classification: methods that work well together, by name.
+"""Recipes by name: methods that work well together, with the settings that they were found with.
+
+Two recipes reach a quality soon; each was tuned as a whole, on one network and data set (docs/quality.md):
+
+    mnist-fast        for small images of one channel and convolutional networks: Muon for the filters, AdamW for the
+                      rest, label smoothing, channels last
+    shakespeare-fast  for a small GPT on characters: Muon for the matrices of its blocks, AdamW for the rest
+
+Three are the published ones for image classification:
 
     mild      blurpool, channels last, EMA, progressive resizing, label smoothing
     medium    the methods of mild, MixUp, and SAM in every 10th step
@@ -22,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from purecompose import losses
+from purecompose import losses, optim, schedule
 from purecompose.algorithms import (
     blurpool,
     channels_last,
@@ -95,7 +103,41 @@ def _hot() -> Recipe:
     return Recipe(methods, _PUBLISHED_LOSS)
 
 
-RECIPES: dict[str, Callable[[], Recipe]] = {"mild": _mild, "medium": _medium, "hot": _hot}
+def _mnist_fast() -> Recipe:
+    curve = schedule.linear(alpha_f=0.0, warmup="0.1dur")
+    filters = optim.muon(0.05 * curve, weight_decay=0.0, ns_steps=3, ns_precision="full", filters="only")
+    rest = optim.adamw(0.01 * curve, betas=(0.9, 0.99), weight_decay=0.0)
+    return Recipe(
+        (channels_last(), label_smoothing(0.1)),
+        losses.cross_entropy,
+        optim.by_pattern({"*": filters}, rest),
+        duration="562ba",
+        batch_size=64,
+        precision="bf16",
+    )
+
+
+def _shakespeare_fast() -> Recipe:
+    curve = schedule.linear(alpha_f=0.0, warmup="0.02dur")
+    matrices = optim.muon(0.035 * curve, momentum=0.9, weight_decay=0.0)
+    rest = optim.adamw(0.03 * curve, betas=(0.9, 0.99), weight_decay=0.0)
+    return Recipe(
+        (),
+        losses.cross_entropy,
+        optim.by_pattern({"*blocks.*": matrices}, rest),
+        duration="440ba",
+        batch_size=12,
+        precision="bf16",
+    )
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "mild": _mild,
+    "medium": _medium,
+    "hot": _hot,
+    "mnist-fast": _mnist_fast,
+    "shakespeare-fast": _shakespeare_fast,
+}
 """Map from the name of each recipe to a function that returns it."""
 
 
@@ -103,7 +145,7 @@ def recipe(name: str) -> Recipe:
     """Return a recipe by its name.
 
     Args:
-        name: "mild", "medium" or "hot".
+        name: "mild", "medium", "hot", "mnist-fast" or "shakespeare-fast".
 
     Raises:
         ValueError: No recipe has this name.

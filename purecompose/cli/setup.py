@@ -270,16 +270,18 @@ def _states(settings: Mapping[str, Any], data: Data, duration: Time, length: int
     for seed in range(settings["seed"], settings["seed"] + settings["seeds"]):
         with reported_as("--seed"):
             run_key = key(seed)
-        state = State.create(
-            _network(settings, data, seed),
-            loss=LOSSES[settings["loss"]],
-            optimizer=optimizer,
-            key=run_key,
-            duration=duration,
-            batches_per_epoch=length,
-            precision=settings["precision"],
-            **kind_of(data).state_options,
-        )
+        network = _network(settings, data, seed)
+        with reported_as("--optimizer"):  # that of a recipe may be for networks with other names
+            state = State.create(
+                network,
+                loss=LOSSES[settings["loss"]],
+                optimizer=optimizer,
+                key=run_key,
+                duration=duration,
+                batches_per_epoch=length,
+                precision=settings["precision"],
+                **kind_of(data).state_options,
+            )
         with reported_as("--scale-schedule"):
             states.append(scale_schedule(state, settings["scale_schedule"]))
     with reported_as("--schedule"):

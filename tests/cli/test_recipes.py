@@ -5,18 +5,33 @@ import pathlib
 import pytest
 
 from purecompose import compose, loop_events, recipe
-from purecompose.algorithms.recipes import RECIPES
 from purecompose.cli import main
 
 
 NETWORK = ("--model", "resnet8(width=16)", "--duration", "4ba", "--batch-size", "16", "--quiet")
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["mild", "medium", "hot", "mnist-fast"])
+def test_a_recipe_for_images_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--recipe", name, *NETWORK]) == 0
     captured = capsys.readouterr()
     assert "test accuracy" in captured.out and captured.err == ""
+
+
+def test_a_recipe_for_text_runs_with_its_optimizer_and_batch_size(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("abcdefgh" * 1000)
+    given = ["train", "--recipe", "shakespeare-fast", "--data", str(book), "--model", "gpt(width=16, depth=1)"]
+    assert main([*given, "--length", "16", "--duration", "3ba", "--out", str(tmp_path / "run")]) == 0
+    assert "in batches of 12" in capsys.readouterr().out
+    config = (tmp_path / "run" / "config.toml").read_text()
+    assert "recipe('shakespeare-fast')" in config and 'precision = "bf16"' in config
+    assert main(["train", "--recipe", "shakespeare-fast", *NETWORK]) == 2
+    assert "--optimizer: by_pattern: '*blocks.*' matches no parameter" in capsys.readouterr().err
+    assert main([*given, "--schedule", "cosine"]) == 2
+    assert "its optimizer has a schedule; leave out --schedule" in capsys.readouterr().err
 
 
 def test_a_recipe_is_a_list_of_methods_like_any_other(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,5 +95,7 @@ def test_a_recipe_fits_where_its_smallest_images_do(capsys: pytest.CaptureFixtur
 
 
 def test_unknown_recipes_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected one of mild, medium, hot, got 'spicy'"):
+    with pytest.raises(
+        ValueError, match="expected one of mild, .*, shakespeare-fast, got 'spicy'"
+    ):
         recipe("spicy")

@@ -184,3 +184,9 @@ def test_a_filter_moves_like_the_matrix_of_its_rows(layout: torch.memory_format)
     expected, _ = optimizer.update({"w": grad}, optimizer.init(params), params)
     torch.testing.assert_close(moved["w"].flatten(1), expected["w"])
     assert moved["w"].is_contiguous(memory_format=layout)
+
+
+def test_only_filters_leave_matrices_to_another_optimizer():
+    optimizer = optim.by_pattern({"*": optim.muon(0.1, filters="only")}, optim.sgd(0.1))
+    params = {"conv": torch.ones(6, 2, 3, 3), "head": torch.ones(2, 6), "bias": torch.ones(2)}
+    assert list(optimizer.init(params)["momentum"]) == ["conv"]
