@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import pathlib
+import re
 import subprocess
 import sys
 import types
@@ -79,6 +80,12 @@ def test_type_checkers_see_the_names_that_are_imported_on_first_use() -> None:
     modules = {name: f"purecompose.{module}" for name, module in pc._MODULES.items()}
     assert seen == modules | {name: f"purecompose.{module}.{name}" for name, module in pc._HOMES.items()}
     assert {*pc.__all__, "testing"} == {*seen, "__version__"}
+
+
+def test_all_files_give_the_same_version() -> None:
+    given = {name: (ROOT / name).read_text() for name in ("pyproject.toml", "CITATION.cff")}
+    found = {name: re.search(r"^version(?: =|:) \"?([\d.]+)", text, re.M) for name, text in given.items()}
+    assert {name: match and match[1] for name, match in found.items()} == dict.fromkeys(given, pc.__version__)
 
 
 def test_importing_the_package_imports_none_of_its_parts() -> None:
