@@ -123,11 +123,15 @@ class Step:
         cut: Cut = _WHOLE,
         members: Members = SINGLE,
     ) -> None:
-        self.program, self.algorithms, self.passes, self.cut, self.members = program, algorithms, passes, cut, members
-        self.events = events_in(program)
-        self.differentiated = tuple(events_in_grad(program))
-        self.has_advance = any(node == advance for node in walk(program))
-        self.matcher = Matcher(algorithms, self.events)
+        self.program: Program = program
+        self.algorithms: tuple[Algorithm, ...] = algorithms
+        self.passes: tuple[Pass, ...] = passes
+        self.cut: Cut = cut
+        self.members: Members = members
+        self.events: tuple[Event, ...] = events_in(program)
+        self.differentiated: tuple[Event, ...] = tuple(events_in_grad(program))
+        self.has_advance: bool = any(node == advance for node in walk(program))
+        self.matcher: Matcher = Matcher(algorithms, self.events)
         self._matches_values = any(not question.predicate.is_timed for question in self.matcher.questions)
         self._order = compose_passes(*passes)
         self._outside = Outside(algorithms, self._order)
