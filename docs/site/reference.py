@@ -1,8 +1,89 @@
-"""The pages of the API reference, one for each public module, generated from the public names."""
+"""The public names of the package, and the pages of the API reference, one for each public module.
 
-import inspect
+A name is public if it is in `__all__` of the package or of a module in its `__all__`. An object with several public
+names is documented under the shortest.
+"""
 
-from names import homes, modules, names_in
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import griffe
+
+
+ROOT = Path(__file__).parents[2]
+# Imported on first use, so it is not in `__all__`.
+LATE = {"purecompose": ["testing"]}
+
+Found = griffe.Object | griffe.Alias
+
+
+class Name(NamedTuple):
+    """A public name that is not a module."""
+
+    path: str
+    """Its public path, such as `purecompose.optim.sgd`."""
+    target: Found
+
+    @property
+    def last(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def summary(self) -> str:
+        """The first paragraph of the docstring, on one line."""
+        return " ".join(self.target.docstring.value.partition("\n\n")[0].split()) if self.target.docstring else ""
+
+
+@cache
+def package() -> griffe.ModulesCollection:
+    """Read the package, without importing it."""
+    loader = griffe.GriffeLoader(search_paths=[ROOT])
+    loader.load("purecompose")
+    loader.resolve_aliases(implicit=True)
+    return loader.modules_collection
+
+
+def _member(module: Found, name: str) -> Found:
+    """Return a member, and never the module of the same name: `optim.sgd` is a function in `optim/sgd.py`."""
+    return package()[module.imports.get(name, f"{module.path}.{name}")]
+
+
+@cache
+def modules() -> dict[str, list[Name]]:
+    """Return the public names of each public module."""
+    found: dict[str, list[Name]] = {}
+    seen: set[str] = set()
+    waiting = ["purecompose"]
+    while waiting:
+        path = waiting.pop(0)
+        module = package()[path]
+        if module.is_alias:
+            module = module.final_target  # pyright: ignore[reportAttributeAccessIssue]
+        if module.path in seen:
+            continue
+        seen.add(module.path)
+        exports = [str(name) for name in module.exports or ()]
+        members = {f"{path}.{name}": _member(module, name) for name in [*exports, *LATE.get(path, ())]}
+        waiting += [name for name, member in members.items() if member.is_module]
+        found[path] = [Name(name, member) for name, member in members.items() if not member.is_module]
+    return dict(sorted(found.items()))
+
+
+@cache
+def homes() -> dict[str, Name]:
+    """Return the name under which each object is documented, by its path in the source."""
+    names = sorted((name for names in modules().values() for name in names), key=lambda name: name.path.count("."))
+    found: dict[str, Name] = {}
+    for name in names:
+        found.setdefault(name.target.canonical_path, name)
+    return found
+
+
+def anchor(name: Name) -> str:
+    """Return the anchor on the site: the public path, or that in the source if a module is at the public path."""
+    home = homes()[name.target.canonical_path]
+    return home.target.canonical_path if package()[home.path].is_module else home.path
 
 
 def page_of(module: str) -> str:
@@ -11,24 +92,18 @@ def page_of(module: str) -> str:
 
 def pages() -> dict[str, tuple[str, str]]:
     """Return the title and the text of each page, by its path."""
-    at = homes()
-    return {page_of(path): (path, "\n".join(_page(path, module, at))) for path, module in modules().items()}
+    return {page_of(module): (module.replace("purecompose", "pc"), _page(module)) for module in modules()}
 
 
-def _page(path: str, module: object, at: dict[str, str]) -> list[str]:
-    here = list(names_in(path, module))  # pyright: ignore[reportArgumentType]
-    own = [name.path for name in here if at[name.path] == name.path]
-    lines = [f"# {path}", "", f"::: {path}", "    options:", "      show_root_heading: false", "      members: false"]
-    lines += ["", "| name | |", "| --- | --- |"]
-    lines += [f"| [`{name.path.rpartition('.')[2]}`][{at[name.path]}] | {_summary(name.value)} |" for name in here]
-    for name in own:
-        heading, label = name.replace("purecompose", "pc", 1), name.rpartition(".")[2]
-        lines += ["", f"::: {name}", "    options:", f"      heading: '{heading}'", f"      toc_label: '{label}'"]
-    return lines
-
-
-def _summary(value: object) -> str:
-    """Return the first sentence of a docstring, on one line."""
-    has_own = inspect.isfunction(value) or inspect.isclass(value)
-    doc = inspect.cleandoc(value.__doc__ or "") if has_own else ""
-    return " ".join(doc.partition("\n\n")[0].split()).replace("|", "\\|")
+def _page(module: str) -> str:
+    names = modules()[module]
+    lines = [f"# {module} {{#{module}}}", "", f"::: {module}", "    options:"]
+    lines += ["      show_root_heading: false", "      show_root_toc_entry: false", "      members: false"]
+    lines += ["", "| name | |", "| --- | --- |"] if names else []
+    lines += [f"| [`{name.last}`][{anchor(name)}] | {name.summary.replace('|', chr(92) + '|')} |" for name in names]
+    for name in names:
+        if homes()[name.target.canonical_path] == name:
+            heading = name.path.replace("purecompose", "pc", 1)
+            lines += ["", f"::: {anchor(name)}", "    options:"]
+            lines += [f"      heading: '{heading}'", f"      toc_label: '{name.last}'"]
+    return "\n".join(lines) + "\n"
