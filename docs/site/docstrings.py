@@ -5,36 +5,64 @@ import re
 import textwrap
 
 import griffe
-from reference import homes, modules
 
 
-# A paragraph that ends in `::`, and the indented block after it; or an indented block after a paragraph.
-LITERAL = re.compile(r"^(?P<intro>.*?)::\n\n?(?P<block>(?:(?: {4}.*)?\n)+)", re.M)
-INDENTED = re.compile(r"(?<=\n\n)(?P<block>(?: {4}.*\n)(?:(?: {4}.*)?\n)*)")
-NAME = re.compile(r"(?<![`\[])`([A-Za-z_][\w.]*)`(?![`\]])")
+# An indented block, alone or after a paragraph that ends in `::`.
+BLOCK = re.compile(r"(?:^(.*?)::\n\n?|(?<=\n\n))((?: {4}.*\n)(?:(?: {4}.*)?\n)*)", re.M)
+SECTION = re.compile(r"^(?:Args|Attributes|Returns|Raises|Warns|Example|References|Note):$", re.M)
+EXAMPLE = re.compile(r"^Example:\n((?:(?: {4}.*)?\n)+)", re.M)
+ERRORS = re.compile(r"^    [A-Z]\w+(?:, [A-Z]\w+)+(?=: )", re.M)
 
 
 class Docstrings(griffe.Extension):
-    """Turns literal blocks into highlighted code, and public names into links."""
+    """Turns literal blocks into highlighted code, fields into a section, and public names into links."""
 
-    def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
+    def on_package(self, *, pkg: griffe.Module, **kwargs: object) -> None:
         del kwargs
-        if obj.docstring and obj.path.startswith("purecompose"):
-            obj.docstring.value = markdown(obj.docstring.value, obj.canonical_path)
+        _prepare(pkg)
 
 
-def markdown(text: str, path: str = "") -> str:
+def _prepare(obj: griffe.Object) -> None:
+    if obj.docstring:
+        obj.docstring.value = markdown(obj.docstring.value)
+    for member in obj.members.values():
+        if isinstance(member, griffe.Object):
+            _prepare(member)
+    if isinstance(obj, griffe.Class) and obj.docstring:
+        _list_fields(obj, obj.docstring)
+
+
+def _list_fields(obj: griffe.Class, docstring: griffe.Docstring) -> None:
+    """Describe the fields of a class in its docstring, in place of a heading for each."""
+    is_enum = any("Enum" in str(base) for base in obj.bases)
+    fields = []
+    for name, field in obj.attributes.items():
+        text = field.docstring.value if field.docstring else ""
+        if is_enum and not text and name.isupper():
+            text = str(field.value).strip("\"'")
+        if text and not name.startswith("_") and "\n\n" not in text:
+            fields.append(f"    {name}: {' '.join(text.split())}\n")
+            field.docstring = None
+    if fields:
+        text = docstring.value
+        has_section = "\nAttributes:\n" in text
+        section = "\nAttributes:\n" + "".join(fields)
+        docstring.value = text.replace("\nAttributes:\n", section) if has_section else f"{text}\n{section}"
+
+
+def markdown(text: str) -> str:
     """Return a docstring as Markdown, with the sections of Griffe."""
     text = re.sub(r"^Example::$", "Example:\n", text + "\n", flags=re.M)
-    head, mark, sections = _before_sections(text)
-    head = LITERAL.sub(lambda match: f"{match['intro']}{':' if match['intro'] else ''}\n\n{_fenced(match['block'])}", head)
-    head = INDENTED.sub(lambda match: _fenced(match["block"]), head)
-    return _linked(head + mark + _examples(sections), path).rstrip()
+    start = match.start() if (match := SECTION.search(text)) else len(text)
+    head = BLOCK.sub(_block, text[:start])
+    sections = EXAMPLE.sub(_example, text[start:])
+    # Several types of errors are a union.
+    return (head + ERRORS.sub(lambda match: match[0].replace(",", " |"), sections)).rstrip()
 
 
-def _before_sections(text: str) -> tuple[str, str, str]:
-    match = re.search(r"^(?:Args|Attributes|Returns|Raises|Warns|Example|References|Note):$", text, re.M)
-    return (text, "", "") if match is None else (text[: match.start()], "", text[match.start() :])
+def _block(match: re.Match[str]) -> str:
+    intro = f"{match[1]}:\n\n" if match[1] else ""
+    return intro + _fenced(match[2])
 
 
 def _fenced(block: str) -> str:
@@ -50,17 +78,6 @@ def _is_python(code: str) -> bool:
     return True
 
 
-def _examples(sections: str) -> str:
-    """Name the section as Griffe does; code in it that is no doctest becomes a block."""
-
-    def renamed(match: re.Match[str]) -> str:
-        body = match[1]
-        if ">>>" not in body:
-            body = textwrap.indent(_fenced(body), "    ")
-        return f"Examples:\n{body}"
-
-    return re.sub(r"^Example:\n((?:(?: {4}.*)?\n)+)", renamed, sections, flags=re.M)
-
-
-def _linked(text: str, path: str) -> str:
-    return text
+def _example(match: re.Match[str]) -> str:
+    """Name the section as Griffe does; code in it that is not a doctest becomes a block."""
+    return f"Examples:\n{match[1] if '>>>' in match[1] else textwrap.indent(_fenced(match[1]), '    ')}"
