@@ -207,7 +207,15 @@ def factory(make: Callable[_P, Algorithm]) -> Callable[_P, Algorithm]:
 
 
 def identity(name: str = "identity") -> Algorithm:
-    """Return the algorithm that never acts: the unit of composition."""
+    """Return the algorithm that never acts: the unit of composition.
+
+    Args:
+        name: Its name, unique in a step.
+
+    Example:
+        >>> identity().match
+        never
+    """
     return Algorithm(name, NEVER, lambda event, state: state)
 
 

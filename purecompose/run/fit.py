@@ -196,7 +196,8 @@ def training(step: Any, state: Any, data: Any, **settings: Any) -> Iterator[Stat
     Yields the state after each batch and all that belongs to it (evaluation, the end of an epoch, a checkpoint), and
     finally the state that `fit` returns, after FIT_END. Leaving the loop early keeps the checkpoints so far.
 
-    Args and Raises: see `fit`; errors come with the first state.
+    Args:
+        step, state, data, settings: As for `fit`, with the same errors, which come with the first state.
 
     Example:
         >>> import torch

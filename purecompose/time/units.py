@@ -62,6 +62,10 @@ class Time:
     Equality never converts or raises: times of different units, strings and numbers are unequal, so that containers of
     times can be compared. A time of value 0 is false.
 
+    Args:
+        value: An int, or a float for `dur`.
+        unit: A `TimeUnit` or its short name: "iter", "ep", "ba", "sp", "tok", "dur" or "sec".
+
     Raises:
         TypeError: The value is not whole, in another unit than `dur`.
         ValueError: The unit is unknown, or a `dur` is not finite.
@@ -234,6 +238,7 @@ class Time:
 
 
 TimeLike: TypeAlias = Time | str | tuple[float, TimeUnit | str]
+"""A time: `Time(5, "ep")`, "5ep" or (5, "ep")."""
 
 
 def named_time(value: Any, where: str, default_unit: TimeUnit | None = None, *, share: str = "") -> Time:
