@@ -116,6 +116,7 @@ def without_numbers(text: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # while Inductor is imported
 def test_the_tutorial(
     capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,10 @@ def compare(run_a: RecordedRun | Path | str, run_b: RecordedRun | Path | str, *,
         FileNotFoundError: A folder has no checkpoint.
         ValueError: The runs have no checkpoints of the same batch.
         MismatchError: See `replay`.
+
+    Example::
+
+        print(compare("runs/first", "runs/second"))
     """
     check_number(tolerance, "compare: tolerance", 0)
     paths = _path(run_a), _path(run_b)

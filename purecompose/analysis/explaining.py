@@ -177,6 +177,10 @@ def explain(run: RecordedRun, at: TimeLike | int) -> Explanation:
     Raises:
         ValueError: `at` is the start of the run or outside the recorded part, or the run trains a population.
         MismatchError: See `replay`.
+
+    Example::
+
+        print(explain(RecordedRun("runs/first", step, state, data), at="22ba"))
     """
     if not isinstance(run, RecordedRun):
         raise TypeError(f"explain: expected a RecordedRun(path, step, state, data), got {shown(run)}")
@@ -222,6 +226,10 @@ def explain_batch(
 
     Raises:
         ValueError: The state is a population's.
+
+    Example::
+
+        print(explain_batch(step, state, batch))
     """
     check_single(state, "explain_batch", "unstack_states(state) gives each of them, for the step before population")
     plain = step.step if isinstance(step, CompiledStep) else step

@@ -61,6 +61,11 @@ def window_of(run: RecordedRun, start: TimeLike | int, stop: TimeLike | int) -> 
     Raises:
         ValueError: `stop` is not after `start`, or not in the recorded part of the run.
         MismatchError: See `replay`.
+
+    Example::
+
+        window = window_of(run, "100ba", "110ba")
+        sensitivity(window, test_batch)
     """
     first, last = point(start, "window_of: start"), point(stop, "window_of: stop")
     run.before(last)  # raises if it is not recorded

@@ -14,7 +14,8 @@ from purecompose.batch.leaves import with_items
 __all__ = ["AS_ARGUMENT", "WHOLE", "Field", "check_field", "get", "put"]
 
 Field = int | str | list | tuple | Callable[[Any], Any]
-"""What identifies a member of a batch: an index, a key, an attribute, a list of these, a getter, or (getter, setter)."""
+"""What identifies a member of a batch: an index, a key, an attribute, a list of these, a getter, or (getter, setter).
+"""
 
 WHOLE = "*"
 """The field of the whole batch: a mapping is passed to the model as keyword arguments, anything else unchanged."""

@@ -74,6 +74,10 @@ class Grad(Scope):
     Args:
         body: Events and stages, one of which sets `state.loss`.
         wrt: A pattern (as in `fnmatch`) of parameter names; by default all that are trainable.
+
+    Example::
+
+        Grad(BEFORE_FORWARD, forward, AFTER_FORWARD, BEFORE_LOSS, loss, AFTER_LOSS, BEFORE_BACKWARD, wrt="D.*")
     """
 
     body: Program
@@ -120,6 +124,10 @@ class Microbatches(Scope):
     Raises:
         TypeError: A number is not an int.
         ValueError: A number is below 1, or both are given.
+
+    Example::
+
+        Microbatches(Grad(BEFORE_FORWARD, forward, AFTER_FORWARD, BEFORE_LOSS, loss, AFTER_LOSS), AFTER_BACKWARD)
     """
 
     body: Program

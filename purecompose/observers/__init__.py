@@ -1,8 +1,8 @@
 """Observers read a run and never change it: functions `(event, state) -> None`.
 
-    history = History()
-    with Progress() as progress, Records("run.jsonl", monitors=[learning_rate(), speed()]) as records:
-        state = fit(step, state, data, observers=[history, progress, records])
+history = History()
+with Progress() as progress, Records("run.jsonl", monitors=[learning_rate(), speed()]) as records:
+    state = fit(step, state, data, observers=[history, progress, records])
 """
 
 from purecompose.observers.history import History

@@ -1,8 +1,8 @@
 """Run folders: their records, curves and reports.
 
-    with RunFolder("runs/first", {"lr": 0.1}) as run:
-        run.begin(step, state)
-        state = fit(step, state, data, observers=run.observer, checkpoints=run.checkpoints(), resume=run.resume)
+with RunFolder("runs/first", {"lr": 0.1}) as run:
+    run.begin(step, state)
+    state = fit(step, state, data, observers=run.observer, checkpoints=run.checkpoints(), resume=run.resume)
 """
 
 from purecompose.records.curves import draw_curves

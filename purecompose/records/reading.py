@@ -74,10 +74,18 @@ _NO_METRICS = ("time/", "speed/", "memory/", "lr/")
 def read_run(path: str | os.PathLike[str]) -> RunRecords:
     """Read the folder of a run, unfinished runs included.
 
+    Args:
+        path: The folder.
+
     Raises:
         FileNotFoundError: There is no such folder.
         NotADirectoryError: The path is a file.
         ValueError: The folder is not a run's, or a file in it is damaged; the message names the file.
+
+    Example::
+
+        run = read_run("runs/first")
+        run.result, run.records[-1]
     """
     path = Path(path)
     if not path.exists():

@@ -182,6 +182,15 @@ def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
             reads the same stream; in a step of several processes, a duration in seconds or `microbatches="auto"`.
         FileExistsError: `resume` is not given, but `checkpoints` contains checkpoints of a run that has come further.
         MismatchError, DamagedError: The checkpoint does not fit, or is incomplete; see `load`.
+
+    Example:
+        >>> import torch
+        >>> from purecompose import compose, loop_events, losses, optim
+        >>> state = State.create(torch.nn.Linear(2, 1), loss=losses.mse, optimizer=optim.sgd(0.1), duration="1ep")
+        >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+        >>> state = fit(compose(loop_events), state, data)
+        >>> state.timestamp.batch
+        3
     """
     check_keywords(settings, fit, _INSTEAD)
     states = _states(True, step, state, data, **settings)

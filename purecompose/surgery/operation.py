@@ -213,6 +213,13 @@ def operate(
 
     Warns:
         UserWarning: See `replace`.
+
+    Example::
+
+        def smooth(conv, site):
+            return nn.Sequential(nn.AvgPool2d(3, 1, 1), conv) if max(conv.stride) > 1 else None
+
+        state, report = surgery.operate(state, {nn.Conv2d: smooth}, name="smooth")
     """
     if isinstance(target, nn.Module):
         return _on_module(target, rules, name, 0 if key is None else key, where=where, skips_frozen=skips_frozen)

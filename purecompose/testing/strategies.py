@@ -75,6 +75,11 @@ def events(*, kind: str | None = None) -> st.SearchStrategy[Event]:
 
     Raises:
         ValueError: There is no such kind.
+
+    Example::
+
+        @given(events())
+        def test_event(event): ...
     """
     if kind not in _EVENTS:
         raise ValueError(f"kind={kind!r}: expected None or one of {', '.join(repr(k) for k in _EVENTS if k)}")
@@ -203,6 +208,11 @@ def batches(
         min_size: Minimal number of examples.
         max_size: Maximal number of examples.
         dtype: Dtype of floating tensors.
+
+    Example::
+
+        @given(batches("images"))
+        def test_batch(batch): ...
     """
     make_batch = MakeBatch(
         draw(st.sampled_from(KINDS)) if kind is None else kind,
@@ -234,6 +244,12 @@ def states(draw: st.DrawFn, task: Task | None = None, *, algorithms: Sequence[Al
         task: The network and its loss; by default any.
         algorithms: Algorithms that are initialised, so that the state has their slots. Without any, some states have
             the slot of a companion.
+
+    Example::
+
+        @given(states())
+        def test_state(state):
+            assert state.loss is not None
     """
     task = draw(tasks()) if task is None else task
     optimizer = draw(st.sampled_from(_OPTIMIZERS))
@@ -255,6 +271,11 @@ def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.
 
     Raises:
         ValueError: No shipped algorithm has the name.
+
+    Example::
+
+        @given(algorithms("mixup"))
+        def test_mixup(algorithm): ...
     """
     if name is not None and name not in SHIPPED:
         raise ValueError(f"name={name!r}: expected None or a shipped algorithm, one of {', '.join(SHIPPED)}")
@@ -263,7 +284,18 @@ def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.
 
 
 def algorithm_lists(*, task: Task = TASKS["vectors"], max_size: int = 3) -> st.SearchStrategy[list[Algorithm]]:
-    """Generate lists of compatible shipped algorithms with different names, in any order; shrink to the empty list."""
+    """Generate lists of compatible shipped algorithms with different names, in any order; shrink to the empty list.
+
+    Args:
+        task: A task that the algorithms suit.
+        max_size: The most algorithms.
+
+    Example::
+
+        @given(algorithm_lists())
+        def test_any_list(algorithms):
+            compose(loop_events, algorithms)
+    """
     rows = [row for row in SHIPPED.values() if row.accepts(task) and not row.is_alone]
     each = st.one_of([row.algorithms(task.kind or "vectors") for row in rows])
     return st.lists(each, max_size=max_size, unique_by=lambda algorithm: algorithm.name)
@@ -329,6 +361,11 @@ def cases(
     The run continues for at least `2 * num_batches + 1` batches from the start, because a law cannot judge what happens
     beyond the end of a run. An algorithm that acts only in the last batches of any run does not allow that; its cases
     have one batch.
+
+    Example::
+
+        @given(cases(algorithm=my_algorithm))
+        def test_case(case): ...
     """
     others = tuple(draw(st.lists(st.sampled_from(sorted(COMPANIONS)), unique=True, max_size=3)))
     task, batch_size = draw(st.sampled_from(list(tasks))), draw(_BATCH_SIZES)

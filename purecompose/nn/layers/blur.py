@@ -144,7 +144,15 @@ class BlurConv2d(Wrapping):
 
 
 class BlurMaxPool2d(nn.Module):
-    """`blurmax_pool2d` as a layer, with the arguments of `nn.MaxPool2d`."""
+    """`blurmax_pool2d` as a layer, with the arguments of `nn.MaxPool2d`.
+
+    Args:
+        kernel_size, stride, padding, dilation, ceil_mode: As for `nn.MaxPool2d`.
+
+    Example:
+        >>> BlurMaxPool2d(2, 2)(torch.ones(1, 3, 8, 8)).shape
+        torch.Size([1, 3, 4, 4])
+    """
 
     @classmethod
     def of(cls, pool: nn.MaxPool2d) -> "BlurMaxPool2d":
@@ -180,7 +188,15 @@ class BlurMaxPool2d(nn.Module):
 
 
 class BlurPool2d(nn.Module):
-    """`blur_2d` as a layer."""
+    """`blur_2d` as a layer.
+
+    Args:
+        stride: As for `blur_2d`.
+
+    Example:
+        >>> BlurPool2d(2)(torch.ones(1, 3, 8, 8)).shape
+        torch.Size([1, 3, 4, 4])
+    """
 
     def __init__(self, stride: Pair = 2) -> None:
         super().__init__()

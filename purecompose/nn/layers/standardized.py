@@ -98,10 +98,17 @@ STANDARDIZED: MappingProxyType[type[nn.Module], type[nn.Module]] = MappingProxyT
 def standardized_conv(conv: nn.Module) -> nn.Module | None:
     """Return a convolution with the same parameters and settings, and standardized filters.
 
+    Args:
+        conv: Any module.
+
     Returns:
         One of the three classes; for a subclass, an instance of both it and the subclass. `None` if this is not an
         `nn.Conv1d`, `2d` or `3d`, if it is already standardized, has its own forward, hooks or parametrized tensors, or
         if its weight is not floating.
+
+    Example:
+        >>> type(standardized_conv(nn.Conv2d(3, 8, 3))).__name__, standardized_conv(nn.Linear(2, 2))
+        ('StandardizedConv2d', None)
     """
     kind = next((kind for kind in STANDARDIZED if isinstance(conv, kind)), None)
     if kind is None or isinstance(conv, _Standardized):
@@ -123,6 +130,11 @@ def plain_conv(conv: nn.Module, *, is_baked: bool = False) -> nn.Module | None:
 
     Returns:
         The convolution, or `None` if `conv` is not a standardized convolution.
+
+    Example:
+        >>> conv = standardized_conv(nn.Conv2d(3, 8, 3))
+        >>> conv is not None and type(plain_conv(conv)).__name__
+        'Conv2d'
     """
     if not isinstance(conv, _Standardized):
         return None

@@ -66,6 +66,9 @@ def residuals(block: nn.Module) -> tuple[Residual, ...]:
     Blocks with their own parameters, buffers or hooks, or with a forward set on the instance, are not recognized,
     because their effects would be lost.
 
+    Args:
+        block: A module.
+
     Example:
         >>> block = nn.Module()
         >>> block.branch, block.shortcut = nn.Linear(2, 2), nn.Identity()
@@ -86,6 +89,9 @@ def drop_paths(block: nn.Module) -> tuple[str, ...]:
     Such a block passes each branch through `self.drop_path`, or `drop_path1`, `drop_path2` and so on: a module of a
     class called `DropPath` (or `...DropPath`), or, where nothing is dropped, an `nn.Identity` or `None`. Attributes
     that are already a `DropPath` of this module do not count.
+
+    Args:
+        block: A module.
 
     Example:
         >>> block = nn.Module()

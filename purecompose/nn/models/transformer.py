@@ -50,6 +50,9 @@ class TransformerBlock(nn.Module):
 class VisionTransformer(nn.Module):
     """Network from images (N, channels, H, W) to logits (N, num_classes); see `vit`.
 
+    Args:
+        in_shape, num_classes, patch_size, width, depth, num_heads, dropout, pool, has_positions: As for `vit`.
+
     Attributes:
         patches: A convolution whose kernel and stride have the size of a patch.
         token: Class token, (1, 1, d), placed before the patches; None if their mean is used.
@@ -118,11 +121,18 @@ class VisionTransformer(nn.Module):
 class GPT(nn.Module):
     """Network from tokens (N, L) to the logits (N, L, vocabulary) of the next tokens; see `gpt`.
 
+    Args:
+        vocabulary, max_length, width, depth, num_heads, dropout, is_tied: As for `gpt`.
+
     Attributes:
         tokens: The embedding of tokens.
         positions: Learned vectors for the positions.
         blocks: `nn.Sequential` of causal `TransformerBlock`s.
         norm, head: Norm and linear layer after the blocks; the head has no bias.
+
+    Example:
+        >>> GPT(65, 16, width=8, depth=1, num_heads=2, dropout=0.0, is_tied=True)(torch.zeros(1, 16, dtype=torch.int64)).shape
+        torch.Size([1, 16, 65])
     """
 
     def __init__(

@@ -62,6 +62,9 @@ def whole(state: State) -> State:
 
     The result is the state that one process would have. A state that is not divided is returned as it is.
 
+    Args:
+        state: A state, divided or not.
+
     Raises:
         TypeError: `state` is not a State.
     """
