@@ -226,6 +226,10 @@ class Tolerance(NamedTuple):
     Args:
         share: Fraction of the largest finite magnitude.
         floor: Absolute difference that is always allowed.
+
+    Example::
+
+        equal_enough = not list(differences(a, b, lambda dtype: Tolerance(share=1e-5, floor=1e-8)))
     """
 
     share: float

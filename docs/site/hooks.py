@@ -4,11 +4,13 @@ The documents are written for a reader of the repository: links lead to its file
 page, so that the site is complete in itself.
 """
 
+import logging
 import posixpath
 import re
 from collections.abc import Callable
 from pathlib import Path
 
+from docstring_coverage import coverage
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -16,6 +18,7 @@ from mkdocs.structure.pages import Page
 from reference import pages as reference_pages
 
 
+LOG = logging.getLogger("mkdocs.hooks")
 ROOT = Path(__file__).parents[2]
 # Documents outside docs/, by their pages.
 OUTSIDE = {
@@ -38,6 +41,15 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
             _section(config, "Methods").append({group.partition("\n")[0]: cards})
     _section(config, "API").extend({title: path} for path, (title, _) in reference_pages().items())
     return config
+
+
+def on_pre_build(*, config: MkDocsConfig) -> None:
+    """Refuse public names whose docstrings lack arguments or errors, and too few examples."""
+    del config
+    found = coverage()
+    if found.faults:
+        raise PluginError("\n".join(["docstrings:", *found.faults]))
+    LOG.info(found)
 
 
 def _section(config: MkDocsConfig, title: str) -> list:

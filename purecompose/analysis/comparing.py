@@ -33,6 +33,7 @@ class Growth(NamedTuple):
     """The difference of two runs at a batch at which both have a checkpoint."""
 
     batch: int
+    """Number of the batch."""
     num_leaves: int
     """Number of leaves that differ by more than the tolerance."""
     gap: Gap

@@ -57,10 +57,13 @@ class Example:
     place: int | None
     """Its index in the data set, if the order of the data is known, as for `data.arrays`."""
     loss: float | None
+    """Its loss; `None` if it is not known."""
     notes: tuple[str, ...]
     """Remarks on unusual values, such as "targets are not finite"."""
     inputs: Shown
+    """Its input, as shown in reports."""
     target: str
+    """Its target, as text."""
 
     @property
     def name(self) -> str:
@@ -75,13 +78,17 @@ class Explanation:
     batch: int
     """Number of the batch: the step led from `batch - 1` to `batch`."""
     epoch: int
+    """Number of the epoch."""
     loss: float
+    """The step's loss."""
     trace: Trace
     """Which algorithm changed which leaves, and by how much."""
     layers: tuple[Layer, ...]
+    """The norms of each layer."""
     examples: tuple[Example, ...]
     """Examples of the batch: first those with values that are not finite or unusually large, then by loss."""
     num_examples: int
+    """Number of examples in the batch."""
     losses: Tensor | None
     """Loss of each example, floating, shape (N,). Computed before the step and before any algorithm changes the batch,
     with the network in evaluation mode, so that it does not depend on other examples. `None` if it is not known."""

@@ -23,6 +23,7 @@ class Bisection:
     batch: int
     """The first batch after which the predicate holds."""
     predicate: str
+    """The predicate, as text."""
     replays: int
     """Number of different checkpoints that were read, to evaluate the predicate or to replay the run from there."""
     num_batches: int

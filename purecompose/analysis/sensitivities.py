@@ -47,8 +47,11 @@ class Window(NamedTuple):
     """A part of a run: the step, the state at its start, and its batches."""
 
     step: Step
+    """The step."""
     state: State
+    """The state before the first of the batches."""
     batches: Sequence[Any]
+    """The batches, in order."""
 
 
 def window_of(run: RecordedRun, start: TimeLike | int, stop: TimeLike | int) -> Window:
@@ -103,6 +106,7 @@ class Slope:
     """The derivative of the objective with respect to one named scalar."""
 
     name: str
+    """Name of the scalar."""
     value: float
     """The scalar's value at the start of the window."""
     gradient: float | None

@@ -133,6 +133,12 @@ def sort_selective_backprop_first(algorithms: Sequence[Algorithm], event: Event)
     Args:
         algorithms: Those that act at the event, in the order of the list.
         event: The event.
+
+    Example:
+        >>> from purecompose import algorithms as alg
+        >>> methods = [alg.mixup(), alg.selective_backprop()]
+        >>> [method.name for method in sort_selective_backprop_first(methods, Event.AFTER_DATALOADER)]
+        ['selective_backprop', 'mixup']
     """
     del event
     return sort_to_front(algorithms, lambda algorithm: Trait.SELECTS_EXAMPLES in algorithm.traits)
@@ -144,6 +150,12 @@ def sort_fused_layernorm_last(algorithms: Sequence[Algorithm], event: Event) -> 
     Args:
         algorithms: Those that act at the event, in the order of the list.
         event: The event.
+
+    Example:
+        >>> from purecompose import algorithms as alg
+        >>> methods = [alg.fused_layernorm(), alg.alibi()]
+        >>> [method.name for method in sort_fused_layernorm_last(methods, Event.INIT)]
+        ['alibi', 'fused_layernorm']
     """
     del event
     return sort_to_back(algorithms, lambda algorithm: Trait.FUSES_LAYERNORM in algorithm.traits)
@@ -155,6 +167,12 @@ def sort_loss_scaling_innermost(algorithms: Sequence[Algorithm], event: Event) -
     Args:
         algorithms: Those that act at the event, in the order of the list.
         event: The event.
+
+    Example:
+        >>> from purecompose import algorithms as alg
+        >>> methods = [alg.loss_scaling(), alg.skip_nonfinite()]
+        >>> [method.name for method in sort_loss_scaling_innermost(methods, Event.BEFORE_BACKWARD)]
+        ['skip_nonfinite', 'loss_scaling']
     """
     sort = sort_to_front if event.is_reversed else sort_to_back
     return sort(algorithms, lambda algorithm: Trait.SCALES_LOSS in algorithm.traits)
@@ -166,6 +184,12 @@ def sort_gradients_by_trait(algorithms: Sequence[Algorithm], event: Event) -> Se
     Args:
         algorithms: Those that act at the event, in the order of the list.
         event: The event.
+
+    Example:
+        >>> from purecompose import algorithms as alg
+        >>> methods = [alg.gradient_clipping("norm", 1.0), alg.sam()]
+        >>> [method.name for method in sort_gradients_by_trait(methods, Event.AFTER_TRAIN_BATCH)]
+        ['sam', 'gradient_clipping']
     """
     if event not in (Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH):
         return algorithms

@@ -30,6 +30,7 @@ class Scope:
     """The base class of scopes, with a body of events, stages and further scopes."""
 
     body: Program
+    """The nodes in it, in order."""
     ranks: Ranks | None = None
     """The processes that share the scope's batch, if there are several."""
 

@@ -22,9 +22,13 @@ class Kept:
     """A checkpoint of a run."""
 
     path: Path
+    """Its folder."""
     batch: int
+    """Number of batches that had been trained."""
     epoch: int
+    """Number of epochs."""
     num_bytes: int
+    """Size of its files, in bytes."""
     metrics: dict[str, Any]
     """Metrics of the last evaluation."""
 
@@ -36,14 +40,19 @@ class RunRecords:
     name: str
     """The folder's name."""
     path: Path
+    """The folder."""
     config: dict[str, Any] = field(default_factory=dict)
     """The settings."""
     records: list[dict[str, Any]] = field(default_factory=list)
     """The records, as `read_records` returns them: dicts of numbers, or of lists of numbers for a population."""
     result: dict[str, Any] | None = None
+    """The content of `result.json`; `None` for a run that is not over or was killed."""
     plan: str = ""
+    """The step's plan, as text."""
     command: str | None = None
+    """The command that reproduces the run."""
     versions: dict[str, Any] = field(default_factory=dict)
+    """Versions, device, threads and processor."""
     trained: dict[str, Any] = field(default_factory=dict)
     """Description of the training: `model`, `weights` (their number), `members` (of a population), `optimizer`, `loss`,
     `algorithms`, `duration`."""

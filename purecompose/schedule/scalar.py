@@ -53,6 +53,10 @@ class Hparam(_Factor):
 
     Raises:
         TypeError, ValueError: The name is not a non-empty string, or the default is not a number.
+
+    Example:
+        >>> Hparam("lr", 0.1)
+        hparam('lr', 0.1)
     """
 
     name: str
@@ -79,6 +83,10 @@ class Schedule(_Factor):
 
     Raises:
         TypeError: `fn` is not a function, or is a schedule.
+
+    Example:
+        >>> Schedule(lambda timestamp: 0.5)(Timestamp())
+        0.5
     """
 
     fn: Callable[[Timestamp], float]
@@ -161,6 +169,10 @@ class Product(_Factor):
 
     Raises:
         TypeError: A factor is not a number, an hparam or a schedule.
+
+    Example:
+        >>> 0.1 * hparam("lr", 1.0)
+        0.1 * hparam('lr', 1.0)
     """
 
     factors: tuple[Scalar, ...]

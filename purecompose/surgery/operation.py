@@ -59,6 +59,7 @@ class Surgery(NamedTuple):
     """Result of a surgery on a network."""
 
     model: Model
+    """The network after the surgery."""
     params: dict[str, Tensor]
     """Parameters by their new names; kept parameters are the same tensors."""
     buffers: dict[str, Tensor]
@@ -70,6 +71,7 @@ class Surgery(NamedTuple):
     opt_state: Any
     """State of the optimizer: unchanged for kept parameters, and fresh for made ones."""
     report: Report
+    """What was replaced, kept, dropped and made."""
 
 
 def replace(

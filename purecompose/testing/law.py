@@ -50,6 +50,14 @@ class LawViolation(AssertionError):
     """
 
     def __init__(self, law: Law, subject: Subject, broken: Broken, case: Case) -> None:
+        """Create the exception.
+
+        Args:
+            law: The law.
+            subject: The algorithm under test.
+            broken: The first difference.
+            case: The case that breaks the law.
+        """
         self.law, self.algorithm, self.case = law, repr(subject.algorithm), case
         self.event, self.path, self.what, self.values = broken.event, broken.path, broken.what, broken.values
         self.cause, self.line = broken.cause, line_of(subject.algorithm.apply)

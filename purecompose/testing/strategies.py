@@ -95,6 +95,11 @@ def runs(draw: st.DrawFn, *, units: Sequence[str | None] = ("ep", "ba", "sp", "t
 
     Args:
         units: Possible units of the duration; `None` means a run without end.
+
+    Example::
+
+        @given(runs())
+        def test_runs(run): ...
     """
     unit = draw(st.sampled_from(list(units)))
     length = draw(st.integers(1, 60 if unit in ("sp", "tok", "sec") else 12))
@@ -113,6 +118,11 @@ def timestamps(draw: st.DrawFn, run: RunLength | None = None) -> Timestamp:
 
     Args:
         run: The run; by default any, including one without end.
+
+    Example::
+
+        @given(timestamps())
+        def test_timestamps(timestamp): ...
     """
     if run is None:
         run = draw(runs(units=("ep", "ba", "sp", "tok", "iter", None)))
@@ -131,6 +141,11 @@ def predicates(run: RunLength | None = None, *, max_leaves: int = 4) -> st.Searc
     Args:
         run: A run in which they must have an answer; by default one that has a duration and known epochs.
         max_leaves: Maximal number of predicates that are combined.
+
+    Example::
+
+        @given(predicates())
+        def test_predicates(predicate): ...
     """
     leaf = st.one_of(_leaves(run or RunLength("1ep", batches_per_epoch=1)))
     return st.recursive(leaf, _joined, max_leaves=max_leaves)
@@ -182,6 +197,11 @@ def models(draw: st.DrawFn, kind: str | None = None) -> nn.Module:
     Args:
         kind: "vectors" for an MLP (N, 4) -> (N, 3), "images" for a CNN with BatchNorm (N, 2, 6, 6) -> (N, 3),
             "tokens" for a transformer (N, 5) -> (N, 7, 5), with and without tied weights; by default any.
+
+    Example::
+
+        @given(models())
+        def test_models(model): ...
     """
     make_net = draw(_nets(kind))
     return Task("models", make_net, MakeBatch(make_net.kind)).make_net(draw(_SEEDS))
@@ -225,7 +245,13 @@ def batches(
 
 @st.composite
 def tasks(draw: st.DrawFn) -> Task:
-    """Generate tasks, of `TASKS` and of other networks with fitting batches, which shrink to `TASKS["vectors"]`."""
+    """Generate tasks, of `TASKS` and of other networks with fitting batches, which shrink to `TASKS["vectors"]`.
+
+    Example::
+
+        @given(tasks())
+        def test_tasks(task): ...
+    """
     if draw(st.booleans()):
         net = draw(_nets())
         options = {"dropout": net.dropout, "tied": net.tied, "frozen": draw(st.booleans())}
@@ -310,6 +336,11 @@ def programs(draw: st.DrawFn, *, trains: bool | None = None) -> Program:
 
     Args:
         trains: True for programs with a gradient and an update, False for programs without; by default either.
+
+    Example::
+
+        @given(programs())
+        def test_programs(program): ...
     """
     if trains or (trains is None and not draw(st.booleans())):
         return draw(st.just(loop_events) | _loops())

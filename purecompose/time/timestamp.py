@@ -42,6 +42,10 @@ class RunLength:
     Raises:
         TypeError, ValueError: A value is not of this kind or not positive, or the duration is in iterations
             without their length.
+
+    Example:
+        >>> RunLength("2ep", batches_per_epoch=3).batches_per_epoch
+        3
     """
 
     duration: Time | None = None

@@ -29,7 +29,12 @@ class UnitError(RuntimeError):
 
 
 class TimeUnit(enum.Enum):
-    """The unit of a time. `TimeUnit(text)` finds a member by value or name, in any case."""
+    """The unit of a time. `TimeUnit(text)` finds a member by value or name, in any case.
+
+    Example:
+        >>> TimeUnit("ep")
+        <TimeUnit.EPOCH: 'ep'>
+    """
 
     ITERATION = "iter"  # groups of epochs or tokens, of the length the run sets
     EPOCH = "ep"

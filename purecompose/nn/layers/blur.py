@@ -112,6 +112,10 @@ class BlurConv2d(Wrapping):
     Raises:
         TypeError: `conv` is not an `nn.Conv2d`; with `blur_first=False`, also if it has its own forward, hooks or
             parametrized tensors, since its stride cannot be removed then.
+
+    Example:
+        >>> BlurConv2d(nn.Conv2d(3, 8, 3, stride=2))(torch.ones(1, 3, 9, 9)).shape
+        torch.Size([1, 8, 4, 4])
     """
 
     _held = "conv"

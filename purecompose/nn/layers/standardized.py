@@ -72,19 +72,34 @@ class _Standardized:
 
 
 class StandardizedConv1d(_Standardized, nn.Conv1d):
-    """`nn.Conv1d` with standardized filters; the same parameters under the same names."""
+    """`nn.Conv1d` with standardized filters; the same parameters under the same names.
+
+    Example:
+        >>> StandardizedConv1d(2, 4, 3)(torch.ones(1, 2, 5)).shape
+        torch.Size([1, 4, 3])
+    """
 
     _plain = nn.Conv1d
 
 
 class StandardizedConv2d(_Standardized, nn.Conv2d):
-    """`nn.Conv2d` with standardized filters; the same parameters under the same names."""
+    """`nn.Conv2d` with standardized filters; the same parameters under the same names.
+
+    Example:
+        >>> StandardizedConv2d(2, 4, 3)(torch.ones(1, 2, 5, 5)).shape
+        torch.Size([1, 4, 3, 3])
+    """
 
     _plain = nn.Conv2d
 
 
 class StandardizedConv3d(_Standardized, nn.Conv3d):
-    """`nn.Conv3d` with standardized filters; the same parameters under the same names."""
+    """`nn.Conv3d` with standardized filters; the same parameters under the same names.
+
+    Example:
+        >>> StandardizedConv3d(2, 4, 3)(torch.ones(1, 2, 5, 5, 5)).shape
+        torch.Size([1, 4, 3, 3, 3])
+    """
 
     _plain = nn.Conv3d
 

@@ -121,6 +121,10 @@ class DropPath(nn.Module):
 
     Attributes:
         drop_rate: p, a buffer, 0-d float32.
+
+    Example:
+        >>> DropPath("sample", 0.5).eval()(torch.ones(2, 1)).tolist()
+        [[0.5], [0.5]]
     """
 
     drop_rate: Tensor
@@ -172,6 +176,11 @@ class StochasticDepth(nn.Module):
         modified by a branch that works in place. If "block" drops it, changes to its buffers (batch statistics) are
         undone. Gradients through a dropped branch are zeros if its values are finite: zero times infinity is NaN, so a
         branch that overflows shows in the gradients, though not in the outputs.
+
+    Example:
+        >>> from purecompose.nn.models import ResidualBlock
+        >>> StochasticDepth(ResidualBlock(4, 4), "block", 0.5)(torch.zeros(1, 4, 8, 8)).shape
+        torch.Size([1, 4, 8, 8])
     """
 
     drop_rate: Tensor

@@ -32,6 +32,10 @@ class TransformerBlock(nn.Module):
         num_heads: Number of attention heads, a divisor of the width.
         is_causal: True if a position attends only to itself and earlier ones.
         dropout: Probability of dropping an attention weight, or a value that is added to x, [0, 1).
+
+    Example:
+        >>> TransformerBlock(8, 2)(torch.zeros(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
     """
 
     def __init__(self, width: int, num_heads: int, *, is_causal: bool = False, dropout: float = 0.0) -> None:
@@ -131,7 +135,8 @@ class GPT(nn.Module):
         norm, head: Norm and linear layer after the blocks; the head has no bias.
 
     Example:
-        >>> GPT(65, 16, width=8, depth=1, num_heads=2, dropout=0.0, is_tied=True)(torch.zeros(1, 16, dtype=torch.int64)).shape
+        >>> net = GPT(65, 16, width=8, depth=1, num_heads=2, dropout=0.0, is_tied=True)
+        >>> net(torch.zeros(1, 16, dtype=torch.int64)).shape
         torch.Size([1, 16, 65])
     """
 

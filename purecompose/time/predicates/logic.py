@@ -153,6 +153,10 @@ class Custom(Predicate):
 
     Args:
         fn: The function, called in every step.
+
+    Example:
+        >>> Custom(lambda event, state: True)(None, None)
+        True
     """
 
     fn: Callable[[Event, Any], bool]

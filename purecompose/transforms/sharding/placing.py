@@ -67,6 +67,10 @@ def whole(state: State) -> State:
 
     Raises:
         TypeError: `state` is not a State.
+
+    Example::
+
+        pc.save(whole(state), "checkpoint")
     """
     if not isinstance(state, State):
         raise TypeError(f"whole(state): expected a State, got {shown(state)}")

@@ -1,6 +1,6 @@
 """What docstrings of public names must have: arguments, errors, and for most of them an example.
 
-    python docs/site/coverage.py        # the figures, and what is missing
+python docs/site/docstring_coverage.py        # the figures, and what is missing
 """
 
 import ast
@@ -58,19 +58,26 @@ def coverage() -> Coverage:
     found = Coverage(len(homes()), [], [], [], [], [])
     for name in homes().values():
         target = name.target.final_target if isinstance(name.target, griffe.Alias) else name.target
-        text = target.docstring.value if target.docstring else ""
+        text = _text(target)
         if not text and name.last != "__version__":
             found.undocumented.append(name.path)
         if not isinstance(target, griffe.Function | griffe.Class) or _is_error(target) or _is_law(target):
             continue
         found.callables.append(name.path)
-        if missing := set(_parameters(target)) - set(_described(target, text)):
+        described = set(_described(target, text))
+        if missing := set(_parameters(target, described)) - described:
             found.arguments.append(f"{name.path}: no {', '.join(sorted(missing))}")
         if "\nRaises:" not in text and _raises(target):
             found.errors.append(f"{name.path}: no errors")
         if ">>>" not in text and "\nExample:" not in text:
             found.examples.append(name.path)
     return found
+
+
+def _text(target: griffe.Object) -> str:
+    """Return the docstring; for a class with that of `__init__`."""
+    made_by = target.members.get("__init__") if isinstance(target, griffe.Class) else None
+    return "\n".join(obj.docstring.value for obj in (target, made_by) if obj is not None and obj.docstring)
 
 
 def _is_law(target: griffe.Object) -> bool:
@@ -82,9 +89,13 @@ def _is_error(target: griffe.Object) -> bool:
     return isinstance(target, griffe.Class) and target.name.endswith(("Error", "Warning"))
 
 
-def _parameters(target: griffe.Function | griffe.Class) -> Iterator[str]:
+def _parameters(target: griffe.Function | griffe.Class, described: set[str]) -> Iterator[str]:
+    """Yield the parameters of a call; keywords that are described by their names stand for `**settings`."""
+    names = {parameter.name for parameter in target.parameters}
     for parameter in target.parameters:
-        name = parameter.name.lstrip("*")
+        name = parameter.name
+        if parameter.kind is griffe.ParameterKind.var_keyword and described - names:
+            continue
         if name not in GIVEN and not name.startswith("_"):
             yield name
     if isinstance(target, griffe.Class) and any(str(base) == "NamedTuple" for base in target.bases):
