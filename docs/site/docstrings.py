@@ -5,6 +5,7 @@ import re
 import textwrap
 
 import griffe
+from reference import linked
 
 
 # An indented block, alone or after a paragraph that ends in `::`.
@@ -24,7 +25,7 @@ class Docstrings(griffe.Extension):
 
 def _prepare(obj: griffe.Object) -> None:
     if obj.docstring:
-        obj.docstring.value = markdown(obj.docstring.value)
+        obj.docstring.value = linked(markdown(obj.docstring.value), has_short_names=True)
     for member in obj.members.values():
         if isinstance(member, griffe.Object):
             _prepare(member)

@@ -15,7 +15,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
-from reference import pages as reference_pages
+from reference import linked, pages as reference_pages
 
 
 LOG = logging.getLogger("mkdocs.hooks")
@@ -109,7 +109,14 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
     if uri.startswith(("reference/", "source/")):
         return markdown
-    return _outside_code(markdown, lambda text: LINK.sub(moved, text))
+    if page.parent is None:
+        page.meta.setdefault("hide", ["navigation"])  # a tab of one page
+    return _outside_code(markdown, lambda text: _names_linked(LINK.sub(moved, text)))
+
+
+def _names_linked(text: str) -> str:
+    """Link the names of the package to the reference, except in headings."""
+    return "\n".join(line if line.startswith("#") else linked(line, has_short_names=False) for line in text.split("\n"))
 
 
 def _outside_code(markdown: str, change: Callable[[str], str]) -> str:

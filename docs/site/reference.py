@@ -4,6 +4,7 @@ A name is public if it is in `__all__` of the package or of a module in its `__a
 names is documented under the shortest.
 """
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -84,6 +85,32 @@ def anchor(name: Name) -> str:
     """Return the anchor on the site: the public path, or that in the source if a module is at the public path."""
     home = homes()[name.target.canonical_path]
     return home.target.canonical_path if package()[home.path].is_module else home.path
+
+
+CODE = re.compile(r"(?<![\[`])`([A-Za-z_][\w.]*)((?:\([^`]*\))?)`(?![\]`])")
+
+
+@cache
+def _anchors() -> dict[str, str]:
+    """Return the anchors of the public names, by all their paths, and of types also by their names."""
+    names = [name for names in modules().values() for name in names]
+    paths = {name.path: anchor(name) for name in names}
+    types = {name.last: anchor(name) for name in homes().values() if name.target.is_class}
+    return {**types, **paths}
+
+
+def linked(text: str, *, has_short_names: bool) -> str:
+    """Turn names in code marks into links to the reference: `pc.fit`, and with short names also `State`."""
+
+    def link(match: re.Match[str]) -> str:
+        name = re.sub(r"^pc\.", "purecompose.", match[1])
+        found = [name] if not has_short_names else [f"purecompose.{name}", name] if "." in name else [name]
+        target = next(
+            (_anchors()[path] for path in found if path in _anchors() and ("." in path or has_short_names)), None
+        )
+        return match[0] if target is None else f"[{match[0]}][{target}]"
+
+    return CODE.sub(link, text)
 
 
 def page_of(module: str) -> str:
