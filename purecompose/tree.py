@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 NAMESPACE = "purecompose"
+"""The namespace of optree in which states and batches are nodes."""
 
 # optree sorts dictionaries unless this is set for the namespace; the setting applies to the whole process.
 _settings = ExitStack()
@@ -93,27 +94,73 @@ def register_node(
 def map(  # noqa: A001
     fn: Callable[..., Any], tree: Any, *rests: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Apply `fn` to corresponding leaves; `None` is a leaf, and so is a node for which `is_leaf` returns true."""
+    """Apply `fn` to corresponding leaves; `None` is a leaf, and so is a node for which `is_leaf` returns true.
+
+    Args:
+        fn: A function of one leaf of each tree.
+        tree: A pytree, such as a dict, a tuple or a state.
+        *rests: Trees with the structure of `tree`.
+        is_leaf: A function that is true for nodes to use as leaves.
+
+    Example:
+        >>> map(torch.add, {"a": torch.zeros(1)}, {"a": torch.ones(1)})
+        {'a': tensor([1.])}
+    """
     return optree.tree_map(fn, tree, *rests, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """Return the leaves, in insertion order; `None` is a leaf, and so is a node for which `is_leaf` returns true."""
+    """Return the leaves, in insertion order; `None` is a leaf, and so is a node for which `is_leaf` returns true.
+
+    Args:
+        tree: A pytree, such as a dict, a tuple or a state.
+        is_leaf: A function that is true for nodes to use as leaves.
+
+    Example:
+        >>> leaves({"b": 1, "a": (2, None)})
+        [1, 2, None]
+    """
     return optree.tree_leaves(tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Return the leaves and the structure that `unflatten` needs."""
+    """Return the leaves and the structure that `unflatten` needs.
+
+    Args:
+        tree: A pytree, such as a dict, a tuple or a state.
+
+    Example:
+        >>> leaves, treespec = flatten({"a": 1, "b": (2, 3)})
+        >>> leaves, unflatten(treespec, leaves)
+        ([1, 2, 3], {'a': 1, 'b': (2, 3)})
+    """
     return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def unflatten(treespec: optree.PyTreeSpec, leaves: Iterable[Any]) -> Any:
-    """Return the inverse of `flatten`."""
+    """Return the inverse of `flatten`.
+
+    Args:
+        treespec: The structure that `flatten` returned.
+        leaves: As many leaves as the structure has.
+
+    Example:
+        >>> unflatten(structure({"a": 1, "b": 2}), [3, 4])
+        {'a': 3, 'b': 4}
+    """
     return optree.tree_unflatten(treespec, leaves)
 
 
 def structure(tree: Any) -> optree.PyTreeSpec:
-    """Return the structure without the leaves; structures compare with `==`."""
+    """Return the structure without the leaves; structures compare with `==`.
+
+    Args:
+        tree: A pytree, such as a dict, a tuple or a state.
+
+    Example:
+        >>> structure({"a": 1}) == structure({"a": 2}), structure({"a": 1}) == structure({"b": 1})
+        (True, False)
+    """
     return optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
@@ -139,6 +186,9 @@ def members(leaf: Any) -> dict[Any, Any]:
 
     The result is empty for plain values and for callables, so a module's weights are not members.
 
+    Args:
+        leaf: Any object.
+
     Example:
         >>> import types
         >>> members(types.SimpleNamespace(x=1))
@@ -157,11 +207,13 @@ class Difference(NamedTuple):
     """A difference between two trees in one leaf or its place; `str` describes it in words."""
 
     path: str
+    """Key path of the leaf in both trees."""
     what: str
     """Description such as "2 of 3 elements differ, first at 0"; empty if the values are enough."""
     first: Any = None
     """The first element that differs, or the whole leaf; `None` if there is nothing to show."""
     second: Any = None
+    """The same of the second tree."""
 
     def __str__(self) -> str:
         values = [] if self.first is None and self.second is None else [f"{self.first!r} and {self.second!r}"]
@@ -169,7 +221,16 @@ class Difference(NamedTuple):
 
 
 class Tolerance(NamedTuple):
-    """The largest difference of two floating leaves: `share` of their largest finite magnitude, plus `floor`."""
+    """The largest difference of two floating leaves: `share` of their largest finite magnitude, plus `floor`.
+
+    Args:
+        share: Fraction of the largest finite magnitude.
+        floor: Absolute difference that is always allowed.
+
+    Example::
+
+        equal_enough = not list(differences(a, b, lambda dtype: Tolerance(share=1e-5, floor=1e-8)))
+    """
 
     share: float
     floor: float = 0.0
@@ -183,12 +244,25 @@ def equal(first: Any, second: Any) -> bool:
     """Return whether containers, key paths, shapes, dtypes and every bit agree.
 
     NaN equals NaN, 0.0 differs from -0.0. The static part of a state is not a leaf and is ignored.
+
+    Args:
+        first: A pytree, such as a dict, a tuple or a state.
+        second: Another one.
+
+    Example:
+        >>> equal({"a": torch.zeros(2)}, {"a": torch.zeros(2)}), equal(torch.tensor(0.0), torch.tensor(-0.0))
+        (True, False)
     """
     return next(differences(first, second), None) is None
 
 
 def diff(first: Any, second: Any, limit: int = 10) -> list[str]:
     """Describe in at most `limit` lines where two trees differ, pairing leaves by key path.
+
+    Args:
+        first: A pytree, such as a dict, a tuple or a state.
+        second: Another one.
+        limit: The most lines.
 
     Example:
         >>> diff({"a": torch.zeros(2)}, {"a": torch.ones(2)})
@@ -205,6 +279,10 @@ def differences(first: Any, second: Any, *, tolerance: ToleranceLike = 0.0) -> I
         second: The other.
         tolerance: Floating and complex leaves may differ by this share of their largest finite magnitude, or by the
             `Tolerance` that a function of their dtype returns; 0 compares bits.
+
+    Example:
+        >>> [difference.what for difference in differences({"a": torch.zeros(2)}, {"a": torch.ones(3)})]
+        ['float32[2] and float32[3]']
     """
     ours, theirs = _nodes_above_leaves(first), _nodes_above_leaves(second)
     yield from (Difference(path, "only in the first") for path in ours if path not in theirs)
@@ -223,6 +301,10 @@ def differences(first: Any, second: Any, *, tolerance: ToleranceLike = 0.0) -> I
 def describe(tensor: Tensor, *, with_device: bool = True) -> str:
     """Return a tensor's dtype and shape, and its device if it is not the CPU.
 
+    Args:
+        tensor: Any tensor.
+        with_device: Name the device, unless it is the CPU.
+
     Example:
         >>> describe(torch.zeros(2, 3))
         'float32[2, 3]'
@@ -240,6 +322,9 @@ def global_norm(tree: Any) -> Tensor:
 
     Leaves of half precision are converted to float32. Of tensors that are divided among processes, each computes its
     rows, and the result is the same on all.
+
+    Args:
+        tree: A pytree, such as a dict, a tuple or a state.
 
     Example:
         >>> global_norm({"w": torch.tensor([3.0], dtype=torch.float16), "b": torch.tensor([0.0, 4.0])})

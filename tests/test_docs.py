@@ -116,6 +116,21 @@ def without_numbers(text: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # while Inductor is imported
+def test_the_tutorial(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "110")  # as without a terminal; a worker process may appear to have one
+    names = run_page("tutorial.md")
+    printed = without_numbers(capsys.readouterr().out)
+    blocks = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), re.S)
+    shown = [part for block in blocks for part in block.split("...\n")]
+    assert len(shown) == 8 and [part for part in shown if without_numbers(part) not in printed] == []
+    assert names["report"].ok and "True {" in printed and "the bits of the run" in printed
+
+
+@pytest.mark.slow
 def test_the_page_on_laws(capsys: pytest.CaptureFixture[str]) -> None:
     names = run_page("laws.md")
     printed = without_numbers(capsys.readouterr().out)

@@ -78,6 +78,9 @@ def alibi_rules() -> surgery.Rules:
 
 
 apply_alibi = on_module("alibi", alibi_rules)
+"""`apply_alibi(net, **settings)` returns a copy of a network with attention with linear biases in place of positions;
+the settings are those of `alibi_rules`.
+"""
 
 
 @factory

@@ -189,6 +189,11 @@ def augmix_transform(
 
     Raises:
         TypeError, ValueError: See `augmix`. When applied to a sample: floats outside the range.
+
+    Example::
+
+        augment = augmix_transform(input_field="image")
+        loader(samples, 64, transform=augment, rng="key")
     """
     augmix(severity, depth=depth, width=width, alpha=alpha, augmentation_set=augmentation_set, value_range=value_range)
     value_range = frozen(value_range) or (0.0, 1.0)

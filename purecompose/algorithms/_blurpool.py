@@ -67,6 +67,9 @@ def blurpool_rules(
 
 
 apply_blurpool = on_module("blurpool", blurpool_rules)
+"""`apply_blurpool(net, **settings)` returns a copy of a network with smoothing before convolutions and poolings that
+skip places; the settings are those of `blurpool_rules`.
+"""
 
 
 @factory

@@ -39,6 +39,9 @@ def apply_channels_last(net: nn.Module) -> nn.Module:
 
     The network itself is not modified; the copy is in the same mode (train or eval).
 
+    Args:
+        net: Any network.
+
     Example:
         >>> apply_channels_last(nn.Conv2d(3, 8, 2)).weight.stride()
         (12, 1, 6, 3)

@@ -174,6 +174,11 @@ def colout_transform(
 
     Raises:
         TypeError, ValueError: See `colout`.
+
+    Example::
+
+        augment = colout_transform(input_field="image", target_field=None)
+        loader(samples, 64, transform=augment, rng="key")
     """
     _check_settings(p_row, p_col, False, resize_target, "colout_transform")
     core = partial(colout_batch, p_row=p_row, p_col=p_col, resize_target=resize_target)

@@ -169,6 +169,11 @@ def cutout_transform(
 
     Raises:
         TypeError, ValueError: See `cutout`.
+
+    Example::
+
+        augment = cutout_transform(input_field="image")
+        loader(samples, 64, transform=augment, rng="key")
     """
     _check_settings(num_holes, length, uniform_sampling, False, fill, "cutout_transform")
     settings = {"num_holes": num_holes, "length": length, "uniform_sampling": uniform_sampling, "fill": frozen(fill)}

@@ -84,6 +84,9 @@ def factorize_rules(
 
 
 apply_factorize = on_module("factorize", factorize_rules)
+"""`apply_factorize(net, **settings)` returns a copy of a network with wide layers as products of two thinner ones; the
+settings are those of `factorize_rules`.
+"""
 
 
 @factory

@@ -40,7 +40,10 @@ def gated_linear_units_rules(
     gated_layer_bias: bool = False,
     non_gated_layer_bias: bool = False,
 ) -> surgery.Rules:
-    """Return the rules of the surgery; see `gated_linear_units` for the settings.
+    """Return the rules of the surgery.
+
+    Args:
+        act_fn, gated_layer_bias, non_gated_layer_bias: As for `gated_linear_units`.
 
     Raises:
         TypeError, ValueError: A setting of the wrong type or an unknown name. When the rules are applied: a block
@@ -104,6 +107,9 @@ def gated_linear_units_rules(
 
 
 apply_gated_linear_units = on_drawn_module("gated_linear_units", gated_linear_units_rules)
+"""`apply_gated_linear_units(key, net, **settings)` returns a copy of a network with gated feed-forward blocks; the
+settings are those of `gated_linear_units_rules`.
+"""
 
 
 @factory

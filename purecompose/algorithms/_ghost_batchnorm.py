@@ -42,6 +42,9 @@ def ghost_batchnorm_rules(ghost_batch_size: int = 32) -> surgery.Rules:
 
 
 apply_ghost_batchnorm = on_module("ghost_batchnorm", ghost_batchnorm_rules)
+"""`apply_ghost_batchnorm(net, **settings)` returns a copy of a network with batch norms that normalise parts of a
+batch; the settings are those of `ghost_batchnorm_rules`.
+"""
 
 
 @factory

@@ -46,10 +46,14 @@ def clip_by_norm(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
 
 
 def clip_by_value(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
-    """Return the gradients with each element clipped to [-threshold, threshold]; arguments as for `clip_by_norm`.
+    """Return the gradients with each element clipped to [-threshold, threshold].
 
     A threshold above the largest finite number of a gradient's dtype is replaced by this number; infinity clips
     nothing.
+
+    Args:
+        grads: Gradients by name.
+        threshold: A number above 0, or a 0-d tensor.
 
     Example:
         >>> clip_by_value({"w": torch.tensor([-3.0, 0.5])}, 1.0)["w"]

@@ -86,6 +86,10 @@ def estimate_noise(
 def critical_batch_size(squared_norm: Tensor, trace: Tensor) -> Tensor:
     """Return B_simple = tr(Sigma) / |G|^2 of averaged estimates, at least 0, and infinite if |G|^2 is not above 0.
 
+    Args:
+        squared_norm: Estimates of |G|^2, of any shape.
+        trace: Estimates of tr(Sigma), of the same shape.
+
     Example:
         >>> critical_batch_size(torch.tensor([2.0, -1.0]), torch.tensor([8.0, 8.0]))
         tensor([4., inf])

@@ -36,6 +36,9 @@ def low_precision_groupnorm_rules() -> surgery.Rules:
 
 
 apply_low_precision_groupnorm = on_module("low_precision_groupnorm", low_precision_groupnorm_rules)
+"""`apply_low_precision_groupnorm(net, **settings)` returns a copy of a network with group norms in half precision; the
+settings are those of `low_precision_groupnorm_rules`.
+"""
 
 
 @factory

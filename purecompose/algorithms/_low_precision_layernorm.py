@@ -36,6 +36,9 @@ def low_precision_layernorm_rules() -> surgery.Rules:
 
 
 apply_low_precision_layernorm = on_module("low_precision_layernorm", low_precision_layernorm_rules)
+"""`apply_low_precision_layernorm(net, **settings)` returns a copy of a network with layer norms in half precision; the
+settings are those of `low_precision_layernorm_rules`.
+"""
 
 
 @factory

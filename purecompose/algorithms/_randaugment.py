@@ -157,6 +157,11 @@ def randaugment_transform(
 
     Raises:
         TypeError, ValueError: See `randaugment`. When applied to a sample: floats outside the range.
+
+    Example::
+
+        augment = randaugment_transform(input_field="image")
+        loader(samples, 64, transform=augment, rng="key")
     """
     randaugment(severity, depth, augmentation_set, value_range=value_range)
     value_range = frozen(value_range) or (0.0, 1.0)

@@ -40,6 +40,9 @@ def squeeze_excite_rules(latent_channels: float = 64, min_channels: int = 128) -
 
 
 apply_squeeze_excite = on_drawn_module("squeeze_excite", squeeze_excite_rules)
+"""`apply_squeeze_excite(key, net, **settings)` returns a copy of a network with squeeze-and-excitation after
+convolutions; the settings are those of `squeeze_excite_rules`.
+"""
 
 
 @factory

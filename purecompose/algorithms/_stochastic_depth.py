@@ -103,6 +103,12 @@ def apply_stochastic_depth(
 
     Warns:
         UserWarning: The network has no supported residual block.
+
+    Example:
+        >>> from purecompose.nn.models import resnet8
+        >>> net = apply_stochastic_depth(resnet8(3, 10), drop_rate=0.2)
+        >>> sum(type(module).__name__ == "StochasticDepth" for module in net.modules())
+        3
     """
     rules = stochastic_depth_rules(net, stochastic_method, drop_rate, drop_distribution)
     _check_blocks(net, "apply_stochastic_depth", stochastic_method)

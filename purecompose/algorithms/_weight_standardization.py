@@ -81,6 +81,9 @@ def weight_standardization_undo_rules(*, is_baked: bool = False) -> surgery.Rule
 
 
 apply_weight_standardization = on_module("weight_standardization", weight_standardization_rules)
+"""`apply_weight_standardization(net, **settings)` returns a copy of a network with convolutions with standardized
+filters; the settings are those of `weight_standardization_rules`.
+"""
 
 
 @factory

@@ -33,6 +33,7 @@ class CheckpointDifference(NamedTuple):
     """The difference of two runs at a batch at which both have a checkpoint."""
 
     batch: int
+    """Number of the batch."""
     num_leaves: int
     """Number of leaves that differ by more than the tolerance."""
     difference: MaxDifference
@@ -114,6 +115,10 @@ def compare(run_a: RecordedRun | Path | str, run_b: RecordedRun | Path | str, *,
         FileNotFoundError: A folder has no checkpoint.
         ValueError: The runs have no checkpoints of the same batch.
         MismatchError: See `replay`.
+
+    Example::
+
+        print(compare("runs/first", "runs/second"))
     """
     check_number(tolerance, "compare: tolerance", 0)
     paths = _path(run_a), _path(run_b)

@@ -40,6 +40,10 @@ def draw_ablation(ablation: Ablation, path: str | os.PathLike[str], *, dark: boo
     Raises:
         ValueError: The suffix is unknown, or no method has a finite interval.
         ImportError: Matplotlib is not installed.
+
+    Example::
+
+        draw_ablation(ablation, "ablation.png")
     """
     shown = [one for one in ablation.effects if one.interval is not None and math.isfinite(one.interval.high)]
     if not shown:
@@ -129,6 +133,10 @@ def draw_learning_rate_range(found: LearningRateRange, path: str | os.PathLike[s
     Raises:
         ValueError: The suffix is unknown.
         ImportError: Matplotlib is not installed.
+
+    Example::
+
+        draw_learning_rate_range(found, "rates.png")
     """
     figure, axes, theme = _figure(path, dark, "draw_learning_rate_range")
     axes.plot(found.rates, found.losses, color=theme.lines[0], alpha=0.3, linewidth=0.8)

@@ -24,6 +24,7 @@ class Cell:
     name: str
     """Such as "all", "all but mixup", "mixup + sam" or "none"."""
     methods: tuple[str, ...]
+    """Names of the methods in the subset."""
     values: tuple[float, ...]
     """The metric at the end of the run, for each seed."""
     seconds: tuple[float, ...]
@@ -42,6 +43,7 @@ class Effect:
     """What one method changes: the metric with it minus the metric without it, seed by seed."""
 
     method: str
+    """Name of the method."""
     with_it: float
     """Mean over the seeds of the metric with the method."""
     without_it: float

@@ -57,10 +57,13 @@ class Example:
     dataset_index: int | None
     """Its index in the data set, if the order of the data is known, as for `data.arrays`."""
     loss: float | None
+    """Its loss; `None` if it is not known."""
     notes: tuple[str, ...]
     """Remarks on unusual values, such as "targets are not finite"."""
     inputs: Shown
+    """Its input, as shown in reports."""
     target: str
+    """Its target, as text."""
 
     @property
     def name(self) -> str:
@@ -76,13 +79,17 @@ class Explanation:
     batch: int
     """Number of the batch: the step led from `batch - 1` to `batch`."""
     epoch: int
+    """Number of the epoch."""
     loss: float
+    """The step's loss."""
     trace: Trace
     """Which algorithm changed which leaves, and by how much."""
     layers: tuple[Layer, ...]
+    """The norms of each layer."""
     examples: tuple[Example, ...]
     """Examples of the batch: first those with values that are not finite or unusually large, then by loss."""
     num_examples: int
+    """Number of examples in the batch."""
     losses: Tensor | None
     """Loss of each example, floating, shape (N,). Computed before the step and before any algorithm changes the batch,
     with the network in evaluation mode, so that it does not depend on other examples. `None` if it is not known."""
@@ -178,6 +185,10 @@ def explain(run: RecordedRun, at: TimeLike | int) -> Explanation:
     Raises:
         ValueError: `at` is the start of the run or outside the recorded part, or the run trains a population.
         MismatchError: See `replay`.
+
+    Example::
+
+        print(explain(RecordedRun("runs/first", step, state, data), at="22ba"))
     """
     if not isinstance(run, RecordedRun):
         raise TypeError(f"explain: expected a RecordedRun(path, step, state, data), got {shown(run)}")
@@ -223,6 +234,10 @@ def explain_batch(
 
     Raises:
         ValueError: The state is a population's.
+
+    Example::
+
+        print(explain_batch(step, state, batch))
     """
     check_single(state, "explain_batch", "unstack_states(state) gives each of them, for the step before population")
     plain = step.step if isinstance(step, CompiledStep) else step

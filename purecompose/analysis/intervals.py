@@ -43,11 +43,19 @@ _POWER = 0.8
 
 
 class Interval(NamedTuple):
-    """A mean difference with its simultaneous confidence interval."""
+    """A mean difference with its simultaneous confidence interval.
+
+    Example:
+        >>> Interval(mean=0.5, low=0.1, high=0.9, deviation=0.2).is_decided
+        True
+    """
 
     mean: float
+    """Mean of the differences."""
     low: float
+    """Lower end of the interval."""
     high: float
+    """Upper end of the interval."""
     deviation: float
     """Standard deviation of the differences."""
 

@@ -24,7 +24,12 @@ __all__ = ["StatePredicate", "accuracy_below", "dead_unit", "loss_above", "not_f
 
 @dataclass(frozen=True)
 class StatePredicate:
-    """A function `State -> bool` that prints as the call that made it."""
+    """A function `State -> bool` that prints as the call that made it.
+
+    Args:
+        words: The call that made it, as text.
+        fn: The function.
+    """
 
     words: str
     """The call, such as "loss_above(5.0)"."""
@@ -38,7 +43,15 @@ class StatePredicate:
 
 
 def loss_above(number: float) -> StatePredicate:
-    """Return the predicate that the loss of the last batch is above a number, or NaN. It usually does not stay so."""
+    """Return the predicate that the loss of the last batch is above a number, or NaN. It usually does not stay so.
+
+    Args:
+        number: The bound.
+
+    Example:
+        >>> loss_above(5.0)
+        loss_above(5.0)
+    """
     check_number(number, "loss_above")
 
     def is_above(state: State) -> bool:
@@ -52,6 +65,10 @@ def not_finite() -> StatePredicate:
     """Return the predicate that a parameter, a buffer or the optimizer's memory has a NaN or an infinite number.
 
     Once it is true it usually stays so.
+
+    Example:
+        >>> not_finite()
+        not_finite()
     """
 
     def is_bad(state: State) -> bool:
@@ -70,6 +87,10 @@ def weight_norm_above(number: float, params: str = "*") -> StatePredicate:
 
     Raises:
         ValueError: When called: no parameter has such a name.
+
+    Example:
+        >>> weight_norm_above(100.0, "0.*")
+        weight_norm_above(100.0, '0.*')
     """
     check_number(number, "weight_norm_above")
 
@@ -95,6 +116,10 @@ def dead_unit(module: str, inputs: Any) -> StatePredicate:
 
     Raises:
         ValueError: When called: the network has no such module, or the state is a population's.
+
+    Example::
+
+        bisect(run, dead_unit("1", inputs), stays=True)
     """
 
     def is_dead(state: State) -> bool:
@@ -123,6 +148,10 @@ def accuracy_below(share: float, batch: Any, metric: Any = accuracy) -> StatePre
         share: The threshold, in [0, 1].
         batch: A batch with inputs and targets, with the same structure as the training batches.
         metric: Another metric than the accuracy of class indices; larger values are better.
+
+    Example::
+
+        bisect(run, accuracy_below(0.5, (inputs, targets)), stays=False)
     """
     check_number(share, "accuracy_below: share", 0, 1)
 

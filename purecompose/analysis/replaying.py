@@ -79,6 +79,11 @@ def replay(
         ValueError: `at` is before the first checkpoint or after the last one.
         MismatchError: The data or code differ, see `RecordedRun`; or a loss is not the recorded one.
         TypeError: `run` is not a `RecordedRun`, or `dtype` is not a floating dtype.
+
+    Example::
+
+        run = RecordedRun("runs/first", step, state, data)
+        replay(run, at="1234ba").state
     """
     if not isinstance(run, RecordedRun):
         raise TypeError(f"replay: expected a RecordedRun(path, step, state, data), got {shown(run)}")

@@ -23,6 +23,7 @@ class Bisection:
     batch: int
     """The first batch after which the predicate holds."""
     predicate: str
+    """The predicate, as text."""
     replays: int
     """Number of different checkpoints that were read, to evaluate the predicate or to replay the run from there."""
     num_batches: int
@@ -62,6 +63,11 @@ def bisect(run: RecordedRun, predicate: Callable[[State], Any], *, stays: bool) 
         RuntimeError: The predicate raised an error, which is the cause.
         TypeError: An argument has the wrong type.
         MismatchError: See `replay`.
+
+    Example::
+
+        run = RecordedRun("runs/first", step, state, data)
+        print(bisect(run, predicates.not_finite(), stays=True))
     """
     if not isinstance(run, RecordedRun):
         raise TypeError(f"bisect: expected a RecordedRun(path, step, state, data), got {shown(run)}")

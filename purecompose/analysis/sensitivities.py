@@ -47,8 +47,11 @@ class Window(NamedTuple):
     """A part of a run: the step, the state at its start, and its batches."""
 
     step: Step
+    """The step."""
     state: State
+    """The state before the first of the batches."""
     batches: Sequence[Any]
+    """The batches, in order."""
 
 
 def window_of(run: RecordedRun, start: TimeLike | int, stop: TimeLike | int) -> Window:
@@ -61,6 +64,11 @@ def window_of(run: RecordedRun, start: TimeLike | int, stop: TimeLike | int) -> 
     Raises:
         ValueError: `stop` is not after `start`, or not in the recorded part of the run.
         MismatchError: See `replay`.
+
+    Example::
+
+        window = window_of(run, "100ba", "110ba")
+        sensitivity(window, test_batch)
     """
     first, last = point(start, "window_of: start"), point(stop, "window_of: stop")
     run.before(last)  # raises if it is not recorded
@@ -98,6 +106,7 @@ class Derivative:
     """The derivative of the objective with respect to one named scalar."""
 
     name: str
+    """Name of the scalar."""
     value: float
     """The scalar's value at the start of the window."""
     gradient: float | None

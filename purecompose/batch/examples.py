@@ -100,6 +100,9 @@ def reported_size(batch: Any) -> int | None:
 
     It is the number of graphs for torch_geometric's `Batch`, and the number of sequences for packed ones.
 
+    Args:
+        batch: A batch, or a member of it.
+
     Example:
         >>> import torch
         >>> packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(3), torch.zeros(2)])
@@ -119,7 +122,17 @@ def reported_size(batch: Any) -> int | None:
 
 
 def leading_size(inputs: Any, dim: int = 0) -> int | None:
-    """Return the size of all tensors along the dimension of the examples; `None` without tensors or a common size."""
+    """Return the size of all tensors along the dimension of the examples; `None` without tensors or a common size.
+
+    Args:
+        inputs: A tensor, or a pytree of tensors.
+        dim: The dimension of the examples.
+
+    Example:
+        >>> import torch
+        >>> leading_size({"a": torch.zeros(3, 2), "b": torch.zeros(3)}), leading_size(torch.zeros(3, 2), dim=1)
+        (3, 2)
+    """
     if type(inputs) is Tensor:
         return inputs.shape[dim] if inputs.ndim > dim else None
     sizes = _leading_sizes(inputs, dim)
@@ -128,7 +141,16 @@ def leading_size(inputs: Any, dim: int = 0) -> int | None:
 
 
 def num_tokens(batch: Any) -> int:
-    """Return the number of tokens: the size of `input_ids`, padding included, or 0 for batches without them."""
+    """Return the number of tokens: the size of `input_ids`, padding included, or 0 for batches without them.
+
+    Args:
+        batch: A batch of any structure.
+
+    Example:
+        >>> import torch
+        >>> num_tokens({"input_ids": torch.zeros(2, 5, dtype=torch.int64)}), num_tokens(torch.zeros(2, 5))
+        (10, 0)
+    """
     if type(batch) is tuple or not isinstance(batch, Mapping):
         return 0
     ids = batch.get("input_ids")
@@ -170,6 +192,10 @@ def split(batch: Any, num_parts: int, field: Field | None = None, dim: int = 0) 
 
 def bounds(total: int, num_parts: int) -> list[int]:
     """Return the index of the first example of each part of `total` examples, and `total`.
+
+    Args:
+        total: Number of examples.
+        num_parts: Number of parts, whose sizes differ by at most one.
 
     Raises:
         ValueError: There are fewer examples than parts.

@@ -14,6 +14,8 @@ from purecompose.batch.leaves import with_items
 __all__ = ["AS_ARGUMENT", "WHOLE", "Field", "check_field", "get", "put"]
 
 Field: TypeAlias = int | str | list[Any] | tuple[Any, ...] | Callable[[Any], Any]
+"""What identifies a member of a batch: an index, a key, an attribute, a list of these, a getter, or (getter, setter).
+"""
 
 WHOLE = "*"
 """The field of the whole batch: a mapping is passed to the model as keyword arguments, anything else unchanged."""
@@ -73,6 +75,11 @@ def get(batch: Any, field: Field | None) -> Any:
 def put(batch: Any, field: Field | None, value: Any) -> Any:
     """Return a copy of `batch` with `value` as the member identified by `field`; the other members are shared.
 
+    Args:
+        batch: A batch of any structure.
+        field: What identifies the member.
+        value: The new member.
+
     Raises:
         KeyError: The batch has no such member.
         TypeError: `field` is `None`, or a getter without a setter.
@@ -106,7 +113,21 @@ def put(batch: Any, field: Field | None, value: Any) -> Any:
 
 
 def check_field(field: Field, role: str) -> None:
-    """Raise a `TypeError` if `field` is not a valid field."""
+    """Raise a `TypeError` if `field` is not a valid field.
+
+    Args:
+        field: What identifies a member of a batch.
+        role: What the field is for, as named in the error, such as "input_field".
+
+    Raises:
+        TypeError: `field` is not a valid field.
+
+    Example:
+        >>> check_field("labels", "target_field")
+        >>> check_field(0.5, "target_field")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        TypeError: target_field...
+    """
     is_pair = isinstance(field, tuple) and len(field) == 2 and all(callable(part) for part in field)
     if isinstance(field, bool) or not (isinstance(field, (int, str, list)) or is_pair or callable(field)):
         raise TypeError(

@@ -20,6 +20,15 @@ def map_tensors(fn: Callable[[Tensor], Any], batch: Any) -> Any:
 
     Other leaves are unchanged; an object without tensors is shared. The sizes in a packed sequence count as its form:
     they stay on the host.
+
+    Args:
+        fn: A function of one tensor.
+        batch: A batch of any structure.
+
+    Example:
+        >>> import torch
+        >>> map_tensors(lambda tensor: tensor + 1, {"x": torch.zeros(2), "name": "a"})
+        {'x': tensor([1., 1.]), 'name': 'a'}
     """
 
     def on_leaf(leaf: Any) -> Any:
@@ -38,7 +47,16 @@ def map_tensors(fn: Callable[[Tensor], Any], batch: Any) -> Any:
 
 
 def tensors(batch: Any) -> list[Tensor]:
-    """Return the batch's tensors, in order, also those inside dataclasses, mappings and objects."""
+    """Return the batch's tensors, in order, also those inside dataclasses, mappings and objects.
+
+    Args:
+        batch: A batch of any structure.
+
+    Example:
+        >>> import torch
+        >>> tensors({"x": torch.zeros(1), "pair": (torch.ones(1), "a")})
+        [tensor([0.]), tensor([1.])]
+    """
     found: list[Tensor] = []
     for leaf in tree.leaves(batch, is_leaf=_is_packed):
         if isinstance(leaf, Tensor):
@@ -54,6 +72,10 @@ def tensors(batch: Any) -> list[Tensor]:
 
 def with_tensors(batch: Any, new: Iterable[Tensor]) -> Any:
     """Return the batch with these tensors in place of its own, in the order of `tensors`.
+
+    Args:
+        batch: A batch of any structure.
+        new: As many tensors as the batch has.
 
     Example:
         >>> import torch

@@ -34,7 +34,12 @@ class Apply(Protocol):
 
 
 class Trait(enum.Enum):
-    """A property that an algorithm declares for passes and transforms, which do not know algorithms by name."""
+    """A property that an algorithm declares for passes and transforms, which do not know algorithms by name.
+
+    Example::
+
+        Algorithm("noise", on(Event.AFTER_DATALOADER), noise, traits={Trait.AUGMENTS_EXAMPLES})
+    """
 
     SELECTS_EXAMPLES = "picks examples of the raw batch: comes first"
     LIMITS_BATCHES = "trains on a part of each batch, of a size that it sets: comes before what picks examples"
@@ -207,7 +212,15 @@ def factory(make: Callable[_P, Algorithm]) -> Callable[_P, Algorithm]:
 
 
 def identity(name: str = "identity") -> Algorithm:
-    """Return the algorithm that never acts: the unit of composition."""
+    """Return the algorithm that never acts: the unit of composition.
+
+    Args:
+        name: Its name, unique in a step.
+
+    Example:
+        >>> identity().match
+        never
+    """
     return Algorithm(name, NEVER, lambda event, state: state)
 
 

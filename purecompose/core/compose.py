@@ -113,6 +113,11 @@ class Step:
         passes: The passes that order them at each event.
         cut: The number or size of the slices into which `Microbatches` cuts batches.
         members: The kind of states that the step accepts: single ones, or those of a population.
+
+    Example::
+
+        step = compose(loop_events, [alg.mixup(0.2)])
+        state = step(step.init(state), batch)
     """
 
     def __init__(

@@ -27,6 +27,7 @@ class Carry(NamedTuple):
     """The value that an operation receives and returns."""
 
     state: State
+    """The state so far."""
     used: frozenset[str] = frozenset()
     """The parameters whose gradients an update has applied: no later update applies them again.
 
@@ -69,6 +70,7 @@ class Lowered(NamedTuple):
     """An operation with the facts that compiled steps and populations need."""
 
     run: Operation
+    """The operation."""
     algorithm: Algorithm | None = None
     """Algorithm that acts, if the operation belongs to an event."""
     is_host: bool = False
@@ -149,6 +151,9 @@ def in_order(operations: Iterable[Operation]) -> Operation:
     """Return one operation that runs the given ones one after the other: the fold.
 
     The carry is in a list, which is empty while an operation runs: so nothing else holds what an operation drops.
+
+    Args:
+        operations: Operations, from first to last.
     """
     ops = tuple(operations)
     if len(ops) == 1:

@@ -25,6 +25,7 @@ __all__ = ["Program", "Stage", "StateFn", "Update", "as_nodes", "events_in", "ma
 
 StateFn: TypeAlias = Callable[[State], State]
 Program: TypeAlias = tuple[Node, ...]
+"""The loop as data: events, stages and scopes, in order."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,9 @@ class Stage:
     """A named core part of a program: a pure function of the state."""
 
     name: str
+    """Its name, as printed in programs and plans."""
     fn: StateFn
+    """The function `State -> State`."""
     sets_loss: bool = False
     """True if it sets `state.loss` from the outputs and the batch, so that slices are weighted by its terms."""
 
@@ -80,6 +83,7 @@ class Update:
     """
 
     wrt: str | None = None
+    """Pattern of the parameters' names; `None` for all."""
 
     def __call__(self, *, wrt: str | None = None) -> "Update":
         return Update(wrt)

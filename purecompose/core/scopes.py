@@ -30,6 +30,7 @@ class Scope:
     """The base class of scopes, with a body of events, stages and further scopes."""
 
     body: Program
+    """The nodes in it, in order."""
     ranks: Ranks | None = None
     """The processes that share the scope's batch, if there are several."""
 
@@ -74,6 +75,10 @@ class Grad(Scope):
     Args:
         body: Events and stages, one of which sets `state.loss`.
         wrt: A pattern (as in `fnmatch`) of parameter names; by default all that are trainable.
+
+    Example::
+
+        Grad(BEFORE_FORWARD, forward, AFTER_FORWARD, BEFORE_LOSS, loss, AFTER_LOSS, BEFORE_BACKWARD, wrt="D.*")
     """
 
     body: Program
@@ -120,6 +125,10 @@ class Microbatches(Scope):
     Raises:
         TypeError: A number is not an int.
         ValueError: A number is below 1, or both are given.
+
+    Example::
+
+        Microbatches(Grad(BEFORE_FORWARD, forward, AFTER_FORWARD, BEFORE_LOSS, loss, AFTER_LOSS), AFTER_BACKWARD)
     """
 
     body: Program

@@ -43,6 +43,11 @@ class State(Leasable):
     """All values of a training run, as an immutable pytree.
 
     Make one with `State.create`, a changed copy with `replace`. Fields that are `None` are not leaves.
+
+    Example::
+
+        state = State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), key=0, duration="20ep")
+        state = state.replace(params=new_params)
     """
 
     static: Static

@@ -85,6 +85,12 @@ def traced(step: Step) -> Callable[[State, Any], tuple[State, Trace]]:
 
     It compares every leaf before and after every algorithm, so it is meant for inspection, not for training.
 
+    Args:
+        step: A step.
+
+    Returns:
+        A function `(state, batch) -> (state, trace)`; a trace prints as a table.
+
     Example:
         >>> from purecompose import compose, loop_events
         >>> traced_step = traced(compose(loop_events))

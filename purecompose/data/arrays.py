@@ -41,6 +41,9 @@ class Arrays:
         shuffle: True if `epoch` permutes; otherwise every epoch has the stored order.
         drop_last: True if a smaller last batch is left out, in `epoch` and in plain iteration.
         names: The names of inputs and targets in batches that are dicts; `None` for others.
+
+    Raises:
+        TypeError, ValueError: As for `arrays`.
     """
 
     inputs: Tensor
@@ -148,9 +151,11 @@ class Split(NamedTuple):
     train_inputs: Tensor
     """Shape `(num_examples - count, *rest)`."""
     train_targets: Tensor
+    """Shape `(num_examples - count, *rest)`."""
     test_inputs: Tensor
     """Shape `(count, *rest)`."""
     test_targets: Tensor
+    """Shape `(count, *rest)`."""
 
 
 def arrays(

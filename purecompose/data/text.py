@@ -102,6 +102,7 @@ class TextData(NamedTuple):
     test_targets: Tensor
     """int64, shape `(num_test, length)`."""
     vocabulary: CharacterVocabulary
+    """The characters, and their numbers."""
     num_dropped: int
     """Number of tokens at the ends of the two parts that are not used as labels, because they fill no window."""
 
@@ -170,6 +171,11 @@ def load_text(
         OSError: The file does not exist or cannot be read.
         TypeError, ValueError: The length or the share is of the wrong kind or out of range; or the file is not UTF-8,
             is too short for a window in either part, or has characters that the vocabulary lacks.
+
+    Example::
+
+        text = load_text("book.txt", length=128)
+        train = arrays(text.train_inputs, text.train_targets, 32)
     """
     check_whole(length, "load_text: length", 1, hint="it is a number of tokens")
     check_number(test_share, "load_text: test_share", 0, 1, above=True, below=True)

@@ -60,5 +60,14 @@ def over_batch(loss: Loss) -> Loss:
 
 
 def couples_examples(loss: Any) -> bool:
-    """Return whether a loss declares that it couples examples; see `over_batch`."""
+    """Return whether a loss declares that it couples examples; see `over_batch`.
+
+    Args:
+        loss: A loss.
+
+    Example:
+        >>> import torch
+        >>> couples_examples(torch.nn.functional.mse_loss), couples_examples(over_batch(torch.nn.functional.mse_loss))
+        (False, True)
+    """
     return getattr(loss, "couples_examples", False)

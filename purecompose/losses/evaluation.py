@@ -41,8 +41,15 @@ __all__ = [
 def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
     """Raise early if this is not a loss or, with `per_example`, if it cannot return losses per example.
 
+    Args:
+        loss_fn: What is used as a loss.
+        per_example: Whether losses per example are needed.
+
     Raises:
         TypeError: `loss_fn` is not callable, is a class instead of an instance, or has no `reduction` parameter.
+
+    Example:
+        >>> check_loss(torch.nn.functional.cross_entropy, per_example=True)
     """
     if not callable(loss_fn) or isinstance(loss_fn, type):
         raise TypeError(
@@ -59,7 +66,18 @@ def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
 
 
 def evaluate_loss(loss_fn: Callable[..., Any], outputs: Any, targets: Any, reduction: str = "mean") -> Tensor:
-    """Return the loss of plain or mixed targets, without its parts; see `evaluate_parts`."""
+    """Return the loss of plain or mixed targets, without its parts; see `evaluate_parts`.
+
+    Args:
+        loss_fn: A loss, `(outputs, targets, reduction="mean")`.
+        outputs: The network's outputs.
+        targets: The batch's targets, or a `Mixture` of them.
+        reduction: "mean", "sum" or "none".
+
+    Example:
+        >>> evaluate_loss(torch.nn.functional.mse_loss, torch.ones(2, 1), torch.zeros(2, 1)).item()
+        1.0
+    """
     return evaluate_parts(loss_fn, outputs, targets, reduction)[0]
 
 
@@ -75,9 +93,20 @@ def evaluate_parts(
     such a sum has no parts. For "mean" the loss is called without `reduction`, so a plain function of (outputs,
     targets) suffices.
 
+    Args:
+        loss_fn: A loss, `(outputs, targets, reduction="mean")`.
+        outputs: The network's outputs.
+        targets: The batch's targets, or a `Mixture` of them.
+        reduction: "mean", "sum" or "none".
+
     Raises:
         TypeError: The loss does not support the reduction (see `check_loss`), a mixture is given to a `ModelLoss`, or
             the loss returns neither a tensor nor a tensor with parts.
+
+    Example:
+        >>> vae = lambda outputs, targets: (outputs.mean(), {"kl": outputs.max()})
+        >>> evaluate_parts(vae, torch.tensor([1.0, 3.0]), None)
+        (tensor(2.), {'kl': tensor(3.)})
     """
     if not isinstance(targets, Mixture):
         return _call_loss(loss_fn, outputs, targets, reduction)
@@ -99,7 +128,15 @@ def evaluate_parts(
 
 
 def metrics_of_parts(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts of a loss by the names under which they are logged, "loss/name"."""
+    """Return the parts of a loss by the names under which they are logged, "loss/name".
+
+    Args:
+        parts: The parts of a loss, by name.
+
+    Example:
+        >>> metrics_of_parts({"kl": torch.tensor(0.5)})
+        {'loss/kl': tensor(0.5000)}
+    """
     return {f"loss/{name}": part for name, part in parts.items()}
 
 
@@ -143,9 +180,18 @@ def per_example(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> T
 
     An example in which nothing counts has loss 0.
 
+    Args:
+        loss_fn: A loss, `(outputs, targets, reduction="mean")`.
+        outputs: The network's outputs.
+        targets: The batch's targets, or a `Mixture` of them.
+
     Raises:
         TypeError: The loss has no `reduction` parameter.
         ValueError: The losses it returns for "none" have no leading dim of N.
+
+    Example:
+        >>> per_example(torch.nn.functional.mse_loss, torch.tensor([[1.0], [2.0]]), torch.zeros(2, 1))
+        tensor([1., 4.])
     """
     losses = evaluate_loss(loss_fn, outputs, targets, "none")
     _check_rows(loss_fn, losses, outputs, targets)

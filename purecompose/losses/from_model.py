@@ -163,6 +163,7 @@ class ModelLoss:
 
 
 model_loss: ModelLoss = ModelLoss()
+"""The loss that the model computes itself, as those of Hugging Face do; `ModelLoss` with its defaults."""
 
 
 def _member(outputs: Any, key: str) -> Any:

@@ -244,6 +244,10 @@ class Dice:
 
 
 cross_entropy: CrossEntropy = CrossEntropy()
+"""`CrossEntropy` with its defaults."""
 mse: MeanSquaredError = MeanSquaredError()
+"""`MeanSquaredError` with its defaults."""
 binary_cross_entropy: BinaryCrossEntropy = BinaryCrossEntropy()
+"""`BinaryCrossEntropy` with its defaults."""
 dice: Dice = Dice()
+"""`Dice` with its defaults."""

@@ -197,6 +197,10 @@ def iou(num_classes: int, *, ignore_index: int | None = None) -> Metric:
     Sizes are counted over all examples together. Outputs and targets are as for `top_k`; arguments and errors as for
     `dice`.
 
+    Args:
+        num_classes: Number of classes, at least 2.
+        ignore_index: Class of positions to leave out.
+
     Example:
         >>> metric, outputs = iou(2), torch.tensor([[[0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]])
         >>> metric.compute(metric.update(metric.init(), outputs, torch.tensor([[1, 0, 0]]))).item()
@@ -323,6 +327,9 @@ def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
     The function returns a value for each example, (N,) or (N, ...), averaged over the other dims; or a 0-d mean
     of the batch, weighted by its number of examples. A `Mixture` is passed to it as dense targets.
 
+    Args:
+        fn: A function of (outputs, targets).
+
     Raises:
         TypeError: `fn` is not callable, or it does not return a tensor.
         ValueError: The tensor it returns is neither 0-d nor has one row per example.
@@ -354,8 +361,15 @@ def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
     """Return a metric unchanged; convert one of torchmetrics by `from_torchmetrics`, a loss that reports its number of
     terms by `mean_loss`, and any other function by `from_function`.
 
+    Args:
+        value: A metric, a metric of torchmetrics, a loss, or a function of (outputs, targets).
+
     Raises:
         TypeError: The value is none of these, or is another object that accumulates internally.
+
+    Example:
+        >>> as_metric(accuracy) is accuracy
+        True
     """
     if isinstance(value, Metric):
         return value
@@ -466,7 +480,12 @@ def of_loss(metric: Metric, loss_fn: Any) -> Metric:
 
 
 def counting(metric: Metric, num_examples: int | None) -> Callable[..., Any]:
-    """Return a metric's `update` for a batch of `num_examples` examples; `None` if each row is an example."""
+    """Return a metric's `update` for a batch of `num_examples` examples; `None` if each row is an example.
+
+    Args:
+        metric: A metric.
+        num_examples: Number of examples in the batch.
+    """
     if num_examples is None or not metric.takes_count:
         return metric.update
     update: Callable[..., Any] = metric.update
@@ -476,6 +495,10 @@ def counting(metric: Metric, num_examples: int | None) -> Callable[..., Any]:
 def read_by(metric: Metric, state: Any) -> Any:
     """Return the second argument of a metric's `update`: the batch's target, or the whole batch for a model with its
     own loss, whose batches may have no target.
+
+    Args:
+        metric: A metric.
+        state: A state with a batch.
     """
     if metric.reads_batch or (metric.takes_loss and isinstance(state.context.loss, ModelLoss)):
         return state.batch
@@ -490,6 +513,9 @@ def read_by(metric: Metric, state: Any) -> Any:
 
 def is_lower_better(name: str) -> bool:
     """Return whether lower values of a metric are better, judged by its name.
+
+    Args:
+        name: Name of a metric, with or without a label before it.
 
     Example:
         >>> is_lower_better("eval/loss"), is_lower_better("eval/accuracy")
@@ -601,3 +627,4 @@ def _check_values(fn: object, values: object, count: int) -> None:
 
 
 accuracy: Metric = top_k(1)  # made last, with all that it needs
+"""The share of examples whose target has the highest output; `top_k(1)`."""

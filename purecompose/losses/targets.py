@@ -31,6 +31,11 @@ def has_index_targets(outputs: Tensor, targets: Tensor) -> bool:
     Raises:
         TypeError: One of the two is not a tensor.
         ValueError: The targets fit neither form.
+
+    Example:
+        >>> outputs = torch.zeros(4, 3)
+        >>> has_index_targets(outputs, torch.zeros(4, dtype=torch.int64)), has_index_targets(outputs, torch.zeros(4, 3))
+        (True, False)
     """
     if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
         raise TypeError(
@@ -107,8 +112,16 @@ def one_hot(targets: Tensor, outputs: Tensor, *, ignore_index: int | None = None
 def num_examples(outputs: Any, targets: Any) -> int:
     """Return the leading dim of the first tensor in the targets, else in the outputs (pytrees allowed).
 
+    Args:
+        outputs: The network's outputs.
+        targets: The batch's targets.
+
     Raises:
         ValueError: Neither contains a tensor with a batch dim.
+
+    Example:
+        >>> num_examples(torch.zeros(8, 3), None), num_examples(torch.zeros(8, 3), {"a": torch.zeros(4)})
+        (8, 4)
     """
     if isinstance(targets, Tensor) and targets.ndim:
         return targets.shape[0]

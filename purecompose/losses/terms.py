@@ -37,6 +37,16 @@ def num_terms(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> int
     positions it counts (0-d, int64), else the number of examples. torch's cross entropy and negative log likelihood, as
     functions (also under functools.partial) and as modules, count as torch does, with `ignore_index` and `weight`.
     The count has a cost; it is meant for steps of several microbatches.
+
+    Args:
+        loss_fn: A loss, `(outputs, targets, reduction="mean")`.
+        outputs: The network's outputs.
+        targets: The batch's targets, or a `Mixture` of them.
+
+    Example:
+        >>> from purecompose import losses
+        >>> num_terms(losses.CrossEntropy(ignore_index=-1), torch.zeros(4, 3), torch.tensor([0, 2, -1, -1])).item()
+        2
     """
     counting = counter_of(loss_fn)
     if hasattr(counting, "num_terms"):
@@ -60,7 +70,16 @@ def ignore_index_of(loss_fn: Any) -> int | None:
 
 
 def counts_terms(loss_fn: Callable[..., Tensor]) -> bool:
-    """Return whether a loss itself reports how many terms its mean divides by."""
+    """Return whether a loss itself reports how many terms its mean divides by.
+
+    Args:
+        loss_fn: A loss.
+
+    Example:
+        >>> from purecompose import losses
+        >>> counts_terms(losses.cross_entropy), counts_terms(lambda outputs, targets: outputs.mean())
+        (True, False)
+    """
     counting = counter_of(loss_fn)
     return hasattr(counting, "num_terms") or hasattr(counting, "counted")
 

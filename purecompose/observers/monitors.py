@@ -136,6 +136,10 @@ def speed(window: int = 100) -> Monitor:
 
     Raises:
         TypeError, ValueError: The window is not an int, or below 1.
+
+    Example::
+
+        Records("run.jsonl", monitors=[speed(window=50)])
     """
     return _Speed(check_whole(window, "speed: window", 1))
 

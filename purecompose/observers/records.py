@@ -78,9 +78,16 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     A half-written last line and the empty cells of CSV files are left out.
 
+    Args:
+        path: A file of `Records`: .jsonl or .csv.
+
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: The suffix is unknown, or a line is not a record.
+
+    Example::
+
+        [record["loss"] for record in read_records("run.jsonl") if "loss" in record]
     """
     path = Path(path)
     form = _format_of(path, "read_records")

@@ -36,6 +36,11 @@ class TensorBoard(Recorder):
     Raises:
         ImportError: Neither tensorboard nor tensorboardX is installed.
         TypeError: Neither or both of a folder and a writer are given.
+
+    Example::
+
+        with TensorBoard("runs/1", every="10ba") as tracker:
+            fit(step, state, data, observers=tracker)
     """
 
     def __init__(
@@ -68,6 +73,11 @@ class MLflow(Recorder):
     Raises:
         ImportError: MLflow is not installed.
         TypeError: A client is given without a `run_id`.
+
+    Example::
+
+        with MLflow(every="10ba") as tracker:
+            fit(step, state, data, observers=tracker)
     """
 
     def __init__(
@@ -139,6 +149,11 @@ class WandB(_ServiceRecorder):
     Raises:
         ImportError: There is no run, and the library is not installed.
         TypeError: Both a run and settings, or a run of another kind.
+
+    Example::
+
+        with WandB(settings={"project": "digits"}, every="10ba") as tracker:
+            fit(step, state, data, observers=tracker)
     """
 
     _service = _Service(
@@ -165,6 +180,11 @@ class Comet(_ServiceRecorder):
     Raises:
         ImportError: There is no run, and the library is not installed.
         TypeError: Both a run and settings, or a run of another kind.
+
+    Example::
+
+        with Comet(settings={"project_name": "digits"}, every="10ba") as tracker:
+            fit(step, state, data, observers=tracker)
     """
 
     _service = _Service(
@@ -191,6 +211,11 @@ class Neptune(_ServiceRecorder):
     Raises:
         ImportError: There is no run, and the library is not installed.
         TypeError: Both a run and settings, or a run of another kind.
+
+    Example::
+
+        with Neptune(settings={"project": "lab/digits"}, every="10ba") as tracker:
+            fit(step, state, data, observers=tracker)
     """
 
     _service = _Service(

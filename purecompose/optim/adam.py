@@ -104,6 +104,9 @@ def adamw(
     The decay does not enter the gradient: p <- p - lr * weight_decay * p, then Adam's move. It follows the
     learning rate and its schedule. Arguments, state and errors are the same as for `adam`.
 
+    Args:
+        lr, betas, eps, weight_decay, amsgrad, groups: As for `adam`.
+
     Example:
         >>> params = {"w": torch.tensor([1.0])}
         >>> optimizer = adamw(0.1, weight_decay=0.5)
@@ -136,6 +139,9 @@ def decoupled_adamw(
     Without a schedule a weight that gets zero gradients halves in 0.7 / weight_decay steps.
 
     Arguments, state and errors are the same as for `adam`.
+
+    Args:
+        lr, betas, eps, weight_decay, amsgrad, groups: As for `adam`.
 
     Warns:
         UserWarning: The equivalent decay of `adamw` is above 1: likely a number from a recipe for `adamw`.

@@ -39,8 +39,10 @@ __all__ = [
 
 # The optimizer's state: slot -> parameter name -> tensor.
 OptState: TypeAlias = dict[str, dict[str, Tensor]]
+"""The memory of an optimizer: a dict for each quantity, by the names of the parameters."""
 # Reads a setting: plain numbers stay floats; schedules and hparams are returned as 0-d tensors.
 Value: TypeAlias = Callable[[Scalar], float | Tensor]
+"""How an optimizer reads the value of a scalar in a step."""
 
 
 class Optimizer(Protocol):

@@ -93,6 +93,9 @@ def decoupled_sgdw(
 
     Arguments, state and errors are the same as for `sgd`.
 
+    Args:
+        lr, momentum, dampening, weight_decay, nesterov, groups: As for `sgd`.
+
     Warns:
         UserWarning: The equivalent decay of `sgd` is above 1: likely a number from a recipe for `sgd`.
 

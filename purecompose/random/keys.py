@@ -179,6 +179,9 @@ def fold_in(key: Tensor | Rng, data: int | str | Tensor) -> Tensor | Rng:
 def salt(*names: str | int) -> int:
     """Return the 32-bit salt of a chain of names: `Rng(key).named(a).named(b).draw == salt(a, b)`.
 
+    Args:
+        *names: Names or numbers, from the outermost on.
+
     Example:
         >>> Rng(key(0)).named("mixup").named(1).draw == salt("mixup", 1)
         True

@@ -45,6 +45,10 @@ def draw_curves(
         ValueError: The suffix is unknown, there is no run, or the runs have no records or no such column.
         ImportError: Matplotlib is not installed.
         FileNotFoundError, NotADirectoryError: There is no such run folder; see `read_run`.
+
+    Example::
+
+        draw_curves(["runs/first", "runs/second"], "curves.png")
     """
     target = Path(path)
     if target.suffix.lower() not in _FORMATS:

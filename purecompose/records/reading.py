@@ -22,9 +22,13 @@ class Kept:
     """A checkpoint of a run."""
 
     path: Path
+    """Its folder."""
     batch: int
+    """Number of batches that had been trained."""
     epoch: int
+    """Number of epochs."""
     num_bytes: int
+    """Size of its files, in bytes."""
     metrics: dict[str, Any]
     """Metrics of the last evaluation."""
 
@@ -36,14 +40,19 @@ class RunRecords:
     name: str
     """The folder's name."""
     path: Path
+    """The folder."""
     config: dict[str, Any] = field(default_factory=dict)
     """The settings."""
     records: list[dict[str, Any]] = field(default_factory=list)
     """The records, as `read_records` returns them: dicts of numbers, or of lists of numbers for a population."""
     result: dict[str, Any] | None = None
+    """The content of `result.json`; `None` for a run that is not over or was killed."""
     plan: str = ""
+    """The step's plan, as text."""
     command: str | None = None
+    """The command that reproduces the run."""
     versions: dict[str, Any] = field(default_factory=dict)
+    """Versions, device, threads and processor."""
     trained: dict[str, Any] = field(default_factory=dict)
     """Description of the training: `model`, `weights` (their number), `members` (of a population), `optimizer`, `loss`,
     `algorithms`, `duration`."""
@@ -74,10 +83,18 @@ _NO_METRICS = ("time/", "speed/", "memory/", "lr/")
 def read_run(path: str | os.PathLike[str]) -> RunRecords:
     """Read the folder of a run, unfinished runs included.
 
+    Args:
+        path: The folder.
+
     Raises:
         FileNotFoundError: There is no such folder.
         NotADirectoryError: The path is a file.
         ValueError: The folder is not a run's, or a file in it is damaged; the message names the file.
+
+    Example::
+
+        run = read_run("runs/first")
+        run.result, run.records[-1]
     """
     path = Path(path)
     if not path.exists():

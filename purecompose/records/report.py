@@ -46,6 +46,10 @@ def write_report(
     Raises:
         OSError: The file cannot be written.
         FileNotFoundError, NotADirectoryError, ValueError: The folder is not a run's; see `read_run`.
+
+    Example::
+
+        write_report("runs/first", "report.html")
     """
     run = run if isinstance(run, RunRecords) else read_run(run)
     drawn = _curves(run) if check_flag(curves, "write_report: curves") else _Curves(None, "They were not drawn.")

@@ -80,6 +80,10 @@ class Evaluator:
         ValueError: An interval that is not positive, or in seconds; `num_batches` or `microbatch_size` below 1; endless
             data, such as `itertools.cycle`, without `num_batches`.
         TypeError: Something that is not a metric.
+
+    Example::
+
+        fit(step, state, train, evaluate=Evaluator(test, {"accuracy": metrics.accuracy}, every="2ep"))
     """
 
     data: Iterable[Any]
@@ -168,6 +172,14 @@ def evaluate(
 
     Warns:
         UserWarning: The loss is measured, and algorithms of `step` have changed the training loss at AFTER_LOSS.
+
+    Example:
+        >>> import torch
+        >>> from purecompose import losses, optim
+        >>> net = torch.nn.Linear(2, 1)
+        >>> state = State.create(net, loss=losses.mse, optimizer=optim.sgd(0.1), duration="1ep")
+        >>> sorted(evaluate(state, [(torch.ones(4, 2), torch.zeros(4, 1))]))
+        ['loss']
     """
     evaluator = Evaluator(data, metrics or {}, num_batches=num_batches, microbatch_size=microbatch_size)
     inner = _sibling(step, eval_events, state)
@@ -232,6 +244,14 @@ def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> l
         data: Batches of the form that training uses; targets are not read.
         step: The training step, if its algorithms should act at prediction's events. For stacked states, their
             `population`; the first dimension of the outputs is then the member.
+
+    Example:
+        >>> import torch
+        >>> from purecompose import losses, optim
+        >>> net = torch.nn.Linear(2, 1)
+        >>> state = State.create(net, loss=losses.mse, optimizer=optim.sgd(0.1), duration="1ep")
+        >>> [outputs.shape for outputs in predict(state, [(torch.ones(4, 2), torch.zeros(4, 1))])]
+        [torch.Size([4, 1])]
     """
     check_batches(data, "predict: data")
     inner = _sibling(step, predict_events, state)

@@ -182,6 +182,15 @@ def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
             reads the same stream; in a step of several processes, a duration in seconds or `microbatches="auto"`.
         FileExistsError: `resume` is not given, but `checkpoints` contains checkpoints of a run that has come further.
         MismatchError, DamagedError: The checkpoint does not fit, or is incomplete; see `load`.
+
+    Example:
+        >>> import torch
+        >>> from purecompose import compose, loop_events, losses, optim
+        >>> state = State.create(torch.nn.Linear(2, 1), loss=losses.mse, optimizer=optim.sgd(0.1), duration="1ep")
+        >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+        >>> state = fit(compose(loop_events), state, data)
+        >>> state.timestamp.batch
+        3
     """
     check_keywords(settings, fit, _INSTEAD)
     states = _states(True, step, state, data, **settings)
@@ -196,7 +205,8 @@ def training(step: Any, state: Any, data: Any, **settings: Any) -> Iterator[Stat
     Yields the state after each batch and all that belongs to it (evaluation, the end of an epoch, a checkpoint), and
     finally the state that `fit` returns, after FIT_END. Leaving the loop early keeps the checkpoints so far.
 
-    Args and Raises: see `fit`; errors come with the first state.
+    Args:
+        step, state, data, settings: As for `fit`, with the same errors, which come with the first state.
 
     Example:
         >>> import torch

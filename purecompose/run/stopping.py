@@ -132,6 +132,10 @@ class Threshold:
 
     Raises:
         TypeError, ValueError: An argument has the wrong kind.
+
+    Example::
+
+        fit(step, state, train, evaluate=evaluator, stop=Threshold("eval/accuracy", 0.99))
     """
 
     metric: str

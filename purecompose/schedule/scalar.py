@@ -46,6 +46,17 @@ class Hparam(_Factor):
 
     Members of a population may have different values, and gradients flow to it. `default` is the initial value in
     the state. Created by `hparam`.
+
+    Args:
+        name: The name.
+        default: The initial value, finite.
+
+    Raises:
+        TypeError, ValueError: The name is not a non-empty string, or the default is not a number.
+
+    Example:
+        >>> Hparam("lr", 0.1)
+        hparam('lr', 0.1)
     """
 
     name: str
@@ -66,6 +77,16 @@ class Schedule(_Factor):
 
     Created by `constant`, `cosine`, `step` and similar functions, or from a plain function by `scheduled`. Schedules
     with equal settings are equal; those around a plain function are equal if the function is the same object.
+
+    Args:
+        fn: The function of the timestamp.
+
+    Raises:
+        TypeError: `fn` is not a function, or is a schedule.
+
+    Example:
+        >>> Schedule(lambda timestamp: 0.5)(Timestamp())
+        0.5
     """
 
     fn: Callable[[Timestamp], float]
@@ -141,7 +162,18 @@ class Schedule(_Factor):
 
 @dataclasses.dataclass(frozen=True)
 class Product(_Factor):
-    """The product of scalars, never nested; the result of `*` between numbers, hparams and schedules."""
+    """The product of scalars, never nested; the result of `*` between numbers, hparams and schedules.
+
+    Args:
+        factors: Numbers, hparams and schedules.
+
+    Raises:
+        TypeError: A factor is not a number, an hparam or a schedule.
+
+    Example:
+        >>> 0.1 * hparam("lr", 1.0)
+        0.1 * hparam('lr', 1.0)
+    """
 
     factors: tuple[Scalar, ...]
 
@@ -157,6 +189,7 @@ class Product(_Factor):
 
 
 Scalar: TypeAlias = float | int | Hparam | Schedule | Product
+"""A number, an `hparam`, a schedule, or a product of them."""
 
 
 def hparam(name: str, default: float) -> Hparam:
@@ -168,6 +201,10 @@ def hparam(name: str, default: float) -> Hparam:
 
     Raises:
         TypeError, ValueError: The name is not a non-empty string, or the default is not a finite number.
+
+    Example:
+        >>> 0.1 * hparam("lr", 1.0)
+        0.1 * hparam('lr', 1.0)
     """
     return Hparam(name, default)
 
@@ -177,6 +214,9 @@ def scheduled(fn: Callable[[Timestamp], float]) -> Schedule:
 
     The function runs on the host, outside traced code, and must return a finite number, not a tensor. Keep it
     at module level: two lambdas are different schedules, even with the same code.
+
+    Args:
+        fn: A function of the timestamp that returns a finite number.
 
     Example:
         >>> halving = scheduled(lambda timestamp: 0.5**timestamp.epoch)
@@ -241,6 +281,9 @@ def resolve(
 
 def number(scalar: Scalar) -> float:
     """Return the value of a scalar without a state: numbers as they are, hparams by their default.
+
+    Args:
+        scalar: A number, an hparam or a product of them.
 
     Raises:
         TypeError: The value is a schedule, which has a value only at a time, or not a scalar.

@@ -21,6 +21,10 @@ def collect(obj: object, kind: type[T]) -> tuple[T, ...]:
     Equal instances count once, in order of appearance. Other leaves are ignored, and instances of `kind` are not
     searched themselves.
 
+    Args:
+        obj: The tree.
+        kind: The type of the instances.
+
     Example:
         >>> from purecompose.schedule import Hparam, hparam
         >>> collect({"lr": 0.1 * hparam("lr", 1.0), "decay": (hparam("decay", 0.0),)}, Hparam)

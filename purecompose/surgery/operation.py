@@ -59,6 +59,7 @@ class Surgery(NamedTuple):
     """Result of a surgery on a network."""
 
     model: Model
+    """The network after the surgery."""
     params: dict[str, Tensor]
     """Parameters by their new names; kept parameters are the same tensors."""
     buffers: dict[str, Tensor]
@@ -70,6 +71,7 @@ class Surgery(NamedTuple):
     opt_state: Any
     """State of the optimizer: unchanged for kept parameters, and fresh for made ones."""
     report: Report
+    """What was replaced, kept, dropped and made."""
 
 
 def replace(
@@ -213,6 +215,13 @@ def operate(
 
     Warns:
         UserWarning: See `replace`.
+
+    Example::
+
+        def smooth(conv, site):
+            return nn.Sequential(nn.AvgPool2d(3, 1, 1), conv) if max(conv.stride) > 1 else None
+
+        state, report = surgery.operate(state, {nn.Conv2d: smooth}, name="smooth")
     """
     if isinstance(target, nn.Module):
         return _on_module(target, rules, name, 0 if key is None else key, where=where, skips_frozen=skips_frozen)

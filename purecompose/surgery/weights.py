@@ -89,6 +89,10 @@ def with_weights(state: State, name: str) -> State:
 
     Raises:
         ValueError: There are no averages of this name.
+
+    Example::
+
+        evaluate(with_weights(state, "ema"), test)
     """
     averages = averages_in(state, name)
 
@@ -116,6 +120,10 @@ def with_statistics(state: State, data: Iterable[Any], *, weights: str) -> State
     Raises:
         ValueError: The state is a population's, there are no such averages, nothing is averaged yet, the averages leave
             out BatchNorm's statistics, or there is no batch.
+
+    Example::
+
+        evaluate(with_statistics(with_weights(state, "swa"), train, "swa"), test)
     """
     check_single(state, "with_statistics(state, data)", "take the members of unstack_states(state) one by one")
     averages = averages_in(state, weights)
@@ -150,6 +158,14 @@ def to_module(state: State, *, weights: str | None = None) -> nn.Module:
     Raises:
         ValueError: The state is a population's, its parameters are divided among processes, or there are no such
             averages.
+
+    Example:
+        >>> import torch
+        >>> from purecompose import losses, optim
+        >>> net = torch.nn.Linear(2, 1)
+        >>> state = State.create(net, loss=losses.mse, optimizer=optim.sgd(0.1), duration="1ep")
+        >>> torch.equal(to_module(state).weight, net.weight)
+        True
     """
     check_single(state, "to_module(state)", "to_module(unstack_states(state)[0]) returns the first member's")
     state = state if weights is None else with_weights(state, weights)

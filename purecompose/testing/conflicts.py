@@ -41,6 +41,7 @@ class Meeting(NamedTuple):
     """A pair at an event where both may act."""
 
     event: Event
+    """The event."""
     order: tuple[str, str]
     """The names in the order in which they act."""
     decided_by: str | None

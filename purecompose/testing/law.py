@@ -51,6 +51,14 @@ class LawViolation(AssertionError):
     """
 
     def __init__(self, law: Law, subject: Subject, broken: Broken, case: Case) -> None:
+        """Create the exception.
+
+        Args:
+            law: The law.
+            subject: The algorithm under test.
+            broken: The first difference.
+            case: The case that breaks the law.
+        """
         self.law: Law = law
         self.algorithm: str = repr(subject.algorithm)
         self.case: Case = case
@@ -236,7 +244,11 @@ def define_law(
     idle: str = "it never acted",
     most_cases: int | None = None,
 ) -> Callable[[Callable[[Subject, Case], bool]], Law]:
-    """Return a decorator that turns a function `(subject, case) -> bool` into a law of its name; see `Law`."""
+    """Return a decorator that turns a function `(subject, case) -> bool` into a law of its name; see `Law`.
+
+    Args:
+        promise, remedy, owns, exempt, unsuited, is_about_option, idle, most_cases: Fields of `Law`.
+    """
 
     def made(judge: Callable[[Subject, Case], bool]) -> Law:
         concerns = (tuple(owns), exempt, unsuited, is_about_option, idle, most_cases)
@@ -268,7 +280,16 @@ def line_of(function: Callable[..., object]) -> str:
 
 
 def never_acts(algorithm: Algorithm) -> str | None:
-    """Return the reason to skip a law if the algorithm never acts; `None` if it may act."""
+    """Return the reason to skip a law if the algorithm never acts; `None` if it may act.
+
+    Args:
+        algorithm: An algorithm.
+
+    Example:
+        >>> from purecompose import algorithms as alg
+        >>> never_acts(alg.mixup()) is None, never_acts(alg.mixup(0)) is None
+        (True, False)
+    """
     return "its settings are neutral: it never acts" if algorithm.predicate == NEVER else None
 
 
@@ -276,6 +297,14 @@ def acts_in_step(algorithm: Algorithm) -> bool:
     """Return whether the algorithm may act at an event of `loop_events`; with a plain function for `match` it may.
 
     Other algorithms, such as surgery at INIT or averages used at EVAL_START, never act within a step.
+
+    Args:
+        algorithm: An algorithm.
+
+    Example:
+        >>> from purecompose import algorithms as alg
+        >>> acts_in_step(alg.mixup()), acts_in_step(alg.blurpool())
+        (True, False)
     """
     return any(algorithm.predicate.at(event) != NEVER for event in events_in(loop_events))
 

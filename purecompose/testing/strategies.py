@@ -75,6 +75,11 @@ def events(*, kind: str | None = None) -> st.SearchStrategy[Event]:
 
     Raises:
         ValueError: There is no such kind.
+
+    Example::
+
+        @given(events())
+        def test_event(event): ...
     """
     if kind not in _EVENTS:
         raise ValueError(f"kind={kind!r}: expected None or one of {', '.join(repr(k) for k in _EVENTS if k)}")
@@ -90,6 +95,11 @@ def runs(draw: st.DrawFn, *, units: Sequence[str | None] = ("ep", "ba", "sp", "t
 
     Args:
         units: Possible units of the duration; `None` means a run without end.
+
+    Example::
+
+        @given(runs())
+        def test_runs(run): ...
     """
     unit = draw(st.sampled_from(list(units)))
     length = draw(st.integers(1, 60 if unit in ("sp", "tok", "sec") else 12))
@@ -108,6 +118,11 @@ def timestamps(draw: st.DrawFn, run: RunLength | None = None) -> Timestamp:
 
     Args:
         run: The run; by default any, including one without end.
+
+    Example::
+
+        @given(timestamps())
+        def test_timestamps(timestamp): ...
     """
     if run is None:
         run = draw(runs(units=("ep", "ba", "sp", "tok", "iter", None)))
@@ -126,6 +141,11 @@ def predicates(run: RunLength | None = None, *, max_leaves: int = 4) -> st.Searc
     Args:
         run: A run in which they must have an answer; by default one that has a duration and known epochs.
         max_leaves: Maximal number of predicates that are combined.
+
+    Example::
+
+        @given(predicates())
+        def test_predicates(predicate): ...
     """
     leaf = st.one_of(_leaves(run or RunLength("1ep", batches_per_epoch=1)))
     return st.recursive(leaf, _joined, max_leaves=max_leaves)
@@ -177,6 +197,11 @@ def models(draw: st.DrawFn, kind: str | None = None) -> nn.Module:
     Args:
         kind: "vectors" for an MLP (N, 4) -> (N, 3), "images" for a CNN with BatchNorm (N, 2, 6, 6) -> (N, 3),
             "tokens" for a transformer (N, 5) -> (N, 7, 5), with and without tied weights; by default any.
+
+    Example::
+
+        @given(models())
+        def test_models(model): ...
     """
     make_net = draw(_nets(kind))
     return Task("models", make_net, MakeBatch(make_net.kind)).make_net(draw(_SEEDS))
@@ -203,6 +228,11 @@ def batches(
         min_size: Minimal number of examples.
         max_size: Maximal number of examples.
         dtype: Dtype of floating tensors.
+
+    Example::
+
+        @given(batches("images"))
+        def test_batch(batch): ...
     """
     make_batch = MakeBatch(
         draw(st.sampled_from(KINDS)) if kind is None else kind,
@@ -215,7 +245,13 @@ def batches(
 
 @st.composite
 def tasks(draw: st.DrawFn) -> Task:
-    """Generate tasks, of `TASKS` and of other networks with fitting batches, which shrink to `TASKS["vectors"]`."""
+    """Generate tasks, of `TASKS` and of other networks with fitting batches, which shrink to `TASKS["vectors"]`.
+
+    Example::
+
+        @given(tasks())
+        def test_tasks(task): ...
+    """
     if draw(st.booleans()):
         net = draw(_nets())
         options = {"dropout": net.dropout, "tied": net.tied, "frozen": draw(st.booleans())}
@@ -234,6 +270,12 @@ def states(draw: st.DrawFn, task: Task | None = None, *, algorithms: Sequence[Al
         task: The network and its loss; by default any.
         algorithms: Algorithms that are initialised, so that the state has their slots. Without any, some states have
             the slot of a companion.
+
+    Example::
+
+        @given(states())
+        def test_state(state):
+            assert state.loss is not None
     """
     task = draw(tasks()) if task is None else task
     optimizer = draw(st.sampled_from(_OPTIMIZERS))
@@ -255,6 +297,11 @@ def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.
 
     Raises:
         ValueError: No shipped algorithm has the name.
+
+    Example::
+
+        @given(algorithms("mixup"))
+        def test_mixup(algorithm): ...
     """
     if name is not None and name not in SHIPPED:
         raise ValueError(f"name={name!r}: expected None or a shipped algorithm, one of {', '.join(SHIPPED)}")
@@ -263,7 +310,18 @@ def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.
 
 
 def algorithm_lists(*, task: Task = TASKS["vectors"], max_size: int = 3) -> st.SearchStrategy[list[Algorithm]]:
-    """Generate lists of compatible shipped algorithms with different names, in any order; shrink to the empty list."""
+    """Generate lists of compatible shipped algorithms with different names, in any order; shrink to the empty list.
+
+    Args:
+        task: A task that the algorithms suit.
+        max_size: The most algorithms.
+
+    Example::
+
+        @given(algorithm_lists())
+        def test_any_list(algorithms):
+            compose(loop_events, algorithms)
+    """
     rows = [row for row in SHIPPED.values() if row.accepts(task) and not row.is_alone]
     each = st.one_of([row.algorithms(task.kind or "vectors") for row in rows])
     return st.lists(each, max_size=max_size, unique_by=lambda algorithm: algorithm.name)
@@ -278,6 +336,11 @@ def programs(draw: st.DrawFn, *, trains: bool | None = None) -> Program:
 
     Args:
         trains: True for programs with a gradient and an update, False for programs without; by default either.
+
+    Example::
+
+        @given(programs())
+        def test_programs(program): ...
     """
     if trains or (trains is None and not draw(st.booleans())):
         return draw(st.just(loop_events) | _loops())
@@ -329,6 +392,11 @@ def cases(
     The run continues for at least `2 * num_batches + 1` batches from the start, because a law cannot judge what happens
     beyond the end of a run. An algorithm that acts only in the last batches of any run does not allow that; its cases
     have one batch.
+
+    Example::
+
+        @given(cases(algorithm=my_algorithm))
+        def test_case(case): ...
     """
     others = tuple(draw(st.lists(st.sampled_from(sorted(COMPANIONS)), unique=True, max_size=3)))
     task, batch_size = draw(st.sampled_from(list(tasks))), draw(_BATCH_SIZES)

@@ -23,7 +23,9 @@ class Subject(NamedTuple):
     """The algorithm under test, and the text that creates it again, in this process or another."""
 
     algorithm: Algorithm
+    """The algorithm."""
     source: str | None = None
+    """The text that creates it; `None` if there is none."""
 
     @classmethod
     def of(cls, given: Algorithm | Subject | str) -> Subject:

@@ -261,7 +261,12 @@ def make_task(
 ) -> Task:
     """Return a task of a network and fitting batches; see `MakeNet`, `MakeBatch` and `Task`.
 
-    `precision` is passed to `State.create`.
+    Args:
+        kind: One of `KINDS`: "vectors", "images" or "tokens".
+        targets, form: As for `MakeBatch`.
+        dropout, tied, frozen, zero_head: As for `MakeNet`.
+        precision: Passed to `State.create`.
+        dtype: Dtype of the parameters and of floating inputs.
 
     Raises:
         ValueError: The kind, targets, form or precision does not exist, or the weights cannot be tied.

@@ -42,6 +42,10 @@ class RunLength:
     Raises:
         TypeError, ValueError: A value is not of this kind or not positive, or the duration is in iterations
             without their length.
+
+    Example:
+        >>> RunLength("2ep", batches_per_epoch=3).batches_per_epoch
+        3
     """
 
     duration: Time | None = None
@@ -116,6 +120,12 @@ class Timestamp:
 
     Samples and tokens are sums over ranks. `timestamp < "5ep"` compares the counter of that unit. Wall-clock time is
     not counted: a training step reads no clock.
+
+    Args:
+        iteration, epoch, batch, sample, token: Whole iterations, epochs, batches, samples and tokens so far.
+        epoch_in_iteration, token_in_iteration: Epochs and tokens since the start of the iteration.
+        batch_in_epoch, sample_in_epoch, token_in_epoch: Batches, samples and tokens since the start of the epoch.
+        run: The length of the run.
 
     Raises:
         TypeError: A counter is not an int, or `run` is not a RunLength.

@@ -29,7 +29,12 @@ class UnitError(RuntimeError):
 
 
 class TimeUnit(enum.Enum):
-    """The unit of a time. `TimeUnit(text)` finds a member by value or name, in any case."""
+    """The unit of a time. `TimeUnit(text)` finds a member by value or name, in any case.
+
+    Example:
+        >>> TimeUnit("ep")
+        <TimeUnit.EPOCH: 'ep'>
+    """
 
     ITERATION = "iter"  # groups of epochs or tokens, of the length the run sets
     EPOCH = "ep"
@@ -61,6 +66,10 @@ class Time:
     is a `dur`, `time * dur` keeps the unit of the time, and results that must be whole are rounded toward zero.
     Equality never converts or raises: times of different units, strings and numbers are unequal, so that containers of
     times can be compared. A time of value 0 is false.
+
+    Args:
+        value: An int, or a float for `dur`.
+        unit: A `TimeUnit` or its short name: "iter", "ep", "ba", "sp", "tok", "dur" or "sec".
 
     Raises:
         TypeError: The value is not whole, in another unit than `dur`.
@@ -234,6 +243,7 @@ class Time:
 
 
 TimeLike: TypeAlias = Time | str | tuple[float, TimeUnit | str]
+"""A time: `Time(5, "ep")`, "5ep" or (5, "ep")."""
 
 
 def named_time(value: Any, where: str, default_unit: TimeUnit | None = None, *, share: str = "") -> Time:

@@ -217,6 +217,13 @@ def stack_states(states: Sequence[State]) -> State:
     Raises:
         TypeError: An element is not a state.
         ValueError: There is no state, or two differ in more than numbers; the message names member and key path.
+
+    Example:
+        >>> import torch
+        >>> from purecompose import losses, optim
+        >>> state = State.create(torch.nn.Linear(2, 1), loss=losses.mse, optimizer=optim.sgd(0.1), duration="1ep")
+        >>> stack_states([state, state]).params["weight"].shape
+        torch.Size([2, 1, 2])
     """
     given = list(states)
     for state in given:
@@ -235,9 +242,19 @@ def stack_states(states: Sequence[State]) -> State:
 def unstack_states(state: State) -> list[State]:
     """Return the members of a stacked state, as copies; the inverse of `stack_states`.
 
+    Args:
+        state: A state of `stack_states`, or one that a population has trained.
+
     Raises:
         TypeError: `state` is not a state.
         ValueError: The state is not stacked, or a tensor has another number of rows; the message names the key path.
+
+    Example:
+        >>> import torch
+        >>> from purecompose import losses, optim
+        >>> state = State.create(torch.nn.Linear(2, 1), loss=losses.mse, optimizer=optim.sgd(0.1), duration="1ep")
+        >>> len(unstack_states(stack_states([state, state, state])))
+        3
     """
     if not isinstance(state, State):
         raise TypeError(f"unstack_states: expected a State, got {type(state).__name__}")

@@ -106,9 +106,10 @@ def gyro_drop(
     """Apply a mask in training: inputs * mask / (1 - p).
 
     Args:
-        key: See `gyro_dropout_mask`, also for the other arguments.
+        key: As for `gyro_dropout_mask`.
         inputs: (N, ...), floating.
         p: The probability of dropping an element; with 0 the inputs are returned.
+        sigma, tau, period, groups, feature_dim: As for `gyro_dropout_mask`.
 
     Returns:
         A tensor of the shape and dtype of `inputs`.

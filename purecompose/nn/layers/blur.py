@@ -112,6 +112,10 @@ class BlurConv2d(Wrapping):
     Raises:
         TypeError: `conv` is not an `nn.Conv2d`; with `blur_first=False`, also if it has its own forward, hooks or
             parametrized tensors, since its stride cannot be removed then.
+
+    Example:
+        >>> BlurConv2d(nn.Conv2d(3, 8, 3, stride=2))(torch.ones(1, 3, 9, 9)).shape
+        torch.Size([1, 8, 4, 4])
     """
 
     _held = "conv"
@@ -145,7 +149,15 @@ class BlurConv2d(Wrapping):
 
 
 class BlurMaxPool2d(nn.Module):
-    """`blurmax_pool2d` as a layer, with the arguments of `nn.MaxPool2d`."""
+    """`blurmax_pool2d` as a layer, with the arguments of `nn.MaxPool2d`.
+
+    Args:
+        kernel_size, stride, padding, dilation, ceil_mode: As for `nn.MaxPool2d`.
+
+    Example:
+        >>> BlurMaxPool2d(2, 2)(torch.ones(1, 3, 8, 8)).shape
+        torch.Size([1, 3, 4, 4])
+    """
 
     @classmethod
     def of(cls, pool: nn.MaxPool2d) -> "BlurMaxPool2d":
@@ -183,7 +195,15 @@ class BlurMaxPool2d(nn.Module):
 
 
 class BlurPool2d(nn.Module):
-    """`blur_2d` as a layer."""
+    """`blur_2d` as a layer.
+
+    Args:
+        stride: As for `blur_2d`.
+
+    Example:
+        >>> BlurPool2d(2)(torch.ones(1, 3, 8, 8)).shape
+        torch.Size([1, 3, 4, 4])
+    """
 
     def __init__(self, stride: Pair = 2) -> None:
         super().__init__()

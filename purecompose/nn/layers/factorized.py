@@ -33,6 +33,11 @@ class FactorizedLinear(nn.Module):
 
     Raises:
         ValueError: k is out of range.
+
+    Example:
+        >>> linear = nn.Linear(64, 64)
+        >>> sum(param.numel() for param in FactorizedLinear(linear, 8).parameters()), linear.weight.numel()
+        (1088, 4096)
     """
 
     def __init__(self, linear: nn.Linear, latent_features: int) -> None:
@@ -117,6 +122,11 @@ class FactorizedConv2d(nn.Module):
     Raises:
         NotImplementedError: The convolution has several groups.
         ValueError: k is out of range.
+
+    Example:
+        >>> conv = nn.Conv2d(8, 8, 3)
+        >>> sum(param.numel() for param in FactorizedConv2d(conv, 2).parameters()), conv.weight.numel()
+        (168, 576)
     """
 
     def __init__(self, conv: nn.Conv2d, latent_channels: int) -> None:

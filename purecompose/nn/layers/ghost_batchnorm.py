@@ -60,6 +60,10 @@ class GhostBatchNorm(Wrapping):
             forward, hooks or parametrized tensors.
         ValueError: The size is below 1; or the layer has `momentum=None` and running statistics, which are then means
             over all batches.
+
+    Example:
+        >>> GhostBatchNorm(nn.BatchNorm1d(4), 16)(torch.randn(32, 4)).shape
+        torch.Size([32, 4])
     """
 
     _held = "batchnorm"

@@ -16,7 +16,13 @@ __all__ = ["LowPrecisionGroupNorm", "LowPrecisionLayerNorm"]
 
 
 class LowPrecisionLayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` that computes in autocast's dtype if autocast is on; otherwise plain `nn.LayerNorm`."""
+    """`nn.LayerNorm` that computes in autocast's dtype if autocast is on; otherwise plain `nn.LayerNorm`.
+
+    Example:
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     LowPrecisionLayerNorm(8)(torch.ones(2, 8)).dtype
+        torch.bfloat16
+    """
 
     @classmethod
     def of(cls, norm: nn.LayerNorm) -> "LowPrecisionLayerNorm":
@@ -34,7 +40,13 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
 
 
 class LowPrecisionGroupNorm(nn.GroupNorm):
-    """`nn.GroupNorm` that computes in autocast's dtype if autocast is on; otherwise plain `nn.GroupNorm`."""
+    """`nn.GroupNorm` that computes in autocast's dtype if autocast is on; otherwise plain `nn.GroupNorm`.
+
+    Example:
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     LowPrecisionGroupNorm(2, 8)(torch.ones(2, 8)).dtype
+        torch.bfloat16
+    """
 
     @classmethod
     def of(cls, norm: nn.GroupNorm) -> "LowPrecisionGroupNorm":

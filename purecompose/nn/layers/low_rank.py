@@ -63,6 +63,10 @@ def max_latent(module: nn.Linear | nn.Conv2d) -> int:
 def factorizing_could_speedup(module: nn.Linear | nn.Conv2d, latent: int) -> bool:
     """Return whether two factors with this width between them take fewer multiplications than the layer does.
 
+    Args:
+        module: The layer.
+        latent: Width between the factors.
+
     Example:
         >>> factorizing_could_speedup(nn.Linear(8, 8), 3), factorizing_could_speedup(nn.Linear(8, 8), 4)
         (True, False)

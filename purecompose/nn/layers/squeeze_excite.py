@@ -30,6 +30,11 @@ class SqueezeExcite2d(nn.Module):
 
     Raises:
         TypeError, ValueError: A number is of the wrong kind or out of range, such as a width of 64.5.
+
+    Example:
+        >>> import torch
+        >>> SqueezeExcite2d(8, 4)(torch.ones(2, 8, 5, 5)).shape
+        torch.Size([2, 8, 5, 5])
     """
 
     def __init__(self, num_features: int, latent_channels: float = 0.125) -> None:
@@ -50,12 +55,21 @@ class SqueezeExciteConv2d(Wrapping):
 
     The convolution's public attributes, such as `weight` and `in_channels`, can be read here, too.
 
+    Args:
+        conv: An `nn.Conv2d`.
+        latent_channels: As for `SqueezeExcite2d`.
+
     Attributes:
         conv: The given convolution.
         se: The attention.
 
     Raises:
         TypeError, ValueError: `conv` is not an `nn.Conv2d`; or as for `SqueezeExcite2d`.
+
+    Example:
+        >>> import torch
+        >>> SqueezeExciteConv2d(nn.Conv2d(3, 8, 3), 4)(torch.ones(2, 3, 8, 8)).shape
+        torch.Size([2, 8, 6, 6])
     """
 
     _held = "conv"

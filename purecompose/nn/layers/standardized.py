@@ -72,19 +72,34 @@ class _Standardized:
 
 
 class StandardizedConv1d(_Standardized, nn.Conv1d):
-    """`nn.Conv1d` with standardized filters; the same parameters under the same names."""
+    """`nn.Conv1d` with standardized filters; the same parameters under the same names.
+
+    Example:
+        >>> StandardizedConv1d(2, 4, 3)(torch.ones(1, 2, 5)).shape
+        torch.Size([1, 4, 3])
+    """
 
     _plain = nn.Conv1d
 
 
 class StandardizedConv2d(_Standardized, nn.Conv2d):
-    """`nn.Conv2d` with standardized filters; the same parameters under the same names."""
+    """`nn.Conv2d` with standardized filters; the same parameters under the same names.
+
+    Example:
+        >>> StandardizedConv2d(2, 4, 3)(torch.ones(1, 2, 5, 5)).shape
+        torch.Size([1, 4, 3, 3])
+    """
 
     _plain = nn.Conv2d
 
 
 class StandardizedConv3d(_Standardized, nn.Conv3d):
-    """`nn.Conv3d` with standardized filters; the same parameters under the same names."""
+    """`nn.Conv3d` with standardized filters; the same parameters under the same names.
+
+    Example:
+        >>> StandardizedConv3d(2, 4, 3)(torch.ones(1, 2, 5, 5, 5)).shape
+        torch.Size([1, 4, 3, 3, 3])
+    """
 
     _plain = nn.Conv3d
 
@@ -98,10 +113,17 @@ STANDARDIZED: MappingProxyType[type[nn.Module], type[nn.Module]] = MappingProxyT
 def standardized_conv(conv: nn.Module) -> nn.Module | None:
     """Return a convolution with the same parameters and settings, and standardized filters.
 
+    Args:
+        conv: Any module.
+
     Returns:
         One of the three classes; for a subclass, an instance of both it and the subclass. `None` if this is not an
         `nn.Conv1d`, `2d` or `3d`, if it is already standardized, has its own forward, hooks or parametrized tensors, or
         if its weight is not floating.
+
+    Example:
+        >>> type(standardized_conv(nn.Conv2d(3, 8, 3))).__name__, standardized_conv(nn.Linear(2, 2))
+        ('StandardizedConv2d', None)
     """
     kind = next((kind for kind in STANDARDIZED if isinstance(conv, kind)), None)
     if kind is None or isinstance(conv, _Standardized):
@@ -123,6 +145,11 @@ def plain_conv(conv: nn.Module, *, is_baked: bool = False) -> nn.Module | None:
 
     Returns:
         The convolution, or `None` if `conv` is not a standardized convolution.
+
+    Example:
+        >>> conv = standardized_conv(nn.Conv2d(3, 8, 3))
+        >>> conv is not None and type(plain_conv(conv)).__name__
+        'Conv2d'
     """
     if not isinstance(conv, _Standardized):
         return None

@@ -66,6 +66,9 @@ def residuals(block: nn.Module) -> tuple[Residual, ...]:
     Blocks with their own parameters, buffers or hooks, or with a forward set on the instance, are not recognized,
     because their effects would be lost.
 
+    Args:
+        block: A module.
+
     Example:
         >>> block = nn.Module()
         >>> block.branch, block.shortcut = nn.Linear(2, 2), nn.Identity()
@@ -86,6 +89,9 @@ def drop_paths(block: nn.Module) -> tuple[str, ...]:
     Such a block passes each branch through `self.drop_path`, or `drop_path1`, `drop_path2` and so on: a module of a
     class called `DropPath` (or `...DropPath`), or, where nothing is dropped, an `nn.Identity` or `None`. Attributes
     that are already a `DropPath` of this module do not count.
+
+    Args:
+        block: A module.
 
     Example:
         >>> block = nn.Module()
@@ -115,6 +121,10 @@ class DropPath(nn.Module):
 
     Attributes:
         drop_rate: p, a buffer, 0-d float32.
+
+    Example:
+        >>> DropPath("sample", 0.5).eval()(torch.ones(2, 1)).tolist()
+        [[0.5], [0.5]]
     """
 
     drop_rate: Tensor
@@ -166,6 +176,11 @@ class StochasticDepth(nn.Module):
         modified by a branch that works in place. If "block" drops it, changes to its buffers (batch statistics) are
         undone. Gradients through a dropped branch are zeros if its values are finite: zero times infinity is NaN, so a
         branch that overflows shows in the gradients, though not in the outputs.
+
+    Example:
+        >>> from purecompose.nn.models import ResidualBlock
+        >>> StochasticDepth(ResidualBlock(4, 4), "block", 0.5)(torch.zeros(1, 4, 8, 8)).shape
+        torch.Size([1, 4, 8, 8])
     """
 
     drop_rate: Tensor

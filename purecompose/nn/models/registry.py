@@ -55,6 +55,9 @@ def build(name: str, *, in_shape: Sequence[int], num_classes: int, seed: int, **
 def describe(name: str) -> str:
     """Return the text of a network of `MODELS` as a call, with its options and their defaults.
 
+    Args:
+        name: A name in `MODELS`.
+
     Example:
         >>> describe("mlp")
         'mlp(hidden=(256, 128), dropout=0.0)'
@@ -70,6 +73,13 @@ def _options(name: str) -> Mapping[str, Any]:
 
 def check_options(name: str, given: Iterable[str]) -> None:
     """Raise `TypeError` if a network of `MODELS` lacks one of the given options; the message lists those it has.
+
+    Args:
+        name: A name in `MODELS`.
+        given: Names of options.
+
+    Raises:
+        TypeError: The network has no such option; close ones are listed.
 
     Example:
         >>> check_options("resnet8", ["widht"])

@@ -20,6 +20,16 @@ class ResidualBlock(nn.Module):
     """`relu(branch(x) + shortcut(x))`, where the branch is two 3x3 convolutions with BatchNorm.
 
     The shortcut is the identity, or a 1x1 convolution with BatchNorm if the shape changes.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        stride: Stride of the first convolution.
+
+    Example:
+        >>> import torch
+        >>> ResidualBlock(3, 8, stride=2)(torch.zeros(1, 3, 8, 8)).shape
+        torch.Size([1, 8, 4, 4])
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
@@ -42,6 +52,16 @@ class Bottleneck(nn.Module):
     """`relu(branch(x) + shortcut(x))`, where the branch is 1x1, 3x3 and 1x1 convolutions, each with BatchNorm.
 
     The 3x3 convolution has a quarter of the output channels, and the stride. The shortcut is as in `ResidualBlock`.
+
+    Args:
+        in_channels: Channels of the input.
+        channels: Channels of the 3x3 convolution.
+        stride: Its stride.
+
+    Example:
+        >>> import torch
+        >>> Bottleneck(16, 8)(torch.zeros(1, 16, 8, 8)).shape[2:]
+        torch.Size([8, 8])
     """
 
     def __init__(self, in_channels: int, channels: int, *, stride: int = 1) -> None:
@@ -97,12 +117,33 @@ def resnet(depth: int, in_channels: int, num_classes: int, *, width: int = 16) -
 
 
 def resnet8(in_channels: int, num_classes: int, *, width: int = 16) -> nn.Sequential:
-    """Return a `resnet` with one block per stage: 8 layers, about 78 000 weights with 3 channels and 10 classes."""
+    """Return a `resnet` with one block per stage: 8 layers, about 78 000 weights with 3 channels and 10 classes.
+
+    Args:
+        in_channels: Channels of the images.
+        num_classes: Number of classes.
+        width: Channels of the first stage.
+
+    Example:
+        >>> import torch
+        >>> resnet8(3, 10)(torch.zeros(2, 3, 16, 16)).shape
+        torch.Size([2, 10])
+    """
     return resnet(8, in_channels, num_classes, width=width)
 
 
 def resnet20(in_channels: int, num_classes: int, *, width: int = 16) -> nn.Sequential:
-    """Return a `resnet` with three blocks per stage: 20 layers, about 272 000 weights with 3 channels, 10 classes."""
+    """Return a `resnet` with three blocks per stage: 20 layers, about 272 000 weights with 3 channels, 10 classes.
+
+    Args:
+        in_channels: Channels of the images.
+        num_classes: Number of classes.
+        width: Channels of the first stage.
+
+    Example:
+        >>> sum(param.numel() for param in resnet20(3, 10).parameters())
+        272474
+    """
     return resnet(20, in_channels, num_classes, width=width)
 
 

@@ -32,6 +32,10 @@ class TransformerBlock(nn.Module):
         num_heads: Number of attention heads, a divisor of the width.
         is_causal: True if a position attends only to itself and earlier ones.
         dropout: Probability of dropping an attention weight, or a value that is added to x, [0, 1).
+
+    Example:
+        >>> TransformerBlock(8, 2)(torch.zeros(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
     """
 
     def __init__(self, width: int, num_heads: int, *, is_causal: bool = False, dropout: float = 0.0) -> None:
@@ -50,6 +54,9 @@ class TransformerBlock(nn.Module):
 
 class VisionTransformer(nn.Module):
     """Network from images (N, channels, H, W) to logits (N, num_classes); see `vit`.
+
+    Args:
+        in_shape, num_classes, patch_size, width, depth, num_heads, dropout, pool, has_positions: As for `vit`.
 
     Attributes:
         patches: A convolution whose kernel and stride have the size of a patch.
@@ -122,11 +129,19 @@ class VisionTransformer(nn.Module):
 class GPT(nn.Module):
     """Network from tokens (N, L) to the logits (N, L, vocabulary) of the next tokens; see `gpt`.
 
+    Args:
+        vocabulary, max_length, width, depth, num_heads, dropout, is_tied: As for `gpt`.
+
     Attributes:
         tokens: The embedding of tokens.
         positions: Learned vectors for the positions.
         blocks: `nn.Sequential` of causal `TransformerBlock`s.
         norm, head: Norm and linear layer after the blocks; the head has no bias.
+
+    Example:
+        >>> net = GPT(65, 16, width=8, depth=1, num_heads=2, dropout=0.0, is_tied=True)
+        >>> net(torch.zeros(1, 16, dtype=torch.int64)).shape
+        torch.Size([1, 16, 65])
     """
 
     def __init__(

@@ -142,6 +142,14 @@ def save(state: State, path: Path | str, *, step: Any = None, parts: Parts = "al
         TypeError: The state contains something that is neither a tensor nor a plain value; the message names the place.
         CheckpointError: The state is from inside a step.
         ImportError: Safetensors is not installed.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from purecompose import losses, optim
+        >>> state = State.create(torch.nn.Linear(2, 1), loss=losses.mse, optimizer=optim.sgd(0.1), duration="1ep")
+        >>> folder = tempfile.mkdtemp() + "/saved"
+        >>> save(state, folder).name
+        'saved'
     """
     if is_remote(path):
         raise ValueError(
@@ -189,6 +197,14 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
     Warns:
         CheckpointWarning: Settings differ (a learning rate, an algorithm without memory, the version of torch): the
             state is the saved one, but will not continue as it would have.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from purecompose import losses, optim, tree
+        >>> state = State.create(torch.nn.Linear(2, 1), loss=losses.mse, optimizer=optim.sgd(0.1), duration="1ep")
+        >>> folder = tempfile.mkdtemp() + "/saved"
+        >>> tree.equal(load(save(state, folder), like=state), state)
+        True
     """
     if not isinstance(like, State):
         raise TypeError(f"load(path, like): expected a State, got {type(like).__name__}")

@@ -133,10 +133,18 @@ def written(target: Path) -> Iterator[Path]:
 def read_index(path: Path) -> Index:
     """Return the index of the checkpoint in a folder.
 
+    Args:
+        path: The folder of a checkpoint.
+
     Raises:
         FileNotFoundError: There is no such folder.
         DamagedError: The folder has no index, or a damaged one.
         CheckpointError: A later version of the library wrote it, or it is a folder of checkpoints, or a run's.
+
+    Example::
+
+        index = read_index(newest("runs/first/checkpoints"))
+        index.time, index.metrics
     """
     if not path.exists():
         with contextlib.suppress(OSError):  # its writer may have died between the two renames

@@ -32,8 +32,16 @@ __all__ = ["Keeper", "newest"]
 def newest(folder: Path | str) -> Path | None:
     """Return the newest checkpoint in a folder, by its index; `None` if there is none.
 
+    Args:
+        folder: A folder of checkpoints.
+
     Raises:
         ValueError: The folder is a URL.
+
+    Example:
+        >>> import tempfile
+        >>> newest(tempfile.mkdtemp()) is None
+        True
     """
     if is_remote(folder):
         raise ValueError(f"newest: {folder} is in remote storage: give the folder of `with mirror(url) as folder`")

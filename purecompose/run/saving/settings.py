@@ -46,6 +46,10 @@ class Checkpoints:
 
     Raises:
         TypeError, ValueError: An argument has the wrong kind.
+
+    Example::
+
+        fit(step, state, train, checkpoints=Checkpoints("run/checkpoints", every="1ep", keep=3), resume="auto")
     """
 
     folder: Path | str

@@ -45,6 +45,13 @@ def save_weights(state: State, path: Path | str) -> Path:
     Raises:
         OSError: The file cannot be written.
         ImportError: Safetensors is not installed.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from purecompose import losses, optim
+        >>> state = State.create(torch.nn.Linear(2, 1), loss=losses.mse, optimizer=optim.sgd(0.1), duration="1ep")
+        >>> save_weights(state, tempfile.mkdtemp() + "/net.safetensors").name
+        'net.safetensors'
     """
     tensors = {name: stored(tensor).clone() for name, tensor in (*state.params.items(), *state.buffers.items())}
     with written(Path(path)) as file:
@@ -73,6 +80,10 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
 
     Warns:
         CheckpointWarning: Modules have other settings; without `strict`, something does not fit.
+
+    Example::
+
+        state = load_weights("net.safetensors", like=state)
     """
     if not isinstance(path, str | Path):
         raise TypeError(f"load_weights(path, like): expected a path first, got {type(path).__name__}")
@@ -140,6 +151,10 @@ def export_onnx(state: State, inputs: Any, path: Path | str, **options: Any) -> 
     Raises:
         ImportError: Onnx or onnxscript is not installed.
         ValueError: The state is a population's.
+
+    Example::
+
+        export_onnx(state, inputs[:1], "net.onnx")
     """
     try:
         import onnx  # noqa: F401  # pyright: ignore[reportMissingImports]

@@ -149,7 +149,15 @@ class _Not(Predicate):
 
 @dataclass(frozen=True, repr=False)
 class Custom(Predicate):
-    """A plain function `(event, state) -> bool`; its answer may depend on more than time."""
+    """A plain function `(event, state) -> bool`; its answer may depend on more than time.
+
+    Args:
+        fn: The function, called in every step.
+
+    Example:
+        >>> Custom(lambda event, state: True)(None, None)
+        True
+    """
 
     fn: Callable[[Event, Any], bool]
 
@@ -163,8 +171,16 @@ class Custom(Predicate):
 def as_predicate(match: Predicate | Callable[[Event, Any], bool]) -> Predicate:
     """Return a predicate from a plain function `(event, state) -> bool`; a predicate is returned unchanged.
 
+    Args:
+        match: A predicate, or a function of time and shapes.
+
     Raises:
         TypeError: `match` is neither a predicate nor callable.
+
+    Example:
+        >>> predicate = as_predicate(lambda event, state: state.timestamp.batch > 3)
+        >>> type(predicate).__name__
+        'Custom'
     """
     if isinstance(match, Predicate):
         return match

@@ -175,6 +175,9 @@ class _EpochEnds(Timed):
 def on(*events: Event | str) -> Predicate:
     """Return a predicate that is true at these events.
 
+    Args:
+        *events: Events, or their names in any case; at least one.
+
     Raises:
         ValueError: No event is given, or a name is not the name of an event.
 
@@ -196,17 +199,32 @@ def after(time: float | Time | str) -> Predicate:
     Raises:
         TypeError, ValueError: `time` is not a time, negative, a fraction above 1, or in seconds, which are not part of
             a state.
+
+    Example:
+        >>> on(Event.BATCH_START) & after('1ep')
+        on(BATCH_START) & after('1ep')
     """
     return _From(named_point(time, "after: time"))
 
 
 def before(time: float | Time | str) -> Predicate:
-    """Return a predicate that is true up to this point of the run, the point excluded; see `after`."""
+    """Return a predicate that is true up to this point of the run, the point excluded; see `after`.
+
+    Args:
+        time: A point of the run, as for `after`.
+
+    Example:
+        >>> before(0.5)
+        before('0.5dur')
+    """
     return ~_From(named_point(time, "before: time"))
 
 
 def through(time: float | Time | str) -> Predicate:
     """Return a predicate that is true up to this point of the run, the point included; see `after`.
+
+    Args:
+        time: A point of the run, as for `after`.
 
     Example:
         >>> through("10ba"), ~through("10ba")
@@ -217,6 +235,10 @@ def through(time: float | Time | str) -> Predicate:
 
 def between(start: float | Time | str, end: float | Time | str) -> Predicate:
     """Return a predicate that is true from `start` (included) to `end` (excluded); never if both are the same.
+
+    Args:
+        start: The first point of the run, as for `after`.
+        end: The point after the last, in the same form.
 
     Raises:
         ValueError: As `after`; or `end` is before `start`, in the same unit.
@@ -282,7 +304,12 @@ def first_turn(since: Time, interval: Time, run: RunLength) -> int | None:
 
 
 def epoch_ends() -> Predicate:
-    """Return a predicate that is true in the last batch of each epoch; the run must have `batches_per_epoch`."""
+    """Return a predicate that is true in the last batch of each epoch; the run must have `batches_per_epoch`.
+
+    Example:
+        >>> on(Event.BATCH_END) & epoch_ends()
+        on(BATCH_END) & epoch_ends()
+    """
     return _EpochEnds()
 
 

@@ -62,8 +62,15 @@ def whole(state: State) -> State:
 
     The result is the state that one process would have. A state that is not divided is returned as it is.
 
+    Args:
+        state: A state, divided or not.
+
     Raises:
         TypeError: `state` is not a State.
+
+    Example::
+
+        pc.save(whole(state), "checkpoint")
     """
     if not isinstance(state, State):
         raise TypeError(f"whole(state): expected a State, got {shown(state)}")

@@ -47,6 +47,12 @@ def fully_sharded(step: Step, mesh: Any, gather: Literal["step", "layer"] = "ste
             (`gradient_noise_scale`, `per_example_clipping`). In a step: an algorithm takes the gradient of one
             process's part at parameters of its own (`sam(per_rank=True)`).
 
+    Example::
+
+        mesh = torch.distributed.init_device_mesh("cuda", (8,))
+        step = fully_sharded(compose(loop_events, [alg.ema()]), mesh)
+        state = shard(step.init(state), mesh)
+
     References:
         Samyam Rajbhandari, Jeff Rasley, Olatunji Ruwase, Yuxiong He: ZeRO: Memory Optimizations Toward Training
         Trillion Parameter Models. SC 2020.

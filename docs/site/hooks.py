@@ -1,0 +1,135 @@
+"""Hooks of MkDocs: pages from files outside docs/, generated pages, and links that hold on the site.
+
+The documents are written for a reader of the repository: links lead to its files. On the site each of those files is a
+page, so that the site is complete in itself.
+"""
+
+import logging
+import posixpath
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from docstring_coverage import coverage
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+from reference import linked, pages as reference_pages
+
+
+LOG = logging.getLogger("mkdocs.hooks")
+ROOT = Path(__file__).parents[2]
+# Documents outside docs/, by their pages.
+OUTSIDE = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/README.md": "benchmarks.md",
+}
+LINK = re.compile(r"(\]\()([^)\s]+)")
+FENCE = re.compile(r"^( *)```.*?^\1```$", re.M | re.S)
+LANGUAGES = {".py": "python", ".sh": "sh"}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Complete the navigation: the methods by their groups, and the modules of the API."""
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    for group in re.split(r"^## ", text, flags=re.M)[1:]:
+        cards = re.findall(r"^\| \[.*?\]\((algorithms/\w+\.md)\)", group, re.M)
+        if cards:
+            _section(config, "Methods").append({group.partition("\n")[0]: cards})
+    _section(config, "API").extend({title: path} for path, (title, _) in reference_pages().items())
+    return config
+
+
+def on_pre_build(*, config: MkDocsConfig) -> None:
+    """Refuse public names whose docstrings lack arguments or errors, and too few examples."""
+    del config
+    found = coverage()
+    if found.faults:
+        raise PluginError("\n".join(["docstrings:", *found.faults]))
+    LOG.info(found)
+
+
+def _section(config: MkDocsConfig, title: str) -> list:
+    (section,) = [entry[title] for entry in config.nav or () if title in entry]
+    return section
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the documents outside docs/, the sources that documents link to, and the reference."""
+    for source, page in OUTSIDE.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    for page, (_, text) in reference_pages().items():
+        files.append(File.generated(config, page, content=text))
+    for file in list(files.documentation_pages()):
+        for link in _links(file.content_string):
+            path = ROOT / (target := _target(link, file.src_uri))
+            if path.is_file() and path.suffix in LANGUAGES and not files.get_file_from_path(_page_of(target)):
+                source = File.generated(config, _page_of(target), content=_source(path))
+                source.inclusion = InclusionLevel.NOT_IN_NAV
+                files.append(source)
+    return files
+
+
+def _source(path: Path) -> str:
+    name = path.relative_to(ROOT).as_posix()
+    front = f"---\ntitle: {name}\nsearch: {{exclude: true}}\n---\n\n# {name}\n"
+    return f"{front}\n````{LANGUAGES[path.suffix]}\n{path.read_text()}````\n"
+
+
+def _links(text: str) -> list[str]:
+    return [link for _, link in LINK.findall(FENCE.sub("", text)) if "://" not in link and not link.startswith("#")]
+
+
+def _target(link: str, page: str) -> str:
+    """Return the path in the repository to which a link of a page leads."""
+    written_in = {page: source for source, page in OUTSIDE.items()}.get(page, f"docs/{page}")
+    return posixpath.normpath(posixpath.join(posixpath.dirname(written_in), link.partition("#")[0]))
+
+
+def _page_of(path: str) -> str:
+    """Return the page or the file of the site for a path in the repository."""
+    if path in OUTSIDE:
+        return OUTSIDE[path]
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}.md"
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links to files of the repository into links to pages, and drop the marks of code blocks."""
+    uri = page.file.src_uri
+
+    def moved(match: re.Match[str]) -> str:
+        link = match[2]
+        if "://" in link or link.startswith("#"):
+            return match[0]
+        _, mark, anchor = link.partition("#")
+        return match[1] + posixpath.relpath(_page_of(_target(link, uri)), posixpath.dirname(uri) or ".") + mark + anchor
+
+    if uri.startswith(("reference/", "source/")):
+        return markdown
+    if page.parent is None:
+        page.meta.setdefault("hide", ["navigation"])  # a tab of one page
+    return _outside_code(markdown, lambda text: _names_linked(LINK.sub(moved, text)))
+
+
+def _names_linked(text: str) -> str:
+    """Link the names of the package to the reference, except in headings."""
+    return "\n".join(line if line.startswith("#") else linked(line, has_short_names=False) for line in text.split("\n"))
+
+
+def _outside_code(markdown: str, change: Callable[[str], str]) -> str:
+    """Change a text except in its code blocks; of `sh run` only the language remains."""
+    result, end = [], 0
+    for match in FENCE.finditer(markdown):
+        result += [change(markdown[end : match.start()]), re.sub(r"\A( *```\w+) .*", r"\1", match[0])]
+        end = match.end()
+    return "".join([*result, change(markdown[end:])])
+
+
+def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
+    """Refuse scripts, styles, fonts and pictures of other hosts."""
+    if found := re.findall(r"<(?:script|img|link)\b[^>]*?(?:src|href)=\"?https?:[^\" >]*", output):
+        raise PluginError(f"{page.file.src_uri}: the page loads files from other hosts: {', '.join(found)}")
+    return output
