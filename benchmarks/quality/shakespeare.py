@@ -5,7 +5,7 @@
 The folder contains `tinyshakespeare.txt`. The network, the data and the target are those that nanoGPT publishes for a
 CPU: 4 layers of width 128 with 4 heads, windows of 64 characters, the last tenth of the text for validation, a loss of
 1.88 nats for each character. Each evaluation reads all windows of the validation part that do not overlap, 111,488
-characters. The side "published" has nanoGPT's settings; if it ends above the target, it goes on at its last rate.
+characters. The side "published" has nanoGPT's settings; if it ends above the target, it continues at its last rate.
 """
 
 import math
@@ -47,7 +47,7 @@ BASELINE: Settings = {
 PUBLISHED: Settings = {**BASELINE, "steps": 2400, "lr": 1e-3, "last": 0.1, "shape": "cosine", "decay": 2000}
 RECIPE: Settings = {
     "batch_size": 12,
-    "steps": 440,
+    "steps": 480,
     "lr": 0.035,
     "momentum": 0.9,
     "ns_steps": 5,
