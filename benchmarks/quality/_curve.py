@@ -6,6 +6,8 @@ from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import NamedTuple
 
+import torch
+
 from purecompose import Event, State
 
 
@@ -49,6 +51,8 @@ class Curve:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Stop the clock for the duration of the context."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         wall, cpu = time.perf_counter(), time.process_time()
         yield
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -60,9 +64,10 @@ class Curve:
         self.points.append(Point(len(self._steps), value, seconds, self._compiling(), cpu))
 
     def _compiling(self) -> float:
-        """Seconds spent on compilation: those by which a batch took longer than usual, if more than half a second."""
-        usual = median(self._steps)
-        return sum(seconds - usual for seconds in self._steps if seconds > usual + 0.5)
+        """Return the seconds of compilation: those by which a batch took longer than the next ones, if above 0.5 s."""
+        usual = [median(self._steps[i + 1 : i + 6] or self._steps) for i in range(len(self._steps))]
+        more = [seconds - own for seconds, own in zip(self._steps, usual, strict=True)]
+        return sum(seconds for seconds in more if seconds > 0.5)
 
 
 class Observer:

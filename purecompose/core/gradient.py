@@ -130,8 +130,9 @@ def _with_autograd(body: Callable[[Carry], Carry], carry: Carry, names: tuple[st
     leaves = {name: state.params[name].detach().requires_grad_() for name in names}
     end = body(Carry(state.replace(params={**state.params, **leaves}, loss=None), used, terms))
     part = SHARED_PART.get()
-    if part is not None and end.terms is not None and not part.is_empty:
-        part.weight = end.terms
+    if part is not None and end.terms is not None:
+        # 0 as a function of the terms, on which later messages depend on the other ranks as well.
+        part.weight = end.terms * 0 if part.is_empty else end.terms
     grads = _grads(end.state.loss, leaves, gradients)
     return end, {name: _detached(value) for name, value in _set_by_body(state, end.state).items()}, grads
 

@@ -18,6 +18,7 @@ from purecompose.observers.due import batch_before
 from purecompose.observers.pace import Pace
 from purecompose.observers.recorder import Monitor
 from purecompose.observers.stopwatch import Stopwatch
+from purecompose.optim import ByPattern
 from purecompose.schedule import Hparam, Product, Schedule, collect, resolve
 from purecompose.time import Timestamp
 from purecompose.time.event import Event
@@ -165,7 +166,12 @@ class _Settings:
 
 
 def _settings(optimizer: Any, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield the named scalars of an optimizer and of its groups."""
+    """Yield the named scalars of an optimizer and of its groups; of `by_pattern`, those of all its optimizers."""
+    if isinstance(optimizer, ByPattern):
+        yield from _settings(optimizer.rest, names)
+        for pattern, own in optimizer.groups:
+            yield from ((f"{name}/{pattern}", value) for name, value in _settings(own, names))
+        return
     fields = {field.name for field in dataclasses.fields(optimizer)} if dataclasses.is_dataclass(optimizer) else ()
     for name in names:
         if name in fields and _is_scalar(value := getattr(optimizer, name)):

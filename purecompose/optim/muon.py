@@ -37,7 +37,7 @@ def muon(
     eps: float = 1e-7,
     adjust_lr: Literal["original", "match_rms_adamw"] = "original",
     ns_precision: Literal["bf16", "full"] = "bf16",
-    filters: bool = False,
+    filters: bool | Literal["only"] = False,
     groups: Mapping[str, Mapping[str, Any]] | Groups = (),
 ) -> Muon:
     """Return Muon, equal to `torch.optim.Muon`: it moves matrices by about the same length in all directions.
@@ -71,7 +71,9 @@ def muon(
         ns_precision: "bf16" iterates in bfloat16, as torch does; "full" in the parameter's dtype, or float32 if that is
             wider: results are then nearly the same on different devices, and gradients through `update` are exact.
         filters: Move filters of convolutions, too: a parameter of more than two dimensions, (rows, ...), moves like the
-            matrix of its flattened rows, one for each output channel. torch's Muon refuses them.
+            matrix of its flattened rows, one for each output channel. torch's Muon refuses them. "only" moves no
+            matrices, so that in `by_pattern({"*": muon(0.05, filters="only")}, adamw(0.01))` the last layer is left to
+            `adamw`.
         groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
             the ones above.
 
@@ -159,14 +161,15 @@ class Muon(ByGroup):
     eps: float = 1e-7
     adjust_lr: Literal["original", "match_rms_adamw"] = "original"
     ns_precision: Literal["bf16", "full"] = "bf16"
-    filters: bool = False
+    filters: bool | Literal["only"] = False
     groups: Groups = ()
 
     def __post_init__(self) -> None:
         for name in ("lr", "momentum", "weight_decay"):
             object.__setattr__(self, name, checked_scalar(getattr(self, name), f"muon: {name}"))
-        for name in ("nesterov", "filters"):
-            check_flag(getattr(self, name), f"muon: {name}")
+        check_flag(self.nesterov, "muon: nesterov")
+        if not isinstance(self.filters, bool) and self.filters != "only":
+            raise TypeError(f"muon: filters: expected True, False or 'only', got {shown(self.filters)}")
         if not isinstance(self.ns_coefficients, tuple | list) or len(self.ns_coefficients) != 3:
             raise TypeError(f"muon: ns_coefficients: expected three numbers, got {shown(self.ns_coefficients)}")
         numbers = tuple(check_number(x, f"muon: ns_coefficients[{i}]") for i, x in enumerate(self.ns_coefficients))
@@ -197,8 +200,10 @@ class Muon(ByGroup):
         return super().init(params)
 
     def can_move(self, param: Tensor) -> bool:
-        """Return whether the optimizer can move a parameter: a real matrix, or with `filters` a real filter."""
-        return (param.ndim == 2 or (self.filters and param.ndim > 2)) and not param.is_complex()
+        """Return whether the optimizer can move a parameter: a real matrix, and with `filters` a real filter."""
+        is_matrix, is_filter = param.ndim == 2, param.ndim > 2
+        can = (is_matrix and self.filters != "only") or (is_filter and bool(self.filters))
+        return can and not param.is_complex()
 
     @property
     def slots(self) -> tuple[str, ...]:

@@ -98,7 +98,7 @@ class Shared(Scope):
             return repeatable(with_own_gradients(run), self.body, ranks)
 
         lowered = inner._replace(run=with_slices(lambda body: body), with_slices=with_slices, until_loss=None)
-        if not is_whole or layers is not None or inner.until_loss is None:
+        if not is_whole or inner.until_loss is None:
             return [lowered]
         # A single slice is part of the graph around it, in which messages overlap with the backward pass.
         check = functools.partial(_check_part, inner.until_loss, ranks, placing)
@@ -275,12 +275,14 @@ def _check_part(to_loss: Operation, ranks: Ranks, placing: Placing | None, carry
     """
     state = carry.state
     share, start = _part(state, ranks)
-    if placing is not None:
+    is_by_layer = placing is not None and placing.is_by_layer
+    if placing is not None and not is_by_layer:
         start = start.replace(params=placing.gathered(state.params))
     part = SharedPart(ranks, share.num_examples, state.device)
     with sharing(part, part):
         end = to_loss(Carry(start, carry.used), NO_PURPOSE).state
-    check_halves(end.replace(batch=start.batch, first_example=start.first_example))
+    if not is_by_layer:  # where a process with one example, which has no halves, would not gather the loss's parameters
+        check_halves(end.replace(batch=start.batch, first_example=start.first_example))
     _warn_of_different_buffers(state, end, ranks)
 
 

@@ -5,24 +5,39 @@ import pathlib
 import pytest
 
 from purecompose import compose, loop_events, recipe
-from purecompose.algorithms.recipes import RECIPES
 from purecompose.cli import main
 
 
 NETWORK = ("--model", "resnet8(width=16)", "--duration", "4ba", "--batch-size", "16", "--quiet")
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["mild", "medium", "hot", "mnist-fast"])
+def test_a_recipe_for_images_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--recipe", name, *NETWORK]) == 0
     captured = capsys.readouterr()
     assert "test accuracy" in captured.out and captured.err == ""
 
 
+def test_a_recipe_for_text_runs_with_its_optimizer_and_batch_size(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("abcdefgh" * 1000)
+    given = ["train", "--recipe", "shakespeare-fast", "--data", str(book), "--model", "gpt(width=16, depth=1)"]
+    assert main([*given, "--length", "16", "--duration", "3ba", "--out", str(tmp_path / "run")]) == 0
+    assert "in batches of 12" in capsys.readouterr().out
+    config = (tmp_path / "run" / "config.toml").read_text()
+    assert "recipe('shakespeare-fast')" in config and 'precision = "bf16"' in config
+    assert main(["train", "--recipe", "shakespeare-fast", *NETWORK]) == 2
+    assert "--optimizer: by_pattern: '*blocks.*' matches no parameter" in capsys.readouterr().err
+    assert main([*given, "--schedule", "cosine"]) == 2
+    assert "its optimizer has a schedule; leave out --schedule" in capsys.readouterr().err
+
+
 def test_a_recipe_is_a_list_of_methods_like_any_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--recipe", "hot", "--model", "resnet8(width=16)"]) == 0
     out = capsys.readouterr().out
-    assert all(method.name in out for method in recipe("hot"))
+    assert all(method.name in out for method in recipe("hot").methods)
 
 
 def test_an_argument_of_a_recipe_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,16 +46,16 @@ def test_an_argument_of_a_recipe_can_be_set(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_settings_are_the_published_ones() -> None:
-    mild, hot = ({method.name: method.config for method in recipe(name)} for name in ("mild", "hot"))
+    mild, hot = ({method.name: method.config for method in recipe(name).methods} for name in ("mild", "hot"))
     assert mild["label_smoothing"]["smoothing"] == 0.08 and hot["label_smoothing"]["smoothing"] == 0.13
     assert hot["mixup"]["alpha"] == 0.25 and hot["randaugment"]["depth"] == 1 and hot["randaugment"]["severity"] == 9
     resizing = hot["progressive_resizing"]
     assert [resizing[name] for name in ("initial_scale", "delay_fraction", "finetune_fraction")] == [0.6, 0.2, 0.2]
-    assert [method.name for method in recipe("mild")[:3]] == ["blurpool", "channels_last", "ema"]
+    assert [method.name for method in recipe("mild").methods[:3]] == ["blurpool", "channels_last", "ema"]
 
 
 def test_the_published_hot_recipe_is_a_sum() -> None:
-    compose(loop_events, [*recipe("mild")[:3], *recipe("hot")])
+    compose(loop_events, [*recipe("mild").methods[:3], *recipe("hot").methods])
 
 
 def test_a_recipe_together_with_a_list_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,5 +95,7 @@ def test_a_recipe_fits_where_its_smallest_images_do(capsys: pytest.CaptureFixtur
 
 
 def test_unknown_recipes_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected one of mild, medium, hot, got 'spicy'"):
+    with pytest.raises(
+        ValueError, match="expected one of mild, .*, shakespeare-fast, got 'spicy'"
+    ):
         recipe("spicy")

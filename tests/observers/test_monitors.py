@@ -61,6 +61,13 @@ def test_settings_of_groups_and_products() -> None:
     assert {(r["momentum"], r["weight_decay"], r["lr/bias"]) for r in records} == {(0.5, 0.0, 0.125)}
 
 
+def test_settings_of_several_optimizers() -> None:
+    optimizer = optim.by_pattern({"*weight": optim.muon(0.5)}, optim.adamw(0.25 * schedule.linear()))
+    records = run(optimizer, learning_rate(), "4ba")
+    assert [record["lr"] for record in records] == pytest.approx([0.25 * (1 - batch / 4) for batch in range(4)])
+    assert {record["lr/*weight"] for record in records} == {0.5}
+
+
 def test_members_have_their_own_learning_rates() -> None:
     states = make_population(3, optim.sgd(schedule.hparam("lr", 0.5)))
     states = states.replace(hparams={"lr": torch.tensor([0.5, 0.25, 0.125])})

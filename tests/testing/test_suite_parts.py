@@ -6,8 +6,10 @@ import torch
 from purecompose import Algorithm, Event, algorithms as alg, on
 from purecompose.testing.case import Case
 from purecompose.testing.law import LawViolation, NotJudged
+from purecompose.testing.suite import parts
 from purecompose.testing.suite.parts import microbatches_agree, ranks_agree, shards_agree
 from purecompose.testing.tasks import TASKS
+from purecompose.transforms.sharding.step import fully_sharded
 from tests.helpers import changing
 
 
@@ -116,6 +118,17 @@ def test_what_cannot_be_divided_by_layer_is_not_judged() -> None:
     with pytest.raises(NotJudged, match="use gather='step'"):
         shards_agree(alg.gradient_noise_scale(), by_layer)
     assert shards_agree(alg.gradient_noise_scale(), by_step) is True
+
+
+def test_an_error_that_is_not_a_refusal_breaks_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(step, *args):
+        if step.algorithms[0].events == (Event.AFTER_LOSS,):
+            raise ValueError("too many values to unpack")
+        return fully_sharded(step, *args)
+
+    monkeypatch.setattr(parts, "fully_sharded", failing)
+    with pytest.raises(LawViolation, match="raised only with 4 processes .*too many values"):
+        shards_agree(changing("subject", Event.AFTER_LOSS, lambda state: state), Case(seed=1))
 
 
 @pytest.mark.parametrize(("microbatches", "evaluated"), [(1, ()), (2, ("1",))])

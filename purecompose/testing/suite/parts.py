@@ -33,7 +33,7 @@ from purecompose.testing.suite.judging import (
 from purecompose.time.event import Event
 from purecompose.transforms.data_parallel import data_parallel
 from purecompose.transforms.sharding.placing import shard
-from purecompose.transforms.sharding.step import fully_sharded
+from purecompose.transforms.sharding.step import check_needs_no_parts, fully_sharded
 
 
 __all__ = ["microbatches_agree", "ranks_agree", "shards_agree"]
@@ -191,10 +191,12 @@ def _trained_apart(
 
 
 def _sharded(step: Step, mesh: Any, gather: Any) -> Step:
-    try:
-        return fully_sharded(step, mesh, gather)
-    except ValueError as refusal:
-        raise NotJudged(str(refusal)) from refusal
+    if gather == "layer":
+        try:
+            check_needs_no_parts(step)
+        except ValueError as refusal:
+            raise NotJudged(str(refusal)) from refusal
+    return fully_sharded(step, mesh, gather)
 
 
 # What the laws share

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from purecompose.core.ranks import Ranks
 
 
-__all__ = ["GraphForm", "check_alike", "described", "drop_unread", "in_sending_order", "messages"]
+__all__ = ["GraphForm", "check_alike", "described", "drop_unread", "in_sending_order", "is_wait", "messages"]
 
 
 def messages(graph: fx.Graph) -> list[fx.Node]:
@@ -25,10 +25,15 @@ def messages(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if _is_message(node)]
 
 
+def is_wait(node: fx.Node) -> bool:
+    """Return whether a node waits for a message."""
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
 def drop_unread(graph: fx.Graph) -> None:
     """Remove messages that are not read, such as gradients that a method replaces, and all that only they need."""
     for node in reversed(graph.nodes):
-        if (_is_message(node) or _is_wait(node)) and not node.users:
+        if (_is_message(node) or is_wait(node)) and not node.users:
             graph.erase_node(node)
         elif not node.users and not node.is_impure():
             graph.erase_node(node)
@@ -43,7 +48,9 @@ def in_sending_order(
     processes have the same order, even if their graphs differ in other operations, as those of unequal parts of a
     batch may. Writes into parameters, and waits for messages, come as soon as they can, but `_AHEAD` messages later
     than that which they need: otherwise each message would be waited for at once. A graph without writes, such as that
-    of a slice, would wait for all of them at its end, and until then keep what they send in memory.
+    of a slice, would wait for all of them at its end, and until then keep what they send in memory. Where parameters
+    are gathered again, a reduction is waited for before the next gather: the same processes send one message after the
+    other, and the pass waits for the gather at once, so that a later wait would save no time.
 
     Args:
         before: The nodes that must come before each node, as the bits of an integer, with its own.
@@ -59,12 +66,28 @@ def in_sending_order(
             needed |= before[node] & ~(1 << places[node])
     # Messages that others need, such as those of batch normalisation, are waited for at once anyway.
     last = [node for node in sends if not needed >> places[node] & 1]
+    gathers: dict[Any, int] = {}
+    """The messages that gather, by the group of processes."""
+    for node in before:
+        if _is_message(node) and not _is_reduction(node):
+            gathers[node.args[-1]] = gathers.get(node.args[-1], 0) | 1 << places[node]
+    reached: list[int] = []
+    """The nodes that have run when each of the last messages is sent."""
+    done = 0
+    for node in sends:
+        done |= before[node]
+        if node in last:
+            reached.append(done)
 
     def due(later: fx.Node) -> int:
         own = [turn for turn, node in enumerate(last) if before[later] >> places[node] & 1]
-        return min(own[-1] + _AHEAD, len(last) - 1) if own else -1
+        if not own:
+            return -1
+        start, end = own[-1], min(own[-1] + _AHEAD, len(last) - 1)
+        same = gathers.get(last[start].args[-1], 0)
+        return next((turn for turn in range(start, end) if reached[turn + 1] & ~reached[start] & same), end)
 
-    waits = [node for node in before if _is_wait(node) and node.args[0] in last]
+    waits = [node for node in before if is_wait(node) and node.args[0] in last]
     late = sorted([*writes, *waits], key=lambda node: before[node].bit_count())
     goals = [node for node in late if due(node) < 0]
     for node in sends:
@@ -176,11 +199,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _is_message(node: fx.Node) -> bool:
-    return _is_functional(node) and not _is_wait(node)
-
-
-def _is_wait(node: fx.Node) -> bool:
-    return node.target is torch.ops._c10d_functional.wait_tensor.default
+    return _is_functional(node) and not is_wait(node)
 
 
 def _is_reduction(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 import purecompose.optim.fused  # noqa: F401  # defines purecompose::adam_
-from purecompose.transforms.compilation.messages import in_sending_order
+from purecompose.transforms.compilation.messages import in_sending_order, is_wait
 
 
 __all__ = ["memories", "write_early"]
@@ -64,7 +64,10 @@ def _dependencies(nodes: Iterable[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
     for node in nodes:
         found = {needed for needed in node.all_input_nodes if needed in needs}
         written = {memory for argument in _written(node) for memory in memories(argument)}
-        for memory in {memory for argument in node.all_input_nodes for memory in memories(argument)}:
+        inputs = set(node.all_input_nodes)
+        if is_wait(node):  # until then, a message may still read what it sends
+            inputs |= {sent for message in node.all_input_nodes for sent in message.all_input_nodes}
+        for memory in {memory for argument in inputs for memory in memories(argument)}:
             if memory in last_write:
                 found.add(last_write[memory])
             if memory in written:

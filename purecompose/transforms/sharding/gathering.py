@@ -59,11 +59,11 @@ class Placing:
             sums = self.owners.scatter_sum(flat.reshape(-1))
             sizes = [part.numel() // self.owners.size for part in rows]
             for name, part in zip(names, sums.split(sizes), strict=True):
-                num = local(like[name]).shape[0]
-                own[name] = part.reshape(-1, *like[name].shape[1:])[:num]
-        for group in self.copies:
+                own[name] = part.reshape(-1, *like[name].shape[1:])
+        for group in self.copies:  # of equally many rows in all processes, whose messages have to be the same
             own |= zip(own, group.reduced([*own.values()], "sum"), strict=True)
-        found |= {name: placed(part, place_of(like[name])) for name, part in own.items()}
+        for name, part in own.items():
+            found[name] = placed(part[: local(like[name]).shape[0]], place_of(like[name]))
         return {name: found[name] for name in parts}
 
     def _size(self, tensor: Tensor) -> int:

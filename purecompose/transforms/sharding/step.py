@@ -16,7 +16,7 @@ from purecompose.transforms.sharding.gathering import Placing
 from purecompose.transforms.sharding.placing import check_mesh
 
 
-__all__ = ["fully_sharded"]
+__all__ = ["check_needs_no_parts", "fully_sharded"]
 
 
 def fully_sharded(step: Step, mesh: Any, gather: Literal["step", "layer"] = "step") -> Step:
@@ -59,7 +59,7 @@ def fully_sharded(step: Step, mesh: Any, gather: Literal["step", "layer"] = "ste
     if gather not in ("step", "layer"):
         raise ValueError(f"fully_sharded: gather={gather!r}: expected 'step' or 'layer'")
     if gather == "layer":
-        _check_needs_no_parts(step)
+        check_needs_no_parts(step)
     last = mesh.ndim - 1
     owners, *copies = (Ranks.of(mesh.get_group(dim)) for dim in (last, *range(last)))
     everyone = owners if mesh.ndim == 1 else Ranks.of(dist.group.WORLD)
@@ -71,8 +71,8 @@ def fully_sharded(step: Step, mesh: Any, gather: Literal["step", "layer"] = "ste
     return step.replace(program=shared_program(step.program, everyone, placing=placing))
 
 
-def _check_needs_no_parts(step: Step) -> None:
-    """Raise if gradients of parts of the batch are needed, which are never complete in one process."""
+def check_needs_no_parts(step: Step) -> None:
+    """Raise a `ValueError` if a step needs gradients of parts of the batch, which no process has layer by layer."""
     for algorithm in step.algorithms:
         for trait in (Trait.MEASURES_MICROBATCHES, Trait.CLIPS_EXAMPLES):
             if trait in algorithm.traits:

@@ -150,6 +150,17 @@ def test_a_graph_that_writes_nothing_does_not_keep_all_messages_on_their_way() -
     assert max(itertools.accumulate(changes)) == 3 and names[-3:] == ["wait_tensor"] * 3
 
 
+def test_sums_of_one_layer_are_waited_for_before_the_next_one_is_gathered() -> None:
+    def layers(one: Tensor) -> list[Tensor]:
+        return [RANKS.scatter_sum((one + turn) @ RANKS.gather(one).t()) for turn in range(4)]
+
+    module = traced(layers, (2, 2))
+    write_early(module)
+    names = [str(node.target).split(".")[1] for node in module.graph.nodes if node.op == "call_function"]
+    sent = [name.partition("_")[0] for name in names if name not in ("add", "mm", "t")]
+    assert sent == ["all", "wait", "reduce", "wait"] * 4
+
+
 def test_messages_keep_their_order_where_graphs_differ_in_other_operations() -> None:
     def sums(extra: int) -> Any:
         def run(one: Tensor, other: Tensor) -> list[Tensor]:

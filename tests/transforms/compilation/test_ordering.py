@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from purecompose.core.ranks import Ranks
 from purecompose.transforms.compilation.ordering import write_early
 
 
@@ -51,3 +52,15 @@ def test_results_and_writes_are_the_same_in_both_orders():
     write_early(module)
     torch.testing.assert_close(module(*found), results, rtol=0, atol=0)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_what_a_message_sends_is_written_after_the_message_has_arrived():
+    def gathered(rows: Tensor, inputs: Tensor) -> list[Tensor]:
+        whole = Ranks("a group", 0, 2).gather(rows)
+        rows.copy_(inputs.sum(0))  # depends on the message only by what it writes into
+        return [inputs @ whole]
+
+    module = make_fx(gathered, tracing_mode="fake")(torch.ones(2, 4), torch.ones(3, 2, 4))
+    write_early(module)
+    names = [str(node.target).split(".")[1] for node in module.graph.nodes if node.op == "call_function"]
+    assert names.index("wait_tensor") < names.index("copy_")

@@ -1,0 +1,280 @@
+"""CIFAR-10 for two tasks: the images, the network, the plain loop, and the composed step.
+
+The network and the augmentation are in the manner of airbench (Keller Jordan, 94 % on CIFAR-10 in 3.29 seconds on a
+single GPU, 2024, https://arxiv.org/abs/2404.00498): a frozen first convolution that whitens small patches, three
+stages of two convolutions that begin as the identity, and shifts with mirrored borders.
+"""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from _curve import Curve, Observer
+from _task import Settings, Side, data_file
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import Algorithm, State, compose, loop_events
+
+
+FRACTIONS = (0.5, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 1.0)
+"""The shares of a run at which both sides evaluate."""
+
+
+# The network.
+
+
+class GlobalPool(nn.Module):
+    """The mean, or the greatest value, of each channel: (N, C, H, W) to (N, C)."""
+
+    def __init__(self, is_max: bool) -> None:
+        super().__init__()
+        self.is_max = is_max
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.amax((2, 3)) if self.is_max else inputs.mean((2, 3))
+
+
+class Mirrored(nn.Module):
+    """A network that in evaluation returns the mean of the logits of an image and of its mirror image."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.net(inputs)
+        return outputs if self.training else (outputs + self.net(inputs.flip(3))) / 2
+
+
+def network(seed: int, images: Tensor, widths: tuple[int, int, int], is_max: bool = True) -> nn.Sequential:
+    """Return the network with the initial weights of a seed; images (N, 3, H, W) determine the first filters."""
+    torch.manual_seed(seed)
+    stages, channels = nn.Sequential(), 24
+    for width in widths:
+        stages.extend([_conv(channels, width), nn.MaxPool2d(2), _norm(width), nn.GELU()])
+        stages.extend([_conv(width, width), _norm(width), nn.GELU()])
+        channels = width
+    parts = {
+        "stem": nn.Sequential(whitening(images), nn.GELU()),
+        "stages": stages,
+        "pool": GlobalPool(is_max),
+        "head": nn.Linear(channels, 10, bias=False),
+    }
+    return nn.Sequential(OrderedDict(parts))
+
+
+def whitening(images: Tensor) -> nn.Conv2d:
+    """Return a frozen convolution whose outputs are the whitened patches of 2 x 2 pixels, and their negatives."""
+    patches = images.unfold(2, 2, 1).unfold(3, 2, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, 12).double()
+    values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
+    filters = (vectors / (values + 5e-4).sqrt()).T.reshape(12, 3, 2, 2).float()
+    conv = nn.Conv2d(3, 24, 2, bias=False)
+    conv.weight = nn.Parameter(torch.cat([filters, -filters]), requires_grad=False)
+    return conv
+
+
+def _conv(in_channels: int, out_channels: int) -> nn.Conv2d:
+    conv = nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False)
+    nn.init.dirac_(conv.weight.data[:in_channels])
+    return conv
+
+
+def _norm(channels: int) -> nn.BatchNorm2d:
+    norm = nn.BatchNorm2d(channels, momentum=0.4)
+    norm.weight.requires_grad_(False)
+    return norm
+
+
+# The data.
+
+
+@functools.cache
+def cifar(device: str, short: bool) -> pc.data.ImageData:
+    """Return the images, or a part of them for a try."""
+    data = pc.data.load(data_file("cifar10.npz"))
+    tensors = [tensor[:4096] if short else tensor for tensor in data[:4]]
+    return pc.data.ImageData(*(tensor.to(device) for tensor in tensors), data.num_classes)
+
+
+def augmented(images: Tensor, mirrored: Tensor, down: Tensor, right: Tensor, shift: int) -> Tensor:
+    """Return images, some of them mirrored, shifted by `down - shift` and `right - shift` pixels.
+
+    Args:
+        images: Shape (N, 3, H, W).
+        mirrored: Which images to mirror: bool, shape (N,).
+        down, right: Integers in [0, 2 shift], shape (N,).
+        shift: The largest shift. Pixels from outside are those of the image mirrored at its border.
+    """
+    images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
+    padded = F.pad(images, [shift] * 4, mode="reflect")
+    windows = padded.unfold(2, images.shape[2], 1).unfold(3, images.shape[3], 1)
+    return windows[torch.arange(len(images), device=images.device), :, down, right]
+
+
+def plain_batches(data: pc.data.ImageData, batch_size: int, shift: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches of shuffled, randomly mirrored and shifted images, epoch after epoch."""
+    num, device = len(data.train_inputs), data.train_inputs.device
+    while True:
+        order = torch.randperm(num, device=device)
+        for chosen in order.split(batch_size)[: num // batch_size]:
+            down, right = torch.randint(2 * shift + 1, (2, batch_size), device=device)
+            mirrored = torch.rand(batch_size, device=device) < 0.5
+            images = augmented(data.train_inputs[chosen], mirrored, down, right, shift)
+            yield images, data.train_targets[chosen]
+
+
+@dataclass(frozen=True)
+class Alternating:
+    """Batches of shuffled and shifted images for `fit`; each image is mirrored in every second epoch.
+
+    Which images are mirrored in the first epoch, the order and the shifts are draws from the run's key.
+    """
+
+    data: pc.data.ImageData
+    batch_size: int
+    shift: int
+
+    def __len__(self) -> int:
+        return len(self.data.train_inputs) // self.batch_size
+
+    def epoch(self, key: Tensor, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        images, targets = self.data[:2]
+        first_key, *keys = pc.random.split(key.to(images.device), 4)
+        order_key, down_key, right_key = (pc.random.fold_in(one, epoch) for one in keys)
+        mirrored = pc.random.bernoulli(first_key, 0.5, len(images)) ^ bool(epoch % 2)
+        order = pc.random.permutation(order_key, len(images))
+        down, right = (pc.random.randint(one, len(images), 0, 2 * self.shift + 1) for one in (down_key, right_key))
+        for chosen in order.split(self.batch_size)[start : len(self)]:
+            shifted = augmented(images[chosen], mirrored[chosen], down[chosen], right[chosen], self.shift)
+            yield shifted, targets[chosen]
+
+
+# The two sides.
+
+
+class Parts(NamedTuple):
+    """What a recipe is composed of."""
+
+    methods: list[Algorithm]
+    optimizer: Any
+    batch_size: int
+    epochs: float
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What distinguishes the two tasks."""
+
+    widths: tuple[int, int, int]
+    baseline: Mapping[str, Any]
+    """The baseline's settings."""
+    recipe: Mapping[str, Any]
+    """The recipe's settings."""
+    parts: Callable[[Settings], Parts]
+    """The recipe, from its settings."""
+    is_max: bool = True
+    mirrors: bool = False
+    """Whether evaluation averages over an image and its mirror image."""
+    device: str = "cpu"
+
+    @property
+    def sides(self) -> dict[str, Side]:
+        return {"baseline": functools.partial(baseline, self), "recipe": functools.partial(recipe, self)}
+
+    def data(self, settings: Settings) -> pc.data.ImageData:
+        return cifar(self.device, settings.get("short", False))
+
+    def network(self, seed: int, data: pc.data.ImageData) -> nn.Module:
+        net = network(seed, data.train_inputs[:4096].cpu(), self.widths, self.is_max).to(self.device)
+        return Mirrored(net) if self.mirrors else net
+
+
+def baseline(setup: Setup, seed: int, curve: Curve, settings: Settings) -> int:
+    """Train by a plain loop: SGD with Nesterov momentum, up and down a triangle of rates, the network compiled."""
+    settings = {**setup.baseline, **settings}
+    data, device = setup.data(settings), setup.device
+    net = setup.network(seed, data).to(memory_format=torch.channels_last)
+    num_batches = _length(settings, data)
+    filters = [param for param in net.parameters() if param.requires_grad and param.ndim > 1]
+    biases = [param for param in net.parameters() if param.requires_grad and param.ndim == 1]
+    groups = [{"params": filters, "weight_decay": settings["weight_decay"]}, {"params": biases}]
+    optimizer = torch.optim.SGD(groups, settings["lr"], settings["momentum"], nesterov=True, fused=True)
+    peak = settings["peak"]
+    rates = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda batch: min((batch + 1) / num_batches / peak, (1 - batch / num_batches) / (1 - peak))
+    )
+    model = torch.compile(net) if settings["compile"] else net
+    when = _evaluations(num_batches)
+    curve.start()
+    for batch, (images, targets) in enumerate(plain_batches(data, settings["batch_size"], settings["shift"]), 1):
+        with torch.autocast(device, torch.bfloat16, enabled=settings["precision"] == "bf16"):
+            outputs = model(images.contiguous(memory_format=torch.channels_last))
+        loss = F.cross_entropy(outputs.float(), targets, label_smoothing=settings["smoothing"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        rates.step()
+        curve.batch()
+        if batch in when:
+            with curve.evaluating():
+                value = _accuracy(net, data, settings["precision"])
+            curve.add(value)
+        if batch == num_batches:
+            return _num_params(net)
+    raise AssertionError("batches have no end")
+
+
+@torch.no_grad()
+def _accuracy(net: nn.Module, data: pc.data.ImageData, precision: str) -> float:
+    net.eval()
+    with torch.autocast(data.test_inputs.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        parts = [net(images).argmax(1) for images in data.test_inputs.split(1000)]
+    net.train()
+    return (torch.cat(parts) == data.test_targets).float().mean().item()
+
+
+def recipe(setup: Setup, seed: int, curve: Curve, settings: Settings) -> int:
+    """Train by a composed, compiled step."""
+    settings = {**setup.recipe, **settings}
+    parts = setup.parts(settings)
+    data = setup.data(settings)
+    net = setup.network(seed, data)
+    train = Alternating(data, parts.batch_size, settings["shift"])
+    test = pc.data.arrays(data.test_inputs, data.test_targets, 1000)
+    num_batches = _length(settings, data)
+    step = compose(loop_events, parts.methods)
+    if settings["compile"]:
+        step = pc.compile(step, quiet=True)
+    state = State.create(
+        net,
+        loss=pc.losses.cross_entropy,
+        optimizer=parts.optimizer,
+        key=seed,
+        duration=f"{num_batches}ba",
+        precision=settings["precision"],
+    )
+    when = _evaluations(num_batches)
+    evaluator = pc.Evaluator(test, {"accuracy": pc.metrics.accuracy}, every=lambda now: now.batch in when)
+    curve.start()
+    pc.fit(step, state, train, evaluate=evaluator, observers=Observer(curve, "eval/accuracy"))
+    return _num_params(net)
+
+
+def _length(settings: Settings, data: pc.data.ImageData) -> int:
+    """Return the number of batches of a run."""
+    if settings.get("short"):
+        return 6
+    return round(settings["epochs"] * (len(data.train_inputs) // settings["batch_size"]))
+
+
+def _evaluations(num_batches: int) -> set[int]:
+    return {round(fraction * num_batches) for fraction in FRACTIONS}
+
+
+def _num_params(net: nn.Module) -> int:
+    return sum(param.numel() for param in net.parameters())
