@@ -340,5 +340,5 @@ def test_experiments_on_a_gpu_take_data_from_the_host() -> None:
         seeds=2,
         time_rounds=1,
     )
-    assert {cell.form for cell in found.cells} == {"population"}
+    assert {cell.mode for cell in found.cells} == {"population"}
     assert analysis.sensitivity(analysis.Window(step, state(0), data), of=evaluator).slopes[0].agrees

@@ -150,7 +150,7 @@ def test_the_page_on_experiments(
     names = run_page("experiments.md")
     printed = capsys.readouterr().out
     assert "5 subsets of 3 methods, 8 seeds each" in printed and "suggested lr: " in printed
-    assert [slope.agrees for slope in names["found"].slopes] == [True, True, False]
+    assert [one.agrees for one in names["found"].derivatives] == [True, True, False]
     assert (tmp_path / "ablation.png").exists() and (tmp_path / "runs" / "ablation" / "ablation.json").exists()
 
 

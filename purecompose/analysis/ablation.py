@@ -33,7 +33,7 @@ from purecompose.run.evaluation import Evaluator
 
 __all__ = ["ablate"]
 
-_FORMS = ("auto", "population", "one by one")
+_MODES = ("auto", "population", "sequential")
 
 
 def ablate(
@@ -49,7 +49,7 @@ def ablate(
     budget: int | None = None,
     confidence: float = 0.95,
     resolution: float | None = None,
-    form: str = "auto",
+    mode: str = "auto",
     processes: int = 1,
     time_rounds: int = 8,
     folder: str | os.PathLike[str] | None = None,
@@ -76,8 +76,8 @@ def ablate(
         budget: The largest number of subsets with `design="all"`: at least those of "leave_one_out".
         confidence: Confidence with which all intervals contain their true difference, in (0, 1).
         resolution: The smallest difference that matters. An interval within ±resolution then means "no difference".
-        form: "population" to train the seeds of a subset at once, under vmap; "one by one"; or "auto" for a population
-            where a step of it runs. Results agree up to rounding.
+        mode: "population" to train the seeds of a subset at once, under vmap; "sequential" to train one after the
+            other; or "auto" for a population where a step of it runs. Results agree up to rounding.
         processes: The number of processes, each of which trains one run after the other; needs cloudpickle. A program
             that asks for several starts in each of them, so it has to call `ablate` under
             `if __name__ == "__main__":`.
@@ -118,7 +118,7 @@ def ablate(
         >>> [effect.method for effect in result.effects]
         ['mixup', 'label_smoothing']
     """
-    _check_arguments(data, evaluate, metric, form)
+    _check_arguments(data, evaluate, metric, mode)
     check_number(confidence, "ablate: confidence", 0, 1, above=True, below=True)
     if resolution is not None:
         check_number(resolution, "ablate: resolution", 0, above=True)
@@ -135,7 +135,7 @@ def ablate(
     if processes > 1:
         _train_in_processes(trainer, cells, numbers, results, processes, tell)
     else:
-        _train(trainer, cells, numbers, results, form, tell)
+        _train(trainer, cells, numbers, results, mode, tell)
     seconds = step_times(trainer, cells, numbers[0], time_rounds) if time_rounds else {}
     found = {
         subset: Cell(
@@ -143,7 +143,7 @@ def ablate(
             tuple(one for one in names if one in subset),
             tuple(results.values[name][seed] for seed in numbers),
             tuple(seconds.get(name, ())),
-            results.forms[name],
+            results.modes[name],
         )
         for name, subset in cells.items()
     }
@@ -153,8 +153,8 @@ def ablate(
     return ablation
 
 
-def _check_arguments(data: Any, evaluate: Any, metric: str | None, form: str) -> None:
-    """Raise if the data cannot be read again, or if the evaluator, its metric or the form is wrong."""
+def _check_arguments(data: Any, evaluate: Any, metric: str | None, mode: str) -> None:
+    """Raise if the data cannot be read again, or if the evaluator, its metric or the mode is wrong."""
     if not isinstance(evaluate, Evaluator):
         raise TypeError(f"ablate: evaluate: expected Evaluator(data, metrics), got {shown(evaluate)}")
     if not isinstance(data, StateStream):
@@ -165,8 +165,8 @@ def _check_arguments(data: Any, evaluate: Any, metric: str | None, form: str) ->
         raise ValueError(f"ablate: data: expected the same batches in each run of a seed: {reason}")
     if metric is not None and metric not in evaluate.reported:
         raise ValueError(f"ablate: metric={metric!r}: the evaluator reports {', '.join(evaluate.reported)}")
-    if form not in _FORMS:
-        raise ValueError(f"ablate: form={form!r}: expected one of {', '.join(map(repr, _FORMS))}")
+    if mode not in _MODES:
+        raise ValueError(f"ablate: mode={mode!r}: expected one of {', '.join(map(repr, _MODES))}")
 
 
 def _checked_methods(methods: Iterable[Algorithm]) -> dict[str, Algorithm]:
@@ -182,14 +182,14 @@ def _train(
     cells: Mapping[str, frozenset[str]],
     seeds: Sequence[int],
     results: Results,
-    form: str,
+    mode: str,
     tell: Callable[[str], object],
 ) -> None:
     """Train the missing seeds of each cell, in this process."""
     for number, (name, subset) in enumerate(cells.items(), 1):
         missing = results.missing(name, seeds)
         if missing:
-            chosen, reason = trainer.form(subset, missing) if form == "auto" else (form, "")
+            chosen, reason = trainer.mode(subset, missing) if mode == "auto" else (mode, "")
             values = trainer.train(subset, name, missing, chosen)
             results.add(name, dict(zip(missing, values, strict=True)), f"{chosen} ({reason})" if reason else chosen)
         tell(_line(name, [results.values[name][seed] for seed in seeds], number, len(cells), trainer.metric))

@@ -33,14 +33,14 @@ from purecompose.transforms.members import stacked
 from purecompose.transforms.population import population, stack_states
 
 
-__all__ = ["Form", "Trainer", "first_batch", "population_of"]
+__all__ = ["Mode", "Trainer", "first_batch", "population_of"]
 
 
-class Form(NamedTuple):
+class Mode(NamedTuple):
     """The way in which the seeds of a cell are trained."""
 
     name: str
-    """"population" or "one by one"."""
+    """"population" or "sequential"."""
     reason: str = ""
     """Why it is not a population."""
 
@@ -112,12 +112,12 @@ class Trainer:
             raise ValueError('ablate: the state has no duration: give State.create one, such as duration="20ep"')
         return start_of_run(step, state, self.data)[0]
 
-    def form(self, subset: frozenset[str], seeds: Sequence[int]) -> Form:
-        """Return the form in which the seeds of a cell can be trained, found by a step of each kind."""
+    def mode(self, subset: frozenset[str], seeds: Sequence[int]) -> Mode:
+        """Return the mode in which the seeds of a cell can be trained, found by a step of each kind."""
         if len(seeds) == 1:
-            return Form("one by one")
+            return Mode("sequential")
         if isinstance(self.data, StateStream):
-            return Form("one by one", "data.stream makes batches from a single state")
+            return Mode("sequential", "data.stream makes batches from a single state")
         step = self.step(subset)
         states = [self.initial(step, seed) for seed in seeds[:2]]
         try:
@@ -127,19 +127,19 @@ class Trainer:
                 together(start.replace(timestamp=moment), batch)
             run_evaluator(dataclasses.replace(evaluate, num_batches=1), start, evaluation_step(together))
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-            return Form("one by one", " ".join(str(error).split()))
-        return Form("population")
+            return Mode("sequential", " ".join(str(error).split()))
+        return Mode("population")
 
-    def train(self, subset: frozenset[str], name: str, seeds: Sequence[int], form: str) -> list[float]:
+    def train(self, subset: frozenset[str], name: str, seeds: Sequence[int], mode: str) -> list[float]:
         """Train seeds of a cell, and return the metric at the end of each.
 
         Args:
             subset: The names of its methods.
             name: The name of the cell's folder.
             seeds: The seeds.
-            form: "population", or "one by one".
+            mode: "population", or "sequential".
         """
-        if form == "population":
+        if mode == "population":
             step = self.step(subset)
             states = [self.initial(step, seed) for seed in seeds]
             return self._fit(*population_of(step, states, self.data, self.evaluate), name, seeds)

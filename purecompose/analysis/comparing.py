@@ -12,7 +12,7 @@ from torch import Tensor
 
 from purecompose._support.checks import check_number, shown
 from purecompose._support.table import table
-from purecompose.analysis.gaps import Gap, differing, gap
+from purecompose.analysis.differences import MaxDifference, differing, max_difference
 from purecompose.analysis.recorded import RecordedRun, checkpoints_in, losses_in
 from purecompose.analysis.replaying import point, states_from
 from purecompose.data.identity import differences as data_differences
@@ -26,16 +26,16 @@ from purecompose.run.saving.leaves import leaves_of
 from purecompose.run.saving.tensors import SavedTensors
 
 
-__all__ = ["Comparison", "Growth", "compare"]
+__all__ = ["CheckpointDifference", "Comparison", "compare"]
 
 
-class Growth(NamedTuple):
+class CheckpointDifference(NamedTuple):
     """The difference of two runs at a batch at which both have a checkpoint."""
 
     batch: int
     num_leaves: int
     """Number of leaves that differ by more than the tolerance."""
-    gap: Gap
+    difference: MaxDifference
     """The largest difference of the parameters, or if they agree, of all leaves; relative to run a."""
 
 
@@ -52,7 +52,7 @@ class Comparison:
     """The leaves that differ there, in the order of the state, each with a description."""
     since: int
     """The last batch at which they are known to agree; -1 if none."""
-    growth: tuple[Growth, ...]
+    by_checkpoint: tuple[CheckpointDifference, ...]
     """The difference at each common checkpoint."""
     settings: tuple[str, ...]
     """Lines about settings, versions, methods, data and code that differ."""
@@ -67,16 +67,16 @@ class Comparison:
             else "no settings differ"
         )
         parts.append(self._first())
-        if self.growth:
+        if self.by_checkpoint:
             rows = [
                 [
                     str(one.batch),
                     str(one.num_leaves),
-                    f"{one.gap.relative:.3g}",
-                    f"{one.gap.absolute:.3g}",
-                    one.gap.leaf,
+                    f"{one.difference.relative:.3g}",
+                    f"{one.difference.absolute:.3g}",
+                    one.difference.leaf,
                 ]
-                for one in self.growth
+                for one in self.by_checkpoint
             ]
             parts.append(table(["batch", "leaves", "relative", "absolute", "largest in"], rows))
         return "\n\n".join(parts)
@@ -120,13 +120,13 @@ def compare(run_a: RecordedRun | Path | str, run_b: RecordedRun | Path | str, *,
     pairs = _common(*(checkpoints_in(path) for path in paths))
     if not pairs:
         raise ValueError(f"compare: {paths[0]} and {paths[1]} have no checkpoints of the same batch")
-    growth = tuple(_growth(one, other, tolerance) for one, other in pairs)
-    first = next((i for i, one in enumerate(growth) if one.num_leaves), None)
-    batch, leaves, since = None, (), growth[-1].batch
+    by_checkpoint = tuple(_difference(one, other, tolerance) for one, other in pairs)
+    first = next((i for i, one in enumerate(by_checkpoint) if one.num_leaves), None)
+    batch, leaves, since = None, (), by_checkpoint[-1].batch
     if first is not None:
-        since = growth[first - 1].batch if first else -1
+        since = by_checkpoint[first - 1].batch if first else -1
         batch, leaves = (
-            growth[first].batch,
+            by_checkpoint[first].batch,
             tuple(differing(_tensors(pairs[first][0]), _tensors(pairs[first][1]), tolerance)),
         )
         if first and isinstance(run_a, RecordedRun) and isinstance(run_b, RecordedRun):
@@ -135,7 +135,7 @@ def compare(run_a: RecordedRun | Path | str, run_b: RecordedRun | Path | str, *,
             since = batch - 1
     settings = tuple(_settings(*paths, *(checkpoints_in(path)[-1] for path in paths)))
     return Comparison(
-        (str(paths[0]), str(paths[1])), batch, leaves, since, growth, settings, _first_loss(*paths, tolerance)
+        (str(paths[0]), str(paths[1])), batch, leaves, since, by_checkpoint, settings, _first_loss(*paths, tolerance)
     )
 
 
@@ -157,11 +157,12 @@ def _tensors(found: Found) -> Mapping[str, Tensor]:
     return {name: tensors[name] for name in found.index.tensors if not is_extra(name)}
 
 
-def _growth(one: Found, other: Found, tolerance: float) -> Growth:
+def _difference(one: Found, other: Found, tolerance: float) -> CheckpointDifference:
     ours, theirs = _tensors(one), _tensors(other)
     num = sum(1 for _ in differing(ours, theirs, tolerance))
-    of_params = gap(*({name: side[name] for name in side if name.startswith("params")} for side in (theirs, ours)))
-    return Growth(one.index.batch, num, of_params if of_params.leaf else gap(theirs, ours))
+    params = ({name: side[name] for name in side if name.startswith("params")} for side in (theirs, ours))
+    largest = max_difference(*params)
+    return CheckpointDifference(one.index.batch, num, largest if largest.leaf else max_difference(theirs, ours))
 
 
 def _side_by_side(

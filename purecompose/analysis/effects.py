@@ -28,8 +28,8 @@ class Cell:
     """The metric at the end of the run, for each seed."""
     seconds: tuple[float, ...]
     """The mean time of a step in seconds, in each round; the same rounds in all cells. Empty if not measured."""
-    form: str
-    """"population", "one by one" or "processes", with the reason if it is not a population."""
+    mode: str
+    """"population", "sequential" or "processes", with the reason if it is not a population."""
 
     @property
     def mean(self) -> float:
@@ -205,5 +205,5 @@ def _remarks(ablation: Ablation) -> list[str]:
     if any(effect.verdict == "not finite" for effect in ablation.effects):
         bad = [cell.name for cell in ablation.cells if not all(map(math.isfinite, cell.values))]
         lines.append(f"runs without a finite {ablation.metric}: {', '.join(bad)}")
-    lines += sorted({f"{cell.name}: {cell.form}" for cell in ablation.cells if "(" in cell.form})
+    lines += sorted({f"{cell.name}: {cell.mode}" for cell in ablation.cells if "(" in cell.mode})
     return ["", *lines] if lines else []

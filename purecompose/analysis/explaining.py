@@ -54,7 +54,7 @@ class Example:
 
     index: int
     """Its index in the batch."""
-    place: int | None
+    dataset_index: int | None
     """Its index in the data set, if the order of the data is known, as for `data.arrays`."""
     loss: float | None
     notes: tuple[str, ...]
@@ -65,7 +65,8 @@ class Example:
     @property
     def name(self) -> str:
         """The indices in words."""
-        return f"example {self.index}" + ("" if self.place is None else f" (number {self.place} of the data)")
+        in_data = "" if self.dataset_index is None else f" (number {self.dataset_index} of the data)"
+        return f"example {self.index}{in_data}"
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def example_rows(examples: Sequence[Example]) -> list[list[str]]:
     return [
         [
             str(one.index),
-            "" if one.place is None else str(one.place),
+            "" if one.dataset_index is None else str(one.dataset_index),
             "" if one.loss is None else f"{one.loss:.4g}",
             one.target,
             one.inputs.words,
@@ -199,7 +200,7 @@ def explain_last(run: RecordedRun, last: LastBatch) -> Explanation:
     assert last.state is not None
     found = explain_batch(run.plain_step, last.state, last.batch, decode=run.decode)
     places = _places(run.data, last.state)
-    examples = tuple(replace(one, place=places[one.index] if places else None) for one in found.examples)
+    examples = tuple(replace(one, dataset_index=places[one.index] if places else None) for one in found.examples)
     return replace(found, examples=examples, title=str(run.path))
 
 

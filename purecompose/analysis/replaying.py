@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import shown
-from purecompose.analysis.gaps import Gap, gap
+from purecompose.analysis.differences import MaxDifference, max_difference
 from purecompose.analysis.precision import as_dtype
 from purecompose.analysis.recorded import Loaded, RecordedRun
 from purecompose.core.state import State
@@ -39,15 +39,15 @@ class Replay:
     """The checkpoint from which it was computed."""
     num_batches: int
     """Number of batches that were trained on again."""
-    gap: Gap | None = None
+    difference: MaxDifference | None = None
     """The largest difference from the run's state, for a replay in another precision or on another device."""
 
     def __str__(self) -> str:
         now = self.state.timestamp
         text = f"batch {now.batch} (epoch {now.epoch}), {self.num_batches} batches after {self.checkpoint.name}"
-        if self.gap is None:
+        if self.difference is None:
             return f"{text}: the bits of the run"
-        return f"{text}: not the bits of the run; largest relative difference: {self.gap}"
+        return f"{text}: not the bits of the run; largest relative difference: {self.difference}"
 
 
 def replay(
@@ -94,9 +94,8 @@ def replay(
         return value if device is None or not isinstance(value, State) else value.to(device)
 
     exact, other = _replayed(run, at, (), None), _replayed(run, at, observers, converted)
-    return Replay(
-        other.state, other.checkpoint, other.num_batches, gap(*(leaves_of(one.state).tensors for one in (other, exact)))
-    )
+    largest = max_difference(*(leaves_of(one.state).tensors for one in (other, exact)))
+    return Replay(other.state, other.checkpoint, other.num_batches, largest)
 
 
 def point(at: Any, where: str) -> Time:

@@ -24,13 +24,13 @@ class Results:
 
     Attributes:
         values: The metric, by cell and seed.
-        forms: The form in which each cell was trained.
+        modes: The mode in which each cell was trained.
     """
 
     def __init__(self, folder: Path | None, settings: Mapping[str, Any]) -> None:
         self.folder, self.settings = folder, dict(settings)
         self.values: dict[str, dict[int, float]] = {}
-        self.forms: dict[str, str] = {}
+        self.modes: dict[str, str] = {}
 
     @classmethod
     def opened(cls, trainer: Trainer, seed: int) -> "Results":
@@ -61,17 +61,17 @@ class Results:
             )
         for name, cell in content["cells"].items():
             results.values[name] = {int(seed): value for seed, value in cell["values"].items()}
-            results.forms[name] = cell["form"]
+            results.modes[name] = cell["mode"]
         return results
 
     def missing(self, name: str, seeds: Sequence[int]) -> list[int]:
         """Return the seeds of a cell without a result."""
         return [seed for seed in seeds if seed not in self.values.get(name, {})]
 
-    def add(self, name: str, values: Mapping[int, float], form: str) -> None:
+    def add(self, name: str, values: Mapping[int, float], mode: str) -> None:
         """Add results of a cell."""
         self.values.setdefault(name, {}).update(values)
-        self.forms[name] = form
+        self.modes[name] = mode
         self._write()
 
     def finish(self, text: str) -> None:
@@ -82,7 +82,7 @@ class Results:
     def _write(self) -> None:
         if self.folder is not None:
             cells = {
-                name: {"form": self.forms[name], "values": {str(seed): value for seed, value in values.items()}}
+                name: {"mode": self.modes[name], "values": {str(seed): value for seed, value in values.items()}}
                 for name, values in self.values.items()
             }
             write_json(self.folder / _FILE, {"settings": self.settings, "cells": cells})

@@ -30,7 +30,7 @@ from purecompose.time.event import Event
 from purecompose.transforms.compilation import CompiledStep
 
 
-__all__ = ["Objective", "Sensitivity", "Slope", "Window", "sensitivity", "window_of"]
+__all__ = ["Derivative", "Objective", "Sensitivity", "Window", "sensitivity", "window_of"]
 
 Objective: TypeAlias = Callable[[State], Tensor] | Evaluator
 """A differentiable function of the state at the window's end, or an evaluator, for the mean loss on its data."""
@@ -94,7 +94,7 @@ class _Collector:
 
 
 @dataclass(frozen=True)
-class Slope:
+class Derivative:
     """The derivative of the objective with respect to one named scalar."""
 
     name: str
@@ -128,26 +128,26 @@ class Sensitivity:
     Attributes:
         objective: The value of the objective at the window's end.
         num_batches: The number of batches of the window.
-        slopes: The derivative with respect to each scalar.
+        derivatives: The derivative with respect to each scalar.
         mode: "forward" or "reverse".
     """
 
     objective: float
     num_batches: int
-    slopes: tuple[Slope, ...]
+    derivatives: tuple[Derivative, ...]
     mode: str
 
     def __str__(self) -> str:
         rows = [
             [
-                slope.name,
-                f"{slope.value:.4g}",
-                "none" if slope.gradient is None else f"{slope.gradient:+.4g}",
-                f"{slope.difference:+.4g}",
-                f"{0.1 * slope.value * slope.difference:+.2g}",
-                _remark(slope),
+                one.name,
+                f"{one.value:.4g}",
+                "none" if one.gradient is None else f"{one.gradient:+.4g}",
+                f"{one.difference:+.4g}",
+                f"{0.1 * one.value * one.difference:+.2g}",
+                _remark(one),
             ]
-            for slope in self.slopes
+            for one in self.derivatives
         ]
         head = ["scalar", "value", "derivative", "difference", "effect of +10 %", ""]
         steps = f"{self.num_batches} step{'s' * (self.num_batches > 1)}"
@@ -193,7 +193,7 @@ def sensitivity(
         >>> net, optimizer = torch.nn.Linear(4, 2), optim.sgd(hparam("lr", 0.1))
         >>> state = State.create(net, loss=losses.cross_entropy, optimizer=optimizer, duration="5ba")
         >>> found = sensitivity(Window(compose(loop_events), state, [batch] * 5), of=Evaluator([batch]))
-        >>> found.slopes[0].gradient < 0, found.slopes[0].agrees
+        >>> found.derivatives[0].gradient < 0, found.derivatives[0].agrees
         (True, True)
     """
     step, state, given = window
@@ -222,13 +222,14 @@ def sensitivity(
     if mode == "auto":
         mode = "forward" if len(steps) >= _LONG and len(names) <= _FEW else "reverse"
     gradients = _reverse(result, values) if mode == "reverse" else _forward(result, values)
-    slopes = []
+    derivatives = []
     for name in names:
         gradient = gradients[name]
         total = None if gradient is None else gradient.sum().item()
         each = tuple(gradient.tolist()) if gradient is not None and gradient.ndim else None
-        slopes.append(Slope(name, state.hparams[name].item(), total, each, _difference(result, values, name, size)))
-    return Sensitivity(found.item(), len(steps), tuple(slopes), mode)
+        difference = _difference(result, values, name, size)
+        derivatives.append(Derivative(name, state.hparams[name].item(), total, each, difference))
+    return Sensitivity(found.item(), len(steps), tuple(derivatives), mode)
 
 
 _Result: TypeAlias = Callable[[dict[str, Tensor]], Tensor]
@@ -315,9 +316,9 @@ def _checked(step: Any, state: Any, given: Any, of: Any, to: Iterable[str] | Non
     return names
 
 
-def _remark(slope: Slope) -> str:
-    if slope.agrees:
-        return "agree" if slope.difference else "no effect"
-    if not slope.gradient and slope.difference:
+def _remark(derivative: Derivative) -> str:
+    if derivative.agrees:
+        return "agree" if derivative.difference else "no effect"
+    if not derivative.gradient and derivative.difference:
         return "no gradient flows to it: the difference is across draws or choices"
-    return f"differ by {slope.error:.1%}"
+    return f"differ by {derivative.error:.1%}"

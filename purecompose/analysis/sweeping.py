@@ -44,7 +44,7 @@ class Trial:
     earlier: tuple[tuple[str, dict[str, float]], ...] = ()
     """For a copy of another setting, the values with which its weights were trained before, each with the time until
     which they were used. Empty for a setting that was trained from the start."""
-    out_at: str | None = None
+    eliminated_at: str | None = None
     """The rung at which the setting was eliminated; `None` for a setting that was trained to the end."""
 
 
@@ -247,7 +247,7 @@ def _ranked(
     order = sorted(range(len(trials)), key=lambda i: badness(trials[i]))
     out = sorted(_out(halving, memory, seeds), key=badness)
     rungs = [] if halving is None else [str(rung) for rung in halving.rungs]
-    out.sort(key=lambda trial: -rungs.index(str(trial.out_at)))
+    out.sort(key=lambda trial: -rungs.index(str(trial.eliminated_at)))
     return Sweep(metric, (*(trials[i] for i in order), *out), end, order[0] * seeds)
 
 
@@ -282,8 +282,8 @@ def _out(halving: SuccessiveHalving | None, memory: Any, seeds: int) -> list[Tri
 
 def _history(trial: Trial) -> str:
     """Return how a setting was trained, in words."""
-    if trial.out_at is not None:
-        return f"until {trial.out_at}"
+    if trial.eliminated_at is not None:
+        return f"until {trial.eliminated_at}"
     if not trial.earlier:
         return "from start to end"
     parts = [

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from purecompose.batch.leaves import with_items
 
 __all__ = ["AS_ARGUMENT", "WHOLE", "Field", "check_field", "get", "put"]
 
-Field = int | str | list | tuple | Callable[[Any], Any]
+Field: TypeAlias = int | str | list[Any] | tuple[Any, ...] | Callable[[Any], Any]
 
 WHOLE = "*"
 """The field of the whole batch: a mapping is passed to the model as keyword arguments, anything else unchanged."""

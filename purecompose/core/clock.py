@@ -37,7 +37,10 @@ class Clock:
 
     def __init__(self, source: "_Source", schedules: tuple[Schedule, ...], domain: str, row: int = 0) -> None:
         """Store the source of the numbers; `Clock.of` is the usual way to create a clock."""
-        self._source, self.schedules, self.domain, self._row = source, schedules, domain, row
+        self._source = source
+        self.schedules: tuple[Schedule, ...] = schedules
+        self.domain: str = domain
+        self._row = row
         self._values: Tensor | None = None
 
     @classmethod

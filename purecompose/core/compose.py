@@ -4,10 +4,11 @@ The step is a fold. For each schedule (which algorithms act at which events) the
 once, with the algorithms in the order determined by the passes; a step looks up this function and runs it.
 """
 
+import importlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -114,9 +115,6 @@ class Step:
         members: The kind of states that the step accepts: single ones, or those of a population.
     """
 
-    call_in_torch_compile: ClassVar[Callable[["Step", State, Any, Any], State]]
-    """Function that a call within `torch.compile` is passed to, with the backend; set by `transforms.compilation`."""
-
     def __init__(
         self,
         program: Program,
@@ -125,11 +123,15 @@ class Step:
         cut: Cut = _WHOLE,
         members: Members = SINGLE,
     ) -> None:
-        self.program, self.algorithms, self.passes, self.cut, self.members = program, algorithms, passes, cut, members
-        self.events = events_in(program)
-        self.differentiated = tuple(events_in_grad(program))
-        self.has_advance = any(node == advance for node in walk(program))
-        self.matcher = Matcher(algorithms, self.events)
+        self.program: Program = program
+        self.algorithms: tuple[Algorithm, ...] = algorithms
+        self.passes: tuple[Pass, ...] = passes
+        self.cut: Cut = cut
+        self.members: Members = members
+        self.events: tuple[Event, ...] = events_in(program)
+        self.differentiated: tuple[Event, ...] = tuple(events_in_grad(program))
+        self.has_advance: bool = any(node == advance for node in walk(program))
+        self.matcher: Matcher = Matcher(algorithms, self.events)
         self._matches_values = any(not question.predicate.is_timed for question in self.matcher.questions)
         self._order = compose_passes(*passes)
         self._outside = Outside(algorithms, self._order)
@@ -174,6 +176,13 @@ class Step:
         end = self.finish(self.fold(state, batch, keeps_fields=False))
         # `state` may hold a lease of a compiled step, which ends with that step's next call: read its fields now.
         return end if end.lease is None else end.unleased()
+
+    @staticmethod
+    def call_in_torch_compile(step: "Step", state: State, batch: Any, backend: Any) -> State:
+        """Return the state after one batch, for a call within `torch.compile`: compiled, with its backend."""
+        # Of a higher layer, which only such a call needs.
+        dynamo = importlib.import_module("purecompose.transforms.compilation.dynamo")
+        return dynamo.call_in_torch_compile(step, state, batch, backend)
 
     def fold(
         self,

@@ -65,7 +65,7 @@ class Contract:
             observe: Called with each application of an algorithm.
         """
         self._start, self._observe = start, observe
-        self.edits = Edits()
+        self.edits: Edits = Edits()
         self.loss_editors: list[str] = []
         """The algorithms that have changed the loss at AFTER_LOSS."""
         self._history: list[_Application] = []

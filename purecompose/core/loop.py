@@ -61,19 +61,19 @@ def _advance(state: State) -> State:
     return state.replace(clock=state.clock.advanced()) if state.clock is not None else state
 
 
-forward = Stage("forward", _forward)
+forward: Stage = Stage("forward", _forward)
 """Stage that runs the network in training mode on the batch's input and sets `outputs` and `buffers`."""
 
-eval_forward = Stage("eval_forward", _eval_forward)
+eval_forward: Stage = Stage("eval_forward", _eval_forward)
 """Stage that runs the network in evaluation mode on the batch's input and sets `outputs`."""
 
-loss = Stage("loss", _loss, sets_loss=True)
+loss: Stage = Stage("loss", _loss, sets_loss=True)
 """Stage that sets `loss`, 0-d, from `outputs` and the batch's target; mixtures are resolved here."""
 
-update = Update()
+update: Update = Update()
 """Node that updates the parameters with the optimizer."""
 
-advance = Stage("advance", _advance)
+advance: Stage = Stage("advance", _advance)
 """Stage that advances the time by one batch: later nodes see the new time."""
 
 loop_events: Program = (

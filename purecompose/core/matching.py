@@ -54,7 +54,7 @@ class Matcher:
                     self.always.add((event, algorithm.name))
                 elif left != NEVER:
                     self.questions.append(Question(event, algorithm, left))
-        self.times = collect([question.predicate for question in self.questions], Time)
+        self.times: tuple[Time, ...] = collect([question.predicate for question in self.questions], Time)
         self._known: _Known | None = None
 
     def schedule(self, state: State, batch: Any, now: Timestamp, later: Timestamp) -> int:

@@ -285,7 +285,9 @@ class SharedPart:
     """
 
     def __init__(self, ranks: Ranks, num_examples: int, device: torch.device) -> None:
-        self.ranks, self.is_empty, self.weight = ranks, num_examples == 0, num_examples
+        self.ranks: Ranks = ranks
+        self.is_empty: bool = num_examples == 0
+        self.weight = num_examples
         self._device = device
         self._known: Weight | None = None
 

@@ -35,7 +35,9 @@ class SealedState:
     """A state at the time of an event, whose tensors are sealed."""
 
     def __init__(self, state: State, batch: Any, timestamp: Timestamp) -> None:
-        self._state, self._batch, self.timestamp = state, batch, timestamp
+        self._state = state
+        self._batch = batch
+        self.timestamp: Timestamp = timestamp
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._state.replace(batch=self._batch), name)

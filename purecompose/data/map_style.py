@@ -47,9 +47,12 @@ class Loader:
     """
 
     def __init__(self, samples: Samples, reader: Reader, batch_size: int, shuffle: bool, drop_last: bool) -> None:
-        self.dataset = samples.dataset
-        self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
-        self.samples, self.reader = samples, reader
+        self.dataset: Any = samples.dataset
+        self.batch_size: int = batch_size
+        self.shuffle: bool = shuffle
+        self.drop_last: bool = drop_last
+        self.samples: Samples = samples
+        self.reader: Reader = reader
 
     @property
     def num_examples(self) -> int:

@@ -52,8 +52,11 @@ class Samples:
         collate: Callable[[list[Any]], Any] | None,
         seeds_globals: bool,
     ) -> None:
-        self.dataset, self.transform, self.rng, self.collate = dataset, transform, rng, collate
-        self.reads_whole_batches = reads_whole_batches(dataset)
+        self.dataset: Any = dataset
+        self.transform: Callable[..., Any] | None = transform
+        self.rng: str | None = rng
+        self.collate: Callable[[list[Any]], Any] | None = collate
+        self.reads_whole_batches: bool = reads_whole_batches(dataset)
         self._has_columns = has_columns(dataset)
         runs_code = transform is not None or collate is not None or not is_plain(dataset)
         self._draws = Draws() if seeds_globals and runs_code else None

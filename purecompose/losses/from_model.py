@@ -162,7 +162,7 @@ class ModelLoss:
             )
 
 
-model_loss = ModelLoss()
+model_loss: ModelLoss = ModelLoss()
 
 
 def _member(outputs: Any, key: str) -> Any:

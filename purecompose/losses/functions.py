@@ -243,7 +243,7 @@ class Dice:
         return reduced(1 - coefficients.mean(1), reduction)
 
 
-cross_entropy = CrossEntropy()
-mse = MeanSquaredError()
-binary_cross_entropy = BinaryCrossEntropy()
-dice = Dice()
+cross_entropy: CrossEntropy = CrossEntropy()
+mse: MeanSquaredError = MeanSquaredError()
+binary_cross_entropy: BinaryCrossEntropy = BinaryCrossEntropy()
+dice: Dice = Dice()

@@ -600,4 +600,4 @@ def _check_values(fn: object, values: object, count: int) -> None:
         )
 
 
-accuracy = top_k(1)  # made last, with all that it needs
+accuracy: Metric = top_k(1)  # made last, with all that it needs

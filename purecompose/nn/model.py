@@ -58,7 +58,7 @@ class Model:
         self.param_names = param_names
         self._initially_frozen = frozenset(name for name, param in module.named_parameters() if not param.requires_grad)
         known = set(param_names)
-        self.buffer_names = tuple(name for name in names.values() if name not in known)
+        self.buffer_names: tuple[str, ...] = tuple(name for name in names.values() if name not in known)
         # The memo makes the copy share the meta tensors, so that one table of names serves both skeletons.
         evaluation = copy.deepcopy(module, {id(place.tensor): place.tensor for place in places(module)}).eval()
         warned: set[str] = set()

@@ -18,7 +18,7 @@ from purecompose.observers.due import batch_before
 from purecompose.observers.pace import Pace
 from purecompose.observers.recorder import Monitor
 from purecompose.observers.stopwatch import Stopwatch
-from purecompose.optim import ByPattern
+from purecompose.optim.by_pattern import ByPattern
 from purecompose.schedule import Hparam, Product, Schedule, collect, resolve
 from purecompose.time import Timestamp
 from purecompose.time.event import Event

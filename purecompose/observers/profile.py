@@ -65,7 +65,7 @@ class Profile:
         skip_first: int = 0,
         **options: Any,
     ) -> None:
-        self.folder = Path(folder).absolute()  # valid after a change of the working directory
+        self.folder: Path = Path(folder).absolute()  # valid after a change of the working directory
         self._skip_first = check_whole(skip_first, "Profile: skip_first", 0)
         self._wait = check_whole(wait, "Profile: wait", 0)
         self._warmup = check_whole(warmup, "Profile: warmup", 0)

@@ -68,7 +68,7 @@ class Records(Recorder):
         group: int = 100,
         seconds: float = 10.0,
     ) -> None:
-        self.path = Path(path).absolute()  # valid after a change of the working directory
+        self.path: Path = Path(path).absolute()  # valid after a change of the working directory
         sink = _File(self.path, _format_of(self.path, "Records"))
         super().__init__(sink, every=every, monitors=monitors, group=group, seconds=seconds)
 

@@ -129,7 +129,7 @@ class RunFolder:
             raise ValueError(
                 f"RunFolder: {path} is in remote storage: give the folder of `with purecompose.saving.mirror(url)`"
             )
-        self.path = Path(path).absolute()  # valid after a change of the working directory
+        self.path: Path = Path(path).absolute()  # valid after a change of the working directory
         self.unwritten: tuple[str, ...] = ()
         settings = None if config is None else checked_settings(config, "RunFolder: config")
         self._command = _as_command(command)
@@ -150,7 +150,8 @@ class RunFolder:
         try:
             self._lock.take()
             _OPEN[self.path.resolve()] = self
-            self.goes_on = _goes_on(self.path, resume)  # again, because another process may have changed the folder
+            # Again, because another process may have changed the folder.
+            self.goes_on: bool = _goes_on(self.path, resume)
             trained, self._starts = read_history(self.path) if self.goes_on else ({}, [])
             self._changed = self._write_settings(settings)
         except BaseException:

@@ -42,7 +42,7 @@ class Adaptive:
                     error.add_note("microbatches='auto': the memory does not suffice for a single example either")
                     raise
                 self.found = min(2 * k, num_examples)
-                self.step = self.step.replace(microbatches=self.found)
+                self.step: Step = self.step.replace(microbatches=self.found)
                 self._proven = 0
                 warn(
                     f"out of memory: from batch {state.timestamp.batch} on, batches are cut into "

@@ -47,8 +47,8 @@ class Originals:
     """Modules and tensors of a network before rules are applied."""
 
     def __init__(self, root: nn.Module, given: Mapping[str, Tensor], name: str) -> None:
-        self.modules = Snapshot(root)
-        self.guard = WriteGuard(given, lambda tensor, _: self._error(tensor))
+        self.modules: Snapshot = Snapshot(root)
+        self.guard: WriteGuard = WriteGuard(given, lambda tensor, _: self._error(tensor))
         self._name = name
         self._tensors: dict[int, tuple[str, Tensor, tuple[Any, ...]]] = {}
         for place in places(root):

@@ -7,6 +7,7 @@ import inspect
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.contract import FormError
@@ -50,9 +51,15 @@ class LawViolation(AssertionError):
     """
 
     def __init__(self, law: Law, subject: Subject, broken: Broken, case: Case) -> None:
-        self.law, self.algorithm, self.case = law, repr(subject.algorithm), case
-        self.event, self.path, self.what, self.values = broken.event, broken.path, broken.what, broken.values
-        self.cause, self.line = broken.cause, line_of(subject.algorithm.apply)
+        self.law: Law = law
+        self.algorithm: str = repr(subject.algorithm)
+        self.case: Case = case
+        self.event: Event | None = broken.event
+        self.path: str = broken.path
+        self.what: str = broken.what
+        self.values: dict[str, Any] = broken.values
+        self.cause: str = broken.cause
+        self.line: str = line_of(subject.algorithm.apply)
         super().__init__(self._text())
 
     @property
@@ -110,11 +117,14 @@ class Broken(Exception):
             where: Prefix of the difference's path, such as "params".
         """
         super().__init__(str(difference))
-        self.event, self.cause = event, ""
-        if isinstance(difference, str):
-            self.path, self.what, self.values = where, difference, {}
-        else:
-            self.path, self.what = f"{where}{difference.path}", _told(difference.what, labels)
+        self.event: Event | None = event
+        self.cause: str = ""
+        self.path: str = where
+        self.what: str = str(difference)
+        self.values: dict[str, Any] = {}
+        if not isinstance(difference, str):
+            self.path = f"{where}{difference.path}"
+            self.what = _told(difference.what, labels)
             has_values = difference.first is not None or difference.second is not None
             self.values = dict(zip(labels, (difference.first, difference.second), strict=True)) if has_values else {}
 

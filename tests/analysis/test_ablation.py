@@ -1,4 +1,4 @@
-"""An ablation trains what it says, with common random numbers, in any form, and continues where it was stopped."""
+"""An ablation trains what it says, with common random numbers, in any mode, and continues where it was stopped."""
 
 import json
 import pathlib
@@ -30,7 +30,7 @@ def values_of(ablation: Ablation) -> dict[str, tuple[float, ...]]:
 
 def test_each_value_is_that_of_a_run_by_hand() -> None:
     """So a method that is left out changes no draw, batch or weight of the others."""
-    found = run(form="one by one")
+    found = run(mode="sequential")
     for cell in found.cells:
         methods = [method for method in METHODS if method.name in cell.methods]
         for seed in (0, 3):
@@ -40,8 +40,8 @@ def test_each_value_is_that_of_a_run_by_hand() -> None:
 
 
 def test_a_population_gives_the_values_of_single_runs() -> None:
-    together, apart = run(form="population"), run(form="one by one")
-    assert {cell.form for cell in run().cells} == {"population"}
+    together, apart = run(mode="population"), run(mode="sequential")
+    assert {cell.mode for cell in run().cells} == {"population"}
     for name, values in values_of(together).items():
         torch.testing.assert_close(values, values_of(apart)[name], rtol=1e-4, atol=1e-6)
 
@@ -58,11 +58,11 @@ def test_all_cells_of_a_seed_have_the_weights_that_a_network_draws_itself() -> N
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("form", ["one by one", "population"])
-def test_a_shuffled_evaluation_gives_all_cells_of_a_seed_the_same_batches(form: str) -> None:
+@pytest.mark.parametrize("mode", ["sequential", "population"])
+def test_a_shuffled_evaluation_gives_all_cells_of_a_seed_the_same_batches(mode: str) -> None:
     inputs, targets = (torch.cat(parts) for parts in zip(*evaluator().data, strict=True))
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=8, shuffle=True)
-    found = run([alg.label_smoothing(0.0, name="null")], evaluate=pc.Evaluator(loader, num_batches=2), form=form)
+    found = run([alg.label_smoothing(0.0, name="null")], evaluate=pc.Evaluator(loader, num_batches=2), mode=mode)
     assert found.effects[0].differences == (0.0,) * 5
     end = pc.fit(make_step([]), new_state(3), train_data())
     expected = pc.evaluate(end, loader, num_batches=2)["loss"]
@@ -88,9 +88,9 @@ def unmappable() -> Algorithm:
 
 def test_what_vmap_refuses_is_trained_one_by_one_and_says_why() -> None:
     found = run([alg.mixup(0.4), unmappable()])
-    forms = {cell.name: cell.form for cell in found.cells}
-    assert forms["mixup"] == forms["none"] == "population"
-    assert forms["all"].startswith("one by one (") and ".item()" in forms["all"]
+    modes = {cell.name: cell.mode for cell in found.cells}
+    assert modes["mixup"] == modes["none"] == "population"
+    assert modes["all"].startswith("sequential (") and ".item()" in modes["all"]
     assert ".item()" in str(found)
 
 
@@ -157,11 +157,11 @@ def test_an_interrupted_ablation_continues(tmp_path: pathlib.Path, monkeypatch: 
     trained: list[tuple[str, list[int]]] = []
     train = Trainer.train
 
-    def stops(self: Trainer, subset: Any, name: str, seeds: Any, form: str) -> list[float]:
+    def stops(self: Trainer, subset: Any, name: str, seeds: Any, mode: str) -> list[float]:
         trained.append((name, seeds))
         if len(trained) == 2:
             raise KeyboardInterrupt
-        return train(self, subset, name, seeds, form)
+        return train(self, subset, name, seeds, mode)
 
     monkeypatch.setattr(Trainer, "train", stops)
     with pytest.raises(KeyboardInterrupt):
@@ -191,10 +191,10 @@ def test_another_ablation_in_the_folder_is_refused(tmp_path: pathlib.Path) -> No
 
 @pytest.mark.slow
 def test_processes_give_the_values_of_one(tmp_path: pathlib.Path) -> None:
-    alone = run(METHODS[:1], seeds=2, form="one by one")
+    alone = run(METHODS[:1], seeds=2, mode="sequential")
     several = run(METHODS[:1], seeds=2, processes=2, folder=tmp_path / "runs")
     assert values_of(several) == values_of(alone)
-    assert {cell.form for cell in several.cells} == {"processes"}
+    assert {cell.mode for cell in several.cells} == {"processes"}
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_processes_give_the_values_of_one(tmp_path: pathlib.Path) -> None:
         ({"evaluate": [1]}, TypeError, r"evaluate: expected Evaluator\(data, metrics\)"),
         ({"metric": "eval/f1"}, ValueError, "metric='eval/f1': the evaluator reports eval/loss, eval/accuracy"),
         ({"seeds": [1, 1]}, ValueError, r"seeds=\[1, 1\]"),
-        ({"form": "vmap"}, ValueError, "form='vmap'"),
+        ({"mode": "vmap"}, ValueError, "mode='vmap'"),
         ({"state": lambda seed: seed}, TypeError, r"state\(0\): expected a State, got int"),
         ({"make_step": lambda methods: methods}, TypeError, "make_step: expected a Step"),
         ({"make_step": lambda methods: compose(loop_events)}, ValueError, "differs in mixup: pass the list on"),

@@ -47,7 +47,7 @@ def found_in(folder: Path, kind: str, num_batches: int, seed: int) -> None:
     assert found.replays <= math.ceil(math.log2(len(run.checkpoints))) + 1
     assert found.explanation is not None and found.explanation.batch == batch
     worst = found.explanation.examples[0]
-    assert worst.place == place and f"number {place} of the data" in str(found)
+    assert worst.dataset_index == place and f"number {place} of the data" in str(found)
     assert ("targets are not finite" in worst.notes) == (kind == "label")
     assert digests(folder) == before
 
@@ -81,7 +81,7 @@ def test_what_passes_is_found_by_a_scan(run: RecordedRun) -> None:
     assert (found.batch, found.num_batches) == (21, 21)
     assert found.explanation is not None
     worst = found.explanation.examples[0]
-    assert (worst.index, worst.place) == (1, 81) and "times the typical" in worst.notes[0]
+    assert (worst.index, worst.dataset_index) == (1, 81) and "times the typical" in worst.notes[0]
 
 
 def test_a_predicate_that_does_not_stay_is_noticed(run: RecordedRun) -> None:

@@ -50,7 +50,7 @@ def test_the_first_batch_and_leaf_and_the_growth(plain: RecordedRun, tmp_path: P
     assert (found.batch, found.since) == (10, 9)
     assert [line.partition(":")[0] for line in found.leaves] == ["params['3.bias']"]
     assert found.loss_batch == 11
-    shares = {one.batch: one.gap.relative for one in found.growth}
+    shares = {one.batch: one.difference.relative for one in found.by_checkpoint}
     assert shares[8] == 0 < shares[12] and [*shares] == [0, 4, 8, 12, 16, 20, 24]
     assert any("algorithm nudge()" in line and "in b, not in a" in line for line in found.settings), found.settings
     assert "the first difference is at batch 10: params['3.bias']: 1 of 3 elements differ" in str(found)

@@ -95,7 +95,7 @@ def test_conspicuous_examples_come_first(field: int, value: float, note: str) ->
     batch[field][5, 1] = value
     found, _ = explained(batch)
     worst = found.examples[0]
-    assert worst.index == 5 and any(note in words for words in worst.notes) and worst.place is None
+    assert worst.index == 5 and any(note in words for words in worst.notes) and worst.dataset_index is None
     assert found.num_examples == 16 and len(found.examples) == 8
     assert not found.examples[1].notes
 
@@ -118,7 +118,7 @@ def test_a_batch_of_a_run(tmp_path: Path) -> None:
     assert found.state is not None and pc.tree.diff(found.state, states[21]) == []
     places = data.order(state.key, 1)[8 * 4 : 8 * 5]
     first = found.examples[0]
-    assert first.place == places[first.index] and f"number {first.place} of the data" in first.name
+    assert first.dataset_index == places[first.index] and f"number {first.dataset_index} of the data" in first.name
     assert digests(tmp_path) == before
     # A batch with a checkpoint before and after it, and the first one.
     assert explain(run, 64).loss == float(loss_of(states[64])) and explain(run, 1).batch == 1

@@ -20,13 +20,13 @@ def window(methods: Any = None, num: int = 6) -> Window:
 
 
 def by_name(found: Sensitivity) -> dict[str, float | None]:
-    return {slope.name: slope.gradient for slope in found.slopes}
+    return {one.name: one.gradient for one in found.derivatives}
 
 
 def test_both_modes_agree_with_differences() -> None:
     reverse, forward = (sensitivity(window(), of=evaluator(), mode=mode) for mode in ("reverse", "forward"))
-    assert [slope.name for slope in reverse.slopes] == ["lr", "momentum", "smoothing"]
-    for one, other in zip(reverse.slopes, forward.slopes, strict=True):
+    assert [one.name for one in reverse.derivatives] == ["lr", "momentum", "smoothing"]
+    for one, other in zip(reverse.derivatives, forward.derivatives, strict=True):
         assert one.agrees and other.agrees and one.difference == other.difference
         assert one.gradient == pytest.approx(other.gradient, rel=1e-9)
         assert one.by_batch is not None and sum(one.by_batch) == pytest.approx(one.gradient)
@@ -36,7 +36,7 @@ def test_both_modes_agree_with_differences() -> None:
 def test_the_derivative_of_a_single_step_is_that_of_its_rate() -> None:
     """The last step's: the objective's gradient times the last move, as in theta <- theta - lr v."""
     given = window([], num=3)
-    slope = next(one for one in sensitivity(given, of=evaluator(), to=["lr"]).slopes)
+    (rate,) = sensitivity(given, of=evaluator(), to=["lr"]).derivatives
     step, state, batches = given
     for batch in batches[:2]:
         state = step(state, batch)
@@ -47,15 +47,15 @@ def test_the_derivative_of_a_single_step_is_that_of_its_rate() -> None:
     loss = torch.nn.functional.cross_entropy(end.replace(params=params).forward(inputs), targets)
     grads = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
     expected = sum((grads[name] * moves[name]).sum().item() for name in grads)
-    assert slope.by_batch is not None and slope.by_batch[-1] == pytest.approx(expected, rel=1e-3)
+    assert rate.by_batch is not None and rate.by_batch[-1] == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_scalar_that_only_draws_depend_on_has_a_difference_and_no_gradient() -> None:
     given = window([alg.mixup(hparam("mixup.alpha", 0.4))])
     for mode in ("reverse", "forward"):
         found = sensitivity(given, of=evaluator(), to=["mixup.alpha"], mode=mode)
-        (slope,) = found.slopes
-        assert not slope.gradient and slope.difference and not slope.agrees
+        (derivative,) = found.derivatives
+        assert not derivative.gradient and derivative.difference and not derivative.agrees
         assert "no gradient flows to it" in " ".join(str(found).split())  # a narrow terminal breaks lines
 
 
@@ -67,8 +67,8 @@ def test_an_objective_of_your_own_and_a_scalar_without_effect() -> None:
         return sum(((param**2).sum() for param in state.params.values()), torch.zeros(()))
 
     found = sensitivity(Window(step, state, batches), of=norm, to=["unused", "lr"])
-    assert by_name(found)["unused"] is None and found.slopes[0].agrees
-    assert "no effect" in str(found) and found.slopes[1].agrees
+    assert by_name(found)["unused"] is None and found.derivatives[0].agrees
+    assert "no effect" in str(found) and found.derivatives[1].agrees
 
 
 def test_a_window_of_a_recorded_run_has_its_states_and_batches(tmp_path: pathlib.Path) -> None:
@@ -82,7 +82,7 @@ def test_a_window_of_a_recorded_run_has_its_states_and_batches(tmp_path: pathlib
         state = step(state, batch)
     for name, param in states[10].params.items():
         assert torch.equal(param, state.params[name])
-    assert all(slope.agrees for slope in sensitivity(given, of=evaluator()).slopes)
+    assert all(one.agrees for one in sensitivity(given, of=evaluator()).derivatives)
     with pytest.raises(ValueError, match="there is no batch between them"):
         window_of(RecordedRun(tmp_path / "run", step, start, data), 8, 8)
 

@@ -44,9 +44,9 @@ def test_rungs_replace_the_worst_settings_by_variants_of_the_best() -> None:
         make_step([]), new_state(0, "4ep"), train_data(), {"lr": RATES}, evaluate=evaluator(every="3ba"), rungs=rungs
     )
     end, out = found.trials[:4], found.trials[4:]
-    assert [trial.out_at for trial in out] == ["0.5dur"] * 2 + ["0.25dur"] * 2
-    assert all(trial.out_at is None for trial in end)
-    first = [trial for trial in out if trial.out_at == "0.25dur"]
+    assert [trial.eliminated_at for trial in out] == ["0.5dur"] * 2 + ["0.25dur"] * 2
+    assert all(trial.eliminated_at is None for trial in end)
+    first = [trial for trial in out if trial.eliminated_at == "0.25dur"]
     assert sorted(trial.values["lr"] for trial in first) == pytest.approx(RATES[:2])
     copies = [trial for trial in end if trial.earlier]
     assert len(copies) >= 2

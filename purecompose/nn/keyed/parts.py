@@ -28,7 +28,9 @@ class Part:
     __slots__ = ("_hooks", "name", "num_passes", "turn")
 
     def __init__(self, name: str, num_passes: int = 0, turn: int = 0) -> None:
-        self.name, self.num_passes, self.turn = name, num_passes, turn
+        self.name: str = name
+        self.num_passes: int = num_passes
+        self.turn: int = turn
         self._hooks = top_hooks()
 
     def next_pass(self) -> str:

@@ -96,7 +96,7 @@ class Scope(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.draws = draws
-        self.rng = rng.per_example(None)
+        self.rng: Rng = rng.per_example(None)
         self.num_examples = num_examples
         self.first_example = first_example
         # The regions whose recomputation repeats these draws: the one in which the scope was opened (a recomputation

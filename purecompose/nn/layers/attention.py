@@ -49,9 +49,10 @@ class SelfAttention(nn.Module):
         if width % num_heads:
             raise ValueError(f"SelfAttention: width={width} is not a multiple of num_heads={num_heads}")
         self.num_heads = num_heads
-        self.is_causal = check_flag(is_causal, "SelfAttention: is_causal")
-        self.dropout = check_number(dropout, "SelfAttention: dropout", 0, 1, below=True)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.is_causal: bool = check_flag(is_causal, "SelfAttention: is_causal")
+        self.dropout: float = check_number(dropout, "SelfAttention: dropout", 0, 1, below=True)
+        self.qkv: nn.Linear = nn.Linear(width, 3 * width)
+        self.out: nn.Linear = nn.Linear(width, width)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (N, L, d) to (N, L, d)."""
@@ -110,10 +111,10 @@ class FeedForward(nn.Module):
         check_whole(width, "FeedForward: width", 1)
         check_whole(hidden, "FeedForward: hidden", 1)
         check_number(dropout, "FeedForward: dropout", 0, 1, below=True)
-        self.up = nn.Linear(width, hidden)
-        self.act = nn.GELU() if act is None else act
+        self.up: nn.Linear = nn.Linear(width, hidden)
+        self.act: nn.GELU | Callable[[Tensor], Tensor] = nn.GELU() if act is None else act
         self.dropout: nn.Module = nn.Dropout(dropout) if dropout else nn.Identity()
-        self.down = nn.Linear(hidden, width)
+        self.down: nn.Linear = nn.Linear(hidden, width)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., d) to (..., d)."""
@@ -143,7 +144,7 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         check_whole(max_length, "PositionEmbedding: max_length", 1)
         check_whole(width, "PositionEmbedding: width", 1)
-        self.weight = nn.Parameter(torch.empty(max_length, width))
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(max_length, width))
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, input: Tensor | int) -> Tensor:

@@ -125,11 +125,12 @@ class BlurConv2d(Wrapping):
                 "BlurConv2d: expected a convolution without an overridden forward, hooks or parametrized tensors, got "
                 f"{shown(conv)}; smooth its input with blur_first=True"
             )
-        self.blur_first, self.stride = blur_first, _pair(conv.stride)
+        self.blur_first: bool = blur_first
+        self.stride: tuple[int, int] = _pair(conv.stride)
         self.conv = conv
         if not blur_first:
             # The same tensors in a convolution without stride.
-            self.conv = recast(conv, type(conv))
+            self.conv: nn.Conv2d = recast(conv, type(conv))
             self.conv.stride = (1, 1)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -161,8 +162,10 @@ class BlurMaxPool2d(nn.Module):
         ceil_mode: bool = False,
     ) -> None:
         super().__init__()
-        self.kernel_size, self.padding, self.dilation = kernel_size, padding, dilation
-        self.stride = kernel_size if stride is None else stride
+        self.kernel_size: Pair = kernel_size
+        self.padding: Pair = padding
+        self.dilation: Pair = dilation
+        self.stride: Pair = kernel_size if stride is None else stride
         self.ceil_mode = ceil_mode
 
     def forward(self, input: Tensor) -> Tensor:

@@ -38,9 +38,10 @@ class FactorizedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, latent_features: int) -> None:
         super().__init__()
         _check_latent("FactorizedLinear: latent_features", latent_features, linear.weight)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.first = _empty_linear(linear.in_features, latent_features)
-        self.second = _empty_linear(latent_features, linear.out_features)
+        self.in_features: int = linear.in_features
+        self.out_features: int = linear.out_features
+        self.first: nn.Linear = _empty_linear(linear.in_features, latent_features)
+        self.second: nn.Linear = _empty_linear(latent_features, linear.out_features)
         first, second = split_weight(linear.weight.detach(), latent_features)
         is_trained = linear.weight.requires_grad
         self.first.weight, self.second.weight = nn.Parameter(first, is_trained), nn.Parameter(second, is_trained)
@@ -123,11 +124,16 @@ class FactorizedConv2d(nn.Module):
         if conv.groups != 1:
             raise NotImplementedError(f"FactorizedConv2d: expected a convolution with groups=1, got {conv.groups}")
         _check_latent("FactorizedConv2d: latent_channels", latent_channels, conv.weight)
-        self.in_channels, self.out_channels, self.kernel_size = conv.in_channels, conv.out_channels, conv.kernel_size
-        self.stride, self.padding, self.dilation = conv.stride, conv.padding, conv.dilation
-        self.groups, self.padding_mode = conv.groups, conv.padding_mode
-        self.first = _empty_conv(conv, latent_channels)
-        self.second = _empty_point(latent_channels, conv.out_channels)
+        self.in_channels: int = conv.in_channels
+        self.out_channels: int = conv.out_channels
+        self.kernel_size: tuple[int, ...] = conv.kernel_size
+        self.stride: tuple[int, ...] = conv.stride
+        self.padding: str | tuple[int, ...] = conv.padding
+        self.dilation: tuple[int, ...] = conv.dilation
+        self.groups: int = conv.groups
+        self.padding_mode = conv.padding_mode
+        self.first: nn.Conv2d = _empty_conv(conv, latent_channels)
+        self.second: nn.Conv2d = _empty_point(latent_channels, conv.out_channels)
         first, second = split_weight(conv.weight.detach().flatten(1), latent_channels)
         is_trained = conv.weight.requires_grad
         self.first.weight = nn.Parameter(first.view(latent_channels, *conv.weight.shape[1:]), is_trained)

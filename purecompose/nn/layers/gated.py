@@ -61,8 +61,8 @@ class GatedLinearUnit(nn.Module):
             raise TypeError(
                 f"GatedLinearUnit: act: expected a module or a function, such as nn.GELU(), got {shown(act)}"
             )
-        self.gate = nn.Linear(features, width, bias=gate_bias)
-        self.linear = nn.Linear(features, width, bias=linear_bias)
+        self.gate: nn.Linear = nn.Linear(features, width, bias=gate_bias)
+        self.linear: nn.Linear = nn.Linear(features, width, bias=linear_bias)
         self.act = act
 
     def forward(self, input: Tensor) -> Tensor:

@@ -73,7 +73,8 @@ class GhostBatchNorm(Wrapping):
                 f"parametrized tensors, got {shown(batchnorm)}"
             )
         check_momentum(batchnorm, "GhostBatchNorm")
-        self.batchnorm, self.ghost_batch_size = batchnorm, ghost_batch_size
+        self.batchnorm: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d = batchnorm
+        self.ghost_batch_size: int = ghost_batch_size
         self._has_act = _has_act(batchnorm)
 
     def forward(self, input: Tensor) -> Tensor:

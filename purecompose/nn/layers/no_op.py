@@ -31,7 +31,7 @@ class NoOpModel(nn.Module):
     def __init__(self, has_classes: bool = False) -> None:
         super().__init__()
         self.has_classes = has_classes
-        self.weight = nn.Parameter(torch.tensor(1.5))
+        self.weight: nn.Parameter = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, targets: Tensor) -> Tensor:
         """Map any shape and dtype to the same shape, floating in training; scores are (N, C, ...), floating.

@@ -106,8 +106,11 @@ class AlibiAttention(SelfAttention):
 
     def __init__(self, attention: SelfAttention) -> None:
         nn.Module.__init__(self)
-        self.num_heads, self.is_causal, self.dropout = attention.num_heads, attention.is_causal, attention.dropout
-        self.qkv, self.out = attention.qkv, attention.out
+        self.num_heads: int = attention.num_heads
+        self.is_causal: bool = attention.is_causal
+        self.dropout: float = attention.dropout
+        self.qkv: nn.Linear = attention.qkv
+        self.out: nn.Linear = attention.out
 
     def bias(self, query: Tensor) -> Tensor:
         """Return the bias, (H, L, L)."""

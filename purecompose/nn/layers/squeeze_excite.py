@@ -36,8 +36,8 @@ class SqueezeExcite2d(nn.Module):
         super().__init__()
         check_whole(num_features, "SqueezeExcite2d: num_features", 1)
         width = latent_size(check_latent(latent_channels, "SqueezeExcite2d: latent_channels"), num_features)
-        self.squeeze = nn.Linear(num_features, width, bias=False)
-        self.excite = nn.Linear(width, num_features, bias=False)
+        self.squeeze: nn.Linear = nn.Linear(num_features, width, bias=False)
+        self.excite: nn.Linear = nn.Linear(width, num_features, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the weighted input, in the same shape."""
@@ -65,7 +65,7 @@ class SqueezeExciteConv2d(Wrapping):
         if not isinstance(conv, nn.Conv2d):
             raise TypeError(f"SqueezeExciteConv2d: expected an nn.Conv2d, got {shown(conv)}")
         self.conv = conv
-        self.se = SqueezeExcite2d(conv.out_channels, latent_channels)
+        self.se: SqueezeExcite2d = SqueezeExcite2d(conv.out_channels, latent_channels)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the weighted output of the convolution."""

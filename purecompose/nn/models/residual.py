@@ -24,15 +24,15 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
         super().__init__()
-        self.branch = nn.Sequential(
+        self.branch: nn.Sequential = nn.Sequential(
             conv(in_channels, out_channels, 3, stride),
             nn.BatchNorm2d(out_channels),
             nn.ReLU(),
             conv(out_channels, out_channels, 3),
             nn.BatchNorm2d(out_channels),
         )
-        self.shortcut = _shortcut(in_channels, out_channels, stride)
-        self.relu = nn.ReLU()
+        self.shortcut: nn.Module = _shortcut(in_channels, out_channels, stride)
+        self.relu: nn.ReLU = nn.ReLU()
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.relu(self.branch(inputs) + self.shortcut(inputs))
@@ -47,7 +47,7 @@ class Bottleneck(nn.Module):
     def __init__(self, in_channels: int, channels: int, *, stride: int = 1) -> None:
         super().__init__()
         out_channels = 4 * channels
-        self.branch = nn.Sequential(
+        self.branch: nn.Sequential = nn.Sequential(
             conv(in_channels, channels, 1),
             nn.BatchNorm2d(channels),
             nn.ReLU(),
@@ -57,8 +57,8 @@ class Bottleneck(nn.Module):
             conv(channels, out_channels, 1),
             nn.BatchNorm2d(out_channels),
         )
-        self.shortcut = _shortcut(in_channels, out_channels, stride)
-        self.relu = nn.ReLU()
+        self.shortcut: nn.Module = _shortcut(in_channels, out_channels, stride)
+        self.relu: nn.ReLU = nn.ReLU()
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.relu(self.branch(inputs) + self.shortcut(inputs))

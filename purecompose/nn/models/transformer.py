@@ -36,9 +36,10 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, width: int, num_heads: int, *, is_causal: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = SelfAttention(width, num_heads, is_causal=is_causal, dropout=dropout)
-        self.feed_forward = FeedForward(width, 4 * width)
+        self.norm1: nn.LayerNorm = nn.LayerNorm(width)
+        self.norm2: nn.LayerNorm = nn.LayerNorm(width)
+        self.attention: SelfAttention = SelfAttention(width, num_heads, is_causal=is_causal, dropout=dropout)
+        self.feed_forward: FeedForward = FeedForward(width, 4 * width)
         self.dropout: nn.Module = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -74,14 +75,17 @@ class VisionTransformer(nn.Module):
     ) -> None:
         super().__init__()
         channels, *image_size = in_shape
-        self.image_size, self.patch_size = tuple(image_size), patch_size
-        self.patches = nn.Conv2d(channels, width, patch_size, stride=patch_size)
-        self.token = nn.Parameter(torch.zeros(1, 1, width)) if pool == "token" else None
+        self.image_size: tuple[int, ...] = tuple(image_size)
+        self.patch_size: int = patch_size
+        self.patches: nn.Conv2d = nn.Conv2d(channels, width, patch_size, stride=patch_size)
+        self.token: nn.Parameter | None = nn.Parameter(torch.zeros(1, 1, width)) if pool == "token" else None
         num_places = math.prod(size // patch_size for size in image_size) + (pool == "token")
         self.positions: nn.Module | None = PositionEmbedding(num_places, width) if has_positions else None
         self.dropout: nn.Module = nn.Dropout(dropout) if dropout else nn.Identity()
-        self.blocks = nn.Sequential(*(TransformerBlock(width, num_heads, dropout=dropout) for _ in range(depth)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, num_classes)
+        blocks = (TransformerBlock(width, num_heads, dropout=dropout) for _ in range(depth))
+        self.blocks: nn.Sequential = nn.Sequential(*blocks)
+        self.norm: nn.LayerNorm = nn.LayerNorm(width)
+        self.head: nn.Linear = nn.Linear(width, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 _draw_truncated(module.weight, _STD)
@@ -137,12 +141,13 @@ class GPT(nn.Module):
         is_tied: bool,
     ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
+        self.tokens: nn.Embedding = nn.Embedding(vocabulary, width)
         self.positions: nn.Module = PositionEmbedding(max_length, width)
         self.dropout: nn.Module = nn.Dropout(dropout) if dropout else nn.Identity()
         blocks = [TransformerBlock(width, num_heads, is_causal=True, dropout=dropout) for _ in range(depth)]
-        self.blocks = nn.Sequential(*blocks)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.blocks: nn.Sequential = nn.Sequential(*blocks)
+        self.norm: nn.LayerNorm = nn.LayerNorm(width)
+        self.head: nn.Linear = nn.Linear(width, vocabulary, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=_STD)

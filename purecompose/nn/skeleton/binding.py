@@ -4,7 +4,7 @@ import copy
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class Skeleton:
             slots.append(_Slot(name, place.container, place.key))
         self._param_names = [slot.name for slot in self._param_slots]
         self._buffer_names = [slot.name for slot in self._buffer_slots]
-        self.buffer_names = frozenset(self._buffer_names)
+        self.buffer_names: frozenset[str] = frozenset(self._buffer_names)
         self._slots = self._param_slots + self._buffer_slots
         self._at_rest = [(container, key, container[key]) for _, container, key in self._slots]
         self._lock = threading.RLock()
@@ -41,10 +41,10 @@ class Skeleton:
         self._held: list[_Bound] | None = None
         self._guards = Guards(module, warned)
         self._is_watched = False
-        self.is_fixed = all(map(is_plain, module.modules()))
+        self.is_fixed: bool = all(map(is_plain, module.modules()))
         """True if all modules are torch's own, so that their draws and writes depend only on their settings."""
-        self.has_group_norms = any(isinstance(child, nn.GroupNorm) for child in module.modules())
-        self.has_batch_norms = any(isinstance(child, _BatchNorm) for child in module.modules())
+        self.has_group_norms: bool = any(isinstance(child, nn.GroupNorm) for child in module.modules())
+        self.has_batch_norms: bool = any(isinstance(child, _BatchNorm) for child in module.modules())
         self.draws: bool | None = None
         """True if a forward pass draws random numbers; None until one has been watched."""
 
@@ -109,12 +109,12 @@ class _Held:
     __slots__ = ("is_outermost", "skeleton")
 
     def __init__(self, skeleton: Skeleton) -> None:
-        self.skeleton = skeleton
+        self.skeleton: Skeleton = skeleton
 
     def __enter__(self) -> None:
         skeleton = self.skeleton
         skeleton._lock.acquire()
-        self.is_outermost = skeleton._held is None
+        self.is_outermost: bool = skeleton._held is None
         if self.is_outermost:
             skeleton._held = []
 
@@ -199,8 +199,11 @@ class _Bound:
         is_watched: bool = False,
     ) -> None:
         """Prepare the swap; `first` is the binding that this one repeats, for a recomputation."""
-        self.is_watched = is_watched
-        self.skeleton, self.params, self.buffers, self.first = skeleton, params, buffers, first
+        self.is_watched: bool = is_watched
+        self.skeleton: Skeleton = skeleton
+        self.params: Mapping[str, Tensor] = params
+        self.buffers: Mapping[str, Tensor] = buffers
+        self.first: _Bound | None = first
         self.scope: list[_Bound] | None = None
         self.notes: dict[str, tuple[Tensor, int | None, Tensor | None]] = {}
 
@@ -217,21 +220,21 @@ class _Bound:
             ) from None
         # In a held scope the recomputation may run in one of autograd's threads, while the thread with the lock waits.
         self.scope = None if self.first is None else self.first.scope
-        self.locks = self.scope is None or self.scope is not skeleton._held
+        self.locks: bool = self.scope is None or self.scope is not skeleton._held
         if self.locks:
             skeleton._lock.acquire()
             self.scope = skeleton._held
-        self.start = 0 if self.scope is None else len(self.scope)
+        self.start: int = 0 if self.scope is None else len(self.scope)
         skeleton._depth += 1
         skeleton._is_watched |= self.is_watched
         slots = skeleton._slots
         if skeleton._depth == 1:
             self.saved = skeleton._at_rest
         else:
-            self.saved = [(container, key, container[key]) for _, container, key in slots]
+            self.saved: list[tuple[Any, Any, Any]] = [(container, key, container[key]) for _, container, key in slots]
         for (_, container, key), tensor in zip(slots, new, strict=True):
             container[key] = tensor
-        self.token = _CURRENT.set(self)
+        self.token: Token[_Bound | None] = _CURRENT.set(self)
         return skeleton.module
 
     def __exit__(self, kind: Any, *error: object) -> None:

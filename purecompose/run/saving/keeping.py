@@ -81,7 +81,7 @@ class Keeper:
         """
         if is_remote(self.settings.folder):
             self._mirror = mirror_of(str(self.settings.folder), writers_of(state, step))
-            self.folder = self._mirror.local
+            self.folder: Path = self._mirror.local
 
     def begin(self, state: State, step: Any = None, *, from_here: Resumed | None = None) -> None:
         """Check, before the run starts, that it can be saved, and that the folder has no later checkpoints.

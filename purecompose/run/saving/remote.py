@@ -56,8 +56,8 @@ class Mirror:
     """
 
     def __init__(self, url: str, *, name: str | None = None, is_writing: bool = True) -> None:
-        self.url = url.rstrip("/")
-        self.local = copy_named(name or new_name())
+        self.url: str = url.rstrip("/")
+        self.local: Path = copy_named(name or new_name())
         self._fs, self._root = file_system(self.url)
         self._sent: dict[str, tuple[int, int]] = {}
         self._there: set[str] = set()

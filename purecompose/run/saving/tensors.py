@@ -77,7 +77,8 @@ class SavedTensors(Mapping[str, Tensor]):
         Raises:
             DamagedError: The index does not say where the rows of a tensor are.
         """
-        self.path, self._index = path, index
+        self.path: Path = path
+        self._index = index
         self._files: dict[str, Any] = {}
         names = sorted(index.files)
         if not names or not all(map(is_file_name, names)):

@@ -5,13 +5,9 @@ compiles the graph, `background` lets another process compile it ahead, `graph_c
 `execution` runs one step. `dynamo` serves calls of a step within `torch.compile`.
 """
 
-from purecompose.core.compose import Step
 from purecompose.transforms.compilation.capture import TraceError
-from purecompose.transforms.compilation.dynamo import call_in_torch_compile
 from purecompose.transforms.compilation.step import CompiledStep, compile, swaps_of
 from purecompose.transforms.compilation.variants import Variant, VariantLimitError, Variants
 
 
 __all__ = ["CompiledStep", "TraceError", "Variant", "VariantLimitError", "Variants", "compile", "swaps_of"]
-
-Step.call_in_torch_compile = staticmethod(call_in_torch_compile)  # the core cannot import it

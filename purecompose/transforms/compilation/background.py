@@ -36,6 +36,7 @@ __all__ = ["Background", "BackgroundError", "serve"]
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "import purecompose.algorithms; "  # graphs hold operators that methods define
     "from purecompose.transforms.compilation.background import serve; serve()"
 )
 _NICENESS = 5

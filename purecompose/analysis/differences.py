@@ -10,10 +10,10 @@ from purecompose import tree
 from purecompose._support.shards import whole
 
 
-__all__ = ["Gap", "differing", "gap"]
+__all__ = ["MaxDifference", "differing", "max_difference"]
 
 
-class Gap(NamedTuple):
+class MaxDifference(NamedTuple):
     """The largest difference of two states."""
 
     leaf: str
@@ -28,15 +28,15 @@ class Gap(NamedTuple):
         return f"{self.relative:.2g} in {self.leaf}" if self.leaf else "none"
 
 
-def gap(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Gap:
+def max_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> MaxDifference:
     """Return the largest difference of floating tensors by name, relative to the magnitudes in the second mapping."""
-    largest = Gap("", 0.0, 0.0)
+    largest = MaxDifference("", 0.0, 0.0)
     for name in dict.fromkeys((*theirs, *ours)):
         if not all(one[name].is_floating_point() for one in (ours, theirs) if name in one):
             continue  # keys and counters have no magnitude
-        found = Gap(name, math.inf, math.inf)
+        found = MaxDifference(name, math.inf, math.inf)
         if name in ours and name in theirs and ours[name].shape == theirs[name].shape:
-            found = _gap_of(name, *(whole(one).detach().cpu() for one in (ours[name], theirs[name])))
+            found = _difference_of(name, *(whole(one).detach().cpu() for one in (ours[name], theirs[name])))
         if found.relative > largest.relative:
             largest = found
     return largest
@@ -58,13 +58,13 @@ def differing(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], toleranc
             yield f"{name}{found}"
 
 
-def _gap_of(name: str, ours: Tensor, theirs: Tensor) -> Gap:
+def _difference_of(name: str, ours: Tensor, theirs: Tensor) -> MaxDifference:
     ours, theirs = ours.double(), theirs.double()
     agree = (ours == theirs) | (ours.isnan() & theirs.isnan())
     if bool(agree.all()):
-        return Gap(name, 0.0, 0.0)
+        return MaxDifference(name, 0.0, 0.0)
     absolute = float((ours - theirs).abs()[~agree].nan_to_num(math.inf).max())
     magnitudes = theirs.abs()
     is_finite = magnitudes.isfinite()
     scale = float(magnitudes[is_finite].max()) if bool(is_finite.any()) else 0.0
-    return Gap(name, absolute / scale if scale else math.inf, absolute)
+    return MaxDifference(name, absolute / scale if scale else math.inf, absolute)

@@ -1,0 +1,122 @@
+"""The public names: a frozen list, where they come from, and what they import."""
+
+import ast
+import importlib
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+import types
+
+import pytest
+
+import purecompose as pc
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+LIST = pathlib.Path(__file__).with_name("public_names.txt")
+REMEDY = f"""
+The public names have changed. If that is meant:
+  * a name that was in a release stays for one more version and warns (CONTRIBUTING.md, "Releases");
+  * each change has a line in CHANGELOG.md;
+  * write the new list: python -m tests.{pathlib.Path(__file__).stem} > tests/{LIST.name}
+"""
+PROGRAM = """
+from purecompose import State, compose, loop_events, DEFAULT_PASSES, algorithms, optim
+import purecompose as pc
+pc.losses.cross_entropy, pc.schedule.cosine, pc.evaluate, pc.metrics.accuracy
+"""
+EVERYTHING = "import purecompose as pc\nfor name in pc.__all__: getattr(pc, name)"
+
+
+def public_modules() -> dict[str, types.ModuleType]:
+    """Return the modules with public names: the package, `testing`, and modules that are public names themselves."""
+    found: dict[str, types.ModuleType] = {}
+
+    def visit(path: str, module: types.ModuleType) -> None:
+        if module in found.values():
+            return
+        found[path] = module
+        for name in module.__all__:
+            if inspect.ismodule(member := getattr(module, name)):
+                visit(f"{path}.{name}", member)
+
+    visit("pc", pc)
+    visit("pc.testing", importlib.import_module("purecompose.testing"))
+    return found
+
+
+def public_names() -> list[str]:
+    return sorted(f"{path}.{name}" for path, module in public_modules().items() for name in module.__all__)
+
+
+def imported_by(code: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    return set(done.stdout.split())
+
+
+def test_public_names_are_those_that_are_listed() -> None:
+    now, before = public_names(), LIST.read_text().split()
+    changes = [f"+ {name}" for name in now if name not in before] + [f"- {name}" for name in before if name not in now]
+    assert changes == [], REMEDY
+    assert now == before, "the list is not sorted"
+
+
+def test_type_checkers_see_the_names_that_are_imported_on_first_use() -> None:
+    block = next(node for node in ast.parse(inspect.getsource(pc)).body if isinstance(node, ast.If))
+    seen = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    modules = {name: f"purecompose.{module}" for name, module in pc._MODULES.items()}
+    assert seen == modules | {name: f"purecompose.{module}.{name}" for name, module in pc._HOMES.items()}
+    assert {*pc.__all__, "testing"} == {*seen, "__version__"}
+
+
+def test_all_files_give_the_same_version() -> None:
+    given = {name: (ROOT / name).read_text() for name in ("pyproject.toml", "CITATION.cff")}
+    found = {name: re.search(r"^version(?: =|:) \"?([\d.]+)", text, re.M) for name, text in given.items()}
+    assert {name: match and match[1] for name, match in found.items()} == dict.fromkeys(given, pc.__version__)
+
+
+def test_importing_the_package_imports_none_of_its_parts() -> None:
+    own = {name for name in imported_by("import purecompose") if name.startswith("purecompose.")}
+    assert own == {"purecompose._support", "purecompose._support.version"}
+
+
+@pytest.mark.parametrize(
+    ("code", "unneeded"),
+    [
+        pytest.param(
+            PROGRAM,
+            [
+                *(
+                    f"purecompose.{part}"
+                    for part in ("analysis", "cli", "observers", "records", "run.saving", "testing")
+                ),
+                *(f"purecompose.transforms.{part}" for part in ("compilation", "population", "sharding")),
+                *("jinja2", "matplotlib", "rich", "safetensors"),
+            ],
+            id="a training program",
+        ),
+        # The compiler takes two seconds, which only a compiled step needs.
+        pytest.param(EVERYTHING, ["torch._dynamo", "torch._inductor", "hypothesis"], id="all public names"),
+    ],
+)
+def test_what_is_not_used_is_not_imported(code: str, unneeded: list[str]) -> None:
+    imported = imported_by(code)
+    assert "purecompose.core.state" in imported
+    assert imported & set(unneeded) == set()
+
+
+if __name__ == "__main__":
+    print(*public_names(), sep="\n")
