@@ -119,13 +119,13 @@ def _mnist_fast() -> Recipe:
 
 def _shakespeare_fast() -> Recipe:
     curve = schedule.linear(alpha_f=0.0, warmup="0.02dur")
-    matrices = optim.muon(0.035 * curve, momentum=0.9, weight_decay=0.0)
+    matrices = optim.muon(0.03 * curve, momentum=0.9, weight_decay=0.0)
     rest = optim.adamw(0.03 * curve, betas=(0.9, 0.99), weight_decay=0.0)
     return Recipe(
         (),
         losses.cross_entropy,
         optim.by_pattern({"*blocks.*": matrices}, rest),
-        duration="440ba",
+        duration="460ba",
         batch_size=12,
         precision="bf16",
     )
