@@ -23,14 +23,17 @@ BASELINE = {
     "compile": True,
 }
 RECIPE = {
-    "muon_lr": 0.1,
+    "muon_lr": 0.2,
     "muon_momentum": 0.6,
     "muon_decay": 0.1,
-    "bias_lr": 5.0,
+    "bias_lr": 30.0,
     "head_lr": 0.5,
     "smoothing": 0.1,
     "scale": 0.75,
+    "delay": 0.8,
     "full": 0.2,
+    "freeze_start": 0.4,
+    "freeze_level": 0.0,
     "mode": "resize",
     "warmup": 0.0,
     "batch_size": 512,
@@ -47,8 +50,13 @@ def parts(settings: Settings) -> Parts:
     rest = optim.sgd(
         s["bias_lr"] * curve, momentum=0.85, nesterov=True, groups={"*head.weight": {"lr": s["head_lr"] * curve}}
     )
-    small = {"initial_scale": s["scale"], "delay_fraction": 1 - s["full"], "finetune_fraction": s["full"]}
-    methods = [alg.progressive_resizing(s["mode"], **small), alg.label_smoothing(s["smoothing"])]
+    small = {"initial_scale": s["scale"], "delay_fraction": s["delay"], "finetune_fraction": s["full"]}
+    methods = [
+        alg.channels_last(),
+        alg.progressive_resizing(s["mode"], **small),
+        alg.label_smoothing(s["smoothing"]),
+        alg.layer_freezing(s["freeze_start"], s["freeze_level"], num_stages=None),
+    ]
     return Parts(methods, optim.by_pattern({"*stages.*": filters}, rest), s["batch_size"], s["epochs"])
 
 
