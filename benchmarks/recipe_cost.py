@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="that torch computes with (default %(default)s)")
     args = parse(parser)
     torch.set_num_threads(args.threads)
-    methods, network = pc.recipe(args.recipe), subject("resnet8" if args.short else "resnet20")
+    methods, network = pc.recipe(args.recipe).methods, subject("resnet8" if args.short else "resnet20")
     rows: list[Row] = []
     for mode in [args.mode] if args.mode else ["eager"] if args.short else ["eager", "compiled"]:
         for name, point in POINTS.items():

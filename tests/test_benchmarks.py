@@ -1,6 +1,7 @@
 """The scripts in benchmarks/ run in their short form, and write rows that describe their measurements."""
 
 import json
+import math
 import os
 import pathlib
 import runpy
@@ -24,14 +25,14 @@ def run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     def run_script(name: str, *arguments: str) -> list[dict[str, Any]]:
         given = ["--short", "--backend", "eager", "--out", str(tmp_path), *arguments]
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *given])
-        monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+        monkeypatch.setattr(sys, "path", [str((FOLDER / name).parent), str(FOLDER), *sys.path])
         num_threads = torch.get_num_threads()
         try:
             with torch.random.fork_rng():
                 runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
         finally:
             torch.set_num_threads(num_threads)
-        written = json.loads((tmp_path / f"{name}.json").read_text())
+        written = json.loads((tmp_path / f"{name.replace('/', '_')}.json").read_text())
         assert written["torch"] == torch.__version__ and written["processor"]
         return written["rows"]
 
@@ -86,6 +87,37 @@ def test_mutants_change_one_place_each(monkeypatch: pytest.MonkeyPatch, tmp_path
         "x < 0 -> x <= 0",
         "y = x + 1 -> pass",
     ]
+
+
+def test_profile_scores_integrate_the_fraction_of_workloads_near_the_fastest() -> None:
+    scores = runpy.run_path(str(FOLDER / "quality" / "_score.py"))["profile_scores"]
+    times = {
+        "a": {"images": 10.0, "text": 9.0, "speech": math.inf, "graphs": math.inf},
+        "b": {"images": 25.0, "text": 3.0, "speech": 7.0, "graphs": math.inf},
+        "c": {"images": 41.0, "text": 4.5, "speech": 7.0, "graphs": math.inf},
+    }
+    grid = [1 + 3 * (i + 0.5) / 3000 for i in range(3000)]
+    for name, own in times.items():
+        best = {workload: min(other[workload] for other in times.values()) for workload in own}
+        near = [sum(own[w] <= tau * best[w] < math.inf for w in own) / len(own) for tau in grid]
+        assert scores(times)[name] == pytest.approx(sum(near) / len(near), abs=1e-3)
+    with pytest.raises(ValueError, match="b: expected times of the workloads"):
+        scores({"a": {"images": 1.0}, "b": {"text": 1.0}})
+
+
+def test_ensemble_compares_each_side_with_the_population(run: Run) -> None:
+    rows = run("quality/ensemble")
+    assert ["batches" in row for row in rows] == [True] * 4 + [False] * 3
+    one, _, wide, ensemble = rows[:4]
+    assert ensemble["parameters"] == 8 * one["parameters"] and wide["parameters"] > one["parameters"]
+    assert ensemble["batches"] == one["batches"]
+
+
+def test_finetuning_compares_each_side_with_plain_fine_tuning(run: Run) -> None:
+    pytest.importorskip("transformers")
+    rows = run("quality/finetuning")
+    assert [row["side"] for row in rows[:2]] == ["plain", "selective backprop"]
+    assert rows[0]["of plain"] == rows[0]["time to it, of plain"] == "1.00"
 
 
 @pytest.mark.slow

@@ -2,8 +2,8 @@
 
 A task trains one network to a target by several sides, such as "baseline", a loop in plain PyTorch, and "recipe". A run
 is one side with one seed in one precision; it has a process of its own, which begins without compiled code on disk. The
-record of a complete run is one line of `results/quality/<task>.jsonl`, and runs that have a record are not repeated. Runs
-for tuning use other seeds and are recorded in `<task>_tuning.jsonl`.
+record of a complete run is one line of `results/quality/<task>.jsonl`, and runs that have a record are not repeated.
+Runs for tuning use other seeds and are recorded in `<task>_tuning.jsonl`.
 """
 
 import argparse
@@ -41,15 +41,19 @@ class Task:
     """A data set, a network, a target, and the sides that train to it."""
 
     name: str
+    title: str
     metric: str
     target: float
+    shown: tuple[float, float]
+    """The range of the metric in pictures."""
     sides: Mapping[str, Side]
     tuning: Mapping[str, Sequence[Settings]]
     """For each side, the settings to try instead of its own."""
     is_lower_better: bool = False
     num_seeds: int = 5
     num_tuning_seeds: int = 1
-    precisions: tuple[str, ...] = ("fp32", "bf16")
+    precisions: tuple[str, ...] = ("bf16", "fp32")
+    """The fastest first."""
 
     def reached(self, points: Sequence[Point]) -> Point | None:
         """Return the first point at which the target is reached."""
@@ -163,7 +167,9 @@ def _commit() -> str:
 def _tell(task: Task, record: dict[str, Any]) -> None:
     points = [Point(*point) for point in record["points"]]
     reached, last = task.reached(points), points[-1]
-    when = "target not reached" if reached is None else f"{task.target:g} after {reached.batch} batches, {_time(reached)}"
+    when = (
+        "target not reached" if reached is None else f"{task.target:g} after {reached.batch} batches, {_time(reached)}"
+    )
     end = f"at the end {task.metric} {last.value:.4f} after {last.batch} batches, {_time(last)}"
     print(f"{record['side']} {record['settings']} seed {record['seed']}: {when}; {end}", flush=True)
 

@@ -63,8 +63,10 @@ def parts(settings: Settings) -> Parts:
 SETUP = Setup(widths=(32, 64, 128), baseline=BASELINE, recipe=RECIPE, parts=parts)
 TASK = Task(
     name="cifar10",
+    title="CIFAR-10",
     metric="accuracy",
     target=0.88,
+    shown=(0.5, 0.95),
     sides=SETUP.sides,
     tuning={"baseline": [], "recipe": []},
     precisions=("bf16",),

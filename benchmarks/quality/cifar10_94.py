@@ -49,8 +49,10 @@ SETUP = Setup(
 )
 TASK = Task(
     name="cifar10_94",
+    title="CIFAR-10",
     metric="accuracy",
     target=0.94,
+    shown=(0.5, 0.95),
     sides=SETUP.sides,
     tuning={
         "baseline": [{"lr": lr} for lr in (0.1, 0.2, 0.4, 0.8)] + [{"epochs": epochs} for epochs in (12, 14, 18)],

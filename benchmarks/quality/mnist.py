@@ -2,15 +2,16 @@
 
     PURECOMPOSE_DATA=folder python benchmarks/quality/mnist.py
 
-The folder contains `mnist.npz`.
+The folder contains `mnist.npz`. A run takes some ten seconds, about as long as compiling a step, so neither side
+compiles by default; `--set '{"compile": "step"}'` does.
 """
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # here, because optimizers import it when they are created, which takes a second
 from _curve import Curve, Observer
 from _task import Settings, Task, data_file, run
 from torch import Tensor, nn
@@ -21,35 +22,128 @@ from purecompose import Algorithm, State, algorithms as alg, compose, loop_event
 from purecompose.nn import models
 
 
-BASELINE = {
+BASELINE: Settings = {
     "optimizer": "adamw",
-    "lr": 0.01,
+    "lr": 0.02,
     "weight_decay": 0.01,
     "batch_size": 128,
-    "epochs": 1.5,
+    "epochs": 1.25,
     "warmup": 0.1,
-    "precision": "fp32",
+    "smoothing": 0.0,
+    "precision": "bf16",
     "compile": None,
     "short": False,
 }
-RECIPE = {
+RECIPE: Settings = {
     "lr": 0.05,
     "adamw": 0.01,
-    "batch_size": 128,
-    "epochs": 1.0,
+    "ns_steps": 3,
+    "batch_size": 64,
+    "epochs": 0.6,
     "warmup": 0.1,
-    "scale": 0.5,
-    "delay": 0.7,
-    "finetune": 0.3,
-    "increment": 4,
-    "smoothing": 0.0,
-    "momentum": 0.95,
-    "precision": "fp32",
-    "compile": False,
+    "smoothing": 0.1,
+    "scale": 1.0,
+    "full_size": 0.4,
+    "keep": 1.0,
+    "precision": "bf16",
+    "compile": None,
     "short": False,
 }
-FRACTIONS = [i / 10 for i in range(1, 7)] + [i / 40 for i in range(28, 41)]
-"""The shares of a run at which both sides evaluate."""
+FRACTIONS = [*(i / 10 for i in range(1, 7)), *(i / 40 for i in range(28, 41))]
+"""The shares of a run after which both sides evaluate."""
+
+
+def baseline(seed: int, curve: Curve, settings: Settings) -> int:
+    """Train by a plain loop; with `compile` "network" or "step" under `torch.compile`."""
+    s = {**BASELINE, **settings}
+    data, net, num_batches = images(), network(seed), length(s)
+    torch.manual_seed(seed)
+    curve.start()
+    net = net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    optimizer = plain_optimizer(net, s)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda batch: multiplier(batch / num_batches, s["warmup"]))
+    model: Any = torch.compile(net) if s["compile"] == "network" else net
+
+    def step(inputs: Tensor, targets: Tensor) -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=s["precision"] == "bf16"):
+            loss = F.cross_entropy(model(inputs), targets, label_smoothing=s["smoothing"])
+        loss.backward()
+        optimizer.step()
+
+    take: Any = torch.compile(step) if s["compile"] == "step" else step
+    evaluated = evaluations(num_batches)
+    for batch, (inputs, targets) in zip(range(1, num_batches + 1), batches(data, s["batch_size"]), strict=False):
+        take(inputs, targets)
+        rates.step()
+        curve.batch()
+        if batch in evaluated:
+            with curve.evaluating():
+                value = accuracy(net, data, s["precision"])
+            curve.add(value)
+    return num_params(net)
+
+
+def recipe(seed: int, curve: Curve, settings: Settings) -> int:
+    """Train by a composed step; with `compile` by a compiled one."""
+    s = {**RECIPE, **settings}
+    data, net, num_batches = images(), network(seed), length(s)
+    curve.start()
+    parts = recipe_parts(s)
+    train = pc.data.arrays(data.train_inputs, data.train_targets, parts.batch_size, drop_last=True)
+    test = pc.data.arrays(data.test_inputs, data.test_targets, 1000)
+    step = compose(loop_events, parts.methods)
+    state = State.create(
+        net,
+        loss=pc.losses.cross_entropy,
+        optimizer=parts.optimizer,
+        key=seed,
+        duration=f"{num_batches}ba",
+        precision=s["precision"],
+    )
+    evaluated = evaluations(num_batches)
+    evaluator = pc.Evaluator(test, {"accuracy": pc.metrics.accuracy}, every=lambda now: now.batch in evaluated)
+    pc.fit(
+        pc.compile(step, quiet=True) if s["compile"] else step,
+        state,
+        train,
+        evaluate=evaluator,
+        observers=Observer(curve, "eval/accuracy"),
+    )
+    return num_params(net)
+
+
+class Recipe(NamedTuple):
+    """What a recipe consists of."""
+
+    methods: list[Algorithm]
+    optimizer: Any
+    batch_size: int
+    epochs: float
+
+
+def recipe_parts(s: Settings) -> Recipe:
+    """Return the recipe: Muon for the filters, AdamW for the rest, rates that rise and fall linearly, smooth labels.
+
+    With `lr` 0 AdamW moves all parameters. With `scale` below 1 images are cropped, except in the share `full_size` of
+    the run at its end; with `keep` below 1 this share of the examples is selected by loss.
+    """
+    curve = schedule.linear(alpha_f=0.0, warmup=f"{s['warmup']}dur")
+    methods = [alg.channels_last()]
+    if s["scale"] < 1:
+        full_size = s["full_size"]
+        methods.append(alg.progressive_resizing("crop", s["scale"], full_size, 1 - full_size))
+    if s["smoothing"]:
+        methods.append(alg.label_smoothing(s["smoothing"]))
+    if s["keep"] < 1:
+        methods.append(alg.selective_backprop(0.1, 0.85, s["keep"], full_every=0))
+    if not s["lr"]:
+        return Recipe(methods, optim.adamw(s["adamw"] * curve, weight_decay=0.01), s["batch_size"], s["epochs"])
+    rest = optim.adamw(s["adamw"] * curve, weight_decay=0.0, betas=(0.9, 0.99))
+    muon = optim.muon(s["lr"] * curve, weight_decay=0.0, ns_steps=s["ns_steps"], ns_precision="full", filters=True)
+    # The names of filters end in 0, 4, 8 and 11. One pattern, because each makes an update of its own.
+    optimizer = optim.by_pattern({"*[0148].weight": muon}, rest)
+    return Recipe(methods, optimizer, s["batch_size"], s["epochs"])
 
 
 @functools.cache
@@ -61,67 +155,34 @@ def network(seed: int) -> nn.Module:
     return models.build("cnn", in_shape=(1, 28, 28), num_classes=10, seed=seed, width=16)
 
 
+def num_params(net: nn.Module) -> int:
+    return sum(param.numel() for param in net.parameters())
+
+
+def length(s: Settings) -> int:
+    """Return the number of batches of a run."""
+    return 8 if s["short"] else round(s["epochs"] * (len(images().train_inputs) // s["batch_size"]))
+
+
 def evaluations(num_batches: int) -> set[int]:
     return {round(fraction * num_batches) for fraction in FRACTIONS}
 
 
-def length(settings: Settings, num_examples: int) -> int:
-    """Return the number of batches of a run."""
-    return 8 if settings["short"] else round(settings["epochs"] * (num_examples // settings["batch_size"]))
+def plain_optimizer(net: nn.Module, s: Settings) -> torch.optim.Optimizer:
+    lr = torch.tensor(s["lr"]) if s["compile"] == "step" else s["lr"]  # a number would compile again when it changes
+    options = {"lr": lr, "weight_decay": s["weight_decay"], "fused": True}
+    if s["optimizer"] == "sgd":
+        return torch.optim.SGD(net.parameters(), momentum=0.9, nesterov=True, **options)
+    return torch.optim.AdamW(net.parameters(), **options)
 
 
-def baseline(seed: int, curve: Curve, settings: Settings) -> int:
-    """Train by a plain loop: the network or the step under `torch.compile`, or neither."""
-    settings = {**BASELINE, **settings}
-    data, net = images(), network(seed)
-    num_batches = length(settings, len(data.train_inputs))
-    torch.manual_seed(seed)
-    curve.start()
-    net = net.to(memory_format=torch.channels_last)
-    optimizer = plain_optimizer(net, settings)
-    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda batch: rate(batch / num_batches, settings))
-    model = torch.compile(net) if settings["compile"] == "network" else net
-
-    def step(inputs: Tensor, targets: Tensor) -> None:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=settings["precision"] == "bf16"):
-            loss = F.cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-
-    if settings["compile"] == "step":
-        step = torch.compile(step)
-    when = evaluations(num_batches)
-    for batch, (inputs, targets) in zip(range(1, num_batches + 1), batches(data, settings["batch_size"]), strict=False):
-        step(inputs, targets)
-        rates.step()
-        curve.batch()
-        if batch in when:
-            with curve.evaluating():
-                value = accuracy(net, data, settings["precision"])
-            curve.add(value)
-    return sum(param.numel() for param in net.parameters())
-
-
-def plain_optimizer(net: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    lr = torch.tensor(settings["lr"]) if settings["compile"] == "step" else settings["lr"]
-    decay = {"weight_decay": settings["weight_decay"]}
-    if settings["optimizer"] == "sgd":
-        return torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, nesterov=True, fused=True, **decay)
-    return torch.optim.AdamW(net.parameters(), lr=lr, fused=True, **decay)
-
-
-def rate(elapsed: float, settings: Settings) -> float:
+def multiplier(elapsed: float, warmup: float) -> float:
     """Return the multiplier of the learning rate: linear up during the warm-up, then linear down to 0."""
-    warmup = settings["warmup"]
-    if elapsed < warmup:
-        return elapsed / warmup
-    gone = (elapsed - warmup) / (1 - warmup)
-    return (1 + math.cos(math.pi * gone)) / 2 if settings.get("cosine") else 1 - gone
+    return elapsed / warmup if elapsed < warmup else (1 - elapsed) / (1 - warmup)
 
 
 def batches(data: pc.data.ImageData, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches of shuffled examples, epoch after epoch."""
+    """Yield batches of shuffled examples, epoch after epoch, without those that do not fill a batch."""
     while True:
         order = torch.randperm(len(data.train_inputs))
         for chosen in order.split(batch_size)[: len(order) // batch_size]:
@@ -132,103 +193,54 @@ def batches(data: pc.data.ImageData, batch_size: int) -> Iterator[tuple[Tensor, 
 def accuracy(net: nn.Module, data: pc.data.ImageData, precision: str) -> float:
     net.eval()
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        parts = [net(inputs).argmax(1) for inputs in data.test_inputs.split(1000)]
+        predicted = torch.cat([net(inputs).argmax(1) for inputs in data.test_inputs.split(1000)])
     net.train()
-    return (torch.cat(parts) == data.test_targets).float().mean().item()
+    return (predicted == data.test_targets).float().mean().item()
 
 
-class Recipe(NamedTuple):
-    """What is composed."""
-
-    methods: list[Algorithm]
-    optimizer: Any
-    batch_size: int
-    epochs: float
-
-
-def recipe_parts(settings: Settings) -> Recipe:
-    """Return the parts of the recipe."""
-    s = settings
-    curve = schedule.linear(alpha_f=s.get("final", 0.0), warmup=f"{s['warmup']}dur")
-    if s.get("piecewise"):
-        at, low = s["piecewise"]
-        curve = schedule.linear(1.0, low, f"{at}dur", warmup=f"{s['warmup']}dur")
-        curve = schedule.sequence([curve, low * schedule.linear()], [f"{at}dur"])
-    methods = [alg.channels_last()]
-    if s["scale"] < 1:
-        methods.append(
-            alg.progressive_resizing(
-                initial_scale=s["scale"],
-                delay_fraction=s["delay"],
-                finetune_fraction=s["finetune"],
-                size_increment=s["increment"],
-                interpolation=s.get("interpolation", "bilinear"),
-            )
-        )
-    if s["smoothing"]:
-        methods.append(alg.label_smoothing(s["smoothing"]))
-    if s.get("backprop"):
-        methods.append(alg.selective_backprop(**s["backprop"]))
-    if s.get("ema"):
-        methods.append(alg.ema(**s["ema"]))
-    if s.get("freezing"):
-        methods.append(alg.layer_freezing(**s["freezing"]))
-    if s.get("lookahead"):
-        methods.append(alg.lookahead(**s["lookahead"]))
-    if s.get("batch_warmup"):
-        methods.append(alg.batch_size_warmup(**s["batch_warmup"]))
-    if s.get("optimizer") == "adamw":
-        optimizer = optim.adamw(s["lr"] * curve, weight_decay=s.get("weight_decay", 0.01))
-    elif s.get("optimizer") == "sgd":
-        optimizer = optim.sgd(
-            s["lr"] * curve, momentum=s["momentum"], nesterov=True, weight_decay=s.get("weight_decay", 0.0)
-        )
-    else:
-        filters = optim.muon(
-            s["lr"] * curve,
-            momentum=s["momentum"],
-            weight_decay=s.get("weight_decay", 0.0),
-            ns_steps=s.get("ns_steps", 5),
-            filters=True,
-        )
-        rest = optim.adamw(s["adamw"] * curve, weight_decay=0.0, betas=tuple(s.get("betas", (0.9, 0.99))))
-        optimizer = optim.by_pattern(dict.fromkeys(s.get("filters", ("0.*", "4.*", "8.*", "11.*")), filters), rest)
-    return Recipe(methods, optimizer, s["batch_size"], s["epochs"])
-
-
-def recipe(seed: int, curve: Curve, settings: Settings) -> int:
-    """Train by a composed step."""
-    settings = {**RECIPE, **settings}
-    data, net = images(), network(seed)
-    num_batches = length(settings, len(data.train_inputs))
-    curve.start()
-    parts = recipe_parts(settings)
-    train = pc.data.arrays(data.train_inputs, data.train_targets, parts.batch_size, drop_last=True)
-    test = pc.data.arrays(data.test_inputs, data.test_targets, 1000)
-    step = compose(loop_events, parts.methods)
-    if settings["compile"]:
-        step = pc.compile(step, tiered=settings["compile"] == "tiered", quiet=True)
-    state = State.create(
-        net,
-        loss=pc.losses.cross_entropy,
-        optimizer=parts.optimizer,
-        key=seed,
-        duration=f"{num_batches}ba",
-        precision=settings["precision"],
-    )
-    when = evaluations(num_batches)
-    evaluator = pc.Evaluator(test, {"accuracy": pc.metrics.accuracy}, every=lambda now: now.batch in when)
-    pc.fit(step, state, train, evaluate=evaluator, observers=Observer(curve, "eval/accuracy"))
-    return sum(param.numel() for param in net.parameters())
-
+SGD: Settings = {"optimizer": "sgd", "weight_decay": 0.0005}
+LARGE: Settings = {"batch_size": 128}
+CROPPED: Settings = {"scale": 0.86}
+SELECTED: Settings = {"keep": 0.25, "batch_size": 256, "epochs": 1.0, "smoothing": 0.0}
+TUNING: dict[str, list[Settings]] = {
+    "baseline": [
+        {},
+        {"epochs": 1.5},
+        {"lr": 0.04, "epochs": 1.0},
+        {"lr": 0.01, "epochs": 1.0, "batch_size": 64},
+        *({**SGD, "lr": 0.6, "epochs": epochs} for epochs in (1.0, 1.25, 1.5)),
+        *({"lr": lr, "epochs": 1.5, "precision": "fp32"} for lr in (0.01, 0.02)),
+        *({**SGD, "lr": lr, "epochs": 1.5, "precision": "fp32"} for lr in (0.1, 0.3)),
+        {"lr": 0.005, "epochs": 1.0, "batch_size": 64, "precision": "fp32"},
+        {**SGD, "lr": 0.1, "epochs": 1.0, "batch_size": 64, "precision": "fp32"},
+        {"epochs": 1.0, "smoothing": 0.1},
+        {"lr": 0.01, "epochs": 1.0, "batch_size": 64, "smoothing": 0.1},
+    ],
+    "recipe": [
+        {},
+        {"epochs": 0.5},
+        {"epochs": 0.8, "smoothing": 0.0},
+        *({**LARGE, "epochs": epochs} for epochs in (0.5, 0.8)),
+        *({**LARGE, "epochs": epochs, "lr": 0.1} for epochs in (0.5, 0.8)),
+        {**LARGE, "smoothing": 0.2},
+        {"batch_size": 256},
+        *({**LARGE, **CROPPED, "epochs": epochs} for epochs in (0.6, 0.8)),
+        {**LARGE, **CROPPED, "epochs": 1.0, "lr": 0.0, "adamw": 0.02},
+        SELECTED,
+        {**SELECTED, "lr": 0.0, "adamw": 0.02},
+    ],
+}
 
 TASK = Task(
     name="mnist",
+    title="MNIST, a convolutional network of 61 thousand parameters",
     metric="accuracy",
     target=0.99,
+    shown=(0.95, 1.0),
     sides={"baseline": baseline, "recipe": recipe},
-    tuning={"baseline": [], "recipe": []},
+    tuning=TUNING,
     num_seeds=10,
+    precisions=("bf16", "fp32"),
 )
 
 

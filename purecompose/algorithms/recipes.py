@@ -1,4 +1,4 @@
-"""Published recipes for image classification: named lists of methods that work well together.
+"""Published recipes for image classification: methods that work well together, by name.
 
     mild      blurpool, channels last, EMA, progressive resizing, label smoothing
     medium    the methods of mild, MixUp, and SAM in every 10th step
@@ -8,19 +8,21 @@
 They are meant for ResNets on large images, in short, medium and long runs respectively: each recipe costs more per step
 than the one before, and gains more over many steps. Images should have about 224 pixels a side: from 8 x 8 images,
 progressive resizing leaves only a few pixels. The settings are the published ones, found with binary cross entropy
-summed over classes, `losses.BinaryCrossEntropy(mean_over="examples")`. Loss, optimizer, schedule and the length of the
-run are for you to choose.
+summed over classes. Optimizer, schedule and the length of the run are for you to choose.
 
 The published hot recipe also has BlurPool, channels last and EMA:
 
-    [*recipe("mild")[:3], *recipe("hot")]
+    [*recipe("mild").methods[:3], *recipe("hot").methods]
 
 References:
     MosaicML: Mosaic ResNet, for ResNet-50 on ImageNet. https://github.com/mosaicml/examples
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+from purecompose import losses
 from purecompose.algorithms import (
     blurpool,
     channels_last,
@@ -36,28 +38,52 @@ from purecompose.algorithms import (
 from purecompose.core.algorithm import Algorithm
 
 
-__all__ = ["RECIPES", "recipe"]
+__all__ = ["RECIPES", "Recipe", "recipe"]
 
 
-def _for_short_runs() -> list[Algorithm]:
-    return [
+@dataclass(frozen=True)
+class Recipe:
+    """Methods that work well together, with the settings that they were found with.
+
+    Attributes:
+        methods: The algorithms, for `compose`.
+        loss: The loss, for `State.create`.
+        optimizer: The optimizer with its schedule; `None` if it is for you to choose, as all settings below.
+        duration: The length of the run, such as "3ep".
+        batch_size: Examples per batch.
+        precision: The precision of the forward pass.
+    """
+
+    methods: tuple[Algorithm, ...]
+    loss: Any
+    optimizer: Any = None
+    duration: str | None = None
+    batch_size: int | None = None
+    precision: str | None = None
+
+
+_PUBLISHED_LOSS = losses.BinaryCrossEntropy(mean_over="examples")
+
+
+def _for_short_runs() -> tuple[Algorithm, ...]:
+    return (
         blurpool(),
         channels_last(),
         ema(half_life="100ba", every="20ba"),
         progressive_resizing(initial_scale=0.5, delay_fraction=0.4, finetune_fraction=0.2, size_increment=4),
-    ]
+    )
 
 
-def _mild() -> list[Algorithm]:
-    return [*_for_short_runs(), label_smoothing(0.08)]
+def _mild() -> Recipe:
+    return Recipe((*_for_short_runs(), label_smoothing(0.08)), _PUBLISHED_LOSS)
 
 
-def _medium() -> list[Algorithm]:
-    return [*_for_short_runs(), label_smoothing(0.1), mixup(0.2), sam(0.5, every=10)]
+def _medium() -> Recipe:
+    return Recipe((*_for_short_runs(), label_smoothing(0.1), mixup(0.2), sam(0.5, every=10)), _PUBLISHED_LOSS)
 
 
-def _hot() -> list[Algorithm]:
-    return [
+def _hot() -> Recipe:
+    methods = (
         label_smoothing(0.13),
         mixup(0.25),
         sam(0.5, every=5),
@@ -65,15 +91,16 @@ def _hot() -> list[Algorithm]:
         randaugment(severity=9, depth=1),
         stochastic_depth("sample", 0.1),
         progressive_resizing(initial_scale=0.6, delay_fraction=0.2, finetune_fraction=0.2, size_increment=4),
-    ]
+    )
+    return Recipe(methods, _PUBLISHED_LOSS)
 
 
-RECIPES: dict[str, Callable[[], list[Algorithm]]] = {"mild": _mild, "medium": _medium, "hot": _hot}
-"""Map from the name of each recipe to a function that returns its methods."""
+RECIPES: dict[str, Callable[[], Recipe]] = {"mild": _mild, "medium": _medium, "hot": _hot}
+"""Map from the name of each recipe to a function that returns it."""
 
 
-def recipe(name: str) -> list[Algorithm]:
-    """Return the methods of a published recipe, for `compose`.
+def recipe(name: str) -> Recipe:
+    """Return a recipe by its name.
 
     Args:
         name: "mild", "medium" or "hot".
@@ -82,7 +109,7 @@ def recipe(name: str) -> list[Algorithm]:
         ValueError: No recipe has this name.
 
     Example:
-        >>> [method.name for method in recipe("mild")]
+        >>> [method.name for method in recipe("mild").methods]
         ['blurpool', 'channels_last', 'ema', 'progressive_resizing', 'label_smoothing']
     """
     if name not in RECIPES:

@@ -103,7 +103,7 @@ SETTINGS = {
             str,
             "CALL",
             "sgd, adam, adamw, decoupled_sgdw, decoupled_adamw, rmsprop, adafactor or lion, such as "
-            "sgd(lr=0.1, momentum=0.9) (default: depends on the data)",
+            "sgd(lr=0.1, momentum=0.9), or that of a recipe (default: depends on the data)",
         ),
         Setting(
             "schedule",
@@ -195,8 +195,8 @@ def add_settings(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--recipe",
         choices=tuple(RECIPES),
-        help="use the methods of a published recipe for images as --algorithms; hot leaves out the recipe's "
-        "BlurPool, channels last and EMA. With the digits: --recipe hot --model resnet20",
+        help="use the methods and the other settings of a recipe, unless an option says otherwise; hot leaves out the "
+        "published one's BlurPool, channels last and EMA. With the digits: --recipe hot --model resnet20",
     )
     group.add_argument("--config", metavar="FILE", help="a TOML file of settings; options given here override it")
     group.add_argument(
@@ -233,9 +233,8 @@ def chosen(options: argparse.Namespace, config: Mapping[str, Any] | None = None)
                 "--recipe: a recipe is a list of algorithms, as is --algorithms; give one of the two "
                 "(docs/algorithms.md lists the recipes' methods)"
             )
-        found["algorithms"] = ", ".join(map(repr, recipe(options.recipe)))
-        if options.loss is None:
-            found["loss"] = "binary_cross_entropy"  # the recipes' settings were tuned with this loss
+        of_recipe = _settings_of(options.recipe)
+        found |= {name: value for name, value in of_recipe.items() if getattr(options, name) is None}
     within: dict[str, dict[str, Any]] = {}
     for text in options.set:
         key, equals, value = text.partition("=")
@@ -247,6 +246,21 @@ def chosen(options: argparse.Namespace, config: Mapping[str, Any] | None = None)
         else:
             found[name] = _checked(name, _value(value), "--set")
     return found | ({"within": within} if within else {})
+
+
+def _settings_of(name: str) -> dict[str, Any]:
+    """Return the settings that a recipe determines."""
+    made = recipe(name)
+    found: dict[str, Any] = {
+        "algorithms": ", ".join(map(repr, made.methods)) or "none",
+        "loss": next(text for text, loss in LOSSES.items() if loss == made.loss),
+        "duration": made.duration,
+        "batch_size": made.batch_size,
+        "precision": made.precision,
+    }
+    if made.optimizer is not None:
+        found |= {"optimizer": f"recipe({name!r})", "schedule": "constant"}
+    return {setting: value for setting, value in found.items() if value is not None}
 
 
 def with_arguments(

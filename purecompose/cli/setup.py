@@ -15,6 +15,7 @@ from purecompose import data as datasets, optim, schedule
 from purecompose._support import specs
 from purecompose._support.device import PRECISIONS
 from purecompose.algorithms import FACTORIES, scale_schedule
+from purecompose.algorithms.recipes import recipe
 from purecompose.cli.kinds import TEXT, Data, Kind, check_model, fitting, kind_of, load
 from purecompose.cli.own import OwnToo, check_imports, is_own, network_of
 from purecompose.cli.processes import Processes
@@ -45,6 +46,14 @@ __all__ = [
     "reported_as",
 ]
 
+
+def _of_recipe(name: str) -> Any:
+    """Return the optimizer of a recipe, with its schedule."""
+    if (found := recipe(name).optimizer) is None:
+        raise ValueError(f"the recipe {name!r} leaves the optimizer to you")
+    return found
+
+
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adafactor": optim.adafactor,
     "adam": optim.adam,
@@ -52,6 +61,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "decoupled_adamw": optim.decoupled_adamw,
     "decoupled_sgdw": optim.decoupled_sgdw,
     "lion": optim.lion,
+    "recipe": _of_recipe,
     "rmsprop": optim.rmsprop,
     "sgd": optim.sgd,
 }
@@ -359,6 +369,10 @@ def _optimizer(settings: Mapping[str, Any]) -> Any:
                 'optim.by_pattern({"blocks.*": optim.muon(0.02)}, optim.adamw(3e-4))'
             )
         plain = specs.build(call, OPTIMIZERS, "optimizer")
+        if call.name == "recipe":
+            if curve != schedule.constant():
+                raise ValueError(f"{call}: its optimizer has a schedule; leave out --schedule")
+            return plain
         return dataclasses.replace(plain, lr=plain.lr * curve)
 
 

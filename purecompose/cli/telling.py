@@ -13,6 +13,7 @@ from torch import Tensor
 from purecompose._support.device import bfloat16_units
 from purecompose.cli.kinds import TEXT
 from purecompose.cli.setup import Setup
+from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.data import TextData
 from purecompose.observers import History, Stopwatch
@@ -38,8 +39,21 @@ def describe(setup: Setup, settings: Mapping[str, Any]) -> list[str]:
         *limited,
         *_describe_text(setup),
         *_describe_units(state),
-        *(f"  {algorithm!r}" for algorithm in setup.step.algorithms),
+        *(line for algorithm in setup.step.algorithms for line in _describe_method(algorithm)),
     ]
+
+
+def _describe_method(algorithm: Algorithm) -> list[str]:
+    """Return the lines of a method, with how long evaluation may stay at chance if that is long."""
+    lines, config = [f"  {algorithm!r}"], algorithm.config
+    if algorithm.name == "progressive_resizing" and config["initial_scale"] < 1:
+        whole = 1 - config["finetune_fraction"]
+        lines.append(f"    images are smaller for {whole:.0%} of the run; until then evaluation may stay near chance")
+    elif algorithm.name == "ema" and config["half_life"] is not None:
+        lines.append(
+            f"    evaluation uses averages, and may stay near chance for a few half-lives of {config['half_life']}"
+        )
+    return lines
 
 
 def _describe_units(state: State) -> list[str]:

@@ -35,6 +35,7 @@ __all__ = [
     "Metric",
     "accuracy",
     "as_metric",
+    "calibration_error",
     "counting",
     "dice",
     "from_function",
@@ -114,6 +115,15 @@ class Mean(NamedTuple):
     def value(self) -> Tensor:
         """Return total / number, 0-d float; NaN if nothing counted."""
         return self.total / self.number
+
+
+class CalibrationGaps(NamedTuple):
+    """Accumulator of `calibration_error`."""
+
+    totals: Tensor
+    """Sums of confidence minus correctness in each bin so far, (num_bins,), of the dtype of a `Mean`'s total."""
+    number: Tensor
+    """Number of positions that counted so far, 0-d int64."""
 
 
 def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
@@ -257,6 +267,54 @@ def perplexity(loss_fn: Callable[..., Tensor] | None = None) -> Metric:
     if loss_fn is None:
         mean = mean._replace(update=update, takes_ignore_index=True)
     return mean._replace(compute=lambda acc: Mean.value(acc).exp())
+
+
+def calibration_error(num_bins: int = 15, *, ignore_index: int | None = None) -> Metric:
+    """Return a metric for the expected calibration error, the distance between confidence and accuracy.
+
+        ECE = sum_b n_b / n |acc_b - conf_b|
+
+    A position's confidence is the greatest probability of its classes, softmax(outputs). Bin b holds the n_b of n
+    positions whose confidence is in (b / num_bins, (b + 1) / num_bins]; acc_b is their accuracy and conf_b their mean
+    confidence. Outputs and targets are as for `top_k`. Logarithms of probabilities, such as those of the mean of an
+    ensemble, are logits of these probabilities.
+
+    Args:
+        num_bins: Number of bins of equal width, at least 1.
+        ignore_index: As for `top_k`.
+
+    Raises:
+        TypeError, ValueError: `num_bins` is not an integer of at least 1.
+
+    Example:
+        >>> metric, outputs = calibration_error(), torch.tensor([[0.8, 0.2], [0.8, 0.2]]).log()
+        >>> round(metric.compute(metric.update(metric.init(), outputs, torch.tensor([0, 1]))).item(), 4)
+        0.3
+
+    References:
+        Chuan Guo, Geoff Pleiss, Yu Sun, Kilian Q. Weinberger: On Calibration of Modern Neural Networks. ICML 2017.
+        https://arxiv.org/abs/1706.04599
+    """
+    check_whole(num_bins, "metrics.calibration_error: num_bins", 1)
+
+    def init(device: Device = None) -> CalibrationGaps:
+        total, number = _init_mean(device)
+        return CalibrationGaps(total.repeat(num_bins), number)
+
+    def update(
+        acc: CalibrationGaps, outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100
+    ) -> CalibrationGaps:
+        classes, counted = _classes(outputs, targets, ignore_index)
+        confidence, guess = outputs.detach().to(acc.totals.dtype).softmax(dim=1).max(dim=1)
+        bins = ((confidence * num_bins).ceil() - 1).nan_to_num()  # NaN has to be in some bin to show in the result
+        is_in = (bins[..., None] == torch.arange(num_bins, device=outputs.device)) & counted[..., None]
+        gaps = torch.where(is_in, (confidence - (guess == classes).to(confidence.dtype))[..., None], 0.0)
+        return CalibrationGaps(acc.totals + gaps.flatten(0, -2).sum(0), acc.number + counted.sum())
+
+    def compute(acc: CalibrationGaps) -> Tensor:
+        return acc.totals.abs().sum() / acc.number
+
+    return _of_classes(Metric(init, update, compute, is_sum=True), ignore_index)
 
 
 def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:

@@ -22,6 +22,7 @@ from purecompose.losses import couples_examples
 from purecompose.losses.metrics import (
     Metric,
     as_metric,
+    calibration_error,
     dice,
     iou,
     mean_loss,
@@ -41,6 +42,7 @@ _MANY = 10_000
 """Number of batches after which an evaluation on data of unknown length warns."""
 
 _FACTORIES = {
+    calibration_error: "pc.metrics.calibration_error()",
     dice: "pc.metrics.dice(num_classes=10)",
     iou: "pc.metrics.iou(num_classes=10)",
     mean_loss: "pc.metrics.mean_loss(pc.losses.cross_entropy)",

@@ -22,7 +22,7 @@ def test_a_recipe_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_recipe_is_a_list_of_methods_like_any_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--recipe", "hot", "--model", "resnet8(width=16)"]) == 0
     out = capsys.readouterr().out
-    assert all(method.name in out for method in recipe("hot"))
+    assert all(method.name in out for method in recipe("hot").methods)
 
 
 def test_an_argument_of_a_recipe_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,16 +31,16 @@ def test_an_argument_of_a_recipe_can_be_set(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_settings_are_the_published_ones() -> None:
-    mild, hot = ({method.name: method.config for method in recipe(name)} for name in ("mild", "hot"))
+    mild, hot = ({method.name: method.config for method in recipe(name).methods} for name in ("mild", "hot"))
     assert mild["label_smoothing"]["smoothing"] == 0.08 and hot["label_smoothing"]["smoothing"] == 0.13
     assert hot["mixup"]["alpha"] == 0.25 and hot["randaugment"]["depth"] == 1 and hot["randaugment"]["severity"] == 9
     resizing = hot["progressive_resizing"]
     assert [resizing[name] for name in ("initial_scale", "delay_fraction", "finetune_fraction")] == [0.6, 0.2, 0.2]
-    assert [method.name for method in recipe("mild")[:3]] == ["blurpool", "channels_last", "ema"]
+    assert [method.name for method in recipe("mild").methods[:3]] == ["blurpool", "channels_last", "ema"]
 
 
 def test_the_published_hot_recipe_is_a_sum() -> None:
-    compose(loop_events, [*recipe("mild")[:3], *recipe("hot")])
+    compose(loop_events, [*recipe("mild").methods[:3], *recipe("hot").methods])
 
 
 def test_a_recipe_together_with_a_list_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ def test_set_changes_arguments_that_were_given_without_a_name(name, text, argume
 def test_set_changes_the_methods_of_a_recipe() -> None:
     settings = {"optimizer": "sgd", "model": "cnn", "schedule": "cosine"}
     found = with_arguments({**settings, **chosen(options("--recipe", "medium", "--set", "mixup.alpha=0.4"))}, FACTORIES)
-    given = ", ".join(map(repr, recipe("medium")))
+    given = ", ".join(map(repr, recipe("medium").methods))
     assert found["algorithms"] == given.replace("mixup(alpha=0.2", "mixup(alpha=0.4")
 
 

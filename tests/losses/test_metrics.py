@@ -10,7 +10,15 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from purecompose.losses import CrossEntropy, Mixture, cross_entropy, model_loss, mse, one_hot
-from purecompose.losses.metrics import Metric, accuracy, as_metric, from_function, mean_loss, top_k
+from purecompose.losses.metrics import (
+    Metric,
+    accuracy,
+    as_metric,
+    calibration_error,
+    from_function,
+    mean_loss,
+    top_k,
+)
 
 
 def run(metric: Metric, outputs: Tensor, targets: Tensor, cut: int) -> float:
@@ -84,6 +92,31 @@ def test_top_k_refuses_too_few_classes():
         top_k(5).update(top_k(5).init(), torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))
 
 
+@given(problems(), st.integers(1, 20))
+def test_calibration_error_is_the_mean_gap_between_confidence_and_accuracy_in_bins(problem, num_bins):
+    outputs, indices, cut = problem
+    rows, gaps = counted_rows(outputs, indices), dict.fromkeys(range(num_bins), 0.0)
+    for row, label in rows:
+        weights = [math.exp(output) for output in row]
+        confidence = max(weights) / sum(weights)
+        number = next(b for b in range(num_bins) if confidence <= (b + 1) / num_bins)
+        gaps[number] += confidence - (weights[label] == max(weights))
+    value = run(calibration_error(num_bins), outputs, indices, cut)
+    assert value == pytest.approx(sum(map(abs, gaps.values())) / len(rows)) if rows else math.isnan(value)
+
+
+def test_calibration_error_shows_nan():
+    """A diverged network must not seem calibrated."""
+    outputs = torch.tensor([[math.nan, 0.0], [1.0, 0.0]])
+    assert math.isnan(run(calibration_error(), outputs, torch.tensor([0, 0]), 2))
+
+
+@pytest.mark.parametrize("num_bins", [0, 1.5])
+def test_calibration_error_refuses_a_wrong_number_of_bins_immediately(num_bins):
+    with pytest.raises((TypeError, ValueError), match="calibration_error: num_bins"):
+        calibration_error(num_bins)
+
+
 @given(problems())
 def test_mean_loss_is_the_loss_of_all_examples_together(problem):
     """Also if a batch has no counted target; means of batch means would overweight a short last batch."""
@@ -152,7 +185,13 @@ def test_metrics_keep_no_graph_and_do_not_change_their_accumulator():
 def test_metrics_map_over_members():
     """No value is read, since vmap would raise."""
     outputs, targets = torch.randn(3, 5, 4), torch.tensor([0, 1, 2, 3, -100])
-    for metric in (accuracy, top_k(2), mean_loss(cross_entropy), from_function(lambda o, t: o.sum(1))):
+    for metric in (
+        accuracy,
+        top_k(2),
+        calibration_error(),
+        mean_loss(cross_entropy),
+        from_function(lambda o, t: o.sum(1)),
+    ):
 
         def value(outputs: Tensor, metric: Metric = metric) -> Tensor:
             return metric.compute(metric.update(metric.init(), outputs, targets))
@@ -163,7 +202,7 @@ def test_metrics_map_over_members():
 
 
 def test_init_places_the_accumulator():
-    for metric in (accuracy, mean_loss(mse)):
+    for metric in (accuracy, mean_loss(mse), calibration_error()):
         assert {leaf.device.type for leaf in metric.init("meta")} == {"meta"}
 
 

@@ -177,8 +177,10 @@ def test_wrong_settings_are_refused_at_construction(options: dict[str, Any], err
 def test_a_filter_moves_like_the_matrix_of_its_rows(layout: torch.memory_format):
     param, grad = torch.ones(6, 2, 3, 3), matrix(6, 18).float()
     optimizer = optim.muon(0.1, filters=True, ns_precision="full")
-    given = {"w": param.contiguous(memory_format=layout)}, {"w": grad.view(param.shape).contiguous(memory_format=layout)}
-    moved, _ = optimizer.update(given[1], optimizer.init(given[0]), given[0])
-    expected, _ = optimizer.update({"w": grad}, optimizer.init({"w": param.flatten(1)}), {"w": param.flatten(1)})
+    params = {"w": param.contiguous(memory_format=layout)}
+    grads = {"w": grad.view(param.shape).contiguous(memory_format=layout)}
+    moved, _ = optimizer.update(grads, optimizer.init(params), params)
+    params = {"w": param.flatten(1)}
+    expected, _ = optimizer.update({"w": grad}, optimizer.init(params), params)
     torch.testing.assert_close(moved["w"].flatten(1), expected["w"])
     assert moved["w"].is_contiguous(memory_format=layout)

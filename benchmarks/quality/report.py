@@ -1,0 +1,185 @@
+"""Tables and pictures of the time to quality, from the records of all tasks.
+
+    python benchmarks/quality/report.py [--check]
+
+Writes `results/quality.json`, the pictures in docs/images, and the tables between the marks in docs/quality.md and
+README.md. `--check` writes nothing, and fails if a table differs from the records.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import cifar10
+import mnist
+import shakespeare
+import torch
+from _curve import Point
+from _task import RECORDS, Task, records
+from _timing import RESULTS, Row, quartiles, table
+
+from purecompose.analysis import simultaneous_intervals
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+IMAGES = ROOT / "docs" / "images"
+TASKS = (mnist.TASK, cifar10.TASK, shakespeare.TASK)
+COLORS = {"recipe": "#c2410c", "baseline": "#475569", "published": "#94a3b8"}
+Runs = Mapping[tuple[str, int], Sequence[Point]]
+"""The points of each run of one task in one precision, by side and seed."""
+
+
+class Times(NamedTuple):
+    """Seconds until a side reaches the target, by seed; infinite where it does not."""
+
+    training: dict[int, float]
+    in_all: dict[int, float]
+    batches: dict[int, float]
+
+
+def runs_of(task: Task, precision: str) -> Runs:
+    """Return the runs of a task that are recorded in this precision."""
+    found = records(RECORDS / f"{task.name}.jsonl")
+    return {(r["side"], r["seed"]): r["points"] for r in found if r["settings"] == {"precision": precision}}
+
+
+def times_of(task: Task, runs: Runs, side: str) -> Times:
+    """Return the times of a side to the target."""
+    times = Times({}, {}, {})
+    for (name, seed), points in runs.items():
+        if name == side:
+            reached = task.reached(points)
+            times.training[seed] = math.inf if reached is None else reached.seconds - reached.compiling
+            times.in_all[seed] = math.inf if reached is None else reached.seconds
+            times.batches[seed] = math.inf if reached is None else reached.batch
+    return times
+
+
+def rows_of(task: Task) -> Iterator[Row]:
+    """Yield a row for each side in each precision; ratios are those of paired seeds, over the baseline."""
+    for precision in task.precisions:
+        runs = runs_of(task, precision)
+        base = times_of(task, runs, "baseline")
+        for side in task.sides:
+            times = times_of(task, runs, side)
+            if not times.training:
+                continue
+            reached = sum(map(math.isfinite, times.training.values()))
+            yield {
+                "task": task.name,
+                "precision": precision,
+                "side": side,
+                "reached": f"{reached} of {len(times.training)}",
+                "batches": median(times.batches.values()),
+                "seconds": _mean(times.training),
+                "with compilation": _mean(times.in_all),
+                "of baseline": _ratio(times.training, base.training),
+                "of baseline, with compilation": _ratio(times.in_all, base.in_all),
+            }
+
+
+def short_row(task: Task) -> Row:
+    """Return the row of a task in the README: its fastest precision, in one line."""
+    runs = runs_of(task, task.precisions[0])
+    base, ours = times_of(task, runs, "baseline"), times_of(task, runs, "recipe")
+    return {
+        "task": task.title,
+        "target": f"{task.metric} {task.target:g}",
+        "tuned PyTorch loop": f"{median(base.training.values()):.0f} s",
+        "recipe": f"{median(ours.training.values()):.0f} s",
+        "ratio": _ratio(ours.training, base.training),
+        "ratio with compilation": _ratio(ours.in_all, base.in_all),
+    }
+
+
+def _mean(seconds: Mapping[int, float]) -> str:
+    """Return the mean with its 95 % interval."""
+    values = list(seconds.values())
+    if not all(map(math.isfinite, values)):
+        return f"median {median(values):.1f}"
+    if len(values) < 5:
+        return f"{fmean(values):.1f}"
+    (interval,) = simultaneous_intervals(torch.tensor([values], dtype=torch.float64))
+    return f"{interval.mean:.1f} ({interval.low:.1f} to {interval.high:.1f})"
+
+
+def _ratio(seconds: Mapping[int, float], base: Mapping[int, float]) -> str:
+    """Return the median of the ratios of paired seeds, with quartiles."""
+    ratios = [seconds[seed] / base[seed] for seed in seconds if math.isfinite(base.get(seed, math.inf))]
+    if len(ratios) < 2:
+        return "".join(f"{one:.2f}" for one in ratios)
+    low, middle, high = quartiles(ratios)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def draw(tasks: Sequence[Task], path: pathlib.Path) -> None:
+    """Draw the curves of all seeds, over seconds and over batches, in each task's fastest precision."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2 * len(tasks)), layout="constrained")
+    panels: Any = figure.subplots(len(tasks), 2, sharey="row", squeeze=False)
+    for task, row in zip(tasks, panels, strict=True):
+        for (side, _), points in sorted(runs_of(task, task.precisions[0]).items()):
+            values = [point.value for point in points]
+            style: dict[str, Any] = {"color": COLORS[side], "linewidth": 0.9, "alpha": 0.8}
+            row[0].plot([point.seconds for point in points], values, **style)
+            row[1].plot([point.batch for point in points], values, **style)
+        for panel, unit in zip(row, ("seconds of training, compilation included", "batches"), strict=True):
+            panel.axhline(task.target, color="#94a3b8", linewidth=0.8, linestyle="--")
+            panel.set(xlabel=unit, xlim=(0, None), ylim=task.shown)
+            panel.spines[["top", "right"]].set_visible(False)
+        row[0].set(ylabel=task.metric)
+        row[0].set_title(f"{task.title} ({task.precisions[0]})", loc="left", fontsize=10)
+        row[0].annotate(
+            f"target {task.target:g}",
+            (1, task.target),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            fontsize=8,
+            color="#475569",
+        )
+    for side in dict.fromkeys(side for task in tasks for side in task.sides):
+        panels[0][0].plot([], [], color=COLORS[side], label=side)
+    panels[0][0].legend(frameon=False, fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=130)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the rows as a table of Markdown."""
+    head = list(rows[0])
+    lines = [head, ["---"] * len(head), *[[str(row[name]) for name in head] for row in rows]]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def replaced(text: str, made: str) -> str:
+    """Return a page with the table after the mark replaced."""
+    return re.sub(r"(<!-- quality -->\n)(\|.*\n)*", lambda found: found[1] + made, text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="fail if a table differs from the records")
+    args = parser.parse_args()
+    rows = [row for task in TASKS for row in rows_of(task)]
+    print(table(rows))
+    tables = {ROOT / "docs" / "quality.md": markdown(rows), ROOT / "README.md": markdown([*map(short_row, TASKS)])}
+    pages = {page: page.read_text() for page in tables}
+    written = {page: replaced(text, tables[page]) for page, text in pages.items()}
+    if args.check:
+        if changed := [str(page.relative_to(ROOT)) for page in pages if written[page] != pages[page]]:
+            raise SystemExit(f"{' and '.join(changed)}: the tables differ from the records; run report.py")
+        return
+    for page, text in written.items():
+        page.write_text(text)
+    (RESULTS / "quality.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    draw(TASKS, IMAGES / "quality.png")
+
+
+if __name__ == "__main__":
+    main()
