@@ -199,7 +199,7 @@ def baseline(setup: Setup, seed: int, curve: Curve, settings: Settings) -> int:
     """Train by a plain loop: SGD with Nesterov momentum, up and down a triangle of rates, the network compiled."""
     settings = {**setup.baseline, **settings}
     data, device = setup.data(settings), setup.device
-    net = setup.network(seed, data).to(memory_format=torch.channels_last)
+    net = setup.network(seed, data).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     num_batches = _length(settings, data)
     filters = [param for param in net.parameters() if param.requires_grad and param.ndim > 1]
     biases = [param for param in net.parameters() if param.requires_grad and param.ndim == 1]
