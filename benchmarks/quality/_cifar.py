@@ -29,14 +29,14 @@ FRACTIONS = (0.5, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 1.0)
 
 
 class GlobalPool(nn.Module):
-    """The mean, or the greatest value, of each channel: (N, C, H, W) to (N, C)."""
+    """The mean, or the greatest value, of each channel, divided by 9: (N, C, H, W) to (N, C)."""
 
     def __init__(self, is_max: bool) -> None:
         super().__init__()
         self.is_max = is_max
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return inputs.amax((2, 3)) if self.is_max else inputs.mean((2, 3))
+        return (inputs.amax((2, 3)) if self.is_max else inputs.mean((2, 3))) / 9
 
 
 class Mirrored(nn.Module):
@@ -97,8 +97,9 @@ def _norm(channels: int) -> nn.BatchNorm2d:
 def cifar(device: str, short: bool) -> pc.data.ImageData:
     """Return the images, or a part of them for a try."""
     data = pc.data.load(data_file("cifar10.npz"))
-    tensors = [tensor[:4096] if short else tensor for tensor in data[:4]]
-    return pc.data.ImageData(*(tensor.to(device) for tensor in tensors), data.num_classes)
+    part = slice(4096 if short else None)
+    names = ("train_inputs", "train_targets", "test_inputs", "test_targets")
+    return data._replace(**{name: getattr(data, name)[part].to(device) for name in names})
 
 
 def augmented(images: Tensor, mirrored: Tensor, down: Tensor, right: Tensor, shift: int) -> Tensor:
@@ -198,7 +199,7 @@ def baseline(setup: Setup, seed: int, curve: Curve, settings: Settings) -> int:
     """Train by a plain loop: SGD with Nesterov momentum, up and down a triangle of rates, the network compiled."""
     settings = {**setup.baseline, **settings}
     data, device = setup.data(settings), setup.device
-    net = setup.network(seed, data).to(memory_format=torch.channels_last)
+    net = setup.network(seed, data).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     num_batches = _length(settings, data)
     filters = [param for param in net.parameters() if param.requires_grad and param.ndim > 1]
     biases = [param for param in net.parameters() if param.requires_grad and param.ndim == 1]
