@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from _task import RECORDS, TUNING_SEEDS, data_file
+from _task import RECORDS, TUNING_SEEDS, _commit, data_file
 from _timing import RESULTS, Row, facts, median_us, paired, save
 from torch import Tensor
 
@@ -44,10 +44,10 @@ class Side:
 
 
 SIDES = {
-    "one network": Side(lr=5e-3),
-    "one network, equal time": Side(is_equal_time=True, dropout=0.2),
-    "one wider network, equal time": Side(hidden=640, is_equal_time=True),
-    "ensemble of 8": Side(num_members=8, lr=5e-3),
+    "one network": Side(lr=0.005),
+    "one network, equal time": Side(is_equal_time=True, lr=0.002, dropout=0.2),
+    "one wider network, equal time": Side(hidden=640, is_equal_time=True, lr=0.002),
+    "ensemble of 8": Side(num_members=8, lr=0.01),
 }
 ENSEMBLE = "ensemble of 8"
 TUNING = [{"lr": lr, "dropout": dropout} for lr in (1e-3, 2e-3, 5e-3, 1e-2) for dropout in (0.0, 0.2)]
@@ -156,6 +156,7 @@ def record(name: str, side: Side, seed: int, epochs: int, costs: Costs, args: ar
         "side": name,
         "settings": asdict(side),
         "seed": seed,
+        "commit": _commit(),
         "epochs": epochs,
         "parameters": sum(param.numel() for param in state.params.values()),
         "batches": num_batches,
@@ -257,7 +258,7 @@ def main() -> None:
     found = read(path)
     done = {(one["side"], one["epochs"], one["seed"]) for one in found if "side" in one}
     budgets, seeds = (BUDGETS[:1], range(1)) if args.short else (BUDGETS, range(args.seeds))
-    for seed, epochs, (name, side) in itertools.product(seeds, budgets, SIDES.items()):
+    for epochs, seed, (name, side) in itertools.product(budgets, seeds, SIDES.items()):
         if (name, epochs, seed) not in done:
             found.append(record(name, side, seed, epochs, costs, args))
             write(path, found[-1])

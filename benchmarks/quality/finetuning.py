@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from _curve import Curve, Observer, Point
-from _task import RECORDS, TUNING_SEEDS, data_file, records
+from _task import RECORDS, TUNING_SEEDS, _commit, data_file, records
 from _timing import RESULTS, Row, facts, quartiles, save
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -38,17 +38,17 @@ FIRST = {"lr": 3e-3, "batches": 600}
 """The first training."""
 EVALUATED = [0.5, 0.6, 0.7, *(share / 40 for share in range(31, 41))]
 """The shares of a run after which it is evaluated."""
-PLAIN: dict[str, Any] = {"lr": 4e-3, "last": 0.0, "batches": 150}
+PLAIN: dict[str, Any] = {"lr": 2e-3, "last": 0.0, "batches": 150}
 """`last` is the share of the learning rate at the end, to which it falls linearly."""
 SELECTIVE = {"start": 0.0, "end": 1.0, "keep": 0.5, "full_every": 0}
-FREEZING = {"freeze_start": 0.0, "freeze_level": 1.0, "num_stages": 2}
-"""Half of the layers from the middle of the run on."""
+FREEZING = {"freeze_start": 0.0, "freeze_level": 0.5, "num_stages": 2}
+"""A quarter of the layers from the middle of the run on."""
 SIDES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "selective backprop": {"selective": SELECTIVE, "batches": 180},
-    "layer freezing": {"freezing": FREEZING, "batches": 165},
+    "selective backprop": {"selective": SELECTIVE, "batches": 165},
+    "layer freezing": {"freezing": FREEZING, "batches": 155},
     "ema": {"ema": "12ba", "last": 0.3, "batches": 145},
-    "all three": {"selective": SELECTIVE, "freezing": FREEZING, "ema": "12ba", "last": 0.3, "batches": 195},
+    "all three": {"selective": SELECTIVE, "freezing": FREEZING, "ema": "12ba", "last": 0.3, "batches": 170},
     "plain, from scratch": {"is_pretrained": False},
 }
 TUNING: dict[str, list[dict[str, Any]]] = {
@@ -187,6 +187,7 @@ def run(side: str, seed: int, settings: Mapping[str, Any], args: argparse.Namesp
         "settings": found,
         "compiling": round(compiling, 1),
         **facts("transformers"),
+        "commit": _commit(),
         "points": [[point.batch, *(round(value, 5) for value in point[1:])] for point in curve.points],
     }
 
