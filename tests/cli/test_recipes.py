@@ -95,7 +95,5 @@ def test_a_recipe_fits_where_its_smallest_images_do(capsys: pytest.CaptureFixtur
 
 
 def test_unknown_recipes_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match="expected one of mild, .*, shakespeare-fast, got 'spicy'"
-    ):
+    with pytest.raises(ValueError, match="expected one of mild, .*, shakespeare-fast, got 'spicy'"):
         recipe("spicy")
