@@ -91,7 +91,7 @@ def null(num_ablations: int, num_seeds: int) -> Row:
         [permuted(), alg.label_smoothing(0.1), alg.gradient_clipping("norm", 0.5)],
         evaluate=test,
         seeds=num_ablations * num_seeds,
-        form="population",
+        mode="population",
         time_rounds=0,
         report=print,
     )

@@ -71,7 +71,9 @@ def make_resnet50(is_small: bool) -> Task:
 def make_bert(is_small: bool) -> Task:
     import transformers  # pyright: ignore[reportMissingImports]
 
-    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=64)
+    sizes: dict[str, Any] = dict(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=64
+    )
     config = transformers.BertConfig(**(sizes if is_small else {}))
     tokens = torch.randint(config.vocab_size, (2, 4, 8 if is_small else 64))
     batch = {"input_ids": tokens[0], "labels": tokens[1]}

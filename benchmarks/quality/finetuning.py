@@ -26,7 +26,7 @@ from _curve import Curve, Observer, Point
 from _task import RECORDS, TUNING_SEEDS, _commit, data_file, records
 from _timing import RESULTS, Row, facts, quartiles, save
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel  # pyright: ignore[reportMissingImports]
 
 import purecompose as pc
 from purecompose import Algorithm, State, algorithms as alg, analysis, compose, loop_events, losses, optim, schedule

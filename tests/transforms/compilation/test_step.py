@@ -18,6 +18,7 @@ from purecompose.schedule import cosine, hparam, linear
 from purecompose.testing import strategies
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS
+from purecompose.transforms.compilation import CompiledStep
 from tests.helpers import (
     Unsized,
     changing,
@@ -372,7 +373,7 @@ def test_gradients_through_a_compiled_step_equal_the_composed_ones() -> None:
 def test_replace_compiles_the_new_step_with_the_same_options() -> None:
     _, fast = made(donate=False, max_variants=7)
     other = fast.replace(algorithms=[noise()])
-    assert isinstance(other, pc.transforms.compilation.CompiledStep) and other.options == fast.options
+    assert isinstance(other, CompiledStep) and other.options == fast.options
     assert [algorithm.name for algorithm in other.algorithms] == ["noise"]
     assert_agree(other.step(make_state(), make_batch()), other(make_state(), make_batch()))
 
