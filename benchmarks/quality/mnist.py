@@ -140,9 +140,8 @@ def recipe_parts(s: Settings) -> Recipe:
     if not s["lr"]:
         return Recipe(methods, optim.adamw(s["adamw"] * curve, weight_decay=0.01), s["batch_size"], s["epochs"])
     rest = optim.adamw(s["adamw"] * curve, weight_decay=0.0, betas=(0.9, 0.99))
-    muon = optim.muon(s["lr"] * curve, weight_decay=0.0, ns_steps=s["ns_steps"], ns_precision="full", filters=True)
-    # The names of filters end in 0, 4, 8 and 11. One pattern, because each makes an update of its own.
-    optimizer = optim.by_pattern({"*[0148].weight": muon}, rest)
+    muon = optim.muon(s["lr"] * curve, weight_decay=0.0, ns_steps=s["ns_steps"], ns_precision="full", filters="only")
+    optimizer = optim.by_pattern({"*": muon}, rest)
     return Recipe(methods, optimizer, s["batch_size"], s["epochs"])
 
 
