@@ -18,6 +18,9 @@ from purecompose.algorithms.functional import alibi_rules, gated_linear_units_ru
 from purecompose.nn.layers import GatedLinearUnit
 from tests.algorithms.surgery_checks import hooked, patched
 
+# A new name of the argument, which earlier versions do not have.
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+
 
 transformers: Any = pytest.importorskip("transformers", reason="Hugging Face's transformers is not installed")
 
@@ -247,7 +250,7 @@ def test_forwards_on_instances_would_win_over_biases(kind: str) -> None:
             assert kind == "gpt2"
             continue
         patched(found[0])
-        with pytest.raises(ValueError, match=f"a {type(found[0]).__name__} of transformers: .* put on the instance"):
+        with pytest.raises(ValueError, match=f"a {type(found[0]).__name__} of transformers: .* set on the instance"):
             with_biases(net)
 
 
