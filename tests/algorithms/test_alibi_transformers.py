@@ -18,6 +18,7 @@ from purecompose.algorithms.functional import alibi_rules, gated_linear_units_ru
 from purecompose.nn.layers import GatedLinearUnit
 from tests.algorithms.surgery_checks import hooked, patched
 
+
 # A new name of the argument, which earlier versions do not have.
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 
