@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+import purecompose as pc
+
 
 FOLDER = pathlib.Path(__file__).parents[1] / "benchmarks"
 
@@ -103,6 +105,15 @@ def test_profile_scores_integrate_the_fraction_of_workloads_near_the_fastest() -
         assert scores(times)[name] == pytest.approx(sum(near) / len(near), abs=1e-3)
     with pytest.raises(ValueError, match="b: expected times of the workloads"):
         scores({"a": {"images": 1.0}, "b": {"text": 1.0}})
+
+
+@pytest.mark.parametrize("name", ["mnist", "shakespeare"])
+def test_tasks_train_with_the_recipes_of_the_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(FOLDER / "quality"), str(FOLDER), *sys.path])
+    script = runpy.run_path(str(FOLDER / "quality" / f"{name}.py"))
+    parts, recipe = script["recipe_parts"](script["RECIPE"]), pc.recipe(f"{name}-fast")
+    assert parts.optimizer == recipe.optimizer and parts.batch_size == recipe.batch_size
+    assert list(map(repr, parts.methods)) == list(map(repr, recipe.methods))
 
 
 def test_ensemble_compares_each_side_with_the_population(run: Run) -> None:

@@ -62,7 +62,7 @@ class Task:
 
 
 def run(task: Task, text: str | None) -> None:
-    """The command line of a task: train what has no record yet, and report.
+    """The command line of a task: train what has no record yet.
 
     Args:
         task: The task.

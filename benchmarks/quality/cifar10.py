@@ -46,10 +46,7 @@ RECIPE = {
 
 
 def parts(settings: Settings) -> Parts:
-    """Return the recipe: Muon for the filters of the stages, small images at first, smoothed labels.
-
-    Freezing layers late did not help, so that its level is 0.
-    """
+    """Return the recipe: Muon for the filters of the stages, small images at first, smoothed labels."""
     s, curve = settings, schedule.linear(warmup=f"{settings['warmup']}dur")
     filters = optim.muon(s["muon_lr"] * curve, momentum=s["muon_momentum"], weight_decay=s["muon_decay"], filters=True)
     rest = optim.sgd(
@@ -60,8 +57,9 @@ def parts(settings: Settings) -> Parts:
         alg.channels_last(),
         alg.progressive_resizing(s["mode"], **small),
         alg.label_smoothing(s["smoothing"]),
-        alg.layer_freezing(s["freeze_start"], s["freeze_level"], num_stages=None),
     ]
+    if s["freeze_level"]:
+        methods.append(alg.layer_freezing(s["freeze_start"], s["freeze_level"], num_stages=None))
     return Parts(methods, optim.by_pattern({"*stages.*": filters}, rest), s["batch_size"], s["epochs"])
 
 

@@ -126,7 +126,7 @@ def draw(tasks: Sequence[Task], path: pathlib.Path) -> None:
     for task, row in zip(tasks, panels, strict=True):
         for (side, _), points in sorted(runs_of(task, task.precisions[0]).items()):
             values = [point.value for point in points]
-            style: dict[str, Any] = {"color": COLORS[side], "linewidth": 0.9, "alpha": 0.8}
+            style: dict[str, Any] = {"color": COLORS.get(side, "#cbd5e1"), "linewidth": 0.9, "alpha": 0.8}
             row[0].plot([point.seconds for point in points], values, **style)
             row[1].plot([point.batch for point in points], values, **style)
         for panel, unit in zip(row, ("seconds of training, compilation included", "batches"), strict=True):
@@ -145,7 +145,7 @@ def draw(tasks: Sequence[Task], path: pathlib.Path) -> None:
             color="#475569",
         )
     for side in dict.fromkeys(side for task in tasks for side in task.sides):
-        panels[0][0].plot([], [], color=COLORS[side], label=side)
+        panels[0][0].plot([], [], color=COLORS.get(side, "#cbd5e1"), label=side)
     panels[0][0].legend(frameon=False, fontsize=8, loc="lower right")
     figure.savefig(path, dpi=130)
 
@@ -159,6 +159,8 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def replaced(text: str, made: str) -> str:
     """Return a page with the table after the mark replaced."""
+    if "<!-- quality -->" not in text:
+        raise SystemExit("a page lacks the mark <!-- quality -->, after which the table stands")
     return re.sub(r"(<!-- quality -->\n)(\|.*\n)*", lambda found: found[1] + made, text)
 
 
@@ -167,6 +169,8 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="fail if a table differs from the records")
     args = parser.parse_args()
     rows = [row for task in TASKS for row in rows_of(task)]
+    if {row["task"] for row in rows if row["side"] in ("baseline", "recipe")} != {task.name for task in TASKS}:
+        raise SystemExit("there are no records of some tasks; run their scripts first")
     print(table(rows))
     tables = {ROOT / "docs" / "quality.md": markdown(rows), ROOT / "README.md": markdown([*map(short_row, TASKS)])}
     pages = {page: page.read_text() for page in tables}

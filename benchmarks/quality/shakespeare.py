@@ -208,7 +208,7 @@ def recipe_parts(settings: Settings) -> Parts:
         ns_steps=settings["ns_steps"],
     )
     adamw = optim.adamw(settings["adamw_lr"] * curve, betas=tuple(settings["betas"]), weight_decay=0.0)
-    return Parts([], optim.by_pattern({"*.blocks.*": muon}, adamw), settings["batch_size"], f"{settings['steps']}ba")
+    return Parts([], optim.by_pattern({"*blocks.*": muon}, adamw), settings["batch_size"], f"{settings['steps']}ba")
 
 
 def recipe(seed: int, curve: Curve, settings: Settings) -> int:

@@ -1,6 +1,6 @@
 """Recipes by name: methods that work well together, with the settings that they were found with.
 
-Two recipes reach a quality soon; each was tuned as a whole, on one network and data set (docs/quality.md):
+Two recipes were tuned as a whole to reach a quality soon, each on one network and data set (docs/quality.md):
 
     mnist-fast        for small images of one channel and convolutional networks: Muon for the filters, AdamW for the
                       rest, label smoothing, channels last
