@@ -62,9 +62,12 @@ class Processes:
         backend = "nccl" if is_cuda else "gloo"
         dist.init_process_group(backend, store=_new_store(), rank=self.rank, world_size=self.size, timeout=_TO_MEET)
         dist.distributed_c10d._set_pg_timeout(_TO_ANSWER)
-        with contextlib.nullcontext() if self.is_first else _silenced():
-            yield
-        dist.destroy_process_group()  # after an error it is still needed, to find out who reports it
+        try:
+            with contextlib.nullcontext() if self.is_first else _silenced():
+                yield
+            dist.destroy_process_group()  # after an error it is still needed, to find out who reports it
+        finally:
+            time.sleep(_TO_RELEASE.total_seconds())
 
     @contextlib.contextmanager
     def folder(self, out: str | None, *, is_divided: bool) -> Iterator[Path | None]:
@@ -115,6 +118,13 @@ class Processes:
 
 _TO_MEET, _TO_ANSWER = timedelta(minutes=2), timedelta(minutes=10)
 """How long processes wait for each other at the start, and in a step."""
+
+_TO_RELEASE = timedelta(seconds=0.1)
+"""How long a process stays after its last message.
+
+The threads of gloo release the tensors of a message after it has arrived. One that does so while the interpreter is
+finalized aborts the process, and destroying the group does not wait for it while a step refers to the group.
+"""
 
 _TO_ASK = timedelta(seconds=10)
 """How long the host of the store stays after an error, for the others to find out who reports it."""
