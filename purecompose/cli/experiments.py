@@ -152,9 +152,7 @@ def _show_sweep(options: argparse.Namespace) -> None:
             state,
             parts.setup.train_data,
             values,
-            evaluate=parts.evaluator
-            if options.rungs is None
-            else dataclasses.replace(parts.evaluator, every="0.05dur"),
+            evaluate=evaluator,
             metric=options.metric or f"{parts.setup.watched}/loss",
             seeds=options.seeds or 1,
             rungs=() if options.rungs is None else options.rungs.split(","),
