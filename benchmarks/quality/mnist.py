@@ -87,10 +87,14 @@ def baseline(seed: int, curve: Curve, settings: Settings) -> int:
 def recipe(seed: int, curve: Curve, settings: Settings) -> int:
     """Train by a composed step; with `compile` by a compiled one."""
     s = {**RECIPE, **settings}
+    return train(seed, curve, s, recipe_parts(s))
+
+
+def train(seed: int, curve: Curve, s: Settings, parts: "Recipe") -> int:
+    """Train by `fit` with the parts of a recipe."""
     data, net, num_batches = images(), network(seed), length(s)
     curve.start()
-    parts = recipe_parts(s)
-    train = pc.data.arrays(data.train_inputs, data.train_targets, parts.batch_size, drop_last=True)
+    examples = pc.data.arrays(data.train_inputs, data.train_targets, parts.batch_size, drop_last=True)
     test = pc.data.arrays(data.test_inputs, data.test_targets, 1000)
     step = compose(loop_events, parts.methods)
     state = State.create(
@@ -106,7 +110,7 @@ def recipe(seed: int, curve: Curve, settings: Settings) -> int:
     pc.fit(
         pc.compile(step, quiet=True) if s["compile"] else step,
         state,
-        train,
+        examples,
         evaluate=evaluator,
         observers=Observer(curve, "eval/accuracy"),
     )

@@ -157,11 +157,12 @@ def markdown(rows: Sequence[Row]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def replaced(text: str, made: str) -> str:
-    """Return a page with the table after the mark replaced."""
-    if "<!-- quality -->" not in text:
-        raise SystemExit("a page lacks the mark <!-- quality -->, after which the table stands")
-    return re.sub(r"(<!-- quality -->\n)(\|.*\n)*", lambda found: found[1] + made, text)
+def replaced(text: str, made: str, name: str = "quality") -> str:
+    """Return a page with the table after a mark replaced."""
+    mark = f"<!-- {name} -->\n"
+    if mark not in text:
+        raise SystemExit(f"a page lacks the mark {mark.strip()}, after which the table stands")
+    return re.sub(rf"({mark})(\|.*\n)*", lambda found: found[1] + made, text)
 
 
 def main() -> None:
