@@ -179,7 +179,7 @@ def _show_sensitivity(options: argparse.Namespace) -> None:
     start, comma, stop = options.window.partition(",")
     if not comma:
         raise UsageError(f"--window: {options.window}: expected two points of the run, such as 100ba,150ba")
-    names = options.to.split(",")
+    names = [name.strip() for name in options.to.split(",")]
     with opened(options, options.run) as (run, setup), usage_errors(ValueError, TypeError, FileExistsError):
         window = analysis.window_of(run, start, stop)
         with reported_as("--to"):
