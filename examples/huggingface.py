@@ -72,4 +72,4 @@ def main(first: str, duration: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*(("20ba", "10ba") if "--short" in sys.argv else ("200ba", "50ba")))
+    main(*(("50ba", "20ba") if "--short" in sys.argv else ("200ba", "20ba")))

@@ -39,7 +39,8 @@ def make_module() -> Any:
             self.net = pc.nn.models.build("cnn", in_shape=(1, 8, 8), num_classes=10, seed=SEED)
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return mixed_loss(self.net, *batch, self.current_epoch, batch_idx)
+            images, targets = batch
+            return mixed_loss(self.net, images, targets, self.current_epoch, batch_idx)
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             params = dict(self.net.named_parameters())
