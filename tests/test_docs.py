@@ -6,6 +6,8 @@ import inspect
 import io
 import pathlib
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -190,6 +192,10 @@ def test_the_page_on_compiled_steps(capsys: pytest.CaptureFixture[str], monkeypa
     assert names["state"].timestamp.batch == 28
 
 
+def test_the_page_on_populations() -> None:
+    assert run_page("populations.md")["best"].hparams["lr"] in torch.tensor([0.01, 0.03, 0.1, 0.3])
+
+
 def test_the_page_on_half_precision() -> None:
     assert run_page("precision.md")["state"].metrics["loss_scaling/skipped"].item() == 0
 
@@ -297,6 +303,14 @@ def test_a_name_that_does_not_exist_is_found() -> None:
     assert [is_name(name) for name in dotted] == [False, True, False]
 
 
-def test_every_page_is_reached_from_the_readme() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"(docs/{page.name})" not in text] == []
+def test_every_page_is_reached_from_the_readme_or_the_index_of_guides() -> None:
+    linked = set(re.findall(r"\]\(docs/([\w.]+)", (ROOT / "README.md").read_text()))
+    linked |= set(re.findall(r"\]\(([\w.]+)", (ROOT / "docs" / "howto.md").read_text()))
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= linked
+
+
+def test_the_pictures_of_the_ideas_are_what_steps_report(tmp_path: pathlib.Path) -> None:
+    folder = ROOT / "docs" / "images"
+    subprocess.run([sys.executable, str(folder / "explained.py"), str(tmp_path)], check=True)
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert drawn == {path.name: path.read_text() for path in folder.glob("explained_*.svg")}
