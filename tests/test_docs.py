@@ -6,6 +6,8 @@ import inspect
 import io
 import pathlib
 import re
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -226,6 +228,10 @@ def test_the_page_on_compiled_steps(capsys: pytest.CaptureFixture[str], monkeypa
     assert names["state"].timestamp.batch == 28
 
 
+def test_the_page_on_populations() -> None:
+    assert run_page("populations.md")["best"].hparams["lr"] in torch.tensor([0.01, 0.03, 0.1, 0.3])
+
+
 def test_the_page_on_half_precision() -> None:
     assert run_page("precision.md")["state"].metrics["loss_scaling/skipped"].item() == 0
 
@@ -340,3 +346,10 @@ def test_every_page_is_reached_from_the_readme() -> None:
         links = {(page.parent / link).resolve() for page in new for link in LINK.findall(page.read_text())}
         new = {page for page in links if page.suffix == ".md" and page.exists()} - found
     assert {*(ROOT / "docs").glob("*.md")} <= found
+
+
+def test_the_pictures_of_the_ideas_are_what_steps_report(tmp_path: pathlib.Path) -> None:
+    folder = ROOT / "docs" / "images"
+    subprocess.run([sys.executable, str(folder / "explained.py"), str(tmp_path)], check=True)
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert drawn == {path.name: path.read_text() for path in folder.glob("explained_*.svg")}
