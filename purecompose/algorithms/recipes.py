@@ -106,12 +106,12 @@ def _hot() -> Recipe:
 def _mnist_fast() -> Recipe:
     curve = schedule.linear(alpha_f=0.0, warmup="0.1dur")
     filters = optim.muon(0.05 * curve, weight_decay=0.0, ns_steps=3, ns_precision="full", filters="only")
-    rest = optim.adamw(0.01 * curve, betas=(0.9, 0.99), weight_decay=0.0)
+    rest = optim.adamw(0.02 * curve, betas=(0.9, 0.99), weight_decay=0.0)
     return Recipe(
         (channels_last(), label_smoothing(0.1)),
         losses.cross_entropy,
         optim.by_pattern({"*": filters}, rest),
-        duration="562ba",
+        duration="468ba",
         batch_size=64,
         precision="bf16",
     )
