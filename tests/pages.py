@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -11,12 +12,17 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def run_page(name: str) -> dict[str, Any]:
-    """Run a page's blocks one after the other and return their names; errors have the page's line numbers."""
+    """Run a page's blocks one after the other and return their names; errors have the page's line numbers.
+
+    A block "python requires PACKAGES" is left out unless these packages are installed.
+    """
     text = (ROOT / "docs" / name).read_text()
     names: dict[str, Any] = {}
     with torch.random.fork_rng():
         torch.manual_seed(0)  # for the weights of the pages' networks
-        for block in re.finditer(r"```python\n(.*?)```", text, re.S):
-            lines_before = text[: block.start(1)].count("\n")
-            exec(compile("\n" * lines_before + block[1], name, "exec"), names)  # noqa: S102
+        for block in re.finditer(r"```python(?: requires (.*?))?\n(.*?)```", text, re.S):
+            if any(find_spec(package) is None for package in (block[1] or "").split()):
+                continue
+            lines_before = text[: block.start(2)].count("\n")
+            exec(compile("\n" * lines_before + block[2], name, "exec"), names)  # noqa: S102
     return names

@@ -6,6 +6,9 @@ import inspect
 import io
 import pathlib
 import re
+import subprocess
+import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from tests.pages import ROOT, run_page
 
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+LINK = re.compile(r"\]\(([^)#\s]+)")
 CARD_HEADS = [
     "When to use it",
     "Settings",
@@ -169,6 +173,40 @@ def test_the_page_on_experiments(
     assert (tmp_path / "ablation.png").exists() and (tmp_path / "runs" / "ablation" / "ablation.json").exists()
 
 
+@pytest.fixture(scope="module")
+def own_loop() -> tuple[dict[str, Any], str]:
+    """Run the page on your own loop, as far as packages are installed; return its names and its output."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning|transformers|accelerate")
+        names = run_page("own_loop.md")
+    return names, printed.getvalue()
+
+
+def numbers(printed: str) -> list[list[float]]:
+    """Return the printed lines of numbers; the trainers print other lines as well."""
+    return [[float(part) for part in line.split()] for line in printed.splitlines() if re.fullmatch(r"[\d. ]+", line)]
+
+
+def test_plain_loops_of_your_own_learn(own_loop: tuple[dict[str, Any], str]) -> None:
+    epochs, cores, averaged, sam = (lines := numbers(own_loop[1]))[2:6]
+    assert [line[0] for line in lines[:3]] == [0, 1, 2]
+    assert min(line[-1] for line in (epochs, cores, averaged, sam)) > 0.85
+
+
+def test_lightning_learns_by_cores_and_by_a_step(own_loop: tuple[dict[str, Any], str]) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    names, printed = own_loop
+    (cores,), (num_steps, validated, composed) = numbers(printed)[6:8]
+    assert min(cores, composed) > 0.85 and validated == pytest.approx(composed)
+    assert num_steps == names["composed"].state.timestamp.batch == 3 * len(names["train"])
+
+
+def test_hugging_faces_trainer_learns_by_cores(own_loop: tuple[dict[str, Any], str]) -> None:
+    for package in ("transformers", "accelerate"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    assert numbers(own_loop[1])[-1][0] < 2.3  # the mean over the run; its first value was log 10
+
+
 def test_the_pages_gradient_through_two_steps_is_the_difference_quotient() -> None:
     fn = run_page("training.md")["loss_after_two_steps"]
     gradient = torch.func.grad(fn)(torch.tensor(0.1))
@@ -188,6 +226,10 @@ def test_the_page_on_compiled_steps(capsys: pytest.CaptureFixture[str], monkeypa
     assert "a step cannot be compiled in by_number at" in shown.out
     assert shown.err.count("purecompose: compiling part") == len(names["compiled"].variants()) == 2
     assert names["state"].timestamp.batch == 28
+
+
+def test_the_page_on_populations() -> None:
+    assert run_page("populations.md")["best"].hparams["lr"] in torch.tensor([0.01, 0.03, 0.1, 0.3])
 
 
 def test_the_page_on_half_precision() -> None:
@@ -260,7 +302,7 @@ def test_the_page_names_each_setting_that_may_move() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page: pathlib.Path) -> None:
-    links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
+    links = LINK.findall(page.read_text())
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
@@ -298,5 +340,16 @@ def test_a_name_that_does_not_exist_is_found() -> None:
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"(docs/{page.name})" not in text] == []
+    found, new = set(), {ROOT / "README.md"}
+    while new:
+        found |= new
+        links = {(page.parent / link).resolve() for page in new for link in LINK.findall(page.read_text())}
+        new = {page for page in links if page.suffix == ".md" and page.exists()} - found
+    assert {*(ROOT / "docs").glob("*.md")} <= found
+
+
+def test_the_pictures_of_the_ideas_are_what_steps_report(tmp_path: pathlib.Path) -> None:
+    folder = ROOT / "docs" / "images"
+    subprocess.run([sys.executable, str(folder / "explained.py"), str(tmp_path)], check=True)
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert drawn == {path.name: path.read_text() for path in folder.glob("explained_*.svg")}

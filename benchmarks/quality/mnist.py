@@ -87,10 +87,14 @@ def baseline(seed: int, curve: Curve, settings: Settings) -> int:
 def recipe(seed: int, curve: Curve, settings: Settings) -> int:
     """Train by a composed step; with `compile` by a compiled one."""
     s = {**RECIPE, **settings}
+    return train(seed, curve, s, recipe_parts(s))
+
+
+def train(seed: int, curve: Curve, s: Settings, parts: "Recipe") -> int:
+    """Train by `fit` with the parts of a recipe."""
     data, net, num_batches = images(), network(seed), length(s)
     curve.start()
-    parts = recipe_parts(s)
-    train = pc.data.arrays(data.train_inputs, data.train_targets, parts.batch_size, drop_last=True)
+    examples = pc.data.arrays(data.train_inputs, data.train_targets, parts.batch_size, drop_last=True)
     test = pc.data.arrays(data.test_inputs, data.test_targets, 1000)
     step = compose(loop_events, parts.methods)
     state = State.create(
@@ -106,7 +110,7 @@ def recipe(seed: int, curve: Curve, settings: Settings) -> int:
     pc.fit(
         pc.compile(step, quiet=True) if s["compile"] else step,
         state,
-        train,
+        examples,
         evaluate=evaluator,
         observers=Observer(curve, "eval/accuracy"),
     )
@@ -198,35 +202,32 @@ def accuracy(net: nn.Module, data: pc.data.ImageData, precision: str) -> float:
 
 
 LARGE: Settings = {"batch_size": 128}
-ADAMW: Settings = {"lr": 0.02, **LARGE, "smoothing": 0.0}
-SGD: Settings = {"optimizer": "sgd", "weight_decay": 0.0005, **LARGE, "smoothing": 0.0}
-CROPPED: Settings = {"scale": 0.86}
-SELECTED: Settings = {"keep": 0.25, "batch_size": 256, "epochs": 1.0, "smoothing": 0.0}
 TUNING: dict[str, list[Settings]] = {
     "baseline": [
         {},
-        {"smoothing": 0.0},
+        {"epochs": 0.8},
+        {"lr": 0.005},
+        {"lr": 0.02},
+        {"lr": 0.02, "epochs": 0.8},
+        {"lr": 0.03, "epochs": 0.8},
+        {"lr": 0.03, "epochs": 0.9},
         {"lr": 0.02, **LARGE},
-        *({**ADAMW, "epochs": epochs} for epochs in (1.25, 1.5)),
-        {**ADAMW, "lr": 0.04},
-        *({**SGD, "lr": 0.6, "epochs": epochs} for epochs in (1.0, 1.25, 1.5)),
-        {"lr": 0.005, "smoothing": 0.0, "precision": "fp32"},
-        *({**ADAMW, "lr": lr, "epochs": 1.5, "precision": "fp32"} for lr in (0.01, 0.02)),
-        {**SGD, "lr": 0.1, "batch_size": 64, "precision": "fp32"},
-        *({**SGD, "lr": lr, "epochs": 1.5, "precision": "fp32"} for lr in (0.1, 0.3)),
+        {"lr": 0.02, **LARGE, "epochs": 1.25},
+        {"lr": 0.03, **LARGE},
+        {"optimizer": "sgd", "weight_decay": 0.0005, "lr": 0.6, **LARGE},
     ],
     "recipe": [
         {},
         {"epochs": 0.5},
-        {"epochs": 0.8, "smoothing": 0.0},
-        *({**LARGE, "epochs": epochs} for epochs in (0.5, 0.8)),
-        *({**LARGE, "epochs": epochs, "lr": 0.1} for epochs in (0.5, 0.8)),
-        {**LARGE, "smoothing": 0.2},
-        {"batch_size": 256},
-        *({**LARGE, **CROPPED, "epochs": epochs} for epochs in (0.6, 0.8)),
-        {**LARGE, **CROPPED, "epochs": 1.0, "lr": 0.0, "adamw": 0.02},
-        SELECTED,
-        {**SELECTED, "lr": 0.0, "adamw": 0.02},
+        {"epochs": 0.4},
+        {"epochs": 0.5, "lr": 0.1, "adamw": 0.02},
+        {"epochs": 0.45, "lr": 0.1, "adamw": 0.02},
+        {"epochs": 0.45, "lr": 0.15, "adamw": 0.03},
+        {"epochs": 0.5, "lr": 0.1},
+        {"epochs": 0.5, "adamw": 0.02},
+        {"epochs": 0.6, **LARGE, "lr": 0.1},
+        {"epochs": 0.7, **LARGE, "lr": 0.1, "adamw": 0.02},
+        {"epochs": 0.6, "scale": 0.86},
     ],
 }
 
@@ -239,6 +240,7 @@ TASK = Task(
     sides={"baseline": baseline, "recipe": recipe},
     tuning=TUNING,
     num_seeds=10,
+    num_tuning_seeds=3,
     precisions=("bf16", "fp32"),
 )
 

@@ -214,7 +214,11 @@ def recipe_parts(settings: Settings) -> Parts:
 def recipe(seed: int, curve: Curve, settings: Settings) -> int:
     """Train by the recipe."""
     settings = {**RECIPE, **settings}
-    parts = recipe_parts(settings)
+    return train(seed, curve, settings, recipe_parts(settings))
+
+
+def train(seed: int, curve: Curve, settings: Settings, parts: Parts) -> int:
+    """Train by `fit` with the parts of a recipe."""
     text = load()
     due = evaluated(settings["steps"])
     state = pc.State.create(

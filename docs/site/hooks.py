@@ -1,7 +1,8 @@
 """Hooks of MkDocs: pages from files outside docs/, generated pages, and links that hold on the site.
 
-The documents are written for a reader of the repository: links lead to its files. On the site each of those files is a
-page, so that the site is complete in itself.
+The documents are written for a reader of the repository: links lead to its files, and are often named after them. On
+the site each of those files is a page, so that the site is complete in itself, and such a link is named after the
+heading to which it leads.
 """
 
 import logging
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from docstring_coverage import coverage
+from markdown.extensions.toc import slugify
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -29,6 +31,8 @@ OUTSIDE = {
     "benchmarks/README.md": "benchmarks.md",
 }
 LINK = re.compile(r"(\]\()([^)\s]+)")
+NAMED_AFTER_FILE = re.compile(r"\[[\w/]+\.md\](?=\(([\w/.]+\.md)(?:#([\w-]+))?\))")
+PICTURE = re.compile(r'<img [^>]*?src="([^":]+\.svg)"[^>]*>')
 FENCE = re.compile(r"^( *)```.*?^\1```$", re.M | re.S)
 LANGUAGES = {".py": "python", ".sh": "sh"}
 
@@ -111,9 +115,17 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
     if uri.startswith(("reference/", "source/")):
         return markdown
+    markdown = _outside_code(markdown, lambda text: NAMED_AFTER_FILE.sub(lambda one: _named(one, uri), text))
     if page.parent is None:
         page.meta.setdefault("hide", ["navigation"])  # a tab of one page
     return _outside_code(markdown, lambda text: _names_linked(LINK.sub(moved, text)))
+
+
+def _named(link: re.Match[str], page: str) -> str:
+    """Return the name of a link: the heading to which it leads."""
+    path = ROOT / _target(link[1], page)
+    headings = re.findall(r"^#+ (.*)", path.read_text() if path.is_file() else "", re.M)
+    return next((f"[{name}]" for name in headings if link[2] in (None, slugify(name, "-"))), link[0])
 
 
 def _names_linked(text: str) -> str:
@@ -128,6 +140,17 @@ def _outside_code(markdown: str, change: Callable[[str], str]) -> str:
         result += [change(markdown[end : match.start()]), re.sub(r"\A( *```\w+) .*", r"\1", match[0])]
         end = match.end()
     return "".join([*result, change(markdown[end:])])
+
+
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put drawn pictures into the page itself: their text can be selected, and they follow the theme of the page."""
+
+    def placed(match: re.Match[str]) -> str:
+        path = ROOT / "docs" / posixpath.dirname(page.file.src_uri) / match[1]
+        drawn = path.read_text() if path.is_file() else ""
+        return drawn if 'class="drawn"' in drawn else match[0]
+
+    return PICTURE.sub(placed, html)
 
 
 def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:

@@ -217,10 +217,14 @@ def _train_in_processes(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num, context, _begin, (sent, threads)) as pool:
         waiting = {pool.submit(_train_one, cells[name], name, seed): (name, seed) for name, seed in jobs}
-        for number, done in enumerate(as_completed(waiting), 1):
-            name, seed = waiting[done]
-            results.add(name, {seed: done.result()}, "processes")
-            tell(_line(f"{name}, seed {seed}", [done.result()], number, len(jobs), trainer.metric))
+        try:
+            for number, done in enumerate(as_completed(waiting), 1):
+                name, seed = waiting[done]
+                results.add(name, {seed: done.result()}, "processes")
+                tell(_line(f"{name}, seed {seed}", [done.result()], number, len(jobs), trainer.metric))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # otherwise all other runs would be trained first
+            raise
 
 
 _TRAINERS: list[Trainer] = []

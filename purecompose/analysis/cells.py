@@ -1,7 +1,7 @@
 """Training of one cell of an ablation: a subset of the methods, with several seeds.
 
 The seeds of a cell are a population where vmap can map its step, and are trained one after the other or in other
-processes where not. In each of these forms, a seed is trained on the same batches with the same draws, since both
+processes where not. In each of these modes, a seed is trained on the same batches with the same draws, since both
 depend on its key.
 """
 

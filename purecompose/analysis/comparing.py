@@ -85,8 +85,9 @@ class Comparison:
     def _first(self) -> str:
         if self.batch is None:
             return f"no difference up to batch {self.since}, the last checkpoint of both"
+        after = "" if self.since < 0 else f"after batch {self.since}, "
         exact = self.batch == self.since + 1
-        where = f"at batch {self.batch}" if exact else f"after batch {self.since}, at the latest at batch {self.batch}"
+        where = f"at batch {self.batch}" if exact else f"{after}at the latest at batch {self.batch}"
         lines = [
             f"the first difference is {where}: {self.leaves[0]}" if self.leaves else f"the first difference is {where}"
         ]
@@ -136,8 +137,8 @@ def compare(run_a: RecordedRun | Path | str, run_b: RecordedRun | Path | str, *,
         )
         if first and isinstance(run_a, RecordedRun) and isinstance(run_b, RecordedRun):
             exact = _side_by_side(run_a, run_b, pairs[first - 1], batch, tolerance)
-            batch, leaves = exact or (batch, leaves)
-            since = batch - 1
+            if exact is not None:
+                (batch, leaves), since = exact, exact[0] - 1
     settings = tuple(_settings(*paths, *(checkpoints_in(path)[-1] for path in paths)))
     return Comparison(
         (str(paths[0]), str(paths[1])), batch, leaves, since, by_checkpoint, settings, _first_loss(*paths, tolerance)

@@ -183,6 +183,7 @@ def explain(run: RecordedRun, at: TimeLike | int) -> Explanation:
             reaches it.
 
     Raises:
+        TypeError: `run` is not a `RecordedRun`.
         ValueError: `at` is the start of the run or outside the recorded part, or the run trains a population.
         MismatchError: See `replay`.
 

@@ -41,13 +41,16 @@ class Replay:
     """Number of batches that were trained on again."""
     difference: MaxDifference | None = None
     """The largest difference from the run's state, for a replay in another precision or on another device."""
+    is_strict: bool = True
+    """False for a replay with `RecordedRun(strict=False)`, which may have other bits."""
 
     def __str__(self) -> str:
         now = self.state.timestamp
-        text = f"batch {now.batch} (epoch {now.epoch}), {self.num_batches} batches after {self.checkpoint.name}"
-        if self.difference is None:
-            return f"{text}: the bits of the run"
-        return f"{text}: not the bits of the run; largest relative difference: {self.difference}"
+        many = "es" * (self.num_batches != 1)
+        text = f"batch {now.batch} (epoch {now.epoch}), {self.num_batches} batch{many} after {self.checkpoint.name}"
+        if self.difference is not None:
+            return f"{text}: not the bits of the run; largest relative difference: {self.difference}"
+        return f"{text}: {'' if self.is_strict else 'with strict=False, perhaps not '}the bits of the run"
 
 
 def replay(
@@ -69,8 +72,8 @@ def replay(
         observers: Functions `(event, state) -> None`, called as in `fit`, from the checkpoint on. A method
             `see_batch(state, batch)` is called before each step.
         dtype: A floating dtype, usually `torch.float64`, to which the state at the checkpoint and the batches are
-            converted. The step runs uncompiled and without autocast.
-        device: The device on which to replay.
+            converted. The step then runs without autocast.
+        device: The device on which to replay. With a `dtype` or `device` the step runs uncompiled.
 
     Returns:
         The state; with a `dtype` or `device`, also the difference from the run's own state.
@@ -100,7 +103,7 @@ def replay(
 
     exact, other = _replayed(run, at, (), None), _replayed(run, at, observers, converted)
     largest = max_difference(*(leaves_of(one.state).tensors for one in (other, exact)))
-    return Replay(other.state, other.checkpoint, other.num_batches, largest)
+    return Replay(other.state, other.checkpoint, other.num_batches, largest, run.strict)
 
 
 def point(at: Any, where: str) -> Time:
@@ -161,7 +164,8 @@ def _replayed(run: RecordedRun, at: Time, observers: tuple[Any, ...], convert: C
     with contextlib.closing(states):
         for state in states:
             if state.timestamp.reached(at):
-                return Replay(state, found.path, state.timestamp.batch - found.index.batch)
+                num_batches = state.timestamp.batch - found.index.batch
+                return Replay(state, found.path, num_batches, is_strict=run.strict)
     raise MismatchError(f"{run.path}: the replay from {found.path.name} ended before {at}", [])
 
 

@@ -110,7 +110,8 @@ class Derivative:
     value: float
     """The scalar's value at the start of the window."""
     gradient: float | None
-    """The derivative if the value changes in all steps of the window; `None` if no gradient reaches it."""
+    """The derivative if the value changes in all steps of the window; if no gradient reaches it, `None` in reverse mode
+    and 0 in forward mode."""
     by_batch: tuple[float, ...] | None
     """The derivative with respect to the value in each single step, in reverse mode; its sum is `gradient`."""
     difference: float
@@ -176,7 +177,8 @@ def sensitivity(
     Everything is computed in float64, in which differences are exact enough to check a gradient; results therefore
     differ from those of the run by rounding. No gradient flows through discrete choices or to the parameters of
     distributions (`mixup`'s `alpha`): the table then shows only the difference. Nor does it flow through the running
-    statistics of batch normalisation, so with an `Evaluator` the two differ a little. See docs/gradients.md.
+    statistics of batch normalisation, so with an `Evaluator` the two differ a little. See docs/gradients.md. Only steps
+    are computed: events between them, such as EPOCH_END, are left out.
 
     Args:
         window: The step, the state at the start and the batches.
@@ -186,7 +188,8 @@ def sensitivity(
         mode: "reverse" for derivatives with respect to the value in each step, with memory that grows with the
             window; "forward" for their sum only, one pass for each scalar; "auto" for forward mode if the window has
             50 batches or more and there are at most three scalars.
-        size: Half the step of the central differences, as a fraction of the scalar's magnitude, in (0, 0.1].
+        size: Half the step of the central differences, as a fraction of the scalar's magnitude (of 0.001, if that is
+            larger), in (0, 0.1].
 
     Returns:
         The objective, and its derivative with respect to each scalar.

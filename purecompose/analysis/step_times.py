@@ -1,6 +1,6 @@
 """The time of a step of each cell of an ablation, measured apart from the runs.
 
-Runs of different forms, in several processes or on a busy machine have times that cannot be compared. Here a single
+Runs in different modes, in several processes or on a busy machine have times that cannot be compared. Here a single
 process takes a step of each cell at the same points of the run, in turn, so that a slowdown of the machine affects all
 alike, and ratios are taken within a round.
 """

@@ -152,9 +152,7 @@ def _show_sweep(options: argparse.Namespace) -> None:
             state,
             parts.setup.train_data,
             values,
-            evaluate=parts.evaluator
-            if options.rungs is None
-            else dataclasses.replace(parts.evaluator, every="0.05dur"),
+            evaluate=evaluator,
             metric=options.metric or f"{parts.setup.watched}/loss",
             seeds=options.seeds or 1,
             rungs=() if options.rungs is None else options.rungs.split(","),
@@ -181,7 +179,7 @@ def _show_sensitivity(options: argparse.Namespace) -> None:
     start, comma, stop = options.window.partition(",")
     if not comma:
         raise UsageError(f"--window: {options.window}: expected two points of the run, such as 100ba,150ba")
-    names = options.to.split(",")
+    names = [name.strip() for name in options.to.split(",")]
     with opened(options, options.run) as (run, setup), usage_errors(ValueError, TypeError, FileExistsError):
         window = analysis.window_of(run, start, stop)
         with reported_as("--to"):

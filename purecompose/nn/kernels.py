@@ -47,8 +47,8 @@ def kernels(
 _ATTENTION = {("cpu", torch.bfloat16): torch.float32}
 """Dtype of scaled dot product attention by device and dtype of autocast, where another than autocast's is faster.
 
-`benchmarks/bf16.py` measures it. On an EPYC with avx512_bf16, bfloat16 takes 1.05 to 1.25 of float32's time forward and
-1.4 to 5.5 backward; on a Xeon with AMX a backward call took 6.4 ms instead of 0.9. Small products, layer norm and
+`benchmarks/bf16.py` measures it. On an EPYC with avx512_bf16, bfloat16 takes 1.1 to 1.3 of float32's time forward and
+1.4 to 5.7 backward; on a Xeon with AMX a backward call took 6.4 ms instead of 0.9. Small products, layer norm and
 softmax are slower too, but by tens of microseconds.
 """
 

@@ -197,6 +197,18 @@ def test_processes_give_the_values_of_one(tmp_path: pathlib.Path) -> None:
     assert {cell.mode for cell in several.cells} == {"processes"}
 
 
+@pytest.mark.slow
+def test_an_error_in_a_process_ends_the_ablation(tmp_path: pathlib.Path) -> None:
+    def fails(seed: int) -> State:
+        if seed == 1:
+            raise RuntimeError("no weights")
+        return new_state(seed)
+
+    with pytest.raises(RuntimeError, match="no weights"):
+        run(METHODS[:1], state=fails, seeds=20, processes=2, folder=tmp_path)
+    assert len([*tmp_path.glob("*/seed-*")]) < 20  # of 40
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -1,5 +1,6 @@
 """Two runs are compared at their checkpoints, and side by side between two of them."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,14 @@ def test_folders_bound_the_place(plain: RecordedRun, tmp_path: Path) -> None:
     found = compare(plain.path, str(tmp_path / "other"))
     assert (found.batch, found.since) == (12, 8)
     assert "after batch 8, at the latest at batch 12" in str(found)
+
+
+def test_runs_that_never_agreed_have_no_batch_after_which_they_differ(plain: RecordedRun, tmp_path: Path) -> None:
+    other = recorded(tmp_path / "other", nudge(1, 1e-3))
+    shutil.rmtree(other.checkpoints[0].path)
+    found = compare(plain.path, other.path)
+    assert (found.batch, found.since) == (4, -1)
+    assert "the first difference is at the latest at batch 4: " in str(found)
 
 
 def test_a_tolerance_ignores_small_differences(plain: RecordedRun, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from purecompose import optim
+from purecompose import optim, schedule
 from purecompose.optim.muon import orthogonalized
 from purecompose.schedule import hparam
 
@@ -176,12 +176,13 @@ def test_wrong_settings_are_refused_at_construction(options: dict[str, Any], err
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_a_filter_moves_like_the_matrix_of_its_rows(layout: torch.memory_format):
     param, grad = torch.ones(6, 2, 3, 3), matrix(6, 18).float()
-    optimizer = optim.muon(0.1, filters=True, ns_precision="full")
+    optimizer = optim.muon(0.1 * schedule.linear(), filters=True, ns_precision="full")
     params = {"w": param.contiguous(memory_format=layout)}
     grads = {"w": grad.view(param.shape).contiguous(memory_format=layout)}
-    moved, _ = optimizer.update(grads, optimizer.init(params), params)
+    with torch.no_grad():  # as in a step, where the values of schedules are tensors
+        moved, _ = optimizer.update(grads, optimizer.init(params), params, lambda scalar: torch.tensor(0.1))
     params = {"w": param.flatten(1)}
-    expected, _ = optimizer.update({"w": grad}, optimizer.init(params), params)
+    expected, _ = optimizer.update({"w": grad}, optimizer.init(params), params, lambda scalar: torch.tensor(0.1))
     torch.testing.assert_close(moved["w"].flatten(1), expected["w"])
     assert moved["w"].is_contiguous(memory_format=layout)
 

@@ -88,12 +88,14 @@ def in_sending_order(
         return next((turn for turn in range(start, end) if reached[turn + 1] & ~reached[start] & same), end)
 
     waits = [node for node in before if is_wait(node) and node.args[0] in last]
-    late = sorted([*writes, *waits], key=lambda node: before[node].bit_count())
-    goals = [node for node in late if due(node) < 0]
+    late: dict[int, list[fx.Node]] = {}
+    for node in sorted([*writes, *waits], key=lambda node: before[node].bit_count()):
+        late.setdefault(due(node), []).append(node)
+    goals = late.get(-1, [])
     for node in sends:
         goals.append(node)
         if node in last:
-            goals += [other for other in late if due(other) == last.index(node)]
+            goals += late.get(last.index(node), [])
     return goals
 
 

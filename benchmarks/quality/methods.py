@@ -1,0 +1,143 @@
+"""The trade-off of every method: what a step costs, and when training reaches a quality, from recorded runs.
+
+    python benchmarks/quality/methods.py
+
+Reads the records of `methods_images.py` and `methods_text.py`, and writes `results/methods.json`,
+docs/images/methods.png, and the tables after the marks in docs/quality.md. Times are processor time.
+"""
+
+import json
+import math
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import methods_images
+import methods_text
+from _curve import Point
+from _methods import PLAIN
+from _task import RECORDS, Task, records
+from _timing import RESULTS, Row, table
+from report import markdown, replaced
+
+from purecompose.analysis import Interval, simultaneous_intervals
+
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "quality.md"
+TASKS = (methods_images.TASK, methods_text.TASK)
+Runs = Mapping[int, Sequence[Point]]
+"""The points of the runs of one side, by seed."""
+
+
+def runs_of(task: Task) -> dict[str, Runs]:
+    """Return the runs of each side that has records."""
+    found: dict[str, dict[int, Sequence[Point]]] = {}
+    for record in records(RECORDS / f"{task.name}.jsonl"):
+        found.setdefault(record["side"], {})[record["seed"]] = record["points"]
+    return {side: found[side] for side in task.sides if side in found}
+
+
+class Ratios(NamedTuple):
+    """Ratios of paired seeds, of plain training."""
+
+    lowest: float
+    median: float
+    highest: float
+
+    def __str__(self) -> str:
+        if math.isinf(self.median):
+            return "not reached"
+        return f"{self.median:.2f} ({self.lowest:.2f} to {self.highest:.2f})"
+
+
+class Effect(NamedTuple):
+    """What a method does."""
+
+    method: str
+    cost: Ratios
+    """Of the processor time of a step."""
+    time: Ratios
+    """Of the processor time until the target; infinite where it is not reached."""
+    end: Interval
+    """The difference of the metric at the end of the run."""
+
+
+def effects(task: Task) -> list[Effect]:
+    """Return the effects of all methods, the ones that reach the target soonest first."""
+    runs = runs_of(task)
+    plain = runs.pop(PLAIN)
+    ends = [[run[seed][-1].value - plain[seed][-1].value for seed in run] for run in runs.values()]
+
+    def ratios(run: Runs, seconds: Callable[[Sequence[Point]], float]) -> Ratios:
+        values = [seconds(points) / seconds(plain[seed]) for seed, points in run.items()]
+        return Ratios(min(values), median(values), max(values))
+
+    def until(points: Sequence[Point]) -> float:
+        reached = task.reached(points)
+        return math.inf if reached is None else reached.cpu_seconds
+
+    found = [
+        Effect(name, ratios(run, lambda points: points[-1].cpu_seconds / points[-1].batch), ratios(run, until), end)
+        for (name, run), end in zip(runs.items(), simultaneous_intervals(ends), strict=True)
+    ]
+    return sorted(found, key=lambda effect: effect.time.median)
+
+
+def shown(task: Task, effect: Effect) -> Row:
+    """Return a row of the table."""
+    end, scale = effect.end, 1 if task.is_lower_better else 100
+    return {
+        "method": effect.method,
+        "time of a step": str(effect.cost),
+        f"time to {task.target:g}": str(effect.time),
+        f"{task.metric} at the end{'' if scale == 1 else ', points'}": (
+            f"{scale * end.mean:+.2f} ({scale * end.low:+.2f} to {scale * end.high:+.2f})"
+        ),
+    }
+
+
+def draw(found: Mapping[str, Sequence[Effect]], path: pathlib.Path) -> None:
+    """Draw the time to the target over the cost of a step; hollow marks at the top do not reach the target."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5 * len(TASKS)), layout="constrained")
+    panels: Any = figure.subplots(len(TASKS), 1, squeeze=False)
+    for task, panel in zip(TASKS, panels[:, 0], strict=True):
+        top = 1.15 * max(effect.time.median for effect in found[task.name] if math.isfinite(effect.time.median))
+        for method, cost, time, _ in found[task.name]:
+            is_reached, (low, middle, high) = math.isfinite(time.median), (min(one, top) for one in time)
+            color = "#94a3b8" if not is_reached else "#c2410c" if time.highest < 1 else "#475569"
+            across = [[cost.median - cost.lowest], [cost.highest - cost.median]]
+            options: dict[str, Any] = {"color": color, "markersize": 4, "elinewidth": 0.7}
+            options["markerfacecolor"] = color if is_reached else "none"
+            panel.errorbar(cost.median, middle, [[middle - low], [high - middle]], across, fmt="o", **options)
+            place: dict[str, Any] = {"xytext": (4, 3), "textcoords": "offset points", "fontsize": 7, "color": color}
+            panel.annotate(method, (cost.median, middle), **place)
+        panel.axhline(1, color="#94a3b8", linewidth=0.8, linestyle="--")
+        panel.axvline(1, color="#94a3b8", linewidth=0.8, linestyle="--")
+        panel.set(xlabel="time of a step, of plain training", ylabel=f"time to {task.target:g}, of plain training")
+        panel.set(xscale="log", yscale="log")
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_formatter("{x:.1f}")
+            axis.set_minor_formatter("{x:.1f}")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_title(f"{task.title}: {task.metric} {task.target:g}", loc="left", fontsize=10)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    found = {task.name: effects(task) for task in TASKS}
+    text = PAGE.read_text()
+    for task in TASKS:
+        rows = [shown(task, effect) for effect in found[task.name]]
+        print(table(rows))
+        text = replaced(text, markdown(rows), task.name)
+    PAGE.write_text(text)
+    rows = {name: [effect._asdict() for effect in effects] for name, effects in found.items()}
+    (RESULTS / "methods.json").write_text(json.dumps(rows, indent=1) + "\n")
+    draw(found, PAGE.parent / "images" / "methods.png")
+
+
+if __name__ == "__main__":
+    main()
