@@ -81,7 +81,7 @@ class NotebookDisplay:
         line = "  ".join([shown.doing, shown.done, shown.times])
         bar = "" if shown.share is None else f'<div class="bar"><div style="width: {shown.share:.1%}"></div></div>'
         content = {
-            "text/html": fragment(bar, note(line, ""), note(shown.numbers)),
+            "text/html": fragment(bar, note(line.replace("  ", " · "), ""), note(shown.numbers.replace("  ", " · "))),
             "text/plain": f"{line}  {shown.numbers}",
         }
         (self._handle.update if self._is_open else self._handle.display)(content, raw=True)
