@@ -3,7 +3,7 @@
     python docs/images/make.py [NAME ...]
 
 The photographs come with scikit-learn. Writes NAME.jpg beside this file. What a picture shows, and with
-which settings, stands on the method's card: change both together.
+which settings, stands on the method's card: change both together. docs/site/pictures.py makes a page of all of them.
 """
 
 import pathlib

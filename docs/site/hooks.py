@@ -17,6 +17,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+from pictures import pictures_page
 from reference import linked, pages as reference_pages
 
 
@@ -65,7 +66,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the documents outside docs/, the sources that documents link to, and the reference."""
     for source, page in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
-    for page, (_, text) in reference_pages().items():
+    generated = {"pictures.md": pictures_page(), **{page: text for page, (_, text) in reference_pages().items()}}
+    for page, text in generated.items():
         files.append(File.generated(config, page, content=text))
     for file in list(files.documentation_pages()):
         for link in _links(file.content_string):

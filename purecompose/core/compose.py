@@ -43,8 +43,9 @@ from purecompose.core.matching import Matcher
 from purecompose.core.members import SINGLE, Members
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Node, Operation, Place, Purpose, walk
 from purecompose.core.outside import Outside
+from purecompose.core.overview import describe_moment
 from purecompose.core.passes import DEFAULT_PASSES, Pass, compose_passes, order_by_constraints
-from purecompose.core.plan import Plan, describe_moment, lacking_events, make_plan
+from purecompose.core.plan import Plan, lacking_events, make_plan
 from purecompose.core.program import Program, StateFn, Update, events_in
 from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Grad, Scope

@@ -2,8 +2,9 @@
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from purecompose._support.html import columns, fragment, note
 from purecompose._support.table import table
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.loop import loop_events
@@ -13,7 +14,7 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 
 
-__all__ = ["Plan", "PlanRow", "describe_moment", "lacking_events", "make_plan"]
+__all__ = ["Plan", "PlanRow", "lacking_events", "make_plan"]
 
 _STEP_EVENTS = frozenset(events_in(loop_events))
 
@@ -41,7 +42,16 @@ class Plan(NamedTuple):
         return tuple(row.algorithm for row in rows if row.order is not None)
 
     def __str__(self) -> str:
-        acting = [
+        rows = self._table()
+        return "\n".join([table(_HEAD, rows) if rows else _NOTHING, *self._warned()])
+
+    def _repr_html_(self) -> str:
+        rows = self._table()
+        return fragment(columns(_HEAD, rows) if rows else note(_NOTHING), *[note(one, "bad") for one in self._warned()])
+
+    def _table(self) -> list[list[str]]:
+        """Return the rows as text; the reason for an absence at several events is given once."""
+        found = [
             [row.event.name, str(row.order), row.algorithm, row.reason] for row in self.rows if row.order is not None
         ]
         absent: dict[tuple[str, str], list[str]] = {}
@@ -50,9 +60,15 @@ class Plan(NamedTuple):
                 absent.setdefault((row.algorithm, row.reason), []).append(row.event.name)
         for (algorithm, reason), events in absent.items():
             where = events[0] if len(events) == 1 else f"{len(events)} events"
-            acting.append([where, "-", algorithm, reason])
-        text = table(["event", "order", "algorithm", "why"], acting) if acting else "no algorithm acts anywhere"
-        return "\n".join([text, *[f"warning: {warning}" for warning in self.warnings]])
+            found.append([where, "-", algorithm, reason])
+        return found
+
+    def _warned(self) -> list[str]:
+        return [f"warning: {warning}" for warning in self.warnings]
+
+
+_HEAD = ("event", "order", "algorithm", "why")
+_NOTHING = "no algorithm acts anywhere"
 
 
 class _Planned(Protocol):
@@ -152,10 +168,3 @@ def lacking_events(algorithms: Iterable[Algorithm], present: Collection[Event]) 
         if lacking and len(events) < len(Event):
             found.append(f"{algorithm.name} acts at {', '.join(lacking)}, which the program does not have")
     return found
-
-
-def describe_moment(timestamp: Any) -> str:
-    """Return the time in words, for reasons."""
-    elapsed = timestamp.elapsed()
-    share = "" if elapsed is None else f" ({elapsed:.1%} of the run)"
-    return f"at batch {timestamp.batch}{share}"

@@ -24,6 +24,7 @@ from purecompose.core.divided import per_example
 from purecompose.core.fields import DONATED, HIDDEN, REPORT, TEMPORARY, FieldInfo, Leasable, none, state_field
 from purecompose.core.layout import Splitter
 from purecompose.core.loss import scalars_of, taken_apart
+from purecompose.core.overview import describe_moment, state_as_html
 from purecompose.core.ranks import Regrad, Sharing
 from purecompose.nn.model import Model, from_module
 from purecompose.nn.modes import warn_of_idle_parts
@@ -487,6 +488,15 @@ class State(Leasable):
             f"State({members}{self.model!r}, {size:,} weights, {self.static.timestamp!r}, slots={list(self.slots)}, "
             f"device={str(self.device)!r})"
         )
+
+    def _repr_html_(self) -> str:
+        """Return an overview for notebooks: the fields with their shapes and dtypes, and the time."""
+        if self.lease is not None and not self.lease.is_live:
+            return state_as_html(repr(self), [])
+        moment = describe_moment(self.timestamp) if isinstance(self.timestamp, Timestamp) else "inside a step"
+        members = f"{len(self.key)} members, " if self.key.ndim > 1 else ""
+        fields = [(name, getattr(self, name)) for name in fields_where(holds_values=True)]
+        return state_as_html(f"State {moment}: {members}{self.model!r}, on {self.device}", fields)
 
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(State))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from purecompose import tree
+from purecompose._support.html import columns, fragment, note
 from purecompose._support.table import table
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
@@ -72,12 +73,28 @@ class Trace:
         raise KeyError(f"the step has no algorithm {name!r} or no event {event}")
 
     def __str__(self) -> str:
-        ran = [e for e in self.entries if e.ran]
-        silent = sorted({e.algorithm for e in self.entries} - {e.algorithm for e in ran})
-        head = ["event", "order", "algorithm", "runs", "exit", "changed"]
-        rows = [[*map(str, (e.event.name, e.order, e.algorithm, e.runs, e.exit_code)), ", ".join(e.words)] for e in ran]
-        text = table(head, rows) if rows else "nothing ran"
-        return f"{text}\ndid not run: {', '.join(silent)}" if silent else text
+        rows = self._table()
+        return "\n".join([table(_HEAD, rows) if rows else _NOTHING, *self._silent()])
+
+    def _repr_html_(self) -> str:
+        rows = self._table()
+        return fragment(columns(_HEAD, rows) if rows else note(_NOTHING), *map(note, self._silent()))
+
+    def _table(self) -> list[list[str]]:
+        return [
+            [*map(str, (e.event.name, e.order, e.algorithm, e.runs, e.exit_code)), ", ".join(e.words)]
+            for e in self.entries
+            if e.ran
+        ]
+
+    def _silent(self) -> list[str]:
+        """Return a line with the algorithms that did not run, or none."""
+        names = sorted({e.algorithm for e in self.entries} - {e.algorithm for e in self.entries if e.ran})
+        return [f"did not run: {', '.join(names)}"] if names else []
+
+
+_HEAD = ("event", "order", "algorithm", "runs", "exit", "changed")
+_NOTHING = "nothing ran"
 
 
 def traced(step: Step) -> Callable[[State, Any], tuple[State, Trace]]:

@@ -1,24 +1,20 @@
-"""A live display of a run in the terminal, or periodic lines if there is no terminal."""
+"""A live display of a run in a terminal or a notebook, or periodic lines elsewhere."""
 
 import math
 import sys
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
+from typing import TextIO, TypeAlias
 
 from torch import Tensor
 
 from purecompose.core.state import State
+from purecompose.observers.displays import Display, NotebookDisplay, Shown, TerminalDisplay, is_in_notebook
 from purecompose.observers.pace import Pace
 from purecompose.observers.stopwatch import Stopwatch
 from purecompose.time import Timestamp, TimeUnit
 from purecompose.time.event import Event
 
-
-if TYPE_CHECKING:
-    from rich.live import Live
-    from rich.progress import Progress as Bar, TaskID
-    from rich.text import Text
 
 __all__ = ["Progress"]
 
@@ -32,11 +28,11 @@ _READINGS_IN_RATE = 30
 class Progress:
     """An observer that shows the progress, the loss, the last evaluation's metrics, batches per second and the time.
 
-    In a terminal it draws a bar over the whole run, in the run's own unit. Elsewhere (a file, a pipe) it prints a plain
-    line after each epoch and each evaluation, and every 30 seconds, with the remaining time at the recent rate. It
-    shows every evaluator's latest metrics, or their shapes if they are not scalars. The loss is a running mean of about
-    twenty batches, kept on the device and read a few times per second, so no batch waits for it. A population's numbers
-    are shown as a range over its members, `loss 0.210..0.350`.
+    In a terminal and in a notebook it draws a bar over the whole run, in the run's own unit. Elsewhere (a file, a pipe)
+    it prints a plain line after each epoch and each evaluation, and every 30 seconds, with the remaining time at the
+    recent rate. It shows every evaluator's latest metrics, or their shapes if they are not scalars. The loss is a
+    running mean of about twenty batches, kept on the device and read a few times per second, so no batch waits for it.
+    A population's numbers are shown as a range over its members, `loss 0.210..0.350`.
 
     The display closes at FIT_END. As a context manager it closes in any case::
 
@@ -44,7 +40,7 @@ class Progress:
             state = fit(step, state, data, observers=[progress])
 
     Args:
-        live: True to draw the bar; by default, if the output is a terminal.
+        live: True to draw the bar; by default, if the output is a terminal or a notebook.
         file: The file to write to; by default standard output.
         reads_per_second: Maximal number of times per second that the loss is read.
 
@@ -62,12 +58,13 @@ class Progress:
             raise ValueError(f"reads_per_second={reads_per_second!r}: expected a positive number")
         self._console = rich.console.Console(file=file, force_terminal=live or None)
         can_draw = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._live = can_draw if live is None else live
+        self._is_notebook = file is None and is_in_notebook()
+        self._live = can_draw or self._is_notebook if live is None else live
         self._file = file
         self._seconds_between_reads = 1.0 / reads_per_second
         self._stopwatch = Stopwatch()
         self._pace = Pace(self._stopwatch, _READINGS_IN_RATE)
-        self._display: _Display | None = None
+        self._display: Display | None = None
         self._finalizer: weakref.finalize | None = None
         self._is_running = False
         self._reset()
@@ -118,11 +115,10 @@ class Progress:
         self._reset()
         self._is_running = True
         if self._live:
-            self._display = display = _make_display(self._console)
-            self._show(state)
+            self._display = display = NotebookDisplay() if self._is_notebook else TerminalDisplay(self._console)
             # Also stops the display if a run ends with an exception outside a with block, at the latest at exit.
-            self._finalizer = weakref.finalize(self, display.live.stop)
-            display.live.start()
+            self._finalizer = weakref.finalize(self, display.close)
+            self._show(state)
 
     def _after_batch(self, state: State) -> None:
         if state.loss is not None and _is_single(state.loss, state):
@@ -164,18 +160,18 @@ class Progress:
         speed = f"{rate:.0f} ba/s" if rate >= 100 else f"{rate:.3g} ba/s"
         return [*loss, *_describe(self._metrics), speed]
 
+    def _times(self, state: State) -> list[str]:
+        """Return the time so far, and the remaining time if it is known."""
+        left = None if state.timestamp.is_finished() else self._pace.seconds_left()
+        return [f"{self._stopwatch.seconds:.1f} s", *([] if left is None else [f"{_describe_seconds(left)} left"])]
+
     def _show(self, state: State, doing: str = "training") -> None:
         if self._display is None:
             return
         elapsed = state.timestamp.elapsed()
-        self._display.numbers.plain = "  ".join(self._numbers())
-        self._display.bar.update(
-            self._display.task,
-            description=doing,
-            total=None if elapsed is None else 1.0,
-            completed=min(elapsed or 0.0, 1.0),
-            done=_describe_time(state.timestamp),
-        )
+        share = None if elapsed is None else min(elapsed, 1.0)
+        times, numbers = "  ".join(self._times(state)), "  ".join(self._numbers())
+        self._display.show(Shown(doing, share, _describe_time(state.timestamp), times, numbers))
 
     def _print_line(self, state: State, *, is_new: bool = False) -> None:
         """Print a line if there is no terminal; at most one for each batch, unless there is something new."""
@@ -184,43 +180,8 @@ class Progress:
         if self._live or not self._stopwatch.batches or (batch == self._printed_batch and not is_new):
             return
         self._printed_batch, self._printed_at = batch, time.monotonic()
-        parts = [_describe_time(state.timestamp), *self._numbers(), f"{self._stopwatch.seconds:.1f} s"]
-        left = None if state.timestamp.is_finished() else self._pace.seconds_left()
-        if left is not None:
-            parts.append(f"{_describe_seconds(left)} left")
+        parts = [_describe_time(state.timestamp), *self._numbers(), *self._times(state)]
         print("  ".join(parts), file=self._file or sys.stdout, flush=True)
-
-
-class _Display(NamedTuple):
-    """The display in the terminal: the bar, and the numbers below it, since both do not fit into 80 columns."""
-
-    live: "Live"
-    bar: "Bar"
-    task: "TaskID"
-    numbers: "Text"
-
-
-def _make_display(console: Any) -> _Display:
-    from rich.console import Group
-    from rich.live import Live
-    from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.table import Column
-    from rich.text import Text
-
-    bar = Bar(
-        TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=10)),
-        BarColumn(bar_width=None, table_column=Column(ratio=1)),
-        TextColumn("{task.fields[done]}", table_column=Column(no_wrap=True)),
-        TimeElapsedColumn(table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
-        TextColumn("left", table_column=Column(no_wrap=True)),
-        console=console,
-        expand=True,
-    )
-    task = bar.add_task("training", total=None, done="")
-    numbers = Text(no_wrap=True, overflow="ellipsis")
-    live = Live(Group(bar, numbers), console=console, refresh_per_second=5)
-    return _Display(live, bar, task, numbers)
 
 
 _Number: TypeAlias = float | list[float]

@@ -1,24 +1,26 @@
 """Pages: single files of HTML without scripts or external resources, from templates in this folder.
 
-`page.html.jinja` is the frame, `parts.html.jinja` has tables and sections, and `page.css` the appearance.
+`page.html.jinja` is the frame, `parts.html.jinja` has sections and lists of pairs, and `page.css` the appearance.
+Tables, and the appearance that notebooks share, are those of `purecompose._support.html`.
 """
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader
 from markupsafe import Markup, escape
 
+from purecompose._support.html import breakable, columns, printable
 from purecompose.records.layout import write_text
 
 
-__all__ = ["breakable", "write_page"]
+__all__ = ["write_page"]
 
 
-_HERE = "purecompose.records"
+_HERE, _SHARED = "purecompose.records", "purecompose._support"
 
 
 def write_page(path: str | os.PathLike[str], template: str, values: Mapping[str, Any], *, package: str = _HERE) -> Path:
@@ -31,21 +33,22 @@ def write_page(path: str | os.PathLike[str], template: str, values: Mapping[str,
         package: The package with the template; the frame and the parts are those of this one.
     """
     environment = Environment(
-        loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader(_HERE, ".")]),
+        loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader(_HERE, "."), PackageLoader(_SHARED, ".")]),
         autoescape=lambda name: name is not None and not name.endswith(".css"),
         finalize=_printable,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"breakable": breakable, "unbroken_options": _unbroken_options}
+    environment.filters |= {"breakable": _marked(breakable), "unbroken_options": _unbroken_options}
+    environment.globals["columns"] = _marked(columns)
     target = Path(path)
     write_text(target, environment.get_template(template).render(values))
     return target
 
 
-def breakable(value: object, after: str = ",(") -> Markup:
-    """Return text with optional line breaks before words that follow a character of `after`, such as a comma."""
-    return Markup("<wbr>").join(re.split(rf"(?<=[{re.escape(after)}])(?=[^\W\d])", _printable(str(value))))
+def _marked(fn: Callable[..., str]) -> Callable[..., Markup]:
+    """Return a function whose result is HTML and is not escaped again."""
+    return lambda *args, **options: Markup(fn(*args, **options))
 
 
 def _unbroken_options(command: str) -> Markup:
@@ -55,7 +58,4 @@ def _unbroken_options(command: str) -> Markup:
 
 
 def _printable(value: Any) -> Any:
-    """Return text without control characters, which HTML does not allow even if escaped."""
-    if not isinstance(value, str) or hasattr(value, "__html__"):
-        return value
-    return "".join(c if c.isprintable() or c in "\t\n" else "\ufffd" if c != "\r" else "" for c in value)
+    return printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value

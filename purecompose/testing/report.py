@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from purecompose._support.html import Toned, columns, fragment, note, preformatted
 from purecompose._support.table import table, terminal_width
 from purecompose.testing.law import LawViolation
 from purecompose.testing.rows import Row, coloured, hung, plain
@@ -192,6 +193,16 @@ class Report:
         summary = Text(self.summary, style="bold green" if self.ok else "bold red")
         return Group(*head, Text(), *([grid] if self.outcomes else []), *details, *advice, Text(), summary)
 
+    def _repr_html_(self) -> str:
+        rows = [(o.law, Toned(_shout(o.status), _TONES[o.status]), _acted(o), o.reason) for o in self.outcomes]
+        return fragment(
+            *map(note, self._head()),
+            *([columns(_HEAD, rows)] if rows else []),
+            *(preformatted(plain(title, rows, _WIDTH)) for title, rows in self._details()),
+            *map(note, self._advice()),
+            note(self.summary, "good" if self.ok else "bad"),
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, with the versions that it depends on."""
         return {
@@ -242,6 +253,8 @@ _STYLES = {
     Status.VACUOUS: "yellow",
     Status.SKIPPED: "dim",
 }
+_TONES = {status: "faint" if status is Status.SKIPPED else "good" if status.is_ok else "bad" for status in Status}
+_WIDTH = 110
 _VACUOUS = (
     "vacuous: where it never acted nothing was judged. Does match say yes at an event of the step, early in a short "
     "run? More cases (max_examples, --max-examples) or other tasks may help."

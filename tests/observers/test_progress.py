@@ -119,6 +119,48 @@ def test_a_live_display_shows_the_run_and_closes() -> None:
     assert text.rindex(SHOW_CURSOR) > text.rindex("3.0/3 ep")
 
 
+class FakeHandle:
+    """The handle of an output in a notebook."""
+
+    outputs: list[dict[str, str]]
+
+    def display(self, content: dict[str, str], *, raw: bool) -> None:
+        assert raw
+        self.outputs.append(content)
+
+    def update(self, content: dict[str, str], *, raw: bool) -> None:
+        assert raw
+        self.outputs[-1] = content
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """Pretend to be in a notebook, and return its outputs."""
+    monkeypatch.setattr(FakeHandle, "outputs", outputs := [], raising=False)
+    shell = types.SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(DisplayHandle=FakeHandle))
+    return outputs
+
+
+def test_in_a_notebook_there_is_one_output_for_each_run(notebook: list[dict[str, str]], capsys) -> None:
+    progress = Progress()
+    run(progress)
+    run(progress, "6ba")
+    first, second = notebook
+    assert "trained  3.0/3 ep" in first["text/plain"] and "accuracy" in first["text/html"]
+    assert "trained  6/6 ba" in second["text/plain"] and 'style="width: 100.0%"' in second["text/html"]
+    assert capsys.readouterr().out == ""
+
+
+def test_in_a_notebook_files_and_lines_are_as_elsewhere(notebook: list[dict[str, str]], capsys) -> None:
+    file = io.StringIO()
+    run(Progress(file=file))
+    run(Progress(live=False))
+    assert len(file.getvalue().splitlines()) == len(capsys.readouterr().out.splitlines()) == 3
+    assert notebook == []
+
+
 def failing(event: Event, state: State) -> None:
     if event is Event.BATCH_END and state.timestamp.batch == 5:
         raise RuntimeError("the fifth batch")

@@ -1,46 +1,17 @@
-import html.parser
 import math
 from pathlib import Path
 
 import pytest
 
+from purecompose._support.html import breakable
 from purecompose.records import write_report
-from purecompose.records.pages import breakable
 from purecompose.records.words import duration, number
+from tests.markup import HOSTILE, Checker, parsed
 from tests.records.run_helpers import at, made_up
 
 
-HOSTILE = "</pre><script>alert('x')</script><img src=\"http://evil.test/a.png\" onerror='alert(1)'>&amp;\x00\x1b[31m"
-VOID = {"meta", "link", "img", "source", "br", "wbr"}
-
-
-class Checker(html.parser.HTMLParser):
-    """A parser that collects a page's contents, and raises if elements are not nested correctly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def parsed(path: Path) -> Checker:
-    checker = Checker()
-    checker.feed(path.read_text("utf-8"))
-    checker.close()
-    assert checker.open == []
-    return checker
+def parsed_file(path: Path) -> Checker:
+    return parsed(path.read_text("utf-8"))
 
 
 def test_the_report_contains_all_parts(tmp_path: Path) -> None:
@@ -57,7 +28,7 @@ def test_the_report_contains_all_parts(tmp_path: Path) -> None:
         ),
         result={"metrics": {"eval/accuracy": 0.9876, "loss": 0.5}, "batches": 40, "seconds": 75.0, "checksum": "f00"},
     )
-    page = parsed(write_report(run, tmp_path / "report.html"))
+    page = parsed_file(write_report(run, tmp_path / "report.html"))
     for words in (
         *("made-up", "finished", "98.76%", "0.8255", "f00", "lr", "0.25", "model.width", "16", run.plan),
         *("python train.py --seed 3", "2.99", "mixup(alpha=0.2)", "Linear(4, 3)", "1 min 15 s", "seed: 0 → 1"),
@@ -80,8 +51,8 @@ def test_all_strings_of_a_run_are_escaped(tmp_path: Path) -> None:
         result={"metrics": {HOSTILE: 1.0}, HOSTILE: HOSTILE},
         batch_3={HOSTILE: 2.0},
     )
-    page = parsed(write_report(run, tmp_path / "report.html", curves=False))
-    plain = parsed(write_report(made_up(), tmp_path / "plain.html", curves=False))
+    page = parsed_file(write_report(run, tmp_path / "report.html", curves=False))
+    plain = parsed_file(write_report(made_up(), tmp_path / "plain.html", curves=False))
     assert {tag for tag, _ in page.tags} <= {tag for tag, _ in plain.tags} | {"pre", "table", "tr", "th", "td"} | {
         *("thead", "tbody", "wbr")
     }
@@ -94,7 +65,7 @@ def test_all_strings_of_a_run_are_escaped(tmp_path: Path) -> None:
 
 def test_the_page_fetches_nothing(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    page = parsed(write_report(made_up(), tmp_path / "report.html"))
+    page = parsed_file(write_report(made_up(), tmp_path / "report.html"))
     urls = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "srcset", "href")]
     assert urls and all(str(url).startswith("data:") for url in urls)
     assert "url(" not in page.text and "@import" not in page.text
@@ -102,7 +73,7 @@ def test_the_page_fetches_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_hardly_begun_has_a_report(tmp_path: Path) -> None:
-    page = parsed(write_report(made_up(count=0), tmp_path / "report.html"))
+    page = parsed_file(write_report(made_up(count=0), tmp_path / "report.html"))
     for words in ("Not started.", "There are no records yet.", "None were given.", "It was not written down."):
         assert words in page.text
 
@@ -114,7 +85,7 @@ def test_curves_that_cannot_be_drawn_leave_a_page(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("purecompose.records.report.curves_as_png", fail)
     with pytest.warns(RuntimeWarning, match="has no curves: too large"):
         path = write_report(made_up(), tmp_path / "report.html")
-    assert "could not be drawn: too large" in parsed(path).text
+    assert "could not be drawn: too large" in parsed_file(path).text
 
 
 def test_the_caption_tells_what_is_in_the_curves_and_nothing_else(
@@ -123,7 +94,7 @@ def test_the_caption_tells_what_is_in_the_curves_and_nothing_else(
     monkeypatch.setattr("purecompose.records.report.curves_as_png", lambda run, **_: b"")
     captions = []
     for run in (made_up(), made_up(count=80, starts=(at(0), at(12))), made_up(count=80, members=3)):
-        checker = parsed(write_report(run, tmp_path / "report.html"))
+        checker = parsed_file(write_report(run, tmp_path / "report.html"))
         captions.append(checker.text.partition("Curves")[2].partition("Settings")[0].split("\n"))
     plain, long, population = (" ".join(filter(None, lines)) for lines in captions)
     assert plain == ""
@@ -141,7 +112,7 @@ def test_lines_may_end_between_words_and_not_within_numbers() -> None:
 
 def test_counts_have_commas_and_settings_are_as_they_were_given(tmp_path: Path) -> None:
     run = made_up(config={"seed": 123456}, trained={"weights": 61050})
-    text = parsed(write_report(run, tmp_path / "report.html", curves=False)).text
+    text = parsed_file(write_report(run, tmp_path / "report.html", curves=False)).text
     assert "61,050" in text and "123456" in text
 
 
