@@ -75,7 +75,7 @@ def test_images_of_one_channel_reach_every_layer_with_channels_last():
     def note(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         strides.append(output.stride()[1])
 
-    for layer in net[:3]:
+    for layer in list(net)[:3]:
         layer.register_forward_hook(note)
     plain, step = compose(loop_events), compose(loop_events, [channels_last()])
     before = make_state(net=net)
