@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from purecompose import batch as batches, tree
+from purecompose import tree
 from purecompose.algorithms._parts.surgery import warn_of_nothing
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
@@ -57,13 +57,11 @@ def channels_last(*, name: str = "channels_last") -> Algorithm:
     """Store weights with channels last.
 
     Four-dimensional tensors (N, C, H, W) keep their shape and values; their strides become those of (N, H, W, C), the
-    layout that half-precision kernels on GPUs read. The first convolution with such filters returns its output in this
-    layout, and the following layers keep it. Images of one channel, which have the same order in both layouts, are
-    viewed with the strides of this one.
+    layout that half-precision kernels on GPUs read. The batch is not changed: the first convolution with such filters
+    returns its output in this layout, and the following layers keep it.
 
-    Events: INIT, after the methods that change the model; BEFORE_FORWARD, EVAL_BEFORE_FORWARD and
-    PREDICT_BEFORE_FORWARD. Reads and replaces: parameters, buffers, and the optimizer's state at INIT; the batch's
-    inputs elsewhere.
+    Events: INIT, after the methods that change the model. Reads and replaces: parameters, buffers, and the optimizer's
+    state.
 
     Args:
         name: Name of the algorithm.
@@ -81,8 +79,7 @@ def channels_last(*, name: str = "channels_last") -> Algorithm:
     """
 
     def apply(event: Event, state: State) -> State:
-        if event is not Event.INIT:
-            return _with_positions_first(state)
+        del event
         tensors = {**state.params, **state.buffers}
         if not any(tensor.ndim == 4 for tensor in tensors.values()):
             warn_of_nothing(name, "tensors of four dimensions", state.model.module, "Leave it out")
@@ -90,24 +87,7 @@ def channels_last(*, name: str = "channels_last") -> Algorithm:
         lasting = {field: getattr(state, field) for field in ("params", "buffers", "opt_state")}
         return state.replace(**to_channels_last(lasting))
 
-    return Algorithm(name, on(Event.INIT, *_FORWARD), apply, runs_after=(Trait.REQUIRED_ON_LOAD,))
-
-
-_FORWARD = (Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD, Event.PREDICT_BEFORE_FORWARD)
-
-
-def _with_positions_first(state: State) -> State:
-    """Return the state with strides of the other order for images of one channel, which stay where they are.
-
-    With one channel both orders are the same in memory. Convolutions then choose the layout of their outputs by the
-    strides, and those of a filter for one channel are lost when it is updated.
-    """
-    field = state.context.input_field
-    images = batches.get(state.batch, field)
-    if callable(field) or not isinstance(images, Tensor) or images.ndim != 4 or images.shape[1] != 1:
-        return state
-    rows = images.flatten(1).unflatten(1, (*images.shape[2:], 1))
-    return state.replace(batch=batches.put(state.batch, field, rows.permute(0, 3, 1, 2)))
+    return Algorithm(name, on(Event.INIT), apply, runs_after=(Trait.REQUIRED_ON_LOAD,))
 
 
 def _moved(leaf: Any) -> Any:

@@ -66,28 +66,6 @@ def test_values_are_kept_and_the_format_lasts_through_steps(optimizer: Any):
     torch.testing.assert_close(before.forward(make_batch()[0]), after.forward(make_batch()[0]))
 
 
-def test_images_of_one_channel_reach_every_layer_with_channels_last():
-    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(2), nn.Conv2d(4, 4, 2), nn.Flatten(), nn.Linear(16, 2))
-    images, targets = make_batch()
-    batch = images[:, :1].contiguous(), targets
-    strides: list[int] = []
-
-    def note(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        strides.append(output.stride()[1])
-
-    for layer in list(net)[:3]:
-        layer.register_forward_hook(note)
-    plain, step = compose(loop_events), compose(loop_events, [channels_last()])
-    before = make_state(net=net)
-    after = step.init(before)
-    for _ in range(2):
-        before = plain(before, batch)
-        strides.clear()
-        after = step(after, batch)
-        assert strides == [1, 1, 1]
-    assert_close(before.params, after.params)
-
-
 def test_the_optimizers_groups_are_kept():
     optimizer = pc.optim.sgd(0.1, momentum=0.9, groups={"0.weight": {"momentum": 0.0}, "*.bias": {"lr": 0.5}})
     before = make_state(optimizer)
