@@ -91,6 +91,9 @@ def channels_last(*, name: str = "channels_last") -> Algorithm:
 
 
 def _moved(leaf: Any) -> Any:
-    # Not clone(memory_format=...), which copies also tensors that already have this layout, such as 1 x 1 filters.
-    is_image = isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.layout is torch.strided
-    return leaf.contiguous(memory_format=torch.channels_last) if is_image else leaf
+    if not isinstance(leaf, Tensor) or leaf.ndim != 4 or leaf.layout is not torch.strided:
+        return leaf
+    if leaf.shape[1] == 1 < leaf.shape[2:].numel():
+        # Its order in memory is right, so contiguous() would do nothing; but kernels recognize the layout by strides.
+        return leaf.to(memory_format=torch.channels_last)
+    return leaf.contiguous(memory_format=torch.channels_last)

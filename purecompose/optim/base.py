@@ -21,6 +21,7 @@ from torch import Tensor
 
 from purecompose._support.shards import divided, is_shard, local, place_of, placed, whole
 from purecompose.optim.checks import Groups, match_or_raise
+from purecompose.optim.lists import alike, is_plain
 from purecompose.schedule import Scalar, number
 
 
@@ -177,6 +178,9 @@ class ByGroup:
             move = functools.partial(_moved, cell.rule) if has_shards else cell.rule.move
             for names in _portions(cell.names, left):
                 moved, slots = move(*_gathered(cell, names, left, opt_state, params), value)
+                if not has_shards and is_plain():
+                    # Sums do not always keep the layout of filters, on which the speed of convolutions depends.
+                    moved = alike(moved, [params[name] for name in names])
                 new_params.update(zip(names, moved, strict=True))
                 for slot, leaves in slots.items():
                     new_opt_state[slot].update(zip(names, leaves, strict=True))

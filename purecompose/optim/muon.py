@@ -15,7 +15,7 @@ from purecompose._support.keywords import suggests_keywords
 from purecompose.optim.base import ByGroup, OptState, Value, read
 from purecompose.optim.checks import Groups, checked_constant, checked_groups, checked_scalar
 from purecompose.optim.decay import decayed
-from purecompose.optim.lists import add, alike, is_plain, lerp
+from purecompose.optim.lists import add, lerp
 from purecompose.schedule import Scalar
 
 
@@ -218,8 +218,6 @@ class Muon(ByGroup):
         _, params = decayed("by rate", grads, params, self.weight_decay, self.lr, value)
         moves = self._moves([direction.flatten(1) for direction in directions])
         moves = [move.reshape(param.shape) for move, param in zip(moves, params, strict=True)]
-        if is_plain():  # the sums take the layout of the moves, and filters may be stored with channels last
-            moves = alike(moves, params)
         return add(params, moves, -read(self.lr, value)), {"momentum": buffers}
 
     def _moves(self, directions: list[Tensor]) -> list[Tensor]:

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils import _pytree as pytree
 
 from purecompose import optim
+from purecompose.algorithms.functional import to_channels_last
 from purecompose.optim import base
 from purecompose.optim.base import cells
 from purecompose.schedule import Hparam, collect, cosine, hparam, linear
@@ -36,7 +37,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "lion": lambda lr: optim.lion(lr, weight_decay=0.1),
     "adafactor": lambda lr: optim.adafactor(lr, weight_decay=0.1),
     "muon": lambda lr: optim.by_pattern(
-        {"*": optim.muon(lr, ns_precision="full", adjust_lr="match_rms_adamw")}, optim.adam(lr, eps=1e-4)
+        {"*": optim.muon(lr, ns_precision="full", adjust_lr="match_rms_adamw", filters=True)}, optim.adam(lr, eps=1e-4)
     ),
 }
 every_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -68,6 +69,15 @@ def test_portions_of_parameters_move_as_all_at_once(kind: str, tensors, monkeypa
     for one, other in zip(pytree.tree_leaves(at_once), pytree.tree_leaves(in_portions), strict=True):
         assert torch.equal(one, other)
     assert [list(tree) for tree in in_portions] == [list(tree) for tree in at_once]
+
+
+@every_optimizer
+def test_filters_keep_their_layout_in_memory(kind: str):
+    filters = {"first.weight": torch.ones(4, 1, 3, 3), "weight": torch.ones(4, 2, 3, 3), "0.bias": torch.ones(4)}
+    params = to_channels_last(filters)
+    with torch.no_grad():  # as in a step, where the values of schedules are tensors
+        moved, _ = run(OPTIMIZERS[kind](LR), params, [filters, filters], reading(torch.tensor(0.1)))
+    assert [param.stride() for param in moved.values()] == [(9, 1, 3, 1), (18, 1, 6, 2), (1,)]
 
 
 @every_optimizer

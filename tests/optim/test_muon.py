@@ -173,18 +173,15 @@ def test_wrong_settings_are_refused_at_construction(options: dict[str, Any], err
         optim.muon(**options)
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_a_filter_moves_like_the_matrix_of_its_rows(layout: torch.memory_format):
+def test_a_filter_moves_like_the_matrix_of_its_rows():
     param, grad = torch.ones(6, 2, 3, 3), matrix(6, 18).float()
     optimizer = optim.muon(0.1 * schedule.linear(), filters=True, ns_precision="full")
-    params = {"w": param.contiguous(memory_format=layout)}
-    grads = {"w": grad.view(param.shape).contiguous(memory_format=layout)}
+    params, grads = {"w": param}, {"w": grad.view(param.shape)}
     with torch.no_grad():  # as in a step, where the values of schedules are tensors
         moved, _ = optimizer.update(grads, optimizer.init(params), params, lambda scalar: torch.tensor(0.1))
     params = {"w": param.flatten(1)}
     expected, _ = optimizer.update({"w": grad}, optimizer.init(params), params, lambda scalar: torch.tensor(0.1))
     torch.testing.assert_close(moved["w"].flatten(1), expected["w"])
-    assert moved["w"].is_contiguous(memory_format=layout)
 
 
 def test_only_filters_leave_matrices_to_another_optimizer():
