@@ -38,7 +38,7 @@ SETTINGS = {
     "1": "with `alibi(1)`, which leaves the batch as it is",
     "2": 'with `input_field="pixel_values"` as an argument of the method',
     "3": 'with `losses.ModelLoss(labels="labels")`',
-    "4": "with a [loss of the logits](models.md#methods-that-change-targets)",
+    "4": "in a [wrapper that returns its logits](models.md#methods-that-change-targets)",
 }
 """Settings with which a method works that is refused without them, by the mark in the cell."""
 
