@@ -17,6 +17,7 @@ from purecompose.core.state import State
 from purecompose.nn.layers._forms import has_hooks
 from purecompose.nn.layers.attention import PositionEmbedding, SelfAttention
 from purecompose.nn.layers.positions import AlibiAttention, NoPositions, alibi_bias, alibi_slopes
+from purecompose.surgery.visiting import left_alone
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
 from purecompose.time.units import snapped
@@ -107,7 +108,8 @@ def alibi(
     whose lengths refer to the new rows. Reads and replaces: the model, its parameters and the optimizer's state; the
     batch. Time counts the batch as it was loaded, as with `seq_length_warmup`.
 
-    The input must be token ids (N, L) or embeddings (N, L, D), as for `seq_length_warmup`, unless s = 1.
+    The input must be token ids (N, L) or embeddings (N, L, D), as for `seq_length_warmup`, unless s = 1. In a network
+    without supported attention, batches are left as they are.
 
     Args:
         train_sequence_length_scaling: s, in (0, 1], the factor by which the length of sequences for training is
@@ -135,16 +137,26 @@ def alibi(
     setting, hint = "alibi: train_sequence_length_scaling", "it is the share of a sequence that becomes a row"
     check_number(train_sequence_length_scaling, setting, 0, 1, above=True, hint=hint)
     settings = {"train_sequence_length_scaling": train_sequence_length_scaling}
-    operation = surgery_method(name, alibi_rules(), settings, where=where)
+    rules = alibi_rules()
+    operation, changed = surgery_method(name, rules, settings, where=where), left_alone(rules)
     if train_sequence_length_scaling == 1:
         return operation
 
     def apply(event: Event, state: State) -> Any:
         if event is Event.INIT:
             return operation.apply(event, state)
-        sequences = sequences_of(state, name)
-        length = max(1, math.floor(snapped(sequences.shape[1] * train_sequence_length_scaling)))
-        return state.replace(batch=shortened(state.batch, sequences, length, truncate=False, preserve=False))
+        if not any(isinstance(module, changed) for module in state.model.module.modules()):
+            return state
+        try:
+            sequences = sequences_of(state, name)
+            length = max(1, math.floor(snapped(sequences.shape[1] * train_sequence_length_scaling)))
+            return state.replace(batch=shortened(state.batch, sequences, length, truncate=False, preserve=False))
+        except (TypeError, ValueError) as error:
+            error.add_note(
+                f"{name} cuts sequences into shorter rows; with train_sequence_length_scaling=1 it leaves batches as "
+                "they are"
+            )
+            raise
 
     # Runs before a warm-up of the sequence length, which then shortens the new rows.
     match, later = on(Event.INIT, Event.AFTER_DATALOADER), (Trait.SHORTENS_SEQUENCES,)

@@ -1,12 +1,13 @@
 """No-op model: replaces the network by one number, for timing everything else."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from purecompose import surgery
+from purecompose import batch as batches, surgery
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.context import Static
 from purecompose.core.state import State
@@ -82,7 +83,8 @@ def no_op_model(*, name: str = "no_op_model") -> Algorithm:
 
     The network's input is the target y; the batch's inputs are read, moved and prepared, but not used. Elements with
     the `ignore_index` of the state's loss are left out of the new loss. If the model computes its own loss, the target
-    is the field that `ModelLoss.labels` names, or else the state's `target_field`.
+    is the field that `ModelLoss.labels` names, by default "labels" if the batch has it, or else the state's
+    `target_field`.
 
     Events: INIT, before all other methods. Replaces: the model, its parameters and buffers, the optimizer's state and
     its groups, the loss, and the fields of the model's input and of the target.
@@ -106,7 +108,7 @@ def no_op_model(*, name: str = "no_op_model") -> Algorithm:
         given = state.context.loss
         has_classes = isinstance(given, CrossEntropy) or given is F.cross_entropy
         changed, _ = surgery.operate(state, no_op_model_rules(has_classes), name=name)
-        key = given.labels if isinstance(given, ModelLoss) and given.labels is not None else state.context.target_field
+        key = _target_field(state)
         loss = NoOpLoss(ignore_index_of(given))
         names = {*changed.context.loss_param_names, *changed.context.loss_buffer_names}
         context = changed.context.replace(
@@ -124,3 +126,22 @@ def no_op_model(*, name: str = "no_op_model") -> Algorithm:
 
     # Runs first: slots and surgery of other methods would otherwise refer to the network that is replaced.
     return Algorithm(name, on(Event.INIT), apply, traits=frozenset({Trait.REQUIRED_ON_LOAD}), runs_before=tuple(Trait))
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """Field of the labels of a model's own loss, where they are not named."""
+
+    loss: ModelLoss
+    target_field: batches.Field | None
+
+    def __call__(self, batch: Any) -> Any:
+        labels = self.loss.labels_of(batch)
+        return batches.get(batch, self.target_field) if labels is None else labels
+
+
+def _target_field(state: State) -> batches.Field | None:
+    loss, own = state.context.loss, state.context.target_field
+    if not isinstance(loss, ModelLoss):
+        return own
+    return _Labels(loss, own) if loss.labels is None else loss.labels

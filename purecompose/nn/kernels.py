@@ -36,7 +36,8 @@ def kernels(
     """
     if is_transforming():
         return _transformed(narrow, device)
-    attention = _Attention(narrow, device) if narrow is not None and (device, narrow) in _ATTENTION else NOTHING
+    is_slow = skeleton.may_attend and (device, narrow) in _ATTENTION
+    attention = _Attention(narrow, device) if narrow is not None and is_slow else NOTHING
     batch_norms = SharedBatchNorms() if skeleton.has_batch_norms and SHARED_BATCH.get() is not None else NOTHING
     if params and type(first := next(iter(params.values()))) is not Tensor and is_fake(local(first)):
         return together(_Traced(), batch_norms, attention)
@@ -79,7 +80,7 @@ class _Transformed(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.nn.functional.normalize and kwargs.get("out") is not None:
             return kwargs["out"].copy_(func(*args, **{**kwargs, "out": None}))
-        if func is Tensor.__bool__ and _looks_for_a_causal_mask():
+        if func is Tensor.__bool__ and _asks_if_a_mask_is_needed():
             return False
         if func is torch.nn.functional.multi_head_attention_forward:
             with self:  # a mode is off inside its own handler
@@ -145,7 +146,7 @@ class _Traced(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__bool__ and _looks_for_a_causal_mask():
+        if func is Tensor.__bool__ and _asks_if_a_mask_is_needed():
             return False
         if func is torch.nn.functional.group_norm and isinstance(args[0], Tensor) and args[0].shape[0] == 1:
             args = (args[0].contiguous(), *args[1:])
@@ -154,14 +155,20 @@ class _Traced(TorchFunctionMode):
 
 
 _DETECTS_CAUSAL_MASK = torch.nn.modules.transformer._detect_is_causal_mask.__code__
+_IGNORES_MASK = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")  # in transformers.masking_utils
 
 
-def _looks_for_a_causal_mask() -> bool:
-    """Return whether a transformer of torch asks if its mask is the causal one, for a faster kernel.
+def _asks_if_a_mask_is_needed() -> bool:
+    """Return whether a transformer of torch or transformers reads its mask, to choose a faster kernel.
 
-    The answer False is always right: the mask is then applied as it is.
+    torch asks if the mask is the causal one, transformers if it hides no padding. The answer False is always right: the
+    mask is then applied as it is.
     """
-    return any(frame.f_code is _DETECTS_CAUSAL_MASK for frame, _ in traceback.walk_stack(None))
+    return any(
+        frame.f_code is _DETECTS_CAUSAL_MASK
+        or (frame.f_code.co_name in _IGNORES_MASK and frame.f_globals["__name__"] == "transformers.masking_utils")
+        for frame, _ in traceback.walk_stack(None)
+    )
 
 
 @contextmanager

@@ -101,6 +101,27 @@ def test_a_network_without_attention_is_warned_about() -> None:
         surgery.operate(state, alibi_rules(), name="alibi")
 
 
+def test_without_attention_batches_are_left_as_they_are() -> None:
+    net = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY))
+    state, batch = state_of(ClassesSecond(net)), make_batch()
+    step = pc.compose(pc.loop_events, [alibi(0.5)])
+    with pytest.warns(UserWarning, match="alibi changed nothing"):
+        state = step.init(state)
+    after, expected = step(state, batch), pc.compose(pc.loop_events)(state, batch)
+    assert pc.tree.equal(after.params, expected.params)
+
+
+def test_batches_that_cannot_be_cut_are_refused_with_the_setting_that_leaves_them() -> None:
+    state = pc.State.create(vit((1, 4, 4), 3, width=8, depth=1), loss=losses.cross_entropy, optimizer=optim.sgd(0.1))
+    images = torch.zeros(2, 1, 4, 4), torch.tensor([0, 1])
+    step = pc.compose(pc.loop_events, [alibi(0.5)])
+    with pytest.raises(TypeError, match="expected sequences") as caught:
+        step(step.init(state), images)
+    assert "train_sequence_length_scaling=1" in "".join(caught.value.__notes__)
+    step = pc.compose(pc.loop_events, [alibi(1)])
+    assert step(step.init(state), images).timestamp.batch == 1
+
+
 class Unknown(nn.Module):
     """A network with positions and an attention layer that the method does not know."""
 

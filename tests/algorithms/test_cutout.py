@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from scipy import stats
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from purecompose import Algorithm, compose, loop_events, random, tree
+from purecompose import Algorithm, State, compose, loop_events, losses, optim, random, tree
 from purecompose.algorithms import FACTORIES, cutout
 from purecompose.algorithms.functional import cutout_batch
 from purecompose.algorithms.images.sizes import whole_part
@@ -343,3 +343,24 @@ def test_narrow_centers_do_not_wrap(dtype: torch.dtype) -> None:
 def test_images_may_have_any_dtype(dtype: torch.dtype) -> None:
     covered = cutout_batch(random.key(0), ones(2, 3, 8, 8).to(dtype), length=0.5)
     assert covered.dtype == dtype and (covered == 0).any() and (covered == 1).any()
+
+
+def test_a_mapping_in_place_of_images_is_refused_with_its_keys():
+    class Own(nn.Module):
+        """A model that is called with the whole batch, as those of transformers are."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(64, 3)
+
+        def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": nn.functional.cross_entropy(self.head(pixel_values.flatten(1)), labels)}
+
+    state = State.create(Own(), loss=losses.model_loss, optimizer=optim.sgd(0.1), key=0)
+    batch = {"pixel_values": torch.ones(2, 1, 8, 8), "labels": torch.tensor([0, 1])}
+    plain = compose(loop_events)
+    whole, named = (compose(loop_events, [cutout(input_field=field)]) for field in (None, "pixel_values"))
+    state = named.init(state)
+    with pytest.raises(TypeError, match=r"got a dict of 'pixel_values', 'labels'; select .* such as 'pixel_values'"):
+        whole(state, batch)
+    assert not tree.equal(named(state, batch).params, plain(state, batch).params)

@@ -110,14 +110,23 @@ def test_a_run_of_the_command_line_evaluates_it(options: list[str], tmp_path: An
     assert "100.00%" in capsys.readouterr().out
 
 
-def test_a_models_own_loss_has_the_target_that_it_names():
-    class Own(nn.Module):
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            raise AssertionError(f"called with {x}, {labels}")
+class Own(nn.Module):
+    """A model that computes its own loss."""
 
-    state = make_state(Own(), loss=pc.losses.ModelLoss(labels="labels"), input_field=["x", "labels"])
-    step, state = started(state)
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        raise AssertionError(f"called with {x}, {labels}")
+
+
+@pytest.mark.parametrize("labels", ["labels", None])
+def test_a_models_own_loss_has_the_target_that_it_names_or_the_batchs_labels(labels: str | None):
+    step, state = started(make_state(Own(), loss=pc.losses.ModelLoss(labels=labels)))
     folded = step.fold(state, {"x": torch.zeros(3, 4), "labels": torch.tensor([2, 4, -100])})
+    assert folded.loss.item() == pytest.approx((1 + 4) / 2)
+
+
+def test_without_labels_a_models_own_loss_has_the_states_target():
+    step, state = started(make_state(Own(), loss=pc.losses.model_loss, target_field="y"))
+    folded = step.fold(state, {"x": torch.zeros(2, 4), "y": torch.tensor([2, 4])})
     assert folded.loss.item() == pytest.approx((1 + 4) / 2)
 
 

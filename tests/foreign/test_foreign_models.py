@@ -144,6 +144,16 @@ def test_two_microbatches_give_the_gradient_of_the_batch(make_net):
     assert_near(one, two)
 
 
+@pytest.mark.parametrize("make_net", [gpt2, bert])
+def test_gradients_of_examples_with_padding_are_clipped_together_as_one_by_one(make_net):
+    """A mask of padding is read, to find out whether it is needed, and has no single value under vmap."""
+    batch = batch_for(make_net)
+    methods = [pc.algorithms.per_example_clipping(0.1, chunk_size=size) for size in (None, 1)]
+    steps = [pc.compose(pc.loop_events, [method]) for method in methods]
+    together, one_by_one = (step(step.init(make_state(make_net)), batch) for step in steps)
+    assert_near(together, one_by_one)
+
+
 def assert_compiled_is_eager(state: State, batch: dict[str, Tensor], backend: str) -> None:
     step = pc.compose(pc.loop_events, [])
     state = step.init(state)

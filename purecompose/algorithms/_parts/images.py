@@ -45,9 +45,12 @@ def check_images(name: str, inputs: Any) -> None:
     """Raise a `TypeError` unless the inputs are one tensor (N, C, H, W)."""
     if not isinstance(inputs, Tensor) or inputs.ndim != 4:
         came = tree.describe(inputs) if isinstance(inputs, Tensor) else shown(inputs)
+        field = "an index, a name or an accessor"
+        if isinstance(inputs, Mapping):
+            came, field = f"a {type(inputs).__name__} of {', '.join(map(repr, inputs))}", "such as 'pixel_values'"
         raise TypeError(
-            f"{name}: expected images, one tensor (N, C, H, W), got {came}; select them with input_field, "
-            "an index, a name or an accessor"
+            f"{name}: expected images, one tensor (N, C, H, W), got {came}; select them with the method's "
+            f"input_field, {field}"
         )
 
 
