@@ -7,6 +7,7 @@ import json
 import pathlib
 from typing import Any
 
+from _pictures import save
 from _timing import RESULTS, Row
 
 
@@ -48,7 +49,7 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     figure.legend(
         marks, ["plain", "with MixUp and label smoothing"], loc="outside upper center", ncols=2, frameon=False
     )
-    figure.savefig(path, metadata={"Date": None})
+    save(figure, path, "Time of a step by hand, here and with other libraries, over that of the loop by hand")
 
 
 if __name__ == "__main__":

@@ -353,3 +353,13 @@ def test_the_pictures_of_the_ideas_are_what_steps_report(tmp_path: pathlib.Path)
     subprocess.run([sys.executable, str(folder / "explained.py"), str(tmp_path)], check=True)
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert drawn == {path.name: path.read_text() for path in folder.glob("explained_*.svg")}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "images").glob("*.svg")), ids=lambda path: path.stem)
+def test_the_style_of_a_drawn_picture_stays_in_it(path: pathlib.Path) -> None:
+    drawn = path.read_text()
+    assert re.match(r'<svg [^>]*class="drawn\b', drawn)  # docs/site/hooks.py puts it into the page, without a prologue
+    style = re.sub(r"\{.*?\}", "\n", "".join(re.findall(r"<style>(.*?)</style>", drawn, re.S)))
+    selectors = [one.strip() for one in re.split(r"[,\n]", style) if one.strip()]
+    assert [one for one in selectors if not re.match(r"\.drawn\b|svg:root$", one)] == []
+    assert "light-dark(" in drawn

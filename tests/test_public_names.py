@@ -27,6 +27,13 @@ from purecompose import State, compose, loop_events, DEFAULT_PASSES, algorithms,
 import purecompose as pc
 pc.losses.cross_entropy, pc.schedule.cosine, pc.evaluate, pc.metrics.accuracy
 """
+FIRST_STEP = """
+import torch
+import purecompose as pc
+step = pc.compose(pc.loop_events, [pc.algorithms.label_smoothing(0.1)])
+state = pc.State.create(torch.nn.Linear(2, 2), loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(0.1))
+step(step.init(state), (torch.zeros(3, 2), torch.tensor([0, 1, 1])))
+"""
 EVERYTHING = "import purecompose as pc\nfor name in pc.__all__: getattr(pc, name)"
 
 
@@ -110,6 +117,7 @@ def test_importing_the_package_imports_none_of_its_parts() -> None:
         ),
         # The compiler takes two seconds, which only a compiled step needs.
         pytest.param(EVERYTHING, ["torch._dynamo", "torch._inductor", "hypothesis"], id="all public names"),
+        pytest.param(FIRST_STEP, ["torch._dynamo", "torch._inductor"], id="a first step"),
     ],
 )
 def test_what_is_not_used_is_not_imported(code: str, unneeded: list[str]) -> None:

@@ -34,7 +34,7 @@ from purecompose import Algorithm, State, algorithms as alg, analysis, compose, 
 
 LENGTH = 64
 BATCH_SIZE = 12
-FIRST = {"lr": 3e-3, "batches": 600}
+FIRST = {"lr": 3e-3, "batches": 2000}
 """The first training."""
 EVALUATED = [0.5, 0.6, 0.7, *(share / 40 for share in range(31, 41))]
 """The shares of a run after which it is evaluated."""
@@ -52,7 +52,7 @@ SIDES: dict[str, dict[str, Any]] = {
     "plain, from scratch": {"is_pretrained": False},
 }
 TUNING: dict[str, list[dict[str, Any]]] = {
-    "plain": [{"lr": lr} for lr in (2e-3, 4e-3, 8e-3)],
+    "plain": [{"lr": lr} for lr in (5e-4, 1e-3, 2e-3, 4e-3)],
     "ema": [{"ema": half_life, "last": last} for half_life, last in (("8ba", 0.0), ("12ba", 0.3), ("20ba", 1.0))],
     "layer freezing": [{"freezing": {**FREEZING, "freeze_level": level}} for level in (0.5, 1.0)],
     "selective backprop": [{"selective": {**SELECTIVE, "keep": keep}} for keep in (0.5, 0.75)],

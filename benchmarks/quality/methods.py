@@ -3,7 +3,7 @@
     python benchmarks/quality/methods.py
 
 Reads the records of `methods_images.py` and `methods_text.py`, and writes `results/methods.json`,
-docs/images/methods.png, and the tables after the marks in docs/quality.md. Times are processor time.
+docs/images/methods.svg, and the tables after the marks in docs/quality.md. Times are processor time.
 """
 
 import json
@@ -17,6 +17,7 @@ import methods_images
 import methods_text
 from _curve import Point
 from _methods import PLAIN
+from _pictures import save
 from _task import RECORDS, Task, records
 from _timing import RESULTS, Row, table
 from report import markdown, replaced
@@ -123,7 +124,7 @@ def draw(found: Mapping[str, Sequence[Effect]], path: pathlib.Path) -> None:
             axis.set_minor_formatter("{x:.1f}")
         panel.spines[["top", "right"]].set_visible(False)
         panel.set_title(f"{task.title}: {task.metric} {task.target:g}", loc="left", fontsize=10)
-    figure.savefig(path, dpi=130)
+    save(figure, path, "Time to the target of each method over the time of a step with it")
 
 
 def main() -> None:
@@ -136,7 +137,7 @@ def main() -> None:
     PAGE.write_text(text)
     rows = {name: [effect._asdict() for effect in effects] for name, effects in found.items()}
     (RESULTS / "methods.json").write_text(json.dumps(rows, indent=1) + "\n")
-    draw(found, PAGE.parent / "images" / "methods.png")
+    draw(found, PAGE.parent / "images" / "methods.svg")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import mnist
 import shakespeare
 import torch
 from _curve import Point
+from _pictures import save
 from _task import RECORDS, Task, records
 from _timing import RESULTS, Row, quartiles, table
 
@@ -154,7 +155,7 @@ def draw(tasks: Sequence[Task], path: pathlib.Path) -> None:
     for side in dict.fromkeys(side for task in tasks for side, _ in runs_of(task, task.precisions[0])):
         panels[0][0].plot([], [], color=COLORS.get(side, "#cbd5e1"), label=side)
     panels[0][0].legend(frameon=False, fontsize=8, loc="lower right")
-    figure.savefig(path, dpi=130)
+    save(figure, path, "Quality over seconds and over batches, for both sides and all seeds")
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -190,7 +191,7 @@ def main() -> None:
     for page, text in written.items():
         page.write_text(text)
     (RESULTS / "quality.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-    draw(TASKS, IMAGES / "quality.png")
+    draw(TASKS, IMAGES / "quality.svg")
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files
     def placed(match: re.Match[str]) -> str:
         path = ROOT / "docs" / posixpath.dirname(page.file.src_uri) / match[1]
         drawn = path.read_text() if path.is_file() else ""
-        return drawn if 'class="drawn"' in drawn else match[0]
+        return drawn if 'class="drawn' in drawn else match[0]
 
     return PICTURE.sub(placed, html)
 

@@ -11,13 +11,14 @@ from torch._C._functorch import (  # pyright: ignore[reportMissingImports, repor
     is_functorch_wrapped_tensor,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from purecompose._support.dispatch import DispatchMode
 
 
 __all__ = ["DataGuard", "WriteGuard", "kept_in_place", "memory_of", "storage_of"]
 
 
-class WriteGuard(TorchDispatchMode):
+class WriteGuard(DispatchMode):
     """A mode that raises before an operation writes into a tensor's memory, also through `.data`, a view or a tie.
 
     Args:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from purecompose import batch as batches
+from purecompose._support.dispatch import DispatchMode
 from purecompose._support.warnings import warn
 from purecompose._support.writes import storage_of
 from purecompose.core.algorithm import Algorithm, Trait
@@ -88,7 +88,7 @@ def _kept(before: State, after: State) -> list[Tensor]:
     return [tensor for tensor in new if id(tensor) not in old]
 
 
-class _Followed(TorchDispatchMode):
+class _Followed(DispatchMode):
     """A mode that follows tensors to those computed from them."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

@@ -7,14 +7,12 @@ were cut into batches. They stay on the device: nothing is read back before the 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from purecompose._support.checks import check_whole
 from purecompose.losses import (
     CrossEntropy,
     ModelLoss,
@@ -26,8 +24,9 @@ from purecompose.losses import (
     num_terms,
     share_of_mean,
 )
-from purecompose.losses.targets import Mixture, has_index_targets, num_examples as leading_size
-from purecompose.losses.terms import ignore_index_of
+from purecompose.losses.class_metrics import accuracy, calibration_error, dice, iou, top_k
+from purecompose.losses.metric import Device, Mean, Metric, counting, init_mean, is_lower_better, of_loss, read_by
+from purecompose.losses.targets import Mixture, num_examples as leading_size
 
 
 __all__ = [
@@ -48,165 +47,6 @@ __all__ = [
     "read_by",
     "top_k",
 ]
-
-Device = torch.device | str | None
-
-
-class InitFn(Protocol):
-    """`init(device=None) -> acc`: an empty accumulator."""
-
-    def __call__(self, device: Device = None) -> Any: ...
-
-
-class UpdateFn(Protocol):
-    """`update(acc, outputs, targets) -> acc`: the accumulator with one more batch."""
-
-    def __call__(self, acc: Any, outputs: Any, targets: Any) -> Any: ...
-
-
-class ComputeFn(Protocol):
-    """`compute(acc) -> value`, 0-d; NaN without examples."""
-
-    def __call__(self, acc: Any, /) -> Tensor: ...
-
-
-class Metric(NamedTuple):
-    """Three pure functions; the accumulator is any pytree of tensors.
-
-    Args:
-        init: `init(device) -> accumulator`, without any examples.
-        update: `update(accumulator, outputs, targets) -> accumulator`, with one more batch.
-        compute: `compute(accumulator) -> value`, 0-d; NaN without examples.
-
-    Example:
-        >>> acc = accuracy.init()
-        >>> acc = accuracy.update(acc, torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1]))
-        >>> accuracy.compute(acc).item()
-        0.5
-    """
-
-    init: InitFn
-    update: UpdateFn
-    compute: ComputeFn
-    reads_batch: bool = False
-    """True if `update` takes the whole batch in place of the targets, as a model's own loss does."""
-    takes_logits: bool = False
-    """True if `update` takes logits (N, C, ...) and class indices, so that it also works for a model that computes its
-    own loss; see `of_loss`."""
-    takes_count: bool = False
-    """True if `update` also takes `num_examples`, the batch's number of examples where it differs from its rows."""
-    takes_loss: bool = False
-    """True if `update` also takes `loss_fn`, the state's loss with its present parameters and scalars."""
-    takes_ignore_index: bool = False
-    """True if `update` also takes `ignore_index`, the index that the state's loss leaves out; see `of_loss`."""
-    is_sum: bool = False
-    """True if accumulators add up: that of two batches is the sum, number by number, of what each adds to an empty one.
-    Several processes then measure a part each; otherwise each measures everything."""
-
-
-class Mean(NamedTuple):
-    """Accumulator of a mean, used by most metrics of this module."""
-
-    total: Tensor
-    """Sum so far, 0-d: int64 (exact) for accuracies, else float64, or float32 on devices without it."""
-    number: Tensor
-    """Number of examples or positions that counted so far, 0-d int64; floating if a loss weights them."""
-
-    def value(self) -> Tensor:
-        """Return total / number, 0-d float; NaN if nothing counted."""
-        return self.total / self.number
-
-
-class CalibrationGaps(NamedTuple):
-    """Accumulator of `calibration_error`."""
-
-    totals: Tensor
-    """Sums of confidence minus correctness in each bin so far, (num_bins,), of the dtype of a `Mean`'s total."""
-    number: Tensor
-    """Number of positions that counted so far, 0-d int64."""
-
-
-def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
-    """Return a metric for the share of positions whose class is among the k with the highest outputs.
-
-    Outputs are (N, C, ...); targets are indices (N, ...), dense (N, C, ...) or a `Mixture`, and in the last two cases
-    the class with the largest weight is used. Positions with a negative index, with `ignore_index`, or with a dense
-    row of zeros do not count. The order of equal outputs is torch's.
-
-    Args:
-        k: Number of guesses allowed, at least 1.
-        ignore_index: The index that stands for no class; by default that of the state's loss, or -100.
-
-    Raises:
-        ValueError: k is below 1 (raised immediately), or there are fewer than max(2, k) classes (at the first update).
-
-    Example:
-        >>> metric, outputs = top_k(2), torch.tensor([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]])
-        >>> metric.compute(metric.update(metric.init(), outputs, torch.tensor([1, 2]))).item()
-        0.5
-    """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ValueError(f"top_k: expected k as an int of at least 1, got k={k!r} ({type(k).__name__})")
-
-    def init(device: Device = None) -> Mean:
-        return Mean(_zero(torch.int64, device), _zero(torch.int64, device))
-
-    def update(acc: Mean, outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100) -> Mean:
-        classes, counted = _classes(outputs, targets, ignore_index)
-        if outputs.shape[1] < max(2, k):
-            raise ValueError(
-                f"top_k: expected outputs (N, C, ...) with at least {max(2, k)} classes, got shape "
-                f"{tuple(outputs.shape)}; for one logit per example use a function: "
-                "`lambda outputs, targets: (outputs > 0) == targets`"
-            )
-        if k == 1:
-            hits = outputs.argmax(dim=1) == classes
-        else:
-            hits = (outputs.topk(k, dim=1).indices == classes.unsqueeze(1)).any(dim=1)
-        return Mean(acc.total + (hits & counted).sum(), acc.number + counted.sum())
-
-    return _of_classes(Metric(init, update, Mean.value, is_sum=True), ignore_index)
-
-
-def dice(num_classes: int, *, ignore_index: int | None = None) -> Metric:
-    """Return a metric for the Dice coefficient of the predicted classes, 2 |P and T| / (|P| + |T|), averaged over the
-    classes that occur.
-
-    Sizes are counted over all examples together. Outputs and targets are as for `top_k`.
-
-    Args:
-        num_classes: C, the number of classes.
-        ignore_index: As for `top_k`.
-
-    Raises:
-        TypeError, ValueError: `num_classes` is not an integer of at least 1 (raised immediately), or the outputs have
-            another number of classes (at the first update).
-
-    Example:
-        >>> metric, outputs = dice(2), torch.tensor([[[0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]])
-        >>> round(metric.compute(metric.update(metric.init(), outputs, torch.tensor([[1, 0, 0]]))).item(), 4)
-        0.6667
-    """
-    return _overlap("dice", num_classes, ignore_index, lambda both, sizes: 2 * both / sizes)
-
-
-def iou(num_classes: int, *, ignore_index: int | None = None) -> Metric:
-    """Return a metric for the intersection over union of the predicted classes, |P and T| / |P or T|, averaged over the
-    classes that occur.
-
-    Sizes are counted over all examples together. Outputs and targets are as for `top_k`; arguments and errors as for
-    `dice`.
-
-    Args:
-        num_classes: Number of classes, at least 2.
-        ignore_index: Class of positions to leave out.
-
-    Example:
-        >>> metric, outputs = iou(2), torch.tensor([[[0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]])
-        >>> metric.compute(metric.update(metric.init(), outputs, torch.tensor([[1, 0, 0]]))).item()
-        0.5
-    """
-    return _overlap("iou", num_classes, ignore_index, lambda both, sizes: both / (sizes - both))
 
 
 def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
@@ -232,7 +72,7 @@ def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
     if loss_fn is None:
         return Metric(lambda device=None: {}, _with_parts, _values, takes_count=True, takes_loss=True, is_sum=True)
     check_loss(loss_fn)
-    if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
+    if isinstance(loss_fn, torch.nn.Module) and any(True for _ in loss_fn.parameters()):
         raise ValueError(
             f"metrics.mean_loss: {type(loss_fn).__name__} has parameters, whose trained values are in the state: write "
             "mean_loss(), which is the loss of the state"
@@ -244,7 +84,7 @@ def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
 
     # A model's own loss does not read targets, but it counts the labels in the batch.
     reads_batch, takes_logits = isinstance(loss_fn, ModelLoss), isinstance(loss_fn, CrossEntropy)
-    return Metric(_init_mean, update, Mean.value, reads_batch, takes_logits, takes_count=True, is_sum=True)
+    return Metric(init_mean, update, Mean.value, reads_batch, takes_logits, takes_count=True, is_sum=True)
 
 
 def perplexity(loss_fn: Callable[..., Tensor] | None = None) -> Metric:
@@ -271,54 +111,6 @@ def perplexity(loss_fn: Callable[..., Tensor] | None = None) -> Metric:
     if loss_fn is None:
         mean = mean._replace(update=update, takes_ignore_index=True)
     return mean._replace(compute=lambda acc: Mean.value(acc).exp())
-
-
-def calibration_error(num_bins: int = 15, *, ignore_index: int | None = None) -> Metric:
-    """Return a metric for the expected calibration error, the distance between confidence and accuracy.
-
-        ECE = sum_b n_b / n |acc_b - conf_b|
-
-    A position's confidence is the greatest probability of its classes, softmax(outputs). Bin b holds the n_b of n
-    positions whose confidence is in (b / num_bins, (b + 1) / num_bins]; acc_b is their accuracy and conf_b their mean
-    confidence. Outputs and targets are as for `top_k`. Logarithms of probabilities, such as those of the mean of an
-    ensemble, are logits of these probabilities.
-
-    Args:
-        num_bins: Number of bins of equal width, at least 1.
-        ignore_index: As for `top_k`.
-
-    Raises:
-        TypeError, ValueError: `num_bins` is not an integer of at least 1.
-
-    Example:
-        >>> metric, outputs = calibration_error(), torch.tensor([[0.8, 0.2], [0.8, 0.2]]).log()
-        >>> round(metric.compute(metric.update(metric.init(), outputs, torch.tensor([0, 1]))).item(), 4)
-        0.3
-
-    References:
-        Chuan Guo, Geoff Pleiss, Yu Sun, Kilian Q. Weinberger: On Calibration of Modern Neural Networks. ICML 2017.
-        https://arxiv.org/abs/1706.04599
-    """
-    check_whole(num_bins, "metrics.calibration_error: num_bins", 1)
-
-    def init(device: Device = None) -> CalibrationGaps:
-        total, number = _init_mean(device)
-        return CalibrationGaps(total.repeat(num_bins), number)
-
-    def update(
-        acc: CalibrationGaps, outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100
-    ) -> CalibrationGaps:
-        classes, counted = _classes(outputs, targets, ignore_index)
-        confidence, guess = outputs.detach().to(acc.totals.dtype).softmax(dim=1).max(dim=1)
-        bins = ((confidence * num_bins).ceil() - 1).nan_to_num()  # NaN has to be in some bin to show in the result
-        is_in = (bins[..., None] == torch.arange(num_bins, device=outputs.device)) & counted[..., None]
-        gaps = torch.where(is_in, (confidence - (guess == classes).to(confidence.dtype))[..., None], 0.0)
-        return CalibrationGaps(acc.totals + gaps.flatten(0, -2).sum(0), acc.number + counted.sum())
-
-    def compute(acc: CalibrationGaps) -> Tensor:
-        return acc.totals.abs().sum() / acc.number
-
-    return _of_classes(Metric(init, update, compute, is_sum=True), ignore_index)
 
 
 def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
@@ -354,7 +146,7 @@ def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
         rows = values.flatten(1).mean(1).sum() if values.ndim > 1 else values.sum()
         return Mean(acc.total + (rows if values.ndim else values * count), acc.number + count)
 
-    return Metric(_init_mean, update, Mean.value, takes_count=True, takes_ignore_index=True, is_sum=True)
+    return Metric(init_mean, update, Mean.value, takes_count=True, takes_ignore_index=True, is_sum=True)
 
 
 def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
@@ -444,97 +236,13 @@ def from_torchmetrics(metric: Any) -> Metric:
     return Metric(init, update, compute, takes_ignore_index=True, is_sum=is_sum)
 
 
-def of_loss(metric: Metric, loss_fn: Any) -> Metric:
-    """Return the metric, adapted to the loss of a state.
-
-    A metric that ignores an index uses the `ignore_index` of the loss, unless it was given one. If the model computes
-    its own loss, a metric of logits reads the outputs' `logits` and the labels named by the loss.
-
-    Args:
-        metric: A metric; one that does neither is returned unchanged.
-        loss_fn: The state's loss. It declares the index as `ignore_index`: an attribute, or an argument of torch's
-            cross entropy and of functools.partial.
-
-    Example:
-        >>> outputs, targets = torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]]), torch.tensor([1, 0, 0])
-        >>> metric = of_loss(accuracy, CrossEntropy(ignore_index=0))
-        >>> metric.compute(metric.update(metric.init(), outputs, targets)).item()
-        1.0
-        >>> metric, batch = of_loss(accuracy, ModelLoss(shift=1)), {"labels": torch.tensor([[0, 1, 1]])}
-        >>> outputs = {"logits": torch.tensor([[[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]])}
-        >>> metric.compute(metric.update(metric.init(), outputs, batch)).item()
-        0.5
-    """
-    inner: Callable[..., Any] = metric.update
-    ignore_index = ignore_index_of(loss_fn)
-    if metric.takes_ignore_index and ignore_index is not None:
-        inner = functools.partial(inner, ignore_index=ignore_index)
-    if not (metric.takes_logits and isinstance(loss_fn, ModelLoss)):
-        return metric._replace(update=inner)
-
-    def update(acc: Any, outputs: Any, given: Any, **options: Any) -> Any:
-        pair = (outputs, given) if isinstance(outputs, Tensor) else loss_fn.logits_and_labels(outputs, given)
-        return inner(acc, *pair, **options)
-
-    return metric._replace(update=update)
-
-
-def counting(metric: Metric, num_examples: int | None) -> Callable[..., Any]:
-    """Return a metric's `update` for a batch of `num_examples` examples; `None` if each row is an example.
-
-    Args:
-        metric: A metric.
-        num_examples: Number of examples in the batch.
-    """
-    if num_examples is None or not metric.takes_count:
-        return metric.update
-    update: Callable[..., Any] = metric.update
-    return functools.partial(update, num_examples=num_examples)
-
-
-def read_by(metric: Metric, state: Any) -> Any:
-    """Return the second argument of a metric's `update`: the batch's target, or the whole batch for a model with its
-    own loss, whose batches may have no target.
-
-    Args:
-        metric: A metric.
-        state: A state with a batch.
-    """
-    if metric.reads_batch or (metric.takes_loss and isinstance(state.context.loss, ModelLoss)):
-        return state.batch
-    if not isinstance(state.context.loss, ModelLoss):
-        return state.targets
-    try:
-        targets = state.targets
-    except KeyError:
-        return state.batch
-    return state.batch if targets is None else targets
-
-
-def is_lower_better(name: str) -> bool:
-    """Return whether lower values of a metric are better, judged by its name.
-
-    Args:
-        name: Name of a metric, with or without a label before it.
-
-    Example:
-        >>> is_lower_better("eval/loss"), is_lower_better("eval/accuracy")
-        (True, False)
-    """
-    return any(word in name.lower() for word in ("loss", "error", "perplexity"))
-
-
-def _zero(dtype: torch.dtype, device: Device) -> Tensor:
-    return torch.zeros((), dtype=dtype, device=device)
-
-
 def _with_parts(
     acc: dict[str, Mean], outputs: Any, targets: Any, num_examples: int | None = None, loss_fn: Any = None
 ) -> dict[str, Mean]:
     """Return the means of the loss, called "", and of its parts, with one more batch."""
     assert loss_fn is not None
     loss, parts = evaluate_parts(loss_fn, outputs, targets)
-    terms, empty = _terms(loss_fn, outputs, targets, num_examples), _init_mean(loss.device)
+    terms, empty = _terms(loss_fn, outputs, targets, num_examples), init_mean(loss.device)
     return {name: _with_mean(acc.get(name, empty), value, terms) for name, value in {"": loss, **parts}.items()}
 
 
@@ -553,65 +261,6 @@ def _terms(loss_fn: Callable[..., Any], outputs: Any, targets: Any, num_examples
     return num_examples
 
 
-def _init_mean(device: Device = None) -> Mean:
-    # In float32, further examples are rounded away after some millions; Apple's GPUs have no wider dtype.
-    is_mps = device is not None and torch.device(device).type == "mps"
-    return Mean(_zero(torch.float32 if is_mps else torch.float64, device), _zero(torch.int64, device))
-
-
-def _of_classes(metric: Metric, ignore_index: int | None) -> Metric:
-    """Return a metric of logits and classes, whose `update` takes `ignore_index`, with the given index if there is one.
-
-    Without one it is that of the state's loss.
-    """
-    update: Callable[..., Any] = metric.update
-    if ignore_index is not None:
-        update = functools.partial(update, ignore_index=ignore_index)
-    return metric._replace(update=update, takes_logits=True, takes_ignore_index=ignore_index is None)
-
-
-def _overlap(
-    name: str, num_classes: int, ignore_index: int | None, score: Callable[[Tensor, Tensor], Tensor]
-) -> Metric:
-    """Return the mean over classes of a score of |P and T| and |P| + |T|, which is NaN for an absent class."""
-    check_whole(num_classes, f"metrics.{name}: num_classes", 1)
-
-    def init(device: Device = None) -> tuple[Tensor, Tensor]:
-        empty = torch.zeros(num_classes, dtype=torch.int64, device=device)
-        return empty, empty
-
-    def update(
-        acc: tuple[Tensor, Tensor], outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100
-    ) -> tuple[Tensor, Tensor]:
-        if outputs.shape[1] != num_classes:
-            raise ValueError(
-                f"metrics.{name}: expected {num_classes} classes in dim 1, got shape {tuple(outputs.shape)}"
-            )
-        classes, counted = _classes(outputs, targets, ignore_index)
-        numbers = torch.arange(num_classes, device=outputs.device)
-        found = (outputs.argmax(dim=1)[..., None] == numbers) & counted[..., None]
-        wanted = (classes[..., None] == numbers) & counted[..., None]
-        both, sizes = (part.flatten(0, -2).sum(0) for part in (found & wanted, found.long() + wanted.long()))
-        return acc[0] + both, acc[1] + sizes
-
-    return _of_classes(Metric(init, update, lambda acc: score(*acc).nanmean(), is_sum=True), ignore_index)
-
-
-def _classes(outputs: Any, targets: Any, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Return the class of each position and whether it counts, both (N, ...)."""
-    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor | Mixture):
-        raise TypeError(
-            "a metric of classes expects outputs and targets as tensors, got "
-            f"{type(outputs).__name__} and {type(targets).__name__}; pick them by a function, such as "
-            "{'accuracy': lambda outputs, targets: outputs[0].argmax(1) == targets}"
-        )
-    if isinstance(targets, Mixture):
-        targets = targets.soft(outputs, ignore_index=ignore_index)
-    if has_index_targets(outputs, targets):
-        return targets, (targets >= 0) & (targets != ignore_index)
-    return targets.argmax(dim=1), targets.any(dim=1)
-
-
 def _check_values(fn: object, values: object, count: int) -> None:
     if not isinstance(values, Tensor):
         raise TypeError(
@@ -624,7 +273,3 @@ def _check_values(fn: object, values: object, count: int) -> None:
             f"{tuple(values.shape)}; keep the batch dim first or average over it; to leave examples out, write a "
             "Metric(init, update, compute), whose accumulator counts those that it includes"
         )
-
-
-accuracy: Metric = top_k(1)  # made last, with all that it needs
-"""The share of examples whose target has the highest output; `top_k(1)`."""

@@ -36,7 +36,8 @@ def kernels(
     """
     if is_transforming():
         return _transformed(narrow, device)
-    attention = _Attention(narrow, device) if narrow is not None and (device, narrow) in _ATTENTION else NOTHING
+    is_slow = skeleton.may_attend and (device, narrow) in _ATTENTION
+    attention = _Attention(narrow, device) if narrow is not None and is_slow else NOTHING
     batch_norms = SharedBatchNorms() if skeleton.has_batch_norms and SHARED_BATCH.get() is not None else NOTHING
     if params and type(first := next(iter(params.values()))) is not Tensor and is_fake(local(first)):
         return together(_Traced(), batch_norms, attention)

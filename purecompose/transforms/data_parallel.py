@@ -223,26 +223,15 @@ def _run_shared(
         after = after.replace(outputs=SealedOutputs(ranks.size))
     if purpose.sharing == "own":
         return Carry(after, end.used, carry.terms)
-    for name in ("params", "opt_state", "hparams", "key"):
-        if getattr(after, name) is not getattr(state, name):
-            raise RuntimeError(
-                f"data_parallel: {name} changed between BEFORE_FORWARD and AFTER_BACKWARD, where each process sees its "
-                "own part of the batch, and states would come apart: change it at AFTER_TRAIN_BATCH or later; an "
-                "update belongs after Microbatches"
-            )
+    _check_kept(state, after)
     used, terms, grads = end.used, end.terms, None if after.grads is None else dict(after.grads)
     del end  # so that each gradient is freed when it has been sent
     if not is_by_layer:
         after = after.replace(grads=None)
-        weight: int | Tensor = share.num_examples
-        if isinstance(terms, Tensor):  # counted even without a share, so that all ranks have the same graph
-            weight = terms * min(share.num_examples, 1)
-        elif terms is not None and share.num_examples:
-            weight = terms
         names = [name for pattern in wrt for name in matching_params(state.context.trainable, pattern)]
         has_shared = is_whole and share.num_examples > 0 and state.model.skeleton(train=True).has_batch_norms
         after = _averaged_over_ranks(
-            *(state, after, grads, names, weight, ranks),
+            *(state, after, grads, names, _weight(share, terms), ranks),
             dict if purpose.replaces_gradients else sum_gradients,
             shares_statistics=has_shared,
         )
@@ -254,6 +243,23 @@ def _run_shared(
             slots=ranks.with_slots(state.slots, after.slots, counts=share.num_examples > 0),
         )
     return Carry(after, used, carry.terms)
+
+
+def _check_kept(before: State, after: State) -> None:
+    for name in ("params", "opt_state", "hparams", "key"):
+        if getattr(after, name) is not getattr(before, name):
+            raise RuntimeError(
+                f"data_parallel: {name} changed between BEFORE_FORWARD and AFTER_BACKWARD, where each process sees its "
+                "own part of the batch, and states would come apart: change it at AFTER_TRAIN_BATCH or later; an "
+                "update belongs after Microbatches"
+            )
+
+
+def _weight(share: Share, terms: int | Tensor | None) -> int | Tensor:
+    """Return the weight of a part of the batch: its number of terms of the loss, or of examples."""
+    if isinstance(terms, Tensor):  # counted even without a share, so that all ranks have the same graph
+        return terms * min(share.num_examples, 1)
+    return share.num_examples if terms is None or not share.num_examples else terms
 
 
 def _part(state: State, ranks: Ranks) -> tuple[Share, State]:

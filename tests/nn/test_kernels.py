@@ -1,5 +1,6 @@
 """Attention in float32 under bfloat16 on the CPU, where torch's bfloat16 kernel is slower."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import purecompose as pc
 from purecompose import State, compose, loop_events, losses, optim
+from purecompose._support.scopes import NOTHING
+from purecompose.nn.kernels import kernels
 
 
 BATCH = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0])
@@ -95,6 +98,17 @@ def test_the_other_operations_remain_in_bfloat16(attention: type[nn.Module]) -> 
     assert seen == [torch.bfloat16] * 2
     after, wide = (compose(loop_events)(one, BATCH).params for one in (state, make_state(attention, "fp32")))
     torch.testing.assert_close(after, wide, rtol=0.02, atol=2e-3)
+
+
+def test_networks_of_torchs_layers_are_watched_only_if_one_of_them_attends() -> None:
+    # A mode of torch functions costs a call in Python for each of them.
+    def scope(net: nn.Module) -> AbstractContextManager[Any]:
+        state = State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1))
+        return kernels(state.params, torch.bfloat16, "cpu", skeleton=state.model.skeleton(train=True))
+
+    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    assert scope(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU())) is NOTHING
+    assert all(scope(net) is not NOTHING for net in (layer, Attending(), ByModule()))
 
 
 def test_attention_outside_of_autocast_is_left_as_it_is() -> None:

@@ -31,7 +31,8 @@ class Alibi(Derived):
 
     def forward(self, hidden_states: Tensor, *, attention_mask: Tensor | None = None, **others: Any) -> Any:
         """Compute the original forward with biases; `attention_mask` is `None` or (N, 1, Q, K), bool or additive."""
-        past = others.get("past_key_values")
+        # The cache; it was the argument past_key_values before version 5.24.
+        past = next((given for given in others.values() if hasattr(given, "get_seq_length")), None)
         num_queries, start = hidden_states.shape[1], 0 if past is None else past.get_seq_length(self.layer_idx)
         is_causal = others.get("is_causal")
         if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.ndim != 4):

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from purecompose._support.checks import shown
+from purecompose._support.dispatch import DispatchMode
 from purecompose._support.functorch import is_transforming
 from purecompose.nn.keyed.functions import FUNCTIONS
 from purecompose.nn.keyed.layers import LAYERS
@@ -110,7 +110,7 @@ _BY_KEY = (
 )
 
 
-class Detector(TorchDispatchMode):
+class Detector(DispatchMode):
     """Mode that `detect` switches on.
 
     Attributes:

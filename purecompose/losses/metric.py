@@ -1,0 +1,178 @@
+"""What a metric is: three pure functions, whose accumulator is a pytree; and how a state's loss and batch fit to it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from purecompose.losses import ModelLoss
+from purecompose.losses.terms import ignore_index_of
+
+
+__all__ = ["Device", "Mean", "Metric", "counting", "init_mean", "is_lower_better", "of_loss", "read_by"]
+
+Device = torch.device | str | None
+
+
+class InitFn(Protocol):
+    """`init(device=None) -> acc`: an empty accumulator."""
+
+    def __call__(self, device: Device = None) -> Any: ...
+
+
+class UpdateFn(Protocol):
+    """`update(acc, outputs, targets) -> acc`: the accumulator with one more batch."""
+
+    def __call__(self, acc: Any, outputs: Any, targets: Any) -> Any: ...
+
+
+class ComputeFn(Protocol):
+    """`compute(acc) -> value`, 0-d; NaN without examples."""
+
+    def __call__(self, acc: Any, /) -> Tensor: ...
+
+
+class Metric(NamedTuple):
+    """Three pure functions; the accumulator is any pytree of tensors.
+
+    Args:
+        init: `init(device) -> accumulator`, without any examples.
+        update: `update(accumulator, outputs, targets) -> accumulator`, with one more batch.
+        compute: `compute(accumulator) -> value`, 0-d; NaN without examples.
+
+    Example:
+        >>> from purecompose.losses.metrics import accuracy
+        >>> acc = accuracy.init()
+        >>> acc = accuracy.update(acc, torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1]))
+        >>> accuracy.compute(acc).item()
+        0.5
+    """
+
+    init: InitFn
+    update: UpdateFn
+    compute: ComputeFn
+    reads_batch: bool = False
+    """True if `update` takes the whole batch in place of the targets, as a model's own loss does."""
+    takes_logits: bool = False
+    """True if `update` takes logits (N, C, ...) and class indices, so that it also works for a model that computes its
+    own loss; see `of_loss`."""
+    takes_count: bool = False
+    """True if `update` also takes `num_examples`, the batch's number of examples where it differs from its rows."""
+    takes_loss: bool = False
+    """True if `update` also takes `loss_fn`, the state's loss with its present parameters and scalars."""
+    takes_ignore_index: bool = False
+    """True if `update` also takes `ignore_index`, the index that the state's loss leaves out; see `of_loss`."""
+    is_sum: bool = False
+    """True if accumulators add up: that of two batches is the sum, number by number, of what each adds to an empty one.
+    Several processes then measure a part each; otherwise each measures everything."""
+
+
+class Mean(NamedTuple):
+    """Accumulator of a mean, used by most metrics of this module."""
+
+    total: Tensor
+    """Sum so far, 0-d: int64 (exact) for accuracies, else float64, or float32 on devices without it."""
+    number: Tensor
+    """Number of examples or positions that counted so far, 0-d int64; floating if a loss weights them."""
+
+    def value(self) -> Tensor:
+        """Return total / number, 0-d float; NaN if nothing counted."""
+        return self.total / self.number
+
+
+def of_loss(metric: Metric, loss_fn: Any) -> Metric:
+    """Return the metric, adapted to the loss of a state.
+
+    A metric that ignores an index uses the `ignore_index` of the loss, unless it was given one. If the model computes
+    its own loss, a metric of logits reads the outputs' `logits` and the labels named by the loss.
+
+    Args:
+        metric: A metric; one that does neither is returned unchanged.
+        loss_fn: The state's loss. It declares the index as `ignore_index`: an attribute, or an argument of torch's
+            cross entropy and of functools.partial.
+
+    Example:
+        >>> from purecompose.losses import CrossEntropy
+        >>> from purecompose.losses.metrics import accuracy
+        >>> outputs, targets = torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]]), torch.tensor([1, 0, 0])
+        >>> metric = of_loss(accuracy, CrossEntropy(ignore_index=0))
+        >>> metric.compute(metric.update(metric.init(), outputs, targets)).item()
+        1.0
+        >>> metric, batch = of_loss(accuracy, ModelLoss(shift=1)), {"labels": torch.tensor([[0, 1, 1]])}
+        >>> outputs = {"logits": torch.tensor([[[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]])}
+        >>> metric.compute(metric.update(metric.init(), outputs, batch)).item()
+        0.5
+    """
+    inner: Callable[..., Any] = metric.update
+    ignore_index = ignore_index_of(loss_fn)
+    if metric.takes_ignore_index and ignore_index is not None:
+        inner = functools.partial(inner, ignore_index=ignore_index)
+    if not (metric.takes_logits and isinstance(loss_fn, ModelLoss)):
+        return metric._replace(update=inner)
+
+    def update(acc: Any, outputs: Any, given: Any, **options: Any) -> Any:
+        pair = (outputs, given) if isinstance(outputs, Tensor) else loss_fn.logits_and_labels(outputs, given)
+        return inner(acc, *pair, **options)
+
+    return metric._replace(update=update)
+
+
+def counting(metric: Metric, num_examples: int | None) -> Callable[..., Any]:
+    """Return a metric's `update` for a batch of `num_examples` examples; `None` if each row is an example.
+
+    Args:
+        metric: A metric.
+        num_examples: Number of examples in the batch.
+    """
+    if num_examples is None or not metric.takes_count:
+        return metric.update
+    update: Callable[..., Any] = metric.update
+    return functools.partial(update, num_examples=num_examples)
+
+
+def read_by(metric: Metric, state: Any) -> Any:
+    """Return the second argument of a metric's `update`: the batch's target, or the whole batch for a model with its
+    own loss, whose batches may have no target.
+
+    Args:
+        metric: A metric.
+        state: A state with a batch.
+    """
+    if metric.reads_batch or (metric.takes_loss and isinstance(state.context.loss, ModelLoss)):
+        return state.batch
+    if not isinstance(state.context.loss, ModelLoss):
+        return state.targets
+    try:
+        targets = state.targets
+    except KeyError:
+        return state.batch
+    return state.batch if targets is None else targets
+
+
+def is_lower_better(name: str) -> bool:
+    """Return whether lower values of a metric are better, judged by its name.
+
+    Args:
+        name: Name of a metric, with or without a label before it.
+
+    Example:
+        >>> is_lower_better("eval/loss"), is_lower_better("eval/accuracy")
+        (True, False)
+    """
+    return any(word in name.lower() for word in ("loss", "error", "perplexity"))
+
+
+def init_mean(device: Device = None) -> Mean:
+    """Return a mean of nothing so far.
+
+    Args:
+        device: Where its tensors are.
+    """
+    # In float32, further examples are rounded away after some millions; Apple's GPUs have no wider dtype.
+    is_mps = device is not None and torch.device(device).type == "mps"
+    total = torch.zeros((), dtype=torch.float32 if is_mps else torch.float64, device=device)
+    return Mean(total, torch.zeros((), dtype=torch.int64, device=device))
