@@ -534,10 +534,11 @@ def entropy_over_padding(state: State) -> State:
 
 @wrong("ignored_stay_ignored", at=Event.AFTER_DATALOADER, task="tokens")
 def noise_in_ignored_labels(state: State) -> State:
-    """Replaces labels at random, including those that should be ignored."""
+    """Replaces a tenth of the labels at random, including those that should be ignored."""
     name, shape = "noise_in_ignored_labels", tuple(state.targets.shape)
+    where = random.bernoulli(state.example_rng(f"{name}.where"), 0.1, shape)
     drawn = random.randint(state.example_rng(f"{name}.what"), shape, 0, 7)
-    return state.replace(targets=drawn)
+    return state.replace(targets=torch.where(where, drawn, state.targets))
 
 
 @wrong("ignored_stay_ignored", at=Event.BEFORE_LOSS, task="tokens")

@@ -8,6 +8,7 @@ from torch import Tensor
 from purecompose import tree
 from purecompose._support.functorch import is_transforming
 from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.compose import Step
 from purecompose.core.loop import forward, loop_events
 from purecompose.core.operation import Node, walk
 from purecompose.core.program import StateFn, events_in
@@ -110,7 +111,8 @@ def ignored_stay_ignored(subject: Subject, case: Case) -> bool:
 
 
 def _judge_ignored(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
-    ends, was_moved = [], False
+    # Batches with several ignored positions, for methods that change only some of the targets.
+    ends, was_moved, case = [], False, dataclasses.replace(case, batch_size=max(16, case.batch_size))
     for amount in (0.0, 1.0):
         moving = _Moving(case, dtype, amount)
         watched = Watched(subject.algorithm)
@@ -160,18 +162,22 @@ def mixtures_taken(subject: Subject, case: Case) -> bool:
     watched = Watched(subject.algorithm)
     for algorithms in ((), (watched.algorithm,)):
         step = case.step(*algorithms)
-        step = step.replace(algorithms=[*step.algorithms, _mixer()])  # at AFTER_DATALOADER the last acts first
-        state = step.init(case.state())
         try:
-            for batch in case.batches():
-                state = step(state, batch)
+            _take_steps(step.replace(algorithms=[*step.algorithms, _mixer()]), case)  # the last acts first
         except Exception as error:
             if not algorithms or is_refusal(error):
                 return False
+            _take_steps(step, case)  # an error that it raises without mixed targets too is not about them
             raise Broken(
                 f"beside a method that mixes targets it raises {first_line(error)}", event=getattr(error, "event", None)
             ) from error
     return watched.acted
+
+
+def _take_steps(step: Step, case: Case) -> None:
+    state = step.init(case.state())
+    for batch in case.batches():
+        state = step(state, batch)
 
 
 def _mixer() -> Algorithm:
