@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from purecompose import random, surgery, tree
+from purecompose.batch import map_tensors
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.schedule import hparam
@@ -280,6 +281,12 @@ def reduces_all_slots(state: State) -> State:
 def relabels_by_index(state: State) -> State:
     """Indexes targets as a tensor: beside MixUp they are a Mixture."""
     return state.replace(targets=torch.where(state.targets == 0, 1, state.targets))
+
+
+@wrong("mixtures_taken", at=Event.AFTER_DATALOADER)
+def relabels_weights_too(state: State) -> State:
+    """Maps over all tensors of the targets: those of a Mixture are targets and weights."""
+    return state.replace(targets=map_tensors(lambda given: torch.where(given == 0, 1, given + 1) % 3, state.targets))
 
 
 @wrong("mixtures_taken", at=Event.AFTER_LOSS, task="soft")
