@@ -69,7 +69,7 @@ def test_an_argument_that_is_not_a_node_is_rejected(node):
 
 def test_algorithms_in_place_of_a_program_are_sent_to_their_own_argument():
     with pytest.raises(TypeError, match=r"algorithms are the second argument, compose\(loop_events, \[\.\.\.\]\)"):
-        compose([pc.algorithms.mixup(0.2)])
+        compose([pc.algorithms.mixup(0.2)])  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
