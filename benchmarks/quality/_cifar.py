@@ -248,7 +248,8 @@ def recipe(setup: Setup, seed: int, curve: Curve, settings: Settings) -> int:
     train = Alternating(data, parts.batch_size, settings["shift"])
     test = pc.data.arrays(data.test_inputs, data.test_targets, 1000)
     num_batches = _length(settings, data)
-    step = compose(loop_events, parts.methods)
+    # Slices of a large batch stay in the processor's cache; their batch norms use their own statistics.
+    step = compose(loop_events, parts.methods, microbatches=settings.get("microbatches", 1))
     if settings["compile"]:
         step = pc.compile(step, quiet=True)
     state = State.create(

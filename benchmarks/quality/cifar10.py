@@ -39,8 +39,9 @@ RECIPE = {
     "freeze_start": 0.4,
     "freeze_level": 0.0,
     "batch_size": 512,
+    "microbatches": 2,
     "shift": 2,
-    "epochs": 3,
+    "epochs": 2.75,
     "compile": False,
 }
 
@@ -74,6 +75,8 @@ TUNING = {
         {},
         {"lr": 1.6},
         {"compile": True},
+        {"epochs": 2.75},
+        {"epochs": 2.5},
     ],
     "recipe": [
         {"muon_lr": 0.2, "bias_lr": 30.0, "scale": 0.75, "delay": 0.75, "full": 0.25},
@@ -89,6 +92,9 @@ TUNING = {
         {"freeze_start": 0.2, "freeze_level": 0.5},
         {"epochs": 3.5},
         {"scale": 1.0, "delay": 0.0, "full": 1.0},
+        # Those above were run with 3 epochs and whole batches, the defaults of their time.
+        {"microbatches": 2, "epochs": 2.75},
+        {"microbatches": 2, "epochs": 2.5},
     ],
 }
 SETUP = Setup(widths=(32, 64, 128), baseline=BASELINE, recipe=RECIPE, parts=parts)

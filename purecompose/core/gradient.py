@@ -215,8 +215,9 @@ def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.ndim != 0:
         shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise ValueError(
-            f"Grad differentiates a scalar loss, got {shape}: its body must set state.loss (the stage `loss` does), "
-            "and the loss must reduce to a mean by default"
+            f"Grad differentiates a scalar loss, got {shape}: the loss function must return the mean over the batch, "
+            "a 0-d tensor (losses of examples only for reduction='none'), and a body without the stage `loss` must set "
+            "state.loss"
         )
     if not loss.requires_grad:
         raise ValueError(

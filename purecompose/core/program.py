@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
+import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
@@ -55,6 +56,8 @@ class Stage:
             given = {"batch": state.batch, "outputs": state.outputs}
             forms = [f"{name} {_form(value)}" for name, value in given.items() if value is not None]
             error.add_note(f"in the stage {self.name}, with {', '.join(forms)}")
+            if state.outputs is None and (note := _dtype_advice(state)):
+                error.add_note(note)
             if self.sets_loss:
                 for note in advice(state.outputs, _targets_if_any(state)):
                     error.add_note(note)
@@ -183,7 +186,8 @@ def _as_node(given: Any) -> Node:
     if not isinstance(given, type) and callable(getattr(given, "lower", None)):
         return given
     if not callable(given):
-        raise TypeError(f"{given!r} is neither an event, a stage (a function State -> State), nor a scope")
+        hint = "; algorithms are the second argument, compose(loop_events, [...])" if hasattr(given, "apply") else ""
+        raise TypeError(f"{given!r} is neither an event, a stage (a function State -> State), nor a scope{hint}")
     return Stage(_name_of(given), cast(StateFn, given))
 
 
@@ -199,6 +203,16 @@ def _targets_if_any(state: State) -> Any:
         return state.targets
     except Exception:  # what is missing is reported already, or is not needed
         return None
+
+
+def _dtype_advice(state: State) -> str:
+    """Return a hint if the batch has a float64 or uint8 tensor, as NumPy and images give, and no parameter has."""
+    known = {param.dtype for param in state.params.values()}
+    for tensor in batches.tensors(state.batch):
+        if tensor.dtype in (torch.float64, torch.uint8) and tensor.dtype not in known:
+            scaled = " / 255" if tensor.dtype is torch.uint8 else ""
+            return f"the batch has {tensor.dtype}, and no parameter has; to convert it, use tensor.float(){scaled}"
+    return ""
 
 
 def _form(value: Any) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from purecompose._support.checks import shown
 from purecompose._support.fingerprint import fingerprint
 from purecompose._support.warnings import warn
 from purecompose.nn.modes import set_modes
@@ -216,7 +217,8 @@ def from_module(
         (['bias', 'weight'], 'meta')
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"expected an nn.Module, got {type(module).__name__}")
+        called = f"; call it: {module.__name__}(...)" if isinstance(module, type) else ""
+        raise TypeError(f"expected an nn.Module, got {shown(module)}{called}")
     checks.check_modules(module)
     names: dict[int, str] = {}
     twins: dict[int, Tensor] = {}

@@ -310,13 +310,25 @@ def not_a_scalar(value: object) -> str:
     """Return the message for a value that is not a scalar, with a hint for names, functions and torch's schedulers."""
     hint = ""
     if isinstance(value, str):
-        hint = f"; a named scalar is state.hparams[{value!r}]"
+        hint = (
+            "; write the number without quotes"
+            if _is_number(value)
+            else f"; a named scalar is state.hparams[{value!r}]"
+        )
     elif isinstance(value, LRScheduler) or (isinstance(value, type) and issubclass(value, LRScheduler)):
         name = value.__name__ if isinstance(value, type) else type(value).__name__
         hint = f"; write schedule.from_torch(torch.optim.lr_scheduler.{name}, ...) with the settings of the scheduler"
     elif callable(value):
         hint = "; make a schedule of a function of the timestamp with schedule.scheduled(fn)"
     return f"expected a number, an hparam, a schedule or a product of them, got {shown(value)}{hint}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _written(setting: object) -> object:

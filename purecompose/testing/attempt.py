@@ -124,5 +124,5 @@ class Attempt:
 
 def _summed_up(violation: LawViolation) -> str:
     where = [] if violation.event is None else [f"at {violation.event.name}"]
-    what = violation.path or violation.what.partition(":")[0]
+    what = violation.path or violation.what.partition(": ")[0].partition(". ")[0]
     return ": ".join([*where, *([what] if what else [])]) or "see below"

@@ -51,7 +51,10 @@ class TimeUnit(enum.Enum):
         for unit in cls:
             if value.lower() in (unit.value, unit.name.lower()):
                 return unit
-        raise ValueError(f"no unit of time is called {value!r}; there are {_UNITS}")
+        raise ValueError(
+            f"no unit of time is called {value!r}; there are ep (epochs), ba (batches, one step each), sp (samples), "
+            "tok (tokens), dur (fraction of the run), sec (seconds) and iter (groups of epochs or tokens)"
+        )
 
 
 _UNITS = ", ".join(unit.value for unit in TimeUnit)

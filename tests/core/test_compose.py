@@ -1,6 +1,7 @@
 """compose: rejected arguments, when `match` is called, what algorithms may do, and what a step keeps."""
 
 import dataclasses
+import re
 import warnings
 
 import pytest
@@ -64,6 +65,11 @@ def test_an_argument_that_is_not_a_pass_is_rejected(stranger):
 def test_an_argument_that_is_not_a_node_is_rejected(node):
     with pytest.raises(TypeError, match="neither an event, a stage"):
         compose([Event.BATCH_START, node])
+
+
+def test_algorithms_in_place_of_a_program_are_sent_to_their_own_argument():
+    with pytest.raises(TypeError, match=r"algorithms are the second argument, compose\(loop_events, \[\.\.\.\]\)"):
+        compose([pc.algorithms.mixup(0.2)])  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -495,6 +501,16 @@ def test_an_error_in_a_stage_names_its_argument() -> None:
     with pytest.raises(ValueError) as caught:
         compose([fails, advance])(make_state(), make_batch())
     assert caught.value.__notes__ == ["in the stage fails, with batch tuple(float32[8, 4], int64[8])"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "remedy"), [(torch.float64, r"tensor\.float\(\)$"), (torch.uint8, r"tensor\.float\(\) / 255$")]
+)
+def test_an_error_of_the_network_on_a_batch_of_another_dtype_says_how_to_convert_it(dtype, remedy) -> None:
+    inputs, targets = make_batch()
+    with pytest.raises(RuntimeError) as caught:
+        compose(loop_events)(make_state(), (inputs.to(dtype), targets))
+    assert re.search(f"the batch has {dtype}, .*{remedy}", caught.value.__notes__[-1])
 
 
 @pytest.mark.parametrize("cut", [{"microbatches": 4}, {"microbatch_size": 2}])

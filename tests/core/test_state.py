@@ -643,7 +643,7 @@ def test_create_takes_a_seed_or_a_key_and_the_runs_length():
     "settings, error, said",
     [
         ({"net": nn.LazyLinear(3)}, ValueError, "run the module once"),
-        ({"net": "resnet"}, TypeError, "expected an nn.Module.*got str"),
+        ({"net": "resnet"}, TypeError, "expected an nn.Module, got 'resnet'"),
         ({"loss": nn.CrossEntropyLoss}, TypeError, "CrossEntropyLoss.*class"),
         ({"loss": "cross_entropy"}, TypeError, "expected a loss.*'cross_entropy'"),
         ({"optimizer": optim.sgd}, TypeError, "expected a pure optimizer with init and update.*call it"),

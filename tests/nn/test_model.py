@@ -571,8 +571,8 @@ class Viewing(nn.Module):
         (old_weight_norm, ValueError, "weight is computed from other tensors.*parametrizations"),
         (old_spectral_norm, ValueError, "weight is computed from other tensors.*parametrizations"),
         (scripted, TypeError, "the network is a RecursiveScriptModule, scripted or traced.*before torch.jit.script"),
-        (lambda: torch.ones(3), TypeError, "expected an nn.Module.*got Tensor"),
-        (lambda: nn.Linear, TypeError, "expected an nn.Module.*got type"),
+        (lambda: torch.ones(3), TypeError, "expected an nn.Module, got a torch.float32 tensor"),
+        (lambda: nn.Linear, TypeError, r"expected an nn.Module, .*; call it: Linear\(\.\.\.\)"),
         (
             lambda: nn.Sequential(Hidden()),
             ValueError,

@@ -72,6 +72,8 @@ def test_resolve_of_each_kind() -> None:
     assert value(2 * linear()) == 1.5
     with pytest.raises(TypeError, match=r"a product of them, got 'fast' \(str\); .* is state.hparams\['fast'\]"):
         value("fast")
+    with pytest.raises(TypeError, match=r"got '1e-3' \(str\); write the number without quotes"):
+        value("1e-3")
 
 
 def test_gradients_flow_to_hparams() -> None:

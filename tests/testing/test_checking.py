@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import time
 
 import pytest
@@ -157,6 +158,17 @@ def test_a_law_is_blocked_by_the_law_that_owns_the_error() -> None:
     # Also if that law was not requested.
     alone = check(IN_PLACE, laws=["deterministic"], tasks=["vectors"], max_examples=2)["deterministic"]
     assert (alone.status, alone.reason) == (blocked.status, blocked.reason)
+
+
+def test_a_draw_without_a_key_is_not_blamed_on_mixed_targets() -> None:
+    def apply(event: Event, state: State) -> State:
+        return state.replace(inputs=state.inputs + torch.randn_like(state.inputs))
+
+    noise = Algorithm("noise", on(Event.BEFORE_FORWARD), apply)
+    report = check(noise, laws=["deterministic", "mixtures_taken"], tasks=["vectors"], max_examples=2)
+    assert report["mixtures_taken"].status is Status.BLOCKED
+    # The line in the table names the place whole, and not the remedy.
+    assert re.search(r"test_checking\.py:\d+\) would draw .* run's key$", report["deterministic"].reason)
 
 
 def test_an_error_is_shown_with_the_authors_line_and_case() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from purecompose import random, surgery, tree
+from purecompose.batch import map_tensors
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.schedule import hparam
@@ -282,6 +283,12 @@ def relabels_by_index(state: State) -> State:
     return state.replace(targets=torch.where(state.targets == 0, 1, state.targets))
 
 
+@wrong("mixtures_taken", at=Event.AFTER_DATALOADER)
+def relabels_weights_too(state: State) -> State:
+    """Maps over all tensors of the targets: those of a Mixture are targets and weights."""
+    return state.replace(targets=map_tensors(lambda given: torch.where(given == 0, 1, given + 1) % 3, state.targets))
+
+
 @wrong("mixtures_taken", at=Event.AFTER_LOSS, task="soft")
 def weighs_by_the_target(state: State) -> State:
     """Weighs the loss by its targets' confidence, of which a Mixture has none."""
@@ -534,10 +541,11 @@ def entropy_over_padding(state: State) -> State:
 
 @wrong("ignored_stay_ignored", at=Event.AFTER_DATALOADER, task="tokens")
 def noise_in_ignored_labels(state: State) -> State:
-    """Replaces labels at random, including those that should be ignored."""
+    """Replaces a tenth of the labels at random, including those that should be ignored."""
     name, shape = "noise_in_ignored_labels", tuple(state.targets.shape)
+    where = random.bernoulli(state.example_rng(f"{name}.where"), 0.1, shape)
     drawn = random.randint(state.example_rng(f"{name}.what"), shape, 0, 7)
-    return state.replace(targets=drawn)
+    return state.replace(targets=torch.where(where, drawn, state.targets))
 
 
 @wrong("ignored_stay_ignored", at=Event.BEFORE_LOSS, task="tokens")

@@ -140,7 +140,7 @@ def test_a_fraction_is_a_finite_float() -> None:
 
 def test_unit_lookup() -> None:
     assert TimeUnit("EP") is TimeUnit("Epoch") is TimeUnit.EPOCH
-    with pytest.raises(ValueError, match="'epochs'; there are iter, ep"):
+    with pytest.raises(ValueError, match=r"'epochs'; there are ep \(epochs\), ba \(batches"):
         TimeUnit("epochs")
     with pytest.raises(TypeError, match=r"got 3 \(int\)"):
         TimeUnit(3)

@@ -80,7 +80,7 @@ def check_fits(
         if _differs(current, name, old)
     ]
     if reported or misfits:
-        warn(listed(f"{path} is taken over with differences", [*reported, *misfits]), CheckpointWarning)
+        warn(listed(f"{path} is loaded with differences", [*reported, *misfits]), CheckpointWarning)
     if moved:
         warn(listed(f"{path} continues, perhaps not to the same bits", moved), CheckpointWarning)
 

@@ -99,7 +99,7 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
         hint = "give the state the same modules and surgery, or load with strict=False to take over what fits"
         raise MismatchError(listed(f"{file} does not fit this state", [*misfits, *reported], hint), misfits)
     if misfits or reported:
-        warn(listed(f"{file} is taken over with differences", [*misfits, *reported]), CheckpointWarning)
+        warn(listed(f"{file} is loaded with differences", [*misfits, *reported]), CheckpointWarning)
     fitting = {name: tensor for name, tensor in found.items() if name in wanted and _fits(wanted[name], tensor)}
 
     def filled(ours: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from purecompose import tree
 from purecompose._support.functorch import is_transforming
 from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.compose import Step
 from purecompose.core.loop import forward, loop_events
 from purecompose.core.operation import Node, walk
 from purecompose.core.program import StateFn, events_in
@@ -110,7 +111,8 @@ def ignored_stay_ignored(subject: Subject, case: Case) -> bool:
 
 
 def _judge_ignored(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
-    ends, was_moved = [], False
+    # Batches with several ignored positions, for methods that change only some of the targets.
+    ends, was_moved, case = [], False, dataclasses.replace(case, batch_size=max(16, case.batch_size))
     for amount in (0.0, 1.0):
         moving = _Moving(case, dtype, amount)
         watched = Watched(subject.algorithm)
@@ -147,8 +149,8 @@ class _Moving:
 
 @define_law(
     "targets may be a Mixture, as they are beside MixUp and CutMix",
-    "read targets by Mixture.of(state.targets), whose terms are (targets, weights), or map over them with "
-    "purecompose.batch.map_tensors; a method that cannot take mixed targets raises a TypeError that says so",
+    "read targets by losses.Mixture.of(state.targets), which has targets and weights, and change them by its method "
+    "map(fn), which leaves the weights alone; a method that cannot take mixed targets raises a TypeError that says so",
     exempt=never_acts,
     unsuited=lambda task: None if task.kind in ("vectors", "images") else "it is about single targets per example",
     is_about_option=True,
@@ -159,19 +161,38 @@ def mixtures_taken(subject: Subject, case: Case) -> bool:
     """Take steps together with a method that mixes targets, if the plain step with mixed targets works."""
     watched = Watched(subject.algorithm)
     for algorithms in ((), (watched.algorithm,)):
-        step = case.step(*algorithms)
-        step = step.replace(algorithms=[*step.algorithms, _mixer()])  # at AFTER_DATALOADER the last acts first
-        state = step.init(case.state())
+        step = case.step(*algorithms, program=inserted(loop_events, _sum_after))
         try:
-            for batch in case.batches():
-                state = step(state, batch)
+            _take_steps(step.replace(algorithms=[*step.algorithms, _mixer()]), case)  # the last acts first
+        except Broken:
+            raise
         except Exception as error:
             if not algorithms or is_refusal(error):
                 return False
+            _take_steps(step, case)  # an error that it raises without mixed targets too is not about them
             raise Broken(
                 f"beside a method that mixes targets it raises {first_line(error)}", event=getattr(error, "event", None)
             ) from error
     return watched.acted
+
+
+def _sum_after(node: Node) -> StateFn | None:
+    return _check_sum if node is forward else None
+
+
+def _check_sum(state: State) -> State:
+    """Raise `Broken` if the weights of mixed targets do not sum to 1, as after a map over all its tensors."""
+    if isinstance(state.targets, Mixture) and not is_transforming():
+        total = torch.stack(state.targets.weights).sum(0)
+        if not torch.allclose(total, torch.ones_like(total), atol=1e-3):
+            raise Broken(f"the weights of mixed targets do not sum to 1: {total.tolist()}")
+    return state
+
+
+def _take_steps(step: Step, case: Case) -> None:
+    state = step.init(case.state())
+    for batch in case.batches():
+        state = step(state, batch)
 
 
 def _mixer() -> Algorithm:

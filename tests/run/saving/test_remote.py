@@ -211,7 +211,7 @@ def test_differences_are_those_of_the_url(recwarn):
         with pytest.raises(pc.errors.MismatchError, match=f"^{url} does not fit this state"):
             load()
     pc.load(url, make_state(optimizer=pc.optim.sgd(0.7, momentum=0.9)))
-    assert str(recwarn.pop(pc.errors.CheckpointWarning).message).startswith(f"{url} is taken over with differences")
+    assert str(recwarn.pop(pc.errors.CheckpointWarning).message).startswith(f"{url} is loaded with differences")
     with pytest.raises(pc.errors.CheckpointError, match=f"^memory://fits/run is a folder .* the newest is {url}"):
         pc.load("memory://fits/run", make_state())
     with pytest.raises(FileExistsError, match="^memory://fits/run holds checkpoints"):
