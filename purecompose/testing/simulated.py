@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from purecompose import tree
@@ -71,6 +72,9 @@ def simulated(size: int, act: Callable[[Any], T]) -> list[T]:
         finally:
             dist.destroy_process_group()
 
+    # torch 2.11 for CUDA, without a GPU, crashes if a thread that has ended was the first to enter this.
+    with FakeTensorMode():
+        pass
     with as_rank(0, size), _isolated(threaded, turns):
         return turns.run(take_part, join)
 
@@ -104,10 +108,13 @@ _CANNOT = f"torch {torch.__version__} cannot simulate processes by threads"
 def _isolated(threaded: Any, turns: Turns) -> Iterator[None]:
     """Return a scope in which each thread has process groups of its own, whose messages are sent in turn."""
     group: Any = threaded.ProcessLocalGroup
+    world = threaded.ThreadLocalWorld()
+    if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11 forgot them, which no group of threads has
+        world.comms = []
     patched: dict[tuple[Any, str], Any] = {
         (group, "_start_coll"): lambda collective, group: _Message(collective, turns, threaded.ret_work),
         (group, "_end_coll"): lambda collective, group: None,
-        (dist.distributed_c10d, "_world"): threaded.ThreadLocalWorld(),
+        (dist.distributed_c10d, "_world"): world,
         (sys, "excepthook"): sys.excepthook,  # each init_process_group wraps it
     }
     originals = {(owner, name): vars(owner)[name] for owner, name in patched}
