@@ -21,7 +21,7 @@ BASELINE = {
     "smoothing": 0.1,
     "batch_size": 256,
     "shift": 2,
-    "epochs": 3,
+    "epochs": 2.25,
     "compile": False,
 }
 RECIPE = {
@@ -75,8 +75,10 @@ TUNING = {
         {},
         {"lr": 1.6},
         {"compile": True},
+        # Those above were run with 3 epochs, the default of their time.
         {"epochs": 2.75},
         {"epochs": 2.5},
+        {"epochs": 2.25},
     ],
     "recipe": [
         {"muon_lr": 0.2, "bias_lr": 30.0, "scale": 0.75, "delay": 0.75, "full": 0.25},
