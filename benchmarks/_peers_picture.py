@@ -49,7 +49,7 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     figure.legend(
         marks, ["plain", "with MixUp and label smoothing"], loc="outside upper center", ncols=2, frameon=False
     )
-    save(figure, path, "Time of a step by hand, here and with other libraries, over that of the loop by hand")
+    save(figure, path, "Time per step with each library, relative to a hand-written loop")
 
 
 if __name__ == "__main__":

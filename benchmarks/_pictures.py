@@ -55,7 +55,7 @@ def save(figure: Any, path: pathlib.Path, label: str) -> None:
         *(f'.drawn [style*="{kind}: {one}"] {{ {_both(kind, one)} !important; }}' for kind, one in sorted(used)),
     ]
     style = "\n".join(["<style>", *rules, "</style>"])
-    # Within a page there is no prologue, and a rule for "*" would be one for the whole page.
+    # Inlined in HTML, an SVG has no XML declaration, and a rule for "*" would apply to the whole page.
     drawn = drawn[drawn.index("<svg ") :]
     drawn = drawn.replace("<svg ", f'<svg class="drawn wide" role="img" aria-label="{label}" ', 1)
     path.write_text(re.sub(r"<style.*?</style>", style, drawn, count=1))

@@ -38,8 +38,9 @@ FIRST = {"lr": 3e-3, "batches": 2000}
 """The first training."""
 EVALUATED = [0.5, 0.6, 0.7, *(share / 40 for share in range(31, 41))]
 """The shares of a run after which it is evaluated."""
-PLAIN: dict[str, Any] = {"lr": 2e-3, "last": 0.0, "batches": 150}
-"""`last` is the share of the learning rate at the end, to which it falls linearly."""
+PLAIN: dict[str, Any] = {"lr": 2e-3, "last": 0.0, "batches": 150, "first": FIRST["batches"]}
+"""`last` is the share of the learning rate at the end, to which it falls linearly; `first` tells records of runs after
+other first trainings apart."""
 SELECTIVE = {"start": 0.0, "end": 1.0, "keep": 0.5, "full_every": 0}
 FREEZING = {"freeze_start": 0.0, "freeze_level": 0.5, "num_stages": 2}
 """A quarter of the layers from the middle of the run on."""

@@ -1,4 +1,4 @@
-"""Modes of dispatched operations that leave torch's compiler alone."""
+"""A `TorchDispatchMode` that does not import Dynamo."""
 
 from typing import Any
 

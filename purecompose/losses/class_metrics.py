@@ -38,7 +38,7 @@ def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
 
     Args:
         k: Number of guesses allowed, at least 1.
-        ignore_index: The index that stands for no class; by default that of the state's loss, or -100.
+        ignore_index: The target index to ignore; by default that of the state's loss, or -100.
 
     Raises:
         ValueError: k is below 1 (raised immediately), or there are fewer than max(2, k) classes (at the first update).

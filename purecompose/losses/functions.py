@@ -40,7 +40,7 @@ class CrossEntropy:
     for dense targets it divides by the number of positions, so one-hot targets would have another mean than indices.
 
     Args:
-        ignore_index: The index that stands for no class.
+        ignore_index: The target index to ignore.
         weight: One weight per class, C numbers >= 0 (a sequence or a tensor), stored as a tuple of floats; by default
             1 for each class.
 
@@ -215,7 +215,7 @@ class Dice:
 
     Args:
         smooth: Number added to both parts of the fraction, above 0; a class absent from both p and t has coefficient 1.
-        ignore_index: The index that stands for no class.
+        ignore_index: The target index to ignore.
 
     Raises:
         TypeError, ValueError: As for `has_index_targets` and `one_hot`; a `smooth` that is not above 0.

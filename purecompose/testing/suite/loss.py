@@ -150,7 +150,7 @@ class _Moving:
 @define_law(
     "targets may be a Mixture, as they are beside MixUp and CutMix",
     "read targets by losses.Mixture.of(state.targets), which has targets and weights, and change them by its method "
-    "map(fn), which leaves the weights alone; a method that cannot take mixed targets raises a TypeError that says so",
+    "map(fn), which keeps the weights; a method that cannot take mixed targets raises a TypeError that says so",
     exempt=never_acts,
     unsuited=lambda task: None if task.kind in ("vectors", "images") else "it is about single targets per example",
     is_about_option=True,
