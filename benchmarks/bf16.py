@@ -3,7 +3,7 @@
     python benchmarks/bf16.py [--threads 1]
 
 Writes two files. `bf16_operations.json` has the forward and the backward pass of single operations, bfloat16 over
-float32, of which `purecompose/nn/kernels.py` takes what stays in float32 under `precision="bf16"`. `bf16.json` has
+float32, of which `purecompose/nn/kernels.py` takes how attention is computed under `precision="bf16"`. `bf16.json` has
 steps of a GPT of four blocks (12 x 64 tokens) and of ResNet-8 (64 images of 32x32) in both precisions, and in bfloat16
 over the loop by hand under torch.compile and autocast.
 """
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 import purecompose as pc
 from purecompose import compose, loop_events
+from purecompose.nn.short_attention import short_attention
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -47,6 +48,19 @@ def _attention(heads: int, length: int, width: int) -> Operation:
     return Operation(causal, ((12, heads, length, width),) * 3)
 
 
+def _short_attention(heads: int, length: int, width: int) -> Operation:
+    """Attention as it is under `precision="bf16"`: by products in bfloat16, by torch's kernel in float32."""
+
+    def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if query.dtype is torch.float32:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        result = short_attention(query.dtype, query, key, value, is_causal=True)
+        assert result is not None
+        return result
+
+    return Operation(causal, ((12, heads, length, width),) * 3)
+
+
 OPERATIONS = {
     **{f"linear {m} x {k} -> {n}": _linear(m, k, n) for m, k, n in ((64, 128, 128), (768, 128, 512), (768, 512, 2048))},
     **{
@@ -57,6 +71,12 @@ OPERATIONS = {
     **{
         f"attention, {heads} heads, {length} tokens, width {width}": _attention(heads, length, width)
         for heads, length, width in ((4, 64, 32), (4, 256, 32), (12, 128, 64))
+    },
+    **{
+        f"attention by products in bfloat16, {heads} heads, {length} tokens, width {width}": _short_attention(
+            heads, length, width
+        )
+        for heads, length, width in ((4, 64, 32), (4, 256, 32), (12, 128, 64), (4, 512, 32))
     },
     "batched product 48 x (64 x 32) (32 x 64)": Operation(torch.bmm, ((48, 64, 32), (48, 32, 64))),
     "layer norm 768 x 128": Operation(lambda x, w, b: F.layer_norm(x, (128,), w, b), ((768, 128), (128,), (128,))),

@@ -16,6 +16,7 @@ from purecompose._support.shards import local
 from purecompose.nn.fused_attention import fused_attention
 from purecompose.nn.keyed.layers import past_dispatch
 from purecompose.nn.shared_batch import SHARED_BATCH, SharedBatchNorms
+from purecompose.nn.short_attention import short_attention
 from purecompose.nn.skeleton import Skeleton
 
 
@@ -37,7 +38,7 @@ def kernels(
     if is_transforming():
         return _transformed(narrow, device)
     is_slow = skeleton.may_attend and (device, narrow) in _ATTENTION
-    attention = _Attention(narrow, device) if narrow is not None and is_slow else NOTHING
+    attention = _Attention(narrow, device, by_products=True) if narrow is not None and is_slow else NOTHING
     batch_norms = SharedBatchNorms() if skeleton.has_batch_norms and SHARED_BATCH.get() is not None else NOTHING
     if params and type(first := next(iter(params.values()))) is not Tensor and is_fake(local(first)):
         return together(_Traced(), batch_norms, attention)
@@ -50,7 +51,7 @@ _ATTENTION = {("cpu", torch.bfloat16): torch.float32}
 
 `benchmarks/bf16.py` measures it. On an EPYC with avx512_bf16, bfloat16 takes 1.1 to 1.3 of float32's time forward and
 1.4 to 5.7 backward; on a Xeon with AMX a backward call took 6.4 ms instead of 0.9. Small products, layer norm and
-softmax are slower too, but by tens of microseconds.
+softmax are slower too, but by tens of microseconds. Short sequences are left to `short_attention`.
 """
 
 
@@ -210,13 +211,15 @@ def _widened(func: Any, narrow: torch.dtype, input: Tensor, *args: Any, **kwargs
 class _Attention(TorchFunctionMode):
     """Mode that runs attention in the dtype of `_ATTENTION`, or autocast's, and returns the result in autocast's.
 
+    With `by_products` short sequences have products in autocast's dtype instead.
+
     Under transforms it is needed for any dtype: under autocast, torch.func.grad records the operations of plain
     attention with the dtypes from before the cast.
     """
 
-    def __init__(self, narrow: torch.dtype, device: str) -> None:
+    def __init__(self, narrow: torch.dtype, device: str, *, by_products: bool = False) -> None:
         super().__init__()
-        self._narrow, self._device = narrow, device
+        self._narrow, self._device, self._by_products = narrow, device, by_products
         self._dtype = _ATTENTION.get((device, narrow), narrow)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -228,6 +231,8 @@ class _Attention(TorchFunctionMode):
         if not is_attention or not torch.is_autocast_enabled(self._device):
             return func(*args, **kwargs)
         with torch.autocast(self._device, enabled=False):
+            if self._by_products and (result := short_attention(self._narrow, *args, **kwargs)) is not None:
+                return result
             result = func(*map(self._cast, args), **{name: self._cast(value) for name, value in kwargs.items()})
             return result.to(self._narrow) if result.dtype is self._dtype else result
 
