@@ -48,8 +48,8 @@ SIDES: dict[str, dict[str, Any]] = {
     "plain": {},
     "selective backprop": {"selective": SELECTIVE, "batches": 165},
     "layer freezing": {"freezing": FREEZING, "batches": 155},
-    "ema": {"ema": "12ba", "last": 0.3, "batches": 145},
-    "all three": {"selective": SELECTIVE, "freezing": FREEZING, "ema": "12ba", "last": 0.3, "batches": 170},
+    "ema": {"ema": "20ba", "last": 1.0, "batches": 145},
+    "all three": {"selective": SELECTIVE, "freezing": FREEZING, "ema": "20ba", "last": 1.0, "batches": 170},
     "plain, from scratch": {"is_pretrained": False},
 }
 TUNING: dict[str, list[dict[str, Any]]] = {
@@ -57,7 +57,7 @@ TUNING: dict[str, list[dict[str, Any]]] = {
     "ema": [{"ema": half_life, "last": last} for half_life, last in (("8ba", 0.0), ("12ba", 0.3), ("20ba", 1.0))],
     "layer freezing": [{"freezing": {**FREEZING, "freeze_level": level}} for level in (0.5, 1.0)],
     "selective backprop": [{"selective": {**SELECTIVE, "keep": keep}} for keep in (0.5, 0.75)],
-    "all three": [{}, {"last": 0.0}],
+    "all three": [{}, {"ema": "12ba", "last": 0.3}, {"ema": "12ba", "last": 0.0}],
 }
 
 
