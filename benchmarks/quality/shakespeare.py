@@ -65,9 +65,6 @@ TUNING: Mapping[str, Sequence[Settings]] = {
         {"betas": [0.8, 0.98]},
         {"betas": [0.8, 0.98], "lr": 7e-3, "steps": 1100},
         {"betas": [0.8, 0.98], "steps": 1100},
-        {"betas": [0.8, 0.98], "steps": 1100, "warmup": 50},
-        {"betas": [0.8, 0.98], "steps": 1100, "weight_decay": 0.0},
-        {"betas": [0.8, 0.98], "steps": 1100, "weight_decay": 0.3},
     ],
     "recipe, eager": [
         {"steps": 460, "betas": [0.9, 0.99], "last": 0.0, "ema": None},
