@@ -129,7 +129,7 @@ class Recipe(NamedTuple):
 
 
 def recipe_parts(s: Settings) -> Recipe:
-    """Return the recipe: Muon for the filters, AdamW for the rest, rates that rise and fall linearly, smooth labels, EMA.
+    """Return the recipe: Muon for the filters, AdamW for the rest, a rate that falls linearly, smooth labels, EMA.
 
     With `lr` 0 AdamW moves all parameters. With `scale` below 1 images are cropped, except in the share `full_size` of
     the run at its end; with `keep` below 1 this share of the examples is selected by loss.
