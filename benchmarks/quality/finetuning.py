@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from _curve import Curve, Observer, Point
-from _task import RECORDS, TUNING_SEEDS, _commit, data_file, records
+from _task import RECORDS, TUNING_SEEDS, commit, data_file, records
 from _timing import RESULTS, Row, facts, quartiles, save
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel  # pyright: ignore[reportMissingImports]
@@ -188,7 +188,7 @@ def run(side: str, seed: int, settings: Mapping[str, Any], args: argparse.Namesp
         "settings": found,
         "compiling": round(compiling, 1),
         **facts("transformers"),
-        "commit": _commit(),
+        "commit": commit(),
         "points": [[point.batch, *(round(value, 5) for value in point[1:])] for point in curve.points],
     }
 
