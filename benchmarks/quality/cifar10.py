@@ -79,7 +79,7 @@ TUNING = {
         {"epochs": 2.75},
         {"epochs": 2.5},
         {"epochs": 2.25},
-        # Those above have no `shift` of 1, and this one the 2.25 epochs of the default.
+        # With 2.25 epochs:
         {"shift": 1},
     ],
     "recipe": [
@@ -96,12 +96,11 @@ TUNING = {
         {"freeze_start": 0.2, "freeze_level": 0.5},
         {"epochs": 3.5},
         {"scale": 1.0, "delay": 0.0, "full": 1.0},
-        # Those above were run with 3 epochs and whole batches, the defaults of their time.
-        {"microbatches": 2, "epochs": 2.75},
-        {"microbatches": 2, "epochs": 2.5},
-        # Those above were run with a shift of 2, the default of their time.
-        {"shift": 1, "epochs": 2.4},
-        {"shift": 1, "epochs": 2.25},
+        # Those above were run with 3 epochs, whole batches and a shift of 2, the defaults of their time.
+        {"shift": 2, "epochs": 2.75},
+        {"shift": 2, "epochs": 2.5},
+        {"epochs": 2.4},
+        {"epochs": 2.25},
     ],
 }
 SETUP = Setup(widths=(32, 64, 128), baseline=BASELINE, recipe=RECIPE, parts=parts)
