@@ -153,15 +153,20 @@ def _in_this_process(task: Task, side: str, seed: int, settings: Settings) -> di
         "settings": dict(settings),
         "num_params": num_params,
         **facts(),
-        "commit": _commit(),
+        "commit": commit(),
         "points": [[point.batch, *(round(value, 5) for value in point[1:])] for point in curve.points],
     }
 
 
-def _commit() -> str:
-    """Return the commit of the checkout, with a mark if files have been changed."""
-    call = ["git", "-C", str(pathlib.Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=10"]
-    return subprocess.run(call, capture_output=True, text=True).stdout.strip() or "unknown"
+def commit() -> str:
+    """Return the commit of the checkout, with a mark if files other than results have been changed."""
+
+    def git(*args: str) -> str:
+        call = ["git", "-C", str(RESULTS.parent), *args]
+        return subprocess.run(call, capture_output=True, text=True).stdout.strip()
+
+    is_changed = bool(git("status", "--porcelain", "--", ":/", ":(exclude,top)benchmarks/results"))
+    return (git("rev-parse", "--short=10", "HEAD") or "unknown") + "-dirty" * is_changed
 
 
 def _tell(task: Task, record: dict[str, Any]) -> None:

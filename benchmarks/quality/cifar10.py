@@ -40,8 +40,8 @@ RECIPE = {
     "freeze_level": 0.0,
     "batch_size": 512,
     "microbatches": 2,
-    "shift": 2,
-    "epochs": 2.75,
+    "shift": 1,
+    "epochs": 2.4,
     "compile": False,
 }
 
@@ -79,6 +79,8 @@ TUNING = {
         {"epochs": 2.75},
         {"epochs": 2.5},
         {"epochs": 2.25},
+        # With 2.25 epochs:
+        {"shift": 1},
     ],
     "recipe": [
         {"muon_lr": 0.2, "bias_lr": 30.0, "scale": 0.75, "delay": 0.75, "full": 0.25},
@@ -94,9 +96,11 @@ TUNING = {
         {"freeze_start": 0.2, "freeze_level": 0.5},
         {"epochs": 3.5},
         {"scale": 1.0, "delay": 0.0, "full": 1.0},
-        # Those above were run with 3 epochs and whole batches, the defaults of their time.
-        {"microbatches": 2, "epochs": 2.75},
-        {"microbatches": 2, "epochs": 2.5},
+        # Those above were run with 3 epochs, whole batches and a shift of 2, the defaults of their time.
+        {"shift": 2, "epochs": 2.75},
+        {"shift": 2, "epochs": 2.5},
+        {"epochs": 2.4},
+        {"epochs": 2.25},
     ],
 }
 SETUP = Setup(widths=(32, 64, 128), baseline=BASELINE, recipe=RECIPE, parts=parts)
@@ -108,7 +112,6 @@ TASK = Task(
     shown=(0.5, 0.95),
     sides=SETUP.sides,
     tuning=TUNING,
-    precisions=("bf16",),
 )
 
 

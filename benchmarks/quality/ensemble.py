@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from _task import RECORDS, TUNING_SEEDS, _commit, data_file
+from _task import RECORDS, TUNING_SEEDS, commit, data_file
 from _timing import RESULTS, Row, facts, median_us, paired, save
 from torch import Tensor
 
@@ -156,7 +156,7 @@ def record(name: str, side: Side, seed: int, epochs: int, costs: Costs, args: ar
         "side": name,
         "settings": asdict(side),
         "seed": seed,
-        "commit": _commit(),
+        "commit": commit(),
         "epochs": epochs,
         "parameters": sum(param.numel() for param in state.params.values()),
         "batches": num_batches,

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from _curve import Curve, Observer, Point
-from _task import RECORDS, TUNING_SEEDS, _commit, data_file, records
+from _task import RECORDS, TUNING_SEEDS, commit, data_file, records
 from _timing import RESULTS, Row, facts, quartiles, save
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel  # pyright: ignore[reportMissingImports]
@@ -48,8 +48,8 @@ SIDES: dict[str, dict[str, Any]] = {
     "plain": {},
     "selective backprop": {"selective": SELECTIVE, "batches": 165},
     "layer freezing": {"freezing": FREEZING, "batches": 155},
-    "ema": {"ema": "12ba", "last": 0.3, "batches": 145},
-    "all three": {"selective": SELECTIVE, "freezing": FREEZING, "ema": "12ba", "last": 0.3, "batches": 170},
+    "ema": {"ema": "20ba", "last": 1.0, "batches": 145},
+    "all three": {"selective": SELECTIVE, "freezing": FREEZING, "ema": "20ba", "last": 1.0, "batches": 170},
     "plain, from scratch": {"is_pretrained": False},
 }
 TUNING: dict[str, list[dict[str, Any]]] = {
@@ -57,7 +57,7 @@ TUNING: dict[str, list[dict[str, Any]]] = {
     "ema": [{"ema": half_life, "last": last} for half_life, last in (("8ba", 0.0), ("12ba", 0.3), ("20ba", 1.0))],
     "layer freezing": [{"freezing": {**FREEZING, "freeze_level": level}} for level in (0.5, 1.0)],
     "selective backprop": [{"selective": {**SELECTIVE, "keep": keep}} for keep in (0.5, 0.75)],
-    "all three": [{}, {"last": 0.0}],
+    "all three": [{}, {"ema": "12ba", "last": 0.3}, {"ema": "12ba", "last": 0.0}],
 }
 
 
@@ -188,7 +188,7 @@ def run(side: str, seed: int, settings: Mapping[str, Any], args: argparse.Namesp
         "settings": found,
         "compiling": round(compiling, 1),
         **facts("transformers"),
-        "commit": _commit(),
+        "commit": commit(),
         "points": [[point.batch, *(round(value, 5) for value in point[1:])] for point in curve.points],
     }
 

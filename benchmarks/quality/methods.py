@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import methods_images
 import methods_text
 from _curve import Point
-from _methods import PLAIN
+from _methods import JOINT, PLAIN
 from _pictures import save
 from _task import RECORDS, Task, records
 from _timing import RESULTS, Row, table
@@ -62,6 +62,8 @@ class Effect(NamedTuple):
     """Of the processor time until the target; infinite where it is not reached."""
     end: Interval
     """The difference of the metric at the end of the run."""
+    product: float | None
+    """Of a group of methods: the product of the median times of its methods, each by itself."""
 
 
 def effects(task: Task) -> list[Effect]:
@@ -78,8 +80,17 @@ def effects(task: Task) -> list[Effect]:
         reached = task.reached(points)
         return math.inf if reached is None else reached.cpu_seconds
 
+    def cost(points: Sequence[Point]) -> float:
+        return points[-1].cpu_seconds / points[-1].batch
+
+    times = {name: ratios(run, until) for name, run in runs.items()}
+
+    def product(name: str) -> float | None:
+        parts = name.split(JOINT)
+        return math.prod(times[part].median for part in parts) if len(parts) > 1 else None
+
     found = [
-        Effect(name, ratios(run, lambda points: points[-1].cpu_seconds / points[-1].batch), ratios(run, until), end)
+        Effect(name, ratios(run, cost), times[name], end, product(name))
         for (name, run), end in zip(runs.items(), simultaneous_intervals(ends), strict=True)
     ]
     return sorted(found, key=lambda effect: effect.time.median)
@@ -92,6 +103,7 @@ def shown(task: Task, effect: Effect) -> Row:
         "method": effect.method,
         "time of a step": str(effect.cost),
         f"time to {task.target:g}": str(effect.time),
+        "product of its methods": "" if effect.product is None else f"{effect.product:.2f}",
         f"{task.metric} at the end{'' if scale == 1 else ', points'}": (
             f"{scale * end.mean:+.2f} ({scale * end.low:+.2f} to {scale * end.high:+.2f})"
         ),
@@ -106,7 +118,7 @@ def draw(found: Mapping[str, Sequence[Effect]], path: pathlib.Path) -> None:
     panels: Any = figure.subplots(len(TASKS), 1, squeeze=False)
     for task, panel in zip(TASKS, panels[:, 0], strict=True):
         top = 1.15 * max(effect.time.median for effect in found[task.name] if math.isfinite(effect.time.median))
-        for method, cost, time, _ in found[task.name]:
+        for method, cost, time, *_ in found[task.name]:
             is_reached, (low, middle, high) = math.isfinite(time.median), (min(one, top) for one in time)
             color = "#94a3b8" if not is_reached else "#c2410c" if time.highest < 1 else "#475569"
             across = [[cost.median - cost.lowest], [cost.highest - cost.median]]

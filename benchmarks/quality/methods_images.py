@@ -25,7 +25,6 @@ METHODS = {
     "decoupled_weight_decay": "decoupled_weight_decay(0.01)",
     "ema": "ema('20ba')",
     "gradient_clipping": "gradient_clipping('norm', 1.0)",
-    "gyro_dropout": "gyro_dropout(0.2)",
     "label_smoothing": "label_smoothing(0.1)",
     "layer_freezing": "layer_freezing(0.5, 0.7)",
     "lookahead": "lookahead()",
@@ -41,6 +40,8 @@ METHODS = {
     "weight_standardization": "weight_standardization(1)",
 }
 """Methods for the convolutional network, with settings that fit a single epoch."""
+TOGETHER = (("channels_last", "ema"), ("channels_last", "ema", "label_smoothing"))
+"""Groups of methods."""
 
 
 def train(methods: list[Algorithm], seed: int, curve: Curve, settings: Settings) -> int:
@@ -56,7 +57,7 @@ TASK = Task(
     metric="accuracy",
     target=0.985,
     shown=(0.95, 1.0),
-    sides=sides(METHODS, train),
+    sides=sides(METHODS, TOGETHER, train),
     tuning={},
     precisions=("bf16",),
 )

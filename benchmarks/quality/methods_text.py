@@ -32,6 +32,8 @@ METHODS = {
     "swa": "swa(0.8, 1.0, '10ba')",
 }
 """Methods for the GPT."""
+TOGETHER = ()
+"""Groups of methods."""
 
 
 def train(methods: list[Algorithm], seed: int, curve: Curve, settings: Settings) -> int:
@@ -48,7 +50,7 @@ TASK = Task(
     metric="validation loss",
     target=2.1,
     shown=(1.8, 3.0),
-    sides=sides(METHODS, train),
+    sides=sides(METHODS, TOGETHER, train),
     tuning={},
     is_lower_better=True,
     precisions=("bf16",),

@@ -7,6 +7,7 @@ README.md. `--check` writes nothing, and fails if a table differs from the recor
 """
 
 import argparse
+import functools
 import json
 import math
 import pathlib
@@ -21,6 +22,7 @@ import shakespeare
 import torch
 from _curve import Point
 from _pictures import save
+from _score import profile_scores
 from _task import RECORDS, Task, records
 from _timing import RESULTS, Row, quartiles, table
 
@@ -99,10 +101,28 @@ def short_row(task: Task) -> Row:
     }
 
 
+def score_rows() -> list[Row]:
+    """Return AlgoPerf's score of both sides, with the times that it consists of, over those of the faster side."""
+    times = {
+        name: {task.name: median(soonest(task, runs_of(task, task.precisions[0]), name).values()) for task in TASKS}
+        for name in ("baseline", "recipe")
+    }
+    scores = profile_scores(times)
+    least = {task.name: min(own[task.name] for own in times.values()) for task in TASKS}
+    return [
+        {
+            "submission": name,
+            **{task.name: f"{own[task.name] / least[task.name]:.2f}" for task in TASKS},
+            "score": f"{scores[name]:.2f}",
+        }
+        for name, own in times.items()
+    ]
+
+
 def soonest(task: Task, runs: Runs, name: str) -> dict[int, float]:
-    """Return the seconds in all until a side, compiled or not, reaches the target: of the sooner one, by seed."""
-    times = [times_of(task, runs, side).in_all for side in task.sides if side.partition(",")[0] == name]
-    return {seed: min(one.get(seed, math.inf) for one in times) for seed in times[0]}
+    """Return the seconds in all until a side reaches the target, by seed, in its sooner form: compiled or not."""
+    forms = [times_of(task, runs, side).in_all for side in task.sides if side.partition(",")[0] == name]
+    return min(filter(None, forms), key=lambda times: median(times.values()), default={})
 
 
 def _mean(seconds: Mapping[int, float]) -> str:
@@ -165,7 +185,7 @@ def markdown(rows: Sequence[Row]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def replaced(text: str, made: str, name: str = "quality") -> str:
+def replaced(text: str, made: str, name: str) -> str:
     """Return a page with the table after a mark replaced."""
     mark = f"<!-- {name} -->\n"
     if mark not in text:
@@ -181,9 +201,15 @@ def main() -> None:
     if {row["task"] for row in rows if row["side"] in ("baseline", "recipe")} != {task.name for task in TASKS}:
         raise SystemExit("there are no records of some tasks; run their scripts first")
     print(table(rows))
-    tables = {ROOT / "docs" / "quality.md": markdown(rows), ROOT / "README.md": markdown([*map(short_row, TASKS)])}
+    tables = {
+        ROOT / "docs" / "quality.md": {"quality": markdown(rows), "scores": markdown(score_rows())},
+        ROOT / "README.md": {"quality": markdown([*map(short_row, TASKS)])},
+    }
     pages = {page: page.read_text() for page in tables}
-    written = {page: replaced(text, tables[page]) for page, text in pages.items()}
+    written = {
+        page: functools.reduce(lambda text, name: replaced(text, tables[page][name], name), tables[page], text)
+        for page, text in pages.items()
+    }
     if args.check:
         if changed := [str(page.relative_to(ROOT)) for page in pages if written[page] != pages[page]]:
             raise SystemExit(f"{' and '.join(changed)}: the tables differ from the records; run report.py")

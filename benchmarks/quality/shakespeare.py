@@ -21,7 +21,7 @@ from _task import Settings, Task, data_file, run
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import Algorithm, optim, schedule
+from purecompose import Algorithm, algorithms as alg, optim, schedule
 from purecompose.nn import layers, models
 
 
@@ -47,19 +47,34 @@ BASELINE: Settings = {
 PUBLISHED: Settings = {**BASELINE, "steps": 2400, "lr": 1e-3, "last": 0.1, "shape": "cosine", "decay": 2000}
 RECIPE: Settings = {
     "batch_size": 12,
-    "steps": 460,
+    "steps": 420,
     "lr": 0.03,
     "momentum": 0.9,
     "ns_steps": 5,
     "adamw_lr": 0.03,
-    "betas": [0.9, 0.99],
+    "betas": [0.8, 0.98],
     "warmup": 0.02,
+    "last": 0.3,
+    "ema": "20ba",
     "compile": True,
 }
 TUNING: Mapping[str, Sequence[Settings]] = {
     "published": [],
-    "baseline, eager": [{}],
-    "recipe, eager": [{}],
+    "baseline, eager": [
+        {},
+        {"betas": [0.8, 0.98]},
+        {"betas": [0.8, 0.98], "lr": 7e-3, "steps": 1100},
+        {"betas": [0.8, 0.98], "steps": 1100},
+    ],
+    "recipe, eager": [
+        {"steps": 460, "betas": [0.9, 0.99], "last": 0.0, "ema": None},
+        {"steps": 460, "last": 0.0, "ema": None},
+        {"steps": 460, "last": 0.0, "ema": None, "momentum": 0.85},
+        {"steps": 460, "last": 0.1, "ema": "8ba"},
+        {"steps": 460},
+        {},
+        {"lr": 0.045},
+    ],
     "baseline": [
         {"lr": 5e-3, "steps": 1150},
         {"lr": 7e-3, "steps": 1150, "warmup": 200},
@@ -69,6 +84,7 @@ TUNING: Mapping[str, Sequence[Settings]] = {
         {"lr": 6e-3, "steps": 860, "batch_size": 16},
         {"lr": 5e-3, "betas": [0.9, 0.95]},
     ],
+    # These were run with other betas, with `last` 0, and without EMA, the defaults of their time.
     "recipe": [
         {"lr": 0.04, "steps": 450},
         {"lr": 0.03, "steps": 450},
@@ -199,8 +215,8 @@ class Parts(NamedTuple):
 
 
 def recipe_parts(settings: Settings) -> Parts:
-    """Return the recipe: Muon for the matrices of the blocks, AdamW for the rest."""
-    curve = schedule.linear(warmup=f"{settings['warmup']}dur", alpha_f=0.0)
+    """Return the recipe: Muon for the matrices of the blocks, AdamW for the rest, averages of the weights."""
+    curve = schedule.linear(warmup=f"{settings['warmup']}dur", alpha_f=settings["last"])
     muon = optim.muon(
         settings["lr"] * curve,
         momentum=settings["momentum"],
@@ -208,7 +224,9 @@ def recipe_parts(settings: Settings) -> Parts:
         ns_steps=settings["ns_steps"],
     )
     adamw = optim.adamw(settings["adamw_lr"] * curve, betas=tuple(settings["betas"]), weight_decay=0.0)
-    return Parts([], optim.by_pattern({"*blocks.*": muon}, adamw), settings["batch_size"], f"{settings['steps']}ba")
+    methods = [alg.ema(settings["ema"], start=0.5)] if settings["ema"] else []
+    optimizer = optim.by_pattern({"*blocks.*": muon}, adamw)
+    return Parts(methods, optimizer, settings["batch_size"], f"{settings['steps']}ba")
 
 
 def recipe(seed: int, curve: Curve, settings: Settings) -> int:

@@ -3,8 +3,8 @@
 Two recipes were tuned as a whole to reach a quality soon, each on one network and data set (docs/quality.md):
 
     mnist-fast        for small images of one channel and convolutional networks: Muon for the filters, AdamW for the
-                      rest, label smoothing, channels last
-    shakespeare-fast  for a small GPT on characters: Muon for the matrices of its blocks, AdamW for the rest
+                      rest, label smoothing, channels last, EMA
+    shakespeare-fast  for a small GPT on characters: Muon for the matrices of its blocks, AdamW for the rest, EMA
 
 Three are the published ones for image classification:
 
@@ -104,28 +104,28 @@ def _hot() -> Recipe:
 
 
 def _mnist_fast() -> Recipe:
-    curve = schedule.linear(alpha_f=0.0, warmup="0.1dur")
+    curve = schedule.linear(alpha_f=0.3, warmup="0.02dur")
     filters = optim.muon(0.05 * curve, weight_decay=0.0, ns_steps=3, ns_precision="full", filters="only")
     rest = optim.adamw(0.02 * curve, betas=(0.9, 0.99), weight_decay=0.0)
     return Recipe(
-        (channels_last(), label_smoothing(0.1)),
+        (channels_last(), label_smoothing(0.1), ema("20ba", start=0.4)),
         losses.cross_entropy,
         optim.by_pattern({"*": filters}, rest),
-        duration="468ba",
+        duration="422ba",
         batch_size=64,
         precision="bf16",
     )
 
 
 def _shakespeare_fast() -> Recipe:
-    curve = schedule.linear(alpha_f=0.0, warmup="0.02dur")
+    curve = schedule.linear(alpha_f=0.3, warmup="0.02dur")
     matrices = optim.muon(0.03 * curve, momentum=0.9, weight_decay=0.0)
-    rest = optim.adamw(0.03 * curve, betas=(0.9, 0.99), weight_decay=0.0)
+    rest = optim.adamw(0.03 * curve, betas=(0.8, 0.98), weight_decay=0.0)
     return Recipe(
-        (),
+        (ema("20ba", start=0.5),),
         losses.cross_entropy,
         optim.by_pattern({"*blocks.*": matrices}, rest),
-        duration="460ba",
+        duration="420ba",
         batch_size=12,
         precision="bf16",
     )
