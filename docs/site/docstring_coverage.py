@@ -59,7 +59,7 @@ def coverage() -> Coverage:
     for name in homes().values():
         target = name.target.final_target if isinstance(name.target, griffe.Alias) else name.target
         text = _text(target)
-        if not text and name.last != "__version__":
+        if not text:
             found.undocumented.append(name.path)
         if not isinstance(target, griffe.Function | griffe.Class) or _is_error(target) or _is_law(target):
             continue

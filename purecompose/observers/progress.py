@@ -20,6 +20,8 @@ __all__ = ["Progress"]
 
 # Weight of the newest loss in the running mean: losses of single batches are noisy, even more with mixed targets.
 _SHARE_OF_NEWEST_LOSS = 0.05
+# The first line comes early, so that a run whose first epoch is long shows that it goes on; later ones are rarer.
+_SECONDS_BEFORE_LINE = 3.0
 _SECONDS_BETWEEN_LINES = 30.0
 # The rate is measured over the last readings, so that it adapts when the speed of the run changes.
 _READINGS_IN_RATE = 30
@@ -29,10 +31,11 @@ class Progress:
     """An observer that shows the progress, the loss, the last evaluation's metrics, batches per second and the time.
 
     In a terminal and in a notebook it draws a bar over the whole run, in the run's own unit. Elsewhere (a file, a pipe)
-    it prints a plain line after each epoch and each evaluation, and every 30 seconds, with the remaining time at the
-    recent rate. It shows every evaluator's latest metrics, or their shapes if they are not scalars. The loss is a
-    running mean of about twenty batches, kept on the device and read a few times per second, so no batch waits for it.
-    A population's numbers are shown as a range over its members, `loss 0.210..0.350`.
+    it prints a plain line after each epoch and each evaluation, with the remaining time at the recent rate. Within long
+    epochs there are lines after 3, 6, 12, 24 and 48 seconds of the run, and then every 30 seconds. It shows every
+    evaluator's latest metrics, or their shapes if they are not scalars. The loss is a running mean of about twenty
+    batches, kept on the device and read a few times per second, so no batch waits for it. A population's numbers are
+    shown as a range over its members, `loss 0.210..0.350`.
 
     The display closes at FIT_END. As a context manager it closes in any case::
 
@@ -108,7 +111,8 @@ class Progress:
         self._metrics: dict[str, _Number | tuple[int, ...]] = {}
         self._pace.clear()
         self._last_read = -math.inf
-        self._printed_batch, self._printed_at = -1, time.monotonic()
+        self._printed_batch = -1
+        self._opened_at = self._printed_at = time.monotonic()
 
     def _open(self, state: State) -> None:
         self.close()
@@ -131,7 +135,8 @@ class Progress:
         self._read(state)
         self._show(state)
         self._last_read = time.monotonic()
-        if now - self._printed_at >= _SECONDS_BETWEEN_LINES:
+        pause = max(self._printed_at - self._opened_at, _SECONDS_BEFORE_LINE)
+        if now - self._printed_at >= min(pause, _SECONDS_BETWEEN_LINES):
             self._print_line(state)
 
     def _after_epoch(self, state: State, *, is_new: bool = False) -> None:
@@ -155,6 +160,8 @@ class Progress:
         return self._pace.per_second("batch") or self._stopwatch.batches_per_second
 
     def _numbers(self) -> list[str]:
+        if not self._stopwatch.batches:
+            return ["the first batch"]
         loss = [] if self._loss is None else [f"loss {_range(self._loss, '.3f')}"]
         rate = self._rate()
         speed = f"{rate:.0f} ba/s" if rate >= 100 else f"{rate:.3g} ba/s"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from types import FunctionType
+from typing import TypeAlias, TypeGuard
 
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -318,9 +319,16 @@ def not_a_scalar(value: object) -> str:
     elif isinstance(value, LRScheduler) or (isinstance(value, type) and issubclass(value, LRScheduler)):
         name = value.__name__ if isinstance(value, type) else type(value).__name__
         hint = f"; write schedule.from_torch(torch.optim.lr_scheduler.{name}, ...) with the settings of the scheduler"
+    elif _returns_schedule(value):
+        hint = f"; call it: {value.__name__}(...) is a schedule"
     elif callable(value):
         hint = "; make a schedule of a function of the timestamp with schedule.scheduled(fn)"
     return f"expected a number, an hparam, a schedule or a product of them, got {shown(value)}{hint}"
+
+
+def _returns_schedule(value: object) -> TypeGuard[FunctionType]:
+    """Return whether a value is a function that returns a schedule according to its annotation, such as `cosine`."""
+    return isinstance(value, FunctionType) and value.__annotations__.get("return") in (Schedule, Schedule.__name__)
 
 
 def _is_number(text: str) -> bool:

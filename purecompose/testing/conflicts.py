@@ -160,7 +160,8 @@ def conflicts(
         OrderError: Constraints contradict each other.
 
     Example:
-        >>> print(conflicts(["mixup(0)", "label_smoothing(0)"]))  # neutral settings: neither ever acts
+        >>> found = conflicts(["mixup(0)", "label_smoothing(0)"])  # neutral settings: neither ever acts
+        >>> print(found.text(width=110))
            algorithm        1  2
         -  ---------------  -  -
         1  mixup               -

@@ -30,8 +30,8 @@ def found_checksum(text: str) -> str:
 
 def test_a_short_run_learns_and_ends_with_a_table(capsys) -> None:
     out = run(capsys, "train", "--duration", "5ep")
-    lines = [line for line in out.splitlines() if re.match(r"\d\.0/5 ep ", line)]
-    assert len(lines) == 5
+    lines = [line for line in out.splitlines() if re.match(r"[1-5]\.0/5 ep ", line)]
+    assert len({line.split()[0] for line in lines}) == 5  # on a busy machine there are lines within epochs, too
     assert all("loss" in line and "accuracy" in line and "ba/s" in line for line in lines)
     accuracy = re.search(r"test accuracy\W+([\d.]+)%", out)
     assert accuracy is not None and float(accuracy[1]) >= 95.0

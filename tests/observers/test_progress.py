@@ -79,16 +79,19 @@ def test_every_evaluation_has_its_line_with_all_evaluators() -> None:
     assert "eval accuracy" in lines[-1] and "val accuracy" in lines[-1]
 
 
-def test_a_long_epoch_has_a_line_every_half_minute(monkeypatch) -> None:
+@pytest.mark.parametrize(("epoch", "lines"), [(100, [3, 6, 12, 24, 48, 78]), (20, [3, 6, 12, 20, 40, 60, 80])])
+def test_lines_come_soon_and_then_seldom(monkeypatch, epoch: int, lines: list[int]) -> None:
     now, file = [0.0], io.StringIO()
     for module in (stopwatch, progress):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     shown, state = Progress(file=file), make_state("100ba")
     shown(Event.FIT_START, at(state, 0))
-    for batch in range(1, 71):
+    for batch in range(1, 100):
         now[0] += 1.0
         shown(Event.BATCH_END, at(state, batch))
-    assert [line.split()[0] for line in file.getvalue().splitlines()] == ["30/100", "60/100"]
+        if batch % epoch == 0:
+            shown(Event.EPOCH_CHECKPOINT, at(state, batch))
+    assert [int(line.partition("/")[0]) for line in file.getvalue().splitlines()] == lines
 
 
 def test_a_run_without_a_length_of_its_own_counts_batches() -> None:
@@ -117,6 +120,13 @@ def test_a_live_display_shows_the_run_and_closes() -> None:
     assert "3.0/3 ep" in plain and "trained" in plain and "accuracy" in plain and "ba/s" in plain
     assert text.count(HIDE_CURSOR) == text.count(SHOW_CURSOR) == 1
     assert text.rindex(SHOW_CURSOR) > text.rindex("3.0/3 ep")
+
+
+def test_a_live_display_waits_for_the_first_batch() -> None:
+    file = io.StringIO()
+    with Progress(live=True, file=file) as shown:
+        shown(Event.FIT_START, make_state())
+    assert "the first batch" in file.getvalue() and "ba/s" not in file.getvalue()
 
 
 class FakeHandle:
