@@ -5,7 +5,8 @@
 For each data set, a small convolutional network is trained with all six methods, all but each one, and none, with eight
 seeds. The table has the accuracy with and without a method, the difference with its simultaneous 95 % interval, and the
 change of the step time, in brackets if its interval contains 0. Training uses 300 images of the digits, or 1,000 of
-MNIST, which is read from the file given by --data. A full run writes the table in docs/experiments.md.
+MNIST, which is read from the file given by --data. A full run writes the table in docs/experiments.md, and the picture
+there (_ablation_picture.py).
 
 The null is a method that changes each run but not the distribution of the results: it permutes each batch, so that
 mixup mixes other examples. 200 ablations of three methods, with eight seeds each, use 1,600 seeds of a small network.
@@ -18,6 +19,7 @@ import pathlib
 import re
 
 import torch
+from _ablation_picture import PICTURE, draw
 from _timing import RESULTS, Row, arguments, parse, save
 
 import purecompose as pc
@@ -158,13 +160,11 @@ def main() -> None:
     for name in args.data or ["digits"]:
         found = ablation(name, 5 if args.short else args.seeds, args.short)
         print(f"\n{found}\n")
-        title = pathlib.Path(name).stem
-        rows += rows_of(title, found)
-        if args.out == RESULTS:
-            analysis.draw_ablation(found, DOCS / "images" / f"ablation_{title}.png")
+        rows += rows_of(pathlib.Path(name).stem, found)
     save("ablation", [*rows, tail], args.out)
     if args.out == RESULTS:
         write_docs()
+        draw(rows, PICTURE)
 
 
 if __name__ == "__main__":
