@@ -112,7 +112,8 @@ def test_tasks_train_with_the_recipes_of_the_library(name: str, monkeypatch: pyt
     monkeypatch.setattr(sys, "path", [str(FOLDER / "quality"), str(FOLDER), *sys.path])
     script = runpy.run_path(str(FOLDER / "quality" / f"{name}.py"))
     parts, recipe = script["recipe_parts"](script["RECIPE"]), pc.recipe(f"{name}-fast")
-    assert parts.optimizer == recipe.optimizer and parts.batch_size == recipe.batch_size
+    assert parts.optimizer == recipe.optimizer and script["RECIPE"]["batch_size"] == recipe.batch_size
+    assert f"{script['length'](script['RECIPE'])}ba" == recipe.duration
     assert list(map(repr, parts.methods)) == list(map(repr, recipe.methods))
 
 

@@ -9,16 +9,16 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _curve import Curve, Observer
+from _curve import Curve
+from _fit import Parts, fit, num_params
 from _task import Settings, Side, data_file
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import Algorithm, State, compose, loop_events
 
 
 FRACTIONS = (0.5, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 1.0)
@@ -158,15 +158,6 @@ class Alternating:
 # The two sides.
 
 
-class Parts(NamedTuple):
-    """What a recipe is composed of."""
-
-    methods: list[Algorithm]
-    optimizer: Any
-    batch_size: int
-    epochs: float
-
-
 @dataclass(frozen=True)
 class Setup:
     """What distinguishes the two tasks."""
@@ -226,7 +217,7 @@ def baseline(setup: Setup, seed: int, curve: Curve, settings: Settings) -> int:
                 value = _accuracy(net, data, settings["precision"])
             curve.add(value)
         if batch == num_batches:
-            return _num_params(net)
+            return num_params(net)
     raise AssertionError("batches have no end")
 
 
@@ -240,31 +231,25 @@ def _accuracy(net: nn.Module, data: pc.data.ImageData, precision: str) -> float:
 
 
 def recipe(setup: Setup, seed: int, curve: Curve, settings: Settings) -> int:
-    """Train by a composed, compiled step."""
+    """Train by `fit` with the recipe.
+
+    Slices of a batch (`microbatches`) stay in the processor's cache; batch norms use the statistics of each slice.
+    """
     settings = {**setup.recipe, **settings}
-    parts = setup.parts(settings)
     data = setup.data(settings)
-    net = setup.network(seed, data)
-    train = Alternating(data, parts.batch_size, settings["shift"])
-    test = pc.data.arrays(data.test_inputs, data.test_targets, 1000)
     num_batches = _length(settings, data)
-    # Slices of a large batch stay in the processor's cache; their batch norms use their own statistics.
-    step = compose(loop_events, parts.methods, microbatches=settings.get("microbatches", 1))
-    if settings["compile"]:
-        step = pc.compile(step, quiet=True)
-    state = State.create(
-        net,
-        loss=pc.losses.cross_entropy,
-        optimizer=parts.optimizer,
-        key=seed,
-        duration=f"{num_batches}ba",
-        precision=settings["precision"],
+    return fit(
+        setup.network(seed, data),
+        setup.parts(settings),
+        Alternating(data, settings["batch_size"], settings["shift"]),
+        pc.data.arrays(data.test_inputs, data.test_targets, 1000),
+        num_batches=num_batches,
+        due=_evaluations(num_batches),
+        metric="accuracy",
+        seed=seed,
+        curve=curve,
+        settings=settings,
     )
-    when = _evaluations(num_batches)
-    evaluator = pc.Evaluator(test, {"accuracy": pc.metrics.accuracy}, every=lambda now: now.batch in when)
-    curve.start()
-    pc.fit(step, state, train, evaluate=evaluator, observers=Observer(curve, "eval/accuracy"))
-    return _num_params(net)
 
 
 def _length(settings: Settings, data: pc.data.ImageData) -> int:
@@ -276,7 +261,3 @@ def _length(settings: Settings, data: pc.data.ImageData) -> int:
 
 def _evaluations(num_batches: int) -> set[int]:
     return {round(fraction * num_batches) for fraction in FRACTIONS}
-
-
-def _num_params(net: nn.Module) -> int:
-    return sum(param.numel() for param in net.parameters())

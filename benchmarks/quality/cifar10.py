@@ -7,7 +7,8 @@ Neither side is compiled: a step of the baseline takes 1.25 times as long under 
 EPYC), and to compile the recipe takes longer than an epoch, for each size of images.
 """
 
-from _cifar import Parts, Setup
+from _cifar import Setup
+from _fit import Parts
 from _task import Settings, Task, run
 
 from purecompose import algorithms as alg, optim, schedule
@@ -61,7 +62,7 @@ def parts(settings: Settings) -> Parts:
     ]
     if s["freeze_level"]:
         methods.append(alg.layer_freezing(s["freeze_start"], s["freeze_level"], num_stages=None))
-    return Parts(methods, optim.by_pattern({"*stages.*": filters}, rest), s["batch_size"], s["epochs"])
+    return Parts(methods, optim.by_pattern({"*stages.*": filters}, rest))
 
 
 TUNING = {

@@ -8,6 +8,7 @@ with the same seeds, learning rates and number of batches. `methods.py` makes th
 
 import mnist
 from _curve import Curve
+from _fit import Parts
 from _methods import sides
 from _task import Settings, Task, run
 
@@ -48,7 +49,7 @@ def train(methods: list[Algorithm], seed: int, curve: Curve, settings: Settings)
     """Train by AdamW with these methods."""
     s = {**mnist.RECIPE, "epochs": 1.0, **settings}
     adamw = optim.adamw(0.01 * schedule.linear(alpha_f=0.0, warmup="0.1dur"), weight_decay=0.01)
-    return mnist.train(seed, curve, s, mnist.Recipe(methods, adamw, s["batch_size"], s["epochs"]))
+    return mnist.train(seed, curve, s, Parts(methods, adamw))
 
 
 TASK = Task(

@@ -8,6 +8,7 @@ time, with the same seeds, learning rates and number of batches. `methods.py` ma
 
 import shakespeare
 from _curve import Curve
+from _fit import Parts
 from _methods import sides
 from _task import Settings, Task, run
 
@@ -41,7 +42,7 @@ def train(methods: list[Algorithm], seed: int, curve: Curve, settings: Settings)
     s = {**shakespeare.RECIPE, "steps": 500, "compile": False, **settings}
     curve_of_rates = schedule.linear(alpha_f=0.0, warmup="0.1dur")
     adamw = optim.adamw(0.005 * curve_of_rates, betas=(0.9, 0.99), weight_decay=0.1)
-    return shakespeare.train(seed, curve, s, shakespeare.Parts(methods, adamw, s["batch_size"], f"{s['steps']}ba"))
+    return shakespeare.train(seed, curve, s, Parts(methods, adamw))
 
 
 TASK = Task(

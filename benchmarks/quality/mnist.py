@@ -8,17 +8,18 @@ compiles by default; `--set '{"compile": "step"}'` does.
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch._dynamo  # here, because optimizers import it when they are created, which takes a second
-from _curve import Curve, Observer
+from _curve import Curve
+from _fit import Parts, fit, num_params
 from _task import Settings, Task, data_file, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import purecompose as pc
-from purecompose import Algorithm, State, algorithms as alg, compose, loop_events, optim, schedule
+from purecompose import algorithms as alg, optim, schedule
 from purecompose.nn import models
 
 
@@ -92,43 +93,24 @@ def recipe(seed: int, curve: Curve, settings: Settings) -> int:
     return train(seed, curve, s, recipe_parts(s))
 
 
-def train(seed: int, curve: Curve, s: Settings, parts: "Recipe") -> int:
+def train(seed: int, curve: Curve, s: Settings, parts: Parts) -> int:
     """Train by `fit` with the parts of a recipe."""
-    data, net, num_batches = images(), network(seed), length(s)
-    curve.start()
-    examples = pc.data.arrays(data.train_inputs, data.train_targets, parts.batch_size, drop_last=True)
-    test = pc.data.arrays(data.test_inputs, data.test_targets, 1000)
-    step = compose(loop_events, parts.methods)
-    state = State.create(
-        net,
-        loss=pc.losses.cross_entropy,
-        optimizer=parts.optimizer,
-        key=seed,
-        duration=f"{num_batches}ba",
-        precision=s["precision"],
+    data, num_batches = images(), length(s)
+    return fit(
+        network(seed),
+        parts,
+        pc.data.arrays(data.train_inputs, data.train_targets, s["batch_size"], drop_last=True),
+        pc.data.arrays(data.test_inputs, data.test_targets, 1000),
+        num_batches=num_batches,
+        due=evaluations(num_batches),
+        metric="accuracy",
+        seed=seed,
+        curve=curve,
+        settings=s,
     )
-    evaluated = evaluations(num_batches)
-    evaluator = pc.Evaluator(test, {"accuracy": pc.metrics.accuracy}, every=lambda now: now.batch in evaluated)
-    pc.fit(
-        pc.compile(step, quiet=True) if s["compile"] else step,
-        state,
-        examples,
-        evaluate=evaluator,
-        observers=Observer(curve, "eval/accuracy"),
-    )
-    return num_params(net)
 
 
-class Recipe(NamedTuple):
-    """What a recipe consists of."""
-
-    methods: list[Algorithm]
-    optimizer: Any
-    batch_size: int
-    epochs: float
-
-
-def recipe_parts(s: Settings) -> Recipe:
+def recipe_parts(s: Settings) -> Parts:
     """Return the recipe: Muon for the filters, AdamW for the rest, a rate that falls linearly, smooth labels, EMA.
 
     With `lr` 0 AdamW moves all parameters. With `scale` below 1 images are cropped, except in the share `full_size` of
@@ -146,11 +128,10 @@ def recipe_parts(s: Settings) -> Recipe:
     if s["ema"]:
         methods.append(alg.ema(s["ema"], start=0.4))
     if not s["lr"]:
-        return Recipe(methods, optim.adamw(s["adamw"] * curve, weight_decay=0.01), s["batch_size"], s["epochs"])
+        return Parts(methods, optim.adamw(s["adamw"] * curve, weight_decay=0.01))
     rest = optim.adamw(s["adamw"] * curve, weight_decay=0.0, betas=(0.9, 0.99))
     muon = optim.muon(s["lr"] * curve, weight_decay=0.0, ns_steps=s["ns_steps"], ns_precision="full", filters="only")
-    optimizer = optim.by_pattern({"*": muon}, rest)
-    return Recipe(methods, optimizer, s["batch_size"], s["epochs"])
+    return Parts(methods, optim.by_pattern({"*": muon}, rest))
 
 
 @functools.cache
@@ -160,10 +141,6 @@ def images() -> pc.data.ImageData:
 
 def network(seed: int) -> nn.Module:
     return models.build("cnn", in_shape=(1, 28, 28), num_classes=10, seed=seed, width=16)
-
-
-def num_params(net: nn.Module) -> int:
-    return sum(param.numel() for param in net.parameters())
 
 
 def length(s: Settings) -> int:

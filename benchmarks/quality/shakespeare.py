@@ -11,17 +11,18 @@ characters. The side "published" has nanoGPT's settings; if it ends above the ta
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from _curve import Curve, Observer
+from _curve import Curve
+from _fit import Parts, fit, num_params
 from _task import Settings, Task, data_file, run
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import Algorithm, algorithms as alg, optim, schedule
+from purecompose import algorithms as alg, optim, schedule
 from purecompose.nn import layers, models
 
 
@@ -120,6 +121,11 @@ def new_net(seed: int, num_characters: int) -> nn.Module:
     return layers.ClassesSecond(gpt)
 
 
+def length(settings: Settings) -> int:
+    """Return the number of batches of a run."""
+    return 4 if settings.get("short") else settings["steps"]
+
+
 def evaluated(steps: int) -> set[int]:
     """Return the numbers of the batches after which a run of so many is evaluated."""
     return {round(fraction * steps) for fraction in FRACTIONS}
@@ -139,8 +145,7 @@ def published(seed: int, curve: Curve, settings: Settings) -> int:
 
 
 def _by_hand(seed: int, curve: Curve, settings: Settings) -> int:
-    steps = 4 if settings.get("short") else settings["steps"]
-    text = load()
+    steps, text = length(settings), load()
     net = new_net(seed, text.num_classes)
     params = list(net.parameters())
     optimizer = torch.optim.AdamW(
@@ -170,7 +175,7 @@ def _by_hand(seed: int, curve: Curve, settings: Settings) -> int:
             if number + 1 in evaluated(steps):
                 with curve.evaluating(), torch.no_grad(), autocast:
                     curve.add(_loss(net, text))
-    return sum(p.numel() for p in params)
+    return num_params(net)
 
 
 def attention_in_float32() -> AbstractContextManager[Any]:
@@ -215,15 +220,6 @@ def _loss(net: nn.Module, text: pc.data.TextData) -> float:
 # --- the recipe ----------------------------------------------------------------------------------------------------
 
 
-class Parts(NamedTuple):
-    """What a recipe consists of."""
-
-    methods: list[Algorithm]
-    optimizer: Any
-    batch_size: int
-    duration: str
-
-
 def recipe_parts(settings: Settings) -> Parts:
     """Return the recipe: Muon for the matrices of the blocks, AdamW for the rest, averages of the weights."""
     curve = schedule.linear(warmup=f"{settings['warmup']}dur", alpha_f=settings["last"])
@@ -235,8 +231,7 @@ def recipe_parts(settings: Settings) -> Parts:
     )
     adamw = optim.adamw(settings["adamw_lr"] * curve, betas=tuple(settings["betas"]), weight_decay=0.0)
     methods = [alg.ema(settings["ema"], start=0.5)] if settings["ema"] else []
-    optimizer = optim.by_pattern({"*blocks.*": muon}, adamw)
-    return Parts(methods, optimizer, settings["batch_size"], f"{settings['steps']}ba")
+    return Parts(methods, optim.by_pattern({"*blocks.*": muon}, adamw))
 
 
 def recipe(seed: int, curve: Curve, settings: Settings) -> int:
@@ -247,29 +242,19 @@ def recipe(seed: int, curve: Curve, settings: Settings) -> int:
 
 def train(seed: int, curve: Curve, settings: Settings, parts: Parts) -> int:
     """Train by `fit` with the parts of a recipe."""
-    text = load()
-    due = evaluated(settings["steps"])
-    state = pc.State.create(
+    text, num_batches = load(), length(settings)
+    return fit(
         new_net(seed, text.num_classes),
-        loss=pc.losses.cross_entropy,
-        optimizer=parts.optimizer,
-        key=seed,
-        duration=parts.duration,
-        precision=settings["precision"],
+        parts,
+        pc.data.arrays(text.train_inputs, text.train_targets, settings["batch_size"], drop_last=True),
+        pc.data.arrays(text.test_inputs, text.test_targets, EVALUATION_BATCH),
+        num_batches=num_batches,
+        due=evaluated(num_batches),
+        metric="loss",
+        seed=seed,
+        curve=curve,
+        settings=settings,
     )
-    step = pc.compose(pc.loop_events, parts.methods)
-    curve.start()
-    pc.fit(
-        pc.compile(step, quiet=True) if settings["compile"] else step,
-        state,
-        pc.data.arrays(text.train_inputs, text.train_targets, parts.batch_size, drop_last=True),
-        duration="4ba" if settings.get("short") else None,
-        evaluate=pc.Evaluator(
-            pc.data.arrays(text.test_inputs, text.test_targets, EVALUATION_BATCH), every=lambda now: now.batch in due
-        ),
-        observers=Observer(curve, "eval/loss"),
-    )
-    return sum(p.numel() for p in state.params.values())
 
 
 TASK = Task(

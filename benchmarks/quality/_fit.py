@@ -1,0 +1,73 @@
+"""Training by `fit`: the recipe's side of a task."""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from _curve import Curve, Observer
+from _task import Settings
+from torch import nn
+
+import purecompose as pc
+from purecompose import Algorithm, State, compose, loop_events
+
+
+class Parts(NamedTuple):
+    """What a recipe consists of."""
+
+    methods: list[Algorithm]
+    optimizer: Any
+
+
+def fit(
+    net: nn.Module,
+    parts: Parts,
+    train: Any,
+    test: Any,
+    *,
+    num_batches: int,
+    due: Collection[int],
+    metric: str,
+    seed: int,
+    curve: Curve,
+    settings: Settings,
+) -> int:
+    """Train by a composed step, and draw the curve.
+
+    Args:
+        net: The network.
+        parts: The recipe.
+        train, test: The batches of training and evaluation.
+        num_batches: The length of the run.
+        due: The numbers of the batches after which the network is evaluated.
+        metric: What the curve shows: "accuracy" or "loss".
+        seed: The key of the run.
+        curve: The curve.
+        settings: Of these, "precision", "compile" and "microbatches", by default 1.
+
+    Returns:
+        The network's number of parameters.
+    """
+    curve.start()
+    step = compose(loop_events, parts.methods, microbatches=settings.get("microbatches", 1))
+    state = State.create(
+        net,
+        loss=pc.losses.cross_entropy,
+        optimizer=parts.optimizer,
+        key=seed,
+        duration=f"{num_batches}ba",
+        precision=settings["precision"],
+    )
+    metrics = {"accuracy": pc.metrics.accuracy} if metric == "accuracy" else {}
+    pc.fit(
+        pc.compile(step, quiet=True) if settings["compile"] else step,
+        state,
+        train,
+        evaluate=pc.Evaluator(test, metrics, every=lambda now: now.batch in due),
+        observers=Observer(curve, f"eval/{metric}"),
+    )
+    return num_params(net)
+
+
+def num_params(net: nn.Module) -> int:
+    """Return the number of parameters of a network."""
+    return sum(param.numel() for param in net.parameters())
