@@ -42,7 +42,7 @@ RECIPE = {
     "batch_size": 512,
     "microbatches": 2,
     "shift": 1,
-    "epochs": 2.4,
+    "epochs": 2.5,
     "compile": False,
 }
 
@@ -100,6 +100,7 @@ TUNING = {
         # Those above were run with 3 epochs, whole batches and a shift of 2, the defaults of their time.
         {"shift": 2, "epochs": 2.75},
         {"shift": 2, "epochs": 2.5},
+        {"epochs": 2.5},
         {"epochs": 2.4},
         {"epochs": 2.25},
     ],
