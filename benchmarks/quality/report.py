@@ -119,10 +119,23 @@ def score_rows() -> list[Row]:
     ]
 
 
+def finetuning_rows() -> list[Row]:
+    """Return the table of `finetuning.py`, as it was saved."""
+    rows = json.loads((RESULTS / "quality_finetuning.json").read_text())["rows"]
+    shown = ("side", "batches", "loss at the end", "difference from plain", "a batch, of plain", "time to it, of plain")
+    return [{name: row[name] for name in shown} for row in rows]
+
+
 def soonest(task: Task, runs: Runs, name: str) -> dict[int, float]:
-    """Return the seconds in all until a side reaches the target, by seed, in its sooner form: compiled or not."""
-    forms = [times_of(task, runs, side).in_all for side in task.sides if side.partition(",")[0] == name]
-    return min(filter(None, forms), key=lambda times: median(times.values()), default={})
+    """Return the seconds in all until a side reaches the target, by seed, in its sooner form."""
+    form = sooner_form(task, runs, name)
+    return {} if form is None else times_of(task, runs, form).in_all
+
+
+def sooner_form(task: Task, runs: Runs, name: str) -> str | None:
+    """Return the form of a side, compiled or not, that reaches the target sooner in the median; `None` without runs."""
+    forms = {side: times_of(task, runs, side).in_all for side in task.sides if side.partition(",")[0] == name}
+    return min((form for form in forms if forms[form]), key=lambda form: median(forms[form].values()), default=None)
 
 
 def _mean(seconds: Mapping[int, float]) -> str:
@@ -178,6 +191,29 @@ def draw(tasks: Sequence[Task], path: pathlib.Path) -> None:
     save(figure, path, "Quality over seconds and over batches, for both sides and all seeds")
 
 
+def draw_short(tasks: Sequence[Task], path: pathlib.Path) -> None:
+    """Draw the curves of all seeds over seconds, in the forms whose times the README's table gives."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 2.7), layout="constrained")
+    panels: Any = figure.subplots(1, len(tasks))
+    for task, panel in zip(tasks, panels, strict=True):
+        runs = runs_of(task, task.precisions[0])
+        for name in ("baseline", "recipe"):
+            form = sooner_form(task, runs, name)
+            for _, points in (item for item in sorted(runs.items()) if item[0][0] == form):
+                seconds, values = [point.seconds for point in points], [point.value for point in points]
+                panel.plot(seconds, values, color=COLORS[name], linewidth=1, alpha=0.8)
+        panel.axhline(task.target, color="#94a3b8", linewidth=0.8, linestyle="--")
+        panel.set(xlabel="seconds", xlim=(0, None), ylim=task.shown, ylabel=task.metric)
+        panel.set_title(f"{task.title.partition(',')[0]}, to {task.target:g}", loc="left", fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+    for name, label in (("baseline", "tuned PyTorch loop"), ("recipe", "recipe")):
+        panels[0].plot([], [], color=COLORS[name], label=label)
+    panels[0].legend(frameon=False, fontsize=9, loc="lower right")
+    save(figure, path, "Quality over seconds, compilation included, on three tasks, for both sides and all seeds")
+
+
 def markdown(rows: Sequence[Row]) -> str:
     """Return the rows as a table of Markdown."""
     head = list(rows[0])
@@ -202,7 +238,11 @@ def main() -> None:
         raise SystemExit("there are no records of some tasks; run their scripts first")
     print(table(rows))
     tables = {
-        ROOT / "docs" / "quality.md": {"quality": markdown(rows), "scores": markdown(score_rows())},
+        ROOT / "docs" / "quality.md": {
+            "quality": markdown(rows),
+            "finetuning": markdown(finetuning_rows()),
+            "scores": markdown(score_rows()),
+        },
         ROOT / "README.md": {"quality": markdown([*map(short_row, TASKS)])},
     }
     pages = {page: page.read_text() for page in tables}
@@ -218,6 +258,7 @@ def main() -> None:
         page.write_text(text)
     (RESULTS / "quality.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     draw(TASKS, IMAGES / "quality.svg")
+    draw_short(TASKS, IMAGES / "quality_short.svg")
 
 
 if __name__ == "__main__":

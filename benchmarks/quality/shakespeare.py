@@ -56,7 +56,7 @@ PUBLISHED: Settings = {
 }
 RECIPE: Settings = {
     "batch_size": 12,
-    "steps": 420,
+    "steps": 450,
     "lr": 0.03,
     "momentum": 0.9,
     "ns_steps": 5,
@@ -83,8 +83,8 @@ TUNING: Mapping[str, Sequence[Settings]] = {
         {"steps": 460, "last": 0.0, "ema": None, "momentum": 0.85},
         {"steps": 460, "last": 0.1, "ema": "8ba"},
         {"steps": 460},
-        {},
-        {"lr": 0.045},
+        {"steps": 420},
+        {"steps": 420, "lr": 0.045},
     ],
     # The compiled runs had betas of 0.9 and 0.99, the recipe `last` 0 and no EMA, the defaults of their time.
     "baseline": [

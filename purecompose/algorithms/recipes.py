@@ -125,7 +125,7 @@ def _shakespeare_fast() -> Recipe:
         (ema("20ba", start=0.5),),
         losses.cross_entropy,
         optim.by_pattern({"*blocks.*": matrices}, rest),
-        duration="420ba",
+        duration="450ba",
         batch_size=12,
         precision="bf16",
     )
