@@ -26,6 +26,7 @@ from purecompose.nn import models
 BASELINE: Settings = {
     "optimizer": "adamw",
     "lr": 0.02,
+    "betas": [0.9, 0.999],
     "weight_decay": 0.01,
     "batch_size": 64,
     "epochs": 0.8,
@@ -52,6 +53,7 @@ RECIPE: Settings = {
     "compile": None,
     "short": False,
 }
+NUM_EXAMPLES = 60_000
 FRACTIONS = [*(i / 10 for i in range(1, 7)), *(i / 40 for i in range(28, 41))]
 """The shares of a run after which both sides evaluate."""
 
@@ -145,7 +147,7 @@ def network(seed: int) -> nn.Module:
 
 def length(s: Settings) -> int:
     """Return the number of batches of a run."""
-    return 8 if s["short"] else round(s["epochs"] * (len(images().train_inputs) // s["batch_size"]))
+    return 8 if s["short"] else round(s["epochs"] * (NUM_EXAMPLES // s["batch_size"]))
 
 
 def evaluations(num_batches: int) -> set[int]:
@@ -157,7 +159,7 @@ def plain_optimizer(net: nn.Module, s: Settings) -> torch.optim.Optimizer:
     options = {"lr": lr, "weight_decay": s["weight_decay"], "fused": True}
     if s["optimizer"] == "sgd":
         return torch.optim.SGD(net.parameters(), momentum=0.9, nesterov=True, **options)
-    return torch.optim.AdamW(net.parameters(), **options)
+    return torch.optim.AdamW(net.parameters(), betas=tuple(s["betas"]), **options)
 
 
 def multiplier(elapsed: float, warmup: float) -> float:
@@ -198,6 +200,8 @@ TUNING: dict[str, list[Settings]] = {
         {"optimizer": "sgd", "weight_decay": 0.0005, "lr": 0.6, **LARGE, "epochs": 1.0},
         {"lr": 0.03, "epochs": 0.7},
         {"warmup": 0.02},
+        {"betas": [0.9, 0.99]},
+        {"betas": [0.8, 0.98]},
     ],
     # The first eleven were run with a warm-up of 0.1, with `last` 0, and without EMA, the defaults of their time.
     "recipe": [

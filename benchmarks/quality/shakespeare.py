@@ -179,7 +179,7 @@ def _by_hand(seed: int, curve: Curve, settings: Settings) -> int:
 
 
 def attention_in_float32() -> AbstractContextManager[Any]:
-    """Return a context in which autocast leaves attention in float32, as purecompose does.
+    """Return a context in which autocast leaves attention in float32.
 
     torch's kernel for the CPU is so slow in bfloat16 that a step would take 47 ms instead of 27.
     """

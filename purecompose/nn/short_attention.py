@@ -1,18 +1,18 @@
 """Attention of short sequences in half precision by batched products, for CPUs.
 
-torch's fused kernel never has all weights in memory, which pays for long sequences; on short ones its products are too
-small, most of all backward.
+torch's fused kernel never stores the attention weights. That saves memory on long sequences; on short ones its matrix
+products are too small to be efficient, especially in the backward pass.
 """
 
 import torch
 from torch import Tensor
 
 
-__all__ = ["LONGEST", "short_attention"]
+__all__ = ["MAX_LENGTH", "short_attention"]
 
-LONGEST = 512
-"""The greatest number of queries and of keys. `benchmarks/bf16.py` measures 64 to 512: products in bfloat16 take 0.4 to
-0.6 of the fused kernel's time in float32. With more the weights, (N, H, L, S), would need much memory."""
+MAX_LENGTH = 512
+"""The greatest number of queries and of keys; with more the weights, (N, H, L, S), would need much memory.
+`benchmarks/bf16.py` measures lengths up to it."""
 
 
 def short_attention(
@@ -27,8 +27,8 @@ def short_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Return `F.scaled_dot_product_attention` in a dtype, or `None` where the sequences are long, or with a mask,
-    dropout, groups of queries, or float64.
+    """Return `F.scaled_dot_product_attention` in a dtype, or `None` for what it does not compute: long sequences,
+    masks, dropout, groups of queries, and tensors that are not of a floating dtype up to float32.
 
     Scores and weights are rounded to the dtype; the softmax is computed in float32.
 
@@ -40,18 +40,24 @@ def short_attention(
         attn_mask, dropout_p, is_causal, scale, enable_gqa: As in torch's function.
 
     Returns:
-        Shape (N, ..., L, E), of the given dtype, or `None`.
+        Shape (N, ..., L, E), of the given dtype, with the dimensions in memory ordered as those of the query, as torch's
+        kernel does; or `None`.
     """
-    if attn_mask is not None or dropout_p or enable_gqa or query.dtype is torch.float64 or query.is_nested:
+    tensors = (query, key, value)
+    if attn_mask is not None or dropout_p or enable_gqa or any(x.is_nested for x in tensors):
         return None
-    first, (num_queries, width), num_keys = query.shape[:-2], query.shape[-2:], key.shape[-2]
-    if not first or max(num_queries, num_keys) > LONGEST or not query.numel() or not value.numel():
+    if any(not x.is_floating_point() or x.dtype is torch.float64 for x in tensors):
         return None
-    if key.shape[:-2] != first or value.shape[:-2] != first:
+    batch_shape, (num_queries, width), num_keys = query.shape[:-2], query.shape[-2:], key.shape[-2]
+    if not batch_shape or max(num_queries, num_keys) > MAX_LENGTH or not query.numel() or not value.numel():
         return None
-    query, key, value = (x.to(dtype).flatten(0, -3) for x in (query, key, value))
-    hidden = query.new_zeros(())
+    if key.shape[:-2] != batch_shape or value.shape[:-2] != batch_shape:
+        return None
+    are_heads_inside = query.ndim == 4 and query.stride(1) < query.stride(2)  # a view of (N, L, H, D)
+    query, key, value = (x.to(dtype).flatten(0, -3) for x in tensors)
+    bias = query.new_zeros(())
     if is_causal:
-        hidden = query.new_full((num_queries, num_keys), float("-inf")).triu(1)
-    scores = torch.baddbmm(hidden, query, key.mT, alpha=width**-0.5 if scale is None else scale)
-    return torch.bmm(scores.softmax(-1), value).unflatten(0, first)
+        bias = query.new_full((num_queries, num_keys), float("-inf")).triu(1)
+    scores = torch.baddbmm(bias, query, key.mT, alpha=width**-0.5 if scale is None else scale)
+    result = torch.bmm(scores.softmax(-1), value).unflatten(0, batch_shape)
+    return result.transpose(1, 2).contiguous().transpose(1, 2) if are_heads_inside else result

@@ -20,7 +20,7 @@ __all__ = ["Progress"]
 
 # Weight of the newest loss in the running mean: losses of single batches are noisy, even more with mixed targets.
 _SHARE_OF_NEWEST_LOSS = 0.05
-# The first line comes early, so that a run whose first epoch is long shows that it goes on; later ones are rarer.
+# The first line comes early, so that a long first epoch shows progress; the pause then doubles, up to the last of these.
 _SECONDS_BEFORE_LINE = 3.0
 _SECONDS_BETWEEN_LINES = 30.0
 # The rate is measured over the last readings, so that it adapts when the speed of the run changes.
@@ -159,9 +159,9 @@ class Progress:
         """Return the recent number of batches per second."""
         return self._pace.per_second("batch") or self._stopwatch.batches_per_second
 
-    def _numbers(self) -> list[str]:
+    def _numbers(self, state: State) -> list[str]:
         if not self._stopwatch.batches:
-            return ["the first batch"]
+            return [] if state.timestamp.is_finished() else ["waiting for the first batch"]
         loss = [] if self._loss is None else [f"loss {_range(self._loss, '.3f')}"]
         rate = self._rate()
         speed = f"{rate:.0f} ba/s" if rate >= 100 else f"{rate:.3g} ba/s"
@@ -177,7 +177,7 @@ class Progress:
             return
         elapsed = state.timestamp.elapsed()
         share = None if elapsed is None else min(elapsed, 1.0)
-        times, numbers = "  ".join(self._times(state)), "  ".join(self._numbers())
+        times, numbers = "  ".join(self._times(state)), "  ".join(self._numbers(state))
         self._display.show(Shown(doing, share, _describe_time(state.timestamp), times, numbers))
 
     def _print_line(self, state: State, *, is_new: bool = False) -> None:
@@ -187,7 +187,7 @@ class Progress:
         if self._live or not self._stopwatch.batches or (batch == self._printed_batch and not is_new):
             return
         self._printed_batch, self._printed_at = batch, time.monotonic()
-        parts = [_describe_time(state.timestamp), *self._numbers(), *self._times(state)]
+        parts = [_describe_time(state.timestamp), *self._numbers(state), *self._times(state)]
         print("  ".join(parts), file=self._file or sys.stdout, flush=True)
 
 

@@ -327,8 +327,8 @@ def not_a_scalar(value: object) -> str:
 
 
 def _returns_schedule(value: object) -> TypeGuard[FunctionType]:
-    """Return whether a value is a function that returns a schedule according to its annotation, such as `cosine`."""
-    return isinstance(value, FunctionType) and value.__annotations__.get("return") in (Schedule, Schedule.__name__)
+    """Return whether a value is one of this package's functions, such as `cosine`, most of which return schedules."""
+    return isinstance(value, FunctionType) and value.__module__.startswith(__package__ or "")
 
 
 def _is_number(text: str) -> bool:

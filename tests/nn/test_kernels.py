@@ -131,19 +131,27 @@ def test_short_attention_equals_attention_but_for_rounding(shape: tuple[int, ...
     torch.testing.assert_close(grads, expected_grads, rtol=0.05, atol=0.1)
 
 
+@pytest.mark.parametrize("dims", [(0, 2, 1, 3), (0, 1, 2, 3)], ids=["tokens first", "heads first"])
+def test_short_attention_has_the_memory_layout_of_torchs(dims: tuple[int, ...]) -> None:
+    query = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0)).permute(dims)
+    short = short_attention(torch.bfloat16, query, query, query)
+    assert short is not None and short.stride() == F.scaled_dot_product_attention(query, query, query).stride()
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"query": torch.zeros(1, 4, 513, 8)},
         {"query": torch.zeros(1, 1, 5, 8)},
-        {"query": torch.zeros(1, 4, 5, 8, dtype=torch.float64)},
+        {"key": torch.zeros(1, 4, 5, 8, dtype=torch.float64)},
+        {"value": torch.zeros(1, 4, 5, 8, dtype=torch.int64)},
         {"query": torch.zeros(5, 8), "key": torch.zeros(5, 8), "value": torch.zeros(5, 8)},
         {"query": torch.zeros(1, 4, 0, 8)},
         {"attn_mask": torch.zeros(5, 5)},
         {"dropout_p": 0.1},
         {"enable_gqa": True},
     ],
-    ids=["long", "broadcast", "float64", "matrices", "empty", "mask", "dropout", "groups"],
+    ids=["long", "broadcast", "float64", "integers", "matrices", "empty", "mask", "dropout", "groups"],
 )
 def test_other_attention_is_left_to_torch(change: dict[str, Any]) -> None:
     tensors = dict.fromkeys(("query", "key", "value"), torch.zeros(1, 4, 5, 8))
