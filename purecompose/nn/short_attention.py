@@ -40,8 +40,8 @@ def short_attention(
         attn_mask, dropout_p, is_causal, scale, enable_gqa: As in torch's function.
 
     Returns:
-        Shape (N, ..., L, E), of the given dtype, with the dimensions in memory ordered as those of the query, as torch's
-        kernel does; or `None`.
+        Shape (N, ..., L, E), of the given dtype, its dimensions ordered in memory as those of the query, as by torch's
+        kernel; or `None`.
     """
     tensors = (query, key, value)
     if attn_mask is not None or dropout_p or enable_gqa or any(x.is_nested for x in tensors):

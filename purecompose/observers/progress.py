@@ -20,7 +20,7 @@ __all__ = ["Progress"]
 
 # Weight of the newest loss in the running mean: losses of single batches are noisy, even more with mixed targets.
 _SHARE_OF_NEWEST_LOSS = 0.05
-# The first line comes early, so that a long first epoch shows progress; the pause then doubles, up to the last of these.
+# The first line comes early, so that a long first epoch shows progress; the pause then doubles, up to the second.
 _SECONDS_BEFORE_LINE = 3.0
 _SECONDS_BETWEEN_LINES = 30.0
 # The rate is measured over the last readings, so that it adapts when the speed of the run changes.
