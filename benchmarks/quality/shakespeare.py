@@ -34,7 +34,7 @@ FRACTIONS = [i / 10 for i in range(1, 8)] + [i / 40 for i in range(29, 41)]
 
 BASELINE: Settings = {
     "batch_size": 12,
-    "steps": 1050,
+    "steps": 1120,
     "lr": 5e-3,
     "betas": [0.8, 0.98],
     "weight_decay": 0.1,
@@ -74,7 +74,6 @@ TUNING: Mapping[str, Sequence[Settings]] = {
         {"steps": 1200},
         {"lr": 7e-3, "steps": 1100},
         {"steps": 1100},
-        {},
         {"steps": 1000},
     ],
     "recipe, eager": [
