@@ -26,10 +26,10 @@ from purecompose.nn import models
 BASELINE: Settings = {
     "optimizer": "adamw",
     "lr": 0.02,
-    "betas": [0.9, 0.999],
+    "betas": [0.9, 0.99],
     "weight_decay": 0.01,
     "batch_size": 64,
-    "epochs": 0.8,
+    "epochs": 0.7,
     "warmup": 0.1,
     "smoothing": 0.1,
     "precision": "bf16",
@@ -200,8 +200,10 @@ TUNING: dict[str, list[Settings]] = {
         {"optimizer": "sgd", "weight_decay": 0.0005, "lr": 0.6, **LARGE, "epochs": 1.0},
         {"lr": 0.03, "epochs": 0.7},
         {"warmup": 0.02},
+        # Those above had betas of 0.9 and 0.999, and where they say nothing else 0.8 epochs.
         {"betas": [0.9, 0.99]},
         {"betas": [0.8, 0.98]},
+        {"betas": [0.9, 0.99], "epochs": 0.7},
     ],
     # The first eleven were run with a warm-up of 0.1, with `last` 0, and without EMA, the defaults of their time.
     "recipe": [
