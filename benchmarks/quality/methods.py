@@ -2,11 +2,10 @@
 
     python benchmarks/quality/methods.py
 
-Reads the records of `methods_images.py` and `methods_text.py`, and writes `results/methods.json`,
-docs/images/methods.svg, and the tables after the marks in docs/quality.md. Times are processor time.
+Reads the records of `methods_images.py` and `methods_text.py`, and writes docs/images/methods.svg and the tables after
+the marks in docs/quality.md. Times are processor time.
 """
 
-import json
 import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from _curve import Point
 from _methods import JOINT, PLAIN
 from _pictures import save
 from _task import RECORDS, Task, records
-from _timing import RESULTS, Row, table
+from _timing import Row, table
 from report import markdown, replaced
 
 from purecompose.analysis import Interval, simultaneous_intervals
@@ -96,27 +95,36 @@ def effects(task: Task) -> list[Effect]:
     return sorted(found, key=lambda effect: effect.time.median)
 
 
-def shown(task: Task, effect: Effect) -> Row:
-    """Return a row of the table."""
-    end, scale = effect.end, 1 if task.is_lower_better else 100
-    return {
-        "method": effect.method,
-        "time of a step": str(effect.cost),
-        f"time to {task.target:g}": str(effect.time),
-        "product of its methods": "" if effect.product is None else f"{effect.product:.2f}",
-        f"{task.metric} at the end{'' if scale == 1 else ', points'}": (
-            f"{scale * end.mean:+.2f} ({scale * end.low:+.2f} to {scale * end.high:+.2f})"
-        ),
-    }
+def rows_of(task: Task, found: Sequence[Effect]) -> list[Row]:
+    """Return the table of the effects of a task."""
+    with_products = any(effect.product is not None for effect in found)
+    unit = "" if task.is_lower_better else ", points"
+    rows: list[Row] = []
+    for effect in found:
+        row: Row = {"method": effect.method, "time of a step": str(effect.cost)}
+        row[f"time to {task.target:g}"] = str(effect.time)
+        if with_products:
+            row["product of its methods"] = "" if effect.product is None else f"{effect.product:.2f}"
+        row[f"{task.metric} at the end{unit}"] = with_interval(effect.end, scale=1 if task.is_lower_better else 100)
+        rows.append(row)
+    return rows
+
+
+def with_interval(difference: Interval, scale: float) -> str:
+    """Return a difference with its interval, or without it if there are too few seeds for one."""
+    mean, low, high = (scale * value for value in (difference.mean, difference.low, difference.high))
+    return f"{mean:+.2f} ({low:+.2f} to {high:+.2f})" if math.isfinite(low) else f"{mean:+.2f}"
 
 
 def draw(found: Mapping[str, Sequence[Effect]], path: pathlib.Path) -> None:
     """Draw the time to the target over the cost of a step; hollow marks at the top do not reach the target."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import AutoLocator, NullLocator
 
     figure = Figure(figsize=(9, 5 * len(TASKS)), layout="constrained")
     panels: Any = figure.subplots(len(TASKS), 1, squeeze=False)
     for task, panel in zip(TASKS, panels[:, 0], strict=True):
+        labels: list[tuple[str, tuple[float, float], str]] = []
         top = 1.15 * max(effect.time.median for effect in found[task.name] if math.isfinite(effect.time.median))
         for method, cost, time, *_ in found[task.name]:
             is_reached, (low, middle, high) = math.isfinite(time.median), (min(one, top) for one in time)
@@ -125,30 +133,47 @@ def draw(found: Mapping[str, Sequence[Effect]], path: pathlib.Path) -> None:
             options: dict[str, Any] = {"color": color, "markersize": 4, "elinewidth": 0.7}
             options["markerfacecolor"] = color if is_reached else "none"
             panel.errorbar(cost.median, middle, [[middle - low], [high - middle]], across, fmt="o", **options)
-            place: dict[str, Any] = {"xytext": (4, 3), "textcoords": "offset points", "fontsize": 7, "color": color}
-            panel.annotate(method, (cost.median, middle), **place)
+            labels.append((method, (cost.median, middle), color))
         panel.axhline(1, color="#94a3b8", linewidth=0.8, linestyle="--")
         panel.axvline(1, color="#94a3b8", linewidth=0.8, linestyle="--")
         panel.set(xlabel="time of a step, of plain training", ylabel=f"time to {task.target:g}, of plain training")
         panel.set(xscale="log", yscale="log")
         for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_locator(AutoLocator())
             axis.set_major_formatter("{x:.1f}")
-            axis.set_minor_formatter("{x:.1f}")
+            axis.set_minor_locator(NullLocator())
         panel.spines[["top", "right"]].set_visible(False)
         panel.set_title(f"{task.title}: {task.metric} {task.target:g}", loc="left", fontsize=10)
+        annotate(panel, labels)
     save(figure, path, "Time to the target of each method over the time of a step with it")
+
+
+def annotate(panel: Any, labels: Sequence[tuple[str, tuple[float, float], str]]) -> None:
+    """Write a label beside each point, given as text, point and color, where it covers no other one, if possible."""
+    panel.figure.draw_without_rendering()
+    placed: list[tuple[float, float, float]] = []
+    for text, point, color in labels:
+        left, base = panel.transData.transform(point)
+        right = left + 4.6 * len(text)
+
+        def is_free(y: float, left: float = left, right: float = right) -> bool:
+            return all(abs(y - own_y) > 8 or left > end or right < start for start, end, own_y in placed)
+
+        heights = (3, -10, 12, -19, 21, -28, 30, -37, 39)
+        height = next((height for height in heights if is_free(base + height)), heights[0])
+        placed.append((left, right, base + height))
+        options = {"textcoords": "offset pixels", "fontsize": 7, "color": color}
+        panel.annotate(text, point, xytext=(5, height), **options)
 
 
 def main() -> None:
     found = {task.name: effects(task) for task in TASKS}
     text = PAGE.read_text()
     for task in TASKS:
-        rows = [shown(task, effect) for effect in found[task.name]]
+        rows = rows_of(task, found[task.name])
         print(table(rows))
         text = replaced(text, markdown(rows), task.name)
     PAGE.write_text(text)
-    rows = {name: [effect._asdict() for effect in effects] for name, effects in found.items()}
-    (RESULTS / "methods.json").write_text(json.dumps(rows, indent=1) + "\n")
     draw(found, PAGE.parent / "images" / "methods.svg")
 
 

@@ -23,7 +23,6 @@ METHODS = {
     "colout": "colout(0.1, 0.1)",
     "cutmix": "cutmix(1.0)",
     "cutout": "cutout(length=0.3)",
-    "decoupled_weight_decay": "decoupled_weight_decay(0.01)",
     "ema": "ema('20ba')",
     "gradient_clipping": "gradient_clipping('norm', 1.0)",
     "label_smoothing": "label_smoothing(0.1)",

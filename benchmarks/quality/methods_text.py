@@ -18,7 +18,6 @@ from purecompose import Algorithm, optim, schedule
 METHODS = {
     "alibi": "alibi(1.0)",
     "batch_size_warmup": "batch_size_warmup(0.3)",
-    "decoupled_weight_decay": "decoupled_weight_decay(0.1)",
     "ema": "ema('20ba')",
     "gated_linear_units": "gated_linear_units()",
     "gradient_clipping": "gradient_clipping('norm', 1.0)",
