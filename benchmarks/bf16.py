@@ -76,7 +76,7 @@ OPERATIONS = {
         f"attention by products in bfloat16, {heads} heads, {length} tokens, width {width}": _short_attention(
             heads, length, width
         )
-        for heads, length, width in ((4, 64, 32), (4, 256, 32), (12, 128, 64), (4, 512, 32))
+        for heads, length, width in ((4, 64, 32), (4, 256, 32), (12, 128, 64))
     },
     "batched product 48 x (64 x 32) (32 x 64)": Operation(torch.bmm, ((48, 64, 32), (48, 32, 64))),
     "layer norm 768 x 128": Operation(lambda x, w, b: F.layer_norm(x, (128,), w, b), ((768, 128), (128,), (128,))),
