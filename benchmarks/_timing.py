@@ -87,9 +87,16 @@ def ratio(seconds: Mapping[str, list[float]], name: str, base: str) -> tuple[flo
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """(lower quartile, median, upper quartile)."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return low, middle, high
+    """(lower quartile, median, upper quartile), as by `statistics.quantiles`; values may be infinite."""
+    ordered, num = sorted(values), len(values)
+
+    def cut(quarter: int) -> float:
+        place = min(max(quarter * (num + 1) // 4, 1), num - 1)
+        share = quarter * (num + 1) / 4 - place
+        below, above = ordered[place - 1 : place + 1]
+        return below + share * (above - below) if share and below < above else below  # 0 * inf would be NaN
+
+    return cut(1), cut(2), cut(3)
 
 
 def against(seconds: Mapping[str, list[float]], name: str, base: str) -> Row:

@@ -91,6 +91,16 @@ def test_mutants_change_one_place_each(monkeypatch: pytest.MonkeyPatch, tmp_path
     ]
 
 
+def test_quartiles_of_times_to_a_target_that_some_runs_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    quartiles = runpy.run_path(str(FOLDER / "_timing.py"))["quartiles"]
+    inf = math.inf
+    assert quartiles([4.0, 1.0, 2.0, 3.0]) == (1.25, 2.5, 3.75)
+    assert quartiles([2.2, inf, 2.0]) == (2.0, 2.2, inf)
+    assert quartiles([inf, 1.0, inf, 3.0, 2.0]) == (1.5, 3.0, inf)
+    assert quartiles([inf, inf, 1.0]) == (1.0, inf, inf)
+
+
 def test_profile_scores_integrate_the_fraction_of_workloads_near_the_fastest() -> None:
     scores = runpy.run_path(str(FOLDER / "quality" / "_score.py"))["profile_scores"]
     times = {
