@@ -14,7 +14,7 @@ from torch import Tensor
 
 from purecompose._support.checks import check_whole
 from purecompose.losses.metric import Device, Mean, Metric, init_mean
-from purecompose.losses.targets import Mixture, has_index_targets
+from purecompose.losses.targets import Mixture, check_classes, has_index_targets
 
 
 __all__ = ["accuracy", "calibration_error", "dice", "iou", "top_k"]
@@ -56,12 +56,10 @@ def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
         return Mean(none, none)
 
     def update(acc: Mean, outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100) -> Mean:
-        classes, counted = _classes(outputs, targets, ignore_index)
-        if outputs.shape[1] < max(2, k):
+        classes, counted = _classes("top_k", outputs, targets, ignore_index)
+        if outputs.shape[1] < k:
             raise ValueError(
-                f"top_k: expected outputs (N, C, ...) with at least {max(2, k)} classes, got shape "
-                f"{tuple(outputs.shape)}; for one logit per example use a function: "
-                "`lambda outputs, targets: (outputs > 0) == targets`"
+                f"top_k: expected outputs (N, C, ...) with at least {k} classes, got shape {tuple(outputs.shape)}"
             )
         if k == 1:
             hits = outputs.argmax(dim=1) == classes
@@ -79,11 +77,11 @@ def dice(num_classes: int, *, ignore_index: int | None = None) -> Metric:
     Sizes are counted over all examples together. Outputs and targets are as for `top_k`.
 
     Args:
-        num_classes: C, the number of classes.
+        num_classes: C, the number of classes, at least 2.
         ignore_index: As for `top_k`.
 
     Raises:
-        TypeError, ValueError: `num_classes` is not an integer of at least 1 (raised immediately), or the outputs have
+        TypeError, ValueError: `num_classes` is not an integer of at least 2 (raised immediately), or the outputs have
             another number of classes (at the first update).
 
     Example:
@@ -128,7 +126,8 @@ def calibration_error(num_bins: int = 15, *, ignore_index: int | None = None) ->
         ignore_index: As for `top_k`.
 
     Raises:
-        TypeError, ValueError: `num_bins` is not an integer of at least 1.
+        TypeError, ValueError: `num_bins` is not an integer of at least 1 (raised immediately), or there are fewer than
+            2 classes (at the first update).
 
     Example:
         >>> metric, outputs = calibration_error(), torch.tensor([[0.8, 0.2], [0.8, 0.2]]).log()
@@ -148,7 +147,7 @@ def calibration_error(num_bins: int = 15, *, ignore_index: int | None = None) ->
     def update(
         acc: CalibrationGaps, outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100
     ) -> CalibrationGaps:
-        classes, counted = _classes(outputs, targets, ignore_index)
+        classes, counted = _classes("calibration_error", outputs, targets, ignore_index)
         confidence, guess = outputs.detach().to(acc.totals.dtype).softmax(dim=1).max(dim=1)
         bins = ((confidence * num_bins).ceil() - 1).nan_to_num()  # NaN has to be in some bin to show in the result
         is_in = (bins[..., None] == torch.arange(num_bins, device=outputs.device)) & counted[..., None]
@@ -176,7 +175,7 @@ def _overlap(
     name: str, num_classes: int, ignore_index: int | None, score: Callable[[Tensor, Tensor], Tensor]
 ) -> Metric:
     """Return the mean over classes of a score of |P and T| and |P| + |T|, which is NaN for an absent class."""
-    check_whole(num_classes, f"metrics.{name}: num_classes", 1)
+    check_whole(num_classes, f"metrics.{name}: num_classes", 2)
 
     def init(device: Device = None) -> tuple[Tensor, Tensor]:
         empty = torch.zeros(num_classes, dtype=torch.int64, device=device)
@@ -185,11 +184,11 @@ def _overlap(
     def update(
         acc: tuple[Tensor, Tensor], outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100
     ) -> tuple[Tensor, Tensor]:
+        classes, counted = _classes(name, outputs, targets, ignore_index)
         if outputs.shape[1] != num_classes:
             raise ValueError(
                 f"metrics.{name}: expected {num_classes} classes in dim 1, got shape {tuple(outputs.shape)}"
             )
-        classes, counted = _classes(outputs, targets, ignore_index)
         numbers = torch.arange(num_classes, device=outputs.device)
         found = (outputs.argmax(dim=1)[..., None] == numbers) & counted[..., None]
         wanted = (classes[..., None] == numbers) & counted[..., None]
@@ -199,14 +198,15 @@ def _overlap(
     return _of_classes(Metric(init, update, lambda acc: score(*acc).nanmean(), is_sum=True), ignore_index)
 
 
-def _classes(outputs: Any, targets: Any, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Return the class of each position and whether it counts, both (N, ...)."""
+def _classes(name: str, outputs: Any, targets: Any, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return the class of each position and whether it counts, both (N, ...), for the metric of this name."""
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor | Mixture):
         raise TypeError(
             "a metric of classes expects outputs and targets as tensors, got "
             f"{type(outputs).__name__} and {type(targets).__name__}; pick them by a function, such as "
             "{'accuracy': lambda outputs, targets: outputs[0].argmax(1) == targets}"
         )
+    check_classes(outputs, f"metrics.{name}")
     if isinstance(targets, Mixture):
         targets = targets.soft(outputs, ignore_index=ignore_index)
     if has_index_targets(outputs, targets):

@@ -13,7 +13,7 @@ from torch import Tensor
 from purecompose._support.checks import check_number, check_whole
 from purecompose._support.device import sent
 from purecompose.losses.reduction import mean_of, reduced
-from purecompose.losses.targets import Mixture, has_index_targets, one_hot, per_row, wide_dtype
+from purecompose.losses.targets import Mixture, check_classes, has_index_targets, one_hot, per_row, wide_dtype
 
 
 __all__ = [
@@ -45,8 +45,9 @@ class CrossEntropy:
             1 for each class.
 
     Raises:
-        TypeError, ValueError: As for `has_index_targets`; weights that are negative, not finite, or not C in number.
-            An index of C or more raises torch's own error.
+        TypeError, ValueError: As for `has_index_targets`; weights that are negative, not finite, or not C in number;
+            dense targets of fewer than 2 classes, where the loss would always be 0. An index of C or more raises
+            torch's own error.
 
     Example:
         >>> outputs, targets = torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.tensor([0, -100])
@@ -115,11 +116,7 @@ class CrossEntropy:
 
     @staticmethod
     def _dense(outputs: Tensor, targets: Tensor) -> Tensor:
-        if outputs.ndim < 2:
-            raise ValueError(
-                f"expected outputs (N, C, ...), got shape {tuple(outputs.shape)}; keep the batch dim "
-                "(`outputs.unsqueeze(0)`), or use binary_cross_entropy for one logit per example"
-            )
+        check_classes(outputs, "losses.CrossEntropy")
         return targets if targets.dtype.is_floating_point else targets.to(wide_dtype(outputs))
 
     def _class_weights(self, outputs: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -218,7 +215,8 @@ class Dice:
         ignore_index: The target index to ignore.
 
     Raises:
-        TypeError, ValueError: As for `has_index_targets` and `one_hot`; a `smooth` that is not above 0.
+        TypeError, ValueError: As for `has_index_targets` and `one_hot`; fewer than 2 classes; a `smooth` that is not
+            above 0.
 
     Example:
         >>> round(dice(torch.zeros(1, 2, 4), torch.tensor([[0, 0, 1, 1]])).item(), 4)
@@ -235,6 +233,7 @@ class Dice:
         check_number(self.smooth, "losses.Dice: smooth", 0, above=True)
 
     def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        check_classes(outputs, "losses.Dice")
         if has_index_targets(outputs, targets):
             targets = one_hot(targets.where(targets != self.ignore_index, -1), outputs)
         probabilities = outputs.to(wide_dtype(outputs)).softmax(1) * targets.any(dim=1, keepdim=True)

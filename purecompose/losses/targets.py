@@ -18,7 +18,16 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 
 
-__all__ = ["Mixture", "class_scores", "has_index_targets", "num_examples", "one_hot", "per_row", "wide_dtype"]
+__all__ = [
+    "Mixture",
+    "check_classes",
+    "class_scores",
+    "has_index_targets",
+    "num_examples",
+    "one_hot",
+    "per_row",
+    "wide_dtype",
+]
 
 
 def has_index_targets(outputs: Tensor, targets: Tensor) -> bool:
@@ -55,6 +64,21 @@ def has_index_targets(outputs: Tensor, targets: Tensor) -> bool:
             "regress give targets the outputs' shape (`targets.unsqueeze(1)`)"
         )
     return True
+
+
+def check_classes(outputs: Tensor, name: str) -> None:
+    """Raise an error unless outputs, (N, C, ...), have two classes or more: the softmax of one class is always 1.
+
+    Args:
+        outputs: What is taken for logits of classes.
+        name: The loss or metric, for the message.
+    """
+    if outputs.ndim < 2 or outputs.shape[1] < 2:
+        raise ValueError(
+            f"{name}: expected outputs (N, C, ...) with a batch dim and at least 2 classes, got shape "
+            f"{tuple(outputs.shape)}; for one logit per example or pixel use losses.binary_cross_entropy, and as a "
+            "metric a function: `lambda outputs, targets: (outputs > 0) == targets`"
+        )
 
 
 def class_scores(outputs: Any, targets: Any) -> Any:

@@ -21,6 +21,7 @@ from purecompose.losses import (
     binary_cross_entropy,
     check_loss,
     cross_entropy,
+    dice,
     evaluate_loss,
     model_loss,
     mse,
@@ -142,6 +143,13 @@ def test_cross_entropy_refuses_misfits_and_large_indices():
         cross_entropy(torch.zeros(3), torch.zeros(3))
     with pytest.raises((IndexError, RuntimeError)):
         cross_entropy(torch.zeros(4, 3), torch.full((4,), 3))
+
+
+@pytest.mark.parametrize("loss_fn", [cross_entropy, dice], ids=repr)
+def test_a_loss_of_classes_refuses_one_logit_per_position(loss_fn):
+    """The softmax of one class is 1, so the loss would be 0 and nothing would train."""
+    with pytest.raises(ValueError, match=r"at least 2 classes, got shape \(4, 1, 5\).*binary_cross_entropy"):
+        loss_fn(torch.zeros(4, 1, 5), torch.ones(4, 1, 5))
 
 
 @given(problems())

@@ -15,7 +15,9 @@ from purecompose.losses.metrics import (
     accuracy,
     as_metric,
     calibration_error,
+    dice,
     from_function,
+    iou,
     mean_loss,
     top_k,
 )
@@ -85,9 +87,16 @@ def test_top_k_refuses_a_wrong_k_immediately(k):
         top_k(k)
 
 
+@pytest.mark.parametrize("metric", [accuracy, calibration_error(), dice(2), iou(2)], ids=repr)
+@pytest.mark.parametrize("shape", [(4, 1), (4, 1, 5, 5), (4,)], ids=str)
+def test_metrics_of_classes_refuse_one_logit_per_position(metric, shape):
+    """As classes they would be perfect, whatever they are."""
+    outputs = torch.zeros(shape)
+    with pytest.raises(ValueError, match=r"got shape \(4.*outputs > 0"):
+        metric.update(metric.init(), outputs, torch.ones_like(outputs))
+
+
 def test_top_k_refuses_too_few_classes():
-    with pytest.raises(ValueError, match=r"\(4, 1\).*outputs > 0"):
-        accuracy.update(accuracy.init(), torch.zeros(4, 1), torch.zeros(4, 1))
     with pytest.raises(ValueError, match="at least 5 classes"):
         top_k(5).update(top_k(5).init(), torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))
 
