@@ -148,7 +148,7 @@ def augmix(
     check_severity(severity, "augmix: severity")
     _check_shape(depth, width, "augmix")
     _check_alpha(alpha, "augmix: alpha")
-    chosen_primitives(augmentation_set, "augmix: augmentation_set")
+    primitives = chosen_primitives(augmentation_set, "augmix: augmentation_set")
     check_value_range(value_range, "augmix: value_range")
     settings = {
         "severity": severity,
@@ -164,6 +164,7 @@ def augmix(
         settings,
         scalars=("severity", "alpha"),
         is_neutral=severity == 0,
+        primitives=primitives,
         input_field=input_field,
     )
 

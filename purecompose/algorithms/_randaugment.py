@@ -116,7 +116,7 @@ def randaugment(
     """
     check_severity(severity, "randaugment: severity")
     check_whole(depth, "randaugment: depth", 0)
-    chosen_primitives(augmentation_set, "randaugment: augmentation_set")
+    primitives = chosen_primitives(augmentation_set, "randaugment: augmentation_set")
     check_value_range(value_range, "randaugment: value_range")
     settings = {
         "severity": severity,
@@ -130,6 +130,7 @@ def randaugment(
         settings,
         scalars=("severity",),
         is_neutral=depth == 0 or severity == 0,
+        primitives=primitives,
         input_field=input_field,
     )
 

@@ -246,6 +246,17 @@ def test_images_are_found_by_name_and_others_are_refused() -> None:
         after_a_step(randaugment(input_field="label"), state, batch)
 
 
+def test_masks_that_do_not_move_with_their_images_are_reported() -> None:
+    images, net = make_images(dtype=torch.float32), torch.nn.Conv2d(3, 2, 3, padding=1)
+    state = State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), key=0)
+    batch = images, (images.sum(1) > 1.5).long()
+    with pytest.warns(UserWarning, match=r"randaugment: the targets .* not moved with them by rotate, shear_x"):
+        after_a_step(randaugment(), state, batch)
+    after_a_step(randaugment(augmentation_set=("color", "contrast")), state, batch)
+    itself = State.create(torch.nn.Conv2d(3, 3, 1), loss=losses.mse, optimizer=optim.sgd(0.1), key=0, target_field=0)
+    after_a_step(randaugment(), itself, images)
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_images_are_changed_one_by_one_before_they_are_mixed(order: tuple[int, ...]) -> None:
     methods = [randaugment(), cutmix(1.0), colout()]

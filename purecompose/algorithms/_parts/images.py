@@ -7,6 +7,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, losses, random, tree
 from purecompose._support.checks import frozen, shown
+from purecompose._support.warnings import warn
 from purecompose.algorithms._parts.checks import check_can_write, check_scalar, given_fields
 from purecompose.algorithms.images import Primitive, Scale, Strength
 from purecompose.algorithms.images.assignment import treated
@@ -124,6 +125,7 @@ def image_method(
     scalars: Sequence[str] = (),
     is_neutral: bool,
     takes_targets: TakesTargets | None = None,
+    primitives: Sequence[Primitive] = (),
     **given: batches.Field | None,
 ) -> Algorithm:
     """Return a method that replaces a batch's images by the result of a core.
@@ -136,13 +138,19 @@ def image_method(
         scalars: Names of the settings that are resolved by the state in each step.
         is_neutral: True if the settings change nothing.
         takes_targets: As in `with_images`; `None` for a core of images only.
+        primitives: Operations of a core of images only, which warns if some of them move pixels and the targets are
+            maps.
         **given: `input_field` and, if targets are read, `target_field`, as in a factory.
     """
     writes = ("input_field", "target_field") if takes_targets is True else ("input_field",)
     fields = given_fields(writes=writes, **given)
     settings = {setting: frozen(value) for setting, value in settings.items()}
+    moving = [primitive.name for primitive in primitives if primitive.moves]
 
     def apply(event: Event, state: State) -> State:
+        if moving and event is not Event.INIT:
+            _warn_of_maps(name, state, fields, moving)
+
         def with_settings(rng: random.Rng, images: Tensor, targets: Any) -> tuple[Tensor, Any]:
             own = {**settings, **{setting: state.scalar(settings[setting]) for setting in scalars}}
             if takes_targets is None:
@@ -158,6 +166,20 @@ def image_method(
         traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
         config={setting: value for setting, value in {**settings, **fields}.items() if value is not None},
     )
+
+
+def _warn_of_maps(name: str, state: State, fields: Mapping[str, batches.Field], moving: Sequence[str]) -> None:
+    """Warn if targets are maps of images whose pixels are moved by these operations."""
+    if isinstance(state.context.loss, losses.ModelLoss):  # what it reads as targets is not known
+        return
+    images = batches.get(state.batch, fields.get("input_field", state.context.input_field))
+    targets = batches.get(state.batch, state.context.target_field)
+    terms = targets.targets if isinstance(targets, Mixture) else batches.tensors(targets)
+    if isinstance(images, Tensor) and any(are_maps(term, images) for term in terms if term is not images):
+        warn(
+            f"{name}: the targets have the images' height and width, but are not moved with them by "
+            f"{', '.join(moving)}; take operations that keep positions, such as augmentation_set=('color', 'contrast')"
+        )
 
 
 def one_operation_each(

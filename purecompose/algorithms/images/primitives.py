@@ -85,7 +85,13 @@ class Primitive:
         """Return the levels after the operation."""
         return self.operation(levels, self.amount(strength))
 
+    @property
+    def moves(self) -> bool:
+        """Whether the operation is one of those that move pixels; False for other people's functions."""
+        return self.operation in _MOVING
 
+
+_MOVING = (geometry.rotate, geometry.shear_x, geometry.shear_y, geometry.translate_x, geometry.translate_y)
 _ALL = (
     Primitive("autocontrast", tones.autocontrast, lambda s: s.fraction),
     Primitive("equalize", tones.equalize, lambda s: s.fraction),
