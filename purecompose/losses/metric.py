@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -156,14 +157,27 @@ def read_by(metric: Metric, state: Any) -> Any:
 def is_lower_better(name: str) -> bool:
     """Return whether lower values of a metric are better, judged by its name.
 
+    They are for losses, errors, perplexities, distances and likewise words anywhere in the name, and for common
+    abbreviations of them as one of its words: MAE, MSE, RMSE, NLL, BCE, KL, ECE, WER, CER, FID, PPL and others.
+
     Args:
         name: Name of a metric, with or without a label before it.
 
     Example:
-        >>> is_lower_better("eval/loss"), is_lower_better("eval/accuracy")
-        (True, False)
+        >>> is_lower_better("eval/loss"), is_lower_better("eval/rmse"), is_lower_better("eval/accuracy")
+        (True, True, False)
     """
-    return any(word in name.lower() for word in ("loss", "error", "perplexity"))
+    name = name.lower()
+    return bool(_LOWER.search(name)) or not _LOWER_ABBREVIATIONS.isdisjoint(re.split("[^a-z]+", name))
+
+
+_LOWER = re.compile(
+    "loss|error|perplexity|cross_?entropy|divergence|distance|deviation|regret|brier|hausdorff|bits_per|neg(ative)?_log"
+)
+_LOWER_ABBREVIATIONS = frozenset(
+    "mae mse rmse nmse nrmse msle rmsle mape smape nll bce ce kl kld ece mce ace ppl bpb bpc bpd wer cer eer fpr fnr "
+    "fid kid fvd lpips epe crps err".split()
+)
 
 
 def init_mean(device: Device = None) -> Mean:

@@ -65,8 +65,8 @@ class ReduceOnPlateau:
         cooldown: Additional time to wait after a reduction, in the same unit.
         min_delta: Minimal difference for a value to count as better.
         minimum: Lower limit of the hparam.
-        mode: "min" if lower values are better, "max" if higher ones are; by default "min" for losses, errors and
-            perplexities, otherwise "max".
+        mode: "min" if lower values are better, "max" if higher ones are; by default "min" where
+            `metrics.is_lower_better(name)`, as for losses, errors and RMSE, otherwise "max".
 
     Raises:
         TypeError, ValueError: An argument has the wrong kind or is out of range. In `init`: the state lacks the hparam.

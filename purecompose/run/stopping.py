@@ -68,8 +68,8 @@ class EarlyStopping:
             `training_metrics`, which is read after each epoch.
         patience: Time to wait for a better value, in epochs, batches, samples or tokens.
         min_delta: Minimal difference for a value to count as better.
-        mode: "min" if lower values are better, "max" if higher ones are; by default "min" for losses, errors and
-            perplexities, otherwise "max".
+        mode: "min" if lower values are better, "max" if higher ones are; by default "min" where
+            `metrics.is_lower_better(name)`, as for losses, errors and RMSE, otherwise "max".
 
     Raises:
         TypeError, ValueError: An argument has the wrong kind or is out of range.

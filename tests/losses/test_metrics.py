@@ -18,6 +18,7 @@ from purecompose.losses.metrics import (
     dice,
     from_function,
     iou,
+    is_lower_better,
     mean_loss,
     top_k,
 )
@@ -271,3 +272,25 @@ def test_a_collection_of_torchmetrics_is_refused():
     torchmetrics = pytest.importorskip("torchmetrics")
     with pytest.raises(TypeError, match="pass members of a collection|without internal state"):
         as_metric(torchmetrics.MetricCollection([torchmetrics.classification.BinaryAccuracy()]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "eval/loss",
+        "val_RMSE",
+        "eval/mae@10",
+        "test/nll",
+        "eval/top1 error",
+        "bits_per_byte",
+        "fid",
+        "eval/cross_entropy",
+    ],
+)
+def test_lower_values_of_losses_and_errors_are_better(name):
+    assert is_lower_better(name)
+
+
+@pytest.mark.parametrize("name", ["eval/accuracy", "f1", "psnr", "eval/map", "recall", "eval/dice", "speed/tokens"])
+def test_higher_values_of_scores_are_better(name):
+    assert not is_lower_better(name)

@@ -35,8 +35,8 @@ class Checkpoints:
             `purecompose.analysis` finds the state at any batch.
         best: Metric of an evaluator, such as `"eval/accuracy"`. Whenever it improves on its best value, a checkpoint is
             written regardless of `every`, and the best one is kept.
-        mode: "min" if lower values are better, "max" if higher ones are; by default "min" for losses, errors and
-            perplexities, otherwise "max".
+        mode: "min" if lower values are better, "max" if higher ones are; by default "min" where
+            `metrics.is_lower_better(name)`, as for losses, errors and RMSE, otherwise "max".
         background: True to write in a thread, so that a step waits only for a copy of the state. If two checkpoints
             are still to be written, a new one replaces the second.
         extra: What the data or the methods remember outside the state, such as an environment or a replay buffer: an
