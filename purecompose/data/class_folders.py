@@ -26,8 +26,8 @@ def read(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     Raises:
         FileNotFoundError: There is no folder for testing.
-        ValueError: `train` lacks a class of the test images, a class has no images, a file cannot be read, or images
-            have different sizes.
+        ValueError: `train` lacks a class of the test images, a class has no images, a file cannot be read or has more
+            than 8 bits for a value, or images have different sizes.
         ImportError: Pillow is not installed.
     """
     test = next((folder / name for name in _TESTS if (folder / name).is_dir()), None)
@@ -80,9 +80,14 @@ def _opened(file: Path) -> Any:
     try:
         with Image.open(file) as image:
             image.load()
-            return image
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"data.load: {file} cannot be read as an image: {error}") from error
+    if image.mode.startswith(("I", "F")):  # Pillow would clip their values to 0 to 255
+        raise ValueError(
+            f"data.load: {file} has {'floats' if image.mode == 'F' else 'more than 8 bits'} for each pixel (mode "
+            f"{image.mode}): convert the images to 8 bits, or put them into an .npz archive, which may have any numbers"
+        )
+    return image
 
 
 def _as_tensor(image: Any, mode: str) -> Tensor:

@@ -56,6 +56,14 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         data.load(folder)
 
 
+@pytest.mark.parametrize(("dtype", "found"), [(np.uint16, "more than 8 bits"), (np.float32, "floats")])
+def test_values_that_would_be_clipped_are_refused(tmp_path, dtype, found):
+    folder = make_folder(tmp_path)
+    image_module.fromarray(np.ones((4, 6), dtype)).save(folder / "train" / "dog" / "1.tif")
+    with pytest.raises(ValueError, match=rf"1.tif has {found} for each pixel .*npz"):
+        data.load(folder)
+
+
 def test_images_for_testing_are_needed(tmp_path):
     draw(tmp_path / "train" / "cat" / "0.png", 0)
     with pytest.raises(FileNotFoundError, match="a folder train, and none of test, val"):
