@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from _curve import Curve
 from _fit import Parts, fit, num_params
-from _task import Settings, Task, data_file, run
+from _task import Settings, Side, Task, data_file, run
 from torch import Tensor, nn
 
 import purecompose as pc
@@ -32,7 +32,7 @@ EVALUATION_BATCH = 134
 FRACTIONS = [i / 10 for i in range(1, 8)] + [i / 40 for i in range(29, 41)]
 """The shares of a run at which all sides evaluate."""
 
-BASELINE: Settings = {
+BASELINE: Settings = {  # the fastest for it
     "batch_size": 12,
     "steps": 1120,
     "lr": 5e-3,
@@ -45,7 +45,7 @@ BASELINE: Settings = {
     "decay": None,
     "compile": True,
 }
-PUBLISHED: Settings = {
+PUBLISHED: Settings = {  # nanoGPT's for a CPU
     **BASELINE,
     "steps": 2400,
     "lr": 1e-3,
@@ -133,17 +133,8 @@ def evaluated(steps: int) -> set[int]:
 # --- the loop in plain PyTorch -------------------------------------------------------------------------------------
 
 
-def baseline(seed: int, curve: Curve, settings: Settings) -> int:
-    """Train by AdamW, with the settings that are fastest for it."""
-    return _by_hand(seed, curve, {**BASELINE, **settings})
-
-
-def published(seed: int, curve: Curve, settings: Settings) -> int:
-    """Train by AdamW with nanoGPT's settings for a CPU."""
-    return _by_hand(seed, curve, {**PUBLISHED, **settings})
-
-
-def _by_hand(seed: int, curve: Curve, settings: Settings) -> int:
+def by_hand(seed: int, curve: Curve, settings: Settings) -> int:
+    """Train by AdamW."""
     steps, text = length(settings), load()
     net = new_net(seed, text.num_classes)
     params = list(net.parameters())
@@ -235,7 +226,6 @@ def recipe_parts(settings: Settings) -> Parts:
 
 def recipe(seed: int, curve: Curve, settings: Settings) -> int:
     """Train by the recipe."""
-    settings = {**RECIPE, **settings}
     return train(seed, curve, settings, recipe_parts(settings))
 
 
@@ -263,11 +253,11 @@ TASK = Task(
     target=1.88,
     shown=(1.8, 3.0),
     sides={
-        "published": published,
-        "baseline": baseline,
-        "recipe": recipe,
-        "baseline, eager": lambda seed, curve, settings: baseline(seed, curve, {**settings, "compile": False}),
-        "recipe, eager": lambda seed, curve, settings: recipe(seed, curve, {**settings, "compile": False}),
+        "published": Side(by_hand, PUBLISHED),
+        "baseline": Side(by_hand, BASELINE),
+        "recipe": Side(recipe, RECIPE),
+        "baseline, eager": Side(by_hand, {**BASELINE, "compile": False}),
+        "recipe, eager": Side(recipe, {**RECIPE, "compile": False}),
     },
     tuning=TUNING,
     is_lower_better=True,
