@@ -55,8 +55,8 @@ PUBLISHED: Settings = {  # nanoGPT's for a CPU
     "decay": 2000,
 }
 RECIPE: Settings = {
-    "batch_size": 12,
-    "steps": 450,
+    "batch_size": 24,
+    "steps": 280,
     "lr": 0.03,
     "momentum": 0.9,
     "ns_steps": 5,
@@ -75,8 +75,21 @@ TUNING: Mapping[str, Sequence[Settings]] = {
         {"lr": 7e-3, "steps": 1100},
         {"steps": 1100},
         {"steps": 1000},
+        {"batch_size": 24, "steps": 620},
+        {"batch_size": 24, "steps": 620, "lr": 0.008},
+        {"batch_size": 32, "steps": 500, "lr": 0.008},
     ],
     "recipe, eager": [
+        {"batch_size": 16, "steps": 360},
+        {"batch_size": 20, "steps": 300, "ema": "14ba"},
+        {},
+        {"steps": 250},
+        {"steps": 270},
+        {"steps": 270, "ema": "12ba", "betas": [0.8, 0.95]},
+        {"steps": 270, "ema": "12ba", "lr": 0.045},
+        {"batch_size": 32, "steps": 220},
+        {"batch_size": 48, "steps": 170},
+        # Those below were run with batches of 12, the default of their time.
         {"steps": 460, "betas": [0.9, 0.99], "last": 0.0, "ema": None},
         {"steps": 460, "last": 0.0, "ema": None},
         {"steps": 460, "last": 0.0, "ema": None, "momentum": 0.85},
@@ -85,7 +98,8 @@ TUNING: Mapping[str, Sequence[Settings]] = {
         {"steps": 420},
         {"steps": 420, "lr": 0.045},
     ],
-    # The compiled runs had betas of 0.9 and 0.99, the recipe `last` 0 and no EMA, the defaults of their time.
+    # The compiled runs had betas of 0.9 and 0.99, the recipe batches of 12, `last` 0 and no EMA, the defaults of their
+    # time.
     "baseline": [
         {"lr": 5e-3, "steps": 1150},
         {"lr": 7e-3, "steps": 1150, "warmup": 200},
