@@ -176,7 +176,10 @@ class Setup:
 
     @property
     def sides(self) -> dict[str, Side]:
-        return {"baseline": functools.partial(baseline, self), "recipe": functools.partial(recipe, self)}
+        return {
+            "baseline": Side(functools.partial(baseline, self), self.baseline),
+            "recipe": Side(functools.partial(recipe, self), self.recipe),
+        }
 
     def data(self, settings: Settings) -> pc.data.ImageData:
         return cifar(self.device, settings.get("short", False))
@@ -188,7 +191,6 @@ class Setup:
 
 def baseline(setup: Setup, seed: int, curve: Curve, settings: Settings) -> int:
     """Train by a plain loop: SGD with Nesterov momentum, up and down a triangle of rates, the network compiled."""
-    settings = {**setup.baseline, **settings}
     data, device = setup.data(settings), setup.device
     net = setup.network(seed, data).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     num_batches = _length(settings, data)
@@ -235,7 +237,6 @@ def recipe(setup: Setup, seed: int, curve: Curve, settings: Settings) -> int:
 
     Slices of a batch (`microbatches`) stay in the processor's cache; batch norms use the statistics of each slice.
     """
-    settings = {**setup.recipe, **settings}
     data = setup.data(settings)
     num_batches = _length(settings, data)
     return fit(

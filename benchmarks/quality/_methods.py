@@ -1,12 +1,12 @@
 """The sides of a task that compares methods: plain training, training with one method at a time, and with several."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from _curve import Curve
+from _fit import Parts
 from _task import Settings, Side
 
-from purecompose import Algorithm, algorithms as alg
+from purecompose import algorithms as alg, optim
 
 
 PLAIN = "plain"
@@ -14,15 +14,31 @@ PLAIN = "plain"
 JOINT = " + "
 """What joins the names of methods to that of the side that has all of them."""
 
-Train = Callable[[list[Algorithm], int, Curve, Settings], int]
-"""Train with methods, a seed and settings, and draw the curve. Returns the network's number of parameters."""
 
+def sides(
+    sources: Mapping[str, str],
+    together: Sequence[Sequence[str]],
+    train: Callable[[int, Curve, Settings, Parts], int],
+    optimizer: optim.Optimizer,
+    settings: Settings,
+) -> dict[str, Side]:
+    """Return a side for plain training, for each method, given by its source text, and for each group of methods.
 
-def sides(sources: Mapping[str, str], together: Sequence[Sequence[str]], train: Train) -> dict[str, Side]:
-    """Return a side for plain training, for each method, given by its source text, and for each group of methods."""
+    Args:
+        sources: The methods by name.
+        together: Groups of names.
+        train: Train with a seed, settings and the parts of a recipe, draw the curve, and return the network's number of
+            parameters.
+        optimizer: The optimizer of all sides.
+        settings: The settings of all sides. They also get "methods", the source texts.
+    """
 
-    def side(names: Sequence[str], seed: int, curve: Curve, settings: Settings) -> int:
-        return train([eval(sources[name], dict(vars(alg))) for name in names], seed, curve, settings)
+    def train_side(seed: int, curve: Curve, settings: Settings) -> int:
+        methods = [eval(source, dict(vars(alg))) for source in settings["methods"]]
+        return train(seed, curve, settings, Parts(methods, optimizer))
 
     groups = ((), *((name,) for name in sources), *together)
-    return {JOINT.join(names) or PLAIN: functools.partial(side, names) for names in groups}
+    return {
+        JOINT.join(names) or PLAIN: Side(train_side, {**settings, "methods": [sources[name] for name in names]})
+        for names in groups
+    }

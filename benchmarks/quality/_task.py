@@ -2,8 +2,8 @@
 
 A task trains one network to a target by several sides, such as "baseline", a loop in plain PyTorch, and "recipe". A run
 is one side with one seed in one precision; it has a process of its own, which begins without compiled code on disk. The
-record of a complete run is one line of `results/quality/<task>.jsonl`, and runs that have a record are not repeated.
-Runs for tuning use other seeds and are recorded in `<task>_tuning.jsonl`.
+record of a complete run is one line of `results/quality/<task>.jsonl`, with all settings, and runs that have a record
+are not repeated. Runs for tuning use other seeds and are recorded in `<task>_tuning.jsonl`.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,9 +31,15 @@ TUNING_SEEDS = 1000
 """Seeds of tuning begin here, so that no reported run has been chosen by its own result."""
 
 Settings = Mapping[str, Any]
-Side = Callable[[int, Curve, Settings], int]
-"""Train with a seed and draw the curve, with settings in place of the side's own ones. Returns the network's number of
-parameters."""
+
+
+class Side(NamedTuple):
+    """One way to train."""
+
+    train: Callable[[int, Curve, Settings], int]
+    """Train with a seed and settings, and draw the curve. Returns the network's number of parameters."""
+    settings: Settings
+    """The settings of the runs to report, but for the precision."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Task:
     """The range of the metric in pictures."""
     sides: Mapping[str, Side]
     tuning: Mapping[str, Sequence[Settings]]
-    """For each side, the settings to try instead of its own."""
+    """For each side, the settings to try in place of its own."""
     is_lower_better: bool = False
     num_seeds: int = 5
     num_tuning_seeds: int = 1
@@ -59,6 +65,10 @@ class Task:
         """Return the first point at which the target is reached."""
         sign = -1 if self.is_lower_better else 1
         return next((point for point in points if sign * point.value >= sign * self.target), None)
+
+    def settings(self, side: str, precision: str, **other: Any) -> Settings:
+        """Return the settings of a side's runs in this precision, with others in place of its own."""
+        return {"precision": precision, **self.sides[side].settings, **other}
 
 
 def run(task: Task, text: str | None) -> None:
@@ -85,14 +95,14 @@ def run(task: Task, text: str | None) -> None:
     if args.short or args.set != "{}":
         settings = {**json.loads(args.set), **({"short": True} if args.short else {})}
         for side in sides:
-            _tell(task, _in_process(task, side, TUNING_SEEDS, {"precision": precisions[0], **settings}))
+            _tell(task, _in_process(side, TUNING_SEEDS, task.settings(side, precisions[0], **settings)))
         return
-    wanted = _to_tune(task, sides, precisions) if args.tune else _to_report(sides, precisions, args.seeds)
+    wanted = _to_tune(task, sides, precisions) if args.tune else _to_report(task, sides, precisions, args.seeds)
     path = args.records / (f"{task.name}_tuning.jsonl" if args.tune else f"{task.name}.jsonl")
     done = [(r["side"], r["seed"], r["settings"]) for r in records(path)]
     for one in wanted:
         if one not in done:
-            record = _in_process(task, *one)
+            record = _in_process(*one)
             args.records.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
@@ -115,25 +125,25 @@ def records(path: pathlib.Path) -> list[dict[str, Any]]:
     return [{**record, "points": [Point(*point) for point in record["points"]]} for record in found]
 
 
-Run = tuple[str, int, dict[str, Any]]
+Run = tuple[str, int, Settings]
 
 
-def _to_report(sides: Sequence[str], precisions: Sequence[str], num_seeds: int) -> Iterator[Run]:
+def _to_report(task: Task, sides: Sequence[str], precisions: Sequence[str], num_seeds: int) -> Iterator[Run]:
     """Yield side, seed and settings of the runs to report; the sides take turns, so that drift affects all alike."""
     for seed in range(num_seeds):
         for precision in precisions:
             for side in sides if seed % 2 else reversed(sides):
-                yield side, seed, {"precision": precision}
+                yield side, seed, task.settings(side, precision)
 
 
 def _to_tune(task: Task, sides: Sequence[str], precisions: Sequence[str]) -> Iterator[Run]:
     for side in sides:
         for settings in task.tuning[side]:
             for seed in range(TUNING_SEEDS, TUNING_SEEDS + task.num_tuning_seeds):
-                yield side, seed, {"precision": precisions[0], **settings}
+                yield side, seed, task.settings(side, precisions[0], **settings)
 
 
-def _in_process(task: Task, side: str, seed: int, settings: Settings) -> dict[str, Any]:
+def _in_process(side: str, seed: int, settings: Settings) -> dict[str, Any]:
     """Return the record of a run in a new process, with an empty cache of compiled code."""
     one = json.dumps({"side": side, "seed": seed, "settings": settings})
     command = [sys.executable, str(pathlib.Path(sys.argv[0]).resolve()), "--one", one]
@@ -146,11 +156,11 @@ def _in_process(task: Task, side: str, seed: int, settings: Settings) -> dict[st
 def _in_this_process(task: Task, side: str, seed: int, settings: Settings) -> dict[str, Any]:
     torch.set_num_threads(1)
     curve = Curve()
-    num_params = task.sides[side](seed, curve, settings)
+    num_params = task.sides[side].train(seed, curve, settings)
     return {
         "side": side,
         "seed": seed,
-        "settings": dict(settings),
+        "settings": settings,
         "num_params": num_params,
         **facts(),
         "commit": commit(),
@@ -171,12 +181,14 @@ def commit() -> str:
 
 def _tell(task: Task, record: dict[str, Any]) -> None:
     points = [Point(*point) for point in record["points"]]
+    own = task.sides[record["side"]].settings
+    other = {name: value for name, value in record["settings"].items() if name not in own or value != own[name]}
     reached, last = task.reached(points), points[-1]
     when = (
         "target not reached" if reached is None else f"{task.target:g} after {reached.batch} batches, {_time(reached)}"
     )
     end = f"at the end {task.metric} {last.value:.4f} after {last.batch} batches, {_time(last)}"
-    print(f"{record['side']} {record['settings']} seed {record['seed']}: {when}; {end}", flush=True)
+    print(f"{record['side']} {other} seed {record['seed']}: {when}; {end}", flush=True)
 
 
 def _time(point: Point) -> str:

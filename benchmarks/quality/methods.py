@@ -17,9 +17,9 @@ import methods_text
 from _curve import Point
 from _methods import JOINT, PLAIN
 from _pictures import save
-from _task import RECORDS, Task, records
+from _task import Task
 from _timing import Row, table
-from report import markdown, replaced
+from report import markdown, replaced, runs_of as recorded
 
 from purecompose.analysis import Interval, simultaneous_intervals
 
@@ -31,10 +31,10 @@ Runs = Mapping[int, Sequence[Point]]
 
 
 def runs_of(task: Task) -> dict[str, Runs]:
-    """Return the runs of each side that has records."""
+    """Return the runs of each side that has records with the settings that it has now."""
     found: dict[str, dict[int, Sequence[Point]]] = {}
-    for record in records(RECORDS / f"{task.name}.jsonl"):
-        found.setdefault(record["side"], {})[record["seed"]] = record["points"]
+    for (side, seed), points in recorded(task, task.precisions[0]).items():
+        found.setdefault(side, {})[seed] = points
     return {side: found[side] for side in task.sides if side in found}
 
 

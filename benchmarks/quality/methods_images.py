@@ -7,12 +7,10 @@ with the same seeds, learning rates and number of batches. `methods.py` makes th
 """
 
 import mnist
-from _curve import Curve
-from _fit import Parts
 from _methods import sides
-from _task import Settings, Task, run
+from _task import Task, run
 
-from purecompose import Algorithm, optim, schedule
+from purecompose import optim, schedule
 
 
 METHODS = {
@@ -44,12 +42,8 @@ TOGETHER = (("channels_last", "ema"), ("channels_last", "ema", "label_smoothing"
 """Groups of methods."""
 
 
-def train(methods: list[Algorithm], seed: int, curve: Curve, settings: Settings) -> int:
-    """Train by AdamW with these methods."""
-    s = {**mnist.RECIPE, "epochs": 1.0, **settings}
-    adamw = optim.adamw(0.01 * schedule.linear(alpha_f=0.0, warmup="0.1dur"), weight_decay=0.01)
-    return mnist.train(seed, curve, s, Parts(methods, adamw))
-
+ADAMW = optim.adamw(0.01 * schedule.linear(alpha_f=0.0, warmup="0.1dur"), weight_decay=0.01)
+SETTINGS = {"batch_size": 64, "epochs": 1.0, "compile": None}
 
 TASK = Task(
     name="methods_images",
@@ -57,7 +51,7 @@ TASK = Task(
     metric="accuracy",
     target=0.985,
     shown=(0.95, 1.0),
-    sides=sides(METHODS, TOGETHER, train),
+    sides=sides(METHODS, TOGETHER, mnist.train, ADAMW, SETTINGS),
     tuning={},
     precisions=("bf16",),
 )

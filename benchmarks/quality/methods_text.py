@@ -7,12 +7,10 @@ time, with the same seeds, learning rates and number of batches. `methods.py` ma
 """
 
 import shakespeare
-from _curve import Curve
-from _fit import Parts
 from _methods import sides
-from _task import Settings, Task, run
+from _task import Task, run
 
-from purecompose import Algorithm, optim, schedule
+from purecompose import optim, schedule
 
 
 METHODS = {
@@ -36,13 +34,8 @@ TOGETHER = ()
 """Groups of methods."""
 
 
-def train(methods: list[Algorithm], seed: int, curve: Curve, settings: Settings) -> int:
-    """Train by AdamW with these methods."""
-    s = {**shakespeare.RECIPE, "steps": 500, "compile": False, **settings}
-    curve_of_rates = schedule.linear(alpha_f=0.0, warmup="0.1dur")
-    adamw = optim.adamw(0.005 * curve_of_rates, betas=(0.9, 0.99), weight_decay=0.1)
-    return shakespeare.train(seed, curve, s, Parts(methods, adamw))
-
+ADAMW = optim.adamw(0.005 * schedule.linear(alpha_f=0.0, warmup="0.1dur"), betas=(0.9, 0.99), weight_decay=0.1)
+SETTINGS = {"batch_size": 12, "steps": 500, "compile": False}
 
 TASK = Task(
     name="methods_text",
@@ -50,7 +43,7 @@ TASK = Task(
     metric="validation loss",
     target=2.2,
     shown=(1.8, 3.0),
-    sides=sides(METHODS, TOGETHER, train),
+    sides=sides(METHODS, TOGETHER, shakespeare.train, ADAMW, SETTINGS),
     tuning={},
     is_lower_better=True,
     precisions=("bf16",),

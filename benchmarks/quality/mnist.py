@@ -14,7 +14,7 @@ import torch
 import torch._dynamo  # here, because optimizers import it when they are created, which takes a second
 from _curve import Curve
 from _fit import Parts, fit, num_params
-from _task import Settings, Task, data_file, run
+from _task import Settings, Side, Task, data_file, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -32,9 +32,7 @@ BASELINE: Settings = {
     "epochs": 0.7,
     "warmup": 0.1,
     "smoothing": 0.1,
-    "precision": "bf16",
     "compile": None,
-    "short": False,
 }
 RECIPE: Settings = {
     "lr": 0.05,
@@ -49,18 +47,15 @@ RECIPE: Settings = {
     "scale": 1.0,
     "full_size": 0.4,
     "keep": 1.0,
-    "precision": "bf16",
     "compile": None,
-    "short": False,
 }
 NUM_EXAMPLES = 60_000
 FRACTIONS = [*(i / 10 for i in range(1, 7)), *(i / 40 for i in range(28, 41))]
 """The shares of a run after which both sides evaluate."""
 
 
-def baseline(seed: int, curve: Curve, settings: Settings) -> int:
+def baseline(seed: int, curve: Curve, s: Settings) -> int:
     """Train by a plain loop; with `compile` "network" or "step" under `torch.compile`."""
-    s = {**BASELINE, **settings}
     data, net, num_batches = images(), network(seed), length(s)
     torch.manual_seed(seed)
     curve.start()
@@ -89,9 +84,8 @@ def baseline(seed: int, curve: Curve, settings: Settings) -> int:
     return num_params(net)
 
 
-def recipe(seed: int, curve: Curve, settings: Settings) -> int:
+def recipe(seed: int, curve: Curve, s: Settings) -> int:
     """Train by a composed step; with `compile` by a compiled one."""
-    s = {**RECIPE, **settings}
     return train(seed, curve, s, recipe_parts(s))
 
 
@@ -147,7 +141,7 @@ def network(seed: int) -> nn.Module:
 
 def length(s: Settings) -> int:
     """Return the number of batches of a run."""
-    return 8 if s["short"] else round(s["epochs"] * (NUM_EXAMPLES // s["batch_size"]))
+    return 8 if s.get("short") else round(s["epochs"] * (NUM_EXAMPLES // s["batch_size"]))
 
 
 def evaluations(num_batches: int) -> set[int]:
@@ -230,7 +224,7 @@ TASK = Task(
     metric="accuracy",
     target=0.99,
     shown=(0.95, 1.0),
-    sides={"baseline": baseline, "recipe": recipe},
+    sides={"baseline": Side(baseline, BASELINE), "recipe": Side(recipe, RECIPE)},
     tuning=TUNING,
     num_seeds=10,
     num_tuning_seeds=3,

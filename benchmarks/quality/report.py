@@ -46,9 +46,9 @@ class Times(NamedTuple):
 
 
 def runs_of(task: Task, precision: str) -> Runs:
-    """Return the runs of a task that are recorded in this precision."""
+    """Return the recorded runs of a task in this precision, with the settings that its sides have now."""
     found = records(RECORDS / f"{task.name}.jsonl")
-    return {(r["side"], r["seed"]): r["points"] for r in found if r["settings"] == {"precision": precision}}
+    return {(r["side"], r["seed"]): r["points"] for r in found if r["settings"] == task.settings(r["side"], precision)}
 
 
 def times_of(task: Task, runs: Runs, side: str) -> Times:

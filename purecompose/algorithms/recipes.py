@@ -125,8 +125,8 @@ def _shakespeare_fast() -> Recipe:
         (ema("20ba", start=0.5),),
         losses.cross_entropy,
         optim.by_pattern({"*blocks.*": matrices}, rest),
-        duration="450ba",
-        batch_size=12,
+        duration="280ba",
+        batch_size=24,
         precision="bf16",
     )
 

@@ -126,7 +126,7 @@ def orthogonalized(
     Uses the Newton-Schulz iteration with an odd polynomial of degree 5, on the matrix divided by its Frobenius norm.
 
     Args:
-        matrix: A real matrix, shape (rows, columns), or a stack of them, shape (..., rows, columns).
+        matrix: A real matrix, shape (rows, columns), or a stack of them, shape (N, rows, columns).
         coefficients: Coefficients of x, x^3 and x^5.
         steps: The number of iterations.
         eps: The smallest norm to divide by.
@@ -139,13 +139,14 @@ def orthogonalized(
         tensor([0.6900, 1.1100])
     """
     a, b, c = coefficients
-    x = _widthwise(matrix)
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    x = matrix / torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True).clamp(min=eps)
     fused = torch.addmm if x.ndim == 2 else torch.baddbmm
+    is_tall = x.shape[-2] > x.shape[-1]
     for _ in range(steps):
-        gram = x @ x.mT
-        x = fused(x, fused(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if _is_tall(matrix) else x
+        gram = x.mT @ x if is_tall else x @ x.mT  # the smaller of the two
+        slope = fused(gram, gram, gram, beta=b, alpha=c)
+        x = fused(x, x, slope, beta=a) if is_tall else fused(x, slope, x, beta=a)
+    return x
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -226,35 +227,24 @@ class Muon(ByGroup):
         for i, direction in enumerate(directions):
             # On a CPU, batched products in float32 take a fourth longer than the same products one by one.
             is_alone = self.ns_precision == "full" and direction.device.type == "cpu"
-            stacks.setdefault(i if is_alone else (*sorted(direction.shape), direction.dtype), []).append(i)
+            stacks.setdefault(i if is_alone else (direction.shape, direction.dtype), []).append(i)
         moves: dict[int, Tensor] = {}
         for members in stacks.values():
-            narrowed = [self._narrowed(_widthwise(directions[i])) for i in members]
-            batch = narrowed[0] if len(members) == 1 else torch.stack(narrowed)
-            done = orthogonalized(batch, coefficients=self.ns_coefficients, steps=self.ns_steps, eps=self.eps)
-            moves.update(zip(members, [done] if len(members) == 1 else done.unbind(), strict=True))
-        return [self._scaled(moves[i], direction) for i, direction in enumerate(directions)]
+            if len(members) == 1:
+                moves[members[0]] = self._move(directions[members[0]])
+            else:
+                moves.update(zip(members, self._move(torch.stack([directions[i] for i in members])).unbind(), strict=True))
+        return [moves[i] for i in range(len(directions))]
 
-    def _narrowed(self, direction: Tensor) -> Tensor:
-        """Return a direction in the dtype of the iteration."""
-        if self.ns_precision == "bf16":
-            return direction.to(torch.bfloat16)
-        return direction.to(torch.float64 if direction.dtype is torch.float64 else torch.float32)
-
-    def _scaled(self, move: Tensor, direction: Tensor) -> Tensor:
-        """Return a move in the shape and dtype of its direction, times the ratio."""
-        rows, columns = direction.shape
+    def _move(self, direction: Tensor) -> Tensor:
+        """Return the moves of one matrix, or of a stack of them."""
+        narrow = torch.bfloat16 if self.ns_precision == "bf16" else torch.promote_types(direction.dtype, torch.float32)
+        move = orthogonalized(
+            direction.to(narrow), coefficients=self.ns_coefficients, steps=self.ns_steps, eps=self.eps
+        )
+        rows, columns = direction.shape[-2:]
         if self.adjust_lr == "original":
             ratio = math.sqrt(max(1, rows / columns))
         else:
             ratio = 0.2 * math.sqrt(max(rows, columns))
-        return (move.mT if _is_tall(direction) else move).to(direction.dtype) * ratio
-
-
-def _is_tall(matrix: Tensor) -> bool:
-    return matrix.shape[-2] > matrix.shape[-1]
-
-
-def _widthwise(matrix: Tensor) -> Tensor:
-    """Return the matrix, transposed if it is tall, so that x x' is the smaller of the two products."""
-    return matrix.mT if _is_tall(matrix) else matrix
+        return move.to(direction.dtype) * ratio
