@@ -233,7 +233,9 @@ class Muon(ByGroup):
             if len(members) == 1:
                 moves[members[0]] = self._move(directions[members[0]])
             else:
-                moves.update(zip(members, self._move(torch.stack([directions[i] for i in members])).unbind(), strict=True))
+                moves.update(
+                    zip(members, self._move(torch.stack([directions[i] for i in members])).unbind(), strict=True)
+                )
         return [moves[i] for i in range(len(directions))]
 
     def _move(self, direction: Tensor) -> Tensor:

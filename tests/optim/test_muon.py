@@ -145,7 +145,7 @@ def test_matrices_of_one_shape_are_iterated_in_one_product(precision: Any):
     with torch.no_grad(), torch.profiler.profile(acc_events=True) as profile:
         optimizer.update(params, optimizer.init(params), params)
     names = [event.name for event in profile.events() or ()]
-    # Two products for x and the square of its gram matrix, in two iterations: of a and c together, of four others alone.
+    # Two products for x and the square of its gram matrix, in two iterations: of a and c together, of four alone.
     assert names.count("aten::baddbmm") == 2 * 2 and names.count("aten::addmm") == 4 * 2 * 2
 
 
