@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from purecompose import tree
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.scopes import NOTHING, together
 from purecompose._support.shards import local
@@ -75,6 +76,7 @@ class _Transformed(TorchFunctionMode):
     Norms are split in two parts, the normalisation and the learned affine map: second derivatives of layer norm and
     batch norm with learned weights are wrong if one of the two gradients is taken around a `vmap` (torch 2.13); without
     weights they are correct. Normalisation into `out=`, as in spectral norm's power iteration, has no batching rule.
+    Recurrent layers need an initial state for each mapped input.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,6 +91,8 @@ class _Transformed(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             result = fused_attention(*args, **kwargs)
             return func(*args, **kwargs) if result is None else result
+        if func in _RECURRENT:
+            return func(*_with_own_state(*args), **kwargs)
         places = _LEARNED.get(func)
         if places is None:
             return func(*args, **kwargs)
@@ -102,6 +106,22 @@ class _Transformed(TorchFunctionMode):
                 learned.append(named.get(name))
                 named |= {name: None} if name in named else {}
         return _affine(func(*given, **named), *learned, is_by_channel=func not in _LAYER_NORMS)
+
+
+_CELLS = (torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell, torch.lstm_cell)
+_RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, *_CELLS))
+
+
+def _with_own_state(inputs: Tensor, state: Any, *rest: Any) -> tuple[Any, ...]:
+    """Return the arguments of a recurrent function with a state that is mapped by `vmap` as its inputs are.
+
+    torch adds products of the inputs in place to those of the state, which for initial zeros are too small.
+    """
+    if isinstance(state, Tensor) and not state.is_floating_point():  # the batch sizes of packed sequences
+        return inputs, state, *rest
+    zero = torch.zeros_like(inputs).sum()
+    own = tree.map(lambda part: part + zero.to(part.dtype), state)
+    return inputs, own, *rest
 
 
 _LAYER_NORMS = (torch.nn.functional.layer_norm, torch.layer_norm)

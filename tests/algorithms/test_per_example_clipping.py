@@ -226,6 +226,32 @@ def test_a_model_that_computes_its_loss_is_called_with_single_examples(microbatc
     assert_close(grads_of(found), by_hand(net, each, 0.3)[0])
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer or cell over two steps of three numbers, from zeros."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = kind(3, 5).double(), nn.Linear(5, 4).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        steps, state = inputs.unflatten(1, (2, 3)).transpose(0, 1), None
+        if not isinstance(self.inner, nn.RNNCellBase):
+            return self.head(self.inner(steps)[0][-1])
+        for step in steps:
+            state = self.inner(step, state)
+        return self.head(state[0] if isinstance(state, tuple) else state)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, nn.LSTM, nn.GRUCell, nn.RNNCell, nn.LSTMCell])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_recurrent_networks_start_from_zeros_for_each_example(kind):
+    net, (inputs, targets) = Recurrent(kind), wide(helpers.make_batch())
+    found = ended([per_example_clipping(0.3)], helpers.make_state(net), (inputs, targets))
+    each = [lambda net, i=i: nn.functional.cross_entropy(net(inputs[i : i + 1]), targets[i : i + 1]) for i in range(10)]
+    assert_close(grads_of(found), by_hand(net, each, 0.3)[0])
+
+
 def test_members_shared_by_all_examples_are_not_cut():
     class Weighted(nn.Module):
         def __init__(self) -> None:
