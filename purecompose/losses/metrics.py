@@ -124,7 +124,8 @@ def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
 
     Raises:
         TypeError: `fn` is not callable, or it does not return a tensor.
-        ValueError: The tensor it returns is neither 0-d nor has one row per example.
+        ValueError: The tensor it returns is neither 0-d nor has one row per example, or it compares each output with
+            each target, as (N, 1) with (N,).
 
     Example:
         >>> metric = from_function(lambda outputs, targets: (outputs - targets).abs())
@@ -142,6 +143,7 @@ def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
         values = fn(outputs, targets)
         count = leading_size(outputs, targets) if num_examples is None else num_examples
         _check_values(fn, values, count)
+        _check_pairs(fn, values, outputs, targets)
         values = values.detach().to(acc.total.dtype)
         rows = values.flatten(1).mean(1).sum() if values.ndim > 1 else values.sum()
         return Mean(acc.total + (rows if values.ndim else values * count), acc.number + count)
@@ -272,4 +274,18 @@ def _check_values(fn: object, values: object, count: int) -> None:
             f"expected a 0-d tensor or {count} rows, one per example, from the metric {fn!r}, got shape "
             f"{tuple(values.shape)}; keep the batch dim first or average over it; to leave examples out, write a "
             "Metric(init, update, compute), whose accumulator counts those that it includes"
+        )
+
+
+def _check_pairs(fn: object, values: Tensor, outputs: Any, targets: Any) -> None:
+    """Raise an error if values are those of outputs (N, 1, ...) and targets (N, ...), or the reverse, broadcast."""
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or abs(outputs.ndim - targets.ndim) != 1:
+        return
+    flat, wide = sorted((outputs, targets), key=lambda tensor: tensor.ndim)
+    if not flat.ndim or len(flat) < 2 or (len(flat), 1, *flat.shape[1:]) != wide.shape:
+        return
+    if values.shape == torch.broadcast_shapes(flat.shape, wide.shape):
+        raise ValueError(
+            f"the metric {fn!r} compares each output with each target: outputs {tuple(outputs.shape)} and targets "
+            f"{tuple(targets.shape)} were broadcast to {tuple(values.shape)}; give both one shape, as by `.squeeze(1)`"
         )

@@ -166,6 +166,10 @@ def test_a_function_may_return_bools_and_sees_mixtures_as_dense_targets():
     outputs, targets = torch.tensor([1.0, -1.0, 2.0, 3.0]), torch.tensor([True, True, True, False])
     assert run(metric, outputs, targets, 3) == 0.5
 
+    for pair in ((outputs[:, None], targets), (outputs, targets[:, None])):
+        with pytest.raises(ValueError, match=r"were broadcast to \(4, 4\); .*squeeze"):
+            metric.update(metric.init(), *pair)
+
     seen = []
     metric = from_function(lambda outputs, targets: seen.append(targets) or targets.sum(1))
     metric.update(metric.init(), torch.zeros(2, 3), Mixture.of(torch.tensor([0, 2])))
