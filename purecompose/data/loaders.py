@@ -16,7 +16,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from purecompose.data.order import epoch_seed, seed_words
 from purecompose.data.position import PositionedBatches, has_shuffle_buffer, needs_other_loader, position_holder
@@ -26,7 +33,15 @@ from purecompose.data.seeding import Draws, Stream, load_numpy
 from purecompose.random import fold_in, salt
 
 
-__all__ = ["SkippingWarning", "draws_globally", "epoch_batches", "fixed_batches", "keyed_batches", "own_order"]
+__all__ = [
+    "SkippingWarning",
+    "draws_globally",
+    "epoch_batches",
+    "fixed_batches",
+    "keyed_batches",
+    "own_order",
+    "shuffles",
+]
 
 _SAMPLER, _BATCH, _WORKERS, _STREAM = (salt(name) for name in ("data sampler", "data batch", "workers", "data stream"))
 _EVAL = salt("evaluation")
@@ -85,6 +100,14 @@ def fixed_batches(data: Iterable[Any], key: Tensor) -> Iterable[Any]:
     if not draws_globally(data):
         return data
     return keyed_batches(cast("DataLoader[Any]", data), fold_in(key.reshape(-1, 2)[0], _EVAL), 0)
+
+
+def shuffles(data: object) -> bool:
+    """Return whether data are a `DataLoader` whose sampler is known to draw the order."""
+    if not isinstance(data, DataLoader):
+        return False
+    drawing = RandomSampler | SubsetRandomSampler | WeightedRandomSampler
+    return isinstance(data.sampler, drawing) or isinstance(getattr(data.batch_sampler, "sampler", None), drawing)
 
 
 def own_order(data: Any, *, has_position: bool) -> str | None:

@@ -14,7 +14,7 @@ from purecompose.core.loop import eval_events, predict_events
 from purecompose.core.ranks import Ranks
 from purecompose.core.state import State, check_single
 from purecompose.data.checks import check_batches
-from purecompose.data.loaders import fixed_batches
+from purecompose.data.loaders import fixed_batches, shuffles
 from purecompose.data.position import position_holder
 from purecompose.data.prefetch import prefetch
 from purecompose.data.waiting import watched
@@ -241,7 +241,8 @@ def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> l
 
     Args:
         state: The state.
-        data: Batches of the form that training uses; targets are not read.
+        data: Batches of the form that training uses; targets are not read. If a `DataLoader` shuffles,
+            the outputs are in its order, with a warning.
         step: The training step, if its algorithms should act at prediction's events. For stacked states, their
             `population`; the first dimension of the outputs is then the member.
 
@@ -254,6 +255,11 @@ def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> l
         [torch.Size([4, 1])]
     """
     check_batches(data, "predict: data")
+    if shuffles(data):
+        warn(
+            "predict: the DataLoader shuffles, so that the outputs are not in the order of its data set: give it "
+            "shuffle=False, or batches whose members tell which examples they are"
+        )
     inner = _sibling(step, predict_events, state)
     outputs = []
     with torch.no_grad():

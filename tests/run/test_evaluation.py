@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import purecompose as pc
 from purecompose import Algorithm, Evaluator, Event, compose, evaluate, loop_events, on, predict
@@ -264,6 +265,13 @@ def test_predictions_come_batch_by_batch():
         torch.testing.assert_close(outputs, net.eval()(inputs))
         assert not outputs.requires_grad
     assert predict(make_state(), []) == []
+
+
+def test_predictions_in_another_order_than_the_data_are_reported():
+    data = TensorDataset(*make_batch())
+    with pytest.warns(UserWarning, match="not in the order of its data set: give it shuffle=False"):
+        predict(make_state(), DataLoader(data, 4, shuffle=True))
+    torch.testing.assert_close(torch.cat(predict(make_state(), DataLoader(data, 4))), make_mlp()(data.tensors[0]))
 
 
 def test_predictions_need_no_targets():
