@@ -25,7 +25,7 @@ from purecompose.core.fields import DONATED, HIDDEN, REPORT, TEMPORARY, FieldInf
 from purecompose.core.layout import Splitter
 from purecompose.core.loss import scalars_of, taken_apart
 from purecompose.core.overview import describe_moment, state_as_html
-from purecompose.core.ranks import Regrad, Sharing
+from purecompose.core.shared_part import Regrad, Sharing
 from purecompose.nn.model import Model, from_module
 from purecompose.nn.modes import warn_of_idle_parts
 from purecompose.nn.network import warn_of_dropped

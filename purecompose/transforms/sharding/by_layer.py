@@ -16,7 +16,7 @@ from purecompose import tree
 from purecompose._support.shards import is_shard
 from purecompose.core.means import has_mean
 from purecompose.core.operation import Carry, Operation, Purpose
-from purecompose.core.ranks import SHARED_PART, SharedPart, scaled, scaled_with_statistics
+from purecompose.core.shared_part import SHARED_PART, SharedPart, scaled, scaled_with_statistics
 from purecompose.core.state import State
 from purecompose.nn.gathering import GatheredOnUse
 from purecompose.transforms.sharding.gathering import Placing
