@@ -31,8 +31,9 @@ from purecompose.run.arguments import (
     check_metrics,
 )
 from purecompose.run.evaluation import Evaluator, Observer
-from purecompose.run.outer import EpochData, Run
+from purecompose.run.outer import Run
 from purecompose.run.plateau import Adjuster
+from purecompose.run.reading import EpochData
 from purecompose.run.saving.checkpoint import restore_extra, saved_outside
 from purecompose.run.saving.errors import CheckpointWarning, MismatchError
 from purecompose.run.saving.extra import POSITION
@@ -46,7 +47,7 @@ from purecompose.time import Time, Timestamp
 from purecompose.time.event import Event
 
 
-__all__ = ["EpochData", "fit", "training"]
+__all__ = ["fit", "training"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
