@@ -305,16 +305,7 @@ class Step:
     def purpose(self, bits: int) -> Purpose:
         """Return the purpose of a step whose temporary fields are read by the algorithms of this schedule only."""
         if bits not in self._cache.purposes:
-            lowered = self.lowered(bits)
-            nodes = [self.program[one.node] for one in lowered]
-            last = max((place for place, node in enumerate(nodes) if isinstance(node, Scope)), default=len(nodes))
-            after = [one.algorithm for one in lowered[last + 1 : last + 2] if one.algorithm is not None]
-            replaces = any(Trait.REPLACES_GRADIENTS in algorithm.traits for algorithm in after)
-            while nodes and nodes[-1] == advance:
-                nodes.pop()
-            num_updates = sum(isinstance(node, Update) for node in walk(self.program))
-            frees = num_updates == 1 and bool(nodes) and isinstance(nodes[-1], Update)
-            self._cache.purposes[bits] = Purpose(replaces_gradients=replaces, frees_fields=frees)
+            self._cache.purposes[bits] = _purpose_of(self.program, self.lowered(bits))
         return self._cache.purposes[bits]
 
     def run_checked(
@@ -472,3 +463,17 @@ def compose(
     warn_of_idle_algorithms(chosen, step.events)
     warn_of_whole_batches(nodes, cut)
     return step
+
+
+def _purpose_of(program: Program, lowered: Sequence[Lowered]) -> Purpose:
+    """Return the purpose of a step of these operations, of which only the result of the clean-up is read."""
+    nodes = [program[one.node] for one in lowered]
+    last_scope = max((place for place, node in enumerate(nodes) if isinstance(node, Scope)), default=len(nodes))
+    following = [one.algorithm for one in lowered[last_scope + 1 : last_scope + 2] if one.algorithm is not None]
+    while nodes and nodes[-1] == advance:
+        nodes.pop()
+    num_updates = sum(isinstance(node, Update) for node in walk(program))
+    return Purpose(
+        replaces_gradients=any(Trait.REPLACES_GRADIENTS in algorithm.traits for algorithm in following),
+        frees_fields=num_updates == 1 and bool(nodes) and isinstance(nodes[-1], Update),
+    )
