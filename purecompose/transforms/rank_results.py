@@ -19,7 +19,7 @@ from purecompose.optim.checks import matched
 from purecompose.transforms.rank_comparison import digest
 
 
-__all__ = ["SumGradients", "averaged", "warn_of_different_buffers", "with_buffers", "with_slots"]
+__all__ = ["SumGradients", "averaged", "warn_of_different_buffers", "with_buffers", "with_means", "with_slots"]
 
 SumGradients: TypeAlias = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 """Function from a process's parts of gradients to their sums over all processes."""
@@ -49,10 +49,6 @@ def averaged(
         shares_statistics: True if the network normalises by statistics of the whole batch, so that the gradient of a
             part whose loss does not count is one of other parts' losses.
     """
-    new = {name: value for name, value in after.metrics.items() if value is not before.metrics.get(name)}
-    found: dict[str, Any] = {"metrics": {name: value for name, value in new.items() if has_mean(value)}}
-    if after.loss is not None:
-        found["loss"] = after.loss
     # A part may reach parameters that others do not, and all ranks must send the same tensors. Traced steps have no
     # values for these flags and do not need them: all ranks have the same graph.
     flags, is_reached = None, True
@@ -63,16 +59,34 @@ def averaged(
         own |= {name: torch.zeros_like(before.params[name]) for name in order if name not in own}
         own = {name: own.pop(name) for name in order}
     share, _, counts = ranks.weigh(weight, flags, device=before.device)
-    leaves, spec = tree.flatten(found)
-    means = tree.unflatten(spec, ranks.reduced(scaled(leaves, share), "sum"))
-    grads = None
+    after, grads = with_means(before, after, ranks, share), None
     if own is not None:
         scale = scaled_with_statistics if shares_statistics and isinstance(weight, Tensor) else scaled
         grads = _summed(own, lambda parts: scale(parts, share), ranks, sum_gradients)
     # If this rank's part reaches all of them, skip reading the flags, which would wait for the device.
     if grads is not None and counts is not None and not is_reached:
         grads = {name: grad for (name, grad), num in zip(grads.items(), counts.tolist(), strict=True) if num}
-    return after.replace(**{**means, "grads": grads, "metrics": {**after.metrics, **means["metrics"]}})
+    return after.replace(grads=grads)
+
+
+def with_means(before: State, after: State, ranks: Ranks, share: Tensor, grads: Mapping[str, Tensor] = {}) -> State:
+    """Return the state with loss, new metrics and some of its gradients averaged over the ranks.
+
+    Args:
+        before: The state before the ranks' parts.
+        after: The state after this rank's part.
+        ranks: The processes.
+        share: This rank's share in the means.
+        grads: The gradients to be averaged.
+    """
+    new = {name: value for name, value in after.metrics.items() if value is not before.metrics.get(name)}
+    found: dict[str, Any] = {"metrics": {name: value for name, value in new.items() if has_mean(value)}}
+    found |= {"grads": dict(grads)} | ({} if after.loss is None else {"loss": after.loss})
+    leaves, spec = tree.flatten(found)
+    means = tree.unflatten(spec, ranks.reduced(scaled(leaves, share), "sum"))
+    means["metrics"] = {**after.metrics, **means["metrics"]}
+    means["grads"] = {**after.grads, **means["grads"]} if after.grads is not None else None
+    return after.replace(**means)
 
 
 def _summed(

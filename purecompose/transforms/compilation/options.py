@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -28,21 +28,19 @@ class Options:
     eager_below: int
     dynamic: bool | Literal["all"]
     max_variants: int
-    tiered: bool | Time
+    tiered: bool | str | Time
     quiet: bool
 
-    @classmethod
-    def checked(cls, step: Step, **given: Any) -> "Options":
-        """Return the options of a step, or raise; see `purecompose.compile`."""
-        _check_backend(given["backend"], given["mode"])
+    def checked(self, step: Step) -> "Options":
+        """Return the options if they are valid for a step, or raise; a text in `tiered` becomes a time."""
+        _check_backend(self.backend, self.mode)
         for name in ("donate", "fallback", "quiet"):
-            check_flag(given[name], f"compile: {name}")
-        dynamic = given["dynamic"]
-        if not isinstance(dynamic, bool) and dynamic != "all":
-            raise TypeError(f"compile: dynamic: expected True, False or 'all', got {shown(dynamic)}")
-        check_whole(given["max_variants"], "compile: max_variants", 1)
-        check_whole(given["eager_below"], "compile: eager_below", 0)
-        return cls(**{**given, "tiered": _checked_tiers(given["tiered"], step, given["backend"])})
+            check_flag(getattr(self, name), f"compile: {name}")
+        if not isinstance(self.dynamic, bool) and self.dynamic != "all":
+            raise TypeError(f"compile: dynamic: expected True, False or 'all', got {shown(self.dynamic)}")
+        check_whole(self.max_variants, "compile: max_variants", 1)
+        check_whole(self.eager_below, "compile: eager_below", 0)
+        return replace(self, tiered=_checked_tiers(self.tiered, step, self.backend))
 
     @property
     def words(self) -> str:

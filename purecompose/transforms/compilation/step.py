@@ -101,19 +101,8 @@ def compile(  # noqa: A001
         raise TypeError("compile: the step is compiled already; compile(step.step, ...) compiles it again")
     if not isinstance(step, Step):
         raise TypeError(f"compile: expected a step, as compose(...) gives it, got {shown(step)}")
-    options = Options.checked(
-        step,
-        donate=donate,
-        backend=backend,
-        mode=mode,
-        fallback=fallback,
-        eager_below=eager_below,
-        dynamic=dynamic,
-        max_variants=max_variants,
-        tiered=tiered,
-        quiet=quiet,
-    )
-    return CompiledStep(step, options)
+    options = Options(donate, backend, mode, fallback, eager_below, dynamic, max_variants, tiered, quiet)
+    return CompiledStep(step, options.checked(step))
 
 
 class CompiledStep(Step):
