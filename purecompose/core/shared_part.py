@@ -1,4 +1,4 @@
-"""The part of a batch that one of several ranks computes, and what its results count in those of all ranks."""
+"""The part of a batch that one of several ranks computes, and the weight of its results among those of all ranks."""
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar

@@ -1,4 +1,4 @@
-"""`Shared`, the scope of a program whose batch several processes share, and its programs."""
+"""`Shared`: the scope whose batch several processes share, and the programs that contain it."""
 
 import functools
 import pickle
