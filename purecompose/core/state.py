@@ -473,13 +473,13 @@ class State(Leasable):
         return self.clock.scheduled(schedule)
 
     def __repr__(self) -> str:
-        lease = self.lease
+        lease, moment = self.lease, describe_moment(self.static.timestamp)
         if lease is not None and not lease.is_live:
-            return f"State({self.model!r}, spent, {self.static.timestamp!r}, device={str(self.device)!r})"
+            return f"State({self.model!r}, spent, {moment}, device={str(self.device)!r})"
         size = sum(tensor.numel() for tensor in self.params.values())
         members = f"{len(self.key)} members, " if self.key.ndim > 1 else ""
         return (
-            f"State({members}{self.model!r}, {size:,} weights, {self.static.timestamp!r}, slots={list(self.slots)}, "
+            f"State({members}{self.model!r}, {size:,} weights, {moment}, slots={list(self.slots)}, "
             f"device={str(self.device)!r})"
         )
 
