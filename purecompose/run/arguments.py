@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from purecompose._support.checks import is_callable_with, shown
@@ -27,8 +28,8 @@ __all__ = [
 ]
 
 
-def check_arguments(step: Any, state: Any, data: Any, microbatches: Any) -> None:
-    """Raise unless these are a step, a state, batches, and a valid number of microbatches."""
+def check_arguments(step: Any, state: Any, data: Any, microbatches: Any, resume: Any) -> None:
+    """Raise unless these are a step, a state, batches, a valid number of microbatches, and a place to resume from."""
     if not isinstance(step, Step) or not isinstance(state, State):
         came = f"{type(step).__name__}, {type(state).__name__}"
         raise TypeError(f"fit(step, state, data): expected a Step and a State, got {came}")
@@ -41,6 +42,8 @@ def check_arguments(step: Any, state: Any, data: Any, microbatches: Any) -> None
         check_batches(data, "fit: data")
     if microbatches not in (None, "auto"):
         raise ValueError(f"microbatches={microbatches!r}: expected 'auto'; a number is given to compose")
+    if resume is not None and not isinstance(resume, (str, Path)):
+        raise TypeError(f"resume: expected 'auto' or the path of a checkpoint, got {shown(resume)}")
 
 
 def as_evaluators(given: Any) -> tuple[Evaluator, ...]:
@@ -91,7 +94,8 @@ def as_observers(given: Any) -> tuple[Observer, ...]:
                 f"{observer.__name__}(...)"
             )
         if not callable(observer):
-            raise TypeError(f"observers: expected functions (event, state) -> None, got {shown(observer)}")
+            came = shown(given if isinstance(given, str) else observer)
+            raise TypeError(f"observers: expected functions (event, state) -> None, got {came}")
         if not is_callable_with(observer, 2):
             raise TypeError(f"observers: {shown(observer)} cannot be called as observer(event, state)")
     return observers

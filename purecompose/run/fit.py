@@ -73,7 +73,7 @@ def _states(
     Args:
         defers_signals: True if no code of the caller runs between two batches; see `Run.states`.
     """
-    check_arguments(step, state, data, microbatches)
+    check_arguments(step, state, data, microbatches, resume)
     evaluators = as_evaluators(evaluate)
     stoppers = as_watchers(stop, "stop", "begin", 'EarlyStopping("eval/loss")')
     adjusters = as_watchers(adjust, "adjust", "init", 'ReduceOnPlateau("eval/loss")')
