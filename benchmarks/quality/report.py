@@ -78,7 +78,7 @@ def rows_of(task: Task) -> Iterator[Row]:
                 "precision": precision,
                 "side": side,
                 "reached": f"{reached} of {len(times.training)}",
-                "batches": median(times.batches.values()),
+                "batches": f"{median(times.batches.values()):g}",
                 "seconds": _mean(times.training),
                 "with compilation": _mean(times.in_all),
                 "of baseline": _ratio(times.training, base.training),

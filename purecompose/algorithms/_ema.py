@@ -118,29 +118,25 @@ def ema(
         Control and Optimization 30(4), 1992. Antti Tarvainen, Harri Valpola: Mean Teachers Are Better Role Models.
         NeurIPS 2017. https://arxiv.org/abs/1703.01780
     """
-    if half_life is not None and smoothing is not None:
-        raise ValueError(f"ema: expected a half_life or a smoothing, got {half_life=} and {smoothing=}")
-    if smoothing is None:
-        given, share = "1000ba" if half_life is None else half_life, "a share that each update keeps is smoothing="
-        time = named_time(given, "ema: half_life", TimeUnit.BATCH, share=share)
-        pace = measure(checked_interval(time, "ema: half_life"))
-    else:
-        pace = check_number(smoothing, "ema: smoothing", 0, 1)
+    pace = _pace(half_life, smoothing)
     start = named_point(start, "ema: start")
     patterns, chosen = checked_patterns(buffers, "ema: buffers"), checked_where(where, "ema: where")
     taking = turns("1ba" if every is None else every, start, "ema: every", is_counted_anew=False)
 
+    def init(state: State) -> State:
+        if patterns != STATISTICS:
+            floating = [key for key, buffer in state.buffers.items() if buffer.is_floating_point()]
+            for pattern in patterns:
+                match_or_raise(pattern, floating, f"{name}: buffers: {pattern!r}", "floating buffer")
+        for pattern in chosen or ():
+            match_or_raise(pattern, state.context.trainable, f"{name}: where: {pattern!r}", "trainable parameter")
+        averages = Averages.empty(state, patterns, chosen or ("*",))
+        never = torch.zeros(4, dtype=torch.float64, device=state.device)
+        return state.replace(slots={**state.slots, name: EmaState(averages, never, never.clone())})
+
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
-            if patterns != STATISTICS:
-                floating = [key for key, buffer in state.buffers.items() if buffer.is_floating_point()]
-                for pattern in patterns:
-                    match_or_raise(pattern, floating, f"{name}: buffers: {pattern!r}", "floating buffer")
-            for pattern in chosen or ():
-                match_or_raise(pattern, state.context.trainable, f"{name}: where: {pattern!r}", "trainable parameter")
-            averages = Averages.empty(state, patterns, chosen or ("*",))
-            never = torch.zeros(4, dtype=torch.float64, device=state.device)
-            return state.replace(slots={**state.slots, name: EmaState(averages, never, never.clone())})
+            return init(state)
         if event is not Event.BATCH_END:
             return with_weights(state, name)
         old = state.slots[name]
@@ -169,6 +165,17 @@ def ema(
         runs_after=(Trait.REQUIRED_ON_LOAD,),
         config=config,
     )
+
+
+def _pace(half_life: TimeLike | None, smoothing: float | None) -> Measure | float:
+    """Return what decides the share that an update keeps: the measure of a half-life, or the share itself."""
+    if half_life is not None and smoothing is not None:
+        raise ValueError(f"ema: expected a half_life or a smoothing, got {half_life=} and {smoothing=}")
+    if smoothing is None:
+        given, share = "1000ba" if half_life is None else half_life, "a share that each update keeps is smoothing="
+        time = named_time(given, "ema: half_life", TimeUnit.BATCH, share=share)
+        return measure(checked_interval(time, "ema: half_life"))
+    return check_number(smoothing, "ema: smoothing", 0, 1)
 
 
 def _with_infinities(averages: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:

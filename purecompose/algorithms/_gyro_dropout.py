@@ -168,12 +168,7 @@ def gyro_dropout(
 
     def init(state: State) -> State:
         length = _period_length(name, state, sigma, tau)
-        frozen = state.model.frozen_parts(state.context.frozen)
-        found = [
-            path
-            for path, module in state.model.module.named_modules()
-            if _is_replaced(module) and not any(f"{path}.".startswith(f"{part}.") for part in frozen)
-        ]
+        found = _replaced_paths(state)
         if found:
             place = torch.zeros(6, dtype=torch.int64, device="meta")
             state = state.replace(model=state.model.with_modules({path: layer(path, place) for path in found}))
@@ -231,6 +226,16 @@ def _places(state: State) -> list[str]:
 
 def _placed(state: State, place: _Place) -> State:
     return state.replace(buffers={**state.buffers, **dict.fromkeys(_places(state), place.written())})
+
+
+def _replaced_paths(state: State) -> list[str]:
+    """Return the names of the modules that are plain dropout, except those in parts without trainable parameters."""
+    frozen = state.model.frozen_parts(state.context.frozen)
+    return [
+        path
+        for path, module in state.model.module.named_modules()
+        if _is_replaced(module) and not any(f"{path}.".startswith(f"{part}.") for part in frozen)
+    ]
 
 
 def _is_replaced(module: nn.Module) -> bool:

@@ -139,7 +139,7 @@ def compare(run_a: RecordedRun | Path | str, run_b: RecordedRun | Path | str, *,
             exact = _side_by_side(run_a, run_b, pairs[first - 1], batch, tolerance)
             if exact is not None:
                 (batch, leaves), since = exact, exact[0] - 1
-    settings = tuple(_settings(*paths, *(checkpoints_in(path)[-1] for path in paths)))
+    settings = tuple(dict.fromkeys(_settings(*paths, *(checkpoints_in(path)[-1] for path in paths))))
     return Comparison(
         (str(paths[0]), str(paths[1])), batch, leaves, since, by_checkpoint, settings, _first_loss(*paths, tolerance)
     )

@@ -160,7 +160,7 @@ def _missing(batch: Any, field: Any) -> str:
     elif isinstance(batch, (tuple, list)):
         has = f"{len(batch)} members"
     elif isinstance(batch, Tensor):
-        has = "one, itself, by the field 0: its rows are examples"
+        has = "only itself, with the field 0; its rows are examples"
     elif is_graphs(batch):
         has = f"the attributes {list(batch.to_dict())}"
     else:

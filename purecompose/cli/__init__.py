@@ -121,11 +121,17 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (--help shows the options)")
 
 
+_INSTEAD = {"epochs": "--duration 3ep", "lr": "--set optimizer.lr=0.01"}
+"""Options that other programs have, and what the commands that train have instead."""
+
+
 def _refuse(unknown: Sequence[str], command: argparse.ArgumentParser) -> NoReturn:
-    """Raise a `UsageError` that suggests a similar option."""
+    """Raise a `UsageError` that suggests an option."""
     # Compared without the dashes, which all options share.
     known = {option.lstrip("-"): option for option in command._option_string_actions}
-    hint = specs.did_you_mean(unknown[0].partition("=")[0].lstrip("-"), known, shown=known)
+    name = unknown[0].partition("=")[0].lstrip("-")
+    is_settable = name in _INSTEAD and "duration" in known
+    hint = f" write {_INSTEAD[name]}" if is_settable else specs.did_you_mean(name, known, shown=known)
     command.error(f"unrecognized arguments: {' '.join(unknown)}{';' if hint else ''}{hint}")
 
 

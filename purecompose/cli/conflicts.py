@@ -5,8 +5,9 @@ from pathlib import Path
 
 from purecompose.cli.own import allowed_by
 from purecompose.cli.resolve import listed, notes_elsewhere, subject
-from purecompose.cli.settings import UsageError, chosen, settings_of
+from purecompose.cli.settings import UsageError
 from purecompose.cli.setup import completed, fixed_arithmetic, reported_as
+from purecompose.cli.sources import chosen, settings_of
 from purecompose.testing.conflicts import conflicts
 
 

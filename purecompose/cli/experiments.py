@@ -14,8 +14,9 @@ from purecompose.analysis.rates import with_named_rate
 from purecompose.cli.analysis import opened, usage_errors
 from purecompose.cli.kinds import Data
 from purecompose.cli.own import allowed_by
-from purecompose.cli.settings import UsageError, add_settings, check_target, chosen, named, whole
+from purecompose.cli.settings import UsageError, add_settings, check_target, named, whole
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, prepare, reported_as
+from purecompose.cli.sources import chosen
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.state import State

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from purecompose._support.urls import is_remote, with_urls
 from purecompose.cli.kinds import Data, Kind
-from purecompose.cli.settings import UsageError, settings_of
+from purecompose.cli.settings import UsageError
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, prepare
+from purecompose.cli.sources import settings_of
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data import Arrays

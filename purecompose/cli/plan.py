@@ -5,8 +5,8 @@ from pathlib import Path
 
 from purecompose.cli.kinds import TEXT
 from purecompose.cli.own import allowed_by
-from purecompose.cli.settings import chosen, settings_of
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, prepare, reported_as
+from purecompose.cli.sources import chosen, settings_of
 from purecompose.core.state import State
 from purecompose.time import Time, TimeUnit
 from purecompose.time.units import snapped

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from purecompose._support import specs
-from purecompose.cli.settings import SETTINGS, UsageError, read_config
+from purecompose.cli.settings import SETTINGS, UsageError
+from purecompose.cli.sources import read_config
 from purecompose.nn.models import MODELS
 from purecompose.run.saving import MismatchError
 

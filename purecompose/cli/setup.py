@@ -19,7 +19,8 @@ from purecompose.algorithms.recipes import recipe
 from purecompose.cli.kinds import TEXT, Data, Kind, check_model, fitting, kind_of, load
 from purecompose.cli.own import OwnToo, check_imports, is_own, network_of
 from purecompose.cli.processes import Processes
-from purecompose.cli.settings import LOSSES, SETTINGS, UsageError, with_arguments
+from purecompose.cli.settings import LOSSES, SETTINGS, UsageError
+from purecompose.cli.sources import with_arguments
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step, compose
 from purecompose.core.loop import loop_events

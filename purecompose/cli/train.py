@@ -13,8 +13,9 @@ from purecompose.cli.kinds import TEXT, follows
 from purecompose.cli.own import allowed_by
 from purecompose.cli.processes import Processes, processes_here
 from purecompose.cli.resuming import changes, check_model, check_seed, earlier_settings, reported_as_settings
-from purecompose.cli.settings import UsageError, chosen, command_of
+from purecompose.cli.settings import UsageError
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, prepare, reported_as
+from purecompose.cli.sources import chosen, command_of
 from purecompose.cli.telling import checksum, describe, print_results
 from purecompose.core.state import State
 from purecompose.observers import History, NaNs, Progress, Stopwatch

@@ -12,7 +12,8 @@ from purecompose.core.context import Context, Static
 from purecompose.core.divided import sharing as sharing_batch
 from purecompose.core.loss import check_reads, scalars_of
 from purecompose.core.operation import Carry, Node, Operation, Purpose, walk
-from purecompose.core.ranks import Ranks, Sharing
+from purecompose.core.ranks import Ranks
+from purecompose.core.shared_part import Sharing
 from purecompose.core.state import State
 from purecompose.nn.network import is_first_run
 from purecompose.schedule import Hparam, Schedule, collect

@@ -1,5 +1,7 @@
 """The application of one algorithm at one event."""
 
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 from purecompose._support.functorch import is_fake
@@ -57,14 +59,23 @@ def applied(algorithm: Algorithm, event: Event, state: State) -> tuple[State, in
             )
         return _checked_result(algorithm.apply(event, state), algorithm, event)
     except Exception as error:
-        error.add_note(f"in {algorithm.name} at {event}")
-        absent = [f"state.{name}" for name in ("batch", "outputs", "grads") if getattr(state, name) is None]
-        if absent and isinstance(error, AttributeError | TypeError) and "NoneType" in str(error):
-            error.add_note(
-                f"there {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} None: a step has its batch from the "
-                "start, outputs from AFTER_FORWARD on, and grads from AFTER_BACKWARD on"
-            )
+        for note in (f"in {algorithm.name} at {event}", *_hints(error, algorithm, state)):
+            error.add_note(note)
         raise
+
+
+def _hints(error: Exception, algorithm: Algorithm, state: State) -> Iterator[str]:
+    """Yield what is to be done about an error that `apply` raised, where this is known."""
+    absent = [f"state.{name}" for name in ("batch", "outputs", "grads") if getattr(state, name) is None]
+    if absent and isinstance(error, AttributeError | TypeError) and "NoneType" in str(error):
+        yield (
+            f"there {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} None: a step has its batch from the "
+            "start, outputs from AFTER_FORWARD on, and grads from AFTER_BACKWARD on"
+        )
+    if isinstance(error, KeyError) and error.args == (algorithm.name,) and algorithm.name not in state.slots:
+        yield "it has no slot: match Event.INIT too, on(Event.INIT, ...), and make the slot there"
+    if isinstance(error, FrozenInstanceError):
+        yield "a state is immutable: return state.replace(...) with the new value"
 
 
 def _checked_result(result: Any, algorithm: Algorithm, event: Event) -> tuple[State, int | None]:

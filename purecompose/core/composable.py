@@ -1,20 +1,22 @@
-"""Checks of programs, algorithms and passes before they are composed."""
+"""Checks of programs, algorithms and passes that are composed."""
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from purecompose._support.checks import shown
+from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.cut import Cut
 from purecompose.core.layout import Layout
 from purecompose.core.loop import advance, eval_forward, forward, loss
 from purecompose.core.operation import Node, walk
-from purecompose.core.passes import Pass
+from purecompose.core.passes import Pass, order_by_constraints
+from purecompose.core.plan import lacking_events
 from purecompose.core.program import Program, Stage, StateFn, Update, as_nodes, events_in
 from purecompose.core.ranks import Ranks
-from purecompose.core.scopes import Grad
+from purecompose.core.scopes import Grad, Scope
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 
@@ -24,10 +26,14 @@ __all__ = [
     "as_passes",
     "as_program",
     "check_collects_once",
+    "check_constraints",
     "check_layout",
     "check_no_host",
+    "check_no_hosts_in_grad",
     "check_updates",
     "events_in_grad",
+    "warn_of_idle_algorithms",
+    "warn_of_whole_batches",
 ]
 
 
@@ -142,6 +148,38 @@ def check_collects_once(program: Program, algorithms: Iterable[Algorithm]) -> No
                 f"{algorithm.name} adds up one gradient of each step, but the program fires {event} {count} times: "
                 "fire it once, after all of the step's gradients"
             )
+
+
+def check_constraints(algorithms: Iterable[Algorithm], passes: Iterable[Pass]) -> None:
+    """Raise a `ValueError` for contradictory constraints, which would be found only in the first step otherwise."""
+    if order_by_constraints in passes:
+        for event in Event:
+            order_by_constraints([a for a in algorithms if a.predicate.at(event) != NEVER], event)
+
+
+def check_no_hosts_in_grad(program: Program, algorithms: Iterable[Algorithm]) -> None:
+    """Raise a `ValueError` for a host algorithm that acts inside a `Grad`, if that is known without a state."""
+    for event in events_in_grad(program):
+        check_no_host(event, (a for a in algorithms if a.predicate.at(event) != NEVER and a.predicate.is_timed))
+
+
+def warn_of_idle_algorithms(algorithms: Iterable[Algorithm], events: Collection[Event]) -> None:
+    """Warn of algorithms that act at events which a training step lacks."""
+    if any(event.is_eval or event.is_predict for event in events):
+        return
+    for line in lacking_events(algorithms, events):
+        warn(f"{line}: it does nothing there. Put the event into the program; loop_events has all of them")
+
+
+def warn_of_whole_batches(program: Program, cut: Cut) -> None:
+    """Warn if batches are to be cut, and the program's gradient is not in a `Microbatches`."""
+    scopes = {type(node) for node in walk(program) if isinstance(node, Scope)}
+    if cut.may_slice and scopes == {Grad}:
+        (number,) = (f"{name}={value}" for name, value in cut._asdict().items() if value is not None)
+        warn(
+            f"compose({number}) sets the slices of Microbatches, which the program does not have: batches are not cut. "
+            "Put the Grad into one, Microbatches(Grad(...), Event.AFTER_BACKWARD)"
+        )
 
 
 _TAKES_ROWS = frozenset(

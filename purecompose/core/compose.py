@@ -17,7 +17,6 @@ from purecompose._support.device import arithmetic
 from purecompose._support.dynamo import called_by_dynamo, get_eval_frame_callback, without_dynamo
 from purecompose._support.keywords import suggests_keywords
 from purecompose._support.scopes import NOTHING, together
-from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.application import application
 from purecompose.core.clock import Clock
@@ -26,10 +25,14 @@ from purecompose.core.composable import (
     as_passes,
     as_program,
     check_collects_once,
+    check_constraints,
     check_layout,
     check_no_host,
+    check_no_hosts_in_grad,
     check_updates,
     events_in_grad,
+    warn_of_idle_algorithms,
+    warn_of_whole_batches,
 )
 from purecompose.core.context import Context, SealedTime, Static
 from purecompose.core.contract import Contract, Observe
@@ -44,15 +47,14 @@ from purecompose.core.members import SINGLE, Members
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Node, Operation, Place, Purpose, walk
 from purecompose.core.outside import Outside
 from purecompose.core.overview import describe_moment
-from purecompose.core.passes import DEFAULT_PASSES, Pass, compose_passes, order_by_constraints
-from purecompose.core.plan import Plan, lacking_events, make_plan
+from purecompose.core.passes import DEFAULT_PASSES, Pass, compose_passes
+from purecompose.core.plan import Plan, make_plan
 from purecompose.core.program import Program, StateFn, Update, events_in
 from purecompose.core.ranks import Ranks
-from purecompose.core.scopes import Grad, Scope
+from purecompose.core.scopes import Scope
 from purecompose.core.state import NO_TEMPORARY, State
 from purecompose.time import Timestamp
 from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER
 
 
 __all__ = ["Step", "WHY_UNTRACED", "compose"]
@@ -303,16 +305,7 @@ class Step:
     def purpose(self, bits: int) -> Purpose:
         """Return the purpose of a step whose temporary fields are read by the algorithms of this schedule only."""
         if bits not in self._cache.purposes:
-            lowered = self.lowered(bits)
-            nodes = [self.program[one.node] for one in lowered]
-            last = max((place for place, node in enumerate(nodes) if isinstance(node, Scope)), default=len(nodes))
-            after = [one.algorithm for one in lowered[last + 1 : last + 2] if one.algorithm is not None]
-            replaces = any(Trait.REPLACES_GRADIENTS in algorithm.traits for algorithm in after)
-            while nodes and nodes[-1] == advance:
-                nodes.pop()
-            num_updates = sum(isinstance(node, Update) for node in walk(self.program))
-            frees = num_updates == 1 and bool(nodes) and isinstance(nodes[-1], Update)
-            self._cache.purposes[bits] = Purpose(replaces_gradients=replaces, frees_fields=frees)
+            self._cache.purposes[bits] = _purpose_of(self.program, self.lowered(bits))
         return self._cache.purposes[bits]
 
     def run_checked(
@@ -463,22 +456,24 @@ def compose(
     nodes, chosen, ordering = as_program(program), as_algorithms(algorithms), as_passes(passes)
     check_collects_once(nodes, chosen)
     cut = Cut.checked(microbatches, microbatch_size, "compose")
-    if cut == (None, None):
-        cut = _WHOLE
-    if order_by_constraints in ordering:
-        for event in Event:  # contradictory constraints are reported now, not at the first step
-            order_by_constraints([a for a in chosen if a.predicate.at(event) != NEVER], event)
-    for event in events_in_grad(nodes):
-        check_no_host(event, (a for a in chosen if a.predicate.at(event) != NEVER and a.predicate.is_timed))
+    cut = _WHOLE if cut == (None, None) else cut
+    check_constraints(chosen, ordering)
+    check_no_hosts_in_grad(nodes, chosen)
     step = Step(nodes, chosen, ordering, cut)
-    if not any(event.is_eval or event.is_predict for event in step.events):
-        for line in lacking_events(chosen, step.events):
-            warn(f"{line}: it does nothing there. Put the event into the program; loop_events has all of them")
-    scopes = {type(node) for node in walk(nodes) if isinstance(node, Scope)}
-    if cut.may_slice and scopes == {Grad}:
-        number = f"microbatches={microbatches}" if microbatch_size is None else f"microbatch_size={microbatch_size}"
-        warn(
-            f"compose({number}) sets the slices of Microbatches, which the program does not have: batches are not cut. "
-            "Put the Grad into one, Microbatches(Grad(...), Event.AFTER_BACKWARD)"
-        )
+    warn_of_idle_algorithms(chosen, step.events)
+    warn_of_whole_batches(nodes, cut)
     return step
+
+
+def _purpose_of(program: Program, lowered: Sequence[Lowered]) -> Purpose:
+    """Return the purpose of a step of these operations, of which only the result of the clean-up is read."""
+    nodes = [program[one.node] for one in lowered]
+    last_scope = max((place for place, node in enumerate(nodes) if isinstance(node, Scope)), default=len(nodes))
+    following = [one.algorithm for one in lowered[last_scope + 1 : last_scope + 2] if one.algorithm is not None]
+    while nodes and nodes[-1] == advance:
+        nodes.pop()
+    num_updates = sum(isinstance(node, Update) for node in walk(program))
+    return Purpose(
+        replaces_gradients=any(Trait.REPLACES_GRADIENTS in algorithm.traits for algorithm in following),
+        frees_fields=num_updates == 1 and bool(nodes) and isinstance(nodes[-1], Update),
+    )

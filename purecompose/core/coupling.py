@@ -18,7 +18,7 @@ from purecompose._support.checks import shown
 from purecompose._support.functorch import has_values, is_any
 from purecompose.core.gradient import value_and_grads
 from purecompose.core.operation import Carry, Purpose
-from purecompose.core.ranks import Shard
+from purecompose.core.shared_part import Shard
 from purecompose.core.state import State
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
-from purecompose.core.ranks import SHARED_PART, Ranks, SharedPart
+from purecompose.core.ranks import Ranks
+from purecompose.core.shared_part import SHARED_PART, SharedPart
 from purecompose.nn.shared_batch import SHARED_BATCH
 
 

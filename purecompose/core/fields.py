@@ -4,6 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from torch import nn
+
+from purecompose.time import Timestamp
+
 
 __all__ = ["DONATED", "HIDDEN", "REPORT", "TEMPORARY", "FieldInfo", "Leasable", "none", "state_field"]
 
@@ -61,8 +65,7 @@ class Leasable:
     def __getattr__(self, name: str) -> Any:
         lease, fields = self.lease, self.__dataclass_fields__
         if lease is None or name not in fields:
-            known = ", ".join(known for known in fields if "info" in fields[known].metadata)
-            raise AttributeError(f"a state has no attribute {name!r}; its fields are {known}")
+            raise AttributeError(f"a state has no attribute {name!r}; {_hint(name, fields)}")
         value = self.__dict__[name] = lease.read(name)
         return value
 
@@ -72,3 +75,12 @@ class Leasable:
 
     def __setstate__(self, fields: dict[str, Any]) -> None:
         self.__dict__.update(fields)
+
+
+def _hint(name: str, fields: dict[str, Any]) -> str:
+    if name in Timestamp.__dataclass_fields__:
+        return f"its time is state.timestamp.{name}"
+    if hasattr(nn.Module, name):
+        return "it is not a module: to_module(state) returns one, and state.to(device) moves the state"
+    infos = {known: fields[known].metadata.get("info", HIDDEN) for known in fields}
+    return f"its fields are {', '.join(known for known, info in infos.items() if info.holds_values)}"

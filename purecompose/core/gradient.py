@@ -19,7 +19,7 @@ from purecompose import batch as batches
 from purecompose._support.autograd import GradMode, gradients
 from purecompose._support.functorch import allowing_requires_grad, is_transforming
 from purecompose.core.operation import Carry
-from purecompose.core.ranks import SHARED_PART
+from purecompose.core.shared_part import SHARED_PART
 from purecompose.core.state import State, fields_where
 
 

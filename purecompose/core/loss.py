@@ -14,10 +14,11 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from purecompose import losses
 from purecompose._support.checks import shown
 from purecompose._support.fingerprint import fingerprint
 from purecompose._support.references import Place, attributes, reached
-from purecompose.nn.model import Parts, from_module
+from purecompose.nn.model import Model, Parts, from_module
 from purecompose.schedule import Hparam, Product, Scalar, Schedule
 
 
@@ -27,8 +28,8 @@ __all__ = [
     "check_constants",
     "check_reads",
     "constants_of",
+    "joined",
     "scalars_of",
-    "taken_apart",
     "with_scalars",
 ]
 
@@ -49,27 +50,35 @@ class _Holder(nn.Module):
         return fn(self.loss)
 
 
-def taken_apart(loss: Any, net: nn.Module) -> tuple[Any, Parts | None]:
-    """Return a loss without its tensors, and its parts; `None` unless it is a module with parameters or buffers.
+def joined(parts: Parts, loss: Any, net: nn.Module) -> tuple[Parts, Any, Model | None]:
+    """Return a network's parts with the tensors of its loss, the loss without them, and the architecture of the loss.
+
+    There is no such architecture unless the loss is a module with parameters or buffers.
 
     Args:
+        parts: The parts of the network.
         loss: The loss.
         net: The network.
 
     Raises:
-        TypeError, ValueError: See `check_reads`; or the network has tensors whose names begin with "loss.".
+        TypeError, ValueError: See `check_loss` and `check_reads`; or the network has tensors whose names begin with
+            "loss.".
     """
+    losses.check_loss(loss)
     check_reads(loss, net)
+    if isinstance(loss, losses.ModelLoss):
+        return parts, loss.of_network(net), None
     if not isinstance(loss, nn.Module) or not any(isinstance(part, Tensor) for part in _parts(loss)):
-        return loss, None
+        return parts, loss, None
     taken = [name for name, _ in (*net.named_parameters(), *net.named_buffers()) if name.startswith(PREFIX)]
     if taken:
         raise ValueError(
             f"the network has the tensor {taken[0]!r}, but names that begin with {PREFIX!r} are reserved for the "
             "parameters and buffers of the loss: rename the network's module"
         )
-    parts = from_module(_Holder(loss))
-    return parts.model.module.loss, parts
+    own = from_module(_Holder(loss))
+    params, buffers = {**parts.params, **own.params}, {**parts.buffers, **own.buffers}
+    return Parts(parts.model, params, buffers, parts.frozen | own.frozen), own.model.module.loss, own.model
 
 
 def check_reads(loss: Any, net: nn.Module | None = None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.contract import Contract
 from purecompose.core.cut import Cut
-from purecompose.core.ranks import Shard, Sharing
+from purecompose.core.shared_part import Shard, Sharing
 from purecompose.core.state import State
 from purecompose.nn.keyed.parts import CURRENT, Part
 from purecompose.nn.network import is_first_run

@@ -10,9 +10,9 @@ from purecompose.core.coupling import gathered, joined, part_of_loss, targets_of
 from purecompose.core.cut import Cut
 from purecompose.core.means import averaged, averaged_grads, denominators, has_mean, part_of
 from purecompose.core.operation import Carry, Operation, Purpose
-from purecompose.core.ranks import Shard
 from purecompose.core.sealed import SealedOutputs
 from purecompose.core.separable import check_slices
+from purecompose.core.shared_part import Shard
 from purecompose.core.state import State
 
 

@@ -23,9 +23,9 @@ from purecompose.core.context import Context, Static
 from purecompose.core.divided import per_example
 from purecompose.core.fields import DONATED, HIDDEN, REPORT, TEMPORARY, FieldInfo, Leasable, none, state_field
 from purecompose.core.layout import Splitter
-from purecompose.core.loss import scalars_of, taken_apart
+from purecompose.core.loss import joined, scalars_of
 from purecompose.core.overview import describe_moment, state_as_html
-from purecompose.core.ranks import Regrad, Sharing
+from purecompose.core.shared_part import Regrad, Sharing
 from purecompose.nn.model import Model, from_module
 from purecompose.nn.modes import warn_of_idle_parts
 from purecompose.nn.network import warn_of_dropped
@@ -155,25 +155,19 @@ class State(Leasable):
         """
         parts = from_module(net, eval_mode=eval_mode, train_mode=train_mode)
         warn_of_idle_parts(parts.model.module, eval_mode)
-        losses.check_loss(loss)
-        loss, own = taken_apart(loss, net)
-        params, buffers, frozen = parts.params, parts.buffers, parts.frozen
-        if own is not None:
-            params, buffers, frozen = {**params, **own.params}, {**buffers, **own.buffers}, frozen | own.frozen
-        if isinstance(loss, losses.ModelLoss):
-            loss = loss.of_network(net)
+        parts, loss, loss_model = joined(parts, loss, net)
         check_optimizer(optimizer, "optimizer")
         if precision not in PRECISIONS:
             raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
         if input_field is None:
             input_field = batches.WHOLE if isinstance(loss, losses.ModelLoss) else 0
         scalars = optimizer, tuple(scalars_of(loss).values())
-        is_double = any(param.dtype in (torch.float64, torch.complex128) for param in params.values())
+        is_double = any(param.dtype in (torch.float64, torch.complex128) for param in parts.params.values())
         context = Context(
             parts.model,
             loss,
             optimizer,
-            frozen,
+            parts.frozen,
             precision,
             input_field,
             target_field,
@@ -181,7 +175,7 @@ class State(Leasable):
             splitter,
             num_tokens,
             schedules=collect(scalars, Schedule),
-            loss_model=None if own is None else own.model,
+            loss_model=loss_model,
             loss_dtype=torch.float64 if is_double else torch.float32,
         )
         run = RunLength(
@@ -189,11 +183,11 @@ class State(Leasable):
             batches_per_epoch,
             None if iteration_length is None else named_time(iteration_length, "State.create: iteration_length"),
         )
-        where = device or next((t.device for t in (*params.values(), *buffers.values())), "cpu")
+        tensors = (*parts.params.values(), *parts.buffers.values())
         state = cls(
-            params=params,
-            buffers=buffers,
-            opt_state=checked_init(optimizer, params, frozen),
+            params=parts.params,
+            buffers=parts.buffers,
+            opt_state=checked_init(optimizer, parts.params, parts.frozen),
             slots={},
             hparams={},
             key=as_rng(key, "State.create").key if isinstance(key, Tensor) else random.key(key),
@@ -201,7 +195,7 @@ class State(Leasable):
             # There is no loss yet; NaN keeps the structure the same before and after the first step.
             loss=torch.full((), torch.nan, dtype=context.loss_dtype),
         )
-        return state.with_hparams(collect(scalars, Hparam)).to(where)
+        return state.with_hparams(collect(scalars, Hparam)).to(device or next((t.device for t in tensors), "cpu"))
 
     # Reading
 
@@ -479,13 +473,13 @@ class State(Leasable):
         return self.clock.scheduled(schedule)
 
     def __repr__(self) -> str:
-        lease = self.lease
+        lease, moment = self.lease, describe_moment(self.static.timestamp)
         if lease is not None and not lease.is_live:
-            return f"State({self.model!r}, spent, {self.static.timestamp!r}, device={str(self.device)!r})"
+            return f"State({self.model!r}, spent, {moment}, device={str(self.device)!r})"
         size = sum(tensor.numel() for tensor in self.params.values())
         members = f"{len(self.key)} members, " if self.key.ndim > 1 else ""
         return (
-            f"State({members}{self.model!r}, {size:,} weights, {self.static.timestamp!r}, slots={list(self.slots)}, "
+            f"State({members}{self.model!r}, {size:,} weights, {moment}, slots={list(self.slots)}, "
             f"device={str(self.device)!r})"
         )
 

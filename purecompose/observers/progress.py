@@ -147,7 +147,8 @@ class Progress:
     def _finish(self, state: State) -> None:
         self._read(state)
         self._show(state, "trained")
-        self._print_line(state)
+        if not self._metrics:  # otherwise an evaluation follows, or has had its line
+            self._print_line(state)
         self.close()
 
     def _read(self, state: State) -> None:

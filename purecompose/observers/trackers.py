@@ -4,16 +4,23 @@ Each logs the numbers, texts and images of its records with the number of batche
 are logged separately: `loss/0`, `loss/1`, ... For another service, pass a sink to `Recorder`; see `Sink`.
 """
 
-import contextlib
-import importlib
 import os
-import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 from purecompose._support.checks import shown
-from purecompose.observers.recorder import Image, Monitor, Recorder
+from purecompose.observers.recorder import Monitor, Recorder
+from purecompose.observers.sinks import (
+    COMET,
+    NEPTUNE,
+    WANDB,
+    EventFiles,
+    MlflowRun,
+    Service,
+    ServiceRun,
+    library_of,
+    summary_writer,
+)
 from purecompose.time import TimeLike
 
 
@@ -54,7 +61,7 @@ class TensorBoard(Recorder):
     ) -> None:
         if (folder is None) == (writer is None):
             raise TypeError("TensorBoard: expected either a folder or writer=SummaryWriter(...)")
-        sink = _EventFiles(writer) if folder is None else _EventFiles(None, os.fspath(folder), _summary_writer())
+        sink = EventFiles(writer) if folder is None else EventFiles(None, os.fspath(folder), summary_writer())
         super().__init__(sink, every=every, monitors=monitors, **options)
 
 
@@ -92,27 +99,14 @@ class MLflow(Recorder):
         if client is not None and run_id is None:
             raise TypeError("MLflow: a client needs a run: pass run_id=client.create_run(...).info.run_id")
         super().__init__(
-            _MlflowRun(_library("mlflow", "MLflow"), run_id, client), every=every, monitors=monitors, **options
+            MlflowRun(library_of("mlflow", "MLflow"), run_id, client), every=every, monitors=monitors, **options
         )
 
 
-class _Service(NamedTuple):
-    """The functions that create, log to and finish a run with a service's Python library."""
-
-    library: str
-    """Name of the module, and of the extra that installs it."""
-    run_method: str
-    """Name of a method by which the library's runs are recognised."""
-    start: Callable[[Any, Mapping[str, Any]], Any]
-    """Function `(library, settings) -> run`."""
-    log: Callable[[Any, "_Values"], None]
-    finish: Callable[[Any], None]
-
-
 class _ServiceRecorder(Recorder):
-    """Base of the recorders of `_Service`s."""
+    """Base of the recorders of `Service`s."""
 
-    _service: ClassVar[_Service]
+    _service: ClassVar[Service]
 
     def __init__(
         self,
@@ -128,8 +122,8 @@ class _ServiceRecorder(Recorder):
             raise TypeError(f"{name}: expected a run, or settings to make one, not both")
         if run is not None and not hasattr(run, service.run_method):
             raise TypeError(f"{name}: expected a run of {service.library} or settings={{...}}, got {shown(run)}")
-        library = _library(service.library, name) if run is None else None
-        super().__init__(_ServiceRun(service, run, library, settings or {}), every=every, monitors=monitors, **options)
+        library = library_of(service.library, name) if run is None else None
+        super().__init__(ServiceRun(service, run, library, settings or {}), every=every, monitors=monitors, **options)
 
 
 class WandB(_ServiceRecorder):
@@ -156,13 +150,7 @@ class WandB(_ServiceRecorder):
             fit(step, state, data, observers=tracker)
     """
 
-    _service = _Service(
-        library="wandb",
-        run_method="log",
-        start=lambda wandb, settings: wandb.init(**settings),
-        log=lambda run, values: _log_to_wandb(run, values),
-        finish=lambda run: run.finish(),
-    )
+    _service = WANDB
 
 
 class Comet(_ServiceRecorder):
@@ -187,13 +175,7 @@ class Comet(_ServiceRecorder):
             fit(step, state, data, observers=tracker)
     """
 
-    _service = _Service(
-        library="comet_ml",
-        run_method="log_metrics",
-        start=lambda comet, settings: comet.start(**settings),
-        log=lambda run, values: _log_to_comet(run, values),
-        finish=lambda run: run.end(),
-    )
+    _service = COMET
 
 
 class Neptune(_ServiceRecorder):
@@ -218,188 +200,4 @@ class Neptune(_ServiceRecorder):
             fit(step, state, data, observers=tracker)
     """
 
-    _service = _Service(
-        library="neptune",
-        run_method="stop",
-        start=lambda neptune, settings: neptune.init_run(**settings),
-        log=lambda run, values: _log_to_neptune(run, values),
-        finish=lambda run: run.stop(),
-    )
-
-
-class _Values(NamedTuple):
-    """The values of a record, grouped by kind."""
-
-    step: int
-    numbers: dict[str, float]
-    texts: dict[str, str]
-    images: dict[str, Image]
-
-
-def _values_of(record: Mapping[str, Any]) -> _Values:
-    values = _Values(record["batch"], {}, {}, {})
-    for name, value in record.items():
-        if isinstance(value, list):
-            values.numbers.update({f"{name}/{member}": number for member, number in enumerate(value)})
-        elif isinstance(value, str):
-            values.texts[name] = value
-        elif isinstance(value, Image):
-            values.images[name] = value
-        elif name != "batch":
-            values.numbers[name] = value
-    return values
-
-
-def _log_to_wandb(run: Any, values: _Values) -> None:
-    images = {name: _library("wandb", "WandB").Image(image.pixels.numpy()) for name, image in values.images.items()}
-    run.log({**values.numbers, **values.texts, **images}, step=values.step)
-
-
-def _log_to_comet(run: Any, values: _Values) -> None:
-    run.log_metrics(values.numbers, step=values.step)
-    for name, text in values.texts.items():
-        run.log_text(text, step=values.step, metadata={"name": name})
-    for name, image in values.images.items():
-        run.log_image(image.pixels.numpy(), name=name, step=values.step)
-
-
-def _log_to_neptune(run: Any, values: _Values) -> None:
-    for name, value in {**values.numbers, **values.texts}.items():
-        run[name].append(value, step=values.step)
-    for name, image in values.images.items():
-        file = _library("neptune", "Neptune").types.File.as_image(image.pixels.numpy())
-        run[name].append(file, step=values.step)
-
-
-class _ServiceRun:
-    """The sink of a service, with a run, or with a library and settings to create one."""
-
-    def __init__(self, service: _Service, run: Any, library: Any, settings: Mapping[str, Any]) -> None:
-        self._service, self._run, self._library, self._settings = service, run, library, settings
-
-    def begin(self, batch: int) -> None:
-        del batch
-        if self._run is None:
-            self._run = self._service.start(self._library, self._settings)
-
-    def write(self, records: list[dict[str, Any]]) -> None:
-        self.begin(0)  # no-op if the run has already started
-        for record in records:
-            self._service.log(self._run, _values_of(record))
-
-    def close(self) -> None:
-        if self._library is not None and self._run is not None:
-            self._service.finish(self._run)
-            self._run = None
-
-
-class _EventFiles:
-    """The sink of TensorBoard, with a writer, or with a folder and a class to create one."""
-
-    def __init__(self, writer: Any, folder: str = "", make: Any = None) -> None:
-        self._writer, self._folder, self._make = writer, folder, make
-        self._batch = 0
-
-    def begin(self, batch: int) -> None:
-        self._batch = batch
-        if self._make is not None:
-            self.close()
-            self._ready()
-
-    def write(self, records: list[dict[str, Any]]) -> None:
-        writer = self._ready()
-        for values in map(_values_of, records):
-            for name, number in values.numbers.items():
-                writer.add_scalar(name, number, values.step)
-            for name, text in values.texts.items():
-                writer.add_text(name, text, values.step)
-            for name, image in values.images.items():
-                writer.add_image(name, image.pixels, values.step, dataformats="HWC")
-        getattr(writer, "flush", _nothing)()
-
-    def close(self) -> None:
-        if self._make is not None and self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def _ready(self) -> Any:
-        if self._writer is None:
-            # TensorBoard hides everything in the folder from this step on. A new run hides nothing.
-            self._writer = self._make(self._folder, purge_step=self._batch + 1 if self._batch else None)
-        return self._writer
-
-
-class _MlflowRun:
-    """The sink of MLflow. Its errors become OSErrors, so that records are sent again when the server is available."""
-
-    # Maximal number of metrics that the server accepts in one request.
-    most = 1000
-
-    def __init__(self, mlflow: Any, run_id: str | None, client: Any) -> None:
-        self._mlflow, self._run_id, self._client = mlflow, run_id, client
-        self._owns_run = False
-
-    def begin(self, batch: int) -> None:
-        del batch
-        with self._errors_as_os_errors():
-            self._client = self._client or self._mlflow.MlflowClient()
-            if self._run_id is None:
-                active = self._mlflow.active_run()
-                self._run_id = (active or self._mlflow.start_run()).info.run_id
-                self._owns_run = active is None
-
-    def write(self, records: list[dict[str, Any]]) -> None:
-        self.begin(0)  # no-op if the run has already started
-        now, client = int(1000 * time.time()), self._client
-        with self._errors_as_os_errors():
-            # Artifacts come first: if a write fails and is repeated, they are replaced, but metrics are added again.
-            for values in map(_values_of, records):
-                for name, text in values.texts.items():
-                    client.log_text(self._run_id, text, f"{_mlflow_name(name)}/ba{values.step:08d}.txt")
-                for name, image in values.images.items():
-                    path = f"{_mlflow_name(name)}/ba{values.step:08d}.png"
-                    client.log_image(self._run_id, image.pixels.numpy(), path)
-            metrics = [
-                self._mlflow.entities.Metric(_mlflow_name(name), float(number), now, values.step)
-                for values in map(_values_of, records)
-                for name, number in values.numbers.items()
-            ]
-            for start in range(0, len(metrics), self.most):
-                client.log_batch(self._run_id, metrics=metrics[start : start + self.most])
-
-    def close(self) -> None:
-        if self._owns_run:
-            self._mlflow.end_run()
-            self._run_id, self._owns_run = None, False
-
-    @contextlib.contextmanager
-    def _errors_as_os_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except self._mlflow.exceptions.MlflowException as error:
-            raise OSError(f"MLflow: {error}") from error
-
-
-def _mlflow_name(name: str) -> str:
-    return re.sub(r"[^/\w.\- ]", "_", name)
-
-
-def _summary_writer() -> Any:
-    for name in ("torch.utils.tensorboard", "tensorboardX"):
-        try:
-            return importlib.import_module(name).SummaryWriter
-        except ImportError:
-            continue
-    raise ImportError("TensorBoard needs tensorboard; install it with `pip install 'purecompose[tensorboard]'`")
-
-
-def _library(name: str, needed_by: str) -> Any:
-    """Return an optional library; an `ImportError` names the extra that installs it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(f"{needed_by} needs {name}; install it with `pip install 'purecompose[{name}]'`") from error
-
-
-def _nothing() -> None:
-    pass
+    _service = NEPTUNE

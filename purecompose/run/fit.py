@@ -6,27 +6,34 @@ A loop of fifteen lines could do the same: it reads batches, calls the step, and
 from __future__ import annotations
 
 import inspect
-import math
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from purecompose._support.checks import is_callable_with, shown
 from purecompose._support.keywords import check_keywords
 from purecompose._support.urls import naming_urls
 from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data.checks import check_batches
 from purecompose.data.identity import describe_data, differences
 from purecompose.data.loaders import SkippingWarning, own_order
 from purecompose.data.stream import StateStream
-from purecompose.run.evaluation import Evaluator, Observer, check_other_data
-from purecompose.run.outer import EpochData, Run
+from purecompose.run.arguments import (
+    as_evaluators,
+    as_observers,
+    as_watchers,
+    check_arguments,
+    check_checkpoints,
+    check_ends_together,
+    check_metrics,
+)
+from purecompose.run.evaluation import Evaluator, Observer
+from purecompose.run.outer import Run
 from purecompose.run.plateau import Adjuster
+from purecompose.run.reading import EpochData
 from purecompose.run.saving.checkpoint import restore_extra, saved_outside
 from purecompose.run.saving.errors import CheckpointWarning, MismatchError
 from purecompose.run.saving.extra import POSITION
@@ -40,7 +47,7 @@ from purecompose.time import Time, Timestamp
 from purecompose.time.event import Event
 
 
-__all__ = ["EpochData", "fit", "training"]
+__all__ = ["fit", "training"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,32 +73,25 @@ def _states(
     Args:
         defers_signals: True if no code of the caller runs between two batches; see `Run.states`.
     """
-    _check_arguments(step, state)
-    if not isinstance(data, StateStream):
-        check_batches(data, "fit: data")
-    if microbatches not in (None, "auto"):
-        raise ValueError(f"microbatches={microbatches!r}: expected 'auto'; a number is given to compose")
-    evaluators = _as_evaluators(evaluate)
-    stoppers = _members(stop, "stop", "begin", 'EarlyStopping("eval/loss")')
-    adjusters = _members(adjust, "adjust", "init", 'ReduceOnPlateau("eval/loss")')
-    observers = _as_observers(observers)
-    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
-        raise TypeError(f"checkpoints: expected Checkpoints(folder), got {shown(checkpoints)}")
+    check_arguments(step, state, data, microbatches, resume)
+    evaluators = as_evaluators(evaluate)
+    stoppers = as_watchers(stop, "stop", "begin", 'EarlyStopping("eval/loss")')
+    adjusters = as_watchers(adjust, "adjust", "init", 'ReduceOnPlateau("eval/loss")')
+    observers = as_observers(observers)
     if checkpoints is not None:
-        check_other_data(evaluators, data)
-    _check_metrics(state, step, evaluators, stoppers, adjusters, checkpoints)
+        check_checkpoints(checkpoints, evaluators, data)
+    check_metrics(state, step, evaluators, stoppers, adjusters, checkpoints)
     if state.context.precision == "fp16" and not any(Trait.SCALES_LOSS in a.traits for a in step.algorithms):
         warn("precision='fp16' without loss scaling: small gradients become 0; add algorithms.loss_scaling()")
     state, budget = start_of_run(step, state, data, stoppers, adjusters, duration)
     if step.ranks is not None:
-        _check_ends_together(budget, microbatches)
+        check_ends_together(budget, microbatches)
     keeper = None if checkpoints is None else Keeper(checkpoints)
     try:
         if keeper is not None:
             keeper.open(state, step)
-        with naming_urls(), nullcontext() if resume in (None, "auto") else fetched(resume) as given:
-            resumed = _resumed(keeper, state, step, given or resume, is_adaptive=microbatches is not None)
-            position = None if resumed is None else _restored(resumed, state, data, checkpoints)
+        is_adaptive = microbatches is not None
+        resumed, position = _resumed(keeper, state, step, data, resume, is_adaptive=is_adaptive)
         if resumed is not None:
             state = step.fire(Event.AFTER_LOAD, with_run(resumed.state, state.timestamp.run))
         elif state.timestamp.is_finished():
@@ -108,7 +108,7 @@ def _states(
             adjusters,
             keeper,
             budget,
-            is_adaptive=microbatches is not None,
+            is_adaptive=is_adaptive,
             memory={} if resumed is None else {"has_begun": resumed.index.batch > 0, **resumed.index.memory},
             metrics={} if resumed is None else resumed.index.metrics,
             position=position,
@@ -229,63 +229,27 @@ def _at_the_end(now: Timestamp) -> str:
     return f'{place}; give fit a longer duration, as in duration="{2 * reached}"'
 
 
-def _check_ends_together(budget: float, microbatches: str | None) -> None:
-    """Raise for settings with which one of several processes could continue or end without the others."""
-    if microbatches:
-        raise ValueError(
-            "microbatches='auto': one process that tries again would leave the others waiting; give a number"
-        )
-    if budget < math.inf:
-        raise ValueError(
-            f"duration={budget:g}s: processes that share their batches must end after the same one, and clocks differ; "
-            "give a number of batches or epochs"
-        )
-
-
 def _resumed(
-    keeper: Keeper | None, like: State, step: Any, how: Path | str | None, *, is_adaptive: bool
-) -> Resumed | None:
-    if how is None:
-        return None
-    if isinstance(how, Path):
-        return resumed_from(how, like, step, is_adaptive=is_adaptive)
-    if keeper is None:
-        raise ValueError("resume='auto' looks for checkpoints: say where, checkpoints=Checkpoints(folder)")
-    return resumed_from_newest(keeper.folder, like, step, is_adaptive=is_adaptive)
+    keeper: Keeper | None, like: State, step: Step, data: Any, resume: Path | str | None, *, is_adaptive: bool
+) -> tuple[Resumed | None, Any]:
+    """Return the checkpoint from which a run continues, with the position of its data, as far as they are known.
 
-
-def _check_metrics(
-    state: State,
-    step: Step,
-    evaluators: Iterable[Evaluator],
-    stoppers: Iterable[Stopper],
-    adjusters: Iterable[Adjuster],
-    checkpoints: Checkpoints | None,
-) -> None:
-    """Raise if a setting uses a metric that is not reported."""
-    known = [name for one in evaluators for name in one.reported]
-    wanted = {f"stop: {stopper.name.removeprefix('.')}": stopper.metric for stopper in stoppers}
-    wanted |= {f"adjust: {adjuster.name.removeprefix('.')}": adjuster.metric for adjuster in adjusters}
-    if checkpoints is not None and checkpoints.best is not None:
-        if state.key.ndim > 1:
-            raise ValueError("checkpoints: best: a population has no single best; keep=... counts the newest")
-        wanted["checkpoints: best"] = checkpoints.best
-    own = {"train", *(algorithm.name for algorithm in step.algorithms)}
-    for where, metric in wanted.items():
-        # The metrics that algorithms report are known only at the end of the first epoch.
-        may_be_own = where != "checkpoints: best" and metric.partition("/")[0] in own
-        if metric not in known and not may_be_own:
-            raise ValueError(f"{where}: no evaluator reports {metric!r}; there are {', '.join(known) or 'no metrics'}")
-
-
-def _restored(resumed: Resumed, like: State, data: Any, checkpoints: Checkpoints | None) -> Any:
-    """Put what the run keeps outside the state back in its place, and return the position of the data, if it is known.
-
-    Raises and warns if the checkpoint does not fit the run or its data.
+    Puts `Checkpoints.extra` back in its place. Raises and warns if the checkpoint does not fit the run or its data.
     """
-    _check_resumed(resumed, like, data)
-    restore_extra(None if checkpoints is None else checkpoints.extra, resumed.path, resumed.index)
-    return saved_outside(POSITION, resumed.path, resumed.index)
+    if resume is None:
+        return None, None
+    with naming_urls(), nullcontext() if resume == "auto" else fetched(resume) as given:
+        if given is not None:
+            resumed = resumed_from(given, like, step, is_adaptive=is_adaptive)
+        elif keeper is not None:
+            resumed = resumed_from_newest(keeper.folder, like, step, is_adaptive=is_adaptive)
+        else:
+            raise ValueError("resume='auto' looks for checkpoints: say where, checkpoints=Checkpoints(folder)")
+        if resumed is None:
+            return None, None
+        _check_resumed(resumed, like, data)
+        restore_extra(None if keeper is None else keeper.settings.extra, resumed.path, resumed.index)
+        return resumed, saved_outside(POSITION, resumed.path, resumed.index)
 
 
 def _check_resumed(resumed: Resumed, like: State, data: Any) -> None:
@@ -310,66 +274,3 @@ def _check_resumed(resumed: Resumed, like: State, data: Any) -> None:
     reason = own_order(data, has_position=POSITION in resumed.index.memory or now.batch_in_epoch > 0)
     if reason is not None and now.batch > 0:
         warn(f"continuing from batch {now.batch}: {reason}", SkippingWarning)
-
-
-def _check_arguments(step: Any, state: Any) -> None:
-    if not isinstance(step, Step) or not isinstance(state, State):
-        came = f"{type(step).__name__}, {type(state).__name__}"
-        raise TypeError(f"fit(step, state, data): expected a Step and a State, got {came}")
-    if not step.has_advance:
-        raise ValueError(
-            "fit: the step's program has no `advance`, so time would stand still and training never end; "
-            "put `advance` after `update` and before Event.BATCH_END, as loop_events does"
-        )
-
-
-def _members(given: Any, role: str, method: str, example: str) -> tuple[Any, ...]:
-    """Return one or several objects, which need a metric and a method of this name, as a tuple."""
-    if given is None:
-        return ()
-    members = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
-    for member in members:
-        if isinstance(member, type) or not (hasattr(member, "metric") and callable(getattr(member, method, None))):
-            raise TypeError(f"{role}: expected an object such as {example}, got {shown(member)}")
-    return members
-
-
-def _as_observers(given: Any) -> tuple[Observer, ...]:
-    given = () if given is None else given
-    observers: tuple[Any, ...] = (given,) if callable(given) or not isinstance(given, Iterable) else tuple(given)
-    for observer in observers:
-        if isinstance(observer, type):
-            raise TypeError(
-                f"observers: expected an observer, got the class {observer.__name__}: make one, "
-                f"{observer.__name__}(...)"
-            )
-        if not callable(observer):
-            raise TypeError(f"observers: expected functions (event, state) -> None, got {shown(observer)}")
-        if not is_callable_with(observer, 2):
-            raise TypeError(f"observers: {shown(observer)} cannot be called as observer(event, state)")
-    return observers
-
-
-def _as_evaluators(given: Any) -> tuple[Evaluator, ...]:
-    if given is None:
-        return ()
-    if isinstance(given, Evaluator):
-        return (given,)
-    # Test batches instead of an evaluator are a common slip. They are not iterated, which might load a whole data set.
-    members: Iterable[Any] = given if isinstance(given, (Collection, Iterator)) else (given,)
-    evaluators = []
-    for member in members:
-        if not isinstance(member, Evaluator):
-            came = type(given).__name__ if member is given else f"{type(member).__name__} in a {type(given).__name__}"
-            raise TypeError(
-                f"evaluate: expected Evaluator(data, metrics), or several, got {came}; "
-                "write evaluate=Evaluator(test_batches, {'accuracy': pc.metrics.accuracy})"
-            )
-        evaluators.append(member)
-    twice = [label for label, count in Counter(one.label for one in evaluators).items() if count > 1]
-    if twice:
-        raise ValueError(
-            f"evaluate: two evaluators are labelled {twice[0]!r}, so their metrics would be confused; give one "
-            "of them another label, as in Evaluator(validation_batches, metrics, label='validation')"
-        )
-    return tuple(evaluators)

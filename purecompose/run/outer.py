@@ -7,10 +7,10 @@ A run can be interrupted between any two batches, once everything that belongs t
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 from torch import Tensor
 
@@ -19,33 +19,21 @@ from purecompose._support.urls import with_urls
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.identity import describe_data
-from purecompose.data.loaders import epoch_batches
-from purecompose.data.position import PositionedBatches, position_at
-from purecompose.data.prefetch import prefetch
-from purecompose.data.stream import StateStream
-from purecompose.data.waiting import watched
 from purecompose.run.ending import CommonEnd
 from purecompose.run.evaluation import Evaluator, Observer, run_evaluator, tell
 from purecompose.run.microbatching import Adaptive
 from purecompose.run.plateau import Adjuster
+from purecompose.run.reading import EXHAUSTED, Position, check_exhausted, check_moved, reader
 from purecompose.run.saving.code import describe_code
 from purecompose.run.saving.keeping import Keeper, newest
 from purecompose.run.stopping import Stopper, is_over, seen
-from purecompose.time import RunLength, Time, Timestamp, TimeUnit
+from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.intervals import has_passed
 from purecompose.transforms.donation import SpentStateError
 
 
-__all__ = ["EpochData", "Run"]
-
-
-class EpochData(Protocol):
-    """Data with an order of their own, so that a run continues in the middle of an epoch without skipping batches."""
-
-    def epoch(self, key: Tensor, epoch: int, start: int, /) -> Iterable[Any]:
-        """Return the batches of an epoch from batch `start` on, in an order that depends on the run's key only."""
-        ...
+__all__ = ["Run"]
 
 
 @dataclass
@@ -74,7 +62,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.budget
-        self._position: _Position = lambda _: self.position  # of a run that is already over
+        self._position: Position = lambda _: self.position  # of a run that is already over
         self._evaluated: dict[int, int] = {}
         self._is_stopped = False
         self._metrics: dict[str, Any] = dict(self.metrics)
@@ -272,20 +260,20 @@ class Run:
             state = self._fire(Event.ITERATION_START, state)
         if start.batch_in_epoch == 0:
             state = self._fire(Event.EPOCH_START, state)
-        next_batch, self._position = _reader(self.data, state, self.position)
+        next_batch, self._position = reader(self.data, state, self.position)
         self.position = None
         while True:
             state = self._fire(Event.BEFORE_DATALOADER, state)
             batch = next_batch(state)
             before = state.timestamp
-            if batch is _EXHAUSTED:
-                _check_exhausted(before)
+            if batch is EXHAUSTED:
+                check_exhausted(before)
                 yield self._end_epoch(state.replace(timestamp=before.advance_epoch()), before)
                 return
             for see_batch in self._see_batch:
                 see_batch(state, batch)
             state = self._train(state, batch)
-            _check_moved(before, state.timestamp)
+            check_moved(before, state.timestamp)
             state = self._fire(Event.BATCH_END, state)
             state = self._evaluate(Event.BATCH_END, state, before)
             state = self._fire(Event.BATCH_CHECKPOINT, state)
@@ -324,67 +312,6 @@ def _begins_iteration(now: Timestamp) -> bool:
     length = now.run.iteration_length
     may_begin = now.batch_in_epoch == 0 or (length is not None and length.unit is TimeUnit.TOKEN)
     return may_begin and now.epoch_in_iteration == 0 and now.token_in_iteration == 0
-
-
-def _check_exhausted(now: Timestamp) -> None:
-    """Raise if the data end before the epoch does."""
-    if now.batch_in_epoch == 0:
-        raise ValueError(f"no batch came in epoch {now.epoch}: is the data empty, or an exhausted iterator?")
-    if now.run.batches_per_epoch is not None:
-        raise ValueError(
-            f"the data ended after {now.batch_in_epoch} batches of epoch {now.epoch}, but the state's "
-            f"batches_per_epoch is {now.run.batches_per_epoch}; leave it out, or give the number that comes"
-        )
-
-
-def _check_moved(before: Timestamp, now: Timestamp) -> None:
-    """Raise if the batch has none of the units that the run's length is counted in: the run would never end."""
-    run = now.run
-    if run.duration is None:
-        return
-    unit = run.duration.unit
-    if unit is TimeUnit.ITERATION and run.iteration_length is not None:
-        unit = run.iteration_length.unit
-    if unit is TimeUnit.TOKEN and now.token == before.token:
-        raise ValueError(
-            f"the run is counted in tokens ({_in_words(run)}), but batch {before.batch} has none: tokens are the "
-            "elements of a batch's 'input_ids'. Name the ids so, or give the duration in samples, batches or epochs"
-        )
-    if unit is TimeUnit.SAMPLE and now.sample == before.sample:
-        raise ValueError(
-            f"the run is counted in samples ({_in_words(run)}), but batch {before.batch} has none; leave empty "
-            "batches out of the data, or give the duration in batches or epochs"
-        )
-
-
-def _in_words(run: RunLength) -> str:
-    in_iterations = run.duration is not None and run.duration.unit is TimeUnit.ITERATION
-    return f"duration {run.duration}" + (f" of {run.iteration_length}" if in_iterations else "")
-
-
-_EXHAUSTED = object()
-_Position: TypeAlias = Callable[[Timestamp], Any]
-"""A function that returns the position of the data at the time of a state; `None` if it is not known."""
-
-
-def _reader(data: Any, start: State, position: Any) -> tuple[Callable[[State], Any], _Position]:
-    """Return a function that reads the epoch's next batch, and one that returns the position of the data.
-
-    The first is given the current state, and begins at the start's place. The batches are on the state's device; for a
-    GPU they are sent ahead. At the end it returns `_EXHAUSTED`.
-    """
-    if isinstance(data, StateStream):
-        return lambda state: next(prefetch([data.batch(state)], state.device)), lambda _: None
-    now = start.timestamp
-    # All members of a population train on the same batches, in the order of the first member.
-    key = start.key.reshape(-1, 2)[0]
-    batches = epoch_batches(data, key, now.epoch, now.batch_in_epoch, position)
-    positioned = batches if isinstance(batches, PositionedBatches) else None
-    # A batch read from an iterator is gone, and the next run must find the one that follows; a position is that after
-    # the batch that is trained: no reading ahead.
-    is_ordered = isinstance(data, Iterator) or positioned is not None
-    sent = prefetch(watched(batches, data), start.device, size=1 if is_ordered else 2)
-    return lambda _: next(sent, _EXHAUSTED), lambda at: None if positioned is None else position_at(positioned, now, at)
 
 
 def _counts_epochs(state: State) -> bool:

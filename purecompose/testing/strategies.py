@@ -400,6 +400,21 @@ def cases(
     """
     others = tuple(draw(st.lists(st.sampled_from(sorted(COMPANIONS)), unique=True, max_size=3)))
     task, batch_size = draw(st.sampled_from(list(tasks))), draw(_BATCH_SIZES)
+    return Case(
+        task=task,
+        batch_size=batch_size,
+        **draw(_spans(task, batch_size, algorithm)),
+        seed=draw(_SEEDS),
+        microbatches=draw(st.integers(1, 3)),
+        lr=draw(_RATES),
+        others=others,
+        place=draw(st.integers(0, len(others))),
+    )
+
+
+@st.composite
+def _spans(draw: st.DrawFn, task: Task, batch_size: int, algorithm: Algorithm | Subject | str | None) -> dict[str, int]:
+    """Generate the length of a case and its place in a run, as arguments of `Case`; see `cases`."""
     batches_per_epoch, epochs, num_batches = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     room = 2 * num_batches + 1
     if algorithm is None:
@@ -423,16 +438,4 @@ def cases(
         acting = [start for start in found.acting if start <= last] or found.acting
         start = draw(st.sampled_from(near if is_off else acting))
         num_batches = num_batches if start <= last else 1
-    return Case(
-        task=task,
-        seed=draw(_SEEDS),
-        batch_size=batch_size,
-        num_batches=num_batches,
-        start=start,
-        batches_per_epoch=batches_per_epoch,
-        epochs=epochs,
-        microbatches=draw(st.integers(1, 3)),
-        lr=draw(_RATES),
-        others=others,
-        place=draw(st.integers(0, len(others))),
-    )
+    return {"num_batches": num_batches, "start": start, "batches_per_epoch": batches_per_epoch, "epochs": epochs}

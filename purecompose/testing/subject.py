@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from purecompose._support import specs
+from purecompose._support.checks import shown
 from purecompose.algorithms import FACTORIES
 from purecompose.core.algorithm import Algorithm
 from purecompose.time.event import Event
@@ -46,7 +47,10 @@ class Subject(NamedTuple):
         if isinstance(given, Algorithm):
             return cls(given)
         if not isinstance(given, str):
-            raise TypeError(f"{given!r} is neither an Algorithm nor a text such as 'my_module:name' or 'mixup(0.2)'")
+            hint = f"; call it, as in {given.__name__}()" if inspect.isfunction(given) else ""
+            raise TypeError(
+                f"expected an Algorithm or a text such as 'my_module:name' or 'mixup(0.2)', got {shown(given)}{hint}"
+            )
         return cls(_imported(given) if ":" in given.partition("(")[0] else _shipped(given), given)
 
     @property

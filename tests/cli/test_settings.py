@@ -10,8 +10,9 @@ import pytest
 
 from purecompose import algorithms
 from purecompose.algorithms.recipes import recipe
-from purecompose.cli.settings import SETTINGS, UsageError, add_settings, chosen, command_of, with_arguments
+from purecompose.cli.settings import SETTINGS, UsageError, add_settings
 from purecompose.cli.setup import OPTIMIZERS, SCHEDULES
+from purecompose.cli.sources import chosen, command_of, with_arguments
 
 
 FACTORIES = {"algorithms": algorithms.FACTORIES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from purecompose import Event, compose, data, loop_events, losses, optim, random, to_module
 from purecompose.cli import load_run, main
-from purecompose.cli.settings import read_config
+from purecompose.cli.sources import read_config
 from purecompose.cli.telling import checksum as checksum_of
 from purecompose.core.state import State
 from purecompose.data import CharacterVocabulary

@@ -181,6 +181,7 @@ def test_algorithms_are_listed_in_groups(capsys) -> None:
         (["train", "--durration", "1ep"], "arguments: --durration 1ep; did you mean '--duration' or"),
         (["train", "somewhere"], "train: error: unrecognized arguments: somewhere"),
         (["train", "--bogus"], "train: error: unrecognized arguments: --bogus (--help shows the options)"),
+        (["train", "--epochs", "3"], "unrecognized arguments: --epochs 3; write --duration 3ep (--help"),
         (["train", "--ouut", "a"], "unrecognized arguments: --ouut a; did you mean '--out'? (--help"),
         (["algorithms", "nope"], "NAME: no algorithm is called 'nope'; known: alibi, "),
         (["algorithms", "mixpu"], "no algorithm is called 'mixpu'; did you mean 'mixup'?"),

@@ -636,7 +636,20 @@ def test_create_takes_a_seed_or_a_key_and_the_runs_length():
         state = step(state, batch(seed))
     assert state.timestamp.is_finished()
     assert (state.timestamp.batch, state.timestamp.epoch, state.timestamp.iteration) == (6, 2, 2)
-    assert repr(state).startswith("State(Model(Net, 7 parameters), 47 weights, Timestamp(")
+    assert repr(state).startswith("State(Model(Net, 7 parameters), 47 weights, at batch 6 (100.0% of the run), ")
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("parameters", r"it is not a module: to_module\(state\) returns one"),
+        ("epoch", "its time is state.timestamp.epoch"),
+        ("weights", r"its fields are params, buffers, .*, grads$"),
+    ],
+)
+def test_an_attribute_that_a_state_lacks_is_an_error_that_says_what_it_has(name, said):
+    with pytest.raises(AttributeError, match=f"^a state has no attribute '{name}'; {said}"):
+        getattr(start(), name)
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,20 @@ def test_an_algorithm_that_reads_what_is_not_there_yet_is_told_from_where_it_is(
     ]
 
 
+def test_a_slot_that_was_not_made_and_an_assignment_are_explained():
+    def assigning(state: State) -> State:
+        state.loss = torch.zeros(())  # pyright: ignore[reportAttributeAccessIssue]
+        return state
+
+    for change, said in (
+        (lambda state: state.replace(metrics={"mean": state.slots["early"]}), "it has no slot: match Event.INIT too"),
+        (assigning, "a state is immutable: return state.replace"),
+    ):
+        with pytest.raises((KeyError, AttributeError)) as caught:
+            compose(loop_events, [changing("early", Event.BATCH_END, change)])(make_state(), make_batch())
+        assert caught.value.__notes__[1].startswith(said)
+
+
 def test_without_init_events_no_init_is_needed():
     step, state = compose(loop_events, [noise()]), make_state()
     assert_same(step(state, make_batch()), step(step.init(state), make_batch()))

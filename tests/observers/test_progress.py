@@ -47,7 +47,7 @@ def test_a_run_that_ends_within_an_epoch_has_its_line_and_its_evaluation() -> No
     file = io.StringIO()
     run(Progress(file=file), "6ba")
     lines = file.getvalue().splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["4/6 ba", "6/6 ba", "6/6 ba"]
+    assert [line.split("  ")[0] for line in lines] == ["4/6 ba", "6/6 ba"]
 
 
 def test_a_run_that_was_at_its_end_has_no_line(tmp_path) -> None:

@@ -218,7 +218,7 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 
 def test_mlflow_gets_batches_of_metrics(mlflow: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("purecompose.observers.trackers._MlflowRun.most", 5)
+    monkeypatch.setattr("purecompose.observers.sinks.MlflowRun.most", 5)
     client = FakeClient()
     expected = run(MLflow("run-1", client=client))
     assert {run_id for run_id, _ in client.requests} == {"run-1"}

@@ -402,11 +402,13 @@ def test_a_metric_used_for_decisions_must_be_a_single_number(tmp_path, is_stop):
     [
         ({"observers": [History]}, r"^observers: .* got the class History: make one, History\(...\)"),
         ({"observers": 3}, r"^observers: .* got 3 \(int\)"),
+        ({"observers": "tensorboard"}, "^observers: .* got 'tensorboard'"),
         ({"observers": [object()]}, r"^observers: expected functions \(event, state\) -> None, got <object"),
         ({"observers": lambda state: None}, r"^observers: .*<lambda>.*cannot be called as observer\(event, state\)"),
         ({"stop": "eval/loss"}, r"^stop: expected an object such as EarlyStopping\(.*got 'eval/loss'"),
         ({"stop": [pc.EarlyStopping]}, "^stop: .* got <class"),
         ({"adjust": "eval/loss"}, r"^adjust: expected an object such as ReduceOnPlateau"),
+        ({"resume": True}, r"^resume: expected 'auto' or the path of a checkpoint, got True \(bool\)"),
         ({"checkpoints": "folder"}, r"^checkpoints: expected Checkpoints\(folder\), got 'folder'"),
     ],
 )

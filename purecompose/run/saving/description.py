@@ -13,7 +13,7 @@ from purecompose._support.version import __version__
 from purecompose.core.state import State
 from purecompose.nn.model import Model
 from purecompose.schedule import Hparam, collect
-from purecompose.transforms.data_parallel import undivided
+from purecompose.transforms.shared import undivided
 
 
 __all__ = [

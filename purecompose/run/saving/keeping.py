@@ -1,7 +1,6 @@
 """The checkpoints of a run: when they are written, and which are removed."""
 
 import contextlib
-import errno
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -19,8 +18,9 @@ from purecompose.run.saving.extra import EXTRA, POSITION, pack
 from purecompose.run.saving.leaves import leaves_of
 from purecompose.run.saving.remote import Mirror
 from purecompose.run.saving.resuming import Resumed
-from purecompose.run.saving.settings import Checkpoints, of_newest, rating_of, surplus, surplus_before
-from purecompose.run.saving.tensors import is_whole, library
+from purecompose.run.saving.room import Room, is_disk_full
+from purecompose.run.saving.settings import Checkpoints, rating_of, surplus
+from purecompose.run.saving.tensors import library
 from purecompose.run.saving.together import Writers, in_all, mirror_of, writers_of
 from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.intervals import has_passed
@@ -71,7 +71,7 @@ class Keeper:
         self._problems: list[str] = []
         self._failure: Exception | None = None
         self._failures: Counter[str] = Counter()
-        self._deadline: float | None = None
+        self._room = Room(settings)
         self._written_at: float = time.monotonic()
         self._last: tuple[Timestamp, Any] | None = None
         self._best: float | None = None
@@ -181,20 +181,25 @@ class Keeper:
             self.keep(state, *others)
             self.settle()
             self._decide()
-            if not self._is_any(_is_disk_full(self._failure)):
+            if not self._is_any(is_disk_full(self._failure)):
                 return
-            if not self._is_any(self._is_tidying and self._has_room_for(state.timestamp)):
+            now = state.timestamp
+            may_wait = not self._is_saved(now)
+            if not self._is_any(self._is_tidying and self._room.make(self.folder, now, may_wait=may_wait)):
                 return
 
     def report_missing(self, now: Timestamp) -> None:
         """Warn if the final state of a run is not in a checkpoint."""
-        if self._failure is not None and (self.written is None or self.written[1] != now):
+        if self._failure is not None and not self._is_saved(now):
             target = self.folder / disk.name_at(now)
             warn(
                 f"the last state of the run is in no checkpoint: {target} could not be "
                 f"written ({_cause(self._failure)}). fit returns the state; save it with purecompose.save(state, path)",
                 CheckpointWarning,
             )
+
+    def _is_saved(self, now: Timestamp) -> bool:
+        return self.written is not None and self.written[1] == now
 
     def settle(self) -> None:
         """Wait until everything so far is written."""
@@ -323,38 +328,6 @@ class Keeper:
         with contextlib.suppress(OSError):
             self._best = self._best_of(disk.all_in(self.folder)[0])  # a checkpoint that was not written does not count
 
-    def _has_room_for(self, now: Timestamp) -> bool:
-        """Make room on a full disk for the last checkpoint, or wait for it; return whether to try again."""
-        # If the state is already saved, and only new metrics are missing, there is no need to wait.
-        may_wait = self.written is None or self.written[1] != now
-        if self._make_room(now, self.settings) or (may_wait and self._wait_for_room()):
-            return True
-        # The newest state is worth more than older ones.
-        return may_wait and self._make_room(now, of_newest(self.settings))
-
-    def _make_room(self, now: Timestamp, settings: Checkpoints) -> bool:
-        """Remove the oldest checkpoint that a new one at this time makes superfluous; return whether there was one."""
-        with contextlib.suppress(OSError):
-            found = disk.all_in(self.folder)[0]
-            older = [one for one in found if one.index.batch < now.batch]
-            for one in reversed(surplus_before(older, settings)):
-                rest = [other for other in found if other is not one]
-                if any(is_whole(other.path, other.index) for other in rest):
-                    disk.remove(one.path)
-                    return not one.path.exists()
-        return False
-
-    def _wait_for_room(self) -> bool:
-        """Wait for space to be freed; return whether to try again."""
-        if self._deadline is None:
-            self._deadline = time.monotonic() + _WAITING_TIME
-            text = f"{self.folder}: the disk is full. Trying to write the last checkpoint for {_WAITING_TIME:g} s"
-            warn(f"{text}; free some space", CheckpointWarning)
-        if time.monotonic() >= self._deadline:
-            return False
-        time.sleep(_PAUSE)
-        return True
-
     def _best_of(self, found: Iterable[disk.Found]) -> float | None:
         ratings = [rating_of(one.index.metrics, self.settings) for one in found]
         return max((rating for rating in ratings if rating is not None), default=None)
@@ -389,14 +362,6 @@ class _Waiting(NamedTuple):
     future: Future[None]
     batch: int
     is_best: bool
-
-
-_WAITING_TIME, _PAUSE = 60.0, 2.0
-"""Seconds for which the last checkpoint waits for space on the disk, and seconds between two tries."""
-
-
-def _is_disk_full(error: Exception | None) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _cause(error: Exception) -> str:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from purecompose._support.functorch import is_transforming
 from purecompose.core.contract import Contract
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Purpose
-from purecompose.core.ranks import SHARED_PART
+from purecompose.core.shared_part import SHARED_PART
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source, Writes
 from purecompose.transforms.compilation.capture import explained, fake_mode, state_of
 from purecompose.transforms.compilation.plan_parts import CompiledPart, Values

@@ -1,13 +1,12 @@
 """`compile`: a step that runs as compiled graphs."""
 
-import sys
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_flag, check_whole, shown
+from purecompose._support.checks import shown
 from purecompose._support.device import arithmetic
 from purecompose._support.dynamo import called_by_dynamo, get_eval_frame_callback, without_dynamo
 from purecompose._support.functorch import is_transforming
@@ -15,12 +14,11 @@ from purecompose._support.keywords import suggests_keywords
 from purecompose.core.compose import WHY_UNTRACED, Prepared, Step
 from purecompose.core.context import Context
 from purecompose.core.state import NO_TEMPORARY, State
-from purecompose.time import Time, TimeUnit
-from purecompose.time.units import named_point
-from purecompose.transforms.compilation.backends import BACKENDS, MODES
+from purecompose.time import TimeUnit
 from purecompose.transforms.compilation.boundary import Boundary
 from purecompose.transforms.compilation.execution import Launch, execute
-from purecompose.transforms.compilation.graph_cache import GraphCache, Options, environment
+from purecompose.transforms.compilation.graph_cache import GraphCache, environment
+from purecompose.transforms.compilation.options import Options
 from purecompose.transforms.compilation.plan_parts import Entry, ExecutionPlan
 from purecompose.transforms.compilation.variants import Variants
 from purecompose.transforms.donation import LASTING, BufferLease, StateBuffers
@@ -103,44 +101,8 @@ def compile(  # noqa: A001
         raise TypeError("compile: the step is compiled already; compile(step.step, ...) compiles it again")
     if not isinstance(step, Step):
         raise TypeError(f"compile: expected a step, as compose(...) gives it, got {shown(step)}")
-    if mode not in MODES:
-        raise ValueError(f"compile: mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
-    if not isinstance(backend, str) and not callable(backend):
-        raise TypeError(f"compile: backend: expected a name or a function (graph, inputs) -> function, got {backend!r}")
-    if isinstance(backend, str) and backend not in BACKENDS and backend not in torch.compiler.list_backends(()):
-        known = ", ".join(dict.fromkeys([*BACKENDS, *torch.compiler.list_backends()]))
-        raise ValueError(f"compile: backend={backend!r}: expected one of {known}")
-    for flag, name in ((donate, "donate"), (fallback, "fallback"), (quiet, "quiet")):
-        check_flag(flag, f"compile: {name}")
-    if not isinstance(dynamic, bool) and dynamic != "all":
-        raise TypeError(f"compile: dynamic: expected True, False or 'all', got {shown(dynamic)}")
-    check_whole(max_variants, "compile: max_variants", 1)
-    check_whole(eager_below, "compile: eager_below", 0)
-    when = _checked_tiers(tiered, step, backend)
-    announce = None if quiet else _to_stderr
-    options = Options(donate, backend, mode, fallback, eager_below, dynamic, max_variants, when, announce)
-    return CompiledStep(step, options)
-
-
-def _checked_tiers(tiered: Any, step: Step, backend: Any) -> bool | Time:
-    """Return `tiered` with the time of the swap, if one is given."""
-    if tiered is False:
-        return False
-    if tiered is not True and not (isinstance(tiered, str) and tiered.startswith("at ")):
-        raise TypeError(f"compile: tiered: expected True, False or a fixed time such as 'at 500ba', got {tiered!r}")
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"compile: tiered={tiered!r}: only Inductor, backend='inductor', can compile in the background, since it "
-            f"keeps its results on disk; got backend={backend!r}"
-        )
-    if tiered is not True:
-        return named_point(tiered.removeprefix("at "), "compile: tiered")
-    if step.ranks is not None:
-        raise ValueError(
-            "compile: tiered=True: processes that share their batches would begin to run compiled at different ones, "
-            "and their weights would drift apart; give a fixed time, such as tiered='at 500ba'"
-        )
-    return True
+    options = Options(donate, backend, mode, fallback, eager_below, dynamic, max_variants, tiered, quiet)
+    return CompiledStep(step, options.checked(step))
 
 
 class CompiledStep(Step):
@@ -401,8 +363,3 @@ def _moments(step: Step, state: State, batch: Any) -> Iterator[Prepared]:
 
 _MOST_PLANS = 4096
 """Largest number of plans kept for states of one form."""
-
-
-def _to_stderr(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from purecompose import tree
 from purecompose._support.shards import is_shard
-from purecompose.core.means import has_mean
 from purecompose.core.operation import Carry, Operation, Purpose
-from purecompose.core.ranks import SHARED_PART, SharedPart, scaled, scaled_with_statistics
-from purecompose.core.state import State
+from purecompose.core.shared_part import SHARED_PART, SharedPart, scaled, scaled_with_statistics
 from purecompose.nn.gathering import GatheredOnUse
+from purecompose.transforms.rank_results import with_means
 from purecompose.transforms.sharding.gathering import Placing
 
 
@@ -45,7 +43,12 @@ def by_layer(body: Operation, placing: Placing, *, shares_statistics: bool) -> O
                 end = body(carry, purpose)
         finally:
             SHARED_PART.reset(token)
-        return end if end.state.grads is None else _averaged(state, end, part)
+        after = end.state
+        if after.grads is None:
+            return end
+        share, total, _ = part.weighed()
+        plain = {name: grad for name, grad in after.grads.items() if not is_shard(grad)}
+        return Carry(with_means(state, after, part.ranks, share, plain), end.used, total)
 
     return run
 
@@ -118,18 +121,3 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.run.summed(grads[0], ctx.shard), None
-
-
-def _averaged(before: State, end: Carry, part: SharedPart) -> Carry:
-    """Return the end of a slice with loss, metrics and gradients that are not divided averaged over processes."""
-    after, (share, total, _) = end.state, part.weighed()
-    new = {name: value for name, value in after.metrics.items() if value is not before.metrics.get(name)}
-    grads: dict[str, Tensor] = after.grads or {}
-    found = {
-        "metrics": {name: value for name, value in new.items() if has_mean(value)},
-        "grads": {name: grad for name, grad in grads.items() if not is_shard(grad)},
-    } | ({} if after.loss is None else {"loss": after.loss})
-    leaves, spec = tree.flatten(found)
-    means = tree.unflatten(spec, part.ranks.reduced(scaled(leaves, share), "sum"))
-    merged = {name: {**getattr(after, name), **means[name]} for name in ("metrics", "grads")}
-    return Carry(after.replace(**{**means, **merged}), end.used, total)

@@ -312,8 +312,8 @@ def test_on_a_full_disk_training_continues_and_older_checkpoints_are_kept(
 
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("purecompose.run.saving.keeping._WAITING_TIME", 0.05)
-    monkeypatch.setattr("purecompose.run.saving.keeping._PAUSE", 0.01)
+    monkeypatch.setattr("purecompose.run.saving.room._WAITING_TIME", 0.05)
+    monkeypatch.setattr("purecompose.run.saving.room._PAUSE", 0.01)
 
 
 def disk_with_room_for(num: int, folder: pathlib.Path) -> Any:
@@ -350,9 +350,9 @@ def test_older_checkpoints_make_room_for_the_last_one(
 
 @pytest.mark.usefixtures("no_waiting")
 def test_the_last_checkpoint_waits_for_room(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("purecompose.run.saving.keeping._WAITING_TIME", 60.0)
+    monkeypatch.setattr("purecompose.run.saving.room._WAITING_TIME", 60.0)
     monkeypatch.setattr(disk, "_sync", full)
-    monkeypatch.setattr("purecompose.run.saving.keeping.time.sleep", lambda seconds: monkeypatch.undo())
+    monkeypatch.setattr("purecompose.run.saving.room.time.sleep", lambda seconds: monkeypatch.undo())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False))

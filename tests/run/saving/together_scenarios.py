@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import purecompose as pc
 from purecompose import Event, State, Step, algorithms as alg, compose, loop_events, optim
-from purecompose.run.saving import folder as disk, keeping, resuming, together
+from purecompose.run.saving import folder as disk, keeping, resuming, room, together
 from tests.helpers import make_batch, make_batches, make_cnn, make_state
 from tests.transforms.parallel_scenarios import told
 
@@ -152,7 +152,7 @@ def failed_alone(mesh: Any, folder: Path) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for name, instead in writing.items():
-        with patch.object(disk, "write_tensors", instead), patch.object(keeping, "_PAUSE", 0.05):
+        with patch.object(disk, "write_tensors", instead), patch.object(room, "_PAUSE", 0.05):
             found[name] = outcome(functools.partial(run, mesh, folder / name, "3ba"))
     taking = failing(keeping.snapshot, last, odd, 1)
     with patch.object(keeping, "snapshot", taking):

@@ -15,7 +15,7 @@ from tests.helpers import changing
 
 
 # The package's attribute of this name is the function.
-LIBRARY = sys.modules["purecompose.transforms.compilation.graph_cache"]
+LIBRARY = sys.modules["purecompose.transforms.compilation.building"]
 
 
 def compiled(step: Step, **options: Any) -> CompiledStep:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import purecompose as pc
 from purecompose import Event, State, compose, loop_events, optim
 from purecompose.core import ranks as core_ranks
-from purecompose.transforms.compilation import graph_cache
+from purecompose.transforms.compilation import building
 from tests.helpers import changing, make_batch, make_batches, make_cnn, make_mlp, make_state
 from tests.transforms.parallel_scenarios import SCENARIOS, Scenario, run, told
 from tests.transforms.processes import errors_of
@@ -104,7 +104,7 @@ def of_all_sizes() -> list[list[dict[str, Tensor]]]:
 
 def failures() -> dict[str, Any]:
     """Return what happens in steps of which the last process fails to compile a part."""
-    is_last, original = dist.get_rank() == dist.get_world_size() - 1, graph_cache.compile_graph
+    is_last, original = dist.get_rank() == dist.get_world_size() - 1, building.compile_graph
 
     def compile_graph(*args: Any) -> Any:
         if is_last:
@@ -121,7 +121,7 @@ def failures() -> dict[str, Any]:
         composed = list(run(Scenario(lambda: [], batches=lambda: make_batches(3)), pc.data_parallel))
         return [str(one.message) for one in found], pc.tree.equal(states[-1].params, composed[-1].params)
 
-    graph_cache.compile_graph = compile_graph
+    building.compile_graph = compile_graph
     try:
         return {
             "at once": warned(fallback=True),
@@ -129,7 +129,7 @@ def failures() -> dict[str, Any]:
             **errors_of({"no fallback": lambda: _compiled([])(make_state(), make_batch())}),
         }
     finally:
-        graph_cache.compile_graph = original
+        building.compile_graph = original
 
 
 def tiered() -> dict[str, Any]:

@@ -352,7 +352,7 @@ INTERRUPTED = """
     fast = pc.compile(step, quiet=True)
     batch = torch.randn(8, 4), torch.randint(3, (8,))
 
-    graphs = sys.modules["purecompose.transforms.compilation.graph_cache"]
+    graphs = sys.modules["purecompose.transforms.compilation.building"]
     original = graphs.compile_graph
 
     is_over = threading.Event()

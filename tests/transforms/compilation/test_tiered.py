@@ -304,7 +304,7 @@ def test_a_step_that_is_dropped_ends_its_process(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(background, "_START", "import time; time.sleep(60)")
     step = tiered(compose(loop_events))
     step(make_state(), make_batch())
-    queue = step._graphs._background
+    queue = step._graphs._builder._background
     assert queue is not None and ends_soon(lambda: queue._process is not None)
     process = queue._process
     assert process is not None and process.poll() is None

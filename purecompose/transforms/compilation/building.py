@@ -1,0 +1,154 @@
+"""The building of a step's compiled parts: each is traced, and compiled here or in another process."""
+
+import contextlib
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from purecompose._support.warnings import warn
+from purecompose.core.compose import Step
+from purecompose.core.members import Members
+from purecompose.core.operation import Operation
+from purecompose.core.program import events_in
+from purecompose.core.ranks import noting_shares
+from purecompose.transforms.compilation.backends import compile_graph
+from purecompose.transforms.compilation.background import Background
+from purecompose.transforms.compilation.boundary import Boundary
+from purecompose.transforms.compilation.capture import Captured, capture
+from purecompose.transforms.compilation.chunks import in_chunks, of_chunk
+from purecompose.transforms.compilation.inductor import start_inductor
+from purecompose.transforms.compilation.messages import GraphForm
+from purecompose.transforms.compilation.options import Options
+from purecompose.transforms.compilation.ordering import write_early
+from purecompose.transforms.compilation.plan_parts import CompiledPart
+from purecompose.transforms.compilation.segments import Stretch
+from purecompose.transforms.compilation.sizes import can_open
+from purecompose.transforms.compilation.variants import Variant, too_many
+from purecompose.transforms.population import Stacked
+from purecompose.transforms.signature import Signature
+
+
+__all__ = ["Builder"]
+
+
+class Builder:
+    """The builder of a step's compiled parts.
+
+    Attributes:
+        variants: The parts that it has built, in order.
+    """
+
+    def __init__(self, step: Step, options: Options) -> None:
+        self.step, self.options = step, options
+        self.variants: list[Variant] = []
+        self._ranks = step.ranks
+        self._background = Background() if options.is_tiered and options.backend == "inductor" else None
+        if self._background is not None:
+            weakref.finalize(self, self._background.stop)
+
+    def part(self, stretch: Stretch, boundary: Boundary, is_last: bool, body: Operation | None = None) -> CompiledPart:
+        """Return the compiled graph of a stretch, or of a body within it.
+
+        Raises:
+            TraceError: It cannot be traced or compiled.
+            VariantLimitError: There would be more parts than `max_variants`.
+        """
+        if torch.is_anomaly_enabled():
+            warn(
+                "anomaly detection does not see into a compiled step: to find where a NaN comes from, run the step "
+                "that was given to pc.compile"
+            )
+        variant = Variant(stretch.segment, self._acting(stretch), _shapes(boundary.signatures["batch"]))
+        if len(self.variants) >= self.options.max_variants:
+            raise too_many(self.variants, variant, self.options.max_variants)
+        members, num_chunks = self._members(boundary)
+        part = self._build(variant, boundary, is_last, body or members.in_order(stretch.lowered), num_chunks)
+        self.variants.append(variant)
+        return part
+
+    def _build(
+        self, variant: Variant, boundary: Boundary, is_last: bool, body: Operation, num_chunks: int
+    ) -> CompiledPart:
+        options = self.options
+        options.announce(f"purecompose: compiling {variant.title} ...")
+        # A step whose time has come would only wait for the other process.
+        background = None if options.is_due(boundary.static.opened(later=False)) else self._background
+        if background is None and options.backend == "inductor":
+            with contextlib.suppress(ImportError, AttributeError, TypeError):  # reported by compile_graph
+                start_inductor(boundary.device)
+        captured, form = self._traced(variant, of_chunk(boundary, num_chunks), is_last, body)
+        whole, for_all = in_chunks(captured, boundary, num_chunks)
+        can_replay = options.mode == "reduce-overhead" and boundary.device.type == "cuda"
+        part = CompiledPart(
+            whole,
+            lambda: for_all(compile_graph(captured.graph, options.backend, options.mode)),
+            variant,
+            form=form,
+            awaited=None if background is None else background.submit(captured.graph, options.mode),
+            replays=can_replay and captured.sizes is None and form is None,
+        )
+        if background is None:
+            part.compile()
+            options.announce(f" {variant.nodes} operations, {variant.seconds:.1f} s\n")
+        else:
+            options.announce(f" {variant.nodes} operations, in the background\n")
+        return part
+
+    def _members(self, boundary: Boundary) -> tuple[Members, int]:
+        """Return the members whose operations are one graph, and the number of times that it is called.
+
+        It is called for each chunk of a population only on the CPU: kernels for GPUs assume aligned tensors.
+        """
+        members = self.step.members
+        if isinstance(members, Stacked) and boundary.device.type == "cpu" and not self.options.dynamic:
+            return members.in_chunks()
+        return members, 1
+
+    def _traced(
+        self, variant: Variant, boundary: Boundary, is_last: bool, body: Operation
+    ) -> tuple[Captured, GraphForm | None]:
+        """Return the graph of a body and its form, if several processes share the batch; describe it in its variant."""
+        start = time.perf_counter()
+        with noting_shares() as shares:
+            captured = self._captured(variant, boundary, is_last, body)
+        form = None
+        if self._ranks is not None:
+            write_early(captured.graph, ())
+            form = GraphForm.of(captured.graph.graph, variant.title, shares)
+        if captured.sizes is not None:
+            variant.batch = _words(captured.sizes.describe("batch", boundary.signatures["batch"]))
+        variant.trace_seconds = time.perf_counter() - start
+        variant.nodes = len(captured.graph.graph.nodes)
+        return captured, form
+
+    def _captured(self, variant: Variant, boundary: Boundary, is_last: bool, body: Operation) -> Captured:
+        dynamic = self.options.dynamic
+        if dynamic and can_open(boundary.signatures, is_all=dynamic == "all"):
+            try:
+                return capture(body, boundary, is_last=is_last, dynamic=dynamic)
+            except Exception as error:  # if a fixed size fails too, that error is raised
+                variant.why_fixed = f"{type(error).__name__}: {error}".splitlines()[0]
+        return capture(body, boundary, is_last=is_last)
+
+    def _acting(self, stretch: Stretch) -> tuple[str, ...]:
+        """Return the algorithms that act in a stretch, as `name at event`."""
+        nodes = dict.fromkeys(lowered.node for lowered in stretch.lowered)
+        events = [event for node in nodes for event in events_in([self.step.program[node]])]
+        here = {lowered.algorithm.name for lowered in stretch.lowered if lowered.algorithm is not None}
+        return tuple(
+            f"{algorithm.name} at {event}"
+            for event in events
+            for algorithm in self.step.matcher.matched(stretch.bits, event, self.step.algorithms)
+            if algorithm.name in here or event in self.step.differentiated
+        )
+
+
+def _shapes(batch: Signature) -> str:
+    return _words([spec.shape for spec in batch.specs])
+
+
+def _words(shapes: Iterable[Iterable[Any]]) -> str:
+    return " ".join("x".join(map(str, shape)) or "()" for shape in shapes)

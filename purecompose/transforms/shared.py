@@ -1,0 +1,189 @@
+"""`Shared`: the scope whose batch several processes share, and the programs that contain it."""
+
+import functools
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from purecompose._support.shards import is_shard
+from purecompose.core.again import repeatable
+from purecompose.core.compose import Step
+from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose, walk
+from purecompose.core.program import Program
+from purecompose.core.ranks import WATCHES, Ranks
+from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradients
+from purecompose.core.state import State
+from purecompose.transforms.rank_comparison import check_alike
+from purecompose.transforms.rank_parts import OnPart, check_part
+from purecompose.transforms.rank_timeouts import naming_late_ranks
+from purecompose.transforms.sharding.by_layer import by_layer
+from purecompose.transforms.sharding.gathering import Placing
+
+
+__all__ = ["Shared", "shared_program", "undivided"]
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Shared(Scope):
+    """Run the body, a `Microbatches`, on this process's part of the batch, and average the results of all processes.
+
+    Args:
+        body: The `Microbatches` whose batch is divided.
+        ranks: The processes; `None` if there is only one.
+        is_checked: True if they are known to have the same states and batches, and to send messages of one form.
+        placing: How parameters are divided among the processes; `None` if each has all.
+    """
+
+    body: Program
+    ranks: Ranks | None
+    is_checked: bool
+    placing: Placing | None
+
+    def __init__(
+        self, *body: Any, ranks: Ranks | None, is_checked: bool = False, placing: Placing | None = None
+    ) -> None:
+        # What the last comparison was of; nothing in it changes a result.
+        super().__init__(*body, ranks=ranks, is_checked=is_checked or ranks is None, placing=placing, _compared={})
+
+    def lower(self, place: Place) -> Sequence[Lowered]:
+        """Return the scope as one operation."""
+        ranks = self.ranks
+        if ranks is None:
+            return place.lower(self.body)
+        (inner,) = place._replace(is_shared=True).lower(self.body)
+        is_whole = not any((node.cut or place.cut).may_slice for node in self.body if isinstance(node, Microbatches))
+        wrt = [node.wrt for node in walk(self.body) if isinstance(node, Grad)]
+        build, placing = inner.with_slices, self.placing
+        assert build is not None, "what several processes share is cut into slices"
+        layers = placing if placing is not None and placing.is_by_layer else None
+
+        def with_slices(transform: Callable[[Operation], Operation]) -> Operation:
+            on_part = build(transform if layers is None else _layer_by_layer(transform, layers, is_whole))
+            shared = OnPart(
+                on_part,
+                ranks,
+                wrt,
+                is_checked=inner.sets_loss and layers is None,
+                is_whole=is_whole,
+                is_by_layer=layers is not None,
+            )
+            on_whole = on_part if layers is None else build(transform)
+            run = shared if placing is None else functools.partial(_run_placed, shared, on_whole, placing)
+            return repeatable(with_own_gradients(run), self.body, ranks)
+
+        lowered = inner._replace(run=with_slices(lambda body: body), with_slices=with_slices, until_loss=None)
+        if not is_whole or inner.until_loss is None:
+            return [lowered]
+        # A single slice is part of the graph around it, in which messages overlap with the backward pass.
+        check = functools.partial(check_part, inner.until_loss, ranks, placing)
+        return [lowered._replace(with_slices=None, check=check)]
+
+    def guard(self, step: Step, state: State, batch: Any, *, is_first: bool) -> AbstractContextManager[Any] | None:
+        """Return a context manager that reports ranks that do not answer and, once per epoch, compares all ranks."""
+        if self.ranks is None:
+            return None
+        return self._guarded(self.ranks, step, state, batch, is_first)
+
+    @contextmanager
+    def _guarded(self, ranks: Ranks, step: Step, state: State, batch: Any, is_first: bool) -> Iterator[None]:
+        now, compared = state.timestamp, vars(self)["_compared"]
+        is_known = compared.get("epoch") == now.epoch and compared["model"] is state.model
+        is_known = is_known and compared["batch"] <= now.batch
+        if not is_known or state.lease is None:  # reading the parameters of a compiled step's own state copies them
+            _check_placed(state, self.placing)
+        with naming_late_ranks(ranks, now.batch):
+            if not self.is_checked and not is_known:
+                check_alike(ranks, step, state, batch)
+            compared |= {"epoch": now.epoch, "model": state.model, "batch": now.batch}
+            token = WATCHES.set(is_first and not self.is_checked)
+            try:
+                yield
+            finally:
+                WATCHES.reset(token)
+
+    def describe(self, step: str) -> str:
+        """Return the printed form of a step whose program contains the scope."""
+        name = "data_parallel" if self.placing is None else "fully_sharded"
+        return f"{name}({step}, size={1 if self.ranks is None else self.ranks.size})"
+
+    def __repr__(self) -> str:
+        return f"Shared({', '.join(map(repr, self.body))}, size={1 if self.ranks is None else self.ranks.size})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise pickle.PicklingError(
+            "a data_parallel step cannot be pickled: it belongs to a process group. Pickle the step of one process, "
+            "and call data_parallel(step) in each process"
+        )
+
+
+def shared_program(
+    program: Program, ranks: Ranks | None, *, is_checked: bool = False, placing: Placing | None = None
+) -> Program:
+    """Return a program in which several processes share the batch of each `Microbatches`."""
+    if any(isinstance(node, Shared) for node in program):
+        raise ValueError("data_parallel: the step's batch is divided among processes already")
+    if any(isinstance(node, Grad) for node in program):
+        raise ValueError(
+            "data_parallel: a Grad in the program is not inside of Microbatches(...), which is what processes divide: "
+            "each would compute it for the whole batch. Put Microbatches around it"
+        )
+    if not any(isinstance(node, Microbatches) for node in program):
+        raise ValueError("data_parallel: the program has no Microbatches(...), so there is nothing to divide")
+    return tuple(
+        Shared(node, ranks=ranks, is_checked=is_checked, placing=placing) if isinstance(node, Microbatches) else node
+        for node in program
+    )
+
+
+def undivided(program: Program) -> Program:
+    """Return the program of one process, the inverse of `shared_program`."""
+    return tuple(inner for node in program for inner in (node.body if isinstance(node, Shared) else (node,)))
+
+
+def _layer_by_layer(
+    transform: Callable[[Operation], Operation], placing: Placing, is_whole: bool
+) -> Callable[[Operation], Operation]:
+    """Return a transform of bodies that makes them run layer by layer, and then transforms them."""
+    return lambda body: transform(by_layer(body, placing, shares_statistics=is_whole))
+
+
+def _run_placed(
+    shared: Callable[..., Carry], on_whole: Operation, placing: Placing, carry: Carry, purpose: Purpose
+) -> Carry:
+    """Run a part of a step on divided parameters; its gradients are divided like them.
+
+    Args:
+        shared: What several processes share.
+        on_whole: The same for whole parameters, in each process by itself.
+        placing: How parameters are divided.
+        carry: Input of the part.
+        purpose: The purpose of the run.
+    """
+    if purpose.sharing == "own":
+        raise ValueError(
+            "fully_sharded: the gradient of one process's part, at parameters of its own, needs parameters that differ "
+            "between processes: use data_parallel"
+        )
+    if placing.is_by_layer and purpose.sharing == "all":
+        return shared(carry, purpose)
+    params = carry.state.params
+    gathered = carry._replace(state=carry.state.replace(params=placing.gathered(params)))
+    if purpose.sharing == "none":
+        end = on_whole(gathered, purpose)
+    else:
+        end = shared(gathered, purpose, functools.partial(placing.sum_gradients, like=params))
+    return end._replace(state=end.state.replace(params=params))
+
+
+def _check_placed(state: State, placing: Placing | None) -> None:
+    """Raise a `ValueError` unless the state is divided among processes exactly if the step expects it."""
+    is_divided = any(map(is_shard, state.params.values()))
+    if is_divided and placing is None:
+        raise ValueError(
+            "data_parallel: each process holds only some rows of the state's parameters; fully_sharded(step, mesh) "
+            "takes such a state, and pc.whole(state) puts it together"
+        )
+    if placing is not None and not is_divided and any(param.ndim for param in state.params.values()):
+        raise ValueError("fully_sharded: the state is not divided among the processes: call pc.shard(state, mesh)")
