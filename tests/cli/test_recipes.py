@@ -25,7 +25,7 @@ def test_a_recipe_for_text_runs_with_its_optimizer_and_batch_size(
     book.write_text("abcdefgh" * 1000)
     given = ["train", "--recipe", "shakespeare-fast", "--data", str(book), "--model", "gpt(width=16, depth=1)"]
     assert main([*given, "--length", "16", "--duration", "3ba", "--out", str(tmp_path / "run")]) == 0
-    assert "in batches of 12" in capsys.readouterr().out
+    assert f"in batches of {recipe('shakespeare-fast').batch_size}" in capsys.readouterr().out
     config = (tmp_path / "run" / "config.toml").read_text()
     assert "recipe('shakespeare-fast')" in config and 'precision = "bf16"' in config
     assert main(["train", "--recipe", "shakespeare-fast", *NETWORK]) == 2
