@@ -88,7 +88,9 @@ def test_top_k_refuses_a_wrong_k_immediately(k):
         top_k(k)
 
 
-@pytest.mark.parametrize("metric", [accuracy, calibration_error(), dice(2), iou(2)], ids=repr)
+@pytest.mark.parametrize(
+    "metric", [accuracy, calibration_error(), dice(2), iou(2)], ids=["accuracy", "calibration_error", "dice", "iou"]
+)
 @pytest.mark.parametrize("shape", [(4, 1), (4, 1, 5, 5), (4,)], ids=str)
 def test_metrics_of_classes_refuse_one_logit_per_position(metric, shape):
     """As classes they would be perfect, whatever they are."""
