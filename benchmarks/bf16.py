@@ -5,7 +5,7 @@
 Writes two files. `bf16_operations.json` has the forward and the backward pass of single operations, bfloat16 over
 float32, from which `purecompose/nn/kernels.py` chooses how attention is computed under `precision="bf16"`. `bf16.json`
 has steps of a GPT of four blocks (12 x 64 tokens) and of ResNet-8 (64 images of 32x32) in both precisions, and in
-bfloat16 over the loop by hand under torch.compile and autocast.
+bfloat16 over a hand-written loop under torch.compile and autocast.
 """
 
 import functools

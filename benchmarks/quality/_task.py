@@ -54,7 +54,7 @@ class Task:
     """The range of the metric in pictures."""
     sides: Mapping[str, Side]
     tuning: Mapping[str, Sequence[Settings]]
-    """For each side, the settings to try in place of its own."""
+    """For each side, the settings to try; what they leave out is as in the runs to report."""
     is_lower_better: bool = False
     num_seeds: int = 5
     num_tuning_seeds: int = 1
@@ -67,7 +67,7 @@ class Task:
         return next((point for point in points if sign * point.value >= sign * self.target), None)
 
     def settings(self, side: str, precision: str, **other: Any) -> Settings:
-        """Return the settings of a side's runs in this precision, with others in place of its own."""
+        """Return the settings of a side's runs in this precision; `other` settings override its own."""
         return {"precision": precision, **self.sides[side].settings, **other}
 
 

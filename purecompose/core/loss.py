@@ -53,7 +53,7 @@ class _Holder(nn.Module):
 def joined(parts: Parts, loss: Any, net: nn.Module) -> tuple[Parts, Any, Model | None]:
     """Return a network's parts with the tensors of its loss, the loss without them, and the architecture of the loss.
 
-    There is no such architecture unless the loss is a module with parameters or buffers.
+    The last is `None` unless the loss is a module with parameters or buffers.
 
     Args:
         parts: The parts of the network.

@@ -12,7 +12,7 @@ __all__ = ["MAX_LENGTH", "short_attention"]
 
 MAX_LENGTH = 256
 """The greatest number of queries and of keys. Up to it products take 0.44 to 0.63 of the kernel's time in float32
-forward, and 0.33 to 0.37 backward (`benchmarks/bf16.py`, EPYC with avx512_bf16); with 512 they take as long."""
+forward, and 0.33 to 0.37 backward (`benchmarks/bf16.py`, EPYC with avx512_bf16)."""
 
 
 def short_attention(

@@ -69,11 +69,9 @@ class OnPart:
             after = after.replace(grads=None)
             names = [name for pattern in self.wrt for name in matching_params(state.context.trainable, pattern)]
             has_shared = self.is_whole and share.num_examples > 0 and state.model.skeleton(train=True).has_batch_norms
-            after = averaged(
-                *(state, after, own, names, _weight(share, terms), ranks),
-                dict if purpose.replaces_gradients else sum_gradients,
-                shares_statistics=has_shared,
-            )
+            sum_gradients = dict if purpose.replaces_gradients else sum_gradients
+            weight = _weight(share, terms)
+            after = averaged(state, after, own, names, weight, ranks, sum_gradients, shares_statistics=has_shared)
         if not purpose.is_again:
             if purpose.watch is not None:
                 warn_of_different_buffers(state, after, ranks)
