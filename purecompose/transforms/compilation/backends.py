@@ -14,7 +14,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, _guards, fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized, can_auto_functionalize
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.utils._pytree import tree_leaves
 
 from purecompose._support.memory import keep_freed_memory, return_freed_memory
 from purecompose.transforms.compilation.accumulation import accumulate_rows
@@ -200,7 +202,24 @@ class _AsTraced(fx.Interpreter):
 
     A decomposition may return other strides than the kernel (`cat` of one tensor that is not empty, torch 2.13), which
     later views, chosen for the kernel's strides, do not fit.
+
+    Custom operators that write into arguments run on copies, which are copied back: `functionalize` rejects them.
     """
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if not can_auto_functionalize(target) or any(result.alias_info for result in target._schema.returns):
+            return super().call_function(target, args, kwargs)
+        parameters = target._schema.arguments
+        names = [p.name for p in parameters]
+        given = {p.name: p.default_value for p in parameters} | dict(zip(names, args, strict=False)) | kwargs
+        written = [p.name for p in parameters if p.alias_info is not None and p.alias_info.is_write]
+        results = auto_functionalized(target, **given)
+        olds, news = (tree_leaves(part) for part in ([given[name] for name in written], results[-len(written) :]))
+        for old, new in zip(olds, news, strict=True):
+            if new is not None:  # an optional argument
+                old.copy_(new)
+        own = results[: -len(written)]
+        return own if len(target._schema.returns) > 1 else own[0]
 
     def run_node(self, n: fx.Node) -> Any:
         result, traced = super().run_node(n), n.meta.get("val")

@@ -86,6 +86,44 @@ def test_double_precision_numbers_are_kept_by_torch_compile(donate: bool) -> Non
     assert_runs_agree(step, fast, step.init(make_state()), make_batches(4))
 
 
+@torch.library.custom_op("tests::halve_", mutates_args={"x", "others"})
+def halve_(x: Tensor, others: list[Tensor], by: float = 0.5) -> Tensor:
+    """Scale tensors in place; return a sum from before."""
+    total = x.sum()
+    for one in (x, *others):
+        one.mul_(by)
+    return total
+
+
+halve_.register_fake(lambda x, others, by=0.5: x.new_empty(()))
+
+
+class Halving(torch.nn.Module):
+    """A network whose operator writes into a view of a buffer, into another one, and into a tensor of the pass."""
+
+    table: Tensor
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 3)
+        self.register_buffer("table", torch.ones(3, 2))
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        fresh = torch.ones(3)
+        total = halve_(self.table[:, 1], [self.scale, fresh])
+        halve_(self.table.T, [])
+        return self.linear(x) * self.scale * fresh + total + self.table.sum()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_operators_that_write_into_their_arguments_agree(backend: str, cache: None) -> None:
+    step, fast = made(backend=backend)
+    end = assert_runs_agree(step, fast, make_state(Halving()), make_batches(3))
+    assert end.buffers["table"].tolist() == [[2**-3, 2**-6]] * 3
+
+
 # Ctrl-C
 
 
