@@ -29,6 +29,7 @@ from purecompose.data.checks import check_batches
 from purecompose.data.loaders import own_order
 from purecompose.data.stream import StateStream
 from purecompose.run.evaluation import Evaluator
+from purecompose.run.stopping import mode_of
 
 
 __all__ = ["ablate"]
@@ -128,6 +129,7 @@ def ablate(
     names = list(chosen)
     subsets = subsets_of(names, design, budget)
     metric = evaluate.reported[0] if metric is None else metric
+    better = mode_of(metric, None, [evaluate])
     trainer = Trainer(make_step, state, data, evaluate, metric, chosen, None if folder is None else Path(folder))
     results = Results.opened(trainer, numbers[0])
     tell = report or (lambda _: None)
@@ -147,8 +149,8 @@ def ablate(
         )
         for name, subset in cells.items()
     }
-    effects = effects_of(comparisons(names, subsets, design), found, metric, confidence, resolution)
-    ablation = Ablation(metric, confidence, resolution, numbers, tuple(found.values()), effects, trainer.folder)
+    effects = effects_of(comparisons(names, subsets, design), found, better, confidence, resolution)
+    ablation = Ablation(metric, confidence, resolution, numbers, tuple(found.values()), effects, better, trainer.folder)
     results.finish(str(ablation))
     return ablation
 

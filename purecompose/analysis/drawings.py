@@ -9,7 +9,6 @@ from typing import Any
 from purecompose._support.checks import check_flag
 from purecompose.analysis.effects import Ablation, Effect
 from purecompose.analysis.rates import LearningRateRange
-from purecompose.losses.metrics import is_lower_better
 from purecompose.records.theme import DARK, LIGHT, Theme
 from purecompose.run.saving.folder import written
 
@@ -53,7 +52,7 @@ def draw_ablation(ablation: Ablation, path: str | os.PathLike[str], *, dark: boo
     for i, one in enumerate(shown):
         _draw_effect(axes, one, theme, None if is_timed else i)
     axes.axhline(0, color=theme.faint, linewidth=0.8)
-    better = "lower is better" if is_lower_better(ablation.metric) else "higher is better"
+    better = "lower is better" if ablation.mode == "min" else "higher is better"
     axes.set_ylabel(f"change of {ablation.metric} ({better})", color=theme.text, fontsize=9)
     if is_timed:
         from matplotlib.ticker import PercentFormatter

@@ -11,7 +11,6 @@ import torch
 from purecompose._support.table import table
 from purecompose.analysis.intervals import MOST_SEEDS, Interval, fewest_seeds, seeds_needed, simultaneous_intervals
 from purecompose.analysis.subsets import Pairs
-from purecompose.losses.metrics import is_lower_better
 
 
 __all__ = ["Ablation", "Cell", "Effect", "effects_of"]
@@ -72,6 +71,7 @@ class Ablation:
         seeds: The seeds.
         cells: The trained subsets.
         effects: The effect of each method, in the order given.
+        mode: "min" if lower values of the metric are better, "max" if higher ones are.
         folder: The folder of the runs, if they were kept.
     """
 
@@ -81,12 +81,13 @@ class Ablation:
     seeds: tuple[int, ...]
     cells: tuple[Cell, ...]
     effects: tuple[Effect, ...]
+    mode: str
     folder: Path | None = None
 
     def __str__(self) -> str:
         rows = [_row(effect, self) for effect in self.effects]
         head = ["method", "with", "without", "difference", "interval", "step time", "verdict"]
-        lower = " (lower is better)" if is_lower_better(self.metric) else ""
+        lower = " (lower is better)" if self.mode == "min" else ""
         lines = [
             f"{self.metric}{lower} of {len(self.cells)} subsets of {len(self.effects)} methods, "
             f"{len(self.seeds)} seeds each; simultaneous {self.confidence:.0%} intervals",
@@ -99,11 +100,11 @@ class Ablation:
 def effects_of(
     compared: Sequence[Pairs],
     cells: Mapping[frozenset[str], Cell],
-    metric: str,
+    mode: str,
     confidence: float,
     resolution: float | None,
 ) -> tuple[Effect, ...]:
-    """Return the effect of each method, from the results of the cells."""
+    """Return the effect of each method on a metric of this mode, from the results of the cells."""
     num_seeds = len(next(iter(cells.values())).values)
     rows = {one.method: _differences(one, cells) for one in compared}
     finite = [name for name, row in rows.items() if all(map(math.isfinite, row))]
@@ -122,7 +123,7 @@ def effects_of(
                 interval,
                 slowdowns.get(one.method),
                 needed,
-                _verdict(interval, needed, resolution, is_lower_better(metric)),
+                _verdict(interval, needed, resolution, mode),
             )
         )
     return tuple(found)
@@ -154,13 +155,13 @@ def _slowdowns(
     }
 
 
-def _verdict(interval: Interval | None, needed: int, resolution: float | None, lower_is_better: bool) -> str:
+def _verdict(interval: Interval | None, needed: int, resolution: float | None, mode: str) -> str:
     if interval is None:
         return "not finite"
     if interval.is_within(resolution):
         return "no difference"
     if interval.is_decided:
-        return "better" if (interval.mean < 0) == lower_is_better else "worse"
+        return "better" if (interval.mean < 0) == (mode == "min") else "worse"
     return "undecided" if needed else "no difference"
 
 

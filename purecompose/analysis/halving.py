@@ -24,8 +24,7 @@ from torch import Tensor
 from purecompose import random, tree
 from purecompose._support.checks import check_number, check_whole
 from purecompose.core.state import State
-from purecompose.losses.metrics import is_lower_better
-from purecompose.run.stopping import check_metric
+from purecompose.run.stopping import check_metric, mode_of
 from purecompose.time import Time, TimeUnit
 
 
@@ -49,15 +48,15 @@ class SuccessiveHalving:
         keep: Fraction of the settings that survive each rung, in (0, 1).
         spread: Largest factor by which a value of a replacement differs at the first rung, at least 1.
         seeds: Number of members of each setting.
-        mode: "min" if lower values are better, "max" if higher ones are; by default by the metric's name.
+        mode: "min" if lower values are better, "max" if higher ones are; by default as for `EarlyStopping`.
 
     Raises:
         TypeError, ValueError: An argument has the wrong kind or is out of range. In `init`: the state is not a
             population's, lacks an hparam, or its members cannot be divided by `seeds`.
 
     Example:
-        >>> SuccessiveHalving("eval/loss", ("lr",), ("0.25dur", "0.5dur")).mode
-        'min'
+        >>> SuccessiveHalving("eval/loss", ("lr",), ("0.25dur", "0.5dur")).name
+        '.successive_halving(eval/loss)'
     """
 
     metric: str
@@ -83,7 +82,6 @@ class SuccessiveHalving:
         check_whole(self.seeds, f"{where}: seeds", 1)
         object.__setattr__(self, "rungs", times)
         object.__setattr__(self, "names", tuple(self.names))
-        object.__setattr__(self, "mode", self.mode or ("min" if is_lower_better(self.metric) else "max"))
 
     @property
     def name(self) -> str:
@@ -147,7 +145,7 @@ class SuccessiveHalving:
     def _ranked(self, found: Tensor) -> tuple[Tensor, Tensor]:
         """Return for each member the one that it continues from, and whether it was eliminated."""
         means = found.reshape(-1, self.seeds).mean(1)
-        badness = (means if self.mode == "min" else -means).nan_to_num(math.inf, posinf=math.inf)
+        badness = (means if mode_of(self.metric, self.mode) == "min" else -means).nan_to_num(math.inf, posinf=math.inf)
         order = badness.argsort(stable=True)
         num_kept = max(1, min(math.ceil(self.keep * len(means)), len(means) - 1))
         sources = torch.arange(len(means), device=found.device)

@@ -19,12 +19,12 @@ from purecompose.analysis.halving import SuccessiveHalving
 from purecompose.analysis.rates import with_named_rate
 from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single
-from purecompose.losses.metrics import is_lower_better
 from purecompose.observers import History
 from purecompose.records import RunFolder, read_run
 from purecompose.records.layout import CONFIG
 from purecompose.run.evaluation import Evaluator, Observer
 from purecompose.run.fit import fit
+from purecompose.run.stopping import mode_of
 from purecompose.transforms.compilation import CompiledStep, compile
 
 
@@ -142,6 +142,7 @@ def sweep(
     check_whole(seeds, "sweep: seeds", 1)
     check_flag(compiled, "sweep: compiled")
     metric = metric or evaluate.reported[0]
+    mode = mode_of(metric, None, [evaluate])
     settings = _checked_settings(values)
     names = tuple(settings[0])
     state = step.init(with_named_rate(state, keeps_schedule=True) if "lr" in names else state)
@@ -155,7 +156,7 @@ def sweep(
     if compiled and not isinstance(step, CompiledStep):
         step = compile(step)
     together, start, batches, evaluator = population_of(step, members, data, evaluate, chunk_size)
-    halving = SuccessiveHalving(metric, names, tuple(rungs), keep, spread, seeds) if rungs else None
+    halving = SuccessiveHalving(metric, names, tuple(rungs), keep, spread, seeds, mode) if rungs else None
     history = History()
     watching: list[Any] = [history, *([observers] if callable(observers) else observers)]
     options: dict[str, Any] = {"evaluate": evaluator, "adjust": () if halving is None else halving}
@@ -170,7 +171,7 @@ def sweep(
             kept = {"checkpoints": run.checkpoints(every="0.1dur", keep=1), "resume": run.resume}
             end = fit(together, start, batches, observers=[*watching, run.observer], **options, **kept)
     found = history.series(metric)[1][-1]
-    return _ranked(metric, names, found, end, halving, seeds)
+    return _ranked(metric, mode, names, found, end, halving, seeds)
 
 
 def _check_settings(folder: Path, config: Mapping[str, Any]) -> None:
@@ -229,7 +230,13 @@ def _checked_settings(values: Any) -> list[dict[str, float]]:
 
 
 def _ranked(
-    metric: str, names: tuple[str, ...], found: Any, end: State, halving: SuccessiveHalving | None, seeds: int
+    metric: str,
+    mode: str,
+    names: tuple[str, ...],
+    found: Any,
+    end: State,
+    halving: SuccessiveHalving | None,
+    seeds: int,
 ) -> Sweep:
     """Return the trials of a finished population, the best first."""
     by_setting = [tuple(found[i : i + seeds]) for i in range(0, len(found), seeds)]
@@ -239,7 +246,7 @@ def _ranked(
         Trial(values[i], statistics.fmean(one), one, _earlier(halving, memory, i * seeds))
         for i, one in enumerate(by_setting)
     ]
-    sign = 1 if is_lower_better(metric) else -1
+    sign = 1 if mode == "min" else -1
 
     def badness(trial: Trial) -> float:
         return sign * trial.metric if math.isfinite(trial.metric) else math.inf

@@ -56,7 +56,7 @@ class Kind(NamedTuple):
 
     def rating(self, value: float) -> float:
         """Return a value of the metric `decides` as a number that is greater for better values."""
-        return -value if metrics.is_lower_better(self.decides) else value
+        return -value if metrics.is_lower_better(self.decides, self.metrics.get(self.decides)) else value
 
 
 IMAGES = Kind("images", None, None, {"accuracy": metrics.accuracy}, decides="accuracy")

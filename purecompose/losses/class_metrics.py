@@ -67,7 +67,7 @@ def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
             hits = (outputs.topk(k, dim=1).indices == classes.unsqueeze(1)).any(dim=1)
         return Mean(acc.total + (hits & counted).sum(), acc.number + counted.sum())
 
-    return _of_classes(Metric(init, update, Mean.value, is_sum=True), ignore_index)
+    return _of_classes(Metric(init, update, Mean.value, is_sum=True, higher_is_better=True), ignore_index)
 
 
 def dice(num_classes: int, *, ignore_index: int | None = None) -> Metric:
@@ -157,7 +157,7 @@ def calibration_error(num_bins: int = 15, *, ignore_index: int | None = None) ->
     def compute(acc: CalibrationGaps) -> Tensor:
         return acc.totals.abs().sum() / acc.number
 
-    return _of_classes(Metric(init, update, compute, is_sum=True), ignore_index)
+    return _of_classes(Metric(init, update, compute, is_sum=True, higher_is_better=False), ignore_index)
 
 
 def _of_classes(metric: Metric, ignore_index: int | None) -> Metric:
@@ -195,7 +195,10 @@ def _overlap(
         both, sizes = (part.flatten(0, -2).sum(0) for part in (found & wanted, found.long() + wanted.long()))
         return acc[0] + both, acc[1] + sizes
 
-    return _of_classes(Metric(init, update, lambda acc: score(*acc).nanmean(), is_sum=True), ignore_index)
+    def compute(acc: tuple[Tensor, Tensor]) -> Tensor:
+        return score(*acc).nanmean()
+
+    return _of_classes(Metric(init, update, compute, is_sum=True, higher_is_better=True), ignore_index)
 
 
 def _classes(name: str, outputs: Any, targets: Any, ignore_index: int) -> tuple[Tensor, Tensor]:

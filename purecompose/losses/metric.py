@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -70,6 +69,8 @@ class Metric(NamedTuple):
     is_sum: bool = False
     """True if accumulators add up: that of two batches is the sum, number by number, of what each adds to an empty one.
     Several processes then measure a part each; otherwise each measures everything."""
+    higher_is_better: bool | None = None
+    """Whether higher values are better, for rules that stop, keep or rank; `None` if it is not known."""
 
 
 class Mean(NamedTuple):
@@ -154,30 +155,23 @@ def read_by(metric: Metric, state: Any) -> Any:
     return state.batch if targets is None else targets
 
 
-def is_lower_better(name: str) -> bool:
-    """Return whether lower values of a metric are better, judged by its name.
+def is_lower_better(name: str, metric: Metric | None = None) -> bool | None:
+    """Return whether lower values of a metric are better; `None` if this is not known.
 
-    They are for losses, errors, perplexities, distances and likewise words anywhere in the name, and for common
-    abbreviations of them as one of its words: MAE, MSE, RMSE, NLL, BCE, KL, ECE, WER, CER, FID, PPL and others.
+    A metric declares it by `higher_is_better`, as those of this module and of torchmetrics do. Without a declaration
+    the name decides if it is "loss", "error" or "accuracy".
 
     Args:
-        name: Name of a metric, with or without a label before it.
+        name: Name of the metric, with or without a label before it.
+        metric: The metric, if it is at hand.
 
     Example:
-        >>> is_lower_better("eval/loss"), is_lower_better("eval/rmse"), is_lower_better("eval/accuracy")
-        (True, True, False)
+        >>> is_lower_better("eval/loss"), is_lower_better("eval/accuracy"), is_lower_better("eval/rmse")
+        (True, False, None)
     """
-    name = name.lower()
-    return bool(_LOWER.search(name)) or not _LOWER_ABBREVIATIONS.isdisjoint(re.split("[^a-z]+", name))
-
-
-_LOWER = re.compile(
-    "loss|error|perplexity|cross_?entropy|divergence|distance|deviation|regret|brier|hausdorff|bits_per|neg(ative)?_log"
-)
-_LOWER_ABBREVIATIONS = frozenset(
-    "mae mse rmse nmse nrmse msle rmsle mape smape nll bce ce kl kld ece mce ace ppl bpb bpc bpd wer cer eer fpr fnr "
-    "fid kid fvd lpips epe crps err".split()
-)
+    if metric is not None and metric.higher_is_better is not None:
+        return not metric.higher_is_better
+    return {"loss": True, "error": True, "accuracy": False}.get(name.rpartition("/")[2])
 
 
 def init_mean(device: Device = None) -> Mean:

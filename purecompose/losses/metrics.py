@@ -70,7 +70,8 @@ def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
         3.0
     """
     if loss_fn is None:
-        return Metric(lambda device=None: {}, _with_parts, _values, takes_count=True, takes_loss=True, is_sum=True)
+        own = {"takes_count": True, "takes_loss": True, "is_sum": True, "higher_is_better": False}
+        return Metric(lambda device=None: {}, _with_parts, _values, **own)
     check_loss(loss_fn)
     if isinstance(loss_fn, torch.nn.Module) and any(True for _ in loss_fn.parameters()):
         raise ValueError(
@@ -84,7 +85,8 @@ def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
 
     # A model's own loss does not read targets, but it counts the labels in the batch.
     reads_batch, takes_logits = isinstance(loss_fn, ModelLoss), isinstance(loss_fn, CrossEntropy)
-    return Metric(init_mean, update, Mean.value, reads_batch, takes_logits, takes_count=True, is_sum=True)
+    own = {"takes_count": True, "is_sum": True, "higher_is_better": False}
+    return Metric(init_mean, update, Mean.value, reads_batch, takes_logits, **own)
 
 
 def perplexity(loss_fn: Callable[..., Tensor] | None = None) -> Metric:
@@ -113,7 +115,7 @@ def perplexity(loss_fn: Callable[..., Tensor] | None = None) -> Metric:
     return mean._replace(compute=lambda acc: Mean.value(acc).exp())
 
 
-def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
+def from_function(fn: Callable[[Any, Any], Tensor], *, higher_is_better: bool | None = None) -> Metric:
     """Return a metric for the mean over examples of a plain function of (outputs, targets).
 
     The function returns a value for each example, (N,) or (N, ...), averaged over the other dims; or a 0-d mean
@@ -121,6 +123,7 @@ def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
 
     Args:
         fn: A function of (outputs, targets).
+        higher_is_better: Whether higher values are better, if a rule is to stop, keep or rank by them.
 
     Raises:
         TypeError: `fn` is not callable, or it does not return a tensor.
@@ -148,7 +151,8 @@ def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
         rows = values.flatten(1).mean(1).sum() if values.ndim > 1 else values.sum()
         return Mean(acc.total + (rows if values.ndim else values * count), acc.number + count)
 
-    return Metric(init_mean, update, Mean.value, takes_count=True, takes_ignore_index=True, is_sum=True)
+    own = {"takes_count": True, "takes_ignore_index": True, "is_sum": True, "higher_is_better": higher_is_better}
+    return Metric(init_mean, update, Mean.value, **own)
 
 
 def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
@@ -235,7 +239,8 @@ def from_torchmetrics(metric: Any) -> Metric:
 
     reductions = getattr(blank, "_reductions", {"": None}).values()
     is_sum = all(getattr(reduction, "__name__", "") == "dim_zero_sum" for reduction in reductions)
-    return Metric(init, update, compute, takes_ignore_index=True, is_sum=is_sum)
+    higher = blank.higher_is_better
+    return Metric(init, update, compute, takes_ignore_index=True, is_sum=is_sum, higher_is_better=higher)
 
 
 def _with_parts(

@@ -56,9 +56,9 @@ def remark(panel: Panel, num_runs: int) -> tuple[str, bool]:
     words += _value(panel, spread([series.last]).median[0])
     # The best value of single training batches would only be luck, so it is reported for evaluations only.
     if panel.kind == "metric" and len(series.y) > 1 and not series.column.startswith("train/"):
-        values = spread(series.y).median
-        best = min(values) if is_lower_better(panel.title) else max(values)
-        words += f", best {_value(panel, best)}"
+        is_lower = is_lower_better(panel.title)
+        if is_lower is not None:
+            words += f", best {_value(panel, (min if is_lower else max)(spread(series.y).median))}"
     return words, False
 
 

@@ -9,6 +9,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -42,7 +43,7 @@ from purecompose.run.saving.keeping import Keeper
 from purecompose.run.saving.resuming import Resumed, resumed_from, resumed_from_newest
 from purecompose.run.saving.settings import Checkpoints
 from purecompose.run.start import evaluation_step, start_of_run, with_run
-from purecompose.run.stopping import Stopper
+from purecompose.run.stopping import Stopper, mode_of, with_modes
 from purecompose.time import Time, Timestamp
 from purecompose.time.event import Event
 
@@ -81,6 +82,9 @@ def _states(
     if checkpoints is not None:
         check_checkpoints(checkpoints, evaluators, data)
     check_metrics(state, step, evaluators, stoppers, adjusters, checkpoints)
+    stoppers, adjusters = with_modes(stoppers, evaluators), with_modes(adjusters, evaluators)
+    if checkpoints is not None and checkpoints.best is not None:
+        checkpoints = replace(checkpoints, mode=mode_of(checkpoints.best, checkpoints.mode, evaluators))
     if state.context.precision == "fp16" and not any(Trait.SCALES_LOSS in a.traits for a in step.algorithms):
         warn("precision='fp16' without loss scaling: small gradients become 0; add algorithms.loss_scaling()")
     state, budget = start_of_run(step, state, data, stoppers, adjusters, duration)

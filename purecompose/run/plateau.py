@@ -13,8 +13,7 @@ from torch import Tensor
 
 from purecompose._support.checks import check_number
 from purecompose.core.state import State
-from purecompose.losses.metrics import is_lower_better
-from purecompose.run.stopping import UNITS, check_metric, counts
+from purecompose.run.stopping import UNITS, check_metric, counts, mode_of
 from purecompose.time import Time, TimeUnit
 from purecompose.time.intervals import checked_interval
 
@@ -65,15 +64,15 @@ class ReduceOnPlateau:
         cooldown: Additional time to wait after a reduction, in the same unit.
         min_delta: Minimal difference for a value to count as better.
         minimum: Lower limit of the hparam.
-        mode: "min" if lower values are better, "max" if higher ones are; by default "min" where
-            `metrics.is_lower_better(name)`, as for losses, errors and RMSE, otherwise "max".
+        mode: "min" if lower values are better, "max" if higher ones are; by default what the evaluator's metric
+            declares or its name says, see `metrics.is_lower_better`. If neither does, `fit` raises an error.
 
     Raises:
         TypeError, ValueError: An argument has the wrong kind or is out of range. In `init`: the state lacks the hparam.
 
     Example:
-        >>> ReduceOnPlateau("eval/loss", patience="5ep").mode
-        'min'
+        >>> ReduceOnPlateau("eval/loss", patience="5ep").name
+        '.reduce_on_plateau(eval/loss, lr)'
     """
 
     metric: str
@@ -101,7 +100,6 @@ class ReduceOnPlateau:
             "cooldown": cooldown,
             "min_delta": check_number(self.min_delta, f"{where}: min_delta", 0),
             "minimum": check_number(self.minimum, f"{where}: minimum", 0),
-            "mode": self.mode or ("min" if is_lower_better(self.metric) else "max"),
         }
         for name, value in fixed.items():
             object.__setattr__(self, name, value)
@@ -131,7 +129,7 @@ class ReduceOnPlateau:
         best, since = state.slots[self.name]["best"], state.slots[self.name]["since"]
         value = torch.as_tensor(metrics[self.metric], dtype=torch.float32, device=state.device)
         now, unit = counts(state.timestamp).to(state.device), UNITS.index(self.patience.unit)
-        gain = best - value if self.mode == "min" else value - best
+        gain = best - value if mode_of(self.metric, self.mode) == "min" else value - best
         is_better = ~value.isnan() & (best.isnan() | (gain > self.min_delta))
         since = torch.where(is_better[..., None], since.maximum(now), since)
         is_due = (now - since)[..., unit] >= self.patience.value

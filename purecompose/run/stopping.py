@@ -6,8 +6,8 @@ checkpoint stops where the uninterrupted one would have stopped.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -28,8 +28,10 @@ __all__ = [
     "check_metric",
     "counts",
     "is_over",
+    "mode_of",
     "seen",
     "with_memories",
+    "with_modes",
 ]
 
 
@@ -68,15 +70,15 @@ class EarlyStopping:
             `training_metrics`, which is read after each epoch.
         patience: Time to wait for a better value, in epochs, batches, samples or tokens.
         min_delta: Minimal difference for a value to count as better.
-        mode: "min" if lower values are better, "max" if higher ones are; by default "min" where
-            `metrics.is_lower_better(name)`, as for losses, errors and RMSE, otherwise "max".
+        mode: "min" if lower values are better, "max" if higher ones are; by default what the evaluator's metric
+            declares or its name says, see `metrics.is_lower_better`. If neither does, `fit` raises an error.
 
     Raises:
         TypeError, ValueError: An argument has the wrong kind or is out of range.
 
     Example:
-        >>> EarlyStopping("eval/loss", patience="2ep").mode
-        'min'
+        >>> EarlyStopping("eval/loss", patience="2ep").name
+        '.early_stopping(eval/loss)'
     """
 
     metric: str
@@ -91,7 +93,6 @@ class EarlyStopping:
             raise ValueError(f"EarlyStopping: patience={self.patience!r}: expected epochs, batches, samples or tokens")
         object.__setattr__(self, "patience", patience)
         object.__setattr__(self, "min_delta", check_number(self.min_delta, "EarlyStopping: min_delta", 0))
-        object.__setattr__(self, "mode", self.mode or ("min" if is_lower_better(self.metric) else "max"))
 
     @property
     def name(self) -> str:
@@ -106,7 +107,7 @@ class EarlyStopping:
         """See `Stopper`. NaN is never better, so it uses up the patience."""
         best = memory["best"].item()
         value = torch.tensor(metrics[self.metric], dtype=torch.float32).item()  # rounded like the best value
-        gain = best - value if self.mode == "min" else value - best
+        gain = best - value if mode_of(self.metric, self.mode) == "min" else value - best
         is_better = not math.isnan(value) and (math.isnan(best) or gain > self.min_delta)
         return {
             "best": torch.tensor(value if is_better else best, dtype=torch.float32),
@@ -128,7 +129,7 @@ class Threshold:
     Args:
         metric: Metric of an evaluator, such as `"eval/accuracy"`, or of an algorithm, such as `"train/accuracy"`.
         value: The value to reach.
-        mode: "min" to stop at or below it, "max" at or above it; by default chosen by the metric's name.
+        mode: "min" to stop at or below it, "max" at or above it; by default as for `EarlyStopping`.
 
     Raises:
         TypeError, ValueError: An argument has the wrong kind.
@@ -145,7 +146,6 @@ class Threshold:
     def __post_init__(self) -> None:
         check_metric(self.metric, self.mode, "Threshold")
         object.__setattr__(self, "value", check_number(self.value, "Threshold: value"))
-        object.__setattr__(self, "mode", self.mode or ("min" if is_lower_better(self.metric) else "max"))
 
     @property
     def name(self) -> str:
@@ -165,7 +165,7 @@ class Threshold:
     def is_over(self, memory: dict[str, Tensor]) -> bool:
         """Return whether the last value has reached the threshold."""
         last = memory["last"].item()
-        return last <= self.value if self.mode == "min" else last >= self.value
+        return last <= self.value if mode_of(self.metric, self.mode) == "min" else last >= self.value
 
 
 def with_memories(state: State, stoppers: tuple[Stopper, ...]) -> State:
@@ -218,3 +218,31 @@ def check_metric(metric: Any, mode: Any, where: str) -> None:
         raise TypeError(f"{where}: metric={metric!r}: expected a metric's name, such as 'eval/loss'")
     if mode not in (None, "min", "max"):
         raise ValueError(f"{where}: mode={mode!r}: expected 'min' or 'max'")
+
+
+def mode_of(metric: str, mode: str | None, evaluators: Iterable[Any] = ()) -> str:
+    """Return `mode`, or if it is `None` what the evaluator's metric declares or the name says: "min" or "max".
+
+    Raises:
+        ValueError: Nothing says which values are better.
+    """
+    if mode is not None:
+        return mode
+    given = {f"{one.label}/{name}": found for one in evaluators for name, found in one.metrics.items()}
+    is_lower = is_lower_better(metric, given.get(metric))
+    if is_lower is None:
+        raise ValueError(
+            f"{metric!r}: are lower or higher values better? Give mode='min' or mode='max', or a metric that declares "
+            "it, as by metrics.from_function(fn, higher_is_better=True)"
+        )
+    return "min" if is_lower else "max"
+
+
+def with_modes(watchers: Iterable[Any], evaluators: Iterable[Any]) -> tuple[Any, ...]:
+    """Return rules and adjusters with the `mode` of their metrics, where they have such a setting and lack it."""
+
+    def chosen(one: Any) -> Any:
+        lacks_mode = "mode" in getattr(one, "__dataclass_fields__", ()) and one.mode is None
+        return replace(one, mode=mode_of(one.metric, None, evaluators)) if lacks_mode else one
+
+    return tuple(map(chosen, watchers))

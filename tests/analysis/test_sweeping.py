@@ -38,6 +38,21 @@ def test_seeds_of_a_setting_are_averaged() -> None:
         assert len(set(trial.by_seed)) == 2 and trial.metric == pytest.approx(sum(trial.by_seed) / 2)
 
 
+def test_settings_are_ranked_as_the_metric_declares() -> None:
+    def gap(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return 1 - outputs.softmax(1).gather(1, targets[:, None])[:, 0]
+
+    def ranked(metric: Any) -> list[float]:
+        own = pc.Evaluator(evaluator().data, {"gap": metric})
+        found = sweep(make_step([]), new_state(0), train_data(), {"lr": RATES}, evaluate=own)
+        return [trial.metric for trial in found.trials]
+
+    lowest = ranked(pc.metrics.from_function(gap, higher_is_better=False))
+    assert lowest == sorted(lowest) and ranked(pc.metrics.from_function(gap, higher_is_better=True)) == lowest[::-1]
+    with pytest.raises(ValueError, match="'eval/gap': are lower or higher values better"):
+        ranked(gap)
+
+
 def test_rungs_replace_the_worst_settings_by_variants_of_the_best() -> None:
     rungs = ("0.25dur", "0.5dur")
     found = sweep(

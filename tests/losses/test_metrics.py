@@ -20,6 +20,7 @@ from purecompose.losses.metrics import (
     iou,
     is_lower_better,
     mean_loss,
+    perplexity,
     top_k,
 )
 
@@ -280,23 +281,39 @@ def test_a_collection_of_torchmetrics_is_refused():
         as_metric(torchmetrics.MetricCollection([torchmetrics.classification.BinaryAccuracy()]))
 
 
+@pytest.mark.parametrize("name, expected", [("eval/loss", True), ("error", True), ("train/accuracy", False)])
+def test_three_names_say_which_values_are_better(name, expected):
+    assert is_lower_better(name) is expected
+
+
 @pytest.mark.parametrize(
-    "name",
+    "name", ["neg_mean_squared_error", "neg_log_loss", "false_positive_rate", "eval/l2", "miss_rate", "loss/kl", "f1"]
+)
+def test_other_names_say_nothing(name):
+    assert is_lower_better(name) is None
+
+
+@pytest.mark.parametrize(
+    "metric, expected",
     [
-        "eval/loss",
-        "val_RMSE",
-        "eval/mae@10",
-        "test/nll",
-        "eval/top1 error",
-        "bits_per_byte",
-        "fid",
-        "eval/cross_entropy",
+        (accuracy, False),
+        (top_k(5), False),
+        (dice(2), False),
+        (iou(2), False),
+        (calibration_error(), True),
+        (mean_loss(), True),
+        (mean_loss(F.mse_loss), True),
+        (perplexity(), True),
+        (from_function(lambda outputs, targets: outputs, higher_is_better=False), True),
+        (from_function(lambda outputs, targets: outputs), None),
     ],
 )
-def test_lower_values_of_losses_and_errors_are_better(name):
-    assert is_lower_better(name)
+def test_metrics_declare_which_values_are_better(metric, expected):
+    assert is_lower_better("m", metric) is expected
 
 
-@pytest.mark.parametrize("name", ["eval/accuracy", "f1", "psnr", "eval/map", "recall", "eval/dice", "speed/tokens"])
-def test_higher_values_of_scores_are_better(name):
-    assert not is_lower_better(name)
+def test_metrics_of_torchmetrics_declare_which_values_are_better():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    hamming, score = torchmetrics.HammingDistance("multiclass", num_classes=3), torchmetrics.R2Score()
+    assert is_lower_better("accuracy", as_metric(hamming)) is True  # before the name
+    assert is_lower_better("error", as_metric(score)) is False

@@ -391,7 +391,11 @@ def test_a_metric_used_for_decisions_must_be_a_single_number(tmp_path, is_stop):
     mean = as_metric(lambda outputs, targets: outputs.mean())
     by_class = mean._replace(compute=lambda acc: torch.zeros(3))
     decided: dict[str, Any] = {"stop": pc.EarlyStopping("eval/by_class", mode="min")}
-    decided = decided if is_stop else {"checkpoints": pc.Checkpoints(tmp_path, best="eval/by_class", background=False)}
+    decided = (
+        decided
+        if is_stop
+        else {"checkpoints": pc.Checkpoints(tmp_path, best="eval/by_class", mode="min", background=False)}
+    )
     evaluator = Evaluator(make_batches(1), {"by_class": by_class})
     with pytest.raises(TypeError, match=r"eval/by_class: expected a single number.*shape \(3,\)"):
         fit(compose(loop_events), make_state(), make_batches(2), evaluate=evaluator, **decided)

@@ -141,7 +141,44 @@ def test_metrics_of_training_decide_after_each_epoch() -> None:
         end = fit(step, make_state(duration="20ep"), BATCHES, stop=Threshold(metric, goal, mode))
         assert end.timestamp.epoch == 1 + reached.index(True)
     with pytest.raises(ValueError, match=r"no algorithm reports 'train/top_5': .* are train/accuracy, gradient_norm"):
-        fit(step, make_state(duration="20ep"), BATCHES, stop=EarlyStopping("train/top_5"))
+        fit(step, make_state(duration="20ep"), BATCHES, stop=EarlyStopping("train/top_5", mode="max"))
+
+
+def away_from(target: float) -> pc.metrics.Metric:
+    """Return a metric that declares lower values as better, under a name that does not say so."""
+    return pc.metrics.from_function(lambda outputs, targets: (outputs - target).abs().mean(1), higher_is_better=False)
+
+
+def test_the_metric_decides_which_values_are_better(tmp_path: pathlib.Path) -> None:
+    """Training leads away from outputs of 0, so the first evaluation is the best one."""
+    declared = Evaluator(BATCHES, {"accuracy": away_from(0.0)})
+    settings = Checkpoints(tmp_path, best="eval/accuracy", keep=1, background=False)
+    found: list[float] = []
+
+    def watch(event: pc.Event, state: State) -> None:
+        found.extend([state.metrics["eval/accuracy"].item()] if event is pc.Event.EVAL_END else [])
+
+    stop = [EarlyStopping("eval/accuracy", "6ep"), Threshold("eval/accuracy", 0.0)]
+    options: dict[str, Any] = {"evaluate": declared, "stop": stop, "checkpoints": settings, "observers": watch}
+    fit(compose(loop_events), make_state(duration="6ep"), BATCHES, **options)
+    kept = [pc.saving.read_index(path).metrics.get("eval/accuracy") for path in tmp_path.iterdir()]
+    assert len(found) == 6 and min(found) != found[-1]
+    assert min(found) in kept
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop": EarlyStopping("eval/gap")},
+        {"stop": Threshold("eval/gap", 1.0)},
+        {"adjust": pc.ReduceOnPlateau("eval/gap")},
+        {"checkpoints": Checkpoints("unused", best="eval/gap")},
+    ],
+)
+def test_where_nothing_says_which_values_are_better_it_is_asked(options: dict[str, Any]) -> None:
+    plain = Evaluator(BATCHES, {"gap": lambda outputs, targets: outputs.abs().mean(1)})
+    with pytest.raises(ValueError, match=r"'eval/gap': are lower or higher values better\? Give mode='min'"):
+        fit(compose(loop_events), make_state(), BATCHES, evaluate=plain, **options)
 
 
 def test_two_conditions_of_one_name_and_populations_are_refused() -> None:

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from purecompose._support.checks import check_flag, check_whole
 from purecompose._support.urls import is_remote
-from purecompose.losses.metrics import is_lower_better
 from purecompose.run.saving.extra import check_extra
 from purecompose.run.saving.folder import Found
+from purecompose.run.stopping import mode_of
 from purecompose.time.intervals import Interval, checked_interval
 
 
@@ -35,8 +35,8 @@ class Checkpoints:
             `purecompose.analysis` finds the state at any batch.
         best: Metric of an evaluator, such as `"eval/accuracy"`. Whenever it improves on its best value, a checkpoint is
             written regardless of `every`, and the best one is kept.
-        mode: "min" if lower values are better, "max" if higher ones are; by default "min" where
-            `metrics.is_lower_better(name)`, as for losses, errors and RMSE, otherwise "max".
+        mode: "min" if lower values are better, "max" if higher ones are; by default what the evaluator's metric
+            declares or its name says, see `metrics.is_lower_better`. If neither does, `fit` raises an error.
         background: True to write in a thread, so that a step waits only for a copy of the state. If two checkpoints
             are still to be written, a new one replaces the second.
         extra: What the data or the methods remember outside the state, such as an environment or a replay buffer: an
@@ -69,8 +69,6 @@ class Checkpoints:
             check_whole(self.keep, "Checkpoints: keep", 1, hint="or 'log' for some of the whole run, or None for all")
         if self.mode not in (None, "min", "max"):
             raise ValueError(f"Checkpoints: mode={self.mode!r}: expected 'min' or 'max'")
-        if self.best is not None and self.mode is None:
-            set_field(self, "mode", "min" if is_lower_better(self.best) else "max")
         check_flag(self.background, "Checkpoints: background")
         check_extra(self.extra)
 
@@ -114,7 +112,7 @@ def _between_others(found: Sequence[Found]) -> list[Found]:
 
 def rating_of(metrics: Mapping[str, Any], settings: Checkpoints) -> float | None:
     """Return the metric that decides, with larger values being better; `None` if it was not measured."""
-    value = metrics.get(settings.best) if settings.best is not None else None
-    if not isinstance(value, (int, float)) or value != value:
+    value = None if settings.best is None else metrics.get(settings.best)
+    if settings.best is None or not isinstance(value, (int, float)) or value != value:
         return None
-    return -value if settings.mode == "min" else value
+    return -value if mode_of(settings.best, settings.mode) == "min" else value
