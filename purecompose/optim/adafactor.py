@@ -12,7 +12,7 @@ from torch import Tensor
 from purecompose._support.checks import check_number, shown
 from purecompose._support.keywords import suggests_keywords
 from purecompose.optim.base import ByGroup, OptState, Value, read, wide_dtype
-from purecompose.optim.checks import Groups, check_real, checked_constant, checked_groups, checked_scalar
+from purecompose.optim.checks import Groups, checked_constant, checked_groups, checked_scalar
 from purecompose.optim.decay import decayed
 from purecompose.optim.lists import add, mean_squares, multiply, unbound
 from purecompose.schedule import Scalar
@@ -106,7 +106,12 @@ class Adafactor(ByGroup):
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
         """Return zeros for every parameter, frozen ones included; see `Optimizer.init`."""
-        check_real(params, "adafactor")
+        for name, param in params.items():
+            if param.is_complex():
+                raise TypeError(
+                    f"adafactor: expected real parameters, got {name!r} of {param.dtype}; "
+                    "hold its real view (torch.view_as_real) as the parameter instead"
+                )
         return super().init(params)
 
     def form(self, param: Tensor) -> bool:

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from purecompose._support.checks import check_flag
 from purecompose._support.keywords import suggests_keywords
-from purecompose.optim.base import ByGroup, OptState, Value, read, wide_dtype
+from purecompose.optim.base import ByGroup, Value, read, wide_dtype
 from purecompose.optim.checks import (
     Groups,
-    check_real,
     checked_betas,
     checked_constant,
     checked_groups,
@@ -70,7 +69,7 @@ def adam(
         shapes and dtypes. The parameters of one group have to be on one device.
 
     Raises:
-        TypeError: A setting is of the wrong kind, a group has an unknown option; from `init`, a parameter is complex.
+        TypeError: A setting is of the wrong kind, or a group has an unknown option.
         ValueError: A setting is out of range.
 
     Example:
@@ -186,11 +185,6 @@ class Adam(ByGroup):
         object.__setattr__(self, "eps", checked_constant(self.eps, f"{where}: eps"))
         check_flag(self.amsgrad, f"{where}: amsgrad")
         object.__setattr__(self, "groups", checked_groups(self, self.groups))
-
-    def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """Return zeros for every parameter, frozen ones included; see `Optimizer.init`."""
-        check_real(params, self.called)
-        return super().init(params)
 
     @property
     def slots(self) -> tuple[str, ...]:

@@ -124,7 +124,8 @@ class ByGroup:
 
     groups: Groups
     is_elementwise: ClassVar[bool] = False
-    """True if each element moves by itself, so that the rows of a process move without the others."""
+    """True if each element moves by itself, so that the rows of a process move without the others, and the real and
+    imaginary parts of complex parameters as in `torch.optim`."""
 
     def __repr__(self) -> str:
         """Return the call that creates it, without settings that are equal to the defaults."""
@@ -173,9 +174,14 @@ class ByGroup:
         left = dict(grads)
         del grads  # A gradient that has been used, and that the caller does not hold, makes room for the new values.
         has_shards = any(map(is_shard, params.values()))
+        has_complex = any(map(torch.is_complex, params.values()))
         for cell in self._cells(left, params):
             # Called directly: a function in between would hold gradients that `move` has dropped.
-            move = functools.partial(_moved, cell.rule) if has_shards else cell.rule.move
+            move = cell.rule.move
+            if has_complex and cell.rule.is_elementwise:
+                move = functools.partial(_moved_by_parts, move)
+            if has_shards:
+                move = functools.partial(_moved, cell.rule, move)
             for names in _portions(cell.names, left):
                 moved, slots = move(*_gathered(cell, names, left, opt_state, params), value)
                 if not has_shards and is_plain():
@@ -305,8 +311,23 @@ def _gathered(
     return cell_grads, cell_params, slots
 
 
+def _moved_by_parts(
+    move: Any, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
+) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    """Return what a rule's move does, with the real and imaginary parts of complex tensors as two real numbers."""
+
+    def parts(tensors: list[Tensor]) -> list[Tensor]:
+        return [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in tensors]
+
+    def whole(tensors: list[Tensor], before: list[Tensor]) -> list[Tensor]:
+        return [torch.view_as_complex(x) if y.is_complex() else x for x, y in zip(tensors, before, strict=True)]
+
+    moved, new = move(parts(grads), parts(params), {slot: parts(old) for slot, old in slots.items()}, value)
+    return whole(moved, params), {slot: whole(tensors, slots[slot]) for slot, tensors in new.items()}
+
+
 def _moved(
-    rule: Rule, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
+    rule: Rule, move: Any, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
 ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
     """Return what `Rule.move` does, also for tensors whose rows are divided among processes.
 
@@ -317,7 +338,7 @@ def _moved(
     # A method's own gradient may be whole on every process.
     grads = [x if is_shard(x) else divided(x, place_of(y)) for x, y in zip(grads, params, strict=True)]
     parts = {slot: [*map(part, tensors)] for slot, tensors in slots.items()}
-    moved, new = rule.move([*map(part, grads)], [*map(part, params)], parts, value)
+    moved, new = move([*map(part, grads)], [*map(part, params)], parts, value)
 
     def as_before(tensors: list[Tensor], before: list[Tensor]) -> list[Tensor]:
         return [put_back(x, place_of(y)) for x, y in zip(tensors, before, strict=True)]

@@ -18,7 +18,6 @@ from purecompose.schedule.scalar import factors_of, not_a_scalar
 
 __all__ = [
     "Groups",
-    "check_real",
     "checked_betas",
     "checked_constant",
     "checked_groups",
@@ -53,16 +52,6 @@ def matched(patterns: tuple[str, ...], names: tuple[str, ...]) -> frozenset[str]
         frozenset({'0.bias'})
     """
     return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
-
-
-def check_real(params: Mapping[str, Tensor], where: str) -> None:
-    """Raise a `TypeError` for complex parameters."""
-    for name, param in params.items():
-        if param.is_complex():
-            raise TypeError(
-                f"{where}: expected real parameters, got {name!r} of {param.dtype}; "
-                "hold its real view (torch.view_as_real) as the parameter instead"
-            )
 
 
 def checked_groups(rule: Any, groups: Mapping[str, Mapping[str, Any]] | Groups) -> Groups:

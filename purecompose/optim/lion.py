@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from purecompose._support.keywords import suggests_keywords
-from purecompose.optim.base import ByGroup, OptState, Value, read
-from purecompose.optim.checks import Groups, check_real, checked_betas, checked_groups, checked_scalar
+from purecompose.optim.base import ByGroup, Value, read
+from purecompose.optim.checks import Groups, checked_betas, checked_groups, checked_scalar
 from purecompose.optim.decay import decayed
 from purecompose.optim.lists import add, lerp, sign
 from purecompose.schedule import Scalar
@@ -52,7 +52,7 @@ def lion(
         A frozen, hashable optimizer. Its state is `{"exp_avg": {name: tensor}}`, of the parameters' shapes and dtypes.
 
     Raises:
-        TypeError: A setting is of the wrong kind, a group has an unknown option; from `init`, a parameter is complex.
+        TypeError: A setting is of the wrong kind, or a group has an unknown option.
         ValueError: A setting is out of range.
 
     Example:
@@ -85,11 +85,6 @@ class Lion(ByGroup):
         for name in ("lr", "weight_decay"):
             object.__setattr__(self, name, checked_scalar(getattr(self, name), f"lion: {name}"))
         object.__setattr__(self, "groups", checked_groups(self, self.groups))
-
-    def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """Return zeros for every parameter, frozen ones included; see `Optimizer.init`."""
-        check_real(params, "lion")
-        return super().init(params)
 
     @property
     def slots(self) -> tuple[str, ...]:

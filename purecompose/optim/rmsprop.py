@@ -10,8 +10,8 @@ from torch import Tensor
 
 from purecompose._support.checks import check_flag
 from purecompose._support.keywords import suggests_keywords
-from purecompose.optim.base import ByGroup, OptState, Value, read
-from purecompose.optim.checks import Groups, check_real, checked_constant, checked_groups, checked_scalar
+from purecompose.optim.base import ByGroup, Value, read
+from purecompose.optim.checks import Groups, checked_constant, checked_groups, checked_scalar
 from purecompose.optim.decay import decayed
 from purecompose.optim.lists import add, clamp_min, divide, lerp, multiply, root_plus
 from purecompose.schedule import Scalar
@@ -59,7 +59,7 @@ def rmsprop(
         with momentum also `"momentum"`, all of the parameters' shapes and dtypes.
 
     Raises:
-        TypeError: A setting is of the wrong kind, a group has an unknown option; from `init`, a parameter is complex.
+        TypeError: A setting is of the wrong kind, or a group has an unknown option.
         ValueError: A setting is out of range.
 
     Example:
@@ -98,11 +98,6 @@ class RMSprop(ByGroup):
         object.__setattr__(self, "eps", checked_constant(self.eps, "rmsprop: eps"))
         check_flag(self.centered, "rmsprop: centered")
         object.__setattr__(self, "groups", checked_groups(self, self.groups))
-
-    def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """Return zeros for every parameter, frozen ones included; see `Optimizer.init`."""
-        check_real(params, "rmsprop")
-        return super().init(params)
 
     @property
     def slots(self) -> tuple[str, ...]:

@@ -143,11 +143,6 @@ def test_hyper_gradient_is_right_where_a_gradient_is_always_zero():
     torch.testing.assert_close(slope, difference, rtol=1e-6, atol=0)
 
 
-def test_complex_parameters_are_refused():
-    with pytest.raises(TypeError, match="real parameters, got 'w' of torch.complex64"):
-        optim.adam().init({"w": torch.zeros(2, dtype=torch.complex64)})
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

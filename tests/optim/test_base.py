@@ -369,3 +369,42 @@ def test_schedules_need_a_value_outside_a_step(tensors):
         optimizer.update(tensors(1), {}, params)
     new_params, _ = optimizer.update(tensors(1), {}, params, lambda scalar: 0.25)
     torch.testing.assert_close(new_params["head.bias"], params["head.bias"] - 0.25 * tensors(1)["head.bias"])
+
+
+AS_TORCH: list[tuple[Any, Any, dict[str, Any]]] = [
+    (optim.sgd, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
+    (optim.adam, torch.optim.Adam, {"weight_decay": 0.1}),
+    (optim.adam, torch.optim.Adam, {"amsgrad": True}),
+    (optim.adamw, torch.optim.AdamW, {}),
+    (optim.rmsprop, torch.optim.RMSprop, {"momentum": 0.9, "weight_decay": 0.1}),
+    (optim.rmsprop, torch.optim.RMSprop, {"centered": True, "eps": 0.1}),
+]
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize(("ours", "theirs", "options"), AS_TORCH)
+def test_complex_parameters_move_as_in_torch(assert_like_torch, ours, theirs, options, differentiated: bool):
+    with torch.set_grad_enabled(differentiated):
+        assert_like_torch(ours(**options), theirs, options, dtype=torch.complex128, tolerance=1e-11)
+
+
+@pytest.mark.parametrize("ours", [optim.adam, optim.lion])
+def test_complex_parameters_move_as_pairs_of_numbers_beside_real_ones(ours, tensors):
+    real, start = tensors(0), tensors(0, torch.complex64)
+    params, grads = (
+        {**real, "z": start["body.weight"].T},
+        {**tensors(1), "z": tensors(1, torch.complex64)["body.weight"].T},
+    )
+    pairs = {**real, "z": torch.view_as_real(params["z"])}
+    optimizer = ours(0.1)
+    moved, opt_state = optimizer.update({**grads, "z": grads["z"].conj()}, optimizer.init(params), params)
+    expected, _ = optimizer.update(
+        {**grads, "z": torch.view_as_real(grads["z"].conj().resolve_conj())}, optimizer.init(pairs), pairs
+    )
+    assert torch.equal(torch.view_as_real(moved.pop("z")), expected.pop("z")) and opt_state["exp_avg"]["z"].is_complex()
+    torch.testing.assert_close(moved, expected)
+
+
+def test_adafactor_refuses_complex_parameters():
+    with pytest.raises(TypeError, match="adafactor: expected real parameters, got 'w' of torch.complex64"):
+        optim.adafactor().init({"w": torch.zeros(2, dtype=torch.complex64)})

@@ -89,9 +89,3 @@ def test_a_variance_that_is_rounded_below_zero_counts_as_zero():
 def test_wrong_settings_are_refused_at_construction(options: dict[str, Any], error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         optim.rmsprop(**options)
-
-
-@pytest.mark.parametrize("name", ["rmsprop", "lion", "adafactor"])
-def test_complex_parameters_are_refused(name: str):
-    with pytest.raises(TypeError, match=f"{name}: expected real parameters, got 'w' of torch.complex64"):
-        getattr(optim, name)().init({"w": torch.zeros(2, dtype=torch.complex64)})

@@ -124,6 +124,26 @@ def test_operators_that_write_into_their_arguments_agree(backend: str, cache: No
     assert end.buffers["table"].tolist() == [[2**-3, 2**-6]] * 3
 
 
+class Rotating(torch.nn.Module):
+    """A network of complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draws = torch.randn(3, 4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+        self.a, self.b, self.c = map(torch.nn.Parameter, draws)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([(x.to(weight.dtype) @ weight).abs() for weight in (self.a, self.b, self.c)]).prod(0)
+
+
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex operators")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_complex_parameters_agree(backend: str, cache: None) -> None:
+    optimizer = optim.by_pattern({"a": optim.sgd(0.01, momentum=0.9), "b": optim.rmsprop(0.01)}, optim.adam(0.01))
+    step, fast = made(backend=backend)
+    assert_runs_agree(step, fast, make_state(Rotating(), optimizer=optimizer), make_batches(3), tolerance=1e-4)
+
+
 # Ctrl-C
 
 
