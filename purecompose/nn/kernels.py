@@ -1,5 +1,6 @@
 """Replacements for kernels of torch that lack derivatives, batching rules or tracing."""
 
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -36,13 +37,14 @@ def kernels(
         device: The type of the device.
         skeleton: The network.
     """
+    cumulative = _CumulativeNorms() if skeleton.has_cumulative_norms else NOTHING
     if is_transforming():
-        return _transformed(narrow, device)
+        return together(_transformed(narrow, device), cumulative)
     is_slow = skeleton.may_attend and (device, narrow) in _ATTENTION
     attention = _Attention(narrow, device, by_products=True) if narrow is not None and is_slow else NOTHING
     batch_norms = SharedBatchNorms() if skeleton.has_batch_norms and SHARED_BATCH.get() is not None else NOTHING
     if params and type(first := next(iter(params.values()))) is not Tensor and is_fake(local(first)):
-        return together(_Traced(), batch_norms, attention)
+        return together(_Traced(), batch_norms, attention, cumulative)
     group_norms = _GroupNormOfData() if skeleton.has_group_norms and torch.is_grad_enabled() else NOTHING
     return together(group_norms, batch_norms, attention)
 
@@ -201,6 +203,33 @@ def _without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+class _CumulativeNorms(TorchFunctionMode):
+    """Mode that computes the mean over all batches, of batch normalisation with `momentum=None`, by tensor operations.
+
+    torch reads the factor of the running statistics, 1 / count, as a number, which tensors do not have here.
+    """
+
+    _count: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__float__ and _is_within(torch.nn.modules.batchnorm._BatchNorm.forward):
+            self._count = args[0]
+            return 1.0  # with this factor, the running statistics become those of the batch
+        if func is not torch.nn.functional.batch_norm or self._count is None:
+            return func(*args, **kwargs or {})
+        count, self._count = self._count, None
+        of_batch = [running.clone() for running in args[1:3]]
+        result = func(args[0], *of_batch, *args[3:], **kwargs or {})
+        with torch.no_grad():
+            for running, new in zip(args[1:3], of_batch, strict=True):
+                running += (new - running) / count
+        return result
+
+
+def _is_within(function: Any) -> bool:
+    return any(frame.f_code is function.__code__ for frame, _ in traceback.walk_stack(sys._getframe()))
 
 
 _NORMS = (torch.nn.functional.batch_norm, torch.nn.functional.instance_norm, torch.batch_norm, torch.instance_norm)

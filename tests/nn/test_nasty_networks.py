@@ -47,7 +47,6 @@ NOT_IN_SLICES = {
 }
 NOT_MAPPED = {
     "draws now and then": "reads a value back (.item()) to decide",
-    "batch norm, cumulative": "torch reads num_batches_tracked back where momentum is None",
 }
 NO_FLOAT_INPUT = {"lstm", "gru of layers", "attention", "encoder", "encoder with a mask"}
 NOT_MIXED = NO_FLOAT_INPUT | {"keyword inputs", "dataclass output"}

@@ -47,7 +47,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Layer(lambda x: torch.sparse.mm(x.to_sparse(), torch.ones(3, 3))),
         "a sparse tensor is computed with.*'1' .Layer.*index_add",
     ),
-    "torch's": (lambda: nn.BatchNorm1d(3, momentum=None), "a number is read.*'1' .BatchNorm1d"),
     "no rule": (
         lambda: Layer(lambda x: torch.div(x.detach(), 2, out=torch.empty_like(x))),
         "cannot map an operation.*'1' .Layer.*unstack_states.*aten::div.out",

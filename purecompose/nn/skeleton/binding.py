@@ -44,7 +44,9 @@ class Skeleton:
         self.is_fixed: bool = all(map(is_plain, module.modules()))
         """True if all modules are torch's own, so that their draws and writes depend only on their settings."""
         self.has_group_norms: bool = any(isinstance(child, nn.GroupNorm) for child in module.modules())
-        self.has_batch_norms: bool = any(isinstance(child, _BatchNorm) for child in module.modules())
+        norms = [child for child in module.modules() if isinstance(child, _BatchNorm)]
+        self.has_batch_norms: bool = bool(norms)
+        self.has_cumulative_norms: bool = any(norm.momentum is None for norm in norms)
         self.may_attend: bool = not self.is_fixed or any(isinstance(m, nn.MultiheadAttention) for m in module.modules())
         """True if a forward pass may call scaled dot product attention: code of the user, or a layer of torch."""
         self.draws: bool | None = None

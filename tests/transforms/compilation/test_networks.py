@@ -80,3 +80,13 @@ def test_a_step_is_compiled_under_anomaly_detection():
             fast(make_state(), batches[0])
         assert_runs_agree(step, fast, make_state(), batches)
         assert torch.is_anomaly_enabled()
+
+
+def test_batch_norms_with_a_mean_over_all_batches_compile():
+    def norm() -> nn.BatchNorm1d:
+        return nn.BatchNorm1d(3, momentum=None)
+
+    net = nn.Sequential(nn.Linear(4, 3), norm(), nn.Tanh(), nn.Linear(3, 3), norm(), nn.BatchNorm1d(3))
+    step, fast = made()
+    end = assert_runs_agree(step, fast, make_state(net), make_batches(3))
+    assert end.buffers["1.num_batches_tracked"] == end.buffers["4.num_batches_tracked"] == 3
