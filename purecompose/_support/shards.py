@@ -5,19 +5,24 @@ there are no shards.
 """
 
 import sys
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from purecompose._support.functorch import is_fake
+
 
 __all__ = [
     "Place",
+    "check_alike",
     "divided",
     "is_shard",
     "local",
     "may_be_shards",
+    "names_by_memory",
     "place_of",
     "placed",
     "rows_of",
@@ -32,6 +37,35 @@ _MODULE = "torch.distributed.tensor"
 def may_be_shards() -> bool:
     """Return whether this process can have divided tensors, which is known without looking at any."""
     return _MODULE in sys.modules
+
+
+def check_alike(message: str, group: str, like: Tensor) -> None:
+    """Raise on all processes of a group if their next messages, described in words, differ.
+
+    They exchange a number first: messages of other tensors would mix up values or, of other sizes, abort. Graphs are
+    compared when they are built, so nothing is sent if `like`, a tensor of the message, is fake.
+    """
+    if is_fake(like):
+        return
+    c10d: Any = torch.distributed.distributed_c10d
+    found = c10d._resolve_process_group(group)
+    # Where the group also has a transport for the CPU, this does not wait for a GPU.
+    device = "cpu" if torch.device("cpu") in getattr(found, "_device_types", ()) else like.device
+    own = torch.tensor([zlib.crc32(message.encode())], device=device)
+    sent = torch.ops._c10d_functional.all_gather_into_tensor(own, found.size(), group)
+    if len(set(torch.ops._c10d_functional.wait_tensor(sent).tolist())) > 1:
+        raise RuntimeError(
+            f"the processes read different parameters at the same time, this one {message}: where they are gathered "
+            "layer by layer, all must call the same layers in the same order. Call each layer whatever the examples "
+            "are, or train and evaluate by fully_sharded(step, mesh, gather='step')"
+        )
+
+
+def names_by_memory(params: Mapping[str, Tensor]) -> Callable[[Tensor], str]:
+    """Return a function from a divided tensor, such as a detached parameter, to the parameter's name or the shape."""
+    with torch.no_grad():  # otherwise `to_local` is a function of autograd, which torch.func refuses
+        names = {local(param).untyped_storage()._cdata: name for name, param in params.items()}
+    return lambda shard: names.get(local(shard.detach()).untyped_storage()._cdata, str(tuple(shard.shape)))
 
 
 def is_shard(value: Any) -> bool:

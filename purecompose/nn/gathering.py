@@ -1,6 +1,6 @@
 """Networks whose parameters are divided among processes: those of the function that runs are put together."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from typing import Any
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from purecompose._support.functorch import is_transforming, unwrapped
 from purecompose._support.scopes import NOTHING
-from purecompose._support.shards import is_shard, may_be_shards, whole
+from purecompose._support.shards import check_alike, is_shard, local, may_be_shards, names_by_memory, whole
 
 
 __all__ = ["GatheredOnUse", "gathered_on_use"]
@@ -25,19 +25,23 @@ class GatheredOnUse(TorchFunctionMode):
 
     Args:
         gather: Function that returns all rows of a divided tensor.
+        check: Function that is given the tensors that a function of torch reads, before they are gathered.
         only_recorded: True for functions that a network calls, or that autograd records or calls, only. What a method
             computes between two passes acts on divided tensors.
     """
 
-    def __init__(self, gather: Callable[[Tensor], Tensor], *, only_recorded: bool = False) -> None:
+    def __init__(
+        self, gather: Callable[[Tensor], Tensor], check: Callable[[list[Tensor]], None], *, only_recorded: bool = False
+    ) -> None:
         super().__init__()
-        self._gather, self._only_recorded = gather, only_recorded
+        self._gather, self._check, self._only_recorded = gather, check, only_recorded
         self._tokens: list[Token[bool]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        has_shards = any(map(_has_shards, args)) or any(map(_has_shards, kwargs.values()))
-        if has_shards and _computes(func) and self._acts_on(func, args):
+        shards = [shard for value in (*args, *kwargs.values()) for shard in _shards(value)]
+        if shards and _computes(func) and self._acts_on(func, args):
+            self._check(shards)
             args = tuple(map(self._whole, args))
             kwargs = {name: self._whole(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
@@ -61,30 +65,43 @@ class GatheredOnUse(TorchFunctionMode):
     def _whole(self, value: Any) -> Any:
         if is_shard(value):
             return self._gather(value)
-        return type(value)(map(self._whole, value)) if _has_shards(value) else value
+        return type(value)(map(self._whole, value)) if _shards(value) else value
 
 
-def gathered_on_use(params: Iterable[Tensor]) -> AbstractContextManager[Any]:
+def gathered_on_use(params: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
     """Return a scope for a forward pass outside of a step's gradient, in which divided parameters are gathered on use.
 
     Raises:
-        RuntimeError: A gradient or map would go through the messages.
+        RuntimeError: A gradient or map would go through the messages. In the scope: processes read other parameters.
     """
     if not may_be_shards():
         return NOTHING
-    params = list(map(unwrapped, params)) if is_transforming() else params
-    divided = list(filter(is_shard, params))
+    divided = {name: param for name, given in params.items() if is_shard(param := unwrapped(given))}
     if not divided:
         return NOTHING
     if _IS_ACTIVE.get() and (torch.is_grad_enabled() or is_transforming()):
         return _in_network()  # a network may compute with its parameters under no_grad, too
-    if is_transforming() or torch.is_grad_enabled() and any(param.requires_grad for param in divided):
+    if is_transforming() or torch.is_grad_enabled() and any(param.requires_grad for param in divided.values()):
         raise RuntimeError(
             "each process holds only some rows of the parameters, and no gradient or map goes through the messages "
             "that gather them: train by fully_sharded(step, mesh); for gradients of your own and for torch.func use "
             "pc.whole(state)"
         )
-    return GatheredOnUse(whole)
+    return _compared(divided)
+
+
+@contextmanager
+def _compared(divided: Mapping[str, Any]) -> Iterator[None]:
+    """Return a scope in which the processes compare what they gather, and that they leave it together."""
+    like, name_of = next(iter(divided.values())), names_by_memory(divided)
+    group = like.device_mesh.get_group(like.device_mesh.ndim - 1).group_name
+
+    def check(shards: list[Tensor]) -> None:
+        check_alike(f"reads {', '.join(map(name_of, shards))}", group, local(like))
+
+    with GatheredOnUse(whole, check):
+        yield
+    check_alike("has left the network", group, local(like))
 
 
 @contextmanager
@@ -118,5 +135,5 @@ def _computes(func: Any) -> bool:
     return func not in _DESCRIBING
 
 
-def _has_shards(value: Any) -> bool:
-    return any(map(is_shard, value)) if type(value) in (tuple, list) else is_shard(value)
+def _shards(value: Any) -> list[Tensor]:
+    return list(filter(is_shard, value if type(value) in (tuple, list) else (value,)))

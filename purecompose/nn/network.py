@@ -77,7 +77,7 @@ def call_model(
         RuntimeError: The network wrote into a parameter. The first pass through a model is stopped before the write; in
             a later pass, which may write depending on its inputs or buffers, the write is detected afterwards.
     """
-    skeleton, gathered = model.skeleton(train), gathered_on_use(params.values())
+    skeleton, gathered = model.skeleton(train), gathered_on_use(params)
     device = _device(params)
     narrow = AUTOCAST.get(precision)
     if is_transforming():

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import torch
 
 from purecompose._support.checks import check_whole, is_callable_with, shown
+from purecompose._support.shards import whole
 from purecompose._support.warnings import warn
 from purecompose.core.compose import Step, compose
 from purecompose.core.loop import eval_events, predict_events
-from purecompose.core.ranks import Ranks
 from purecompose.core.state import State, check_single
 from purecompose.data.checks import check_batches
 from purecompose.data.loaders import fixed_batches, shuffles
@@ -184,13 +184,13 @@ def evaluate(
     evaluator = Evaluator(data, metrics or {}, num_batches=num_batches, microbatch_size=microbatch_size)
     inner = _sibling(step, eval_events, state)
     begun = inner.fire(Event.EVAL_STANDALONE_START, state)
-    result = run_evaluator(evaluator, begun, inner, ranks=None if step is None else step.ranks)
+    result = run_evaluator(evaluator, begun, inner, trained_by=step)
     inner.fire(Event.EVAL_STANDALONE_END, begun)
     return {name.removeprefix(f"{evaluator.label}/"): value.tolist() for name, value in result.metrics.items()}
 
 
 def run_evaluator(
-    evaluator: Evaluator, state: State, step: Step, observers: Iterable[Observer] = (), ranks: Ranks | None = None
+    evaluator: Evaluator, state: State, step: Step, observers: Iterable[Observer] = (), trained_by: Step | None = None
 ) -> State:
     """Run one evaluation, from EVAL_START to EVAL_END.
 
@@ -199,7 +199,7 @@ def run_evaluator(
         state: The state.
         step: The algorithms, over the program of an evaluation.
         observers: Functions that read the states.
-        ranks: The processes that share the data, if there are several.
+        trained_by: The training step; if it is of several processes, they share the data.
 
     Returns:
         The evaluation's own state. Its `metrics` contain the values as "label/name": 0-d tensors on the state's
@@ -207,9 +207,11 @@ def run_evaluator(
     """
     metrics: Mapping[str, Metric] = evaluator.metrics or {"loss": mean_loss()}
     metrics = {name: of_loss(metric, state.context.loss) for name, metric in metrics.items()}
-    totals = Totals.of(metrics, state, ranks)
+    totals = Totals.of(metrics, state, None if trained_by is None else trained_by.ranks)
     with torch.no_grad(), totals.guarded():
         current = tell(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))
+        if trained_by is not None and any(getattr(node, "gathers_at_once", False) for node in trained_by.program):
+            current = current.replace(params={name: whole(param) for name, param in current.params.items()})
         num_batches = num_folds = 0
         given = watched(iter(fixed_batches(evaluator.data, state.key)), evaluator.data)
         for batch in prefetch(itertools.islice(given, evaluator.num_batches), state.device):

@@ -152,7 +152,7 @@ class Run:
             return state
         current, found = self._fire(Event.EVAL_BEFORE_ALL, state), {}
         for evaluator in due:
-            found |= run_evaluator(evaluator, current, self.eval_step, self.observers, self.step.ranks).metrics
+            found |= run_evaluator(evaluator, current, self.eval_step, self.observers, self.step).metrics
             self._evaluated[id(evaluator)] = state.timestamp.batch
         self._check_decisive(found, state)
         self._fire(Event.EVAL_AFTER_ALL, current)

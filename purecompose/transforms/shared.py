@@ -117,6 +117,11 @@ class Shared(Scope):
             finally:
                 WATCHES.reset(token)
 
+    @property
+    def gathers_at_once(self) -> bool:
+        """True if parameters that are divided among the processes are gathered together, and not layer by layer."""
+        return self.placing is not None and not self.placing.is_by_layer
+
     def describe(self, step: str) -> str:
         """Return the printed form of a step whose program contains the scope."""
         name = "data_parallel" if self.placing is None else "fully_sharded"

@@ -73,3 +73,60 @@ def test_a_network_that_does_not_record_what_it_computes_gets_whole_parameters(k
     for found in simulated(2, lambda mesh: _trained(kind, mesh)):
         for name, param in expected.items():
             torch.testing.assert_close(found[name], param, rtol=0, atol=2e-7)
+
+
+class _Routed(nn.Module):
+    """Two experts of one shape or of two; each example takes one of them, and an expert runs only if it is chosen."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4)) for width in widths
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        chosen, outputs = (inputs[:, 0] > 0).long(), torch.zeros_like(inputs)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                outputs = outputs.index_put((rows,), expert(inputs[rows]))
+        return outputs
+
+
+def _routed(widths: tuple[int, int], is_mixed: bool) -> tuple[pc.State, tuple[Tensor, Tensor]]:
+    """Return a state and a batch, whose halves take one expert each, or both."""
+    torch.manual_seed(0)
+    state = pc.State.create(_Routed(*widths), loss=pc.losses.mse, optimizer=pc.optim.sgd(0.1), duration="9ba")
+    inputs = torch.randn(8, 4)
+    inputs[:, 0] = torch.tensor([1.0, -1.0] * 4 if is_mixed else [1.0] * 4 + [-1.0] * 4)
+    return state, (inputs, torch.randn(8, 4))
+
+
+@pytest.mark.parametrize("widths", [(4, 4), (4, 6)])
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_examples_that_take_other_layers_are_evaluated_right_or_refused(
+    widths: tuple[int, int], is_mixed: bool
+) -> None:
+    state, batch = _routed(widths, is_mixed)
+    expected = pc.evaluate(state, [batch])["loss"]
+
+    def act(mesh: Any) -> list[Any]:
+        own, batch = _routed(widths, is_mixed)
+        own, found = pc.shard(own, mesh), []
+        for gather in ("step", "layer"):
+            step = pc.fully_sharded(pc.compose(pc.loop_events), mesh, gather)
+            for attempt in (lambda step=step: pc.evaluate(own, [batch], step=step)["loss"], lambda: step(own, batch)):  # noqa: B023
+                try:
+                    found.append(attempt())
+                except RuntimeError as error:
+                    found.append(str(error))
+        return found
+
+    for evaluated, trained, evaluated_by_layer, trained_by_layer in simulated(2, act):
+        assert evaluated == pytest.approx(expected) and isinstance(trained, pc.State)
+        if is_mixed:
+            assert evaluated_by_layer == pytest.approx(expected)
+            torch.testing.assert_close(trained_by_layer.loss, trained.loss)
+        else:
+            assert "read different parameters at the same time, this one reads experts." in evaluated_by_layer
+            assert "read different parameters at the same time, this one reads experts." in trained_by_layer

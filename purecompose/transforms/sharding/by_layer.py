@@ -4,7 +4,7 @@ A function that reads divided parameters is given whole ones. The graph of the b
 their place and gathers them again. Gradients are summed over the processes and divided as soon as they are complete.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from purecompose._support.shards import is_shard
+from purecompose._support.shards import check_alike, is_shard, local, names_by_memory
 from purecompose.core.operation import Carry, Operation, Purpose
 from purecompose.core.shared_part import SHARED_PART, SharedPart, scaled, scaled_with_statistics
 from purecompose.nn.gathering import GatheredOnUse
@@ -39,7 +39,8 @@ def by_layer(body: Operation, placing: Placing, *, shares_statistics: bool) -> O
         has_shared_statistics = shares_statistics and state.model.skeleton(train=True).has_batch_norms
         token = SHARED_PART.set(part)
         try:
-            with _Pass(placing, part, has_shared_statistics=has_shared_statistics).running():
+            running = _Pass(placing, part, state.params, has_shared_statistics=has_shared_statistics)
+            with running.running():
                 end = body(carry, purpose)
         finally:
             SHARED_PART.reset(token)
@@ -65,17 +66,21 @@ class _Saved(NamedTuple):
 class _Pass:
     """A forward and backward pass."""
 
-    def __init__(self, placing: Placing, part: SharedPart, *, has_shared_statistics: bool) -> None:
+    def __init__(
+        self, placing: Placing, part: SharedPart, params: Mapping[str, Tensor], *, has_shared_statistics: bool
+    ) -> None:
         self.placing, self.part, self.has_shared_statistics = placing, part, has_shared_statistics
         self._gathered: dict[StorageWeakRef, Tensor] = {}
         """The shards by the memory of their gathered rows; a reference keeps the memory's number from being reused."""
+        self._name_of, self._like = names_by_memory(params), local(next(iter(params.values())).detach())
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Return a scope in which divided parameters are gathered on use."""
-        gathered = GatheredOnUse(self._differentiable, only_recorded=True)
+        gathered = GatheredOnUse(self._differentiable, self._check, only_recorded=True)
         with gathered, torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
+        self._check([])
 
     def whole(self, shard: Tensor) -> Tensor:
         """Return all rows of a divided tensor."""
@@ -90,6 +95,10 @@ class _Pass:
         (own,) = scale([grad], self.part.weighed().share)
         return self.placing.sum_gradients({"": own}, {"": shard})[""]
 
+    def _check(self, shards: list[Tensor]) -> None:
+        words = f"reads {', '.join(map(self._name_of, shards))}" if shards else "has ended its pass"
+        check_alike(words, self.part.ranks.group, self._like)
+
     def _differentiable(self, shard: Tensor) -> Tensor:
         if torch.is_grad_enabled() and shard.requires_grad:
             return _Gather.apply(shard, self)  # pyright: ignore[reportReturnType]
@@ -102,6 +111,7 @@ class _Pass:
     def _unpack(self, saved: Any) -> Tensor:
         if not isinstance(saved, _Saved):
             return saved
+        self._check([saved.shard])
         rows = self.whole(saved.shard)
         if (saved.shape, saved.stride) == (rows.shape, rows.stride()):
             return rows
