@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "in_words"]
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 _CONTAINERS = (Mapping, list, tuple, set, frozenset)
@@ -28,6 +28,23 @@ def fingerprint(thing: Any) -> Hashable:
     separately built networks of one architecture have the same fingerprint. Functions are described by identity.
     """
     return _describe(thing, ())
+
+
+def in_words(tensor: Tensor) -> str:
+    """Return a tensor's dtype, shape, first values and checksum; equal for tensors that are equal bit for bit.
+
+    Example:
+        >>> in_words(torch.tensor([1.0, 0.25, 0.0, 3.0]))
+        'float32[4] (1, 0.25, 0, ...) #e90ab42e0d41'
+    """
+    value = _tensor_value(tensor)
+    form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    if not isinstance(value, tuple):
+        return form
+    first = tensor.detach().flatten()[:3].tolist()
+    shown = [f"{number:.6g}" if isinstance(number, float) else str(number) for number in first]
+    more = ", ..." if tensor.numel() > 3 else ""
+    return f"{form} ({', '.join(shown)}{more}) #{value[1].hex()[:12]}"
 
 
 def _describe(thing: Any, above: tuple[int, ...]) -> Hashable:

@@ -45,6 +45,9 @@ def translated(state: Any, changes: Mapping[str, Any], fields: Collection[str]) 
         else:
             known = sorted({*fields, *_CONTEXT_FIELDS, "inputs", "targets", "timestamp"})
             raise TypeError(f"a state has no field {name!r}; it has {', '.join(known)}")
+    if "model" in changes:
+        buffers = found.get("buffers", state.buffers)
+        new_static = Static(new_static.context.with_settings(buffers), new_static.timestamp)
     if new_batch is not state.batch:
         found["batch"] = new_batch
     if new_static is not state.static:

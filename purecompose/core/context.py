@@ -5,7 +5,7 @@ can be mapped, stacked and subtracted.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches
-from purecompose._support.fingerprint import fingerprint
+from purecompose._support.fingerprint import fingerprint, in_words
 from purecompose.core.clock import Clock
 from purecompose.core.layout import Layout
 from purecompose.core.loss import scalars_of
@@ -57,6 +57,9 @@ class Context:
     """Architecture of a loss whose parameters and buffers are in the state; `loss` is its module, without them."""
     loss_dtype: torch.dtype = torch.float32
     """float64 for a network that is created in double precision, else float32."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Descriptions of the buffers whose initial values are settings of the user's code, not weights: those that are not
+    in the network's `state_dict()`, and those of the loss."""
     loss_scalars: dict[str, Scalar] = field(init=False)
     """Schedules and named scalars among the attributes of the loss, by name."""
     trainable: tuple[str, ...] = field(init=False)
@@ -88,6 +91,11 @@ class Context:
     def loss_buffer_names(self) -> tuple[str, ...]:
         """The names of the loss's buffers."""
         return () if self.loss_model is None else self.loss_model.buffer_names
+
+    def with_settings(self, buffers: Mapping[str, Tensor]) -> "Context":
+        """Return the context with descriptions of the settings among new buffers."""
+        names = [name for name in (*self.model.settings, *self.loss_buffer_names) if name in buffers]
+        return self.replace(settings={name: self.settings.get(name) or in_words(buffers[name]) for name in names})
 
     def has_target_rows(self, batch: Any) -> bool:
         """Return whether the number of examples in a batch is that of its target's rows."""

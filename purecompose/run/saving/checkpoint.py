@@ -1,13 +1,14 @@
 """`save` and `load`: write a state to a folder and read it back, with the same bits."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
+from purecompose._support.keywords import suggests_keywords
 from purecompose._support.shards import local, place_of, span_of
 from purecompose._support.urls import is_remote, present
 from purecompose._support.warnings import warn
@@ -17,7 +18,7 @@ from purecompose.run.saving import extra as extras, folder, together
 from purecompose.run.saving.description import describe, environment
 from purecompose.run.saving.errors import CheckpointWarning, DamagedError
 from purecompose.run.saving.fetching import fetched
-from purecompose.run.saving.fitting import BASE, check_fits, param_leaf, template
+from purecompose.run.saving.fitting import BASE, TIME, check_fits, param_leaf, template, unwritten, without
 from purecompose.run.saving.index import Index, time_from_plain, time_to_plain
 from purecompose.run.saving.leaves import Spec, checksum, filled, leaves_of, restored_tensor, spec_of, stored
 from purecompose.run.saving.tensors import SavedTensors, is_whole
@@ -65,7 +66,8 @@ class Snapshot:
             self.arrived.synchronize()
 
         def index(files: dict[str, Any]) -> Index:
-            return Index(**{**vars(self.index), "files": files})
+            description = {**self.index.description, "settings": unwritten(self.index, self.tensors)}
+            return replace(self.index, description=description, files=files)
 
         if writers is None or (writers.is_first and not writers.is_joint):
             folder.write(target, index, {name: stored(tensor) for name, tensor in self.tensors.items()})
@@ -167,7 +169,16 @@ def save(state: State, path: Path | str, *, step: Any = None, parts: Parts = "al
     return Path(path)
 
 
-def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True, is_adaptive: bool = False) -> State:
+@suggests_keywords(ignore_keys='ignore=["params.head.*"]', load_ignore_keys='ignore=["params.head.*"]')
+def load(
+    path: Path | str,
+    like: State | None = None,
+    *,
+    step: Any = None,
+    strict: bool = True,
+    ignore: Collection[str] = (),
+    is_adaptive: bool = False,
+) -> State:
     """Return the state in a folder, as written by `save`, after verifying the checksums of the files.
 
     Loading executes no code: the files contain only numbers and JSON.
@@ -176,11 +187,15 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
         path: The folder; or its URL, such as `s3://bucket/run/checkpoints/ep0003-ba00000120`, see `mirror`.
         like: A state of the same model, optimizer and algorithms, such as the one that the run started from,
             `step.init(state)`. It defines the structure and the device; its values are not read, except for frozen
-            parameters that the checkpoint leaves out.
+            parameters that the checkpoint leaves out, and for settings: buffers of the network that are not in its
+            `state_dict()`, and those of the loss. Of these only what training has written is loaded.
         step: The step that will continue with the state, to compare settings. Its algorithms act at BEFORE_LOAD, on
             the template `like`, and at AFTER_LOAD, on the loaded state.
         strict: True to raise if something does not fit. Otherwise everything that fits is loaded, the rest keeps its
             value in `like`, and a warning lists the differences.
+        ignore: Patterns (`fnmatch`) of what keeps its value in `like` without a warning: paths such as
+            "params.head.weight", "opt_state.exp_avg.head.weight", "buffers.*", "slots.ema.*", "hparams.lr" and
+            "timestamp".
         is_adaptive: True if the number of microbatches is found by trying, so that another number is not a difference.
 
     Returns:
@@ -193,10 +208,11 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
             parameters that the checkpoint leaves out are other ones here; the message lists the differences. With or
             without `strict`: an algorithm that changed the model is missing.
         CheckpointError: A later version of the library wrote it, or it is a folder of checkpoints.
+        ValueError: A pattern of `ignore` matches nothing.
 
     Warns:
-        CheckpointWarning: Settings differ (a learning rate, an algorithm without memory, the version of torch): the
-            state is the saved one, but will not continue as it would have.
+        CheckpointWarning: Settings differ (a learning rate, class weights, an algorithm without memory, the version of
+            torch): the state is the saved one with these settings, but will not continue as it would have.
 
     Example:
         >>> import tempfile, torch
@@ -207,28 +223,26 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
         True
     """
     if not isinstance(like, State):
-        raise TypeError(f"load(path, like): expected a State, got {type(like).__name__}")
-    if step is None:
-        return read(path, like, strict=strict, is_adaptive=is_adaptive)
-    like = step.fire(Event.BEFORE_LOAD, like)
-    return step.fire(Event.AFTER_LOAD, read(path, like, step=step, strict=strict, is_adaptive=is_adaptive))
+        raise TypeError(
+            f"load(path, like): expected a State for `like`, got {type(like).__name__}: a checkpoint has no code, so "
+            "give it the state that the run started from, like=step.init(State.create(net, ...))"
+        )
+    given = like if step is None else step.fire(Event.BEFORE_LOAD, like)
+    found = read(path, given, step=step, strict=strict, ignore=ignore, is_adaptive=is_adaptive)
+    return found if step is None else step.fire(Event.AFTER_LOAD, found)
 
 
-def read(path: Path | str, like: State, *, step: Any = None, strict: bool = True, is_adaptive: bool = False) -> State:
+def read(path: Path | str, like: State, *, ignore: Collection[str] = (), **settings: Any) -> State:
     """Load a state like `load`, but without the events around it."""
     with fetched(path) as local:
-        return _read(local, like, step, strict=strict, is_adaptive=is_adaptive)
-
-
-def _read(path: Path, like: State, step: Any, *, strict: bool, is_adaptive: bool) -> State:
-    try:
-        index = folder.read_index(path)
-        check_fits(path, index, like, step, strict=strict, is_adaptive=is_adaptive)
-        return restored(path, index, like)
-    except DamagedError as error:
-        if (older := _whole_before(path)) is None:
-            raise
-        raise DamagedError(f"{error}; the next older whole one is {older}") from error
+        try:
+            index = folder.read_index(local)
+            check_fits(local, index, like, ignore=ignore, **settings)
+            return restored(local, index, like, ignore)
+        except DamagedError as error:
+            if (older := _whole_before(local)) is None:
+                raise
+            raise DamagedError(f"{error}; the next older whole one is {older}") from error
 
 
 def _whole_before(path: Path) -> Path | None:
@@ -242,10 +256,10 @@ def _whole_before(path: Path) -> Path | None:
     return None
 
 
-def restored(path: Path, index: Index, like: State) -> State:
+def restored(path: Path, index: Index, like: State, ignore: Collection[str] = ()) -> State:
     """Return the state of a checkpoint whose index has already been compared."""
     try:
-        return assembled(index, SavedTensors(path, index), like)
+        return assembled(index, SavedTensors(path, index), like, ignore)
     except DamagedError as error:
         if str(path) in str(error):
             raise
@@ -295,13 +309,14 @@ def saved_outside(name: str, path: Path, index: Index) -> Any:
         raise DamagedError(f"{path}: its index does not describe what the run keeps outside the state") from error
 
 
-def assembled(index: Index, tensors: Mapping[str, Tensor], like: State) -> State:
+def assembled(index: Index, tensors: Mapping[str, Tensor], like: State, ignore: Collection[str] = ()) -> State:
     """Return the state that an index and its tensors describe, in a template that they fit."""
-    specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
-    if tensors.keys() != specs.keys():
+    if tensors.keys() != index.tensors.keys():
         raise DamagedError("the tensors in the file are not those of the index")
-    like = template(index, like)
-    return filled(like, Static(like.context, time_from_plain(index.time)), tensors, specs, index.values)
+    index, left_out, _ = without(index, like, ignore)
+    specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
+    like, now = template(index, like), like.timestamp if TIME in left_out else time_from_plain(index.time)
+    return filled(like, Static(like.context, now), tensors, specs, index.values)
 
 
 def _fetched(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:

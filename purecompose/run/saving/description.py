@@ -25,6 +25,7 @@ __all__ = [
     "missing_required",
     "other_modules",
     "other_settings",
+    "other_tensors",
     "overruled_hparams",
 ]
 
@@ -50,6 +51,7 @@ def describe(state: State, step: Any = None) -> dict[str, Any]:
         "frozen": sorted(context.frozen),
         "initialised": list(context.initialised),
         "required": list(context.required),
+        "settings": dict(context.settings),
         "hparams": {hparam.name: hparam.default for hparam in collect((context.optimizer, _settings(step)), Hparam)},
     }
     if step is None:
@@ -99,6 +101,16 @@ def other_settings(saved: list[str], now: list[str], place: str) -> list[str]:
     there, here = _by_name(saved), _by_name(now)
     both = [name for name in there if name in here and _type(there[name]) == _type(here[name])]
     return [_difference(name, there, here, place) for name in both if there[name] != here[name]]
+
+
+def other_tensors(saved: Mapping[str, str], now: Mapping[str, str], place: str) -> dict[str, str]:
+    """Return a line for each tensor among the settings of the user's code that differs; see `Context.settings`."""
+    return {
+        name: f"{name}: {saved.get(name, 'nothing')} in {place}, {now.get(name, 'nothing')} here, which is kept, as a "
+        "setting of your code (not trained, not in state_dict()): build the network or loss with the values to use"
+        for name in dict.fromkeys([*saved, *now])
+        if saved.get(name) != now.get(name)
+    }
 
 
 def environment(state: State, step: Any = None) -> dict[str, Any]:

@@ -1,14 +1,20 @@
 """Comparison of a checkpoint with the state and the step that will continue from it."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from purecompose import tree
+from purecompose._support.fingerprint import in_words
 from purecompose._support.warnings import warn
 from purecompose.core.changes import memory_for
 from purecompose.core.context import Static
 from purecompose.core.state import State
+from purecompose.optim.checks import match_or_raise, matched
 from purecompose.run.saving.description import (
     describe,
     differences,
@@ -16,17 +22,61 @@ from purecompose.run.saving.description import (
     listed,
     missing_required,
     other_modules,
+    other_tensors,
     overruled_hparams,
 )
 from purecompose.run.saving.errors import CheckpointWarning, MismatchError
 from purecompose.run.saving.index import Index
-from purecompose.run.saving.leaves import Spec, checksum, mismatches
+from purecompose.run.saving.leaves import Spec, checksum, leaves_of, mismatches
 
 
-__all__ = ["BASE", "check_fits", "param_leaf", "template"]
+__all__ = ["BASE", "TIME", "check_fits", "param_leaf", "template", "unwritten", "without"]
 
 BASE = "base"
 """Key of an index's description for the checksum of the frozen parameters that the checkpoint leaves out."""
+
+
+TIME = "timestamp"
+
+
+def unwritten(index: Index, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return those settings of a description that no forward pass has written into; see `Context.settings`."""
+
+    def is_same(name: str, words: str) -> bool:
+        leaf = tensors.get(_buffer_leaf(name))
+        rows = () if leaf is None else leaf if tensors["key"].ndim > 1 else (leaf,)  # each member's
+        return all(in_words(row) == words for row in rows)
+
+    return {name: words for name, words in index.description["settings"].items() if is_same(name, words)}
+
+
+def without(index: Index, like: State, ignore: Collection[str] = ()) -> tuple[Index, set[str], list[str]]:
+    """Return an index without the leaves that keep their values in a template, their names, and lines about them.
+
+    These are leaves whose paths match a pattern, and settings of the user's code that are other ones in the template,
+    with a line for each. A tensor that is a setting on one side only, and that both sides have, is loaded: training has
+    written it, or it is persistent on the other side.
+    """
+    saved, now, own = index.description.get("settings", {}), like.context.settings, leaves_of(like)
+    leaves = (*index.tensors, *index.values, *own.tensors, *own.values, TIME)
+    paths = {re.sub(r"\['?([^]]*?)'?]", r".\1", leaf): leaf for leaf in leaves}  # opt_state.exp_avg.0.weight
+    for pattern in ignore:
+        match_or_raise(pattern, paths, f"load: ignore: {pattern!r}", "leaf of the state")
+    left_out = {paths[path] for path in matched(tuple(ignore), tuple(paths))}
+    lines = []
+    for name, line in other_tensors(saved, now, "the checkpoint").items():
+        leaf = _buffer_leaf(name)
+        is_on_both = leaf in index.tensors and name in like.buffers
+        if leaf not in left_out and (not is_on_both or (name in saved and name in now)):
+            left_out.add(leaf)
+            lines.append(line)
+    frozen = [name for name in index.description["frozen"] if param_leaf(name) not in left_out]
+    tensors, values = (
+        {name: value for name, value in own.items() if name not in left_out} for own in (index.tensors, index.values)
+    )
+    hparams = {n: v for n, v in index.description.get("hparams", {}).items() if f"hparams[{n!r}]" not in left_out}
+    description = {**index.description, "frozen": frozen, "hparams": hparams}
+    return replace(index, description=description, tensors=tensors, values=values), left_out, lines
 
 
 def template(index: Index, like: State) -> State:
@@ -51,11 +101,19 @@ _MEMORY = "opt_state"
 
 
 def check_fits(
-    path: Path, index: Index, like: State, step: Any = None, *, strict: bool = True, is_adaptive: bool = False
+    path: Path,
+    index: Index,
+    like: State,
+    step: Any = None,
+    *,
+    strict: bool = True,
+    ignore: Collection[str] = (),
+    is_adaptive: bool = False,
 ) -> None:
     """Compare a checkpoint's index with a state and a step, and raise or warn as described in `load`."""
-    now = describe(like, step)
-    reported = [*differences(index.description, now), *overruled_hparams(index.description, like)]
+    now, base = describe(like, step), index.description["frozen"] if BASE in index.description else ()
+    index, left_out, reported = without(index, like, ignore)
+    reported += [*differences(index.description, now), *overruled_hparams(index.description, like)]
     if is_adaptive:
         reported = [line for line in reported if not line.startswith("microbatches:")]
     specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
@@ -66,8 +124,7 @@ def check_fits(
             "replace(frozen=...)"
         )
     misfits = other_modules(index.description["model"], now["model"], "the checkpoint")
-    base = index.description["frozen"] if BASE in index.description else ()
-    misfits += mismatches(template(index, like), specs, index.values, elsewhere=base)
+    misfits += mismatches(template(index, like), specs, index.values, {*left_out, *map(param_leaf, base)})
     misfits += _other_base(index.description[BASE], base, like) if base else []
     required = missing_required(index.description, now)
     if required or (misfits and strict):
@@ -105,6 +162,10 @@ def _other_base(saved: str, names: list[str], like: State) -> list[str]:
 def param_leaf(name: str) -> str:
     """Return the name of a parameter among the leaves of a state."""
     return f"params[{name!r}]"
+
+
+def _buffer_leaf(name: str) -> str:
+    return f"buffers[{name!r}]"
 
 
 def _unknown_params(like: State, specs: Mapping[str, Any]) -> frozenset[str]:

@@ -141,13 +141,12 @@ def mismatches(
         like: The template.
         tensors: The forms of the saved tensors.
         values: The saved values.
-        elsewhere: The names of parameters that were not saved on purpose.
+        elsewhere: The names of leaves that are not loaded on purpose.
     """
     wanted, found = leaves_of(_lasting(like)), {*tensors, *values}
-    optional = {f"params[{name!r}]" for name in elsewhere}
     lines = []
     for name, tensor in wanted.tensors.items():
-        if (_is_runs_own(name) or name in optional) and name not in found:
+        if (_is_runs_own(name) or name in elsewhere) and name not in found:
             continue
         spec, ours = tensors.get(name), spec_of(tensor)
         if name not in found:
@@ -156,7 +155,7 @@ def mismatches(
             saved = "a plain value" if spec is None else spec
             lines.append(f"state.{name}: {saved} in the checkpoint, {ours} here")
     for name in wanted.values:
-        if name not in values:
+        if name not in values and name not in elsewhere:
             lines.append(f"state.{name}: a plain value here, {'a tensor' if name in tensors else 'nothing'} there")
     known = {*wanted.tensors, *wanted.values}
     unknown = [name for name in (*tensors, *values) if name not in known]

@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from purecompose import tree
+from purecompose._support.fingerprint import in_words
+from purecompose._support.shards import is_shard
 from purecompose._support.warnings import warn
 from purecompose.core.state import State
-from purecompose.run.saving.description import architecture, listed, other_modules, other_settings
+from purecompose.run.saving.description import architecture, listed, other_modules, other_settings, other_tensors
 from purecompose.run.saving.errors import CheckpointWarning, DamagedError, MismatchError
 from purecompose.run.saving.folder import written
-from purecompose.run.saving.leaves import stored
 from purecompose.run.saving.tensors import library, save_tensors
 from purecompose.surgery.weights import to_module
 
@@ -24,25 +25,27 @@ __all__ = ["export_onnx", "load_weights", "save_weights"]
 _PICKLED = (b"PK", b"\x80\x02")
 """First bytes of files of torch.save, in its current and its older format."""
 
-_MODEL = "purecompose.nn.model"
-"""Key in a file's metadata for the description of the network's modules, as JSON."""
+_MODEL, _SETTINGS = "purecompose.nn.model", "purecompose.settings"
+"""Keys in a file's metadata for descriptions of the network's modules and of its settings, as JSON."""
 
 
 def save_weights(state: State, path: Path | str) -> Path:
-    """Write parameters and buffers to a safetensors file, with the names of the `nn.Module`.
+    """Write the network's `state_dict()` to a safetensors file.
 
-    Other programs can read it, for example with `module.load_state_dict(safetensors.torch.load_file(path),
-    strict=False)`; not strict, because a tied tensor is stored once, under its first name. The file's metadata describe
-    the network's modules, which `load_weights` compares. The file appears when it is complete.
+    Other programs can read it, for example with `module.load_state_dict(safetensors.torch.load_file(path))`. As in
+    torch, tied tensors are written under all their names, and buffers that are not persistent are left out. The file's
+    metadata describe these and the network's modules, which `load_weights` compares. The file appears when it is
+    complete.
 
     Args:
-        state: The state; a population's tensors have a member dimension.
+        state: The state; a population's tensors have a member dimension. Parameters of its loss are not written.
         path: The file, usually `*.safetensors`.
 
     Returns:
         The path.
 
     Raises:
+        ValueError: The parameters are divided among processes.
         OSError: The file cannot be written.
         ImportError: Safetensors is not installed.
 
@@ -53,19 +56,34 @@ def save_weights(state: State, path: Path | str) -> Path:
         >>> save_weights(state, tempfile.mkdtemp() + "/net.safetensors").name
         'net.safetensors'
     """
-    tensors = {name: stored(tensor).clone() for name, tensor in (*state.params.items(), *state.buffers.items())}
+    if any(map(is_shard, state.params.values())):
+        raise ValueError("save_weights: each process holds some rows of this state: give it pc.whole(state)")
+    module = state.model.skeleton(train=True).filled_copy(state.params, state.buffers, is_shared=True)
+    tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    described = {_MODEL: architecture(state.model), _SETTINGS: _settings(state)}
     with written(Path(path)) as file:
-        save_tensors(tensors, file, {"format": "pt", _MODEL: json.dumps(architecture(state.model))})
+        save_tensors(
+            # Copies, because the file can have no tensors that share memory, as tied ones do.
+            {name: torch.empty(t.shape, dtype=t.dtype).copy_(t) for name, t in tensors.items()},
+            file,
+            {"format": "pt", **{key: json.dumps(value) for key, value in described.items()}},
+        )
     return Path(path)
 
 
-def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State:
-    """Return the state with parameters and buffers from a safetensors file.
+def _settings(state: State) -> dict[str, str]:
+    """Return descriptions of the tensors of a network that are not in its `state_dict()`."""
+    return {name: words for name, words in state.context.settings.items() if name in state.model.settings}
 
-    Everything else (optimizer, slots, time) is kept. A file from `save_weights` describes the network of the weights.
-    With other modules, the same weights define another function even if names and shapes agree: standardized
-    convolutions have the weights of plain ones. Files from other programs have no such description, so only names,
-    shapes and dtypes are compared.
+
+def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State:
+    """Return the state with the network's `state_dict()` from a safetensors file.
+
+    Everything else (optimizer, slots, time) is kept, and so are tensors of the network that are not in its
+    `state_dict()`: buffers that are not persistent, and plain attributes. Of a tied tensor one name is enough. A file
+    from `save_weights` describes the network of the weights. With other modules, the same weights define another
+    function even if names and shapes agree: standardized convolutions have the weights of plain ones. Files from other
+    programs have no such description, so only names, shapes and dtypes are compared.
 
     Args:
         path: The file, from `save_weights` or another program.
@@ -79,7 +97,8 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
         MismatchError: Modules, names, shapes or dtypes differ; the message lists them.
 
     Warns:
-        CheckpointWarning: Modules have other settings; without `strict`, something does not fit.
+        CheckpointWarning: Modules have other settings, or tensors that are not in `state_dict()` other values; without
+            `strict`, something does not fit.
 
     Example::
 
@@ -90,26 +109,49 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
     if not isinstance(like, State):
         raise TypeError(f"load_weights(path, like): expected a State, got {type(like).__name__}")
     file = Path(path)
-    found, model = _read(file)
-    wanted, now = {**like.params, **like.buffers}, architecture(like.model)
-    reported = [] if model is None else other_settings(model, now, "the file")
-    misfits = [] if model is None else other_modules(model, now, "the file")
-    misfits += _misfits(wanted, found)
+    found, model, settings = _read(file)
+    now, here = architecture(like.model), _settings(like)
+    module = like.model.skeleton(train=True).filled_copy(like.params, like.buffers)
+    wanted = module.state_dict(keep_vars=True)
+    # Files of other programs may contain tables, as they were once persistent.
+    tables = {name: in_words(found.pop(name)) for name in here if name in found and name not in wanted}
+    settings = {**(here if settings is None else settings), **tables}
+    reported = [*other_settings(model or now, now, "the file"), *other_tensors(settings, here, "the file").values()]
+    misfits = [*other_modules(model or now, now, "the file"), *_loaded(module, wanted, found)]
     if misfits and strict:
         hint = "give the state the same modules and surgery, or load with strict=False to take over what fits"
         raise MismatchError(listed(f"{file} does not fit this state", [*misfits, *reported], hint), misfits)
     if misfits or reported:
         warn(listed(f"{file} is loaded with differences", [*misfits, *reported]), CheckpointWarning)
-    fitting = {name: tensor for name, tensor in found.items() if name in wanted and _fits(wanted[name], tensor)}
-
-    def filled(ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: _like(fitting.get(name, tensor), tensor) for name, tensor in ours.items()}
-
-    return like.replace(params=filled(like.params), buffers=filled(like.buffers))
+    params = {name: param.detach() for name, param in module.named_parameters()}
+    return like.replace(params={**like.params, **params}, buffers={**like.buffers, **dict(module.named_buffers())})
 
 
-def _read(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
-    """Return the tensors of a file, and the description of their network if it has one."""
+def _loaded(module: nn.Module, wanted: Mapping[str, Any], found: Mapping[str, Tensor]) -> list[str]:
+    """Load tensors into a module, as its `load_state_dict` does, and return a line for each that does not fit."""
+    both = {
+        name: tuple(tree.describe(one[name], with_device=False) for one in (found, wanted))
+        for name in wanted
+        if name in found
+    }
+    unlike = {name: forms for name, forms in both.items() if forms[0] != forms[1]}
+    fitting = {name: tensor for name, tensor in found.items() if name not in unlike}
+    absent, unknown = module.load_state_dict(fitting, strict=False)
+    last = {id(wanted[name]): name for name in both if name not in unlike}  # of a tied tensor, the name that is loaded
+    absent = [name for name in absent if name not in unlike and id(wanted[name]) not in last]
+    lines = [f"{name}: {tree.describe(wanted[name])} here, not in the file" for name in absent]
+    lines += [f"{name}: in the file, not here" for name in unknown]
+    lines += [f"{name}: {theirs} in the file, {ours} here" for name, (theirs, ours) in unlike.items()]
+    ties = [(name, last[id(wanted[name])]) for name in both if name not in unlike]
+    return lines + [
+        f"{name}: another value than {other} in the file, tied here"
+        for name, other in ties
+        if not torch.equal(found[name], found[other])
+    ]
+
+
+def _read(file: Path) -> tuple[dict[str, Tensor], list[str] | None, dict[str, str] | None]:
+    """Return the tensors of a file, and the descriptions of their network's modules and settings if it has them."""
     package = library()
     if not file.exists():
         raise FileNotFoundError(f"there is no file {file}")
@@ -126,13 +168,14 @@ def _read(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
         found: dict[str, Tensor] = package.torch.load_file(file)
         with package.safe_open(file, framework="pt") as opened:
             metadata = opened.metadata() or {}
-        model = json.loads(metadata[_MODEL]) if _MODEL in metadata else None
+        model, settings = (json.loads(metadata.get(key, "null")) for key in (_MODEL, _SETTINGS))
     except (package.SafetensorError, ValueError, RuntimeError) as error:
         raise DamagedError(f"{file} cannot be read as safetensors: {error}") from error
-    is_lines = isinstance(model, list) and all(isinstance(line, str) for line in model)
-    if model is not None and not is_lines:
-        raise DamagedError(f"{file}: the entry {_MODEL} of its metadata does not describe a model")
-    return found, model
+    for key, value, kind in ((_MODEL, model, list), (_SETTINGS, settings, dict)):
+        words = [*value.values()] if isinstance(value, dict) else value
+        if value is not None and not (isinstance(value, kind) and all(isinstance(word, str) for word in words)):
+            raise DamagedError(f"{file}: the entry {key} of its metadata does not describe a model")
+    return found, model, settings
 
 
 def export_onnx(state: State, inputs: Any, path: Path | str, **options: Any) -> Path:
@@ -171,19 +214,3 @@ def export_onnx(state: State, inputs: Any, path: Path | str, **options: Any) -> 
         assert program is not None
         program.save(str(file), external_data=False)
     return Path(path)
-
-
-def _misfits(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
-    lines = [f"{name}: {tree.describe(t)} here, not in the file" for name, t in wanted.items() if name not in found]
-    lines += [f"{name}: in the file, not here" for name in found if name not in wanted]
-    both = [name for name in wanted if name in found and not _fits(wanted[name], found[name])]
-    return lines + [f"{n}: {tree.describe(found[n])} in the file, {tree.describe(wanted[n])} here" for n in both]
-
-
-def _fits(ours: Tensor, theirs: Tensor) -> bool:
-    return ours.shape == theirs.shape and ours.dtype == theirs.dtype
-
-
-def _like(value: Tensor, ours: Tensor) -> Tensor:
-    """Return the value on the device of `ours`, with its order of dimensions in memory."""
-    return ours if value is ours else torch.empty_like(ours).copy_(value)
