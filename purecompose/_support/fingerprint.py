@@ -35,7 +35,7 @@ def in_words(tensor: Tensor) -> str:
 
     Example:
         >>> in_words(torch.tensor([1.0, 0.25, 0.0, 3.0]))
-        'float32[4] (1, 0.25, 0, ...) #e90ab42e0d41'
+        'float32[4] (1, 0.25, 0, ...) #72c8110946f4'
     """
     value = _tensor_value(tensor)
     form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from purecompose import random
+from purecompose import random, surgery
 from purecompose._support.device import as_scalar
 from purecompose.algorithms._parts.gyro_masks import (
     check_bank,
@@ -17,7 +17,6 @@ from purecompose.algorithms._parts.gyro_masks import (
     gyro_dropout_mask,
     gyro_dropout_period,
 )
-from purecompose.algorithms._parts.surgery import warn_of_nothing
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.time.event import Event
@@ -163,21 +162,17 @@ def gyro_dropout(
     check_bank("gyro_dropout", sigma, tau)
     check_feature_dim("gyro_dropout", feature_dim)
 
-    def layer(path: str, place: Tensor) -> GyroDropout:
-        return GyroDropout(p, sigma, tau, draw=random.salt(name, path), place=place, feature_dim=feature_dim)
-
     def init(state: State) -> State:
-        length = _period_length(name, state, sigma, tau)
-        found = _replaced_paths(state)
-        if found:
-            place = torch.zeros(6, dtype=torch.int64, device="meta")
-            state = state.replace(model=state.model.with_modules({path: layer(path, place) for path in found}))
-        elif not any(isinstance(module, GyroDropout) for module in state.model.module.modules()):
-            advice = (
-                "Calls of F.dropout, the dropout inside attention and nn.Dropout1d to 3d are not replaced: use "
-                "nn.Dropout modules in the network, or leave the method out"
-            )
-            warn_of_nothing(name, "torch.nn.Dropout modules", state.model.module, advice)
+        length, place = _period_length(name, state, sigma, tau), torch.zeros(6, dtype=torch.int64)
+
+        def layer(dropout: nn.Module, site: surgery.Site) -> nn.Module | None:
+            if [*dropout.parameters(), *dropout.buffers()]:  # a user's subclass, which does more than plain dropout
+                return None
+            draw = random.salt(name, site.name)
+            return GyroDropout(p, sigma, tau, draw=draw, place=place, feature_dim=feature_dim)
+
+        state, _ = surgery.operate(state, {nn.Dropout: layer, GyroDropout: None}, name=name, skips_frozen=True)
+        if not _places(state):
             return state
         remembered = GyroDropoutState(torch.full((), length, dtype=torch.int64, device=state.device))
         period = torch.zeros((), dtype=torch.int64, device=state.device)
@@ -226,22 +221,6 @@ def _places(state: State) -> list[str]:
 
 def _placed(state: State, place: _Place) -> State:
     return state.replace(buffers={**state.buffers, **dict.fromkeys(_places(state), place.written())})
-
-
-def _replaced_paths(state: State) -> list[str]:
-    """Return the names of the modules that are plain dropout, except those in parts without trainable parameters."""
-    frozen = state.model.frozen_parts(state.context.frozen)
-    return [
-        path
-        for path, module in state.model.module.named_modules()
-        if _is_replaced(module) and not any(f"{path}.".startswith(f"{part}.") for part in frozen)
-    ]
-
-
-def _is_replaced(module: nn.Module) -> bool:
-    """Return whether a module is plain dropout; a user's subclass with parameters or buffers does more than that."""
-    has_tensors = any(True for _ in module.parameters()) or any(True for _ in module.buffers())
-    return isinstance(module, nn.Dropout) and not has_tensors
 
 
 def _period_length(name: str, state: State, sigma: int, tau: int) -> int:

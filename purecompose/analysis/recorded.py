@@ -166,7 +166,7 @@ class RecordedRun:
         self._check(found)
         path, index = found.path, found.index
         like = self.step.fire(Event.BEFORE_LOAD, self.start)
-        check_fits(path, index, like, self.step, is_adaptive=self.microbatches is not None)
+        check_fits(path, index, like, self.step, ignore=["microbatches"] * (self.microbatches is not None))
         state = self.step.fire(Event.AFTER_LOAD, restored(path, index, like))
         restore_extra(self.extra, path, index)
         memory = {"has_begun": index.batch > 0, **index.memory}

@@ -22,7 +22,7 @@ from purecompose.nn.modes import set_modes
 from purecompose.nn.skeleton import Member, Sharing, Skeleton, checks, places
 
 
-__all__ = ["STATISTICS", "Model", "Parts", "from_module", "to_module"]
+__all__ = ["STATISTICS", "Model", "Parts", "from_module", "of_skeleton", "to_module"]
 
 STATISTICS = ("*running_mean", "*running_var")
 """Patterns of the names of normalization layers' running statistics. A mean of these, over steps or processes, is a
@@ -119,36 +119,6 @@ class Model:
 
         return tuple(found(self.module, "")) if trains else ()
 
-    def with_modules(self, modules: Mapping[str, nn.Module]) -> "Model":
-        """Return the architecture with some modules replaced; weights are not involved.
-
-        Args:
-            modules: New modules by the qualified names of those they replace; each is replaced at all its places. They
-                are put in the old ones' mode (train or eval), and have their tensors on `meta`. The caller has to add
-                and drop the parameters and buffers that come or go with them.
-
-        Raises:
-            AttributeError: There is no module with that name.
-            ValueError: A tensor of a new module is not on `meta`.
-
-        Example:
-            >>> model = from_module(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).model
-            >>> model.with_modules({"1": nn.Tanh()}).module[1], model.module[1]
-            (Tanh(), ReLU())
-        """
-        root = self._skeletons[True].blank_copy()
-        new = {id(root.get_submodule(name)): module for name, module in modules.items()}
-        for name, module in modules.items():
-            module.train(root.get_submodule(name).training)
-        for parent in list(root.modules()):
-            changed = {key: new[id(child)] for key, child in parent._modules.items() if id(child) in new}
-            parent._modules.update(changed)
-        root = new.get(id(root), root)
-        for place in places(root):
-            if not place.tensor.is_meta:
-                raise ValueError(f"expected {place.name} on meta, got values: build the module with device='meta'")
-        return _of_skeleton(root)
-
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
@@ -169,13 +139,13 @@ class Model:
                     "pickle such modules: use purecompose.save(state, path) and load(path, like=state), which need no "
                     "pickle"
                 )
-        return _of_skeleton, (self._skeletons[True].blank_copy(),)
+        return of_skeleton, (self._skeletons[True].blank_copy(),)
 
     def __repr__(self) -> str:
         return f"Model({type(self.module).__name__}, {len(self.param_names)} parameters)"
 
 
-def _of_skeleton(root: nn.Module) -> Model:
+def of_skeleton(root: nn.Module) -> Model:
     """Return the architecture of a module on `meta`; each tensor has the name of its first place."""
     names: dict[int, str] = {}
     param_names: list[str] = []

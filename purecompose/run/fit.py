@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +95,7 @@ def _states(
         if keeper is not None:
             keeper.open(state, step)
         is_adaptive = microbatches is not None
-        resumed, position = _resumed(keeper, state, step, data, resume, is_adaptive=is_adaptive)
+        resumed, position = _resumed(keeper, state, step, data, resume, ["microbatches"] * is_adaptive)
         if resumed is not None:
             state = step.fire(Event.AFTER_LOAD, with_run(resumed.state, state.timestamp.run))
         elif state.timestamp.is_finished():
@@ -234,7 +234,7 @@ def _at_the_end(now: Timestamp) -> str:
 
 
 def _resumed(
-    keeper: Keeper | None, like: State, step: Step, data: Any, resume: Path | str | None, *, is_adaptive: bool
+    keeper: Keeper | None, like: State, step: Step, data: Any, resume: Path | str | None, ignore: Collection[str]
 ) -> tuple[Resumed | None, Any]:
     """Return the checkpoint from which a run continues, with the position of its data, as far as they are known.
 
@@ -244,9 +244,9 @@ def _resumed(
         return None, None
     with naming_urls(), nullcontext() if resume == "auto" else fetched(resume) as given:
         if given is not None:
-            resumed = resumed_from(given, like, step, is_adaptive=is_adaptive)
+            resumed = resumed_from(given, like, step, ignore)
         elif keeper is not None:
-            resumed = resumed_from_newest(keeper.folder, like, step, is_adaptive=is_adaptive)
+            resumed = resumed_from_newest(keeper.folder, like, step, ignore)
         else:
             raise ValueError("resume='auto' looks for checkpoints: say where, checkpoints=Checkpoints(folder)")
         if resumed is None:

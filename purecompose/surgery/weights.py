@@ -15,7 +15,6 @@ from purecompose.core.state import State, check_single
 from purecompose.data.loaders import fixed_batches
 from purecompose.nn import model as models
 from purecompose.nn.layers.ghost_batchnorm import GhostBatchNorm
-from purecompose.nn.skeleton import places
 from purecompose.optim.checks import matched
 
 
@@ -211,11 +210,9 @@ def statistics_of(model: models.Model) -> Statistics:
     for module in root.modules():
         if isinstance(module, GhostBatchNorm):
             module.ghost_batch_size = sys.maxsize
-    names: dict[int, str] = {}
-    for place in places(root):
-        names.setdefault(id(place.tensor), place.name)
-    held = [tensor for norm in norms for tensor in (norm.running_mean, norm.running_var)]
-    return Statistics(models.Model(root, names, model.param_names), frozenset(names[id(tensor)] for tensor in held))
+    held = {id(tensor) for norm in norms for tensor in (norm.running_mean, norm.running_var)}
+    names = frozenset(name for name, buffer in root.named_buffers() if id(buffer) in held)
+    return Statistics(models.of_skeleton(root), names)
 
 
 class _Measuring:

@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from purecompose._support.keywords import suggests_keywords
 from purecompose._support.shards import local, place_of, span_of
 from purecompose._support.urls import is_remote, present
 from purecompose._support.warnings import warn
@@ -169,15 +168,8 @@ def save(state: State, path: Path | str, *, step: Any = None, parts: Parts = "al
     return Path(path)
 
 
-@suggests_keywords(ignore_keys='ignore=["params.head.*"]', load_ignore_keys='ignore=["params.head.*"]')
 def load(
-    path: Path | str,
-    like: State | None = None,
-    *,
-    step: Any = None,
-    strict: bool = True,
-    ignore: Collection[str] = (),
-    is_adaptive: bool = False,
+    path: Path | str, like: State | None = None, *, step: Any = None, strict: bool = True, ignore: Collection[str] = ()
 ) -> State:
     """Return the state in a folder, as written by `save`, after verifying the checksums of the files.
 
@@ -193,10 +185,9 @@ def load(
             the template `like`, and at AFTER_LOAD, on the loaded state.
         strict: True to raise if something does not fit. Otherwise everything that fits is loaded, the rest keeps its
             value in `like`, and a warning lists the differences.
-        ignore: Patterns (`fnmatch`) of what keeps its value in `like` without a warning: paths such as
-            "params.head.weight", "opt_state.exp_avg.head.weight", "buffers.*", "slots.ema.*", "hparams.lr" and
-            "timestamp".
-        is_adaptive: True if the number of microbatches is found by trying, so that another number is not a difference.
+        ignore: Patterns (`fnmatch`) of what keeps its value in `like`, without a warning: paths such as
+            "params.head.weight", "opt_state.exp_avg.head.weight", "buffers.*", "slots.ema.*", "hparams.lr",
+            "timestamp", and settings such as "optimizer" and "microbatches".
 
     Returns:
         The state, with the saved timestamp.
@@ -228,7 +219,7 @@ def load(
             "give it the state that the run started from, like=step.init(State.create(net, ...))"
         )
     given = like if step is None else step.fire(Event.BEFORE_LOAD, like)
-    found = read(path, given, step=step, strict=strict, ignore=ignore, is_adaptive=is_adaptive)
+    found = read(path, given, step=step, strict=strict, ignore=ignore)
     return found if step is None else step.fire(Event.AFTER_LOAD, found)
 
 

@@ -17,6 +17,7 @@ from purecompose.transforms.shared import undivided
 
 
 __all__ = [
+    "SETTINGS",
     "architecture",
     "describe",
     "differences",
@@ -33,7 +34,7 @@ _EVENT = re.compile(r"<Event\.(\w+): '\w+'>")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MOST_LINES = 12
 _ROOT = "(root)"
-_SETTINGS = ("eval_mode", "optimizer", "loss", "precision", "input_field", "target_field", "program", "microbatches")
+SETTINGS = ("eval_mode", "optimizer", "loss", "precision", "input_field", "target_field", "program", "microbatches")
 
 
 def describe(state: State, step: Any = None) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def environment(state: State, step: Any = None) -> dict[str, Any]:
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a line for each difference of two descriptions; settings that only one has are left out."""
     lines = other_settings(saved["model"], now["model"], "the checkpoint")
-    for name in _SETTINGS:
+    for name in SETTINGS:
         if name in saved and name in now and saved[name] != now[name]:
             lines.append(f"{name}: {_short(saved[name])} in the checkpoint, {_short(now[name])} here")
     if "algorithms" in saved and "algorithms" in now:

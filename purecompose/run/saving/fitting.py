@@ -16,6 +16,7 @@ from purecompose.core.context import Static
 from purecompose.core.state import State
 from purecompose.optim.checks import match_or_raise, matched
 from purecompose.run.saving.description import (
+    SETTINGS,
     describe,
     differences,
     environment,
@@ -34,20 +35,15 @@ __all__ = ["BASE", "TIME", "check_fits", "param_leaf", "template", "unwritten", 
 
 BASE = "base"
 """Key of an index's description for the checksum of the frozen parameters that the checkpoint leaves out."""
-
-
 TIME = "timestamp"
 
 
 def unwritten(index: Index, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return those settings of a description that no forward pass has written into; see `Context.settings`."""
-
-    def is_same(name: str, words: str) -> bool:
-        leaf = tensors.get(_buffer_leaf(name))
-        rows = () if leaf is None else leaf if tensors["key"].ndim > 1 else (leaf,)  # each member's
-        return all(in_words(row) == words for row in rows)
-
-    return {name: words for name, words in index.description["settings"].items() if is_same(name, words)}
+    """Return the settings of a description that no training has written into; see `Context.settings`."""
+    settings, is_stacked = index.description["settings"], tensors["key"].ndim > 1  # with a row for each member
+    held = {name: tensors[leaf] for name in settings if (leaf := _buffer_leaf(name)) in tensors}
+    words = {name: set(map(in_words, value if is_stacked else [value])) for name, value in held.items()}
+    return {name: settings[name] for name in words if words[name] == {settings[name]}}
 
 
 def without(index: Index, like: State, ignore: Collection[str] = ()) -> tuple[Index, set[str], list[str]]:
@@ -57,26 +53,27 @@ def without(index: Index, like: State, ignore: Collection[str] = ()) -> tuple[In
     with a line for each. A tensor that is a setting on one side only, and that both sides have, is loaded: training has
     written it, or it is persistent on the other side.
     """
-    saved, now, own = index.description.get("settings", {}), like.context.settings, leaves_of(like)
-    leaves = (*index.tensors, *index.values, *own.tensors, *own.values, TIME)
+    description, now, own = index.description, like.context.settings, leaves_of(like)
+    saved, frozen, hparams = (description.get(key, {}) for key in ("settings", "frozen", "hparams"))
+    leaves = (*index.tensors, *index.values, *own.tensors, *own.values, TIME, *SETTINGS)
     paths = {re.sub(r"\['?([^]]*?)'?]", r".\1", leaf): leaf for leaf in leaves}  # opt_state.exp_avg.0.weight
-    for pattern in ignore:
-        match_or_raise(pattern, paths, f"load: ignore: {pattern!r}", "leaf of the state")
-    left_out = {paths[path] for path in matched(tuple(ignore), tuple(paths))}
-    lines = []
+    patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    for pattern in patterns:
+        match_or_raise(pattern, paths, f"load: ignore: {pattern!r}", "part of a checkpoint")
+    left_out, lines = {paths[path] for path in matched(patterns, tuple(paths))}, []
     for name, line in other_tensors(saved, now, "the checkpoint").items():
         leaf = _buffer_leaf(name)
         is_on_both = leaf in index.tensors and name in like.buffers
         if leaf not in left_out and (not is_on_both or (name in saved and name in now)):
             left_out.add(leaf)
             lines.append(line)
-    frozen = [name for name in index.description["frozen"] if param_leaf(name) not in left_out]
-    tensors, values = (
-        {name: value for name, value in own.items() if name not in left_out} for own in (index.tensors, index.values)
-    )
-    hparams = {n: v for n, v in index.description.get("hparams", {}).items() if f"hparams[{n!r}]" not in left_out}
-    description = {**index.description, "frozen": frozen, "hparams": hparams}
-    return replace(index, description=description, tensors=tensors, values=values), left_out, lines
+
+    def rest(found: Mapping[str, Any], leaf: str = "{}") -> dict[str, Any]:
+        return {name: value for name, value in found.items() if leaf.format(name) not in left_out}
+
+    own = {"frozen": [*rest(dict.fromkeys(frozen), "params[{!r}]")], "hparams": rest(hparams, "hparams[{!r}]")}
+    left = {"tensors": rest(index.tensors), "values": rest(index.values), "description": rest({**description, **own})}
+    return replace(index, **left), left_out, lines
 
 
 def template(index: Index, like: State) -> State:
@@ -101,21 +98,12 @@ _MEMORY = "opt_state"
 
 
 def check_fits(
-    path: Path,
-    index: Index,
-    like: State,
-    step: Any = None,
-    *,
-    strict: bool = True,
-    ignore: Collection[str] = (),
-    is_adaptive: bool = False,
+    path: Path, index: Index, like: State, step: Any = None, *, strict: bool = True, ignore: Collection[str] = ()
 ) -> None:
     """Compare a checkpoint's index with a state and a step, and raise or warn as described in `load`."""
     now, base = describe(like, step), index.description["frozen"] if BASE in index.description else ()
     index, left_out, reported = without(index, like, ignore)
     reported += [*differences(index.description, now), *overruled_hparams(index.description, like)]
-    if is_adaptive:
-        reported = [line for line in reported if not line.startswith("microbatches:")]
     specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
     thawed = sorted(like.context.frozen - _unknown_params(like, specs) - {*index.description["frozen"]})
     if thawed:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,24 +31,24 @@ class Resumed:
     path: Path
 
 
-def resumed_from(path: Path, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed:
+def resumed_from(path: Path, like: State, step: Any, ignore: Collection[str] = ()) -> Resumed:
     """Return the checkpoint in a folder, to resume a run; BEFORE_LOAD fires on the template, as in `load`.
 
     Args:
         path: The checkpoint.
         like: The template.
         step: The step that will train it.
-        is_adaptive: True if the number of microbatches is found by trying, so that another number is not a difference.
+        ignore: See `load`.
     """
     like = step.fire(Event.BEFORE_LOAD, like)
 
     def resumed() -> Resumed:
-        return Resumed(read(path, like, step=step, is_adaptive=is_adaptive), disk.read_index(path), path)
+        return Resumed(read(path, like, step=step, ignore=ignore), disk.read_index(path), path)
 
     return in_all(writers_of(like, step), resumed, f"{path} cannot be used")
 
 
-def resumed_from_newest(folder: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed | None:
+def resumed_from_newest(folder: Path | str, like: State, step: Any, ignore: Collection[str] = ()) -> Resumed | None:
     """Return the newest complete checkpoint in a folder, to resume a run; `None` if there is none.
 
     Damaged ones are renamed to `*.damaged-*`, because the run will write these batches again. If several processes
@@ -62,8 +62,8 @@ def resumed_from_newest(folder: Path | str, like: State, step: Any, *, is_adapti
     def resumed_at(path: Path) -> Resumed | None:
         try:
             index = disk.read_index(path)
-            check_fits(path, index, like, step, is_adaptive=is_adaptive)
-            return Resumed(restored(path, index, like), index, path)
+            check_fits(path, index, like, step, ignore=ignore)
+            return Resumed(restored(path, index, like, ignore), index, path)
         except DamagedError as error:
             damaged[path] = str(error)
             return None

@@ -61,13 +61,9 @@ def save_weights(state: State, path: Path | str) -> Path:
     module = state.model.skeleton(train=True).filled_copy(state.params, state.buffers, is_shared=True)
     tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     described = {_MODEL: architecture(state.model), _SETTINGS: _settings(state)}
+    tensors = {name: torch.empty(t.shape, dtype=t.dtype).copy_(t) for name, t in tensors.items()}  # of separate memory
     with written(Path(path)) as file:
-        save_tensors(
-            # Copies, because the file can have no tensors that share memory, as tied ones do.
-            {name: torch.empty(t.shape, dtype=t.dtype).copy_(t) for name, t in tensors.items()},
-            file,
-            {"format": "pt", **{key: json.dumps(value) for key, value in described.items()}},
-        )
+        save_tensors(tensors, file, {"format": "pt", **{key: json.dumps(value) for key, value in described.items()}})
     return Path(path)
 
 
@@ -129,24 +125,26 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
 
 def _loaded(module: nn.Module, wanted: Mapping[str, Any], found: Mapping[str, Tensor]) -> list[str]:
     """Load tensors into a module, as its `load_state_dict` does, and return a line for each that does not fit."""
-    both = {
-        name: tuple(tree.describe(one[name], with_device=False) for one in (found, wanted))
+    wanted = {name: tensor for name, tensor in wanted.items() if isinstance(tensor, Tensor)}
+    forms = {
+        name: [tree.describe(one[name], with_device=False) for one in (found, wanted)]
         for name in wanted
         if name in found
     }
-    unlike = {name: forms for name, forms in both.items() if forms[0] != forms[1]}
+    unlike = {name: pair for name, pair in forms.items() if pair[0] != pair[1]}
     fitting = {name: tensor for name, tensor in found.items() if name not in unlike}
     absent, unknown = module.load_state_dict(fitting, strict=False)
-    last = {id(wanted[name]): name for name in both if name not in unlike}  # of a tied tensor, the name that is loaded
-    absent = [name for name in absent if name not in unlike and id(wanted[name]) not in last]
-    lines = [f"{name}: {tree.describe(wanted[name])} here, not in the file" for name in absent]
-    lines += [f"{name}: in the file, not here" for name in unknown]
-    lines += [f"{name}: {theirs} in the file, {ours} here" for name, (theirs, ours) in unlike.items()]
-    ties = [(name, last[id(wanted[name])]) for name in both if name not in unlike]
-    return lines + [
-        f"{name}: another value than {other} in the file, tied here"
-        for name, other in ties
-        if not torch.equal(found[name], found[other])
+    last = {id(wanted[name]): name for name in forms if name in fitting}  # of a tied tensor, the name that is loaded
+    absent = [n for n in absent if n in wanted and n not in unlike and id(wanted[n]) not in last]
+    return [
+        *[f"{name}: {tree.describe(wanted[name])} here, not in the file" for name in absent],
+        *[f"{name}: in the file, not here" for name in unknown],
+        *[f"{name}: {theirs} in the file, {ours} here" for name, (theirs, ours) in unlike.items()],
+        *[
+            f"{name}: another value than {other} in the file, tied here"
+            for name, other in ((name, last[id(wanted[name])]) for name in forms if name in fitting)
+            if not torch.equal(found[name], found[other])
+        ],
     ]
 
 
