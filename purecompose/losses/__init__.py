@@ -15,6 +15,7 @@ targets or, for a slice of a batch, the slice's share of those of the whole batc
 examples.
 """
 
+from purecompose.losses.alignments import CTC, ctc
 from purecompose.losses.coupling import couples_examples, over_batch
 from purecompose.losses.evaluation import check_loss, evaluate_loss, evaluate_parts, metrics_of_parts, per_example
 from purecompose.losses.from_model import ModelLoss, model_loss
@@ -33,6 +34,7 @@ from purecompose.losses.terms import counts_terms, num_terms, share_of_mean
 
 
 __all__ = [
+    "CTC",
     "BinaryCrossEntropy",
     "CrossEntropy",
     "Dice",
@@ -44,6 +46,7 @@ __all__ = [
     "counts_terms",
     "couples_examples",
     "cross_entropy",
+    "ctc",
     "dice",
     "evaluate_loss",
     "evaluate_parts",

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from tests.foreign.foreign_case import READS, SHAPES, Case, MakeBatch, classes, mapped, values, vectors
+from purecompose import losses
+from tests.foreign.foreign_case import READS, Case, MakeBatch, classes, mapped, values, vectors
 
 
 class Several(nn.Module):
@@ -206,7 +207,9 @@ CASES = [
     Case("MarginRankingLoss", Embedder, tuples(2), lambda o, t: F.margin_ranking_loss(o[0][:, 0], o[1][:, 0], t)),
     Case("TripletMarginLoss", Embedder, tuples(3), lambda o, t: F.triplet_margin_loss(*o, swap=True)),
     Case("CTCLoss", lambda: nn.Linear(6, 4), transcripts, connectionist,
-         refused={"compiled": SHAPES["compiled"]}),
+         refused={"compiled": "losses.ctc"}),
+    Case("CTC of the library", lambda: nn.Linear(6, 4), transcripts,
+         lambda o, t: losses.ctc(o, (t["ids"], t["lengths"]))),
     Case("focal loss", plain(), vectors(), focal),
     Case("contrastive loss", Embedder, tuples(2), contrastive, sliced="its negatives are in the slice"),
     Case("two tasks", lambda: Several(3, 1), two_tasks, both_tasks, inductor=True),

@@ -324,13 +324,23 @@ def explained() -> Iterator[None]:
         if not _is_untraceable(error):
             raise
         notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
+        what = _what(error)
+        remedy = next((remedy for name, remedy in _REMEDIES.items() if name in what), _REMEDY)
         raise TraceError(
-            f"a step cannot be compiled {notes[-1] if notes else 'here'}: {_what(error)}, at {line_of(error)}"
-            f"{layer_of(error)}. While a step is compiled, tensors have no numbers: choose with torch.where, keep "
-            "shapes fixed (prepare indices, masks and self-loops of graphs in the data), read time from state.clock as "
-            "a tensor; or make the algorithm a host one (host=True)"
-            f"{FALLBACK_ADVICE}"
+            f"a step cannot be compiled {notes[-1] if notes else 'here'}: {what}, at {line_of(error)}{layer_of(error)}"
+            f". {remedy}{FALLBACK_ADVICE}"
         ) from error
+
+
+_REMEDIES = {
+    "_ctc_loss": "losses.ctc(outputs, (indices, lengths, frames)) is the same loss and compiles",
+    "_pack_padded_sequence": "Pass the layer padded sequences, and choose or mask its outputs by the lengths",
+}
+_REMEDY = (
+    "While a step is compiled, tensors have no numbers: choose with torch.where, keep shapes fixed (prepare indices, "
+    "masks and self-loops of graphs in the data), read time from state.clock as a tensor; or make the algorithm a host "
+    "one (host=True)"
+)
 
 
 def _is_untraceable(error: Exception) -> bool:

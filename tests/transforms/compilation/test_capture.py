@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State
@@ -83,6 +85,20 @@ def test_a_layer_of_torch_that_reads_numbers_is_named() -> None:
     _, fast = made()
     with pytest.raises(TraceError, match="in the layer '1' .Adaptive"):
         fast(make_state(nn.Sequential(nn.Linear(4, 4), Adaptive(4, 3, [1, 2], div_value=1))), make_batch())
+
+
+def test_functions_of_torch_that_read_lengths_are_named_with_what_replaces_them() -> None:
+    def ctc(outputs: Tensor, targets: Tensor) -> Tensor:
+        ones = torch.ones_like(targets)
+        return F.ctc_loss(outputs.log_softmax(1)[None], targets[:, None], ones, ones)
+
+    def packed(x: Tensor) -> Tensor:
+        return pack_padded_sequence(x[..., None], torch.full((8,), 3), batch_first=True).data.sum() + x
+
+    with pytest.raises(TraceError, match=r"in the stage loss.* losses\.ctc\(.*is the same loss and compiles"):
+        made()[1](make_state(nn.Linear(4, 3), loss=ctc), make_batch())
+    with pytest.raises(TraceError, match=r"in the stage forward.*Pass the layer padded sequences"):
+        made()[1](make_state(Layer(packed)), make_batch())
 
 
 @pytest.mark.parametrize("donate", [True, False])
