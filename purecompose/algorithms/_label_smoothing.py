@@ -26,7 +26,12 @@ _HINT = "it is the share spread over all classes; 0.1 is common, 0 switches labe
 
 
 def smooth_labels(
-    logits: Tensor, targets: Tensor, smoothing: float | Tensor = 0.1, *, ignore_index: int | None = None
+    logits: Tensor,
+    targets: Tensor,
+    smoothing: float | Tensor = 0.1,
+    *,
+    ignore_index: int | None = None,
+    ignore_zeros: bool = True,
 ) -> Tensor:
     """Smooth class targets.
 
@@ -36,6 +41,7 @@ def smooth_labels(
         smoothing: The share to spread, in [0, 1]; the value of a (0-d) tensor is not checked, and gradients flow to
             it.
         ignore_index: An index to ignore, besides negative ones.
+        ignore_zeros: False for dense targets in which a row of zeros is an example without a label.
 
     Returns:
         Dense targets (N, C, ...), float64 if logits or dense targets are, otherwise float32. Ignored positions are
@@ -56,7 +62,8 @@ def smooth_labels(
     if has_index_targets(logits, targets):
         return _smoothed(one_hot(targets, logits, ignore_index=ignore_index), smoothing)
     dense = _dense(logits, targets)
-    return _smoothed(dense, smoothing, dense.any(dim=1, keepdim=True).to(dense.dtype) / dense.shape[1])
+    even = dense.any(dim=1, keepdim=True).to(dense.dtype) if ignore_zeros else torch.ones_like(dense[:, :1])
+    return _smoothed(dense, smoothing, even / dense.shape[1])
 
 
 @factory
@@ -72,7 +79,8 @@ def label_smoothing(
     after it.
 
     Smoothing is affine in y, so smoothing each term of a mixture is the same as smoothing the mixed target. Ignored
-    positions (negative indices, the loss's `ignore_index`, dense rows of zeros) become or stay rows of zeros.
+    positions become or stay rows of zeros: negative indices, the loss's `ignore_index`, and dense rows of zeros if the
+    loss declares an `ignore_index`. In other losses, as of several labels, such a row is smoothed like any other.
 
     Events: BEFORE_LOSS, AFTER_LOSS (and INIT, to check the loss). Reads `outputs` (their shape); replaces the batch's
     target, and keeps the original target in `slots[name]` between the two events.
@@ -149,7 +157,8 @@ def _smooth_terms(state: State, targets: Tensor | Mixture, smoothing: float | Te
 
     def smooth(term: Tensor) -> Tensor:
         logits = class_scores(state.outputs, term)
-        return smooth_labels(logits, term, smoothing, ignore_index=ignore_index)
+        ignores = ignore_index is not None
+        return smooth_labels(logits, term, smoothing, ignore_index=ignore_index, ignore_zeros=ignores)
 
     if not isinstance(targets, Mixture) and for_mixtures(loss_fn) is loss_fn:
         return smooth(targets)

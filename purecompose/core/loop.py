@@ -10,6 +10,8 @@ from purecompose.core.operation import Carry, Lowered, Place, Purpose, in_order
 from purecompose.core.program import Program, Stage, Update
 from purecompose.core.scopes import Grad, Microbatches, Scope
 from purecompose.core.state import State
+from purecompose.losses.evaluation import check_pairs
+from purecompose.nn.network import is_first_run
 from purecompose.time.event import Event
 
 
@@ -51,6 +53,8 @@ def _loss(state: State) -> State:
         return with_loss_of_slice(state)
     outputs, targets = state.outputs, targets_of_loss(state)
     (loss, parts), buffers = run_loss(state, lambda loss: losses.evaluate_parts(loss, outputs, targets), train=True)
+    if is_first_run():
+        run_loss(state, lambda loss_fn: check_pairs(loss_fn, outputs, targets, loss), train=True)
     changes = {} if buffers is state.buffers else {"buffers": buffers}
     if parts:
         changes["metrics"] = {**state.metrics, **losses.metrics_of_parts(parts)}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import check_whole
+from purecompose._support.functorch import is_plain
 from purecompose.losses.metric import Device, Mean, Metric, init_mean
 from purecompose.losses.targets import Mixture, check_classes, has_index_targets
 
@@ -34,14 +35,16 @@ def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
 
     Outputs are (N, C, ...); targets are indices (N, ...), dense (N, C, ...) or a `Mixture`, and in the last two cases
     the class with the largest weight is used. Positions with a negative index, with `ignore_index`, or with a dense
-    row of zeros do not count. The order of equal outputs is torch's.
+    row of zeros do not count. The order of equal outputs is torch's. Several labels at a position, dense rows that add
+    up to more than 1, are an error; looking for them in dense targets waits for the device.
 
     Args:
         k: Number of guesses allowed, at least 1.
         ignore_index: The target index to ignore; by default that of the state's loss, or -100.
 
     Raises:
-        ValueError: k is below 1 (raised immediately), or there are fewer than max(2, k) classes (at the first update).
+        ValueError: k is below 1 (raised immediately), or there are fewer than max(2, k) classes, or several labels (at
+            an update).
 
     Example:
         >>> metric, outputs = top_k(2), torch.tensor([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]])
@@ -210,10 +213,17 @@ def _classes(name: str, outputs: Any, targets: Any, ignore_index: int) -> tuple[
             "{'accuracy': lambda outputs, targets: outputs[0].argmax(1) == targets}"
         )
     check_classes(outputs, f"metrics.{name}")
+    is_mixture = isinstance(targets, Mixture)
     if isinstance(targets, Mixture):
         targets = targets.soft(outputs, ignore_index=ignore_index)
     if has_index_targets(outputs, targets):
         return targets, (targets >= 0) & (targets != ignore_index)
+    if not is_mixture and is_plain(targets) and bool((targets.sum(dim=1) > 1 + 1e-3).any()):
+        raise ValueError(
+            f"metrics.{name}: expected one class for each position, got dense targets of several: count each of them, "
+            "as by `lambda outputs, targets: (outputs > 0) == targets`, or only examples in which all are right, "
+            "`((outputs > 0) == targets).all(1)`"
+        )
     return targets.argmax(dim=1), targets.any(dim=1)
 
 

@@ -7,6 +7,7 @@ A `Mixture` is resolved in one of two ways, which agree for cross entropy, since
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from purecompose._support.checks import shown
+from purecompose._support.functorch import is_fake, is_transforming
 from purecompose.losses.from_model import ModelLoss
 from purecompose.losses.reduction import mean_of, reduced
 from purecompose.losses.targets import Mixture, num_examples, per_row, wide_dtype
@@ -31,6 +33,7 @@ __all__ = [
     "advice",
     "check_interpolation",
     "check_loss",
+    "check_pairs",
     "evaluate_loss",
     "evaluate_parts",
     "metrics_of_parts",
@@ -157,6 +160,40 @@ def check_interpolation(loss_fn: Callable[..., Tensor], outputs: Any, targets: A
                 "something does not count in it, or has a weight. Use losses.CrossEntropy, with its ignore_index and "
                 "weight, or give the loss a method counted(outputs, targets)"
             )
+
+
+def check_pairs(fn: Callable[..., Any], outputs: Any, targets: Any, value: Tensor) -> None:
+    """Raise if a loss or metric compares each output with each target, as torch broadcasts (N, 1) and (N,).
+
+    Such a value remains if the examples of one tensor change places, and changes if both have one shape. It is examined
+    only where the shapes differ in dims of size 1.
+    """
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.shape == targets.shape:
+        return
+    if [n for n in outputs.shape if n > 1] != [n for n in targets.shape if n > 1]:
+        return
+    if is_transforming() or is_fake(outputs):
+        return
+
+    def differs(*other: Tensor, whole: bool = False) -> bool | None:
+        try:
+            result = fn(*other)
+        except Exception:
+            return None  # it takes other shapes
+        pair = [one.detach().double() for one in (value, result[0] if isinstance(result, tuple) else result)]
+        rows = [one.mean() if whole or not one.ndim else one.reshape(len(one), -1).mean(1) for one in pair]
+        return not torch.allclose(*rows, rtol=1e-4, equal_nan=True)
+
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        if differs(*((outputs.roll(1, 0), targets) if outputs.ndim < targets.ndim else (outputs, targets.roll(1, 0)))):
+            return
+        changed = differs(outputs, targets.reshape(outputs.shape), whole=True)
+        changed = differs(outputs.reshape(targets.shape), targets, whole=True) if changed is None else changed
+    if changed:
+        raise ValueError(
+            f"{fn!r} compares each output with each target: outputs {tuple(outputs.shape)} and targets "
+            f"{tuple(targets.shape)} were broadcast. Give both one shape, as by `targets.view_as(outputs)`"
+        )
 
 
 def advice(outputs: Any, targets: Any) -> Iterator[str]:

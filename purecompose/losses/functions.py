@@ -38,11 +38,14 @@ class CrossEntropy:
 
     With `weight` the mean divides by the sum of sum_c weight_c t_c over all positions. For indices torch does the same;
     for dense targets it divides by the number of positions, so one-hot targets would have another mean than indices.
+    With `label_smoothing` the loss is that of targets (1 - a) t + a / C, and the mean divides by what it would without,
+    as in torch; `algorithms.label_smoothing` divides by the sum of weights of the smoothed targets.
 
     Args:
         ignore_index: The target index to ignore.
         weight: One weight per class, C numbers >= 0 (a sequence or a tensor), stored as a tuple of floats; by default
             1 for each class.
+        label_smoothing: The share a of each target that is spread over all classes, in [0, 1].
 
     Raises:
         TypeError, ValueError: As for `has_index_targets`; weights that are negative, not finite, or not C in number;
@@ -62,9 +65,11 @@ class CrossEntropy:
 
     ignore_index: int = -100
     weight: Sequence[float] | Tensor | None = None
+    label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
         check_whole(self.ignore_index, "losses.CrossEntropy: ignore_index")
+        check_number(self.label_smoothing, "losses.CrossEntropy: label_smoothing", 0, 1)
         if self.weight is None:
             return
         weight: Any = self.weight.tolist() if isinstance(self.weight, Tensor) else self.weight
@@ -76,11 +81,14 @@ class CrossEntropy:
 
     def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         is_index = has_index_targets(outputs, targets)
-        options: dict[str, Any] = {"ignore_index": self.ignore_index} if is_index else {}
+        given, options = targets, {}
         if not is_index:
             targets = self._dense(outputs, targets)
-        elif targets.dtype is not torch.int64:
-            targets = targets.long()
+            if self.label_smoothing:  # a row of zeros stays one
+                targets = torch.lerp(targets, targets.mean(1, keepdim=True), self.label_smoothing)
+        else:
+            options = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
+            targets = targets if targets.dtype is torch.int64 else targets.long()
         if is_index and self.weight is None:
             return F.cross_entropy(outputs, targets, reduction=reduction, **options)
         weight = self._class_weights(outputs, outputs.dtype)
@@ -89,7 +97,7 @@ class CrossEntropy:
         # For dense targets torch divides by the number of all rows, but the result has to equal that for indices, where
         # only rows that count are included. For weights that add up to 0 torch's gradient is NaN.
         total = F.cross_entropy(outputs, targets, weight=weight, reduction="sum", **options)
-        return mean_of(total, self.num_terms(outputs, targets))
+        return mean_of(total, self.num_terms(outputs, given))
 
     def num_terms(self, outputs: Tensor, targets: Tensor | Mixture) -> Tensor:
         """Return the number of positions in the mean, 0-d int64, or the sum of their weights, 0-d float32 or wider."""

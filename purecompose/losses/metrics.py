@@ -25,6 +25,7 @@ from purecompose.losses import (
     share_of_mean,
 )
 from purecompose.losses.class_metrics import accuracy, calibration_error, dice, iou, top_k
+from purecompose.losses.evaluation import check_pairs
 from purecompose.losses.metric import Device, Mean, Metric, counting, init_mean, is_lower_better, of_loss, read_by
 from purecompose.losses.targets import Mixture, num_examples as leading_size
 
@@ -81,6 +82,7 @@ def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
 
     def update(acc: Mean, outputs: Any, targets: Any, num_examples: int | None = None) -> Mean:
         loss = evaluate_loss(loss_fn, outputs, targets)
+        check_pairs(loss_fn, outputs, targets, loss)
         return _with_mean(acc, loss, _terms(loss_fn, outputs, targets, num_examples))
 
     # A model's own loss does not read targets, but it counts the labels in the batch.
@@ -146,7 +148,7 @@ def from_function(fn: Callable[[Any, Any], Tensor], *, higher_is_better: bool | 
         values = fn(outputs, targets)
         count = leading_size(outputs, targets) if num_examples is None else num_examples
         _check_values(fn, values, count)
-        _check_pairs(fn, values, outputs, targets)
+        check_pairs(fn, outputs, targets, values)
         values = values.detach().to(acc.total.dtype)
         rows = values.flatten(1).mean(1).sum() if values.ndim > 1 else values.sum()
         return Mean(acc.total + (rows if values.ndim else values * count), acc.number + count)
@@ -249,6 +251,7 @@ def _with_parts(
     """Return the means of the loss, called "", and of its parts, with one more batch."""
     assert loss_fn is not None
     loss, parts = evaluate_parts(loss_fn, outputs, targets)
+    check_pairs(loss_fn, outputs, targets, loss)
     terms, empty = _terms(loss_fn, outputs, targets, num_examples), init_mean(loss.device)
     return {name: _with_mean(acc.get(name, empty), value, terms) for name, value in {"": loss, **parts}.items()}
 
@@ -279,18 +282,4 @@ def _check_values(fn: object, values: object, count: int) -> None:
             f"expected a 0-d tensor or {count} rows, one per example, from the metric {fn!r}, got shape "
             f"{tuple(values.shape)}; keep the batch dim first or average over it; to leave examples out, write a "
             "Metric(init, update, compute), whose accumulator counts those that it includes"
-        )
-
-
-def _check_pairs(fn: object, values: Tensor, outputs: Any, targets: Any) -> None:
-    """Raise an error if values are those of outputs (N, 1, ...) and targets (N, ...), or the reverse, broadcast."""
-    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or abs(outputs.ndim - targets.ndim) != 1:
-        return
-    flat, wide = sorted((outputs, targets), key=lambda tensor: tensor.ndim)
-    if not flat.ndim or len(flat) < 2 or (len(flat), 1, *flat.shape[1:]) != wide.shape:
-        return
-    if values.shape == torch.broadcast_shapes(flat.shape, wide.shape):
-        raise ValueError(
-            f"the metric {fn!r} compares each output with each target: outputs {tuple(outputs.shape)} and targets "
-            f"{tuple(targets.shape)} were broadcast to {tuple(values.shape)}; give both one shape, as by `.squeeze(1)`"
         )

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from purecompose._support.checks import shown
 from purecompose._support.device import as_scalar
 from purecompose.losses.functions import CrossEntropy
-from purecompose.losses.reduction import mean_of
-from purecompose.losses.targets import Mixture, has_index_targets, num_examples, one_hot, wide_dtype
+from purecompose.losses.targets import Mixture, num_examples, wide_dtype
 
 
 __all__ = [
@@ -210,21 +209,9 @@ class _MixedCrossEntropy(CrossEntropy):
     """torch's cross entropy for targets of a `Mixture`, in whose dense form rows of zeros do not count."""
 
     weight: Tensor | None = None
-    label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
         """Check nothing: torch does, and reading the weights would wait for the device."""
-
-    def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        if not self.label_smoothing:
-            return super().__call__(outputs, targets, reduction)
-        is_index = has_index_targets(outputs, targets)
-        dense = one_hot(targets, outputs, ignore_index=self.ignore_index) if is_index else targets
-        smooth = (1 - self.label_smoothing) * dense + self.label_smoothing * dense.mean(dim=1, keepdim=True)
-        if reduction != "mean":
-            return super().__call__(outputs, smooth, reduction)
-        # As in torch, the smoothed part does not change the weights that the mean divides by.
-        return mean_of(super().__call__(outputs, smooth, "sum"), self.num_terms(outputs, dense))
 
     def _class_weights(self, outputs: Tensor, dtype: torch.dtype) -> Tensor | None:
         return None if self.weight is None else self.weight.to(outputs.device, dtype)

@@ -144,6 +144,22 @@ def test_the_index_to_ignore_is_the_losss():
     torch.testing.assert_close(after.loss, hand_loss(state, (inputs, masked), 0.2).detach())
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        losses.binary_cross_entropy,
+        F.binary_cross_entropy_with_logits,
+        lambda outputs, targets: F.mse_loss(outputs, targets),
+    ],
+)
+def test_an_example_without_a_label_is_not_an_ignored_one(loss):
+    """In a loss of several labels a row of zeros is a target, and is smoothed as the others."""
+    state, (inputs, _) = make_state(loss=loss), make_batch()
+    labels = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]]).repeat(len(inputs) // 2, 1)
+    after = one_step([label_smoothing(0.2)], state, (inputs, labels))
+    torch.testing.assert_close(after.loss, loss(to_module(state)(inputs), 0.8 * labels + 0.2 / 4).detach())
+
+
 @pytest.mark.parametrize("kind", ["index", "soft"])
 def test_originals_are_back_after_the_loss(kind):
     seen = []

@@ -448,3 +448,46 @@ def test_no_op_model_drops_the_parameters_of_the_loss() -> None:
     state = trained(step, make_state(loss=losses.cross_entropy))
     other = trained(step, make_state(loss=Uncertainty()))
     assert state.params.keys() == other.params.keys()
+
+
+# Shapes of outputs and targets
+
+
+def column_regression(loss: Any) -> State:
+    return make_state(nn.Linear(4, 1), loss=loss, duration="9ba")
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize(
+    "loss", [lambda outputs, targets: (outputs - targets).square().mean(), F.l1_loss, nn.MSELoss()]
+)
+def test_a_loss_of_each_output_with_each_target_is_an_error(loss: Any) -> None:
+    batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6.0)
+    with pytest.raises(ValueError, match=r"compares each output with each target: outputs \(6, 1\) and targets \(6,\)"):
+        compose(loop_events)(column_regression(loss), batch)
+    state = column_regression(loss)
+    after = compose(loop_events)(state, (batch[0], batch[1][:, None]))
+    torch.testing.assert_close(after.loss, loss(pc.to_module(state)(batch[0])[:, 0], batch[1]).detach())
+
+
+def test_a_loss_that_brings_both_into_one_shape_is_not_refused() -> None:
+    """Nor is it called more often, as far as its buffers show."""
+    state = column_regression(Squeezing())
+    batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6.0)
+    after = compose(loop_events)(state, batch)
+    torch.testing.assert_close(after.loss, F.mse_loss(pc.to_module(state)(batch[0])[:, 0], batch[1]).detach())
+    assert [buffer.item() for buffer in after.buffers.values()] == [1]
+
+
+class Squeezing(nn.Module):
+    """A loss of one column that counts its calls."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return F.mse_loss(outputs.squeeze(1), targets)

@@ -102,6 +102,21 @@ def test_weighted_cross_entropy_is_torchs_for_indices_and_the_same_for_dense_tar
             torch.testing.assert_close(torch.autograd.grad(loss.sum(), outputs)[0].nan_to_num(), grads)
 
 
+@pytest.mark.parametrize("is_weighted", [False, True])
+@given(problems(ignored=0.3))
+def test_smoothed_cross_entropy_is_torchs_for_indices_and_the_same_for_dense_targets(is_weighted, problem):
+    outputs, indices, generator = problem
+    weight = torch.rand(outputs.shape[1], generator=generator) + 0.1 if is_weighted else None
+    loss = CrossEntropy(weight=weight, label_smoothing=0.3)
+    for reduction in ("mean", "sum", "none"):
+        options = {"reduction": reduction, "label_smoothing": 0.3}
+        wide = None if weight is None else weight.double()
+        expected = F.cross_entropy(outputs, indices, weight=wide, **options)
+        torch.testing.assert_close(loss(outputs, indices, reduction), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+        dense = loss(outputs, one_hot(indices, outputs), reduction)
+        torch.testing.assert_close(dense, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
 def test_class_weights_are_checked():
     for wrong, match in [
         ([1.0, -1.0], r"weight\[1\]"),

@@ -170,13 +170,52 @@ def test_a_function_may_return_bools_and_sees_mixtures_as_dense_targets():
     assert run(metric, outputs, targets, 3) == 0.5
 
     for pair in ((outputs[:, None], targets), (outputs, targets[:, None])):
-        with pytest.raises(ValueError, match=r"were broadcast to \(4, 4\); .*squeeze"):
+        with pytest.raises(ValueError, match=r"compares each output with each target: .*view_as"):
             metric.update(metric.init(), *pair)
 
     seen = []
     metric = from_function(lambda outputs, targets: seen.append(targets) or targets.sum(1))
     metric.update(metric.init(), torch.zeros(2, 3), Mixture.of(torch.tensor([0, 2])))
     assert seen[0].tolist() == [[1, 0, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        from_function(lambda outputs, targets: ((outputs > 0) == targets).float().mean()),
+        from_function(lambda outputs, targets: (outputs - targets).abs().mean(1)),
+        from_function(F.mse_loss),
+        mean_loss(F.mse_loss),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_value_that_is_of_each_output_with_each_target_is_an_error(metric):
+    outputs, targets = torch.tensor([[1.0], [-1.0], [2.0], [3.0]]), torch.tensor([1.0, 0.0, 1.0, 0.0])
+    with pytest.raises(ValueError, match="compares each output with each target"):
+        metric.update(metric.init(), outputs, targets)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda outputs, targets: (outputs.squeeze(1) > 0) == targets,
+        lambda outputs, targets: ((outputs > 0).view_as(targets) == targets).float().mean(),
+        lambda outputs, targets: (outputs - outputs.T).abs().mean(1) + targets,
+    ],
+)
+def test_a_function_that_takes_a_column_and_a_flat_batch_is_not_refused(fn):
+    outputs, targets = torch.tensor([[1.0], [-1.0], [2.0], [3.0]]), torch.tensor([1.0, 0.0, 0.0, 0.0])
+    metric = from_function(fn)
+    found = metric.compute(metric.update(metric.init(), outputs, targets))
+    torch.testing.assert_close(found.float(), fn(outputs, targets).float().mean())
+
+
+@pytest.mark.parametrize("metric", [accuracy, top_k(2), dice(3), iou(3), calibration_error()])
+def test_several_labels_at_a_position_are_refused(metric):
+    outputs, labels = torch.zeros(2, 3), torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    with pytest.raises(ValueError, match=r"expected one class for each position, .*\(outputs > 0\) == targets"):
+        metric.update(metric.init(), outputs, labels)
+    metric.update(metric.init(), outputs, labels / labels.sum(1, keepdim=True))
 
 
 def test_a_function_that_returns_something_else_is_an_error():
