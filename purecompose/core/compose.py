@@ -374,7 +374,8 @@ class Step:
                 return self.matcher.matched(bits, event, self.algorithms)
             return self._outside.matched(event, one)
 
-        return make_plan(self, matched, describe_moment(now), one.model.frozen_parts(one.context.frozen))
+        frozen_parts = one.model.frozen_parts(one.context.frozen)
+        return make_plan(self, matched, describe_moment(now), frozen_parts, one.context.replaced)
 
     def order(self, matched: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
         """Return these algorithms in the order in which the passes let them act at an event."""

@@ -60,6 +60,8 @@ class Context:
     settings: Mapping[str, str] = field(default_factory=dict)
     """Descriptions of the buffers whose initial values are settings of the user's code, not weights: those that are not
     in the network's `state_dict()`, and those of the loss."""
+    replaced: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The names of the modules that each surgery has replaced, by its name, which is that of its method."""
     loss_scalars: dict[str, Scalar] = field(init=False)
     """Schedules and named scalars among the attributes of the loss, by name."""
     trainable: tuple[str, ...] = field(init=False)

@@ -1,7 +1,7 @@
 """A state in short, in words and as HTML for notebooks: its time, and shapes and dtypes by field; no value is read."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from purecompose import tree
 from purecompose._support.html import columns, fragment, note
 
 
-__all__ = ["describe_moment", "state_as_html"]
+__all__ = ["describe_moment", "describe_replaced", "listed", "state_as_html"]
 
 _HEAD = ("field", "tensors", "numbers", "dtype", "shapes")
 _MOST_SHAPES = 4
@@ -36,6 +36,22 @@ def describe_moment(timestamp: Any) -> str:
     elapsed = timestamp.elapsed()
     share = "" if elapsed is None else f" ({elapsed:.1%} of the run)"
     return f"at batch {timestamp.batch}{share}"
+
+
+def describe_replaced(replaced: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return the modules that each method has replaced in words, by its name; see `Context.replaced`.
+
+    Example:
+        >>> describe_replaced({"blurpool": ("0", "2"), "no_op_model": ("",)})
+        {'blurpool': 'modules replaced: 2 (0, 2)', 'no_op_model': 'modules replaced: 1 (the whole network)'}
+    """
+    words = {name: listed([one or "the whole network" for one in found]) for name, found in replaced.items()}
+    return {name: f"modules replaced: {len(replaced[name])} ({words[name]})" for name in words}
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first three names, and the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _row(name: str, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:

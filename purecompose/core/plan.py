@@ -1,13 +1,14 @@
 """The plan of a step: at each event, which algorithms act, in what order, and why."""
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from purecompose._support.html import columns, fragment, note
 from purecompose._support.table import table
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.loop import loop_events
+from purecompose.core.overview import describe_replaced, listed
 from purecompose.core.passes import Pass, pass_name, precedes, run_pass, set_filo_order
 from purecompose.core.program import events_in
 from purecompose.time.event import Event
@@ -80,7 +81,11 @@ class _Planned(Protocol):
 
 
 def make_plan(
-    step: _Planned, matched: Callable[[Event], Sequence[Algorithm]], moment: str, frozen_parts: Sequence[str] = ()
+    step: _Planned,
+    matched: Callable[[Event], Sequence[Algorithm]],
+    moment: str,
+    frozen_parts: Sequence[str] = (),
+    replaced: Mapping[str, Sequence[str]] | None = None,
 ) -> Plan:
     """Return the plan of a step.
 
@@ -89,21 +94,20 @@ def make_plan(
         matched: Function that returns the algorithms that act at an event now, in their listed order.
         moment: The current time in words.
         frozen_parts: The parts of the network without trainable parameters.
+        replaced: The modules that each method has replaced; see `Context.replaced`.
     """
     outer = [event for event in Event if event not in step.events]
     before = [event for event in outer if event in (Event.INIT, Event.FIT_START, Event.EPOCH_START)]
     rows: list[PlanRow] = []
     for event in (*before, *step.events, *[event for event in outer if event not in before]):
         rows += _rows_at(event, step, matched(event), moment)
-    if frozen_parts:
-        names = ", ".join(frozen_parts[:3]) + (f" and {len(frozen_parts) - 3} more" * (len(frozen_parts) > 3))
-        skips = {a.name for a in step.algorithms if Trait.SKIPS_FROZEN_PARTS in a.traits}
-        rows = [
-            row._replace(reason=f"{row.reason}; does not change {names}: nothing trains there")
-            if row.event is Event.INIT and row.algorithm in skips
-            else row
-            for row in rows
-        ]
+    done = {name: f"; {words}" for name, words in describe_replaced(replaced or {}).items()}
+    skips = {a.name for a in step.algorithms if Trait.SKIPS_FROZEN_PARTS in a.traits} if frozen_parts else set()
+    kept = dict.fromkeys(skips, f"; does not change {listed(frozen_parts)}: nothing trains there")
+    for i, row in enumerate(rows):
+        if row.event is Event.INIT:
+            more = done.get(row.algorithm, "") + kept.get(row.algorithm, "")
+            rows[i] = row._replace(reason=row.reason + more)
     return Plan(tuple(rows), tuple(_warnings(step)))
 
 

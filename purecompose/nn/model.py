@@ -60,7 +60,13 @@ class Model:
         self._initially_frozen = frozenset(name for name, param in module.named_parameters() if not param.requires_grad)
         known = set(param_names)
         self.buffer_names: tuple[str, ...] = tuple(name for name in names.values() if name not in known)
-        self.settings: tuple[str, ...] = _settings(module, names, self.buffer_names)
+        saved = {
+            id(buffer)
+            for child in module.modules()
+            for key, buffer in child._buffers.items()
+            if key not in child._non_persistent_buffers_set
+        }
+        self.settings: tuple[str, ...] = tuple(n for key, n in names.items() if n not in known and key not in saved)
         """The buffers that are not in `state_dict()`: not persistent, or plain attributes."""
         # The memo makes the copy share the meta tensors, so that one table of names serves both skeletons.
         evaluation = copy.deepcopy(module, {id(place.tensor): place.tensor for place in places(module)}).eval()
@@ -239,16 +245,6 @@ def to_module(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, 
         KeyError: A tensor of the architecture is missing.
     """
     return model.skeleton(train=True).filled_copy(params, buffers)
-
-
-def _settings(module: nn.Module, names: Mapping[int, str], buffer_names: Sequence[str]) -> tuple[str, ...]:
-    saved = {
-        names[id(buffer)]
-        for child in module.modules()
-        for key, buffer in child._buffers.items()
-        if buffer is not None and key not in child._non_persistent_buffers_set
-    }
-    return tuple(name for name in buffer_names if name not in saved)
 
 
 def _meta_twin(tensor: Tensor) -> Tensor:

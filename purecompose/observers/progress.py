@@ -8,6 +8,7 @@ from typing import TextIO, TypeAlias
 
 from torch import Tensor
 
+from purecompose.core.overview import describe_replaced
 from purecompose.core.state import State
 from purecompose.observers.displays import Display, NotebookDisplay, Shown, TerminalDisplay, is_in_notebook
 from purecompose.observers.pace import Pace
@@ -118,6 +119,8 @@ class Progress:
         self.close()
         self._reset()
         self._is_running = True
+        for name, words in describe_replaced(state.context.replaced).items():
+            print(f"{name}: {words}", file=self._file or sys.stdout, flush=True)
         if self._live:
             self._display = display = NotebookDisplay() if self._is_notebook else TerminalDisplay(self._console)
             # Also stops the display if a run ends with an exception outside a with block, at the latest at exit.

@@ -243,7 +243,8 @@ def operate(
         name=name,
     )
     fields = after._asdict()
-    report = fields.pop("report")
+    report, replaced = fields.pop("report"), target.context.replaced
+    fields["replaced"] = {**replaced, name: (*replaced.get(name, ()), *report.replaced)}
     return (target.replace(**fields) if report.replaced else target), report
 
 

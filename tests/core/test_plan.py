@@ -149,3 +149,15 @@ def test_one_reason_for_many_events_is_one_line():
     curious = Algorithm("curious", lambda e, s: e is Event.BATCH_END, lambda e, s: s)
     text = str(compose(loop_events, [curious]).plan(make_state()))
     assert len(text.splitlines()) < 8 and "39 events" in text
+
+
+def test_a_plan_says_what_methods_have_replaced():
+    step = compose(loop_events, [pc.algorithms.blurpool(), pc.algorithms.squeeze_excite(min_channels=1)])
+    net = torch.nn.Sequential(*[torch.nn.Conv2d(c, 2 * c, 3, stride=2) for c in (16, 32, 64, 128)])
+    state = make_state(net)
+    assert "replaced" not in str(step.plan(state))
+    plan = step.plan(step.init(state))
+    assert reasons(plan, Event.INIT) == {
+        "blurpool": (0, "listed order; modules replaced: 4 (0, 1, 2 and 1 more)"),
+        "squeeze_excite": (1, "listed order; modules replaced: 4 (0.conv, 1.conv, 2.conv and 1 more)"),
+    }

@@ -9,7 +9,21 @@ import types
 import pytest
 import torch
 
-from purecompose import Checkpoints, Evaluator, Event, State, compose, evaluate, fit, loop_events, metrics, population
+from purecompose import (
+    Checkpoints,
+    Evaluator,
+    Event,
+    State,
+    algorithms,
+    compose,
+    evaluate,
+    fit,
+    loop_events,
+    losses,
+    metrics,
+    optim,
+    population,
+)
 from purecompose.observers import History, Progress, progress, stopwatch
 from tests.observers.observer_helpers import at, make_batches, make_population, make_state
 
@@ -31,6 +45,14 @@ def test_without_a_terminal_there_is_a_plain_line_for_each_epoch() -> None:
     accuracy = evaluate(end, make_batches(), {"accuracy": metrics.accuracy})["accuracy"]
     assert f"accuracy {accuracy:.1%}" in lines[-1]
     assert re.search(r"[\d.]+ ba/s  [\d.]+ s$", lines[-1])
+
+
+def test_a_run_begins_with_what_methods_have_replaced() -> None:
+    file, dropout = io.StringIO(), torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Dropout(0.1))
+    step = compose(loop_events, [algorithms.gyro_dropout(0.5, 4, 2)])
+    state = State.create(dropout, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), batches_per_epoch=4)
+    fit(step, state, make_batches(), duration="1ep", observers=[Progress(file=file)])
+    assert file.getvalue().splitlines()[0] == "gyro_dropout: modules replaced: 1 (1)"
 
 
 def test_the_loss_is_a_running_mean() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from purecompose._support.fingerprint import in_words
 from purecompose._support.shards import local, place_of, span_of
 from purecompose._support.urls import is_remote, present
 from purecompose._support.warnings import warn
@@ -19,7 +20,7 @@ from purecompose.run.saving.errors import CheckpointWarning, DamagedError
 from purecompose.run.saving.fetching import fetched
 from purecompose.run.saving.fitting import BASE, TIME, check_fits, param_leaf, template, unwritten, without
 from purecompose.run.saving.index import Index, time_from_plain, time_to_plain
-from purecompose.run.saving.leaves import Spec, checksum, filled, leaves_of, restored_tensor, spec_of, stored
+from purecompose.run.saving.leaves import Spec, filled, leaves_of, restored_tensor, spec_of, stored
 from purecompose.run.saving.tensors import SavedTensors, is_whole
 from purecompose.run.saving.together import Writers, in_all, writers_of
 from purecompose.time.event import Event
@@ -99,9 +100,8 @@ def snapshot(
     if parts == "trainable" and rows:
         raise ValueError("save: parts='trainable': each process holds some rows of this state: save pc.whole(state)")
     if parts == "trainable" and description["frozen"]:
-        base = {name: state.params[name] for name in description["frozen"]}
-        description[BASE] = checksum(base)
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in map(param_leaf, base)}
+        description[BASE] = {param_leaf(name): in_words(state.params[name]) for name in description["frozen"]}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in description[BASE]}
     packed: dict[str, Any] = {}
     for name, value in (outside or {}).items():
         packed[name], found = extras.pack(value, name)

@@ -108,7 +108,7 @@ def other_tensors(saved: Mapping[str, str], now: Mapping[str, str], place: str) 
     """Return a line for each tensor among the settings of the user's code that differs; see `Context.settings`."""
     return {
         name: f"{name}: {saved.get(name, 'nothing')} in {place}, {now.get(name, 'nothing')} here, which is kept, as a "
-        "setting of your code (not trained, not in state_dict()): build the network or loss with the values to use"
+        "setting of your code: build it with the values to use, or make it a persistent buffer of the network"
         for name in dict.fromkeys([*saved, *now])
         if saved.get(name) != now.get(name)
     }

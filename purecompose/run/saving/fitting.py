@@ -28,13 +28,13 @@ from purecompose.run.saving.description import (
 )
 from purecompose.run.saving.errors import CheckpointWarning, MismatchError
 from purecompose.run.saving.index import Index
-from purecompose.run.saving.leaves import Spec, checksum, leaves_of, mismatches
+from purecompose.run.saving.leaves import Spec, leaves_of, mismatches
 
 
 __all__ = ["BASE", "TIME", "check_fits", "param_leaf", "template", "unwritten", "without"]
 
 BASE = "base"
-"""Key of an index's description for the checksum of the frozen parameters that the checkpoint leaves out."""
+"""Key of an index's description for descriptions of the frozen parameters that the checkpoint leaves out."""
 TIME = "timestamp"
 
 
@@ -101,7 +101,7 @@ def check_fits(
     path: Path, index: Index, like: State, step: Any = None, *, strict: bool = True, ignore: Collection[str] = ()
 ) -> None:
     """Compare a checkpoint's index with a state and a step, and raise or warn as described in `load`."""
-    now, base = describe(like, step), index.description["frozen"] if BASE in index.description else ()
+    now, base = describe(like, step), index.description.get(BASE, {})
     index, left_out, reported = without(index, like, ignore)
     reported += [*differences(index.description, now), *overruled_hparams(index.description, like)]
     specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
@@ -112,8 +112,14 @@ def check_fits(
             "replace(frozen=...)"
         )
     misfits = other_modules(index.description["model"], now["model"], "the checkpoint")
-    misfits += mismatches(template(index, like), specs, index.values, {*left_out, *map(param_leaf, base)})
-    misfits += _other_base(index.description[BASE], base, like) if base else []
+    misfits += mismatches(template(index, like), specs, index.values, {*left_out, *base})
+    here = {leaf: in_words(param) for name, param in like.params.items() if (leaf := param_leaf(name)) in base}
+    misfits += [
+        f"state.{leaf}: {words}, frozen and left out of the checkpoint, {here.get(leaf, 'nothing')} here: give the "
+        "state the same base network"
+        for leaf, words in base.items()
+        if here.get(leaf) != words and leaf not in left_out
+    ]
     required = missing_required(index.description, now)
     if required or (misfits and strict):
         lines = [*required, *reported, *misfits]
@@ -131,20 +137,6 @@ def check_fits(
 
 
 _HINT = "give the state the same model, optimizer and algorithms, initialised (step.init), or load with strict=False"
-
-
-def _other_base(saved: str, names: list[str], like: State) -> list[str]:
-    """Return a line if the frozen parameters that a checkpoint leaves out are not those of a template."""
-    gone = [name for name in names if name not in like.params]
-    if gone:
-        return [f"state.{param_leaf(name)}: frozen and left out of the checkpoint, not here" for name in gone]
-    if checksum({name: like.params[name] for name in names}) == saved:
-        return []
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return [
-        f"state.params: the checkpoint leaves out {len(names)} frozen parameters ({shown}), which have other values "
-        "here than where it was written: give the state the same base network"
-    ]
 
 
 def param_leaf(name: str) -> str:

@@ -115,7 +115,7 @@ def _check_parts(fields: Mapping[str, Any]) -> None:
     texts = [*[description.get(name) for name in ("model", "initialised", "frozen")], description.get("required", [])]
     if not all(isinstance(lines, list) and all(isinstance(line, str) for line in lines) for lines in texts):
         raise DamagedError("its index does not describe a model")
-    names = [description.get("algorithms", {}), description.get("settings", {}), fields["tensors"]]
+    names = [*[description.get(name, {}) for name in ("algorithms", "base", "settings")], fields["tensors"]]
     if not all(isinstance(texts, dict) and all(isinstance(text, str) for text in texts.values()) for texts in names):
         raise DamagedError("its index does not describe algorithms, settings and tensors")
     if not all(isinstance(reported, dict) for reported in fields["files"].values()):

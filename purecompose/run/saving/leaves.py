@@ -1,7 +1,5 @@
 """Conversion of a state to named tensors and values, and back into a template."""
 
-import ctypes
-import hashlib
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -20,7 +18,6 @@ from purecompose.run.saving.extra import is_extra
 __all__ = [
     "Leaves",
     "Spec",
-    "checksum",
     "filled",
     "leaves_of",
     "mismatches",
@@ -115,21 +112,6 @@ def stored(tensor: Tensor) -> Tensor:
         raise TypeError(f"a checkpoint holds dense tensors, got {tensor.layout}")
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
-
-
-def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Return a checksum of tensors with their names and forms.
-
-    Example:
-        >>> checksum({"w": torch.zeros(1)}) == checksum({"w": torch.tensor([-0.0])})
-        False
-    """
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        value = stored(tensors[name])
-        digest.update(f"{name} {spec_of(tensors[name])};".encode())
-        digest.update((ctypes.c_char * (value.numel() * value.element_size())).from_address(value.data_ptr()))
-    return digest.hexdigest()
 
 
 def mismatches(

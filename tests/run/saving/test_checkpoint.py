@@ -315,9 +315,13 @@ def test_the_trainable_part_is_loaded_into_a_base(num_members: int | None, tmp_p
 
 def test_another_base_is_refused(tmp_path: pathlib.Path) -> None:
     pc.save(adapted(), tmp_path / "one", parts="trainable")
-    with pytest.raises(pc.errors.MismatchError, match=r"leaves out 6 frozen .* \(first.bias, .* other values here"):
+    with pytest.raises(
+        pc.errors.MismatchError, match=r"params\['first.bias'\]: float32\[64\].*, frozen .* float32\[64\].*here"
+    ):
         pc.load(tmp_path / "one", adapted(seed=1))
-    with pytest.raises(pc.errors.MismatchError, match=r"params\['first.weight'\]: frozen and left out .*, not here"):
+    with pytest.raises(
+        pc.errors.MismatchError, match=r"params\['first.weight'\]: .*, frozen and left out .*, nothing here"
+    ):
         pc.load(tmp_path / "one", adapted(first="other"))
     with pytest.warns(pc.errors.CheckpointWarning, match="same base network"):
         loaded = pc.load(tmp_path / "one", adapted(seed=1), strict=False)

@@ -54,6 +54,15 @@ def test_the_weights_of_operated_networks_are_refused_by_plain_ones_and_the_reve
     )
 
 
+@pytest.mark.parametrize("name", SURGERY)
+def test_a_state_knows_how_many_modules_a_method_has_replaced(name: str) -> None:
+    step, plain, changed = operated(name)
+    there, here = (dict(state.model.module.named_modules()) for state in (plain, changed))
+    found = changed.context.replaced[name]
+    assert found and all(repr(there[one]) != repr(here[one]) for one in found)
+    assert step.init(changed).context.replaced == changed.context.replaced
+
+
 def test_standardized_filters_can_be_loaded_into_a_plain_network_on_request(
     tmp_path: pathlib.Path,
 ) -> None:
