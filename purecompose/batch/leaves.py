@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from purecompose import tree
+from purecompose._support.functorch import is_transforming
 from purecompose._support.graphs import graph_tensors, is_graphs, map_graphs
 
 
-__all__ = ["map_tensors", "tensors", "with_items", "with_members", "with_tensors"]
+__all__ = ["aliases", "map_tensors", "tensors", "with_items", "with_members", "with_tensors"]
 
 
 def map_tensors(fn: Callable[[Tensor], Any], batch: Any) -> Any:
@@ -44,6 +45,26 @@ def map_tensors(fn: Callable[[Tensor], Any], batch: Any) -> Any:
         return with_members(leaf, map_tensors(fn, members))
 
     return tree.map(on_leaf, batch, is_leaf=_is_packed)
+
+
+def aliases(batch: Any) -> Any:
+    """Return the batch with aliases of the tensors that require no gradient, so that flags of a step stay inside it.
+
+    User code may set `x.requires_grad_()`, as forces and differential equations need it.
+    """
+    if type(batch) is Tensor:
+        return _alias(batch)
+    if type(batch) is tuple:  # quick for the usual batches
+        return tuple(map(aliases, batch))
+    if type(batch) is dict:
+        return {name: aliases(member) for name, member in batch.items()}
+    return map_tensors(_alias, batch)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad:
+        return tensor
+    return tensor.view_as(tensor) if is_transforming() else tensor.detach()  # which would cut outer gradients
 
 
 def tensors(batch: Any) -> list[Tensor]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, random
 from purecompose._support.device import as_scalar
+from purecompose.batch.leaves import aliases
 from purecompose.core.loss import with_scalars
 from purecompose.nn.keyed import modules
 from purecompose.nn.keyed.parts import CURRENT
@@ -38,6 +39,8 @@ def run_model(state: Any, inputs: Any, *, train: bool, rng_name: str | None = No
     part = CURRENT.get() if rng_name is None else None
     name = rng_name or (".state.forward" if part is None else part.next_pass())
     context = state.context
+    if state.clock is None:  # outside of a step, whose batch consists of aliases already
+        inputs = aliases(inputs)
 
     def keyed() -> modules.Keyed:
         if part is not None:

@@ -17,6 +17,7 @@ from purecompose._support.device import arithmetic
 from purecompose._support.dynamo import called_by_dynamo, get_eval_frame_callback, without_dynamo
 from purecompose._support.keywords import suggests_keywords
 from purecompose._support.scopes import NOTHING, together
+from purecompose.batch.leaves import aliases
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.application import application
 from purecompose.core.clock import Clock
@@ -255,7 +256,7 @@ class Step:
             return state.replace(
                 static=Static(context, SealedTime(now, later)),
                 clock=Clock.of(now, later, context.schedules, state.device, domain=domain, draw=draw),
-                batch=self.members.spread(batch),
+                batch=self.members.spread(aliases(batch)),
                 metrics={},
             )
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
+from purecompose._support.autograd import GradMode
 from purecompose._support.device import AUTOCAST, arithmetic
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.scopes import NOTHING, together
@@ -83,17 +84,21 @@ def call_model(
     if is_transforming():
         # torch's group_norm does not support other memory formats under vmap.
         params = {name: _contiguous(param) for name, param in params.items()}
-        inputs = batches.map_tensors(_contiguous, inputs)
+        # Views belong to the transform, so that forward may differentiate with respect to them.
+        inputs = batches.map_tensors(lambda tensor: _contiguous(tensor.view_as(tensor)), inputs)
     scope = kernels(params, narrow, device.type, skeleton=skeleton)
     autocast = NOTHING if narrow is None else torch.autocast(device.type, narrow, cache_enabled=False)
-    with together(arithmetic(precision, device), autocast, gathered, scope):
+
+    def run() -> _Result:
         looking = _LOOKING.get()
         if skeleton.draws is False and skeleton.is_fixed and not looking:
-            outputs, new_buffers = _run(skeleton, params, buffers, inputs)
-        else:
-            is_watched = looking or skeleton.draws is None
-            forward = _Pass(skeleton, params, buffers, inputs, keyed, is_watched)
-            outputs, new_buffers = forward.first() if is_watched else forward.later()
+            return _run(skeleton, params, buffers, inputs)
+        is_watched = looking or skeleton.draws is None
+        forward = _Pass(skeleton, params, buffers, inputs, keyed, is_watched)
+        return forward.first() if is_watched else forward.later()
+
+    with together(arithmetic(precision, device), autocast, gathered, scope):
+        outputs, new_buffers = run() if skeleton.is_fixed or torch.is_grad_enabled() else _without_graph(skeleton, run)
     if narrow is not None:
         # The loss, and algorithms that edit outputs, run outside of autocast: in bfloat16 a loss has three digits, and
         # in float16 a sum soon exceeds 65504.
@@ -125,6 +130,20 @@ def warn_of_dropped(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -
 
 
 _Result = tuple[Any, dict[str, Tensor]]
+
+
+def _without_graph(skeleton: Skeleton, run: Callable[[], _Result]) -> _Result:
+    """Return the result of a pass outside of gradients, of a network that may take gradients itself, such as forces."""
+    if not skeleton.takes_gradients:
+        try:
+            return run()
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+    with GradMode(True):
+        result = run()
+    skeleton.takes_gradients = True
+    return batches.map_tensors(lambda tensor: tensor.detach(), result)
 
 
 def _run(

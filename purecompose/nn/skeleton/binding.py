@@ -51,6 +51,8 @@ class Skeleton:
         """True if a forward pass may call scaled dot product attention: code of the user, or a layer of torch."""
         self.draws: bool | None = None
         """True if a forward pass draws random numbers; None until one has been watched."""
+        self.takes_gradients: bool = False
+        """True if a forward pass computes gradients, so that it needs a graph in evaluation too."""
 
     def bound(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, is_watched: bool = False
