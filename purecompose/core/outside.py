@@ -48,15 +48,19 @@ class Outside:
         state = state.with_hparams(collect(settings, Hparam))
         fresh = [a for a in self._algorithms if a.name not in state.context.initialised]
         matched = self.matched(Event.INIT, state, fresh)
+        before = state.buffers
         for algorithm in self._order(matched, Event.INIT):
             state, _ = applied(algorithm, Event.INIT, state)
         check_slots(state)
         context = state.context
+        # Settings that methods have written, such as drop rates, are described as they are now.
+        kept = {name: words for name, words in context.settings.items() if state.buffers.get(name) is before.get(name)}
         schedules = collect(settings, Schedule)
         changes = {
             "initialised": tuple(dict.fromkeys([*context.initialised, *[a.name for a in fresh]])),
             "required": (*context.required, *[a.name for a in matched if Trait.REQUIRED_ON_LOAD in a.traits]),
             "schedules": tuple(dict.fromkeys([*context.schedules, *schedules])),
+            "settings": context.replace(settings=kept).with_settings(state.buffers).settings,
         }
         return state.replace(**changes)
 

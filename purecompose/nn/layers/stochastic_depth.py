@@ -133,7 +133,7 @@ class DropPath(nn.Module):
         super().__init__()
         _check_settings("DropPath", method, drop_rate)
         self.method = method
-        self.register_buffer("drop_rate", torch.tensor(float(drop_rate)))
+        self.register_buffer("drop_rate", torch.tensor(float(drop_rate)), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (N, ...) to the same shape."""
@@ -195,7 +195,7 @@ class StochasticDepth(nn.Module):
         _check_settings("StochasticDepth", method, drop_rate)
         self._modules.update(block._modules)
         self.method = method
-        self.register_buffer("drop_rate", torch.tensor(float(drop_rate)))
+        self.register_buffer("drop_rate", torch.tensor(float(drop_rate)), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (N, ...) to the shape of the block's output."""

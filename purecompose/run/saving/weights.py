@@ -79,7 +79,8 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
     `state_dict()`: buffers that are not persistent, and plain attributes. Of a tied tensor one name is enough. A file
     from `save_weights` describes the network of the weights. With other modules, the same weights define another
     function even if names and shapes agree: standardized convolutions have the weights of plain ones. Files from other
-    programs have no such description, so only names, shapes and dtypes are compared.
+    programs have no such description, so only names, shapes and dtypes are compared. Of dtypes, those are accepted
+    whose values the network's have: bfloat16 in the file of a float32 network, not the reverse.
 
     Args:
         path: The file, from `save_weights` or another program.
@@ -115,7 +116,7 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
     reported = [*other_settings(model or now, now, "the file"), *other_tensors(settings, here, "the file").values()]
     misfits = [*other_modules(model or now, now, "the file"), *_loaded(module, wanted, found)]
     if misfits and strict:
-        hint = "give the state the same modules and surgery, or load with strict=False to take over what fits"
+        hint = "give the state the same modules, surgery and dtypes, or load with strict=False to take over what fits"
         raise MismatchError(listed(f"{file} does not fit this state", [*misfits, *reported], hint), misfits)
     if misfits or reported:
         warn(listed(f"{file} is loaded with differences", [*misfits, *reported]), CheckpointWarning)
@@ -126,26 +127,28 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
 def _loaded(module: nn.Module, wanted: Mapping[str, Any], found: Mapping[str, Tensor]) -> list[str]:
     """Load tensors into a module, as its `load_state_dict` does, and return a line for each that does not fit."""
     wanted = {name: tensor for name, tensor in wanted.items() if isinstance(tensor, Tensor)}
-    forms = {
-        name: [tree.describe(one[name], with_device=False) for one in (found, wanted)]
-        for name in wanted
-        if name in found
-    }
-    unlike = {name: pair for name, pair in forms.items() if pair[0] != pair[1]}
+    both = [name for name in wanted if name in found]
+    unlike = [name for name in both if not _fits(found[name], wanted[name])]
     fitting = {name: tensor for name, tensor in found.items() if name not in unlike}
     absent, unknown = module.load_state_dict(fitting, strict=False)
-    last = {id(wanted[name]): name for name in forms if name in fitting}  # of a tied tensor, the name that is loaded
+    last = {id(wanted[name]): name for name in both if name in fitting}  # of a tied tensor, the name that is loaded
     absent = [n for n in absent if n in wanted and n not in unlike and id(wanted[n]) not in last]
     return [
         *[f"{name}: {tree.describe(wanted[name])} here, not in the file" for name in absent],
         *[f"{name}: in the file, not here" for name in unknown],
-        *[f"{name}: {theirs} in the file, {ours} here" for name, (theirs, ours) in unlike.items()],
+        *[f"{n}: {tree.describe(found[n])} in the file, {tree.describe(wanted[n])} here" for n in unlike],
         *[
             f"{name}: another value than {other} in the file, tied here"
-            for name, other in ((name, last[id(wanted[name])]) for name in forms if name in fitting)
+            for name, other in ((name, last[id(wanted[name])]) for name in both if name in fitting)
             if not torch.equal(found[name], found[other])
         ],
     ]
+
+
+def _fits(theirs: Tensor, ours: Tensor) -> bool:
+    """Return whether a tensor has the shape of another, and its values in the dtype of the other."""
+    is_exact = torch.promote_types(theirs.dtype, ours.dtype) == ours.dtype
+    return theirs.shape == ours.shape and is_exact and theirs.is_floating_point() == ours.is_floating_point()
 
 
 def _read(file: Path) -> tuple[dict[str, Tensor], list[str] | None, dict[str, str] | None]:

@@ -14,6 +14,7 @@ from purecompose import Checkpoints, State, compose, loop_events, optim
 from purecompose.run.saving import folder
 from purecompose.run.saving.checkpoint import assembled, snapshot
 from purecompose.run.saving.index import to_json
+from purecompose.testing.tasks import TASKS
 from purecompose.transforms.population import stack_states
 from tests.helpers import assert_same, make_batches, make_state
 
@@ -116,6 +117,16 @@ def test_what_training_has_written_is_resumed_to_the_bit(how: str, tmp_path: pat
         resumed = pc.fit(step, other, TRAIN, duration="2ep", checkpoints=Checkpoints(tmp_path), resume="auto")
         assert_same(resumed.buffers, whole.buffers)
         assert_same(resumed.params, whole.params)
+
+
+def test_the_settings_of_methods_in_buffers_are_those_of_the_code(tmp_path: pathlib.Path) -> None:
+    plain = TASKS["images"].make_state(0, duration="4ep", batches_per_epoch=2)
+    old, new = (compose(loop_events, [pc.algorithms.stochastic_depth(drop_rate=rate)]) for rate in (0.1, 0.5))
+    pc.save(old.init(plain), tmp_path / "one", step=old)
+    with pytest.warns(pc.errors.CheckpointWarning, match="5.drop_rate: .*0.1.* in the checkpoint, .*0.5.* here"):
+        found = pc.load(tmp_path / "one", like=new.init(plain), step=new)
+    assert found.buffers["5.drop_rate"] == 0.5
+    assert "5.drop_rate" not in pc.to_module(found).state_dict()
 
 
 def test_a_state_in_the_middle_of_a_run_is_a_template_too(tmp_path: pathlib.Path) -> None:

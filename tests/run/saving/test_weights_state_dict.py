@@ -122,6 +122,16 @@ def test_names_that_are_tied_here_and_differ_in_the_file_are_refused(tmp_path: p
         pc.saving.load_weights(path, make_state(net))
 
 
+def test_a_file_may_have_a_narrower_dtype(tmp_path: pathlib.Path) -> None:
+    narrow, wide = make_cnn(1).bfloat16(), make_state(make_cnn(0))
+    path = written(dict(narrow.state_dict()), tmp_path / "net")
+    found = pc.saving.load_weights(path, wide)
+    assert found.params["0.weight"].dtype is torch.float32
+    assert_same(found.params, make_state(narrow.float()).params)
+    with pytest.raises(pc.errors.MismatchError, match="0.weight: float32.* in the file, bfloat16.* here"):
+        pc.saving.load_weights(pc.saving.save_weights(wide, path), make_state(make_cnn().bfloat16()))
+
+
 def test_a_compatible_older_form_is_read_as_by_torch(tmp_path: pathlib.Path) -> None:
     net, state = NETWORKS["weight norm"](1), make_state(NETWORKS["weight norm"](0))
     old = {"0.bias": "0.bias", "0.weight_g": "0.parametrizations.weight.original0"}
