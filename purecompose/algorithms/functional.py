@@ -100,6 +100,10 @@ The algorithms call these functions, with the key `state.rng(name)` where they d
 `should_selective_backprop` do in your own loop what selective backprop's `apply` and `match` do inside a step.
 """
 
+import sys
+from typing import Any
+
+from purecompose._support.keywords import suggests_keywords
 from purecompose.algorithms._alibi import alibi_bias, alibi_rules, alibi_slopes, apply_alibi
 from purecompose.algorithms._augmix import augmix_batch, augmix_transform
 from purecompose.algorithms._batch_size_warmup import warmup_batch_size
@@ -229,3 +233,8 @@ __all__ = [
     "weight_standardization_rules",
     "weight_standardization_undo_rules",
 ]
+
+for _name in __all__:
+    _function: Any = suggests_keywords()(globals()[_name])
+    # In its own module as well, where `pickle` looks for it.
+    globals()[_name] = vars(sys.modules[_function.__module__])[_name] = _function

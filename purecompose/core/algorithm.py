@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, ParamSpec, Protocol, cast
 
-from purecompose._support.keywords import check_keywords
+from purecompose._support.keywords import suggests_keywords
 from purecompose.core.state import State
 from purecompose.schedule import Hparam, Schedule, collect
 from purecompose.time.event import Event
@@ -201,10 +201,11 @@ def factory(make: Callable[_P, Algorithm]) -> Callable[_P, Algorithm]:
         mixup(alpha=0.2, interpolate_loss=False)
     """
 
+    checked = suggests_keywords()(make)
+
     @functools.wraps(make)
     def made(*args: _P.args, **kwargs: _P.kwargs) -> Algorithm:
-        check_keywords(kwargs, make, {})
-        algorithm = dataclasses.replace(make(*args, **kwargs))
+        algorithm = dataclasses.replace(checked(*args, **kwargs))
         object.__setattr__(algorithm, "_made_by", _Call(made, args, kwargs))
         return algorithm
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, random, tree
+from purecompose._support.checks import shown
 from purecompose._support.device import PRECISIONS
 from purecompose._support.keywords import suggests_keywords
 from purecompose.core.calls import rng_of_turn, run_loss, run_model
@@ -280,10 +281,16 @@ class State(Leasable):
         """Add the named scalars that the state lacks, with their defaults; existing ones keep their values.
 
         Raises:
+            TypeError: Something that is not an hparam.
             ValueError: A name has two defaults.
         """
         known: dict[str, float] = {}
         for hparam in wanted:
+            if not isinstance(hparam, Hparam):
+                raise TypeError(
+                    f"with_hparams: expected hparams, such as [schedule.hparam('lr', 0.1)], got {shown(hparam)}; a new "
+                    "value is set by state.replace(hparams={**state.hparams, 'lr': torch.tensor(0.1)})"
+                )
             if known.setdefault(hparam.name, hparam.default) != hparam.default:
                 raise ValueError(f"hparam {hparam.name!r} has two defaults: {known[hparam.name]} and {hparam.default}")
         new = {

@@ -1,6 +1,7 @@
 """Checks that an object follows the `Optimizer` protocol, before its first update."""
 
 import inspect
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -79,6 +80,8 @@ def _hint(optimizer: Any) -> str:
         return f"torch.optim's objects hold state: write from_torch(torch.optim.{type(optimizer).__name__}, ...)"
     if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
         return f"write from_torch(torch.optim.{optimizer.__name__}, ...)"
+    if isinstance(optimizer, str) and callable(vars(sys.modules["purecompose.optim"]).get(optimizer.lower())):
+        return f"write optim.{optimizer.lower()}(...)"
     if callable(optimizer):
         return f"call it: {getattr(optimizer, '__name__', 'make')}(...)"
     return "see optim.Optimizer"

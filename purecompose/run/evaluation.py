@@ -181,6 +181,8 @@ def evaluate(
         >>> sorted(evaluate(state, [(torch.ones(4, 2), torch.zeros(4, 1))]))
         ['loss']
     """
+    if not isinstance(state, State):
+        raise TypeError(f"evaluate(state, data): expected a State first, got {shown(state)}")
     evaluator = Evaluator(data, metrics or {}, num_batches=num_batches, microbatch_size=microbatch_size)
     inner = _sibling(step, eval_events, state)
     begun = inner.fire(Event.EVAL_STANDALONE_START, state)

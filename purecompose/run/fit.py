@@ -148,7 +148,7 @@ _INSTEAD = {
 
 
 @_declare(_states)
-def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
+def fit(step: Any, state: Any, data: Any = None, **settings: Any) -> State:
     """Train from the time of the state until the run's length is reached.
 
     Args:
@@ -203,7 +203,7 @@ def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
 
 
 @_declare(_states)
-def training(step: Any, state: Any, data: Any, **settings: Any) -> Iterator[State]:
+def training(step: Any, state: Any, data: Any = None, **settings: Any) -> Iterator[State]:
     """Return the run of `fit` as a generator of states, for your own outer loop.
 
     Yields the state after each batch and all that belongs to it (evaluation, the end of an epoch, a checkpoint), and

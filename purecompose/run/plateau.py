@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import check_number
+from purecompose._support.keywords import suggests_keywords
 from purecompose.core.state import State
 from purecompose.run.stopping import UNITS, check_metric, counts, mode_of
 from purecompose.time import Time, TimeUnit
@@ -43,6 +44,7 @@ class Adjuster(Protocol):
         ...
 
 
+@suggests_keywords(monitor='ReduceOnPlateau("eval/loss")')
 @dataclass(frozen=True)
 class ReduceOnPlateau:
     """An adjuster that multiplies an hparam by a factor when a metric has not improved for a while.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import check_number
+from purecompose._support.keywords import suggests_keywords
 from purecompose.core.state import State
 from purecompose.losses.metrics import is_lower_better
 from purecompose.time import Time, Timestamp, TimeUnit
@@ -61,6 +62,7 @@ class Stopper(Protocol):
         ...
 
 
+@suggests_keywords(monitor='EarlyStopping("eval/loss")')
 @dataclass(frozen=True)
 class EarlyStopping:
     """A stopping rule: a metric has not improved for a while.
@@ -122,6 +124,7 @@ class EarlyStopping:
         return int(waited[UNITS.index(self.patience.unit)]) >= self.patience.value
 
 
+@suggests_keywords(monitor='Threshold("eval/loss", 0.1)')
 @dataclass(frozen=True)
 class Threshold:
     """A stopping rule: a metric has reached a value.

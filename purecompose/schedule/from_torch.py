@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from purecompose._support.checks import shown
+from purecompose._support.checks import frozen, shown
 from purecompose.schedule.axis import checked_time
 from purecompose.schedule.scalar import Schedule
 from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
@@ -51,7 +51,7 @@ def from_torch(make: Callable[..., Any], *, every: TimeLike = "1ep", **settings:
         raise ValueError(f"schedule.from_torch: every={every}: expected epochs or batches")
     if not callable(make):
         raise TypeError(f"schedule.from_torch: expected a class of torch.optim.lr_scheduler, got {shown(make)}")
-    values = _Values(make, tuple(sorted(settings.items())), every)
+    values = _Values(make, tuple((name, frozen(value)) for name, value in sorted(settings.items())), every)
     values.at(0)  # raises here if a setting is wrong
     given = "".join(f", {name}={value!r}" for name, value in settings.items())
     return Schedule(values, f"from_torch({getattr(make, '__name__', make)}, every={str(every)!r}{given})")

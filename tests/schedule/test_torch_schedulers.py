@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from purecompose import schedule
+from purecompose import optim, schedule
 from purecompose.time import RunLength, Timestamp
 
 
@@ -34,6 +34,7 @@ def chained(optimizer, length):
         (lr_scheduler.CosineAnnealingLR, {"T_max": 7, "eta_min": 0.1}),
         (lr_scheduler.CyclicLR, {"base_lr": 0.1, "max_lr": 1.0, "step_size_up": 4, "cycle_momentum": False}),
         (chained, {"length": 5}),
+        (lr_scheduler.MultiStepLR, {"milestones": [2, 5], "gamma": 0.5}),
     ],
 )
 @pytest.mark.parametrize("unit", ["batch", "epoch"])
@@ -48,6 +49,7 @@ def test_values_equal_those_of_the_scheduler_at_any_time(make, settings, unit):
         assert curve(at(2 * place + 1)) == expected[place]
     again = pickle.loads(pickle.dumps(curve))
     assert again == curve and again(at(38)) == expected[19]
+    assert hash(optim.sgd(again)) == hash(optim.sgd(curve))
 
 
 def test_a_scheduler_of_a_fixed_length_ends_where_torchs_does():

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from purecompose._support.checks import shown
 from purecompose._support.fingerprint import in_words
 from purecompose._support.shards import local, place_of, span_of
 from purecompose._support.urls import is_remote, present
@@ -152,6 +153,8 @@ def save(state: State, path: Path | str, *, step: Any = None, parts: Parts = "al
         >>> save(state, folder).name
         'saved'
     """
+    if not isinstance(state, State):
+        raise TypeError(f"save(state, path): expected a State first, got {shown(state)}")
     if is_remote(path):
         raise ValueError(
             f"save: {path} is in remote storage: save to a local folder in `with purecompose.saving.mirror(url)`, or "
