@@ -4,7 +4,6 @@ import math
 
 import torch
 
-from purecompose import batch as batches
 from purecompose._support.checks import check_number, check_whole
 from purecompose.algorithms._parts.reports import reported
 from purecompose.core.algorithm import Algorithm, Trait, factory
@@ -129,7 +128,7 @@ def batch_size_warmup(
         if kept < num:
             # take() copies, unlike a slice: tensors of one shape share one variant, whatever their original size.
             first = torch.arange(kept, device=state.device)
-            state = state.replace(batch=batches.take(state.batch, first, num))
+            state = state.replace(batch=state.context.layout.take(state.batch, first))
         return reported(state, name, {"batch_size": kept})
 
     is_neutral = duration == 0 or initial_share == 1

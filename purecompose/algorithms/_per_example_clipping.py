@@ -196,7 +196,7 @@ def _sums_over_examples(
 def _one_by_one(state: State, share: range) -> Iterator[dict[str, Tensor]]:
     """Yield the gradients of each example, (1, ...)."""
     start = 0 if state.first_example is None else state.first_example
-    examples = batches.split(state.batch, state.num_examples, state.context.input_field)
+    examples = state.context.layout.split(state.batch, state.num_examples)
     for index in share:
         yield {key: grad[None] for key, grad in gradient_of_part(state, examples[index], start + index).items()}
 
@@ -204,7 +204,7 @@ def _one_by_one(state: State, share: range) -> Iterator[dict[str, Tensor]]:
 def _mapped(name: str, state: State, share: range, chunk_size: int) -> Iterator[dict[str, Tensor]]:
     """Yield the gradients of each chunk of examples, (chunk, ...)."""
     num, tensors = state.num_examples, batches.tensors(state.batch)
-    is_row = [tensor.ndim > 0 and tensor.shape[0] == num for tensor in tensors]
+    is_row = state.context.layout.are_rows(state.batch)
     rows = [tensor for tensor, per_example in zip(tensors, is_row, strict=True) if per_example]
     indices = torch.arange(num, dtype=torch.int64, device=state.device)
     if state.first_example is not None:

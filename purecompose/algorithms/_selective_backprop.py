@@ -218,10 +218,9 @@ def selective_backprop(
             if scale_factor != 1:
                 _check_images(inputs, scale_factor)
             return state
-        num = batches.num_examples(state.batch, fields.get("input_field", state.context.input_field))
         ranking_losses = state.per_example(partial(_losses_in_state, name, fields, scale_factor))
         chosen = choose_by_loss(state.rng(name), ranking_losses, keep=keep)
-        return state.replace(batch=batches.take(state.batch, chosen, num))
+        return state.replace(batch=state.context.layout.take(state.batch, chosen))
 
     settings = {"scale_factor": scale_factor, "full_every": full_every, **fields}
     return Algorithm(
@@ -263,13 +262,7 @@ def _losses_in_state(name: str, fields: Mapping[str, Any], scale_factor: float, 
             return state.call_loss(lambda loss: losses.per_example(loss, outputs, targets), train=True)[0]
         return model_losses(name, own_loss, outputs, state.batch)  # the loss names its labels itself
 
-    ranking_losses = _ranking_losses(forward_fn, example_losses, inputs, targets, scale_factor)
-    if len(ranking_losses) != state.num_examples:
-        raise ValueError(
-            f"{name}: expected one loss for each of the batch's {state.num_examples} examples, got "
-            f"{len(ranking_losses)}; select a member with one row for each, input_field="
-        )
-    return ranking_losses
+    return _ranking_losses(forward_fn, example_losses, inputs, targets, scale_factor)
 
 
 def _match(start: float, end: float, full_every: int) -> Predicate:

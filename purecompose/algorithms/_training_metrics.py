@@ -27,9 +27,8 @@ _UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH)
 
 def accumulate(metric: Metric, acc: Any, state: State) -> Any:
     """Return the accumulator with the state's batch added, without gradients."""
-    context = state.context
-    own = of_loss(metric, context.loss)
-    update = counting(own, None if context.has_target_rows(state.batch) else state.num_examples)
+    own = of_loss(metric, state.context.loss)
+    update = counting(own, state.num_examples)
     with torch.no_grad():
         return update(acc, batches.map_tensors(Tensor.detach, state.outputs), read_by(own, state))
 

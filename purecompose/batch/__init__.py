@@ -8,7 +8,8 @@ model as keyword arguments, anything else unchanged; `AS_ARGUMENT` passes the ba
 field of a member that batches do not have. No function here edits a batch in place.
 
 Examples are rows: they are indexed by the first dimension. If `dim` is not 0, as for sequences (T, N, ...), they are
-indexed by that dimension in every tensor that has it, and by the first dimension in the others.
+indexed by that dimension in every tensor that has it, and by the first dimension in the others. `num_examples` states
+the rule for batches that also contain what all examples share.
 
 Batches of graphs, in the form of torch_geometric's `Batch`, and packed sequences know how many examples they hold;
 their rows are nodes, edges and time steps, and they cannot be cut without a `Splitter`.
@@ -17,7 +18,6 @@ their rows are nodes, edges and time steps, and they cannot be cut without a `Sp
 from purecompose.batch.examples import (
     Splitter,
     bounds,
-    leading_size,
     num_examples,
     num_tokens,
     reported_size,
@@ -36,7 +36,6 @@ __all__ = [
     "bounds",
     "check_field",
     "get",
-    "leading_size",
     "map_tensors",
     "num_examples",
     "num_tokens",

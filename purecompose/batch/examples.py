@@ -10,11 +10,22 @@ from torch.nn.utils.rnn import PackedSequence
 
 from purecompose import tree
 from purecompose._support.graphs import is_graphs
-from purecompose.batch.fields import Field, get
+from purecompose.batch.fields import AS_ARGUMENT, Field, get
 from purecompose.batch.leaves import tensors, with_members
 
 
-__all__ = ["Splitter", "bounds", "leading_size", "num_examples", "num_tokens", "reported_size", "split", "take"]
+__all__ = [
+    "Splitter",
+    "bounds",
+    "common_size",
+    "is_rows",
+    "leading_sizes",
+    "num_examples",
+    "num_tokens",
+    "reported_size",
+    "split",
+    "take",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,23 +57,28 @@ class Splitter:
                 raise TypeError(f"Splitter: {name}={given!r}: expected a function")
 
 
-def num_examples(batch: Any, field: Field | None = None, dim: int = 0) -> int:
-    """Return the number of examples: the common size of the batch's tensors along the dimension of the examples.
+def num_examples(batch: Any, field: Field | None = None, dim: int = 0, target_field: Field | None = None) -> int:
+    """Return the number of examples in a batch, from the sizes of all its tensors along the dimension of the examples.
+
+    If the sizes differ, some tensors belong to all examples (weights of the classes, position ids of shape (1, L)).
+    Those of the input and the target then decide, or all tensors if these two have none: it is the one size that occurs
+    in the input and in the target; the one other than 1 if there are two; or that of the input if the target is absent
+    or has only size 1. Anything else is ambiguous.
 
     Args:
         batch: The batch.
-        field: The field of the input, for batches with tensors that are not per example (weights of the classes,
-            position ids of shape (1, L)): if the tensors disagree, the leading dimension of the input counts, or of
-            its first tensor if it has several.
+        field: The field of the input.
         dim: The dimension of the examples; see `purecompose.batch`.
+        target_field: The field of the target, which a batch may lack.
 
     Raises:
-        ValueError: There is no tensor with a leading dimension, the tensors disagree and there is no field, or the
-            input's tensors have three sizes or more.
+        ValueError: There is no tensor with a leading dimension, or the number is ambiguous; the message has the
+            candidates.
 
     Example:
         >>> import torch
-        >>> num_examples({"x": torch.zeros(8, 2), "class_weights": torch.ones(3)}, "x")
+        >>> x, y, class_weights = torch.zeros(8, 2), torch.zeros(8), torch.ones(3)
+        >>> num_examples((x, {"weights": class_weights, "y": y}), 0, target_field=1)
         8
     """
     if dim == 0 and type(batch) is tuple and len(batch) == 2 and type(batch[0]) is type(batch[1]) is Tensor:
@@ -72,27 +88,39 @@ def num_examples(batch: Any, field: Field | None = None, dim: int = 0) -> int:
     reported = reported_size(batch)
     if reported is not None:
         return reported
-    shared = leading_size(batch, dim)
-    if shared is not None:
-        return shared
-    sizes = _leading_sizes(batch, dim)
-    if not sizes and type(batch) is list and batch and all(isinstance(text, str) for text in batch):
-        return len(batch)
-    own = _leading_sizes(get(batch, field), dim) if sizes and field is not None else []
-    if len({int(size) for size in own}) > 2:
-        raise ValueError(
-            f"cannot count the examples of the batch: the input's tensors have {own[:8]} rows. If examples are not "
-            "rows, as in lists of images of different sizes, use State.create(splitter=purecompose.batch.Splitter(...))"
-        )
-    if own:
-        return own[0]
+    sizes = leading_sizes(batch, dim)
     if not sizes:
+        if type(batch) is list and batch and all(isinstance(text, str) for text in batch):
+            return len(batch)
         raise ValueError(
             f"found no tensor with rows in the batch ({type(batch).__name__}); convert its arrays or numbers, as by "
             "torch.from_numpy or torch.tensor"
         )
-    hint = "; name the input by input_field=, and its leading dimension counts" if field is None else ""
-    raise ValueError(f"a batch's tensors must share their leading dimension; found {sizes}{hint}")
+    inputs, targets = batch if field is AS_ARGUMENT else get(batch, field), _target(batch, target_field)
+    own = [leading_sizes(member, dim) for member in (inputs, targets)] if len(sizes) > 1 else []
+    found = common_size(*own) if any(own) else common_size(sizes, [])
+    if found is None:
+        raise ValueError(_ambiguous(batch, field, dim))
+    num = _num_samples(batch, inputs, targets)
+    if num not in (None, found):
+        raise ValueError(
+            f"cannot tell whether the batch has {num} examples, the members of a list, or {found}, the rows of their "
+            "tensors; count and cut lists of samples by State.create(splitter=batch.Splitter(num_examples, part))"
+        )
+    return found
+
+
+def common_size(inputs: list[int], targets: list[int]) -> int | None:
+    """Return the number of examples from the different sizes in inputs and targets; `None` if it is ambiguous.
+
+    See `num_examples` for the rule. Sizes are compared one by one, because symbolic sizes cannot be hashed.
+    """
+    both = [size for size in inputs if size in targets] if inputs and targets else inputs + targets
+    if not both and targets == [1]:
+        both = inputs
+    if len(both) > 1:
+        both = [size for size in both if size != 1]
+    return both[0] if len(both) == 1 else None
 
 
 def reported_size(batch: Any) -> int | None:
@@ -121,23 +149,13 @@ def reported_size(batch: Any) -> int | None:
     return None
 
 
-def leading_size(inputs: Any, dim: int = 0) -> int | None:
-    """Return the size of all tensors along the dimension of the examples; `None` without tensors or a common size.
-
-    Args:
-        inputs: A tensor, or a pytree of tensors.
-        dim: The dimension of the examples.
-
-    Example:
-        >>> import torch
-        >>> leading_size({"a": torch.zeros(3, 2), "b": torch.zeros(3)}), leading_size(torch.zeros(3, 2), dim=1)
-        (3, 2)
-    """
-    if type(inputs) is Tensor:
-        return inputs.shape[dim] if inputs.ndim > dim else None
-    sizes = _leading_sizes(inputs, dim)
-    # Compared one by one, because symbolic sizes cannot be hashed.
-    return sizes[0] if sizes and all(size == sizes[0] for size in sizes) else None
+def leading_sizes(batch: Any, dim: int = 0) -> list[int]:
+    """Return the different sizes of a batch's tensors along the dimension of the examples."""
+    found: list[int] = []
+    for leaf in tensors(batch):
+        if leaf.ndim and (size := leaf.shape[_dim(leaf, dim)]) not in found:
+            found.append(size)
+    return found
 
 
 def num_tokens(batch: Any) -> int:
@@ -157,7 +175,9 @@ def num_tokens(batch: Any) -> int:
     return ids.numel() if isinstance(ids, Tensor) else 0
 
 
-def split(batch: Any, num_parts: int, field: Field | None = None, dim: int = 0) -> list[Any]:
+def split(
+    batch: Any, num_parts: int, field: Field | None = None, dim: int = 0, target_field: Field | None = None
+) -> list[Any]:
     """Cut the batch along the dimension of the examples into `num_parts` parts of (nearly) equal size.
 
     Sizes differ by at most one, larger parts first. Members that are *per example* are cut: tensors and arrays whose
@@ -169,11 +189,11 @@ def split(batch: Any, num_parts: int, field: Field | None = None, dim: int = 0) 
     Args:
         batch: The batch.
         num_parts: The number of parts, from 1 to the number of examples.
-        field: The field of the input, as for `num_examples`.
+        field, target_field: The fields of the input and the target, as for `num_examples`.
         dim: The dimension of the examples; see `purecompose.batch`.
 
     Raises:
-        ValueError: There are fewer examples than parts, or the tensors disagree on their number.
+        ValueError: There are fewer examples than parts, or their number is ambiguous.
 
     Example:
         >>> import torch
@@ -183,7 +203,7 @@ def split(batch: Any, num_parts: int, field: Field | None = None, dim: int = 0) 
         {'x': tensor([2]), 'name': ['b'], 'set': 'train'}
     """
     _check_rows(batch)
-    total = num_examples(batch, field, dim)
+    total = num_examples(batch, field, dim, target_field)
     return [
         _map_rows(lambda rows, part=slice(start, stop): rows[_place(rows, part, dim)], batch, total, dim)
         for start, stop in itertools.pairwise(bounds(total, num_parts))
@@ -223,7 +243,7 @@ def take(batch: Any, indices: Tensor, num: int | None = None) -> Any:
 
     Raises:
         TypeError: The batch has per-example lists, and the values of the indices cannot be read.
-        ValueError: The tensors disagree on the number of examples, and `num` is not given.
+        ValueError: The number of examples is ambiguous, and `num` is not given.
 
     Example:
         >>> import torch
@@ -253,8 +273,41 @@ def _check_rows(batch: Any) -> None:
         )
 
 
-def _leading_sizes(batch: Any, dim: int) -> list[int]:
-    return [leaf.shape[_dim(leaf, dim)] for leaf in tensors(batch) if leaf.ndim]
+def _num_samples(batch: Any, inputs: Any, targets: Any) -> int | None:
+    """Return the number of samples in a list that is not collated; `None` for other batches."""
+    has_fields = inputs is not batch and type(batch) is list and len(batch) < 3
+    for member, kinds in ((None if has_fields else batch, (Mapping, tuple)), (targets, Mapping)):
+        is_list = type(member) is list or (type(member) is tuple and member is not batch)
+        if is_list and member and all(isinstance(one, kinds) for one in member):
+            return len(member)
+    return None
+
+
+def _target(batch: Any, field: Field | None) -> Any:
+    try:
+        return get(batch, field)
+    except (LookupError, AttributeError, TypeError):  # a batch for predictions
+        return None
+
+
+def _ambiguous(batch: Any, field: Field | None, dim: int) -> str:
+    """Return the message for a batch whose tensors do not tell the number of examples."""
+    named: dict[int, list[str]] = {}
+    for path, leaf in tree.leaves_with_paths(batch, into_objects=True).items():
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            named.setdefault(int(leaf.shape[_dim(leaf, dim)]), []).append(f"batch{path}")
+    candidates = " or ".join(f"{size} (by {', '.join(paths[:2])})" for size, paths in list(named.items())[:4])
+    hint = (
+        "for sequences (T, N, ...) use State.create(batch_dim=1); "
+        if not dim and len(leading_sizes(batch, 1)) == 1
+        else ""
+    )
+    hint += "name the input and its target by input_field= and target_field=; " if field is None else ""
+    return (
+        f"cannot tell how many examples the batch has: {candidates}; {hint}give what all examples share a leading "
+        "dimension of 1, or, where examples are not rows (lists of images, graphs, concatenated sequences), use "
+        "State.create(splitter=batch.Splitter(num_examples, part))"
+    )
 
 
 def _dim(rows: Any, dim: int) -> int:
@@ -271,11 +324,8 @@ def _place(rows: Any, part: slice, dim: int) -> Any:
 def _map_rows(fn: Callable[[Any], Any], batch: Any, num: int, dim: int = 0) -> Any:
     """Apply `fn` to every member with one row for each of `num` examples; see `split`."""
 
-    def is_rows(node: Any) -> bool:
-        return _is_rows(node, num, dim)
-
     def on_leaf(leaf: Any) -> Any:
-        if _is_rows(leaf, num, dim):
+        if is_rows(leaf, num, dim):
             return fn(leaf)
         members = {} if isinstance(leaf, Tensor) else tree.members(leaf)
         # An object's attributes are data only if some are tensors: lists of a tokenizer are not per example.
@@ -286,15 +336,16 @@ def _map_rows(fn: Callable[[Any], Any], batch: Any, num: int, dim: int = 0) -> A
         is_same = all(changed[name] is members[name] for name in members)
         return leaf if is_same else with_members(leaf, changed)
 
-    return tree.map(on_leaf, batch, is_leaf=is_rows)
+    return tree.map(on_leaf, batch, is_leaf=lambda node: is_rows(node, num, dim))
 
 
-def _is_rows(node: Any, num: int, dim: int) -> bool:
+def is_rows(node: Any, num: int, dim: int = 0) -> bool:
+    """Return whether a member of a batch has one row for each of `num` examples; see `split`."""
     if type(node) in (list, tuple):
         return len(node) == num and not tensors(node)
     shape = getattr(node, "shape", None)
     is_array = isinstance(node, Tensor) or (hasattr(node, "dtype") and hasattr(node, "__getitem__"))
-    return is_array and isinstance(shape, tuple) and len(shape) > 0 and shape[_dim(node, dim)] == num
+    return is_array and isinstance(shape, tuple) and len(shape) > 0 and bool(shape[_dim(node, dim)] == num)
 
 
 def _read(indices: Tensor, rows: Any) -> list[int]:

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from purecompose import batch as batches, random
+from purecompose import random
 from purecompose._support.device import as_scalar
+from purecompose.batch.examples import leading_sizes
 from purecompose.batch.leaves import aliases
 from purecompose.core.loss import with_scalars
 from purecompose.nn.keyed import modules
@@ -45,7 +46,9 @@ def run_model(state: Any, inputs: Any, *, train: bool, rng_name: str | None = No
     def keyed() -> modules.Keyed:
         if part is not None:
             part.check_replayable()
-        num_examples = batches.leading_size(inputs) if context.layout.has_rows(state.batch) else None
+        sizes = leading_sizes(inputs) if context.layout.has_rows(state.batch) else []
+        has_shared = len(sizes) > 1 and state.batch is not None  # what all examples share is among the inputs
+        num_examples = state.num_examples if has_shared else sizes[0] if len(sizes) == 1 else None
         return _keyed(state, _shared_rng(state, name), num_examples)
 
     return call_model(

@@ -17,6 +17,7 @@ from purecompose._support.fingerprint import fingerprint, in_words
 from purecompose.core.clock import Clock
 from purecompose.core.layout import Layout
 from purecompose.core.loss import scalars_of
+from purecompose.losses import ModelLoss
 from purecompose.nn.model import Model
 from purecompose.schedule import Scalar, Schedule
 from purecompose.time import Timestamp
@@ -76,7 +77,8 @@ class Context:
         batches.check_field(self.input_field, "input_field")
         if self.target_field is not None:
             batches.check_field(self.target_field, "target_field")
-        layout = Layout(self.input_field, self.batch_dim, self.splitter, self.num_tokens)
+        target = (self.loss.labels or "labels") if isinstance(self.loss, ModelLoss) else self.target_field
+        layout = Layout(self.input_field, self.batch_dim, self.splitter, self.num_tokens, target)
         object.__setattr__(self, "layout", layout)
 
     @property
@@ -99,13 +101,12 @@ class Context:
         names = [name for name in (*self.model.settings, *self.loss_buffer_names) if name in buffers]
         return self.replace(settings={name: self.settings.get(name) or in_words(buffers[name]) for name in names})
 
-    def has_target_rows(self, batch: Any) -> bool:
-        """Return whether the number of examples in a batch is that of its target's rows."""
-        return self.target_field is not None and self.layout.has_rows(batch)
-
     def replace(self, **changes: Any) -> "Context":
         """Return a context with these changes."""
-        return dataclasses.replace(self, **changes)
+        new = dataclasses.replace(self, **changes)
+        if new.layout == self.layout:  # it knows earlier batches
+            object.__setattr__(new, "layout", self.layout)
+        return new
 
     def rested(self) -> "Context":
         """Return the context as it is between steps."""
@@ -120,7 +121,8 @@ class Context:
 
     @property
     def _compared_by_fingerprint(self) -> tuple[Any, ...]:
-        return self.loss, self.layout, self.target_field
+        layout = self.layout
+        return self.loss, layout.field, layout.dim, layout.splitter, layout.token_counter, self.target_field
 
     def __eq__(self, other: object) -> bool:
         if self is other:

@@ -2,12 +2,15 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field as attribute
 from typing import Any
 
-from purecompose import batch as batches
+from torch import Tensor
+
+from purecompose import batch as batches, tree
 from purecompose._support.checks import check_whole, shown
 from purecompose.batch import Splitter
+from purecompose.batch.examples import is_rows
 
 
 __all__ = ["Layout", "Splitter"]
@@ -22,12 +25,18 @@ class Layout:
         dim: The dimension of the examples in the batch's tensors.
         splitter: Functions used instead of `field` and `dim`.
         token_counter: `batch -> int`, the number of tokens; by default the size of `input_ids`.
+        target_field: Field of the target, for the same batches as `field`.
     """
 
     field: batches.Field | None = None
     dim: int = 0
     splitter: Splitter | None = None
     token_counter: Callable[[Any], int] | None = None
+    target_field: batches.Field | None = None
+    _kinds: dict[str, bool] = attribute(default_factory=dict, init=False, repr=False, compare=False)
+    """Whether the tensors of batches that were cut have rows of examples, by path."""
+    _seen: set[tuple[bool, ...]] = attribute(default_factory=set, init=False, repr=False, compare=False)
+    """The results of `are_rows` that have been compared."""
 
     def __post_init__(self) -> None:
         check_whole(self.dim, "batch_dim", 0, hint="1 for sequences (T, N, ...)")
@@ -55,7 +64,7 @@ class Layout:
     def num_examples(self, batch: Any) -> int:
         """Return the number of examples in a batch."""
         if self.splitter is None:
-            return batches.num_examples(batch, self.field, self.dim)
+            return batches.num_examples(batch, self.field, self.dim, self.target_field)
         return check_whole(self.splitter.num_examples(batch), "Splitter.num_examples(batch)", 0)
 
     def num_tokens(self, batch: Any) -> int:
@@ -64,12 +73,42 @@ class Layout:
             return batches.num_tokens(batch)
         return check_whole(self.token_counter(batch), "num_tokens(batch)", 0)
 
+    def are_rows(self, batch: Any) -> list[bool]:
+        """Return which of the batch's tensors have a row for each example, the others being shared by all examples.
+
+        Raises:
+            ValueError: One of them is of the other kind in an earlier batch, so that its size is that of the batch by
+                chance.
+        """
+        num = self.num_examples(batch)
+        found = [is_rows(leaf, num, self.dim) for leaf in batches.tensors(batch)]
+        if num > 1 and tuple(found) not in self._seen:
+            for path, leaf in tree.leaves_with_paths(batch, into_objects=True).items():
+                if not isinstance(leaf, Tensor) or is_rows(leaf, 1, self.dim) or not leaf.ndim:
+                    continue
+                is_row = is_rows(leaf, num, self.dim)
+                if self._kinds.setdefault(path, is_row) != is_row:
+                    here, there = ("cut with", "shared by") if is_row else ("shared by", "cut with")
+                    raise ValueError(
+                        f"batch{path} {tuple(leaf.shape)} would be {here} the {num} examples of this batch, but was "
+                        f"{there} those of another: give what all examples share a leading dimension of 1, and batches "
+                        "whose examples are not rows a State.create(splitter=batch.Splitter(num_examples, part))"
+                    )
+            self._seen.add(tuple(found))
+        return found
+
+    def take(self, batch: Any, indices: Tensor) -> Any:
+        """Return the chosen examples; see `batch.take`."""
+        self.are_rows(batch)
+        return batches.take(batch, indices, self.num_examples(batch))
+
     def split(self, batch: Any, num_parts: int) -> list[Any]:
         """Split the batch into consecutive parts of nearly equal size, larger ones first."""
         if num_parts == 1 and not self.can_cut(batch):
             return [batch]
         if self.splitter is None:
-            return batches.split(batch, num_parts, self.field, self.dim)
+            self.are_rows(batch)
+            return batches.split(batch, num_parts, self.field, self.dim, self.target_field)
         if self.splitter.part is None:
             raise ValueError(
                 f"the batch cannot be cut into {num_parts} parts: {self.splitter!r} has no part; give it part=, a "

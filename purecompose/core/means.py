@@ -23,14 +23,12 @@ def num_terms(state: State) -> int | Tensor:
     It is the weight of a microbatch's gradient in the mean over microbatches.
     """
     loss_fn = state.context.loss
-    if losses.couples_examples(loss_fn) or has_denominators(loss_fn):
+    if losses.couples_examples(loss_fn) or has_denominators(loss_fn) or not losses.counts_terms(loss_fn):
         return state.num_examples
     # A model that computes its own loss looks up its targets in the batch itself.
     targets = state.batch if isinstance(loss_fn, losses.ModelLoss) else state.targets
-    if not state.context.has_target_rows(state.batch) and not losses.counts_terms(loss_fn):
-        return state.num_examples
-    outputs = state.outputs
-    return state.call_loss(lambda loss: losses.num_terms(loss, outputs, targets), train=True)[0]
+    outputs, num = state.outputs, state.num_examples
+    return state.call_loss(lambda loss: losses.num_terms(loss, outputs, targets, num), train=True)[0]
 
 
 @torch.no_grad()

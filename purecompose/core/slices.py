@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from purecompose import batch as batches
 from purecompose.core.coupling import gathered, joined, part_of_loss, targets_of_loss
 from purecompose.core.cut import Cut
 from purecompose.core.means import averaged, averaged_grads, denominators, has_mean, part_of
@@ -16,7 +15,7 @@ from purecompose.core.shared_part import Shard
 from purecompose.core.state import State
 
 
-__all__ = ["check_rows", "run_slices", "run_until_loss"]
+__all__ = ["run_slices", "run_until_loss"]
 
 
 class _Slice(NamedTuple):
@@ -59,8 +58,6 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_
         is_checked: True to compare the loss of the batch with the mean over slices in a first run.
     """
     state, is_first = carry.state, purpose.is_first
-    if is_first:
-        check_rows(state)
     current, total, num_slices, ends = carry, 0, 0, []
     mean_loss: Tensor | None = None
     mean_grads: dict[str, Tensor] | None = None
@@ -144,21 +141,3 @@ _NO_ROWS = (
     "if other members of the batch point to its rows, as the edges of a graph do, it cannot be cut into rows; "
     "use State.create(splitter=batch.Splitter(num_examples)), or give the Splitter a second function that cuts it"
 )
-
-
-def check_rows(state: State) -> None:
-    """Raise a `ValueError` if inputs and targets of a batch to be cut differ in their number of examples."""
-    if state.context.layout.splitter is not None:
-        return
-    dim = state.context.layout.dim
-    try:
-        inputs, targets = (batches.leading_size(member, dim) for member in (state.inputs, state.targets))
-    except KeyError:  # a batch without targets, or with those of a model's own loss
-        return
-    inputs = state.num_examples if inputs is None else inputs  # of the first of several inputs, such as a graph's nodes
-    if targets is not None and inputs != targets:
-        raise ValueError(
-            f"the batch cannot be cut into parts: expected the same number of examples along dimension {dim} of inputs "
-            f"and targets, got {inputs} and {targets}; for sequences (T, N, ...) use State.create(batch_dim=1), for "
-            "graphs and other batches without rows State.create(splitter=batch.Splitter(num_examples, part))"
-        )

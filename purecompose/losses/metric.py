@@ -61,7 +61,7 @@ class Metric(NamedTuple):
     """True if `update` takes logits (N, C, ...) and class indices, so that it also works for a model that computes its
     own loss; see `of_loss`."""
     takes_count: bool = False
-    """True if `update` also takes `num_examples`, the batch's number of examples where it differs from its rows."""
+    """True if `update` also takes `num_examples`, the batch's number of examples."""
     takes_loss: bool = False
     """True if `update` also takes `loss_fn`, the state's loss with its present parameters and scalars."""
     takes_ignore_index: bool = False
@@ -123,14 +123,14 @@ def of_loss(metric: Metric, loss_fn: Any) -> Metric:
     return metric._replace(update=update)
 
 
-def counting(metric: Metric, num_examples: int | None) -> Callable[..., Any]:
-    """Return a metric's `update` for a batch of `num_examples` examples; `None` if each row is an example.
+def counting(metric: Metric, num_examples: int) -> Callable[..., Any]:
+    """Return a metric's `update` for a batch of `num_examples` examples.
 
     Args:
         metric: A metric.
         num_examples: Number of examples in the batch.
     """
-    if num_examples is None or not metric.takes_count:
+    if not metric.takes_count:
         return metric.update
     update: Callable[..., Any] = metric.update
     return functools.partial(update, num_examples=num_examples)

@@ -27,7 +27,7 @@ from purecompose.losses import (
 from purecompose.losses.class_metrics import accuracy, calibration_error, dice, iou, top_k
 from purecompose.losses.evaluation import check_pairs
 from purecompose.losses.metric import Device, Mean, Metric, counting, init_mean, is_lower_better, of_loss, read_by
-from purecompose.losses.targets import Mixture, num_examples as leading_size
+from purecompose.losses.targets import Mixture, num_examples as count_examples
 
 
 __all__ = [
@@ -83,7 +83,7 @@ def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
     def update(acc: Mean, outputs: Any, targets: Any, num_examples: int | None = None) -> Mean:
         loss = evaluate_loss(loss_fn, outputs, targets)
         check_pairs(loss_fn, outputs, targets, loss)
-        return _with_mean(acc, loss, _terms(loss_fn, outputs, targets, num_examples))
+        return _with_mean(acc, loss, num_terms(loss_fn, outputs, targets, num_examples))
 
     # A model's own loss does not read targets, but it counts the labels in the batch.
     reads_batch, takes_logits = isinstance(loss_fn, ModelLoss), isinstance(loss_fn, CrossEntropy)
@@ -146,7 +146,7 @@ def from_function(fn: Callable[[Any, Any], Tensor], *, higher_is_better: bool | 
         if isinstance(targets, Mixture):
             targets = targets.soft(outputs, ignore_index=ignore_index)
         values = fn(outputs, targets)
-        count = leading_size(outputs, targets) if num_examples is None else num_examples
+        count = count_examples(outputs, targets) if num_examples is None else num_examples
         _check_values(fn, values, count)
         check_pairs(fn, outputs, targets, values)
         values = values.detach().to(acc.total.dtype)
@@ -252,7 +252,7 @@ def _with_parts(
     assert loss_fn is not None
     loss, parts = evaluate_parts(loss_fn, outputs, targets)
     check_pairs(loss_fn, outputs, targets, loss)
-    terms, empty = _terms(loss_fn, outputs, targets, num_examples), init_mean(loss.device)
+    terms, empty = num_terms(loss_fn, outputs, targets, num_examples), init_mean(loss.device)
     return {name: _with_mean(acc.get(name, empty), value, terms) for name, value in {"": loss, **parts}.items()}
 
 
@@ -263,12 +263,6 @@ def _values(acc: dict[str, Mean]) -> Any:
 def _with_mean(acc: Mean, value: Tensor, terms: int | Tensor) -> Mean:
     # With a total of 1 the share is value * terms, or zero if nothing in the batch counts.
     return Mean(acc.total + share_of_mean(value.detach().to(acc.total.dtype), terms, 1), acc.number + terms)
-
-
-def _terms(loss_fn: Callable[..., Any], outputs: Any, targets: Any, num_examples: int | None) -> int | Tensor:
-    if num_examples is None or counts_terms(loss_fn):
-        return num_terms(loss_fn, outputs, targets)
-    return num_examples
 
 
 def _check_values(fn: object, values: object, count: int) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
+from purecompose.batch.examples import common_size, leading_sizes
 
 
 __all__ = [
@@ -134,28 +135,35 @@ def one_hot(targets: Tensor, outputs: Tensor, *, ignore_index: int | None = None
 
 
 def num_examples(outputs: Any, targets: Any) -> int:
-    """Return the leading dim of the first tensor in the targets, else in the outputs (pytrees allowed).
+    """Return the number of examples in outputs and targets, pytrees of tensors: the leading size that they agree on.
+
+    The rule is that of `batch.num_examples` for inputs and targets. Outputs that have no size in common with the
+    targets, such as two views of each example, do not count.
 
     Args:
         outputs: The network's outputs.
         targets: The batch's targets.
 
     Raises:
-        ValueError: Neither contains a tensor with a batch dim.
+        ValueError: Neither contains a tensor with a batch dim, or the number is ambiguous.
 
     Example:
-        >>> num_examples(torch.zeros(8, 3), None), num_examples(torch.zeros(8, 3), {"a": torch.zeros(4)})
-        (8, 4)
+        >>> prior, y = torch.ones(1, 3), torch.zeros(8)
+        >>> num_examples(torch.zeros(8, 3), None), num_examples(torch.zeros(8, 3), {"prior": prior, "y": y})
+        (8, 8)
     """
-    if isinstance(targets, Tensor) and targets.ndim:
+    if isinstance(targets, Tensor) and targets.ndim and targets.shape[0] != 1:
         return targets.shape[0]
-    for leaf in tree.leaves((targets, outputs)):
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            return leaf.shape[0]
-    raise ValueError(
-        f"expected a tensor with a batch dim, got targets ({type(targets).__name__}) and outputs "
-        f"({type(outputs).__name__}) without one; give the loss a method num_terms(outputs, targets)"
-    )
+    own, others = leading_sizes(targets), leading_sizes(outputs)
+    found = common_size(others, own)
+    found = common_size([], own) if found is None else found
+    if found is None:
+        raise ValueError(
+            f"cannot tell the number of examples: the batch dims are {own} in the targets ({type(targets).__name__}) "
+            f"and {others} in the outputs ({type(outputs).__name__}); give what all examples share a batch dim of 1, "
+            "or the loss a method num_terms(outputs, targets)"
+        )
+    return found
 
 
 def per_row(weight: Tensor, like: Tensor) -> Tensor:

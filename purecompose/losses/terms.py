@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from purecompose._support.checks import shown
 from purecompose._support.device import as_scalar
+from purecompose.losses.from_model import ModelLoss
 from purecompose.losses.functions import CrossEntropy
-from purecompose.losses.targets import Mixture, num_examples, wide_dtype
+from purecompose.losses.targets import Mixture, num_examples as count_examples, wide_dtype
 
 
 __all__ = [
@@ -29,7 +30,9 @@ __all__ = [
 ]
 
 
-def num_terms(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> int | Tensor:
+def num_terms(
+    loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, num_examples: int | None = None
+) -> int | Tensor:
     """Return the number of terms that the loss's mean divides by, the weight of one microbatch among others.
 
     This is the loss's own `num_terms(outputs, targets)` if it has one (0-d, integer or float), else the number of
@@ -41,6 +44,7 @@ def num_terms(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> int
         loss_fn: A loss, `(outputs, targets, reduction="mean")`.
         outputs: The network's outputs.
         targets: The batch's targets, or a `Mixture` of them.
+        num_examples: The batch's number of examples; by default `losses.num_examples(outputs, targets)`.
 
     Example:
         >>> from purecompose import losses
@@ -48,11 +52,13 @@ def num_terms(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> int
         2
     """
     counting = counter_of(loss_fn)
+    if isinstance(counting, ModelLoss):
+        return counting.num_terms(outputs, targets, num_examples)
     if hasattr(counting, "num_terms"):
         return counting.num_terms(outputs, targets)
     if hasattr(counting, "counted"):
         return counting.counted(outputs, targets).sum()
-    return num_examples(outputs, targets)
+    return count_examples(outputs, targets) if num_examples is None else num_examples
 
 
 def ignore_index_of(loss_fn: Any) -> int | None:

@@ -225,9 +225,7 @@ def run_evaluator(
             for part in map(totals.share, _slices(evaluator, state, batch, totals.num_ranks)):
                 start = current.replace(first_example=part.first_example) if part.first_example else current
                 inner = step.fold(start, part.batch, domain="eval", draw=num_folds)
-                has_rows = state.context.has_target_rows(step.members.example(part.batch))
-                count = None if has_rows else step.num_examples(state, part.batch)
-                totals.update(inner, count, counts=part.num_examples > 0)
+                totals.update(inner, step.num_examples(state, part.batch), counts=part.num_examples > 0)
                 current = step.finish(inner)
                 num_folds += 1
             tell(observers, Event.EVAL_BATCH_END, current)

@@ -65,12 +65,12 @@ class Totals:
         self._num_shares += 1
         return self._ranks.share(batch, self._state.context.layout)
 
-    def update(self, state: State, num_examples: int | None, *, counts: bool) -> None:
+    def update(self, state: State, num_examples: int, *, counts: bool) -> None:
         """Add a batch, or this process's part of it.
 
         Args:
             state: A state with batch and outputs.
-            num_examples: The number of its examples, if that is not the number of rows of its targets.
+            num_examples: The number of its examples.
             counts: False for a process without a part, which has computed an example of another one.
         """
         for name, metric in self._metrics.items():
@@ -115,7 +115,7 @@ class Totals:
     def _empty(self, metric: Metric) -> Any:
         return self._each(lambda key: metric.init(key.device))(self._state.key)
 
-    def _updated(self, metric: Metric, total: Any, state: State, num_examples: int | None) -> Any:
+    def _updated(self, metric: Metric, total: Any, state: State, num_examples: int) -> Any:
         """Return the accumulator of a metric, with the batch and the outputs of a state added."""
         update, targets = counting(metric, num_examples), read_by(metric, state)
         if not metric.takes_loss:

@@ -61,7 +61,7 @@ def _check_task(task: Task) -> None:
             f"the task {task.name!r} makes something else each time from the same seed: draw from a generator that is "
             "made of the seed, torch.Generator().manual_seed(seed)"
         )
-    num_examples = batches.num_examples(batch, state.context.input_field)
+    num_examples = state.context.layout.num_examples(batch)
     if num_examples != case.batch_size:
         raise ValueError(
             f"the task {task.name!r} made a batch of {num_examples} examples, asked for {case.batch_size}: "

@@ -21,7 +21,6 @@ from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradient
 from purecompose.core.sealed import SealedOutputs
 from purecompose.core.separable import check_halves
 from purecompose.core.shared_part import Shard, SharedPart
-from purecompose.core.slices import check_rows
 from purecompose.core.state import State
 from purecompose.transforms.rank_comparison import check_alike
 from purecompose.transforms.rank_results import (
@@ -236,8 +235,6 @@ class _OnPart:
         if purpose.sharing == "none":
             return self.operation(carry, purpose)
         state, ranks = carry.state, self.ranks
-        if purpose.is_first:
-            check_rows(state)
         share, end = self._run(carry, purpose)
         if purpose.sharing == "own":
             return end._replace(terms=carry.terms)

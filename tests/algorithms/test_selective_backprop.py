@@ -339,17 +339,6 @@ def test_the_same_entries_of_per_example_lists_are_selected():
     assert batch["name"] is names and len(names) == 10
 
 
-def test_losses_that_are_not_one_for_each_example_of_the_batch_are_refused():
-    # Two views of each example are in one tensor, and the network joins them again.
-    net = nn.Sequential(nn.Unflatten(0, (5, 2)), nn.Flatten(), nn.Linear(12, 4))
-    inputs, targets = make_batch()
-    batch = {"views": inputs, "y": targets[:5]}
-    state = make_state(net, input_field="views", target_field="y")
-    apply = always().apply
-    with pytest.raises(ValueError, match="each of the batch's 10 examples, got 5"):
-        apply(Event.AFTER_DATALOADER, state.replace(batch=batch))
-
-
 def test_a_run_without_a_duration_is_refused_in_the_first_step():
     step = compose(loop_events, [selective_backprop()])
     state = step.init(make_state(duration=None))

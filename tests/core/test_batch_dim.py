@@ -107,9 +107,9 @@ def test_slices_use_different_random_numbers():
     assert not torch.equal(first, second)
 
 
-def test_cutting_inputs_and_targets_of_different_lengths_is_an_error():
+def test_inputs_and_targets_of_different_lengths_are_an_error():
     state, step = make_state(make_net(), batch_dim=0), pc.compose(pc.loop_events)
-    message = r"got 5 and 6; for sequences \(T, N, ...\) use State.create\(batch_dim=1\)"
+    message = r"5 \(by .*\) or 6 \(by .*\); for sequences \(T, N, ...\) use State.create\(batch_dim=1\)"
     with pytest.raises(ValueError, match=message):
         step.replace(microbatches=2)(state, make_batch())
     with pytest.raises(ValueError, match=message):

@@ -160,7 +160,7 @@ def test_splitters_that_miscount_are_named():
 
 def test_lists_of_images_without_a_splitter_are_refused():
     state = make_state(splitter=None)
-    with pytest.raises(ValueError, match="cannot count the examples of the batch.*splitter"):
+    with pytest.raises(ValueError, match="cannot tell how many examples the batch has.*lists of images.*splitter"):
         pc.compose(pc.loop_events)(state, BATCHES[0])
 
 

@@ -25,8 +25,9 @@ OPEN_FIELDS = ("batch", "outputs")
 
 
 def size_of(signatures: Mapping[str, Signature]) -> int:
-    """Return the number of examples in the batch according to its signature: the first leading dimension."""
-    return next((spec.shape[0] for spec in signatures["batch"].specs if spec.shape), 0)
+    """Return the number of examples in the batch according to its signature: the most frequent leading dimension."""
+    sizes = [spec.shape[0] for spec in signatures["batch"].specs if spec.shape]
+    return max(sizes, key=lambda size: (size != 1, sizes.count(size)), default=0)
 
 
 def can_open(signatures: Mapping[str, Signature], *, is_all: bool) -> bool:
