@@ -20,6 +20,7 @@ from purecompose.schedule import Scalar
 from purecompose.surgery.weights import wide
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
+from purecompose.transforms.unmappable import explained
 
 
 __all__ = ["clip_per_example", "norms_per_example", "per_example_clipping"]
@@ -215,17 +216,11 @@ def _mapped(name: str, state: State, share: range, chunk_size: int) -> Iterator[
         one = batches.map_tensors(lambda tensor: next(row)[None] if next(rest) else tensor, state.batch)
         return gradient_of_part(state, one, index)
 
-    try:
-        for start in share[::chunk_size]:
-            chunk = slice(start, min(start + chunk_size, share.stop))
-            yield torch.func.vmap(gradient)([row[chunk] for row in rows], indices[chunk])
-    except Exception as error:
-        error.add_note(
-            f"{name} takes the gradients of single examples by torch.func.vmap, which runs network, loss and the "
-            "algorithms around them once for all examples: they must not read values (.item(), an `if` on a tensor) "
-            "or write into tensors that all examples share. chunk_size=1 takes examples one by one, without vmap"
-        )
-        raise
+    for start in share[::chunk_size]:
+        chunk = slice(start, min(start + chunk_size, share.stop))
+        with explained(name, "example", "set chunk_size=1, which takes examples one by one, without torch.vmap"):
+            grads = torch.func.vmap(gradient)([row[chunk] for row in rows], indices[chunk])
+        yield grads
 
 
 def _clipped_sums(grads: Grads, max_norm: float | Tensor) -> tuple[dict[str, Tensor], Tensor]:

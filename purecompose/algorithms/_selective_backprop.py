@@ -173,7 +173,8 @@ def selective_backprop(
         end: The fraction of the run at which it ends, exclusive, in [0, 1], greater than `start`.
         keep: The share of examples to keep, in (0, 1]; with 1 the algorithm never matches.
         scale_factor: Factor in (0, 1] by which images are shrunk for the extra pass; below 1 only for inputs
-            (N, C, ...) with 1 to 3 dimensions after the channels. The model must accept inputs of that size.
+            (N, C, ...) with 1 to 3 dimensions after the channels. The model must accept inputs of that size; outputs
+            (N, C, ...) for each position are enlarged to the size of the targets, such as masks.
         full_every: The number of batches of which one is used completely, counted in each epoch; 0 for no such
             batches. With 1 the algorithm never matches.
         name: Name of the algorithm and of its draws.
@@ -282,6 +283,9 @@ def _ranking_losses(
 ) -> Tensor:
     with torch.no_grad():
         outputs = forward_fn(_shrunk(inputs, scale_factor))
+        if scale_factor != 1 and isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.ndim in _MODES:
+            size = targets.shape[2 - outputs.ndim :]  # maps, such as masks
+            outputs = F.interpolate(outputs, size, mode=_MODES[outputs.ndim], align_corners=False)
         return example_losses(outputs, targets)
 
 

@@ -14,20 +14,6 @@ from purecompose.batch.fields import AS_ARGUMENT, Field, get
 from purecompose.batch.leaves import tensors, with_members
 
 
-__all__ = [
-    "Splitter",
-    "bounds",
-    "common_size",
-    "is_rows",
-    "leading_sizes",
-    "num_examples",
-    "num_tokens",
-    "reported_size",
-    "split",
-    "take",
-]
-
-
 @dataclasses.dataclass(frozen=True)
 class Splitter:
     """Functions that count and cut batches whose examples do not lie along a dimension, such as images of any size.

@@ -116,37 +116,42 @@ def check_passes_agree(state: State) -> None:
             )
 
 
-def joined(parts: Sequence[Any], sizes: Sequence[int], where: str) -> Any:
+def joined(parts: Sequence[Any], sizes: Sequence[int], where: str, batch: Any = None) -> Any:
     """Return a pytree of tensors joined along the examples, their first dimension.
 
     Args:
         parts: Pytrees of one structure, one for each slice.
         sizes: Number of examples in each.
         where: Description of the pytree, for errors.
+        batch: The batch that was cut; those of its tensors that the slices have whole are not joined.
     """
+    whole = set(map(id, batches.tensors(batch)))
     columns = list(zip(*map(batches.tensors, parts), strict=True))
     for column in columns:
         for tensor, size in zip(column, sizes, strict=True):
-            if tensor.shape[:1] != (size,):
+            if tensor.shape[:1] != (size,) and id(tensor) not in whole:
                 raise ValueError(
                     f"{where} have a tensor of shape {tuple(tensor.shape)} in a slice of {size} examples: a loss of "
                     "the whole batch needs one row for each example"
                 )
-    return batches.with_tensors(parts[0], map(torch.cat, columns))
+    return batches.with_tensors(
+        parts[0], (column[0] if id(column[0]) in whole else torch.cat(column) for column in columns)
+    )
 
 
 def gathered(tree: Any, shard: Shard) -> Any:
-    """Return a pytree of tensors joined along the examples of all ranks, the same on each."""
+    """Return a pytree of tensors joined along the examples of all ranks, the same on each; see `joined`."""
+    whole = set(map(id, batches.tensors(shard.batch)))
 
     def padded(tensor: Tensor) -> Tensor:
         # The same shapes on all ranks, so that their graphs are alike.
         zeros, end = tensor.new_zeros(shard.total, *tensor.shape[1:]), shard.start + shard.size
         return zeros.slice_scatter(tensor[: shard.size], 0, shard.start, end)
 
-    leaves = batches.tensors(tree)
+    leaves = [leaf for leaf in batches.tensors(tree) if id(leaf) not in whole]
     sent = [padded(leaf.to(torch.uint8) if leaf.dtype is torch.bool else leaf) for leaf in leaves]
-    found = zip(shard.ranks.reduced(sent, "sum"), leaves, strict=True)
-    return batches.with_tensors(tree, (tensor.to(leaf.dtype) for tensor, leaf in found))
+    found = iter(shard.ranks.reduced(sent, "sum"))
+    return batches.map_tensors(lambda leaf: leaf if id(leaf) in whole else next(found).to(leaf.dtype), tree)
 
 
 def _differentiable(outputs: Any) -> list[Tensor]:

@@ -84,10 +84,9 @@ class Layout:
         found = [is_rows(leaf, num, self.dim) for leaf in batches.tensors(batch)]
         if num > 1 and tuple(found) not in self._seen:
             for path, leaf in tree.leaves_with_paths(batch, into_objects=True).items():
-                if not isinstance(leaf, Tensor) or is_rows(leaf, 1, self.dim) or not leaf.ndim:
-                    continue
                 is_row = is_rows(leaf, num, self.dim)
-                if self._kinds.setdefault(path, is_row) != is_row:
+                has_size = isinstance(leaf, Tensor) and leaf.ndim > 0 and not is_rows(leaf, 1, self.dim)
+                if has_size and self._kinds.setdefault(path, is_row) != is_row:
                     here, there = ("cut with", "shared by") if is_row else ("shared by", "cut with")
                     raise ValueError(
                         f"batch{path} {tuple(leaf.shape)} would be {here} the {num} examples of this batch, but was "
@@ -104,7 +103,7 @@ class Layout:
 
     def split(self, batch: Any, num_parts: int) -> list[Any]:
         """Split the batch into consecutive parts of nearly equal size, larger ones first."""
-        if num_parts == 1 and not self.can_cut(batch):
+        if num_parts == 1:  # the same tensors, so that it is known which of them have been cut
             return [batch]
         if self.splitter is None:
             self.are_rows(batch)

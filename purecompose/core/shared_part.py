@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class Shard(NamedTuple):
     """Number of examples; 0 for a rank without a share."""
     total: int
     """Number of examples in the batch."""
+    batch: Any
+    """The batch of all ranks."""
     is_cut_alike: bool = False
     """True if all ranks cut their shares into equally many slices, because each slice sends messages."""
 

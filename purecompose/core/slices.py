@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from purecompose import batch as batches, tree
 from purecompose.core.coupling import gathered, joined, part_of_loss, targets_of_loss
 from purecompose.core.cut import Cut
 from purecompose.core.means import averaged, averaged_grads, denominators, has_mean, part_of
@@ -66,8 +67,8 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_
     for fields, size in _slices(state, cut, purpose.shard):
         try:
             current = body(Carry(current.state.replace(**fields), current.used), purpose)
-        except IndexError as error:
-            error.add_note(f"in a slice of the batch, its examples from {fields['first_example']} on: {_NO_ROWS}")
+        except (IndexError, RuntimeError) as error:
+            _note_members(error, state, fields)
             raise
         after, weight = current.state, size if current.terms is None else current.terms
         total, num_slices = total + weight, num_slices + 1
@@ -113,7 +114,8 @@ def run_until_loss(
     if body is None or evaluate is None or not state.context.layout.has_rows(state.batch):
         raise ValueError(
             "losses.over_batch: expected a Microbatches around one stage `loss`, and batches whose examples are along "
-            "the first dimension (batch_dim=0, no splitter): otherwise the outputs of all slices cannot be put together"
+            "the first dimension (batch_dim=0, no splitter): otherwise the outputs of all slices cannot be put "
+            "together; leave out microbatches"
         )
     current = carry
     outputs, targets, sizes = [], [], []
@@ -124,7 +126,7 @@ def run_until_loss(
         sizes.append(size)
     given = (
         joined(outputs, sizes, "the network's outputs"),
-        joined(targets, sizes, "the targets"),
+        joined(targets, sizes, "the targets", state.batch if shard is None else shard.batch),
     )
     whole = state
     if shard is not None:
@@ -137,7 +139,13 @@ def run_until_loss(
     return carry._replace(state=state.replace(whole_loss=whole.whole_loss, buffers=whole.buffers))
 
 
-_NO_ROWS = (
-    "if other members of the batch point to its rows, as the edges of a graph do, it cannot be cut into rows; "
-    "use State.create(splitter=batch.Splitter(num_examples)), or give the Splitter a second function that cuts it"
-)
+def _note_members(error: Exception, state: State, fields: dict[str, Any]) -> None:
+    """Add a note to an error in a slice that may come from members of the batch that are not rows."""
+    given = set(map(id, batches.tensors(state.batch)))
+    kept = [tree.describe(own) for own in batches.tensors(fields["batch"]) if id(own) in given and own.shape[:1] > (1,)]
+    if fields["batch"] is not state.batch and (kept or isinstance(error, IndexError)):
+        error.add_note(
+            f"in a slice of the batch, examples from {fields['first_example']} on, with all of {kept or 'nothing'}; "
+            "if members of the batch point to its rows, as the edges of a graph do, or are concatenated, it cannot be "
+            "cut into rows; use State.create(splitter=batch.Splitter(num_examples, part))"
+        )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from purecompose import batch as batches
 from purecompose.losses.reduction import reduced
-from purecompose.losses.targets import num_examples as count_examples
+from purecompose.losses.targets import num_examples
 
 
 __all__ = ["ModelLoss", "model_loss"]
@@ -85,17 +85,11 @@ class ModelLoss:
             )
         return loss
 
-    def num_terms(self, outputs: Any, batch: Any, num_examples: int | None = None) -> int | Tensor:
-        """Return the number of labels in the batch that count, 0-d int64; without labels, the number of examples.
-
-        Args:
-            outputs: The network's outputs.
-            batch: The batch.
-            num_examples: The number of its examples; by default `losses.num_examples(outputs, batch)`.
-        """
+    def num_terms(self, outputs: Any, batch: Any) -> int | Tensor:
+        """Return the number of labels in the batch that count, 0-d int64; without labels, the number of examples."""
         labels = self.labels_of(batch)
         if labels is None:
-            return count_examples(outputs, batch) if num_examples is None else num_examples
+            return num_examples(outputs, batch)
         return (labels[..., self.shift or 0 :] != self.ignore_index).sum()
 
     def labels_of(self, batch: Any) -> Tensor | None:

@@ -52,8 +52,8 @@ def num_terms(
         2
     """
     counting = counter_of(loss_fn)
-    if isinstance(counting, ModelLoss):
-        return counting.num_terms(outputs, targets, num_examples)
+    if num_examples is not None and isinstance(loss_fn, ModelLoss) and loss_fn.labels_of(targets) is None:
+        return num_examples
     if hasattr(counting, "num_terms"):
         return counting.num_terms(outputs, targets)
     if hasattr(counting, "counted"):

@@ -123,7 +123,8 @@ class Stacked:
                 new_state = ends[-1].state
                 return {name: new for name in _FIELDS if (new := getattr(new_state, name)) is not getattr(state, name)}
 
-            with explained(carry.state, self.n):
+            rest = "step the members one after the other (unstack_states)"
+            with explained("population", "member", rest, carry.state, self.n):
                 changed = mapped(one, self.chunk_size)(carry.state)
             state = carry.state.replace(static=ends[-1].state.static, **self._with_rows(changed))
             return Carry(state, ends[-1].used, carry.terms)

@@ -264,7 +264,7 @@ class _OnPart:
         share, start = _start_of_part(state, ranks)
         if purpose.sharing == "all":
             sizes = share.first_example, share.num_examples, state.num_examples
-            shard = Shard(ranks, *sizes, is_cut_alike=self.is_by_layer)
+            shard = Shard(ranks, *sizes, state.batch, is_cut_alike=self.is_by_layer)
             part = SharedPart(ranks, share.num_examples, state.device)
             with sharing(part if self.is_whole else None, part if self.is_whole or self.is_by_layer else None):
                 end = self.operation(Carry(start, carry.used), purpose._replace(shard=shard))

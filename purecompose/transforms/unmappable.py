@@ -1,4 +1,4 @@
-"""Errors of `torch.vmap` in a population, reported with the layer, the line and a remedy."""
+"""Errors of `torch.vmap` over members or examples, reported with the layer, the line and a remedy."""
 
 import re
 from collections.abc import Iterator
@@ -16,6 +16,11 @@ from purecompose.nn.keyed.modules import UnkeyedRandomError
 __all__ = ["explained"]
 
 _REFUSED = (
+    (
+        r"calling \.item\(\)[\s\S]*\bone_hot\(",
+        "F.one_hot reads the numbers that it is given, which differ among members",
+        "Compare, (index[..., None] == torch.arange(num_classes, device=index.device)).float()",
+    ),
     (
         "calling .item()",
         "a number is read (.item(), float(), `if` on a tensor), which differs among members",
@@ -40,7 +45,7 @@ _REFUSED = (
     (
         r"in-?place arithmetic|output with shape \[(.*)\] doesn't match the broadcast shape \[\d+, \1\]",
         "a tensor that all members share is written into in place",
-        "Make a new tensor (a + b), or make the one written into from a member's (x.new_zeros(shape))",
+        "Make a new tensor (a + b), or make the one written into from that of a single member (x.new_zeros(shape))",
     ),
     (
         "mutate a captured Tensor",
@@ -82,13 +87,22 @@ _REFUSED = (
 
 
 @contextmanager
-def explained(state: State, num: int) -> Iterator[None]:
-    """Return a context manager in which errors of vmap are reported with the layer, the line and a remedy."""
+def explained(where: str, one: str, remedy: str, state: State | None = None, num: int = 0) -> Iterator[None]:
+    """Return a context manager in which errors of vmap are reported with the layer, the line and a remedy.
+
+    Args:
+        where: What maps, for the messages.
+        one: What it maps over, "member" or "example".
+        remedy: What helps whatever the error is.
+        state: The state of members, whose rows are checked.
+        num: The number of members.
+    """
     try:
         with unvalidated():
             yield
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        new = _of_rows(error, state, num) if isinstance(error, ValueError) else _of_operations(error)
+        is_value = isinstance(error, ValueError)
+        new = _of_rows(error, state, num) if is_value else _of_operations(error, where, one, remedy)
         if new is None:
             raise
         for note in getattr(error, "__notes__", ()):
@@ -96,8 +110,8 @@ def explained(state: State, num: int) -> Iterator[None]:
         raise new from error
 
 
-def _of_rows(error: ValueError, state: State, num: int) -> Exception | None:
-    if not str(error).startswith("vmap"):
+def _of_rows(error: Exception, state: State | None, num: int) -> Exception | None:
+    if state is None or not str(error).startswith("vmap"):
         return None
     for path, leaf in tree.leaves_with_paths(state.replace(clock=None, batch=None)).items():
         if isinstance(leaf, Tensor) and leaf.shape[:1] != (num,):
@@ -107,17 +121,18 @@ def _of_rows(error: ValueError, state: State, num: int) -> Exception | None:
     return None
 
 
-def _of_operations(error: Exception) -> Exception | None:
-    text = str(error)
+def _of_operations(error: Exception, where: str, one: str, rest: str) -> Exception | None:
+    text, line = str(error), line_of(error)
     if "randomness error mode" in text:
         return UnkeyedRandomError(
-            f"a global generator, which knows no members, was drawn from at {line_of(error)}{layer_of(error)}: draw "
+            f"a global generator, which knows no {one}s, was drawn from at {line}{layer_of(error)}: draw "
             "with purecompose.random from state.example_rng(name), or from state.rng(name) for the batch as a whole"
         )
     for words, what, remedy in _REFUSED:
-        if re.search(words, text):
+        if re.search(words, f"{text} {line}" if "one_hot" in words else text):
+            what, remedy = (words.replace("member", one) for words in (what, remedy))
             return RuntimeError(
-                f"population: {what}, at {line_of(error)}{layer_of(error)}. {remedy}; or step the members one after "
-                f"the other (unstack_states). torch.vmap says: {text.partition('. ')[0]}"
+                f"{where}: {what}, at {line}{layer_of(error)}. {remedy}; or {rest}. torch.vmap says: "
+                f"{text.partition('. ')[0]}"
             )
     return None

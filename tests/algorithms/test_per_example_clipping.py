@@ -1,6 +1,7 @@
 """Per-example clipping against loops over single examples, and with draws, mixtures, slices and noise."""
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -362,6 +363,28 @@ def test_surgery_may_remove_batch_normalisation(clip_first):
     assert after.loss is not None and after.loss.isfinite()
 
 
+@pytest.mark.parametrize("write", [lambda own, x: own.add_(x.mean(0)), lambda own, x: own[:1].copy_(x.mean()[None])])
+def test_buffers_written_in_place_are_an_error_with_place_and_remedy(write):
+    class Running(nn.Module):
+        mean: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+            self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            write(self.mean, inputs)
+            return self.inner(inputs)
+
+    batch = wide(helpers.make_batch())
+    with pytest.raises(
+        RuntimeError, match=r"clipping: a tensor that all examples share .* in the layer .*chunk_size=1"
+    ):
+        ended([per_example_clipping(1.0)], helpers.make_state(Running()), batch)
+    assert ended([per_example_clipping(1.0, chunk_size=1)], helpers.make_state(Running()), batch).grads is not None
+
+
 def test_networks_that_vmap_refuses_get_an_error_with_a_remedy():
     class Peeking(nn.Module):
         def __init__(self) -> None:
@@ -374,7 +397,9 @@ def test_networks_that_vmap_refuses_get_an_error_with_a_remedy():
     net, (inputs, targets) = Peeking(), wide(helpers.make_batch())
     with pytest.raises(RuntimeError) as caught:
         helpers.one_step(per_example_clipping(1.0), helpers.make_state(net), (inputs, targets))
-    assert any("chunk_size=1 takes examples one by one" in note for note in caught.value.__notes__)
+    assert re.search(
+        r"a number is read .* at .*layer Peeking.*set chunk_size=1, which takes examples", str(caught.value)
+    )
     each = [lambda net, i=i: nn.functional.cross_entropy(net(inputs[i : i + 1]), targets[i : i + 1]) for i in range(10)]
     found = ended([per_example_clipping(0.3, chunk_size=1)], helpers.make_state(net), (inputs, targets))
     assert_close(grads_of(found), by_hand(net, each, 0.3)[0])

@@ -235,6 +235,20 @@ def test_a_step_with_a_scale_factor_ranks_small_images_and_trains_on_large_ones(
     assert torch.equal(x, inputs[expected]) and torch.equal(y, targets[expected])
 
 
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_with_a_scale_factor_the_outputs_of_a_segmentation_are_enlarged_to_the_targets(is_dense):
+    net, generator = nn.Conv2d(3, 4, 3, padding=1), torch.Generator().manual_seed(0)
+    state = make_state(net, loss=losses.mse if is_dense else losses.cross_entropy)
+    inputs = torch.randn(8, 3, 12, 12, generator=generator)
+    masks = torch.randint(4, (8, 12, 12), generator=generator)
+    targets = torch.randn(8, 4, 12, 12, generator=generator) if is_dense else masks
+    x, _ = selected(always(scale_factor=0.5), state, (inputs, targets))
+    large = F.interpolate(to_module(state)(F.avg_pool2d(inputs, 2)), scale_factor=2, mode="bilinear")
+    own = (large - targets).square() if is_dense else F.cross_entropy(large, targets, reduction="none")
+    expected = choose_by_loss(state.rng("selective_backprop"), own.flatten(1).mean(1))
+    assert torch.equal(x, inputs[expected])
+
+
 # Errors
 
 

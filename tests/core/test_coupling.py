@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, loop, loop_events, losses, optim
+from purecompose.testing.ranks import played
 from tests.helpers import assert_close, make_batch, make_mlp, make_state, nt_xent
 
 
@@ -186,3 +187,29 @@ def test_objects_with_slots_can_be_marked():
 def test_over_batch_takes_a_loss(wrong):
     with pytest.raises(TypeError, match=r"losses\.over_batch: expected a function"):
         losses.over_batch(wrong)
+
+
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_targets_that_all_examples_share_are_not_joined(k):
+    """Neither a prior with one row nor a table with as many rows as a slice has."""
+
+    def loss(outputs: Tensor, targets: dict[str, Tensor]) -> Tensor:
+        logits = outputs + targets["prior"].log().sum(0) + targets["table"].sum(0)
+        return F.cross_entropy(logits, targets["y"]) + outputs.mean(0).square().sum()
+
+    x, y = make_batch(size=6, dtype=torch.float64)
+    shared = {"prior": torch.tensor([[0.1, 0.2, 0.7]], dtype=torch.float64), "table": x[:2, :3]}
+    step, batch = compose(loop_events, microbatches=k), (x, {**shared, "y": y})
+    whole = compose(loop_events)(state_of(loss), batch)
+    for form in (step, pc.compile(step, backend="eager", quiet=True)):
+        assert_same(form(state_of(loss), batch), whole)
+    for ranks in (2, 3, 6) if k == 1 else (2, 6):
+        for found in played(step, ranks)(lambda one: one(state_of(loss), batch)):
+            assert_same(found, whole)
+
+
+def test_batches_without_rows_are_not_cut_for_a_coupled_loss():
+    state = state_of(nt_xent, splitter=pc.batch.Splitter(lambda b: len(b[0]), lambda b, i, j: (b[0][i:j], b[1][i:j])))
+    assert compose(loop_events)(state, batch_of()).timestamp.sample == 12
+    with pytest.raises(ValueError, match=r"losses\.over_batch: .* no splitter.*; leave out microbatches"):
+        compose(loop_events, microbatches=2)(state, batch_of())

@@ -291,3 +291,43 @@ def test_a_table_is_not_cut_where_it_has_as_many_rows_as_the_batch(name, sizes):
         after = step(step.init(state), first)
         with pytest.raises(ValueError, match="would be"):
             step(after, second)
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(9, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        return self.head(self.bags(ids, offsets))
+
+
+def ctc(outputs: Tensor, targets: dict[str, Tensor]) -> Tensor:
+    lengths = torch.full((len(outputs),), outputs.shape[1])
+    return F.ctc_loss(outputs.log_softmax(-1).transpose(0, 1), targets["all"], lengths, targets["lengths"])
+
+
+@pytest.mark.parametrize(
+    ("net", "loss", "batch", "options"),
+    [
+        (
+            nn.Linear(4, 5),
+            ctc,
+            (torch.ones(4, 9, 4), {"all": torch.ones(6).long(), "lengths": torch.tensor([2, 1, 2, 1])}),
+            PAIR,
+        ),
+        (
+            Bags(),
+            plain,
+            {"ids": torch.arange(9), "at": torch.tensor([0, 3, 5, 7]), "y": torch.tensor([0, 1, 2, 0])},
+            {"input_field": ["ids", "at"], "target_field": "y"},
+        ),
+    ],
+)
+def test_concatenated_members_are_counted_and_refer_to_a_splitter_where_they_are_cut(net, loss, batch, options):
+    state = State.create(net, loss=loss, optimizer=optim.sgd(0.1), **options)
+    assert compose(loop_events)(state, batch).timestamp.sample == 4
+    with pytest.raises(RuntimeError) as caught:
+        compose(loop_events, microbatches=2)(state, batch)
+    assert "with all of ['int64[" in "".join(caught.value.__notes__)
+    assert "splitter=batch.Splitter" in "".join(caught.value.__notes__)

@@ -140,7 +140,7 @@ def test_graphs_in_a_dict_are_not_cut_by_nodes() -> None:
             each(state, graphs)
     with pytest.raises(IndexError) as caught:
         step(state, {**graphs, "y": torch.zeros(21, dtype=torch.int64), "ptr": None})
-    assert "from 0 on: if other members of the batch point to its rows" in "".join(caught.value.__notes__)
+    assert "with all of ['int64[2, 46]']; if members of the batch point to its rows" in "".join(caught.value.__notes__)
     counted = state.replace(splitter=pc.batch.Splitter(lambda batch: len(batch["y"])))
     assert compose(loop_events)(counted, graphs).timestamp.sample == 5
     with pytest.raises(ValueError, match="microbatches=2: the batch would be cut"):

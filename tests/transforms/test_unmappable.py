@@ -34,6 +34,10 @@ class Layer(nn.Module):
 CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "item": (lambda: Layer(lambda x: x.mean().item()), "a number is read.*'1' .Layer.*torch.where"),
     "if": (lambda: Layer(lambda x: 1 if x.sum() > 0 else 2), "a number is read.*'1' .Layer.*torch.where"),
+    "one_hot": (
+        lambda: Layer(lambda x: nn.functional.one_hot(x.argmax(1), 3)),
+        "F.one_hot reads the numbers.*'1' .Layer.*Compare",
+    ),
     "mask": (lambda: Layer(lambda x: x[x > 0].sum()), "shape depends on numbers.*'1' .Layer.*Multiply by the mask"),
     "nonzero": (lambda: Layer(lambda x: x.nonzero().sum()), "shape depends on numbers.*'1' .Layer.*in the data"),
     "in place": (lambda: Layer(lambda x: torch.zeros(8, 3).add_(x)), "all members share.*'1' .Layer.*new_zeros"),
