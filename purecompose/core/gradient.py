@@ -167,10 +167,11 @@ def _grads(
     leaves: dict[str, Tensor],
     engine: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor | None]],
 ) -> dict[str, Tensor]:
-    """Return the gradients of the loss with respect to the leaves that it reaches."""
+    """Return the gradients of the loss with respect to the leaves that it reaches; sparse ones become dense."""
     _check_loss(loss)
     found = engine(loss, [*leaves.values()])
-    return {name: grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
+    grads = {name: grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
+    return {name: grad if grad.layout is torch.strided else grad.to_dense() for name, grad in grads.items()}
 
 
 _LEAVE_GRAD = fields_where(leaves_grad=True)

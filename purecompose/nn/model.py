@@ -226,6 +226,9 @@ def from_module(
     memo: dict[int, Any] = dict(twins)
     try:
         skeleton = copy.deepcopy(module, memo)
+        for child in skeleton.modules():
+            if isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
+                child.sparse = False  # a warning has said so
     except Exception as error:
         raise TypeError(f"{type(module).__name__} cannot be deep-copied: {error}") from error
     checks.check_hidden(module, memo, twins)

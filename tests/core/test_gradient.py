@@ -4,10 +4,22 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import Event, compose, hparam, loop_events, optim
+from purecompose import (
+    Event,
+    State,
+    compose,
+    hparam,
+    loop_events,
+    losses,
+    optim,
+    population,
+    stack_states,
+    unstack_states,
+)
 from purecompose.core.gradient import wants_outer_gradient
 from purecompose.core.loop import advance, update
 from purecompose.core.scopes import Grad, Microbatches
@@ -25,6 +37,7 @@ from tests.helpers import (
     noise,
     run_steps,
 )
+from tests.transforms.compilation.compile_helpers import compiled
 
 
 def required(state):
@@ -489,3 +502,30 @@ def test_vmap_over_states_equals_the_loop():
         assert_close(mapped.buffers, alone.buffers)
         torch.testing.assert_close(mapped.loss, alone.loss)
         assert mapped.timestamp == alone.timestamp
+
+
+class Table(nn.Module):
+    """Rows of a table, by a layer or by a function."""
+
+    def __init__(self, by_layer: bool) -> None:
+        super().__init__()
+        self.layer, self.by_layer = nn.Embedding(7, 3, sparse=True), by_layer
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return (self.layer(ids) if self.by_layer else F.embedding(ids, self.layer.weight, sparse=True)).mean(1)
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_sparse_gradients_become_dense_and_train_as_in_torch(by_layer: bool):
+    net, batch = Table(by_layer), (torch.tensor([[1, 1, 2], [5, 1, 0]]), torch.ones(2, 3))
+    with pytest.warns(UserWarning, match=r"'layer' has sparse gradients .*, which become dense"):
+        state = State.create(net, loss=losses.mse, optimizer=optim.sgd(0.1), key=0)
+    ends = [compose(loop_events)(state, batch)]
+    if by_layer:  # sparse tensors cannot be traced or mapped
+        ends += [compiled(compose(loop_events))(state, batch)]
+        ends += [unstack_states(population(compose(loop_events), 2)(stack_states([state] * 2), batch))[0]]
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    losses.mse(net(batch[0]), batch[1]).backward()
+    optimizer.step()
+    for end in ends:
+        torch.testing.assert_close(end.params["layer.weight"], net.layer.weight.detach())

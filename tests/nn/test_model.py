@@ -558,7 +558,6 @@ class Viewing(nn.Module):
         (lambda: nn.DataParallel(make()), TypeError, "the network is a DataParallel: .*net.module.*data_parallel"),
         (pruned, ValueError, r"0.weight is computed from 0.weight_orig and 0.weight_mask.*prune.remove"),
         (quantization_aware, ValueError, r"min_val gets its shape in the first forward.*before State.create"),
-        (lambda: nn.Embedding(3, 4, sparse=True), ValueError, "the network has sparse gradients.*sparse=False"),
         (lambda: with_hooked_weight("register_hook"), ValueError, "weight has hooks.*AFTER_TRAIN_BATCH"),
         (lambda: with_hooked_weight("register_post_accumulate_grad_hook"), ValueError, "weight has hooks"),
         (lambda: with_buffer(torch.eye(2).to_sparse()), TypeError, r"0\.adjacency is sparse .*coo.*indices and values"),

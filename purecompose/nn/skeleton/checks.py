@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from purecompose._support.shards import is_shard
+from purecompose._support.warnings import warn
 from purecompose.nn.skeleton.guards import CACHES, is_users_object
 from purecompose.nn.skeleton.places import HOOKS, OWN, places
 
@@ -21,7 +22,7 @@ __all__ = ["check_functions", "check_hidden", "check_modules", "check_registered
 
 
 def check_modules(module: nn.Module) -> None:
-    """Reject modules whose weights cannot be exchanged, or whose gradients no optimizer supports."""
+    """Reject modules whose weights cannot be exchanged, and warn of sparse gradients."""
     for name, child in module.named_modules():
         where, kind = f"{name!r}" if name else "the network", type(child).__name__
         if isinstance(child, torch.jit.ScriptModule):
@@ -40,9 +41,9 @@ def check_modules(module: nn.Module) -> None:
                 "several devices"
             )
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-            raise ValueError(
-                f"{where} has sparse gradients ({kind}(sparse=True)), which no optimizer here takes: set its "
-                "sparse=False; with plain SGD the result is the same"
+            warn(
+                f"{where} has sparse gradients ({kind}(sparse=True)), which become dense: each step passes over the "
+                "whole table (faster in pc.compile), and the optimizer moves rows that no index names, too"
             )
 
 
