@@ -243,8 +243,9 @@ def operate(
         name=name,
     )
     fields = after._asdict()
-    report, replaced = fields.pop("report"), target.context.replaced
+    report, replaced, settings = fields.pop("report"), target.context.replaced, target.context.settings
     fields["replaced"] = {**replaced, name: (*replaced.get(name, ()), *report.replaced)}
+    fields["settings"] = {new: settings[old] for new, old in report.kept.items() if old in settings}
     return (target.replace(**fields) if report.replaced else target), report
 
 

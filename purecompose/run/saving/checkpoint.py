@@ -226,13 +226,11 @@ def load(
     return found if step is None else step.fire(Event.AFTER_LOAD, found)
 
 
-def read(path: Path | str, like: State, *, ignore: Collection[str] = (), **settings: Any) -> State:
+def read(path: Path | str, like: State, **settings: Any) -> State:
     """Load a state like `load`, but without the events around it."""
     with fetched(path) as local:
         try:
-            index = folder.read_index(local)
-            check_fits(local, index, like, ignore=ignore, **settings)
-            return restored(local, index, like, ignore)
+            return restored(local, folder.read_index(local), like, **settings)
         except DamagedError as error:
             if (older := _whole_before(local)) is None:
                 raise
@@ -250,8 +248,11 @@ def _whole_before(path: Path) -> Path | None:
     return None
 
 
-def restored(path: Path, index: Index, like: State, ignore: Collection[str] = ()) -> State:
-    """Return the state of a checkpoint whose index has already been compared."""
+def restored(
+    path: Path, index: Index, like: State, step: Any = None, *, strict: bool = True, ignore: Collection[str] = ()
+) -> State:
+    """Return the state of a checkpoint whose index has been read; for the arguments see `load`."""
+    check_fits(path, index, like, step, strict=strict, ignore=ignore)
     try:
         return assembled(index, SavedTensors(path, index), like, ignore)
     except DamagedError as error:

@@ -13,7 +13,6 @@ from purecompose.core.state import State
 from purecompose.run.saving import folder as disk
 from purecompose.run.saving.checkpoint import read, restored
 from purecompose.run.saving.errors import CheckpointError, CheckpointWarning, DamagedError
-from purecompose.run.saving.fitting import check_fits
 from purecompose.run.saving.index import Index
 from purecompose.run.saving.together import Writers, in_all, writers_of
 from purecompose.time.event import Event
@@ -62,8 +61,7 @@ def resumed_from_newest(folder: Path | str, like: State, step: Any, ignore: Coll
     def resumed_at(path: Path) -> Resumed | None:
         try:
             index = disk.read_index(path)
-            check_fits(path, index, like, step, ignore=ignore)
-            return Resumed(restored(path, index, like, ignore), index, path)
+            return Resumed(restored(path, index, like, step, ignore=ignore), index, path)
         except DamagedError as error:
             damaged[path] = str(error)
             return None

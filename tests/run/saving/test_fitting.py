@@ -129,6 +129,18 @@ def test_the_settings_of_methods_in_buffers_are_those_of_the_code(tmp_path: path
     assert "5.drop_rate" not in pc.to_module(found).state_dict()
 
 
+def test_settings_that_surgery_has_renamed_are_resumed_to_the_bit(tmp_path: pathlib.Path) -> None:
+    def renamed(state: State) -> State:
+        return pc.surgery.operate(state, {Counting: lambda net, site: nn.Sequential(net)}, name="wrap")[0]
+
+    first, step = make_state(Counting()), compose(loop_events)
+    later = step(renamed(step(first, TRAIN[0])), TRAIN[1])
+    pc.save(later, tmp_path / "one")
+    pc.save(renamed(step(first, TRAIN[0])), tmp_path / "two")
+    assert_same(pc.load(tmp_path / "one", like=renamed(first)), later)
+    assert_same(pc.load(tmp_path / "two", like=renamed(first)).buffers["0.memory"], torch.full((3,), 0.1))
+
+
 def test_a_state_in_the_middle_of_a_run_is_a_template_too(tmp_path: pathlib.Path) -> None:
     first = make_state(Counting())
     pc.save(first, tmp_path / "one")
