@@ -49,9 +49,9 @@ def describe_replaced(replaced: Mapping[str, Sequence[str]]) -> dict[str, str]:
     return {name: f"modules replaced: {len(replaced[name])} ({words[name]})" for name in words}
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return the first three names, and the number of the others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _row(name: str, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import shown
+from purecompose.core.overview import listed
 from purecompose.core.state import State
 from purecompose.observers.due import Due
 from purecompose.observers.unread import Pile
@@ -140,7 +141,7 @@ def _bad_losses(losses: list[float]) -> list[str]:
         return []
     if len(losses) == 1:
         return [f"the loss is {bad[0][1]}"]
-    return [f"the loss of member {_listed([f'{member} is {loss}' for member, loss in bad])}"]
+    return [f"the loss of member {listed([f'{member} is {loss}' for member, loss in bad], _SHOWN)}"]
 
 
 def _bad_params(params: dict[str, list[bool]]) -> list[str]:
@@ -148,13 +149,8 @@ def _bad_params(params: dict[str, list[bool]]) -> list[str]:
     for name, is_finite in params.items():
         members = [str(member) for member, finite in enumerate(is_finite) if not finite]
         if members:
-            bad.append(name if len(is_finite) == 1 else f"{name} (member {_listed(members)})")
-    return [f"not finite: {_listed(bad)} of {len(params)} parameters"] if bad else []
-
-
-def _listed(names: list[str]) -> str:
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+            bad.append(name if len(is_finite) == 1 else f"{name} (member {listed(members, _SHOWN)})")
+    return [f"not finite: {listed(bad, _SHOWN)} of {len(params)} parameters"] if bad else []
 
 
 _FLUSHES = frozenset({Event.EVAL_BEFORE_ALL, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT, Event.FIT_END})

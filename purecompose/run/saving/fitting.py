@@ -88,8 +88,7 @@ def template(index: Index, like: State) -> State:
     if saved == {f"{_MEMORY}{path}" for path in tree.leaves_with_paths(like.opt_state)}:
         return like
     keys = {key for name in saved for key in name[len(_MEMORY) + 1 : -1].split("][")}
-    without = frozenset(name for name in frozen if repr(name) not in keys)
-    held = like.context.replace(frozen=without)
+    held = like.context.replace(frozen=frozenset(name for name in frozen if repr(name) not in keys))
     opt_state = memory_for(held, like.params, like.opt_state, is_new=True, key=like.key)
     return like.replace(opt_state=opt_state)
 
