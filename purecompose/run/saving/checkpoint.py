@@ -308,7 +308,7 @@ def assembled(index: Index, tensors: Mapping[str, Tensor], like: State, ignore: 
     """Return the state that an index and its tensors describe, in a template that they fit."""
     if tensors.keys() != index.tensors.keys():
         raise DamagedError("the tensors in the file are not those of the index")
-    index, left_out, _ = without(index, like, ignore)
+    index, left_out = without(index, like, ignore)
     specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
     like, now = template(index, like), like.timestamp if TIME in left_out else time_from_plain(index.time)
     return filled(like, Static(like.context, now), tensors, specs, index.values)

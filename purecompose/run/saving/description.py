@@ -17,6 +17,7 @@ from purecompose.transforms.shared import undivided
 
 
 __all__ = [
+    "KEPT",
     "SETTINGS",
     "architecture",
     "describe",
@@ -104,14 +105,14 @@ def other_settings(saved: list[str], now: list[str], place: str) -> list[str]:
     return [_difference(name, there, here, place) for name in both if there[name] != here[name]]
 
 
-def other_tensors(saved: Mapping[str, str], now: Mapping[str, str], place: str) -> dict[str, str]:
+def other_tensors(saved: Mapping[str, str], now: Mapping[str, str], place: str) -> list[str]:
     """Return a line for each tensor among the settings of the user's code that differs; see `Context.settings`."""
-    return {
-        name: f"{name}: {saved.get(name, 'nothing')} in {place}, {now.get(name, 'nothing')} here, which is kept, as a "
-        "setting of your code: build it with the values to use, or make it a persistent buffer of the network"
-        for name in dict.fromkeys([*saved, *now])
-        if saved.get(name) != now.get(name)
-    }
+    both = [name for name in saved if name in now and saved[name] != now[name]]
+    return [f"{name}: {saved[name]} in {place}, {now[name]} here" for name in both]
+
+
+KEPT = "settings that are tensors stay those here: build them with the values to use, or make them persistent buffers"
+"""Hint for differences of such settings."""
 
 
 def environment(state: State, step: Any = None) -> dict[str, Any]:
@@ -137,6 +138,7 @@ def environment(state: State, step: Any = None) -> dict[str, Any]:
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a line for each difference of two descriptions; settings that only one has are left out."""
     lines = other_settings(saved["model"], now["model"], "the checkpoint")
+    lines += other_tensors(saved.get("settings", {}), now.get("settings", {}), "the checkpoint")
     for name in SETTINGS:
         if name in saved and name in now and saved[name] != now[name]:
             lines.append(f"{name}: {_short(saved[name])} in the checkpoint, {_short(now[name])} here")

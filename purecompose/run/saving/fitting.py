@@ -16,6 +16,7 @@ from purecompose.core.context import Static
 from purecompose.core.state import State
 from purecompose.optim.checks import match_or_raise, matched
 from purecompose.run.saving.description import (
+    KEPT,
     SETTINGS,
     describe,
     differences,
@@ -41,39 +42,36 @@ TIME = "timestamp"
 def unwritten(index: Index, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the settings of a description that no training has written into; see `Context.settings`."""
     settings, is_stacked = index.description["settings"], tensors["key"].ndim > 1  # with a row for each member
-    held = {name: tensors[leaf] for name in settings if (leaf := _buffer_leaf(name)) in tensors}
+    held = {name: tensors[leaf] for name in settings if (leaf := _BUFFER.format(name)) in tensors}
     words = {name: set(map(in_words, value if is_stacked else [value])) for name, value in held.items()}
     return {name: settings[name] for name in words if words[name] == {settings[name]}}
 
 
-def without(index: Index, like: State, ignore: Collection[str] = ()) -> tuple[Index, set[str], list[str]]:
-    """Return an index without the leaves that keep their values in a template, their names, and lines about them.
+def without(index: Index, like: State, ignore: Collection[str] = ()) -> tuple[Index, set[str]]:
+    """Return an index without the leaves that keep their values in a template, and the names of these leaves.
 
-    These are leaves whose paths match a pattern, and settings of the user's code that are other ones in the template,
-    with a line for each. A tensor that is a setting on one side only, and that both sides have, is loaded: training has
-    written it, or it is persistent on the other side.
+    They are leaves whose paths match a pattern, and settings of the user's code that are others in the template.
     """
-    description, now, own = index.description, like.context.settings, leaves_of(like)
-    saved, frozen, hparams = (description.get(key, {}) for key in ("settings", "frozen", "hparams"))
+    own, description, now = leaves_of(like), index.description, like.context.settings
     leaves = (*index.tensors, *index.values, *own.tensors, *own.values, TIME, *SETTINGS)
     paths = {re.sub(r"\['?([^]]*?)'?]", r".\1", leaf): leaf for leaf in leaves}  # opt_state.exp_avg.0.weight
     patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     for pattern in patterns:
         match_or_raise(pattern, paths, f"load: ignore: {pattern!r}", "part of a checkpoint")
-    left_out, lines = {paths[path] for path in matched(patterns, tuple(paths))}, []
-    for name, line in other_tensors(saved, now, "the checkpoint").items():
-        leaf = _buffer_leaf(name)
-        is_on_both = leaf in index.tensors and name in like.buffers
-        if leaf not in left_out and (not is_on_both or (name in saved and name in now)):
-            left_out.add(leaf)
-            lines.append(line)
+    left_out = {paths[path] for path in matched(patterns, tuple(paths))}
 
     def rest(found: Mapping[str, Any], leaf: str = "{}") -> dict[str, Any]:
         return {name: value for name, value in found.items() if leaf.format(name) not in left_out}
 
-    own = {"frozen": [*rest(dict.fromkeys(frozen), "params[{!r}]")], "hparams": rest(hparams, "hparams[{!r}]")}
-    left = {"tensors": rest(index.tensors), "values": rest(index.values), "description": rest({**description, **own})}
-    return replace(index, **left), left_out, lines
+    saved, hparams = (description.get(key, {}) for key in ("settings", "hparams"))
+    changes = {
+        "frozen": [*rest(dict.fromkeys(description["frozen"]), _PARAM)],
+        "hparams": rest(hparams, _HPARAM),
+        "settings": rest(saved, _BUFFER),
+    }
+    left_out.update(_BUFFER.format(name) for name, words in saved.items() if now.get(name, words) != words)
+    description = rest({**description, **changes})
+    return replace(index, tensors=rest(index.tensors), values=rest(index.values), description=description), left_out
 
 
 def template(index: Index, like: State) -> State:
@@ -101,8 +99,9 @@ def check_fits(
 ) -> None:
     """Compare a checkpoint's index with a state and a step, and raise or warn as described in `load`."""
     now, base = describe(like, step), index.description.get(BASE, {})
-    index, left_out, reported = without(index, like, ignore)
-    reported += [*differences(index.description, now), *overruled_hparams(index.description, like)]
+    index, left_out = without(index, like, ignore)
+    reported = [*differences(index.description, now), *overruled_hparams(index.description, like)]
+    hint = KEPT * bool(other_tensors(index.description["settings"], now["settings"], ""))
     specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
     thawed = sorted(like.context.frozen - _unknown_params(like, specs) - {*index.description["frozen"]})
     if thawed:
@@ -130,7 +129,7 @@ def check_fits(
         if _differs(current, name, old)
     ]
     if reported or misfits:
-        warn(listed(f"{path} is loaded with differences", [*reported, *misfits]), CheckpointWarning)
+        warn(listed(f"{path} is loaded with differences", [*reported, *misfits], hint), CheckpointWarning)
     if moved:
         warn(listed(f"{path} continues, perhaps not to the same bits", moved), CheckpointWarning)
 
@@ -140,11 +139,10 @@ _HINT = "give the state the same model, optimizer and algorithms, initialised (s
 
 def param_leaf(name: str) -> str:
     """Return the name of a parameter among the leaves of a state."""
-    return f"params[{name!r}]"
+    return _PARAM.format(name)
 
 
-def _buffer_leaf(name: str) -> str:
-    return f"buffers[{name!r}]"
+_PARAM, _BUFFER, _HPARAM = "params[{!r}]", "buffers[{!r}]", "hparams[{!r}]"
 
 
 def _unknown_params(like: State, specs: Mapping[str, Any]) -> frozenset[str]:

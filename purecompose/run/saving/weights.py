@@ -13,7 +13,7 @@ from purecompose._support.fingerprint import in_words
 from purecompose._support.shards import is_shard
 from purecompose._support.warnings import warn
 from purecompose.core.state import State
-from purecompose.run.saving.description import architecture, listed, other_modules, other_settings, other_tensors
+from purecompose.run.saving.description import KEPT, architecture, listed, other_modules, other_settings, other_tensors
 from purecompose.run.saving.errors import CheckpointWarning, DamagedError, MismatchError
 from purecompose.run.saving.folder import written
 from purecompose.run.saving.tensors import library, save_tensors
@@ -112,14 +112,15 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
     wanted = module.state_dict(keep_vars=True)
     # Files of other programs may contain tables, as they were once persistent.
     tables = {name: in_words(found.pop(name)) for name in here if name in found and name not in wanted}
-    settings = {**(here if settings is None else settings), **tables}
-    reported = [*other_settings(model or now, now, "the file"), *other_tensors(settings, here, "the file").values()]
+    tensors = other_tensors({**(settings or {}), **tables}, here, "the file")
+    reported = [*other_settings(model or now, now, "the file"), *tensors]
     misfits = [*other_modules(model or now, now, "the file"), *_loaded(module, wanted, found)]
     if misfits and strict:
         hint = "give the state the same modules, surgery and dtypes, or load with strict=False to take over what fits"
         raise MismatchError(listed(f"{file} does not fit this state", [*misfits, *reported], hint), misfits)
     if misfits or reported:
-        warn(listed(f"{file} is loaded with differences", [*misfits, *reported]), CheckpointWarning)
+        hint = KEPT * bool(tensors)
+        warn(listed(f"{file} is loaded with differences", [*misfits, *reported], hint), CheckpointWarning)
     params = {name: param.detach() for name, param in module.named_parameters()}
     return like.replace(params={**like.params, **params}, buffers={**like.buffers, **dict(module.named_buffers())})
 

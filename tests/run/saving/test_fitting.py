@@ -13,6 +13,7 @@ import purecompose as pc
 from purecompose import Checkpoints, State, compose, loop_events, optim
 from purecompose.run.saving import folder
 from purecompose.run.saving.checkpoint import assembled, snapshot
+from purecompose.run.saving.description import describe, differences
 from purecompose.run.saving.index import to_json
 from purecompose.testing.tasks import TASKS
 from purecompose.transforms.population import stack_states
@@ -89,6 +90,7 @@ def test_class_weights_come_from_the_code_with_a_warning(kind: str, tmp_path: pa
         resumed = pc.fit(step, other, train, duration="2ep", checkpoints=Checkpoints(tmp_path), resume="auto")
     assert_same(resumed.buffers, other.buffers)
     assert_same(resumed.params, pc.fit(step, loaded, train, duration="2ep").params)
+    assert len(differences(describe(one), describe(other))) == 1  # replays and comparisons of runs name it, too
 
 
 def test_tensors_that_are_not_in_a_state_dict_come_from_the_code(tmp_path: pathlib.Path) -> None:
