@@ -1,5 +1,6 @@
 """Queries and settings of transforms of `torch.func` and of tracing for which torch has no public functions."""
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -9,6 +10,7 @@ from torch._C._functorch import (  # pyright: ignore[reportMissingImports, repor
     TransformType,
     get_unwrapped,
     is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
     peek_interpreter_stack,
 )
 from torch._functorch.eager_transforms import enable_inplace_requires_grad
@@ -25,7 +27,9 @@ __all__ = [
     "is_mapped_gradient",
     "is_plain",
     "is_readable",
+    "is_tracked",
     "is_transforming",
+    "levels",
     "only_maps",
     "plainly",
     "unwrapped",
@@ -37,16 +41,23 @@ def is_transforming() -> bool:
     return peek_interpreter_stack() is not None
 
 
+def levels() -> str:
+    """Return a letter for each transform around the caller, from the outermost: v(map), g(rad), j(vp) or o(ther)."""
+    found = (level.key() for level in retrieve_all_functorch_interpreters())
+    return "".join(_LETTERS.get(key, "o") for key in found)
+
+
+_LETTERS = {TransformType.Vmap: "v", TransformType.Grad: "g", TransformType.Jvp: "j"}
+
+
 def only_maps() -> bool:
     """Return whether no transform other than `vmap` is active around the caller."""
-    return all(level.key() is TransformType.Vmap for level in retrieve_all_functorch_interpreters())
+    return set(levels()) <= {"v"}
 
 
 def is_mapped_gradient() -> bool:
     """Return whether `vmap` is the outermost transform around the caller, and at most one gradient is taken in it."""
-    levels = [level.key() for level in retrieve_all_functorch_interpreters()]
-    is_known = all(key in (TransformType.Vmap, TransformType.Grad) for key in levels)
-    return is_known and levels[:1] == [TransformType.Vmap] and levels.count(TransformType.Grad) <= 1
+    return re.fullmatch("v+g?v*", levels()) is not None
 
 
 # torch.compile evaluates them while tracing, under the active transforms, and keeps the result as a constant. The
@@ -87,6 +98,15 @@ def unwrapped(tensor: Tensor) -> Tensor:
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
+
+
+def is_tracked(tensor: Tensor) -> bool:
+    """Return whether a tensor depends on what the caller is differentiated by."""
+    while is_functorch_wrapped_tensor(tensor):
+        if is_gradtrackingtensor(tensor):
+            return True
+        tensor = get_unwrapped(tensor)
+    return tensor.requires_grad
 
 
 def is_any(conditions: Tensor) -> bool:

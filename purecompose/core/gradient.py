@@ -1,15 +1,17 @@
 """Gradients, computed in one place by two equivalent engines.
 
-`torch.autograd.grad` over the functional call costs as much as an imperative loop, and is used when
-the step itself is not differentiated. Under a transform of `torch.func`, or when a leaf requires an outer gradient,
-`torch.func.vjp` is used, because the first engine would silently return wrong gradients of gradients.
+`torch.autograd.grad` over the functional call costs as much as an imperative loop, and records a graph if a leaf
+requires an outer gradient. Under a transform of `torch.func` it runs within `torch.func.vjp`, without which torch would
+silently return wrong gradients of gradients.
 
 A parameter that the loss does not reach has no gradient, as in PyTorch, where its `grad` is `None`: it is absent from
 `state.grads`, and the update leaves it and its optimizer state as they are. A gradient of zeros is something else:
 weight decay, momentum and Adam move its parameter.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -17,10 +19,13 @@ from torch import Tensor
 
 from purecompose import batch as batches
 from purecompose._support.autograd import GradMode, gradients
-from purecompose._support.functorch import allowing_requires_grad, is_transforming
+from purecompose._support.culprits import layer_of, line_of
+from purecompose._support.functorch import allowing_requires_grad, is_tracked, is_transforming, only_maps
+from purecompose._support.scopes import NOTHING
 from purecompose.core.operation import Carry
 from purecompose.core.shared_part import SHARED_PART
 from purecompose.core.state import State, fields_where
+from purecompose.nn.differentiable import Once, plain_operations
 
 
 __all__ = [
@@ -75,13 +80,16 @@ def differentiate(body: Callable[[Carry], Carry], carry: Carry, names: tuple[str
     if not names:
         raise ValueError("there is nothing to train: the model has no trainable parameter (all are frozen)")
     state = carry.state
-    # A step turns grad mode off unless it is differentiated through.
-    is_differentiated = torch.is_grad_enabled() or is_transforming()
-    engine = _with_functorch if is_differentiated else _with_autograd
+    # A step turns grad mode off unless it is differentiated through; a population is not by being mapped.
+    is_differentiated = torch.is_grad_enabled() or not only_maps()
+    engine = _with_functorch if is_transforming() else _with_autograd
     # Parameters stay in the skeleton for the whole scope: activation checkpointing runs forward again in it.
-    with GradMode(True), state.model.skeleton(train=True).held():
+    kernels = Once()
+    if is_differentiated:
+        kernels = plain_operations(refuses=any(map(is_tracked, state.params.values())))
+    with GradMode(True), state.model.skeleton(train=True).held(), kernels:
         try:
-            end, values, grads = engine(body, carry, names)
+            end, values, grads = engine(body, carry, names, is_differentiated)
         except RuntimeError as error:
             if "nference tensor" not in str(error):
                 raise
@@ -112,8 +120,9 @@ def value_and_grads(fn: Callable[[list[Tensor]], tuple[Tensor, Any]], leaves: li
         return loss, rest
 
     if torch.is_grad_enabled() or is_transforming():
-        loss, pullback, rest = torch.func.vjp(checked, leaves, has_aux=True)  # pyright: ignore[reportAssignmentType]
-        return rest, pullback(torch.ones_like(loss))[0]
+        with plain_operations():
+            loss, pullback, rest = torch.func.vjp(checked, leaves, has_aux=True)  # pyright: ignore[reportAssignmentType]
+            return rest, pullback(torch.ones_like(loss))[0]
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     with torch.enable_grad():
         loss, rest = checked(leaves)
@@ -121,23 +130,34 @@ def value_and_grads(fn: Callable[[list[Tensor]], tuple[Tensor, Any]], leaves: li
     return batches.map_tensors(_cut_off, rest), list(grads)
 
 
+_BY_LEAVES = "differentiate by torch.autograd.grad with respect to settings or weights that require a gradient"
+
 _Differentiated: TypeAlias = tuple[Carry, dict[str, Any], dict[str, Tensor]]
 """The body's end, the fields that it set (detached from the engine's graph), and the gradients."""
 
 
-def _with_autograd(body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...]) -> _Differentiated:
+def _with_autograd(
+    body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...], is_differentiated: bool
+) -> _Differentiated:
     state, used, terms = carry
-    leaves = {name: state.params[name].detach().requires_grad_() for name in names}
+    leaves = {name: state.params[name] for name in names}
+    for name, param in leaves.items():  # an outer gradient flows through a view to a parameter that asks for one
+        keeps_graph = is_differentiated and param.requires_grad
+        leaves[name] = param.view_as(param) if keeps_graph else param.detach().requires_grad_()
     end = body(Carry(state.replace(params={**state.params, **leaves}, loss=None), used, terms))
     part = SHARED_PART.get()
     if part is not None and end.terms is not None:
         # 0 as a function of the terms, on which later messages depend on the other ranks as well.
         part.weight = end.terms * 0 if part.is_empty else end.terms
-    grads = _grads(end.state.loss, leaves, gradients)
-    return end, {name: _detached(value) for name, value in _set_by_body(state, end.state).items()}, grads
+    values = _set_by_body(state, end.state)
+    if is_differentiated:
+        return end, values, _grads(end.state.loss, leaves, _differentiable_gradients)
+    return end, {name: _detached(value) for name, value in values.items()}, _grads(end.state.loss, leaves, gradients)
 
 
-def _with_functorch(body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...]) -> _Differentiated:
+def _with_functorch(
+    body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...], is_differentiated: bool
+) -> _Differentiated:
     state, ends = carry.state, []
 
     def run(leaves: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
@@ -153,9 +173,31 @@ def _with_functorch(body: Callable[[Carry], Carry], carry: Carry, names: tuple[s
     # vjp makes the leaves differentiable at a separate level. The gradient is taken inside, where torch.autograd
     # returns None for leaves that the loss does not reach; torch.func.grad would return zeros.
     leaves = {name: state.params[name] for name in names}
-    grads, _, tensors = torch.func.vjp(run, leaves, has_aux=True)  # pyright: ignore[reportAssignmentType]
+    with _explained() if is_differentiated else NOTHING:
+        grads, _, tensors = torch.func.vjp(run, leaves, has_aux=True)  # pyright: ignore[reportAssignmentType]
     (end,) = ends
     return end, batches.with_tensors(_set_by_body(state, end.state), tensors), grads
+
+
+_UNSUPPORTED = {
+    "setup_context": f"an autograd.Function has no setup_context, which torch.func needs. Define it, or {_BY_LEAVES}",
+    "data pointer of Tensor": f"torch.func cannot run packed sequences or NumPy. Pad sequences, or {_BY_LEAVES}",
+    "forward AD|forward-mode": "an operation lacks forward mode: take gradients of gradients",
+}
+"""Meanings and remedies of torch's messages, by regular expressions."""
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Return a context manager in which errors of the transforms around a step name layer, line and remedy."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = next((said for words, said in _UNSUPPORTED.items() if re.search(words, str(error))), None)
+        if said is None:
+            raise
+        place = f"{line_of(error)}{layer_of(error)}"
+        raise RuntimeError(f"a step is differentiated by torch.func, at {place}: {said}") from error
 
 
 def _differentiable_gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:

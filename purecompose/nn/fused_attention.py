@@ -1,7 +1,7 @@
-"""torch's fused attention for the CPU under `vmap`, with second derivatives.
+"""torch's fused attention for the CPU under `vmap`.
 
 The kernel treats every example alike, so the members of a population are more examples: their dimension becomes part of
-the batch dimension. Second derivatives, which the kernel lacks, are those of the plain operations.
+the batch dimension. It has no second derivative.
 """
 
 from typing import Any
@@ -83,20 +83,7 @@ class _FusedGradient(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, _, _, ctx.is_causal, ctx.scale = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return _aten._scaled_dot_product_attention_math(
-                query, key, value, is_causal=ctx.is_causal, scale=ctx.scale
-            )[0]
-
-        def gradient(grad: Tensor, *tensors: Tensor) -> Any:
-            return torch.func.vjp(plain, *tensors)[1](grad)
-
-        return *torch.func.vjp(gradient, *ctx.saved_tensors)[1](grads), None, None, None, None
+        del ctx, inputs, output
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:

@@ -15,6 +15,7 @@ from purecompose import tree
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.scopes import NOTHING, together
 from purecompose._support.shards import local
+from purecompose.nn.differentiable import is_plain, plain_operations, wants_plain
 from purecompose.nn.fused_attention import fused_attention
 from purecompose.nn.keyed.layers import past_dispatch
 from purecompose.nn.shared_batch import SHARED_BATCH, SharedBatchNorms
@@ -37,16 +38,17 @@ def kernels(
         device: The type of the device.
         skeleton: The network.
     """
+    plain = plain_operations() if wants_plain(params.values()) else NOTHING
     cumulative = _CumulativeNorms() if skeleton.has_cumulative_norms else NOTHING
     if is_transforming():
-        return together(_transformed(narrow, device), cumulative)
+        return together(plain, _transformed(narrow, device), cumulative)
     is_slow = skeleton.may_attend and (device, narrow) in _ATTENTION
     attention = _Attention(narrow, device, by_products=True) if narrow is not None and is_slow else NOTHING
     batch_norms = SharedBatchNorms() if skeleton.has_batch_norms and SHARED_BATCH.get() is not None else NOTHING
     if params and type(first := next(iter(params.values()))) is not Tensor and is_fake(local(first)):
         return together(_Traced(), batch_norms, attention, cumulative)
     group_norms = _GroupNormOfData() if skeleton.has_group_norms and torch.is_grad_enabled() else NOTHING
-    return together(group_norms, batch_norms, attention)
+    return together(plain, group_norms, batch_norms, attention)
 
 
 _ATTENTION = {("cpu", torch.bfloat16): torch.float32}
@@ -75,15 +77,13 @@ class _Transformed(TorchFunctionMode):
 
     Attention of the members of a population is computed by `fused_attention`, where it can be.
 
-    Norms are split in two parts, the normalisation and the learned affine map: second derivatives of layer norm and
-    batch norm with learned weights are wrong if one of the two gradients is taken around a `vmap` (torch 2.13); without
-    weights they are correct. Normalisation into `out=`, as in spectral norm's power iteration, has no batching rule.
-    Recurrent layers need an initial state for each mapped input.
+    Normalisation into `out=`, as in spectral norm's power iteration, has no batching rule. Recurrent layers need an
+    initial state for each mapped input.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.nn.functional.normalize and kwargs.get("out") is not None:
+        if func is torch.nn.functional.normalize and kwargs.get("out") is not None and not is_plain():
             return kwargs["out"].copy_(func(*args, **{**kwargs, "out": None}))
         if func is Tensor.__bool__ and _asks_if_a_mask_is_needed():
             return False
@@ -95,19 +95,7 @@ class _Transformed(TorchFunctionMode):
             return func(*args, **kwargs) if result is None else result
         if func in _RECURRENT:
             return func(*_with_own_state(*args), **kwargs)
-        places = _LEARNED.get(func)
-        if places is None:
-            return func(*args, **kwargs)
-        given, named = list(args), dict(kwargs)
-        learned: list[Tensor | None] = []
-        for place, name in zip(places, ("weight", "bias"), strict=True):
-            if place < len(given):
-                learned.append(given[place])
-                given[place] = None
-            else:
-                learned.append(named.get(name))
-                named |= {name: None} if name in named else {}
-        return _affine(func(*given, **named), *learned, is_by_channel=func not in _LAYER_NORMS)
+        return func(*args, **kwargs)
 
 
 _CELLS = (torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell, torch.lstm_cell)
@@ -124,26 +112,6 @@ def _with_own_state(inputs: Tensor, state: Any, *rest: Any) -> tuple[Any, ...]:
     zero = torch.zeros_like(inputs).sum()
     own = tree.map(lambda part: part + zero.to(part.dtype), state)
     return inputs, own, *rest
-
-
-_LAYER_NORMS = (torch.nn.functional.layer_norm, torch.layer_norm)
-_LEARNED: Mapping[Any, tuple[int, int]] = {
-    **dict.fromkeys(_LAYER_NORMS, (2, 3)),
-    torch.nn.functional.batch_norm: (3, 4),
-    torch.nn.functional.instance_norm: (3, 4),
-    torch.batch_norm: (1, 2),
-    torch.instance_norm: (1, 2),
-}
-"""Positions of the weight and the bias among the arguments."""
-
-
-def _affine(normed: Tensor, weight: Tensor | None, bias: Tensor | None, *, is_by_channel: bool) -> Tensor:
-    """Apply the learned weight and bias to normalised inputs, by channel or over the last dimensions."""
-    shape = (-1, *[1] * (normed.ndim - 2))
-    for tensor, op in ((weight, torch.mul), (bias, torch.add)):
-        if tensor is not None:
-            normed = op(normed, tensor.view(shape) if is_by_channel else tensor)
-    return normed
 
 
 class _GroupNormOfData(TorchFunctionMode):

@@ -55,3 +55,16 @@ def test_the_gradient_around_a_population_is_the_sum_of_its_members(make: Callab
     torch.testing.assert_close(together, torch.stack(alone).sum(), rtol=1e-9, atol=0)
     nearby = [loss_after(pc.stack_states(states), lambda s: many(s, BATCH), rate + d) for d in (1e-6, -1e-6)]
     torch.testing.assert_close(together, (nearby[0] - nearby[1]) / 2e-6, rtol=1e-5, atol=1e-9)
+
+
+def test_leaves_around_a_population_have_exact_first_and_second_derivatives() -> None:
+    step, states = compose(loop_events), [make_state(layer_normed, seed) for seed in range(2)]
+    many, rate = pc.population(step, 2), torch.tensor(0.1, dtype=torch.float64)
+
+    def slope(rate: Tensor) -> Tensor:
+        loss = loss_after(pc.stack_states(states), lambda s: many(s, BATCH), rate)
+        return torch.autograd.grad(loss, rate, create_graph=True)[0]
+
+    found = torch.autograd.grad(slope(leaf := rate.clone().requires_grad_()), leaf)[0]
+    nearby = [slope((rate + d).requires_grad_()).detach() for d in (1e-6, -1e-6)]
+    torch.testing.assert_close(found, (nearby[0] - nearby[1]) / 2e-6, rtol=1e-5, atol=1e-9)

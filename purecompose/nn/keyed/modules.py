@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from purecompose._support.checks import shown
 from purecompose._support.dispatch import DispatchMode
 from purecompose._support.functorch import is_transforming
+from purecompose.nn.differentiable import is_plain, plain_operations
 from purecompose.nn.keyed.functions import FUNCTIONS
 from purecompose.nn.keyed.layers import LAYERS
 from purecompose.nn.keyed.parts import CURRENT, Part, running
@@ -208,6 +209,7 @@ def _replayable(fn: Callable[..., Any], scope: Keyed | None) -> Callable[..., An
     num_passes = 0 if part is None else part.num_passes
     # Without gradients nothing is recomputed.
     bound_again = replay() if torch.is_grad_enabled() else nullcontext
+    plain = plain_operations if is_plain() else nullcontext
     is_first = True
 
     def replayable(*args: Any, **kwargs: Any) -> Any:
@@ -215,7 +217,7 @@ def _replayable(fn: Callable[..., Any], scope: Keyed | None) -> Callable[..., An
         # The region counts its passes separately, so that a recomputation can begin from the same number.
         region = None if part is None else Part(part.name, num_passes, part.turn)
         if not is_first:
-            with bound_again(), running(region), nullcontext() if scope is None else _from(scope, start):
+            with bound_again(), plain(), running(region), nullcontext() if scope is None else _from(scope, start):
                 return fn(*args, **kwargs)
         is_first = False
         with running(region), nullcontext() if scope is None else scope.replayable():

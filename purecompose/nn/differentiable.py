@@ -1,0 +1,195 @@
+"""Functions of torch whose gradients cannot be differentiated, replaced where a gradient is differentiated again.
+
+torch's fused backward passes take statistics of the forward pass (means, deviations, norms) for constants, so that
+their derivatives are wrong: the third one of normalisations, the second one of weight normalisation (torch 2.13).
+Others are missing. Plain operations have all of them, and cost more time and memory.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from purecompose._support.functorch import is_tracked, is_transforming, levels
+
+
+__all__ = ["Once", "is_plain", "plain_operations", "wants_plain"]
+
+_OWN: ContextVar[str | None] = ContextVar("own_levels", default=None)
+"""The transforms of a step that is not differentiated, in its gradient; `_PLAIN` where functions are replaced."""
+_PLAIN = "plain"
+
+
+def wants_plain(tensors: Iterable[Tensor]) -> bool:
+    """Return whether functions of these tensors are to be replaced, because they may be differentiated twice or more.
+
+    A step knows how often it differentiates them. Outside of it a graph is recorded for the caller's own derivatives.
+    """
+    own = _OWN.get()
+    if own == _PLAIN:
+        return False
+    if is_transforming() and set(levels()[len(own or "") :]) - {"v"}:
+        return True
+    return own is None and torch.is_grad_enabled() and any(map(is_tracked, tensors))
+
+
+def is_plain() -> bool:
+    """Return whether functions are replaced around the caller."""
+    return _OWN.get() == _PLAIN
+
+
+class Once:
+    """Context manager around a step's gradient that is not differentiated itself."""
+
+    __slots__ = ("_token",)
+
+    def __enter__(self) -> None:
+        self._token = _OWN.set(levels() + "g" if is_transforming() else "")
+
+    def __exit__(self, *error: Any) -> None:
+        _OWN.reset(self._token)
+
+
+@contextmanager
+def plain_operations(*, refuses: bool = False) -> Iterator[None]:
+    """Return a scope in which functions whose gradients cannot be differentiated are replaced by plain operations.
+
+    Args:
+        refuses: True to raise an error for functions that are not replaced, as for a step whose parameters depend on
+            what it is differentiated by.
+    """
+    token = _OWN.set(_PLAIN)
+    try:
+        # torch's fused attention has no second derivative.
+        with sdpa_kernel(SDPBackend.MATH), _Plain(refuses):
+            yield
+    finally:
+        _OWN.reset(token)
+
+
+class _Plain(TorchFunctionMode):
+    def __init__(self, refuses: bool) -> None:
+        super().__init__()
+        self._refuses = refuses
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _REPLACED:
+            return _REPLACED[func](*args, **kwargs)
+        is_iterated = func is F.normalize and kwargs.get("out") is not None
+        if self._refuses and (advice := _MISSING.get(func) or _wrong(func, is_iterated)):
+            name = "spectral_norm" if is_iterated else func.__name__
+            raise RuntimeError(f"{name} is part of a step that is differentiated, but {advice}")
+        if is_iterated:
+            return kwargs["out"].copy_(func(*args, **{**kwargs, "out": None}))
+        return func(*args, **kwargs)
+
+
+def _wrong(func: Any, is_iterated: bool) -> str | None:
+    """Return the remedy for a function whose derivatives are wrong in the way in which the caller is differentiated."""
+    derivatives = levels().replace("v", "")
+    if is_iterated and ("j" not in derivatives or derivatives.count("g") > 1):
+        return (
+            "takes the vectors of its power iteration, which depend on the weights, for constants: differentiate by "
+            "torch.func.jacfwd, or call .eval() on the layer, which stops the iteration"
+        )
+    if func in _SOLVERS and "j" in derivatives[1:]:
+        return (
+            "torch's derivatives of it are wrong where forward mode is inside another derivative: use "
+            "torch.func.hessian, or gradients of gradients"
+        )
+    return None
+
+
+def _normalized(x: Tensor, dims: Sequence[int], eps: float, shape: Sequence[int], *learned: Tensor | None) -> Tensor:
+    """Return a tensor of mean 0 and variance 1 over dimensions, times a weight and plus a bias of a shape."""
+    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    centred = wide - wide.mean(tuple(dims), keepdim=True)
+    weight, bias = (None if tensor is None else tensor.view(*shape) for tensor in learned)
+    normed = (centred * (centred.square().mean(tuple(dims), keepdim=True) + eps).rsqrt()).to(x.dtype)
+    normed = normed if weight is None else normed * weight
+    return normed if bias is None else normed + bias
+
+
+def _layer_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+) -> Tensor:
+    return _normalized(input, range(-len(normalized_shape), 0), eps, normalized_shape, weight, bias)
+
+
+def _by_channel(func: Callable[..., Tensor], first: tuple[int, ...]) -> Callable[..., Tensor]:
+    """Return batch or instance normalisation; it is replaced where it uses statistics of the inputs."""
+    signature = inspect.signature(func)
+
+    def norm(*args: Any, **kwargs: Any) -> Tensor:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        x, mean, var, weight, bias, uses_inputs, momentum, eps = given.arguments.values()
+        if not uses_inputs:
+            return func(*args, **kwargs)
+        with torch.no_grad():  # checks the shapes, and updates the running statistics
+            func(x, mean, var, None, None, uses_inputs, momentum, eps)
+        return _normalized(x, (*first, *range(2, x.ndim)), eps, (-1, *[1] * (x.ndim - 2)), weight, bias)
+
+    return norm
+
+
+def _reordered(norm: Callable[..., Tensor], flag: str) -> Callable[..., Tensor]:
+    """Return a norm with the arguments of torch's own function, which `nn.functional` calls."""
+    names = ("input", "weight", "bias", "running_mean", "running_var", flag, "momentum", "eps")
+    return lambda *args, cudnn_enabled=None, **kwargs: norm(**dict(zip(names, args, strict=False)), **kwargs)
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    others = [other for other in range(v.ndim) if other != dim]
+    return v * (g / v.square().sum(others, keepdim=dim != -1).sqrt())  # -1: one norm for the whole tensor
+
+
+def _mse_loss(input: Tensor, target: Tensor, *args: Any, reduction: str = "mean", **kwargs: Any) -> Tensor:
+    if reduction == "none" or args or any(value is not None for value in kwargs.values()):
+        return F.mse_loss(input, target, *args, reduction=reduction, **kwargs)
+    return getattr((input - target).square(), reduction)()
+
+
+_batch_norm, _instance_norm = _by_channel(F.batch_norm, (0,)), _by_channel(F.instance_norm, ())
+_REPLACED: dict[Any, Callable[..., Any]] = {
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    F.batch_norm: _batch_norm,
+    torch.batch_norm: _reordered(_batch_norm, "training"),
+    F.instance_norm: _instance_norm,
+    torch.instance_norm: _reordered(_instance_norm, "use_input_stats"),
+    torch._weight_norm: _weight_norm,  # pyright: ignore[reportPrivateImportUsage]
+    F.hardsigmoid: lambda input, inplace=False: F.relu6(input + 3) / 6,
+    F.mse_loss: _mse_loss,  # forward mode cannot differentiate its gradient
+    torch.cdist: lambda x1, x2, p=2.0, compute_mode=None: torch.linalg.vector_norm(
+        x1.unsqueeze(-2) - x2.unsqueeze(-3), ord=p, dim=-1
+    ),
+}
+if hasattr(F, "linear_cross_entropy"):  # computed in chunks, it lacks second derivatives without a word
+    _REPLACED[F.linear_cross_entropy] = lambda *args, **kwargs: F.linear_cross_entropy(
+        *args, **{**kwargs, "options": None}
+    )
+
+_NO_DERIVATIVE = "torch has no derivative of its gradient: "
+_MISSING: dict[Any, str] = {
+    **dict.fromkeys((F.ctc_loss, torch.ctc_loss), _NO_DERIVATIVE + "compute it from the outputs by torch.logsumexp"),
+    **dict.fromkeys((F.embedding_bag, torch.embedding_bag), _NO_DERIVATIVE + "use F.embedding, and a sum of its rows"),
+    **dict.fromkeys((F.pdist, torch.pdist), _NO_DERIVATIVE + "use torch.cdist"),
+    **dict.fromkeys((F.multi_margin_loss, F.multilabel_margin_loss), _NO_DERIVATIVE + "compute it by torch.clamp"),
+    torch.segment_reduce: _NO_DERIVATIVE + "use torch.scatter_reduce",
+    **dict.fromkeys(
+        (torch.batch_norm, torch.instance_norm), "its third derivative is wrong: call torch.nn.functional's"
+    ),
+}
+"""Remedies by function."""
+
+_NAMES = "det logdet slogdet solve solve_ex tensorsolve householder_product eig eigvals".split()
+_SOLVERS = frozenset(getattr(place, name) for place in (torch, torch.linalg) for name in _NAMES if hasattr(place, name))

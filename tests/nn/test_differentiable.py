@@ -1,0 +1,517 @@
+"""Derivatives through three steps of SGD, of first and second order, for torch's layers and losses, in float64.
+
+Each is compared with finite differences: the first derivative with those of the loss, the second with those of the
+first. A form of differentiation that torch lacks for an operation may raise an error, but never give a wrong number.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, rnn
+
+import purecompose as pc
+from purecompose import State, algorithms as alg, compose, hparam, loop_events, optim, population, stack_states
+from purecompose.core.loop import Grad, Stage, advance, update
+from purecompose.nn import differentiable
+
+
+FLOAT = torch.float64
+NUM, STEPS, RATE = 4, 3, 0.02
+Make = Callable[[], nn.Module]
+
+# The first use of forward mode in a process makes torch script its own formulas with a deprecated function.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script", "ignore:There is a performance drop", "ignore:the network is in training mode except"
+)
+
+
+class Around(nn.Module):
+    """A layer between learned factors of its inputs, (N, *shape), and a learned sum of its outputs, (N,)."""
+
+    def __init__(self, layer: nn.Module, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        gen = torch.Generator().manual_seed(1)
+        self.factor = nn.Parameter(torch.rand(shape, generator=gen, dtype=FLOAT) + 0.5)
+        self.shift = nn.Parameter(torch.randn(shape, generator=gen, dtype=FLOAT) * 0.3)
+        self.layer = layer
+        with torch.no_grad():
+            outputs = self.rows(torch.randn(NUM, *shape, generator=gen, dtype=FLOAT))
+        scale = 0.6 / outputs.norm(dim=1).mean()
+        self.weight = nn.Parameter(torch.randn(outputs.shape[1], generator=gen, dtype=FLOAT) * scale)
+
+    def rows(self, inputs: Tensor) -> Tensor:
+        outputs = self.layer(inputs * self.factor + self.shift)
+        while not isinstance(outputs, Tensor):
+            outputs = outputs[0]
+        return outputs.reshape(NUM, -1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (self.rows(inputs) @ self.weight).tanh() * 2
+
+
+class Of(nn.Module):
+    """A function of the inputs and of layers."""
+
+    def __init__(self, fn: Callable[..., Any], *layers: nn.Module) -> None:
+        super().__init__()
+        self.fn, self.layers = fn, nn.ModuleList(layers)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.fn(inputs, *self.layers)
+
+
+def of(fn: Callable[..., Any], *layers: Make) -> Make:
+    return lambda: Of(fn, *(make() for make in layers))
+
+
+def make(name: str, *args: Any, **options: Any) -> Make:
+    return lambda: getattr(nn, name)(*args, **options)
+
+
+def frozen(make: Make) -> Make:
+    return lambda: make().eval()
+
+
+def looked_up(inputs: Tensor, table: nn.Module, num_words: int) -> Tensor:
+    """Return rows of a table of nine for fixed words, (N, num_words), weighted by the inputs."""
+    words = torch.arange(NUM * num_words).view(NUM, num_words) % 9
+    found = table(words)
+    return found * inputs.mean((1, 2)).view(NUM, *[1] * (found.ndim - 1))
+
+
+CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
+SEQUENCES = {  # (N, 5, 4)
+    **{
+        f"{kind} {said}": make(kind, 4, 3, batch_first=True, **options)
+        for kind in ("LSTM", "GRU", "RNN")
+        for said, options in {
+            "": {},
+            "deep": {"num_layers": 2, "bidirectional": True},
+            "dropout": {"num_layers": 2, "dropout": 0.3},
+        }.items()
+    },
+    "LSTM projected": make("LSTM", 4, 3, proj_size=2, batch_first=True),
+    "RNN relu": make("RNN", 4, 3, nonlinearity="relu", batch_first=True),
+    **{
+        f"{kind}Cell": of(lambda x, f: f(x[:, 0], f(x[:, 1])), make(f"{kind}Cell", 4, 3))
+        for kind in ("LSTM", "GRU", "RNN")
+    },
+    "GRU packed": of(
+        lambda x, f: f(rnn.pack_padded_sequence(x, torch.tensor([5, 4, 3, 2]), batch_first=True))[1].movedim(1, 0),
+        make("GRU", 4, 3, batch_first=True),
+    ),
+    "MultiheadAttention": of(lambda x, f: f(x, x, x)[0], make("MultiheadAttention", 4, 2, batch_first=True)),
+    "MultiheadAttention dropout": of(
+        lambda x, f: f(x, x, x)[0], make("MultiheadAttention", 4, 2, dropout=0.3, batch_first=True)
+    ),
+    "MultiheadAttention fused": of(
+        lambda x, f: f(x, x, x, need_weights=False, attn_mask=CAUSAL, is_causal=True)[0],
+        make("MultiheadAttention", 4, 2, batch_first=True),
+    ),
+    "TransformerEncoderLayer": make("TransformerEncoderLayer", 4, 2, 8, batch_first=True),
+    "TransformerEncoderLayer first": make(
+        "TransformerEncoderLayer", 4, 2, 8, batch_first=True, norm_first=True, activation="gelu", dropout=0.0
+    ),
+    "TransformerEncoder": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2, enable_nested_tensor=False
+    ),
+    "TransformerDecoderLayer": of(
+        lambda x, f: f(x, x.flip(1)), make("TransformerDecoderLayer", 4, 2, 8, batch_first=True)
+    ),
+    "TransformerDecoder": of(
+        lambda x, f: f(x, x.flip(1)),
+        lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8, batch_first=True), 1, nn.LayerNorm(4)),
+    ),
+    "Transformer": of(lambda x, f: f(x, x.flip(1)), make("Transformer", 4, 2, 1, 1, 8, batch_first=True)),
+    "attention biased": of(lambda x: F.scaled_dot_product_attention(x, x, x, x @ x.mT)),
+    "Embedding": of(lambda x, f: looked_up(x, f, 4), make("Embedding", 9, 3)),
+    **{
+        f"EmbeddingBag {mode}": of(lambda x, f: looked_up(x, f, 4), make("EmbeddingBag", 9, 3, mode=mode))
+        for mode in ("mean", "max")
+    },
+    "AdaptiveLogSoftmaxWithLoss": of(
+        lambda x, f: f.log_prob(x[:, 0]), make("AdaptiveLogSoftmaxWithLoss", 4, 9, cutoffs=[2, 5], div_value=2)
+    ),
+    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(4, 3)),
+    "weight_norm columns": lambda: parametrizations.weight_norm(nn.Linear(4, 3), dim=1),
+    "weight_norm whole": lambda: parametrizations.weight_norm(nn.Linear(4, 3), dim=None),  # type: ignore[arg-type]
+    "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 3)),
+    "spectral_norm frozen": frozen(lambda: parametrizations.spectral_norm(nn.Linear(4, 3))),
+    **{
+        f"orthogonal {kind}": lambda kind=kind: parametrizations.orthogonal(nn.Linear(4, 4), orthogonal_map=kind)
+        for kind in ("matrix_exp", "cayley", "householder")
+    },
+    "cdist": of(lambda x: torch.cdist(x, x.flip(-1) * 2)),
+    "cdist 1": of(lambda x: torch.cdist(x, x.flip(-1) * 2, p=1)),
+    "pdist": of(lambda x: F.pdist(x.flatten(1)).repeat(4, 1)),
+    "normalize": of(lambda x: F.normalize(x, dim=-1)),
+    "solve": of(lambda x: torch.linalg.solve(x[:, :4] + 3 * torch.eye(4, dtype=FLOAT), x[:, 4])),
+}
+
+_ACTIVATIONS = """CELU ELU GELU Hardshrink Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish PReLU RReLU ReLU
+    ReLU6 SELU SiLU Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink Dropout AlphaDropout FeatureAlphaDropout
+    Identity Flatten""".split()
+VECTORS = {  # (N, 6, 5)
+    **{name: make(name) for name in _ACTIVATIONS},
+    **{name: make(name, -1) for name in ("Softmin", "Softmax", "LogSoftmax")},
+    "GELU tanh": make("GELU", approximate="tanh"),
+    "GLU": of(lambda x, f, g: g(f(x)), make("Linear", 5, 8), make("GLU")),
+    "Threshold": make("Threshold", 0.1, -0.3),
+    "Unflatten": make("Unflatten", 1, (2, 3)),
+    "Linear": make("Linear", 5, 3),
+    "Bilinear": of(lambda x, f: f(x, x.flip(-1)), make("Bilinear", 5, 5, 3)),
+    "CosineSimilarity": of(lambda x, f: f(x, x.flip(-1) * x), make("CosineSimilarity", -1)),
+    "PairwiseDistance": of(lambda x, f: f(x, x.flip(-1) * x), make("PairwiseDistance")),
+    "LayerNorm": make("LayerNorm", 5),
+    "LayerNorm plain": make("LayerNorm", (6, 5), elementwise_affine=False),
+    "LayerNorm without bias": make("LayerNorm", 5, bias=False),
+    "RMSNorm": make("RMSNorm", 5),
+}
+
+
+def spatial(d: int) -> dict[str, Make]:
+    """Return layers for inputs (N, 4, ...) with d dimensions of space."""
+    mode = {1: "linear", 2: "bilinear", 3: "trilinear"}[d]
+    positive = functools.partial(of, lambda x, f: f(F.softplus(x)))
+    return {
+        f"Conv{d}d": make(f"Conv{d}d", 4, 3, 3, padding=1),
+        f"Conv{d}d circular": make(f"Conv{d}d", 4, 4, 3, padding=1, padding_mode="circular", groups=2),
+        f"ConvTranspose{d}d": make(f"ConvTranspose{d}d", 4, 3, 3, padding=1),
+        f"BatchNorm{d}d": make(f"BatchNorm{d}d", 4),
+        f"BatchNorm{d}d frozen": frozen(make(f"BatchNorm{d}d", 4)),
+        f"BatchNorm{d}d plain": make(f"BatchNorm{d}d", 4, affine=False, track_running_stats=False),
+        f"SyncBatchNorm {d}": make("SyncBatchNorm", 4),
+        f"InstanceNorm{d}d": make(f"InstanceNorm{d}d", 4),
+        f"InstanceNorm{d}d affine": make(f"InstanceNorm{d}d", 4, affine=True, track_running_stats=True),
+        f"InstanceNorm{d}d frozen": frozen(make(f"InstanceNorm{d}d", 4, affine=True, track_running_stats=True)),
+        f"GroupNorm {d}": make("GroupNorm", 2, 4),
+        f"LocalResponseNorm {d}": make("LocalResponseNorm", 2),
+        f"weight_norm Conv{d}d": lambda: parametrizations.weight_norm(getattr(nn, f"Conv{d}d")(4, 3, 3)),
+        f"MaxPool{d}d": make(f"MaxPool{d}d", 2),
+        f"MaxUnpool{d}d": of(
+            lambda x, pool, unpool: unpool(*pool(x), output_size=x.shape),
+            make(f"MaxPool{d}d", 2, return_indices=True),
+            make(f"MaxUnpool{d}d", 2),
+        ),
+        f"AvgPool{d}d": make(f"AvgPool{d}d", 2),
+        f"LPPool{d}d": positive(make(f"LPPool{d}d", 3, 2)),
+        f"AdaptiveAvgPool{d}d": make(f"AdaptiveAvgPool{d}d", 2),
+        f"AdaptiveMaxPool{d}d": make(f"AdaptiveMaxPool{d}d", 2),
+        **{f"{kind}Pad{d}d": make(f"{kind}Pad{d}d", 1) for kind in ("Reflection", "Replication", "Circular", "Zero")},
+        f"ConstantPad{d}d": make(f"ConstantPad{d}d", 1, 0.3),
+        f"Upsample nearest {d}": make("Upsample", scale_factor=2),
+        f"Upsample linear {d}": make("Upsample", scale_factor=2, mode=mode),
+        f"Dropout{d}d": make(f"Dropout{d}d", 0.4),
+    }
+
+
+IMAGES = {  # (N, 4, 6, 6)
+    "ChannelShuffle": make("ChannelShuffle", 2),
+    "PixelShuffle": make("PixelShuffle", 2),
+    "PixelUnshuffle": make("PixelUnshuffle", 2),
+    "Softmax2d": make("Softmax2d"),
+    "UpsamplingBilinear2d": make("UpsamplingBilinear2d", scale_factor=2),
+    "UpsamplingNearest2d": make("UpsamplingNearest2d", scale_factor=2),
+    "Upsample bicubic": make("Upsample", scale_factor=2, mode="bicubic"),
+    "Unfold": make("Unfold", 3),
+    "Fold": of(lambda x, f, g: g(f(x)), make("Unfold", 3), make("Fold", (6, 6), 3)),
+    "FractionalMaxPool2d": make("FractionalMaxPool2d", 2, output_size=3),
+    "CrossMapLRN2d": make("CrossMapLRN2d", 2),
+    "grid_sample": of(lambda x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1).tanh(), align_corners=False)),
+}
+VOLUMES = {"FractionalMaxPool3d": make("FractionalMaxPool3d", 2, output_size=2)}  # (N, 4, 4, 4, 4)
+
+SHAPES = {1: (4, 6), 2: (4, 5, 4), 3: (4, 4, 4, 3)}
+LAYERS: dict[str, tuple[Make, tuple[int, ...]]] = {
+    name: (layer, shape)
+    for layers, shape in (
+        (VECTORS, (6, 5)),
+        (SEQUENCES, (5, 4)),
+        *((spatial(d), shape) for d, shape in SHAPES.items()),
+        (IMAGES, (4, 6, 6)),
+        (VOLUMES, (4, 4, 4, 4)),
+    )
+    for name, layer in layers.items()
+}
+
+GEN = torch.Generator().manual_seed(7)
+REAL = torch.randn(STEPS, NUM, 6, generator=GEN, dtype=FLOAT)
+SHARES = torch.rand(STEPS, NUM, 6, generator=GEN, dtype=FLOAT)
+CLASSES = torch.randint(0, 6, (STEPS, NUM), generator=GEN)
+FLAGS = (SHARES > 0.5).to(FLOAT)
+SIGNS = 2 * FLAGS - 1
+EYE = 1.3 * torch.eye(6, dtype=FLOAT)
+
+
+def ctc(outputs: Tensor, targets: Tensor) -> Tensor:
+    scores = torch.stack([outputs, outputs * 2, outputs.sin()]).log_softmax(-1)
+    return F.ctc_loss(scores, targets[:, None].clamp(min=1), torch.full((NUM,), 3), torch.full((NUM,), 1))
+
+
+def linear_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=2)
+    return F.linear_cross_entropy(outputs, EYE * (1 + outputs.mean()), targets, options=options)
+
+
+LOSSES: dict[str, tuple[Callable[..., Tensor], Tensor]] = {
+    "MSELoss": (nn.MSELoss(), REAL),
+    "L1Loss": (nn.L1Loss(), REAL),
+    "SmoothL1Loss": (nn.SmoothL1Loss(), REAL),
+    "HuberLoss": (nn.HuberLoss(), REAL),
+    "CrossEntropyLoss": (nn.CrossEntropyLoss(label_smoothing=0.1), CLASSES),
+    "CrossEntropyLoss soft": (nn.CrossEntropyLoss(), SHARES / SHARES.sum(-1, keepdim=True)),
+    "NLLLoss": (lambda o, t: F.nll_loss(o.log_softmax(-1), t), CLASSES),
+    "BCELoss": (lambda o, t: F.binary_cross_entropy(o.sigmoid(), t), SHARES),
+    "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss(), SHARES),
+    "KLDivLoss": (lambda o, t: F.kl_div(o.log_softmax(-1), t, reduction="batchmean"), SHARES),
+    "PoissonNLLLoss": (nn.PoissonNLLLoss(), SHARES),
+    "GaussianNLLLoss": (lambda o, t: F.gaussian_nll_loss(o, t, o.exp()), REAL),
+    "HingeEmbeddingLoss": (nn.HingeEmbeddingLoss(), SIGNS),
+    "SoftMarginLoss": (nn.SoftMarginLoss(), SIGNS),
+    "MultiLabelSoftMarginLoss": (nn.MultiLabelSoftMarginLoss(), FLAGS),
+    "MultiMarginLoss": (nn.MultiMarginLoss(), CLASSES),
+    "MultiLabelMarginLoss": (
+        nn.MultiLabelMarginLoss(),
+        torch.tensor([0, 1, -1, -1, -1, -1]).expand(STEPS, NUM, 6).contiguous(),
+    ),
+    "CosineEmbeddingLoss": (
+        lambda o, t: F.cosine_embedding_loss(o, t, torch.tensor([1.0, -1, 1, -1], dtype=FLOAT)),
+        REAL,
+    ),
+    "MarginRankingLoss": (lambda o, t: F.margin_ranking_loss(o, t, torch.ones_like(t)), REAL),
+    "TripletMarginLoss": (lambda o, t: F.triplet_margin_loss(o, t, o.flip(-1)), REAL),
+    "TripletMarginWithDistanceLoss": (lambda o, t: F.triplet_margin_with_distance_loss(o, t, o.flip(-1)), REAL),
+    "CTCLoss": (ctc, CLASSES),
+    **({"LinearCrossEntropyLoss": (linear_cross_entropy, CLASSES)} if hasattr(F, "linear_cross_entropy") else {}),
+}
+
+REFUSED = {  # in reverse mode
+    "EmbeddingBag": "embedding_bag is part of a step that is differentiated.*F.embedding",
+    "pdist": "pdist is part .*torch.cdist",
+    "spectral_norm": "spectral_norm is part .*torch.func.jacfwd",
+    "MultiMarginLoss": "multi_margin_loss is part",
+    "MultiLabelMarginLoss": "multilabel_margin_loss is part",
+    "CTCLoss": "ctc_loss is part",
+    "CrossMapLRN2d": "autograd.Function has no setup_context|out=",
+}
+
+QUICK = {
+    "LayerNorm",
+    "BatchNorm1d",
+    "InstanceNorm1d",
+    "weight_norm",
+    "TransformerEncoderLayer",
+    "MultiheadAttention fused",
+    "Hardsigmoid",
+    "GRU packed",
+    "EmbeddingBag mean",
+    "spectral_norm",
+    "spectral_norm frozen",
+    "solve",
+    "MSELoss",
+    "CTCLoss",
+    "LinearCrossEntropyLoss",
+}
+
+
+def outer_loss(name: str) -> Callable[[Tensor], Tensor]:
+    """Return the loss after three steps as a function of the learning rate."""
+    gen = torch.Generator().manual_seed(3)
+    torch.manual_seed(0)
+    if name in LAYERS:
+        layer, shape = LAYERS[name]
+        net = Around(layer().double(), shape)
+        loss: Callable[..., Tensor] = lambda outputs, targets: (outputs - targets).square().mean()  # noqa: E731
+        targets = torch.randn(STEPS, NUM, generator=gen, dtype=FLOAT)
+    else:
+        loss, targets = LOSSES[name]
+        net, shape = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 6)).double(), (5,)
+    data = [(torch.randn(NUM, *shape, generator=gen, dtype=FLOAT), target) for target in targets]
+    valid, wanted = data[0][0].flip(-1) + 0.1, torch.randn(NUM, generator=gen, dtype=FLOAT)
+    step = compose(loop_events)
+    state = State.create(net, loss=loss, optimizer=optim.sgd(hparam("lr", RATE)), key=0, duration="9ba")
+    start = step.init(state)
+
+    def outer(rate: Tensor) -> Tensor:
+        state = start.replace(hparams={"lr": rate})
+        for batch in data:
+            state = step(state, batch)
+        outputs, _ = state.call(valid)
+        return (outputs.flatten()[:NUM] - wanted).square().mean()
+
+    return outer
+
+
+def by_autograd(fn: Callable[[Tensor], Tensor], order: int) -> Callable[[Tensor], Tensor]:
+    def derivative(rate: Tensor) -> Tensor:
+        rate = rate.clone().requires_grad_()
+        value = fn(rate)
+        for left in reversed(range(order)):
+            (value,) = torch.autograd.grad(value, rate, create_graph=left > 0)
+        return value.detach()
+
+    return derivative
+
+
+def difference(fn: Callable[[Tensor], Tensor], rate: Tensor) -> Tensor:
+    def quotient(size: Tensor) -> Tensor:
+        return (fn(rate + size) - fn(rate - size)) / (2 * size)
+
+    size = 3e-4 * rate
+    return (4 * quotient(size / 2) - quotient(size)) / 3
+
+
+def assert_equal(forms: dict[str, Any], rate: Tensor, expected: Tensor, rtol: float) -> set[str]:
+    """Require that each form gives the expected number, or an error of torch's or ours; return the former ones."""
+    found = set()
+    for form, derivative in forms.items():
+        try:
+            value = derivative(rate)
+        except RuntimeError:
+            continue
+        torch.testing.assert_close(value, expected, rtol=rtol, atol=1e-8, msg=lambda said, form=form: f"{form}: {said}")
+        found.add(form)
+    return found
+
+
+func = torch.func
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*LAYERS, *LOSSES)]
+)
+def test_derivatives_through_steps_equal_differences(name: str) -> None:
+    outer, rate = outer_loss(name), torch.tensor(RATE, dtype=FLOAT)
+    expected = difference(outer, rate)
+    assert expected.abs() > 1e-5
+    first = {"grad": func.grad(outer), "leaves": by_autograd(outer, 1), "forward": func.jacfwd(outer)}
+    found = assert_equal(first, rate, expected, 1e-5)
+    refused = REFUSED.get(name, REFUSED.get(name.partition(" ")[0]))
+    if refused is not None and name != "spectral_norm frozen":
+        for form in ("grad", "leaves"):
+            with pytest.raises(RuntimeError, match=refused):
+                first[form](rate)
+    else:
+        assert "leaves" in found and ("grad" in found or "packed" in name)
+    second = {
+        "grad of grad": func.grad(func.grad(outer)),
+        "hessian": func.hessian(outer),
+        "leaves twice": by_autograd(outer, 2),
+        "reverse over forward": func.grad(lambda rate: func.jacfwd(outer)(rate)),
+        "mapped": lambda rate: func.vmap(func.grad(func.grad(outer)))(torch.stack([rate, 2 * rate]))[0],
+    }
+    if found:
+        expected = difference(first[min(found)], rate)
+        assert ("leaves twice" in assert_equal(second, rate, expected, 1e-4)) == ("leaves" in found)
+
+
+def test_the_sweep_has_all_of_torchs_layers_and_losses() -> None:
+    names = {name.partition(" ")[0] for name in (*LAYERS, *LOSSES)}
+    layers = {name for name, kind in inspect.getmembers(nn, inspect.isclass) if issubclass(kind, nn.Module)}
+    containers = {"Container", "DataParallel", "Module", "ModuleDict", "ModuleList", "ParameterDict", "ParameterList"}
+    without = {*containers, "Sequential", "RNNBase", "RNNCellBase", "NLLLoss2d"}
+    assert {name for name in layers - names - without if not name.startswith("Lazy")} == set()
+
+
+# Within a step, and in methods
+
+
+class PlainNorm(nn.LayerNorm):
+    """Layer normalisation written out."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        centred = input - input.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.weight + self.bias
+
+
+def normalised(norm: type[nn.LayerNorm], dtype: torch.dtype = FLOAT) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 5), norm(5), nn.Tanh(), nn.Linear(5, 1), nn.Flatten(0))
+    return net.to(dtype)
+
+
+INPUTS, TARGETS = (torch.randn(NUM, *shape, generator=GEN, dtype=FLOAT) for shape in ((3,), ()))
+
+
+def make_state(norm: type[nn.LayerNorm], **options: Any) -> State:
+    optimizer = optim.sgd(hparam("lr", 0.1))
+    state = State.create(normalised(norm), loss=pc.losses.mse, optimizer=optimizer, key=0, duration="9ba", **options)
+    return state.replace(hparams={"lr": torch.tensor(0.1, dtype=FLOAT)})
+
+
+METHODS = {
+    "sam": lambda: alg.sam(0.1),
+    "per_example_clipping": lambda: alg.per_example_clipping(0.3),
+    "gradient_clipping": lambda: alg.gradient_clipping("norm", 0.3),
+}
+
+
+@pytest.mark.parametrize("form", [lambda fn: func.hessian(fn), lambda fn: by_autograd(fn, 2)], ids=["func", "leaves"])
+@pytest.mark.parametrize("method", METHODS)
+def test_second_derivatives_through_methods_equal_those_of_plain_layers(method: str, form: Any) -> None:
+    found = []
+    for norm in (nn.LayerNorm, PlainNorm):
+        step = compose(loop_events, [METHODS[method]()])
+        start = step.init(make_state(norm))
+
+        def outer(rate: Tensor, step: Any = step, start: State = start) -> Tensor:
+            state = start.replace(hparams={"lr": rate})
+            for _ in range(STEPS):
+                state = step(state, (INPUTS, TARGETS))
+            return (state.forward(INPUTS.flip(0)) - TARGETS).square().mean()
+
+        outer(start.hparams["lr"])
+        found.append(form(outer)(start.hparams["lr"]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=0)
+
+
+def test_products_with_hessians_in_a_method_equal_those_of_plain_layers() -> None:
+    found = []
+
+    def apply(event: Any, state: State) -> State:
+        del event
+        along = {name: torch.ones_like(param) for name, param in state.params.items()}
+        found.append(func.jvp(lambda params: state.gradient(params)[0], (state.params,), (along,))[1])
+        return state
+
+    method = pc.Algorithm("products", pc.on(pc.Event.AFTER_TRAIN_BATCH), apply)
+    for norm in (nn.LayerNorm, PlainNorm):
+        compose(loop_events, [method])(make_state(norm), (INPUTS, TARGETS))
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[-1][name], rtol=1e-9, atol=1e-12)
+
+
+def test_a_population_and_a_single_step_use_torchs_kernels() -> None:
+    seen: list[bool] = []
+
+    class Seeing(nn.LayerNorm):
+        def forward(self, input: Tensor) -> Tensor:
+            seen.append(differentiable.is_plain())
+            return super().forward(input)
+
+    step, state = compose(loop_events), make_state(Seeing)
+    step(state, (INPUTS, TARGETS))
+    population(step, 2)(stack_states([state, state]), (INPUTS, TARGETS))
+    compose(loop_events, [alg.per_example_clipping(0.3)])(state, (INPUTS, TARGETS))
+    state.forward(INPUTS)
+    assert seen and not any(seen)
+    func.grad(lambda rate: step(state.replace(hparams={"lr": rate}), (INPUTS, TARGETS)).params["3.bias"].sum())(
+        state.hparams["lr"]
+    )
+    assert seen[-1]
+
+
+def test_third_derivatives_by_transforms_in_a_stage_equal_those_of_plain_layers() -> None:
+    def curvature(state: State) -> State:
+        sums = func.grad(func.grad(lambda size: state.forward(INPUTS + size * INPUTS.cos()).sum()))
+        return state.replace(loss=sums(INPUTS.new_zeros(())).square())
+
+    step = compose([Grad(Stage("curvature", curvature)), update, advance])
+    after = [step(make_state(norm), (INPUTS, TARGETS)).params for norm in (nn.LayerNorm, PlainNorm)]
+    torch.testing.assert_close(after[0], after[1], rtol=1e-9, atol=1e-12)
