@@ -1,6 +1,7 @@
 """The errors and warnings that callers may want to catch."""
 
-from purecompose.core.contract import ContractError, FormError, GlobalDrawError, InPlaceError
+from purecompose.core.contract import FormError
+from purecompose.core.given import ContractError, GlobalDrawError, InPlaceError
 from purecompose.core.matching import MatchError
 from purecompose.core.passes import MixedLossWarning, OrderError
 from purecompose.data.loaders import SkippingWarning

@@ -2,6 +2,7 @@
 
 import linecache
 import pathlib
+import random
 import sys
 import traceback
 from types import FrameType
@@ -37,9 +38,9 @@ def layer_of(error: BaseException) -> str:
     return f", in the layer {name!r} ({kind})" if name else f", in the layer {kind}"
 
 
-def calling_frames() -> tuple[FrameType | None, FrameType | None]:
+def calling_frames(frame: FrameType | None = None) -> tuple[FrameType | None, FrameType | None]:
     """Return the innermost running frame as in `line_of`, and the frame of the function of torch that it called."""
-    frame, inner = sys._getframe(1), None
+    frame, inner = frame or sys._getframe(1), None
     while frame is not None and not _is_own(frame.f_code.co_filename):
         is_public = frame.f_code.co_filename.startswith(_TORCH) and not _is_machinery(frame)
         frame, inner = frame.f_back, frame if is_public else inner
@@ -47,7 +48,9 @@ def calling_frames() -> tuple[FrameType | None, FrameType | None]:
 
 
 def _is_own(file: str) -> bool:
-    return file.startswith(_ALGORITHMS) or not (file.startswith((_TORCH, _OURS)) or "contextlib" in file)
+    return file.startswith(_ALGORITHMS) or not (
+        file.startswith((_TORCH, _OURS)) or "contextlib" in file or file == random.__file__
+    )
 
 
 def _is_machinery(frame: FrameType) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 from purecompose._support.functorch import is_fake
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.context import Static
-from purecompose.core.contract import Contract, ContractError, FormError
+from purecompose.core.contract import Contract, FormError
+from purecompose.core.given import ContractError
 from purecompose.core.operation import Operation, lift
 from purecompose.core.state import State
 from purecompose.time.event import Event
@@ -32,7 +33,7 @@ def application(algorithm: Algorithm, event: Event, pass_name: str) -> Operation
         if watch is None:
             after, exit_code = applied(algorithm, event, before)
         else:
-            after, exit_code = watch.edits.followed(algorithm, event, before, lambda: applied(algorithm, event, before))
+            after, exit_code = watch.apply(algorithm, event, before, lambda: applied(algorithm, event, before))
         if algorithm.host:
             after = after.replace(static=Static(after.context, state.static.timestamp))
         elif after.static is not before.static:

@@ -9,7 +9,8 @@ from torch import Tensor
 from purecompose import random
 from purecompose._support.device import as_scalar
 from purecompose.batch.examples import leading_sizes
-from purecompose.batch.leaves import aliases
+from purecompose.batch.leaves import aliases, tensors
+from purecompose.core.given import Marks, watched
 from purecompose.core.loss import with_scalars
 from purecompose.nn.keyed import modules
 from purecompose.nn.keyed.parts import CURRENT
@@ -51,9 +52,15 @@ def run_model(state: Any, inputs: Any, *, train: bool, rng_name: str | None = No
         num_examples = state.num_examples if has_shared else sizes[0] if len(sizes) == 1 else None
         return _keyed(state, _shared_rng(state, name), num_examples)
 
-    return call_model(
-        context.model, state.params, state.buffers, inputs, train=train, keyed=keyed, precision=context.precision
-    )
+    def call() -> _Result:
+        return call_model(
+            context.model, state.params, state.buffers, inputs, train=train, keyed=keyed, precision=context.precision
+        )
+
+    if state.clock is not None or context.model.skeleton(train).draws is not None:
+        return call()
+    marks = Marks(lambda: [("its inputs", one) for one in tensors(inputs)], with_values=True)
+    return watched(call, "the network", [marks])
 
 
 def run_loss(

@@ -1,45 +1,22 @@
 """The contract of a step, checked in the first run of each schedule."""
 
-import random as python_random
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
-from purecompose._support.writes import storage_of
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.edits import Edits
+from purecompose.core.given import ContractError, Marks, Named, watched
 from purecompose.core.state import State, fields_where
-from purecompose.nn.keyed.modules import UnkeyedRandomError
 from purecompose.time.event import Event
 
 
-__all__ = ["Contract", "ContractError", "FormError", "GlobalDrawError", "InPlaceError", "Observe", "check_slots"]
+__all__ = ["Contract", "FormError", "Observe", "check_slots", "given"]
 
 _KEEP_FORM = fields_where(keeps_form=True)
-
-
-class ContractError(RuntimeError):
-    """An algorithm violated the contract of a step; the subclasses say how.
-
-    Attributes:
-        event: The event at which it happened, if known.
-    """
-
-    def __init__(self, message: str, event: Event | None = None) -> None:
-        super().__init__(message)
-        self.event = event
-
-
-class InPlaceError(ContractError):
-    """Code wrote into the state or batch given to a step, which belong to the caller."""
-
-
-class GlobalDrawError(ContractError, UnkeyedRandomError):
-    """Code drew from the global generator of Python's random or of NumPy."""
 
 
 class FormError(ContractError):
@@ -69,19 +46,23 @@ class Contract:
         self.loss_editors: list[str] = []
         """The algorithms that have changed the loss at AFTER_LOSS."""
         self._history: list[_Application] = []
-        self._incoming = _incoming(start)
-        self._marks = [_mark(tensor) for _, tensor in self._incoming]
-        self._generators = _global_generators()
+        self._marks = [Marks(lambda: _lasting(start)), Marks(lambda: given(start, "batch"), with_values=True)]
 
-    def note(self, algorithm: Algorithm, event: Event, before: State, after: State, exit_code: int | None) -> None:
-        """Record one application of an algorithm.
+    def apply(
+        self, algorithm: Algorithm, event: Event, before: State, apply: Callable[[], tuple[State, int | None]]
+    ) -> tuple[State, int | None]:
+        """Return the result of one application of an algorithm.
 
         Raises:
-            InPlaceError, GlobalDrawError: The algorithm wrote into the step's input, or drew without a key.
+            InPlaceError, GlobalDrawError: The algorithm wrote into what it was given, or drew without a key.
         """
+        followed = lambda: self.edits.followed(algorithm, event, before, apply)  # noqa: E731
+        return watched(followed, f"{algorithm.name} at {event}", self._marks_of(before), event)
+
+    def note(self, algorithm: Algorithm, event: Event, before: State, after: State, exit_code: int | None) -> None:
+        """Record one application of an algorithm."""
         where = f"{algorithm.name} at {event}"
         self._history.append(_Application(where, event, _changed_forms(before, after), _new_metrics(before, after)))
-        self._check_input(where, event)
         if event is Event.AFTER_LOSS and after.loss is not before.loss:
             self.loss_editors.append(algorithm.name)
         if self._observe is not None:
@@ -99,7 +80,8 @@ class Contract:
             FormError: A structure, shape or dtype differs; the message names the key path, and the last algorithm
                 that changed it there.
         """
-        self._check_input("the step itself")
+        for marks in self._marks:
+            marks.check("the step itself")
         self._check_metrics(end)
         frozen, start = end.context.frozen, self._start
         # A part that has been thawed has memory of the optimizer now.
@@ -118,19 +100,24 @@ class Contract:
             where,
         )
 
-    def note_stage(self, stage: Any) -> None:
-        """Record that a stage has run; raise as `note` does."""
-        self._check_input(f"the stage {stage!r} (a layer with inplace=True?)")
+    def run_stage(self, stage: Any, state: State) -> Any:
+        """Return the result of a stage; raise as `apply` does."""
+        return watched(lambda: stage.fn(state), f"the stage {stage!r}", self._marks_of(state))
 
-    def note_update(self, state: State, result: Any) -> None:
-        """Record the optimizer's result.
+    def _marks_of(self, state: State) -> list[Marks]:
+        """Return the marks of the step's input, and of what an earlier part of the step has computed."""
+        return [*self._marks, Marks(lambda: given(state, "batch", "outputs", "grads"), with_values=True)]
+
+    def run_update(self, state: State, update: Callable[[], Any]) -> Any:
+        """Return the optimizer's result.
 
         Raises:
-            InPlaceError, GlobalDrawError: As `note`.
+            InPlaceError, GlobalDrawError: As `apply`.
             FormError: The result is not a pair of parameters and optimizer state, each in the form that it had.
         """
         culprit = f"the update of the optimizer {state.optimizer!r}"
-        self._check_input(culprit, remedy="return new tensors (mul instead of mul_) by the same names")
+        remedy = "return new tensors (mul instead of mul_) by the same names"
+        result = watched(update, culprit, self._marks, remedy=remedy)
         wanted = (
             "expected the pair (params, opt_state): all parameters by name, and what init gave, with the structure, "
             "shapes and dtypes that both came with"
@@ -145,6 +132,7 @@ class Contract:
                     raise FormError(f"{culprit} returned {came}: {wanted}")
             if list(before) != list(after):
                 raise FormError(f"{culprit} returned {name} in another order: {', '.join(after)}: {wanted}")
+        return result
 
     def _check_metrics(self, end: State) -> None:
         for name, metric in end.metrics.items():
@@ -158,35 +146,6 @@ class Contract:
                 f"state.metrics[{name!r}]: expected a tensor, got {shown(metric)} from {culprit}: observers read "
                 "tensors; write torch.full((), number, device=state.device) for a number",
                 where,
-            )
-
-    def _check_input(
-        self,
-        culprit: str,
-        event: Event | None = None,
-        remedy: str = "make a new tensor (mul instead of mul_) and return state.replace(...) with it",
-    ) -> None:
-        now = _incoming(self._start)
-        if len(now) != len(self._incoming) or any(
-            new is not old for (_, new), (_, old) in zip(now, self._incoming, strict=True)
-        ):
-            raise InPlaceError(
-                f"{culprit} replaced an entry of a dictionary or list of the state or batch it was given, which "
-                "belongs to the caller: make a new one, as in state.replace(params={**state.params, name: tensor})",
-                event,
-            )
-        for (path, tensor), mark in zip(self._incoming, self._marks, strict=True):
-            if _mark(tensor) != mark:
-                raise InPlaceError(
-                    f"{culprit} wrote in place into state.{path}, which belongs to the caller and has lost its value "
-                    f"now: {remedy}",
-                    event,
-                )
-        if _global_generators() != self._generators:
-            raise GlobalDrawError(
-                f"{culprit} drew from the global generator of Python's random or of NumPy, which no state holds: draw "
-                "with purecompose.random from state.rng(name)",
-                event,
             )
 
 
@@ -230,28 +189,18 @@ def check_slots(state: State) -> None:
             )
 
 
-def _incoming(state: State) -> list[tuple[str, Tensor]]:
-    found = [
-        (f"{name}{path}", leaf)
+def _lasting(state: State) -> Named:
+    return [
+        (f"state.{name}{path}", leaf)
         for name in (*_KEEP_FORM, "key")
         for path, leaf in tree.leaves_with_paths(getattr(state, name)).items()
         if isinstance(leaf, Tensor)
     ]
-    return [*found, *[("batch", tensor) for tensor in batches.tensors(state.batch)]]
 
 
-def _global_generators() -> tuple[Any, ...]:
-    """Return the states of the generators whose draws torch's modes do not intercept."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return (python_random.getstate(),)
-    _, words, position, *_ = numpy.random.get_state()
-    return python_random.getstate(), words.tobytes(), position
-
-
-def _mark(tensor: Tensor) -> tuple[int | None, int]:
-    """Return the tensor's version counter (none for inference tensors) and its memory."""
-    return None if tensor.is_inference() else tensor._version, storage_of(tensor)
+def given(state: State, *fields: str) -> Named:
+    """Return the tensors in these fields."""
+    return [(f"state.{name}", tensor) for name in fields for tensor in batches.tensors(getattr(state, name))]
 
 
 def _specs(state: State) -> dict[str, Any]:

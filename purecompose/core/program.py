@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
-from purecompose.core.contract import Contract, ContractError
+from purecompose.core.contract import Contract
 from purecompose.core.coupling import check_passes_agree
+from purecompose.core.given import ContractError
 from purecompose.core.means import check_terms, num_terms
 from purecompose.core.operation import Carry, Lowered, Node, Place, Purpose, lift, walk
 from purecompose.core.state import State
@@ -51,7 +52,7 @@ class Stage:
 
     def _run(self, state: State, watch: Contract | None) -> State:
         try:
-            new_state = self.fn(state)
+            new_state = self.fn(state) if watch is None else watch.run_stage(self, state)
         except Exception as error:
             given = {"batch": state.batch, "outputs": state.outputs}
             forms = [f"{name} {_form(value)}" for name, value in given.items() if value is not None]
@@ -67,11 +68,9 @@ class Stage:
                 f"the stage {self.name} must return a State, got {type(new_state).__name__}"
                 f"{' (is a return statement missing?)' if new_state is None else ''}; return state.replace(...)"
             )
-        if watch is not None:
-            watch.note_stage(self)
-            if self.sets_loss:
-                check_terms(new_state)
-                check_passes_agree(new_state)
+        if watch is not None and self.sets_loss:
+            check_terms(new_state)
+            check_passes_agree(new_state)
         return new_state
 
     def __repr__(self) -> str:
@@ -108,8 +107,9 @@ class Update:
         # Only the optimizer holds the gradients during its update: their memory is free as soon as it drops them.
         given = [grads]
         del grads
+        update = lambda: state.optimizer.update(given.pop(), state.opt_state, state.params, state.scalar)  # noqa: E731
         try:
-            result = state.optimizer.update(given.pop(), state.opt_state, state.params, state.scalar)
+            params, opt_state = update() if purpose.watch is None else purpose.watch.run_update(state, update)
         except Exception as error:
             error.add_note(f"in the update of the optimizer {state.optimizer!r}")
             if frozen := [name for name in used if name in state.context.frozen]:
@@ -118,9 +118,6 @@ class Update:
                     "take those of state.context.trainable only"
                 )
             raise
-        if purpose.watch is not None:
-            purpose.watch.note_update(state, result)
-        params, opt_state = result
         return Carry(state.replace(params=params, opt_state=opt_state), used, terms)
 
     def _to_apply(self, carry: Carry) -> dict[str, Tensor]:

@@ -8,10 +8,13 @@ import torch
 
 from purecompose import batch as batches, tree
 from purecompose._support.scopes import NOTHING
+from purecompose.core.contract import given
+from purecompose.core.given import Marks, watched
 from purecompose.core.ranks import Ranks, Share
 from purecompose.core.state import State
 from purecompose.losses import couples_examples
 from purecompose.losses.metrics import Metric, counting, read_by
+from purecompose.nn.keyed.modules import detect
 from purecompose.transforms.members import mapped
 from purecompose.transforms.rank_comparison import digest
 from purecompose.transforms.rank_timeouts import naming_late_ranks
@@ -33,6 +36,8 @@ class Totals:
         self._metrics, self._state, self._ranks = metrics, state, ranks
         self._totals = {} if ranks is not None else {name: self._empty(metric) for name, metric in metrics.items()}
         self._num_shares = 0
+        self._seen: set[str] = set()
+        """The metrics whose first call has been watched."""
 
     @staticmethod
     def of(metrics: Mapping[str, Metric], state: State, ranks: Ranks | None) -> "Totals":
@@ -75,9 +80,9 @@ class Totals:
         """
         for name, metric in self._metrics.items():
             if self._ranks is None:
-                self._totals[name] = self._updated(metric, self._totals[name], state, num_examples)
+                self._totals[name] = self._updated(name, self._totals[name], state, num_examples)
                 continue
-            added = self._updated(metric, self._empty(metric), state, num_examples)
+            added = self._updated(name, self._empty(metric), state, num_examples)
             added = added if counts else tree.map(torch.zeros_like, added)
             known = self._totals.get(name)
             self._totals[name] = added if known is None else tree.map(torch.add, known, added)
@@ -115,13 +120,22 @@ class Totals:
     def _empty(self, metric: Metric) -> Any:
         return self._each(lambda key: metric.init(key.device))(self._state.key)
 
-    def _updated(self, metric: Metric, total: Any, state: State, num_examples: int) -> Any:
+    def _updated(self, name: str, total: Any, state: State, num_examples: int) -> Any:
         """Return the accumulator of a metric, with the batch and the outputs of a state added."""
-        update, targets = counting(metric, num_examples), read_by(metric, state)
-        if not metric.takes_loss:
-            return self._each(update)(total, state.outputs, targets)
+        metric, targets = self._metrics[name], read_by(self._metrics[name], state)
+        update = counting(metric, num_examples)
 
         def with_loss(total: Any, one: State, targets: Any) -> Any:
             return one.call_loss(lambda loss: update(total, one.outputs, targets, loss_fn=loss), train=False)[0]
 
-        return self._each(with_loss)(total, state, targets)
+        def call() -> Any:
+            if metric.takes_loss:
+                return self._each(with_loss)(total, state, targets)
+            return self._each(update)(total, state.outputs, targets)
+
+        if name in self._seen:
+            return call()
+        self._seen.add(name)
+        marks = Marks(lambda: given(state, "batch", "outputs"), with_values=True)
+        with detect():
+            return watched(call, "the loss" if metric.takes_loss else f"the metric {name!r}", [marks])

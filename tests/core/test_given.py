@@ -1,15 +1,18 @@
 """What user code does to the values that it is given: in steps, evaluation, prediction and single passes."""
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import purecompose as pc
-from purecompose import State, compose, hparam, loop_events, losses, optim
+from purecompose import Event, State, compose, hparam, loop_events, losses, optim
+from purecompose.errors import ContractError, GlobalDrawError, InPlaceError, UnkeyedRandomError
 from purecompose.transforms.compilation.step import CompiledStep
-from tests.helpers import loss_of
+from tests.helpers import changing, loss_of
 
 
 class Force(nn.Module):
@@ -119,3 +122,107 @@ def test_a_single_pass_leaves_no_flag():
     state, (x, _) = force_state(), force_batch()
     state.forward(x)
     assert not x.requires_grad
+
+
+# Writes
+
+
+def plain_state(loss: Any = losses.mse, net: nn.Module | None = None, **options: Any) -> State:
+    torch.manual_seed(0)
+    return State.create(net or nn.Linear(2, 1), loss=loss, optimizer=optim.sgd(0.1), **options)
+
+
+def writes_targets(outputs, targets, reduction="mean"):
+    return (outputs - targets.mul_(0.5)).square().mean()
+
+
+def writes_outputs(outputs, targets):
+    outputs.detach().clamp_(max=-1)
+    return (outputs - targets).abs().mean(1)
+
+
+def writes_by_numpy(outputs, targets):
+    values = outputs.numpy()
+    values += 1
+    return (outputs - targets).abs().mean(1)
+
+
+def test_a_loss_that_writes_into_targets_is_refused_in_evaluation_and_training():
+    state, batch = plain_state(writes_targets), force_batch()
+    with pytest.raises(InPlaceError, match="^the loss wrote in place into state.batch"):
+        pc.evaluate(state, [batch])
+    with pytest.raises(InPlaceError, match="^the stage loss wrote in place into state.batch"):
+        compose(loop_events)(state, batch)
+
+
+@pytest.mark.parametrize("metric", [writes_outputs, writes_by_numpy])
+def test_a_metric_that_writes_into_outputs_is_refused(metric):
+    with pytest.raises(InPlaceError, match="^the metric 'own' wrote in place into state.outputs"):
+        pc.evaluate(plain_state(), [force_batch()], {"own": metric, "loss": pc.metrics.mean_loss(losses.mse)})
+
+
+def test_a_loss_that_writes_into_outputs_is_refused():
+    with pytest.raises(InPlaceError, match="^the stage loss wrote in place into state.outputs"):
+        compose(loop_events)(
+            plain_state(lambda outputs, targets: writes_outputs(outputs, targets).mean()), force_batch()
+        )
+
+
+def test_a_network_that_writes_into_its_input_is_refused_outside_of_a_step():
+    x, _ = force_batch()
+    with pytest.raises(InPlaceError, match="^the network wrote in place into its inputs.*inplace=False"):
+        plain_state(net=nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 1))).forward(x)
+
+
+def test_a_method_that_switches_gradients_of_parameters_on_is_refused():
+    def switch(state: State) -> State:
+        state.params["bias"].requires_grad_()
+        return state
+
+    method = changing("switch", Event.AFTER_TRAIN_BATCH, switch)
+    with pytest.raises(ContractError, match=r"^switch at .* switched requires_grad of state.params\['bias'\]"):
+        compose(loop_events, [method])(plain_state(), force_batch())
+
+
+# Draws
+
+
+class Noisy(nn.Linear):
+    """A layer that draws by NumPy, as Wav2Vec2 masks its spectra."""
+
+    def forward(self, input):
+        return super().forward(input) + numpy_noise()
+
+
+def numpy_noise():
+    return float(np.random.rand())
+
+
+def test_a_draw_of_numpy_in_a_network_is_named_by_layer_and_line():
+    said = r"Noisy.forward \(.*test_given.py:\d+\).* In a network use functions of torch"
+    state, batch = plain_state(net=nn.Sequential(Noisy(2, 1))), force_batch()
+    with pytest.raises(GlobalDrawError, match=f"^the stage forward drew from .*{said}"):
+        compose(loop_events)(state, batch)
+    with pytest.raises(GlobalDrawError, match=f"^the network drew from .*{said}"):
+        plain_state(net=Noisy(2, 1)).forward(batch[0])
+
+
+def draws_by_torch(outputs, targets, reduction="mean"):
+    return (outputs - targets).square().mean() + torch.rand(())
+
+
+def draws_by_python(outputs, targets, reduction="mean"):
+    return (outputs - targets).square().mean() + random.random()
+
+
+def test_draws_of_a_loss_in_evaluation_are_refused():
+    with pytest.raises(UnkeyedRandomError, match="`torch.rand` in draws_by_torch"):
+        pc.evaluate(plain_state(draws_by_torch), [force_batch()])
+    with pytest.raises(GlobalDrawError, match=r"^the loss drew .* in draws_by_python \(.*A loss has no key"):
+        pc.evaluate(plain_state(draws_by_python), [force_batch()])
+
+
+def test_draws_of_a_metric_are_refused():
+    for metric, error in ((draws_by_torch, UnkeyedRandomError), (draws_by_python, GlobalDrawError)):
+        with pytest.raises(error):
+            pc.evaluate(plain_state(), [force_batch()], {"own": metric})

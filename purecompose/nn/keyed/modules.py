@@ -39,7 +39,7 @@ from purecompose.nn.skeleton import replay
 from purecompose.random.keys import Rng
 
 
-__all__ = ["Detector", "Keyed", "UnkeyedRandomError", "checkpoint", "detect", "keyed"]
+__all__ = ["BY_KEY", "Detector", "Keyed", "UnkeyedRandomError", "checkpoint", "detect", "keyed"]
 
 HANDLERS: dict[Any, Handler] = {**LAYERS, **FUNCTIONS}
 
@@ -103,7 +103,7 @@ def keyed(rng: Rng, *, num_examples: int | None = None, first_example: int | Ten
     return Keyed(rng, num_examples, first_example)
 
 
-_BY_KEY = (
+BY_KEY = (
     "In a stage or an algorithm draw from the state: purecompose.random.uniform(state.example_rng(name), shape), or "
     "normal, bernoulli, ..., and for the batch as a whole from state.rng(name). In a network use functions of torch or "
     "torch.nn.functional, called from Python. A loss has no key: draw in the network, and return the numbers with its "
@@ -126,7 +126,7 @@ class Detector(DispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and not _is_idle(func, args, kwargs):
             self.found.append(str(func))
-            raise unkeyed(func, f"would draw from a generator ({func}), not from the run's key", _BY_KEY)
+            raise unkeyed(func, f"would draw from a generator ({func}), not from the run's key", BY_KEY)
         return func(*args, **kwargs)
 
 

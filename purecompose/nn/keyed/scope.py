@@ -7,10 +7,10 @@ and makes the draw per example if the tensor's leading dimension is the batch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +25,16 @@ from purecompose._support.culprits import calling_frames
 from purecompose.random.keys import Rng
 
 
-__all__ = ["Handler", "Sampler", "Scope", "UnkeyedRandomError", "is_under_foreign_checkpoint", "top_hooks", "unkeyed"]
+__all__ = [
+    "Handler",
+    "Sampler",
+    "Scope",
+    "UnkeyedRandomError",
+    "called_from",
+    "is_under_foreign_checkpoint",
+    "top_hooks",
+    "unkeyed",
+]
 
 Sampler = Callable[[Rng, tuple[int, ...]], Tensor]
 """`(rng, shape) -> Tensor`: a function that draws a tensor of the given shape."""
@@ -44,7 +53,7 @@ def unkeyed(func: Any, why: str, advice: str) -> UnkeyedRandomError:
     own, torchs = calling_frames()
     if torchs is not None:
         name = f"`{_running(torchs)}`, by {name},"
-    return UnkeyedRandomError(f"{name}{_called_from(own)} {why}. {advice}")
+    return UnkeyedRandomError(f"{name}{called_from(sys._getframe(1), own)} {why}. {advice}")
 
 
 def _running(frame: FrameType) -> str:
@@ -64,16 +73,25 @@ def function_name(func: Any) -> str:
     return name.replace("_VariableFunctionsClass.", "torch.")
 
 
-def _called_from(own: FrameType | None) -> str:
-    """Return ` in Net.forward (net.py:12)` for the innermost module on the call stack, else for the user's function."""
-    frame = sys._getframe(1)
+def called_from(
+    frame: FrameType | None, own: FrameType | None = None, lines: Mapping[FrameType, int] = MappingProxyType({})
+) -> str:
+    """Return ` in Net.forward (net.py:12)` for the innermost module that runs in a frame, else for the user's code.
+
+    Args:
+        frame: The innermost frame.
+        own: The user's frame; by default the innermost one as in `line_of`.
+        lines: Lines of frames, if they are not the present ones.
+    """
+    own = own or calling_frames(frame)[0]
     while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and "forward" in frame.f_code.co_name:
-            where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            return f" in {type(owner).__name__}.{frame.f_code.co_name} ({where})"
+        if isinstance(owner := frame.f_locals.get("self"), nn.Module) and "forward" in frame.f_code.co_name:
+            name, own = f"{type(owner).__name__}.{frame.f_code.co_name}", frame
+            break
         frame = frame.f_back
-    return "" if own is None else f" in {own.f_code.co_name} ({own.f_code.co_filename}:{own.f_lineno})"
+    else:
+        name = "" if own is None else own.f_code.co_name
+    return "" if own is None else f" in {name} ({own.f_code.co_filename}:{lines.get(own, own.f_lineno)})"
 
 
 class Scope(TorchFunctionMode):

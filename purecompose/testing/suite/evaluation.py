@@ -8,7 +8,7 @@ from torch import Tensor
 from purecompose import tree
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step, compose
-from purecompose.core.contract import InPlaceError
+from purecompose.core.given import InPlaceError
 from purecompose.core.loop import eval_events, loop_events, predict_events, update
 from purecompose.core.operation import Node, walk
 from purecompose.core.program import StateFn, events_in

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from purecompose import batch as batches, tree
-from purecompose.core.contract import GlobalDrawError, InPlaceError
+from purecompose.core.given import GlobalDrawError, InPlaceError
 from purecompose.core.state import State
 from purecompose.nn.keyed.modules import UnkeyedRandomError
 from purecompose.testing.case import Case

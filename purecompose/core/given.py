@@ -1,0 +1,156 @@
+"""What user code may do to the values that it is given, checked in the first call of each kind.
+
+It writes into none of them, switches no gradient on for values that outlive the call, and draws only by key. The rule
+is the same for stages and methods, losses, metrics and networks, in a step, an evaluation, a prediction or a pass.
+"""
+
+import contextlib
+import random as python_random
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from purecompose._support.fingerprint import fingerprint
+from purecompose._support.functorch import has_values, plainly, unwrapped
+from purecompose._support.writes import storage_of
+from purecompose.nn.keyed.modules import BY_KEY
+from purecompose.nn.keyed.scope import UnkeyedRandomError, called_from
+from purecompose.time.event import Event
+
+
+__all__ = ["ContractError", "GlobalDrawError", "InPlaceError", "Marks", "Named", "watched"]
+
+T = TypeVar("T")
+Named = list[tuple[str, Tensor]]
+"""Tensors, each with its path."""
+
+
+class ContractError(RuntimeError):
+    """User code violated the contract of a step or an evaluation; the subclasses say how.
+
+    Attributes:
+        event: The event at which it happened, if known.
+    """
+
+    def __init__(self, message: str, event: Event | None = None) -> None:
+        super().__init__(message)
+        self.event = event
+
+
+class InPlaceError(ContractError):
+    """Code wrote into the values that it was given, which belong to the caller."""
+
+
+class GlobalDrawError(ContractError, UnkeyedRandomError):
+    """Code drew from the global generator of Python's random or of NumPy."""
+
+
+class Marks:
+    """The versions, memory and flags of tensors at some time, by which later writes are found.
+
+    Args:
+        find: Function that returns the tensors, which is called again for each check.
+        with_values: True to compare the values of small tensors on the CPU too, into which NumPy may write.
+    """
+
+    def __init__(self, find: Callable[[], Named], *, with_values: bool = False) -> None:
+        self._find, self._with_values, self._tensors = find, with_values, find()
+        self._marks = [self._mark(tensor) for _, tensor in self._tensors]
+
+    def check(self, culprit: str, event: Event | None = None, remedy: str = "") -> None:
+        """Raise an `InPlaceError` that names the culprit if a tensor is not as it was."""
+        now = self._find()
+        if [id(tensor) for _, tensor in now] != [id(tensor) for _, tensor in self._tensors]:
+            raise InPlaceError(
+                f"{culprit} replaced an entry of a dictionary or list of the state or batch it was given, which "
+                "belongs to the caller: make a new one, as in state.replace(params={**state.params, name: tensor})",
+                event,
+            )
+        remedy = remedy or "make a new tensor (mul instead of mul_, inplace=False in a layer), and return that"
+        for (path, tensor), mark in zip(self._tensors, self._marks, strict=True):
+            found = self._mark(tensor)
+            if found == mark:
+                continue
+            if found[:-1] == mark[:-1]:
+                raise InPlaceError(
+                    f"{culprit} switched requires_grad of {path}, which belongs to the caller: differentiate an alias, "
+                    "x = x.detach().requires_grad_()",
+                    event,
+                )
+            raise InPlaceError(
+                f"{culprit} wrote in place into {path}, which belongs to the caller and has lost its value now: "
+                f"{remedy}",
+                event,
+            )
+
+    def _mark(self, tensor: Tensor) -> tuple[Any, ...]:
+        version = None if tensor.is_inference() else tensor._version  # inference tensors have no counter
+        if not self._with_values:
+            return version, storage_of(tensor), tensor.requires_grad
+        # The flags of a batch and outputs are those of aliases, and of no consequence.
+        plain = unwrapped(tensor)
+        if plain.device.type != "cpu" or plain.numel() > _MANY or not has_values(plain):
+            return version, storage_of(tensor), False
+        with plainly():
+            return version, storage_of(tensor), fingerprint(plain.detach()), False
+
+
+_MANY = 2**18
+"""The values of larger tensors are not compared."""
+
+
+def watched(call: Callable[[], T], culprit: str, marks: Iterable[Marks], event: Event | None = None, **say: str) -> T:
+    """Return the result of a call of user code, which must not write into what it was given, or draw without a key.
+
+    Args:
+        call: The call; it is repeated to find the line that draws.
+        culprit: Description of the code, with which errors begin.
+        marks: The marks of what it was given.
+        event: The event at which it is called, if any.
+        **say: The `remedy` for writes.
+
+    Raises:
+        InPlaceError, GlobalDrawError: The code did so.
+    """
+    before = _generators()
+    result = call()
+    for given in marks:
+        given.check(culprit, event, **say)
+    if _generators() != before:
+        raise GlobalDrawError(
+            f"{culprit} drew from the global generator of Python's random or of NumPy{_place_of_draw(call)}, which no "
+            f"state holds. {BY_KEY}",
+            event,
+        )
+    return result
+
+
+def _generators() -> tuple[Any, ...]:
+    """Return the states of the generators whose draws torch's modes do not intercept."""
+    numpy = sys.modules.get("numpy")
+    return python_random.getstate(), None if numpy is None else fingerprint(numpy.random.get_state())
+
+
+def _place_of_draw(call: Callable[[], Any]) -> str:
+    """Return the place of the first draw of a call from a global generator, ` in Net.forward (net.py:12)`, or nothing.
+
+    The call is repeated, and the generators are compared at each of its lines.
+    """
+    before, found, lines = _generators(), list[str](), dict[FrameType, int]()
+
+    def look(frame: FrameType, event: str, value: Any) -> Any:
+        del event, value
+        if not found and _generators() != before:
+            found.append(called_from(frame, lines=lines))
+        lines[frame] = frame.f_lineno
+        return None if found else look
+
+    tracer = sys.gettrace()
+    sys.settrace(look)
+    with contextlib.suppress(Exception):  # the error of the first call is reported
+        call()
+    sys.settrace(tracer)
+    return found[0] if found else ""
