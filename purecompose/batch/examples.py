@@ -283,11 +283,8 @@ def _ambiguous(batch: Any, field: Field | None, dim: int) -> str:
         if isinstance(leaf, Tensor) and leaf.ndim:
             named.setdefault(int(leaf.shape[_dim(leaf, dim)]), []).append(f"batch{path}")
     candidates = " or ".join(f"{size} (by {', '.join(paths[:2])})" for size, paths in list(named.items())[:4])
-    hint = (
-        "for sequences (T, N, ...) use State.create(batch_dim=1); "
-        if not dim and len(leading_sizes(batch, 1)) == 1
-        else ""
-    )
+    is_turned = not dim and len(leading_sizes(batch, 1)) == 1
+    hint = "for sequences (T, N, ...) use State.create(batch_dim=1); " if is_turned else ""
     hint += "name the input and its target by input_field= and target_field=; " if field is None else ""
     return (
         f"cannot tell how many examples the batch has: {candidates}; {hint}give what all examples share a leading "

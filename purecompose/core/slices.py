@@ -68,7 +68,7 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_
         try:
             current = body(Carry(current.state.replace(**fields), current.used), purpose)
         except (IndexError, RuntimeError) as error:
-            _note_members(error, state, fields)
+            _note_members(error, state.batch if purpose.shard is None else purpose.shard.batch, fields)
             raise
         after, weight = current.state, size if current.terms is None else current.terms
         total, num_slices = total + weight, num_slices + 1
@@ -139,11 +139,11 @@ def run_until_loss(
     return carry._replace(state=state.replace(whole_loss=whole.whole_loss, buffers=whole.buffers))
 
 
-def _note_members(error: Exception, state: State, fields: dict[str, Any]) -> None:
+def _note_members(error: Exception, batch: Any, fields: dict[str, Any]) -> None:
     """Add a note to an error in a slice that may come from members of the batch that are not rows."""
-    given = set(map(id, batches.tensors(state.batch)))
+    given = set(map(id, batches.tensors(batch)))
     kept = [tree.describe(own) for own in batches.tensors(fields["batch"]) if id(own) in given and own.shape[:1] > (1,)]
-    if fields["batch"] is not state.batch and (kept or isinstance(error, IndexError)):
+    if fields["batch"] is not batch and (kept or isinstance(error, IndexError)):
         error.add_note(
             f"in a slice of the batch, examples from {fields['first_example']} on, with all of {kept or 'nothing'}; "
             "if members of the batch point to its rows, as the edges of a graph do, or are concatenated, it cannot be "

@@ -223,6 +223,21 @@ def test_each_example_is_clipped(form, chunk_size):
     assert_near({name: (state.params[name] - param) / 0.5 for name, param in found.params.items()}, expected)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [("prior first", "prior last"), ("table elsewhere", "pair"), ("own loss, table first", "own loss, table last")],
+)
+def test_methods_count_the_same_examples(names):
+    warmup, noise = alg.batch_size_warmup(0.5, initial_share=0.5, multiple=1), alg.gradient_noise_scale(decay=0.0)
+    found = []
+    for form in map(FORMS.__getitem__, names):
+        state, step = form.state(), compose(loop_events, [warmup])
+        assert step(step.init(state), form.make(*data(14))).metrics["batch_size_warmup/batch_size"] == 7
+        step = compose(loop_events, [noise])
+        found.append(step(step.init(state), form.make(*data(14))).metrics["gradient_noise_scale/trace"].item())
+    assert found[0] == pytest.approx(found[1])
+
+
 AMBIGUOUS = {
     "flattened targets": ((torch.ones(6, 5), torch.zeros(30)), PAIR, ["6 (by batch[0])", "30 (by batch[1])"]),
     "boxes of one image": ((torch.ones(1, 3, 8, 8), torch.zeros(5, 4)), PAIR, ["1 (by batch[0])", "5 (by batch[1])"]),
@@ -326,8 +341,10 @@ def ctc(outputs: Tensor, targets: dict[str, Tensor]) -> Tensor:
 )
 def test_concatenated_members_are_counted_and_refer_to_a_splitter_where_they_are_cut(net, loss, batch, options):
     state = State.create(net, loss=loss, optimizer=optim.sgd(0.1), **options)
-    assert compose(loop_events)(state, batch).timestamp.sample == 4
-    with pytest.raises(RuntimeError) as caught:
-        compose(loop_events, microbatches=2)(state, batch)
-    assert "with all of ['int64[" in "".join(caught.value.__notes__)
-    assert "splitter=batch.Splitter" in "".join(caught.value.__notes__)
+    plain_step = compose(loop_events)
+    assert plain_step(state, batch).timestamp.sample == 4
+    for step in (compose(loop_events, microbatches=2), lambda *given: played(plain_step, 2)(lambda one: one(*given))):
+        with pytest.raises(RuntimeError) as caught:
+            step(state, batch)
+        assert "with all of ['int64[" in "".join(caught.value.__notes__)
+        assert "splitter=batch.Splitter" in "".join(caught.value.__notes__)
