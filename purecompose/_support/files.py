@@ -1,4 +1,4 @@
-"""Functions that read files from untrusted sources: only regular files of a bounded size."""
+"""Functions that read files from untrusted sources, only regular ones of a bounded size, and put files on disk."""
 
 import contextlib
 import errno
@@ -9,7 +9,7 @@ from io import BufferedReader
 from pathlib import Path
 
 
-__all__ = ["is_nested_deeper", "opened", "read_whole"]
+__all__ = ["is_nested_deeper", "opened", "read_whole", "sync"]
 
 
 @contextlib.contextmanager
@@ -39,6 +39,15 @@ def read_whole(file: Path, most: int) -> bytes:
     if max(size, len(content)) > most:
         raise OSError(errno.EFBIG, f"larger than the {most:,} bytes that are read", str(file))
     return content
+
+
+def sync(path: Path) -> None:
+    """Put a file, or a folder's list of names, on disk, so that it survives a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def is_nested_deeper(value: object, most: int) -> bool:

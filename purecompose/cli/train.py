@@ -105,7 +105,8 @@ def _run(
             folder.finish({"checksum": checksum(state.params)})
     if folder is not None and folder.goes_on and not stopwatch.batches:
         length = setup.state.timestamp.run.duration
-        print(f"the run in {options.out} had already ended, after {length}; continue it with a longer --duration")
+        done = "" if folder.was_complete else ", and its folder is complete now"
+        print(f"the run in {options.out} had already ended, after {length}{done}; continue it with a longer --duration")
     missing = () if folder is None else _missing(folder, state)
     print_results(setup, state, history, stopwatch, settings, out, missing, options.out)
     if missing:

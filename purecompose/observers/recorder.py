@@ -56,9 +56,9 @@ class Image:
 class Sink(Protocol):
     """A destination of records. Only `write` is required.
 
-    Two optional methods are called as well: `begin(batch)` when a run starts or continues, with the number of batches
-    trained on so far (records of all later batches will follow, even if they have been written before), and `close()`
-    when the recorder is closed.
+    Three optional methods are called as well: `begin(batch)` when a run starts or continues, with the number of batches
+    trained on so far (records of all later batches will follow, even if they have been written before); `sync()` before
+    a checkpoint is written, to put on disk all that was written; and `close()` when the recorder is closed.
     """
 
     def write(self, records: list[dict[str, Any]], /) -> None:
@@ -145,16 +145,25 @@ class Recorder:
         if event is Event.EVAL_END or (is_batch_over and self._due(state.timestamp)):
             self._outbox.add(self._record(event, state))
         if event in _FLUSHES:
-            self.flush()
+            self._outbox.flush()
 
     @property
     def num_unwritten(self) -> int:
-        """Number of records that the sink could not write, and that will be passed to it again."""
+        """Number of records that the sink could not write; the newest 10,000 of them will be passed to it again."""
         return self._outbox.num_unwritten
 
+    @property
+    def newest(self) -> Mapping[str, Any]:
+        """The newest number of each name in the records that have been passed to the sink, written or not."""
+        return self._outbox.newest
+
     def flush(self) -> None:
-        """Pass all waiting records to the sink; this waits for the device. Call it before a checkpoint is written."""
+        """Pass all waiting records to the sink, and put them on disk; this waits for the device.
+
+        `fit` calls it before a checkpoint is written, so that no checkpoint is newer than its records.
+        """
         self._outbox.flush()
+        self._outbox.sync()
 
     def close(self) -> None:
         """Pass all waiting records to the sink and close it; another run opens it again."""
@@ -195,11 +204,13 @@ class _Outbox:
         self._sink, self._owner = sink, owner
         self._pile = Pile[dict[str, Any]](group, seconds)
         self._unwritten: list[dict[str, Any]] = []
+        self._num_dropped = 0
         self._has_warned = False
+        self.newest: dict[str, Any] = {}
 
     @property
     def num_unwritten(self) -> int:
-        return len(self._unwritten)
+        return len(self._unwritten) + self._num_dropped
 
     def add(self, record: dict[str, Any]) -> None:
         if self._pile.add(record):
@@ -207,14 +218,22 @@ class _Outbox:
 
     def begin(self, batch: int) -> None:
         self.flush()
+        if batch < self.newest.get("batch", 0):
+            self.newest.clear()
         self._call("begin", batch)
+
+    def sync(self) -> None:
+        self._call("sync")
 
     def flush(self) -> None:
         fresh = self._pile.take()
         read(fresh)
+        for record in fresh:
+            self.newest.update({name: value for name, value in record.items() if not isinstance(value, (str, Image))})
         waiting = [*self._unwritten, *fresh]
         if waiting:
             self._unwritten = [] if self._call("write", waiting) else waiting[-_MOST_UNWRITTEN:]
+            self._num_dropped += len(waiting) - len(self._unwritten) if self._unwritten else 0
 
     def close(self) -> None:
         self.flush()

@@ -8,10 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from purecompose._support.files import opened
+from purecompose._support.files import opened, sync
+from purecompose._support.warnings import warn
+from purecompose.core.state import State
 from purecompose.observers.formats import FORMATS, Format
 from purecompose.observers.recorder import Image, Monitor, Recorder
-from purecompose.time import TimeLike
+from purecompose.time import TimeLike, TimeUnit
+from purecompose.time.event import Event
+from purecompose.time.intervals import checked_interval
 
 
 __all__ = ["Records", "read_records"]
@@ -25,8 +29,10 @@ class Records(Recorder):
     file is replaced by one with that column, in one move.
 
     A run that **continues** from batch b keeps the records up to b, and removes the records of later batches, which
-    will be written again, and a half-written last line. A run that starts from the beginning renames an old file:
-    `run.jsonl` becomes `run.1.jsonl`, or the next free number.
+    will be written again, and a half-written last line. If the file does not reach up to b, there is a warning. A run
+    that starts from the beginning renames an old file: `run.jsonl` becomes `run.1.jsonl`, or the next free number.
+
+    Records up to a checkpoint are on disk before it is written.
 
     **Samples** (see `image_samples` and `text_samples`) are separate files: `run.samples/ba00000100/NAME.png`, and
     `.txt`. They are renamed with the records; samples of later batches are replaced when they are written again.
@@ -69,8 +75,22 @@ class Records(Recorder):
         seconds: float = 10.0,
     ) -> None:
         self.path: Path = Path(path).absolute()  # valid after a change of the working directory
-        sink = _File(self.path, _format_of(self.path, "Records"))
-        super().__init__(sink, every=every, monitors=monitors, group=group, seconds=seconds)
+        self._file = _File(self.path, _format_of(self.path, "Records"))
+        super().__init__(self._file, every=every, monitors=monitors, group=group, seconds=seconds)
+        self._interval = checked_interval(every, "Records: every", TimeUnit.BATCH)
+
+    def _begin(self, event: Event, state: State) -> None:
+        super()._begin(event, state)
+        last, self._file.last = self._file.last, None
+        unit, now = self._interval.unit, state.timestamp
+        if last is None or unit not in _COUNTERS or (unit is TimeUnit.EPOCH and now.run.batches_per_epoch is None):
+            return
+        if last.get(_COUNTERS[unit], 0) // self._interval.value < now.get(unit) // self._interval.value:
+            warn(
+                f"{self.path}: the records after batch {last['batch']} are missing, and the run continues at batch "
+                f"{now.batch}: they could not be written, or the file was changed. Curves and report have a gap there",
+                RuntimeWarning,
+            )
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -95,6 +115,15 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         return [record for _, record in form.scan(file, str(path)) if record]
 
 
+_COUNTERS = {
+    TimeUnit.BATCH: "batch",
+    TimeUnit.EPOCH: "epoch",
+    TimeUnit.SAMPLE: "time/sample",
+    TimeUnit.TOKEN: "time/token",
+}
+"""The units whose count is in every record, with its name there."""
+
+
 def _format_of(path: Path, where: str) -> type[Format]:
     form = FORMATS.get(path.suffix.lower())
     if form is None:
@@ -111,11 +140,19 @@ class _File:
         self._start = 0
         self._is_ready = False
         self._kept: set[frozenset[str]] = set()
+        self._unsynced: set[Path] = set()
+        self.last: dict[str, Any] | None = None  # the last record in the file of a run that continues
 
     def begin(self, batch: int) -> None:
         """Prepare the file for records after this batch."""
-        self._start, self._is_ready = batch, False
+        self._start, self._is_ready, self.last = batch, False, None
         self._prepare()
+
+    def sync(self) -> None:
+        """Put all that was written on disk, with the names of the files."""
+        while self._unsynced:
+            sync(next(iter(self._unsynced)))
+            self._unsynced.pop()
 
     def write(self, records: list[dict[str, Any]]) -> None:
         if not self._is_ready:
@@ -126,6 +163,7 @@ class _File:
         new = [record for record in records if record["batch"] > self._start or frozenset(record) not in self._kept]
         if new:
             self._form.add(self._path, new)
+            self._unsynced |= {self._path, self._path.parent}
 
     def _without_samples(self, record: dict[str, Any]) -> dict[str, Any]:
         """Write a record's texts and images to files, and return the record without them."""
@@ -133,12 +171,14 @@ class _File:
         if not samples:
             return record
         for name, value in samples.items():
-            path = self._samples / f"ba{record['batch']:08d}" / re.sub(r"[^\w.\-]", "_", name)
+            name = re.sub(r"[^\w.\-]", "_", name)
+            path = self._samples / f"ba{record['batch']:08d}" / f"{name}.{'png' if isinstance(value, Image) else 'txt'}"
             path.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(value, Image):
-                _save_png(path.with_name(f"{path.name}.png"), value)
+                _save_png(path, value)
             else:
-                path.with_name(f"{path.name}.txt").write_text(value, encoding="utf-8")
+                path.write_text(value, encoding="utf-8")
+            self._unsynced |= {path, path.parent, self._samples}
         return {name: value for name, value in record.items() if name not in samples}
 
     def _prepare(self) -> None:
@@ -154,10 +194,11 @@ class _File:
         self._is_ready = True
 
     def _cut(self) -> None:
-        """Cut the file before the first line that is incomplete or of a later batch.
+        """Cut the file before the first line that is incomplete or of a later batch, and note the record before it.
 
         Batches never decrease within a file, and cutting off its end needs no space on the disk.
         """
+        self.last = {"batch": 0}
         with self._path.open("r+b") as file:
             end = 0
             for end_of_line, record in self._form.scan(file, str(self._path)):
@@ -165,7 +206,7 @@ class _File:
                     break
                 if record.get("batch") == self._start:
                     self._kept.add(frozenset(record))
-                end = end_of_line
+                self.last, end = record or self.last, end_of_line
             file.truncate(end)
 
 

@@ -38,7 +38,7 @@ def limit(axes: Any, panel: Panel, smoothed: Sequence[float], raw: Sequence[floa
         axes.set_ylim(line[0] / 1.6, high * 1.3)
     else:
         gap = 0.06 * (high - low) or 0.06 * abs(high) or 0.1
-        axes.set_ylim(low - gap, min(high + gap, 1.015) if _is_share(panel) else high + gap)
+        axes.set_ylim(low - gap, min(high + gap, 1.015) if panel.is_share else high + gap)
 
 
 def remark(panel: Panel, num_runs: int) -> tuple[str, bool]:
@@ -58,18 +58,12 @@ def remark(panel: Panel, num_runs: int) -> tuple[str, bool]:
     if panel.kind == "metric" and len(series.y) > 1 and not series.column.startswith("train/"):
         is_lower = is_lower_better(panel.title)
         if is_lower is not None:
-            words += f", best {_value(panel, (min if is_lower else max)(spread(series.y).median))}"
+            words += f", best {_value(panel, (min if is_lower else max)(series.spread.median))}"
     return words, False
 
 
 def _value(panel: Panel, value: float) -> str:
-    return f"{value:.2%}" if _is_share(panel) else f"{value:.4g}"
-
-
-def _is_share(panel: Panel) -> bool:
-    """Return whether a panel's numbers are shown in percent."""
-    values = [one for series in panel.series for y in series.y for one in (y if isinstance(y, list) else [y])]
-    return "accuracy" in panel.title and all(0 <= one <= 1 for one in values if math.isfinite(one))
+    return f"{value:.2%}" if panel.is_share else f"{value:.4g}"
 
 
 def _is_finite(value: Any) -> bool:
@@ -97,7 +91,7 @@ def dress(axes: Any, theme: Theme, panel: Panel, *, is_counted: bool) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.yaxis.set_major_locator(MaxNLocator(6, steps=_STEPS, min_n_ticks=3))
-    if _is_share(panel):
+    if panel.is_share:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     elif panel.kind == "speed":
         axes.yaxis.set_major_formatter(_in_short(axes.get_ylim()[1]))

@@ -59,17 +59,24 @@ def draw_curves(
     return target
 
 
-def curves_as_png(run: RunRecords, *, dark: bool, narrow: bool = False) -> bytes:
+def curves_as_png(run: RunRecords, *, dark: bool, narrow: bool = False, panels: Sequence[Panel] | None = None) -> bytes:
     """Return the curves of one run along its batches, as the bytes of a PNG file; `narrow` is for narrow screens.
 
-    Raises the same errors as `draw_curves`.
+    Raises the same errors as `draw_curves`. For several pictures of a run, `panels` are those of `panels_of`.
     """
-    return _picture([run], "batch", dark, "png", narrow)
+    return _picture([run], "batch", dark, "png", narrow, panels)
 
 
-def _picture(runs: Sequence[RunRecords], x: str, dark: bool, kind: str, narrow: bool = False) -> bytes:
+def _picture(
+    runs: Sequence[RunRecords],
+    x: str,
+    dark: bool,
+    kind: str,
+    narrow: bool = False,
+    panels: Sequence[Panel] | None = None,
+) -> bytes:
     buffer = io.BytesIO()
-    panels = panels_of(runs, x)
+    panels = panels_of(runs, x) if panels is None else panels
     names = [f"{name}{_members(panels, i)}" for i, name in enumerate(_names(runs))]
     drawn(panels, names, _breaks(runs, x), x, dark, narrow).savefig(buffer, kind)
     return buffer.getvalue()

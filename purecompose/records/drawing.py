@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from purecompose.records.axes import dress, limit, remark
-from purecompose.records.panels import Panel, Series, smooth, spread
+from purecompose.records.panels import MOST_POINTS, Panel, Series, smooth, thinned
 from purecompose.records.theme import DARK, LIGHT, Theme
 
 
@@ -157,21 +157,20 @@ def _draw_series(
     axes: Any, series: Series, style: dict[str, Any], *, is_noisy: bool, is_faint: bool
 ) -> tuple[list[float], list[float]]:
     """Draw one line with its band or the original numbers; return the line's and the original values, for limits."""
-    parts = spread(series.y)
+    parts = series.spread
     window = max(len(series.x) // 30, 7) if is_noisy and len(series.x) >= SMOOTHED_FROM else 1
-    # More points than pixels would only cost time.
-    stride = len(series.x) // 2000 if window > 1 and len(series.x) > 2000 else 1
-    low, median, high = ((smooth(side, window, stride) if window > 1 else side) for side in parts)
+    stride = max(len(series.x) // (MOST_POINTS // 2), 1) if window > 1 or series.is_population else 1
+    low, median, high = (smooth(side, window, stride) if window * stride > 1 else side for side in parts)
     x, marker = series.x[::stride], {"marker": "o", "markersize": 3.2} if len(series.x) <= _FEW else {}
     if series.is_population:
         axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0, zorder=2)
         axes.plot(x, median, **{"linewidth": 1.6, **style}, **marker, zorder=3)
         return [*low, *high], []
     if window == 1:
-        axes.plot(x, median, **{"linewidth": 1.4, **style}, **marker, zorder=3)
+        axes.plot(*thinned(x, median), **{"linewidth": 1.4, **style}, **marker, zorder=3)
         return median, []
     alpha = 0.12 if is_faint else 0.25
-    axes.plot(series.x, parts.median, color=style["color"], linewidth=0.6, alpha=alpha, zorder=2)
+    axes.plot(*thinned(series.x, parts.median), color=style["color"], linewidth=0.6, alpha=alpha, zorder=2)
     # The smoothed line has a gap, too, wherever a number is not finite, however wide the window.
     single = parts.median[::stride]
     shown = [mean if math.isfinite(one) else math.nan for mean, one in zip(median, single, strict=True)]

@@ -17,7 +17,7 @@ from purecompose._support.checks import check_flag, shown
 from purecompose._support.device import processor
 from purecompose._support.urls import is_remote, with_urls
 from purecompose.core.state import State
-from purecompose.observers import Records, learning_rate, memory, speed
+from purecompose.observers import Records, learning_rate, memory, read_records, speed
 from purecompose.records.curves import draw_curves
 from purecompose.records.layout import (
     CHECKPOINTS,
@@ -34,10 +34,10 @@ from purecompose.records.layout import (
     write_text,
 )
 from purecompose.records.lock import Lock
-from purecompose.records.reading import read_history, read_json, read_run
+from purecompose.records.reading import last_metrics, read_history, read_json, read_run
 from purecompose.records.report import write_report
 from purecompose.records.settings import changes, checked_settings, flat, to_toml
-from purecompose.records.starts import Start
+from purecompose.records.starts import FINISHED, Start
 from purecompose.records.watch import Watch
 from purecompose.run.evaluation import Observer
 from purecompose.run.saving import Checkpoints
@@ -68,12 +68,13 @@ class RunFolder:
     Each file is written completely or not at all. After the first batch, a full disk, a missing matplotlib or a picture
     that cannot be drawn causes a warning, and everything else is written. When a run continues, nothing in its folder
     changes until its checkpoint is known to fit, and settings, versions and plan change only after a batch has been
-    trained with them: a run that was already at its end keeps its own.
+    trained with them: a run that was already at its end keeps its own, and only what its folder lacks is written.
 
     One process at a time owns the folder, from the constructor to `finish` or `stop`; the folder of a killed process is
     taken over.
 
-    As a context manager it calls `finish` at the end, and `stop` if an exception ends the run.
+    As a context manager it calls `finish` at the end, and `stop` if an exception ends the run. A signal or Ctrl-C ends
+    it without pictures, so that the process ends at once; `write_report` and `draw_curves` draw them later.
 
     Args:
         path: The folder; it is created if necessary.
@@ -87,6 +88,7 @@ class RunFolder:
     Attributes:
         path: The folder, as an absolute path.
         goes_on: True if the folder already contained a run.
+        was_complete: True if it contained all files of a finished run.
         unwritten: After `finish` or `stop`, the names of the files that could not be written completely.
 
     Raises:
@@ -152,6 +154,7 @@ class RunFolder:
             _OPEN[self.path.resolve()] = self
             # Again, because another process may have changed the folder.
             self.goes_on: bool = _goes_on(self.path, resume)
+            self.was_complete: bool = all((self.path / name).exists() for name in (RESULT, REPORT))
             trained, self._starts = read_history(self.path) if self.goes_on else ({}, [])
             self._changed = self._write_settings(settings)
         except BaseException:
@@ -164,7 +167,7 @@ class RunFolder:
             self._starts,
             self._new_start,
             self._on_first_batch,
-            goes_on=self.goes_on,
+            waits=self.was_complete,
         )
         self._is_over = False
 
@@ -219,17 +222,17 @@ class RunFolder:
     def finish(self, result: Mapping[str, Any] | None = None) -> None:
         """Close the records and write result, curves and report. A second call writes them again.
 
-        If a run should have continued and has not, because it was at its end or its checkpoint was rejected, the folder
+        If a run should have continued and has not, because it was complete or its checkpoint was rejected, the folder
         is left unchanged; only `result` is added to an existing result.
 
         Args:
             result: Additional entries of the result, such as `{"checksum": ...}`: names and plain values.
         """
-        self._end("finished", result or {})
+        self._end(FINISHED, result or {}, draws=True)
 
     def stop(self, reason: str) -> None:
         """Finish a run that was cut short: it has no result, and its history names the reason."""
-        self._end(reason, None)
+        self._end(reason, None, draws=True)
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -244,36 +247,39 @@ class RunFolder:
             self.finish()
         else:
             said = " ".join(str(error).split())
-            self.stop(f"{kind.__name__}: {said}" if said else kind.__name__)
+            reason = f"{kind.__name__}: {said}" if said else kind.__name__
+            self._end(reason, None, draws=issubclass(kind, Exception))
 
-    def _end(self, outcome: str, result: Mapping[str, Any] | None) -> None:
+    def _end(self, outcome: str, result: Mapping[str, Any] | None, *, draws: bool) -> None:
         self._is_over = True
         try:
             if self._watch.has_begun or not self.goes_on:
-                self._write_end(outcome, result)
+                self._write_end(outcome, result, draws)
             elif result and (self.path / RESULT).exists():
                 write_json(self.path / RESULT, {**read_json(self.path / RESULT), **result})
         finally:
             self._lock.release()
 
-    def _write_end(self, outcome: str, result: Mapping[str, Any] | None) -> None:
+    def _write_end(self, outcome: str, result: Mapping[str, Any] | None, draws: bool) -> None:
         problems: dict[str, Exception] = {}
         with _noted(HISTORY, problems):
             self._watch.end(outcome)
+        if self._records.num_unwritten:
+            problems[RECORDS] = OSError(f"{self._records.num_unwritten:,} records are missing")
         with _noted(RESULT, problems):
             self._write_result(result)
-        with _noted(CURVES, problems):
-            self._draw()
-        with _noted(REPORT, problems):
-            write_report(self.path, self.path / REPORT, curves=CURVES not in problems)
+        if draws:
+            with _noted(CURVES, problems):
+                self._draw()
+            with _noted(REPORT, problems):  # last, since it marks a complete folder
+                write_report(self.path, self.path / REPORT, curves=CURVES not in problems)
         if problems:
             reported = (f"{name} was not written: {type(error).__name__}: {error}" for name, error in problems.items())
             text = with_urls(f"{self.path}: {'; '.join(reported)}")
             warnings.warn(text, RuntimeWarning, stacklevel=4)
         # Without matplotlib there are no curves, but that is not a loss.
         lost = [name for name, error in problems.items() if not isinstance(error, ImportError)]
-        started = {RECORDS: self._records.num_unwritten > 0, HISTORY: not self._watch.is_noted}
-        self.unwritten = tuple(dict.fromkeys([*(name for name, is_lost in started.items() if is_lost), *lost]))
+        self.unwritten = tuple(dict.fromkeys([*([] if self._watch.is_noted else [HISTORY]), *lost]))
 
     def _draw(self) -> None:
         run = read_run(self.path)
@@ -283,8 +289,12 @@ class RunFolder:
     def _write_result(self, given: Mapping[str, Any] | None) -> None:
         if given is None:
             return
+        written: list[dict[str, Any]] = []
+        with suppress(OSError, ValueError):  # what the run knows is sufficient
+            written = read_records(self.path / RECORDS)
         found = {
-            "metrics": read_run(self.path).last_metrics,
+            # Not only from the file, which lacks the newest records if they could not be written.
+            "metrics": last_metrics([*written, self._records.newest]),
             **self._watch.reached,
             "seconds": sum(start.seconds for start in self._starts),
             "evaluation_seconds": sum(start.evaluation_seconds for start in self._starts),
@@ -312,6 +322,7 @@ class RunFolder:
     def _tidy(self) -> None:
         with suppress(OSError):  # half-written files of a killed process do no harm
             clear(self.path)
+            (self.path / RECORDS).touch()  # so that a continued run whose records are lost says so
 
     def _when_trained(self, act: Callable[[], None]) -> None:
         """Call `act` now or, if the run continues, after its first batch."""

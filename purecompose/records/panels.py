@@ -4,12 +4,14 @@ import bisect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from purecompose.records.reading import RunRecords
 
 
 __all__ = [
+    "MOST_POINTS",
     "Panel",
     "Series",
     "Spread",
@@ -19,7 +21,11 @@ __all__ = [
     "series_of",
     "smooth",
     "spread",
+    "thinned",
 ]
+
+MOST_POINTS = 3000
+"""Maximal number of points of a line that is drawn: more than there are pixels would only cost time."""
 
 _NO_EVALUATION = ("lr", "loss", "speed/", "memory/", "time/seconds")
 
@@ -46,10 +52,15 @@ class Series:
         """Number of members of the population; 1 for a single run."""
         return max((len(_listed(value)) for value in self.y), default=0)
 
+    @cached_property
+    def spread(self) -> "Spread":
+        """Lowest, median and highest value of each point."""
+        return spread(self.y)
+
     @property
     def last(self) -> Any:
         """The mean of the finite ones among the newest values, or a list with one for each member. Needs a value."""
-        means = [smooth(one, 2 * len(one))[-1] for one in zip(*map(_listed, self.y[-self.tail :]), strict=False)]
+        means = [_mean(one) for one in zip(*map(_listed, self.y[-self.tail :]), strict=False)]
         return means if self.is_population else means[0]
 
 
@@ -63,6 +74,15 @@ class Panel:
     unit: str
     """Unit of the values."""
     series: tuple[Series, ...]
+
+    @cached_property
+    def is_share(self) -> bool:
+        """True if the numbers are shown in percent."""
+        if "accuracy" not in self.title:
+            return False
+        return all(
+            0 <= one <= 1 for series in self.series for y in series.y for one in _listed(y) if math.isfinite(one)
+        )
 
 
 def panels_of(runs: Sequence[RunRecords], x: str) -> list[Panel]:
@@ -135,7 +155,8 @@ def spread(values: Iterable[Any]) -> Spread:
     """
     low, median, high = [], [], []
     for value in values:
-        members = sorted(number for one in _listed(value) if math.isfinite(number := float(one)))
+        numbers = value if isinstance(value, list) else (value,)
+        members = sorted([number for one in numbers if math.isfinite(number := float(one))])
         half = len(members) // 2
         low.append(members[0] if members else math.nan)
         high.append(members[-1] if members else math.nan)
@@ -144,7 +165,7 @@ def spread(values: Iterable[Any]) -> Spread:
 
 
 def smooth(values: Sequence[float], window: int, stride: int = 1) -> list[float]:
-    """Return the means of the finite numbers in a window around each point, or each `stride`-th one.
+    """Return the means of the finite numbers in a window around each point, or around each `stride` of them.
 
     At the ends the window is shorter. The mean is NaN if the window has no finite number.
 
@@ -152,17 +173,45 @@ def smooth(values: Sequence[float], window: int, stride: int = 1) -> list[float]
         >>> smooth([0.0, 3.0, 6.0, float("nan")], 3)
         [1.5, 3.0, 4.5, 6.0]
     """
+    if stride > 1:  # of the means of so many numbers, so that the effort does not grow with the window
+        values, window = [_mean(values[i : i + stride]) for i in range(0, len(values), stride)], window // stride
     half = window // 2
-    result = []
-    for i in range(0, len(values), stride):
-        # Not computed from running sums, in which one huge number would absorb all later ones.
-        around = [value for value in values[max(i - half, 0) : i + half + 1] if math.isfinite(value)]
-        result.append(sum(around) / len(around) if around else math.nan)
-    return result
+    # Not computed from running sums, in which one huge number would absorb all later ones.
+    return [_mean(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))]
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean of the finite numbers; NaN if there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return at most `MOST_POINTS` points of a line that look the same: of each piece the lowest and highest number.
+
+    A piece with a number that is not finite keeps one, which leaves a gap.
+
+    Example:
+        >>> thinned([1.0, 2.0], [0.5, math.nan])
+        ([1.0, 2.0], [0.5, nan])
+    """
+    if len(x) <= MOST_POINTS:
+        return [*x], [*y]
+    size, kept = math.ceil(len(x) / (MOST_POINTS // 3)), set[int]()
+    for start in range(0, len(x), size):
+        piece = range(start, min(start + size, len(x)))
+        gaps = [i for i in piece if not math.isfinite(y[i])]
+        finite = [i for i in piece if math.isfinite(y[i])]
+        kept.update(gaps[:1], *((pick(finite, key=y.__getitem__),) for pick in (min, max) if finite))
+    return [x[i] for i in sorted(kept)], [y[i] for i in sorted(kept)]
 
 
 def _columns(runs: Sequence[RunRecords]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for record in run.records for name in record))
+    found: dict[str, None] = {}
+    for record in (record for run in runs for record in run.records):
+        if not record.keys() <= found.keys():
+            found.update(dict.fromkeys(record))
+    return [*found]
 
 
 def evaluation_columns(records: Iterable[dict[str, Any]]) -> Iterator[str]:

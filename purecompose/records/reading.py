@@ -3,6 +3,7 @@
 import json
 import os
 import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from purecompose.records.starts import Start
 from purecompose.run.saving.folder import all_in
 
 
-__all__ = ["Kept", "RunRecords", "read_json", "read_history", "read_run"]
+__all__ = ["Kept", "RunRecords", "last_metrics", "read_json", "read_history", "read_run"]
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,15 @@ class RunRecords:
     @property
     def last_metrics(self) -> dict[str, Any]:
         """The last value of the loss and of each metric of evaluations and of training."""
-        found: dict[str, Any] = {}
-        for record in self.records:
-            found |= {name: value for name, value in record.items() if not name.startswith(_NO_METRICS)}
-        return {name: value for name, value in found.items() if name not in ("batch", "epoch", "lr")}
+        return last_metrics(self.records)
+
+
+def last_metrics(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the last value of the loss and of each metric in records."""
+    found: dict[str, Any] = {}
+    for record in records:
+        found |= {name: value for name, value in record.items() if not name.startswith(_NO_METRICS)}
+    return {name: value for name, value in found.items() if name not in ("batch", "epoch", "lr")}
 
 
 _MOST_BYTES, _MOST_NESTED = 2**26, 64

@@ -14,8 +14,9 @@ from purecompose._support.checks import check_flag
 from purecompose.records.curves import curves_as_png
 from purecompose.records.drawing import SMOOTHED_FROM
 from purecompose.records.pages import write_page
+from purecompose.records.panels import panels_of
 from purecompose.records.reading import RunRecords, read_run
-from purecompose.records.starts import RUNNING, Start, in_words
+from purecompose.records.starts import FINISHED, RUNNING, Start, in_words
 from purecompose.records.summary import facts_of
 from purecompose.records.words import duration, number
 
@@ -87,7 +88,7 @@ def _state(run: RunRecords) -> tuple[str, str]:
     outcome = run.starts[-1].outcome
     if outcome == RUNNING:
         return "running or killed", "faint"
-    return (outcome, "good") if outcome == "finished" else ("stopped", "bad")
+    return (outcome, "good") if outcome == FINISHED else (outcome if outcome.startswith(FINISHED) else "stopped", "bad")
 
 
 def _summary(run: RunRecords) -> str:
@@ -95,8 +96,10 @@ def _summary(run: RunRecords) -> str:
     if run.seconds:
         text += f" {duration(run.seconds)} in all"
         text += f" on {run.versions['device']}." if "device" in run.versions else "."
-    outcome = run.starts[-1].outcome if run.starts else "finished"
-    return text if outcome in ("finished", RUNNING) else f"{text} It was stopped by {outcome}"
+    outcome = run.starts[-1].outcome if run.starts else FINISHED
+    if outcome in (FINISHED, RUNNING):
+        return text
+    return f"{text} It {outcome}." if outcome.startswith(FINISHED) else f"{text} It was stopped by {outcome}"
 
 
 def _result(run: RunRecords) -> tuple[list[Any], Rows]:
@@ -133,7 +136,9 @@ def _curves(run: RunRecords) -> _Curves:
         return _Curves(None, "There are no records yet.")
     try:
         kinds = [(is_narrow, is_dark) for is_narrow in (False, True) for is_dark in (False, True)]
-        pictures = _Pictures(*(_data_url(curves_as_png(run, narrow=narrow, dark=dark)) for narrow, dark in kinds))
+        panels = panels_of([run], "batch")
+        drawn = (curves_as_png(run, narrow=narrow, dark=dark, panels=panels) for narrow, dark in kinds)
+        pictures = _Pictures(*map(_data_url, drawn))
     except Exception as error:  # a page without pictures is better than none
         warnings.warn(f"the report of {run.path} has no curves: {error}", RuntimeWarning, stacklevel=3)
         return _Curves(None, f"They could not be drawn: {error}")

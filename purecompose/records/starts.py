@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-__all__ = ["KILLED", "RUNNING", "Start", "in_words"]
+__all__ = ["FINISHED", "KILLED", "RUNNING", "Start", "in_words"]
 
-RUNNING, KILLED = "running", "killed"
+RUNNING, KILLED, FINISHED = "running", "killed", "finished"
 
 
 @dataclass
@@ -26,7 +26,8 @@ class Start:
     evaluation_seconds: float = 0.0
     """Seconds of wall-clock time spent in evaluations."""
     outcome: str = RUNNING
-    """"finished", "running" (the last start may also have been killed), "killed", or the reason why it was stopped."""
+    """"finished" (also with what is missing), "running" (the last start may also have been killed), "killed", or the
+    reason why it was stopped."""
     command: str | None = None
     """The command that started it, if known."""
     changed: dict[str, Any] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import Any
 from purecompose.core.state import State
 from purecompose.observers import Records, Stopwatch, read_records
 from purecompose.records.layout import HISTORY, write_json
-from purecompose.records.starts import KILLED, RUNNING, Start
+from purecompose.records.starts import FINISHED, KILLED, RUNNING, Start
 from purecompose.time.event import Event
 
 
@@ -31,8 +31,8 @@ class Watch:
         starts: The starts so far; a new one is added when the run begins.
         new_start: Function that returns a start, given the number of batches and the time.
         on_first_batch: Function that is called with the start after its first batch.
-        goes_on: True if the folder contains an earlier part of the run. Nothing is then written before there is a batch
-            to train on, so a run that was already at its end leaves the folder unchanged.
+        waits: True if the folder is that of a complete run. Nothing is then written before there is a batch to train
+            on, so a run that was already at its end leaves the folder unchanged.
 
     Attributes:
         trained: Description of the training, for the history.
@@ -49,10 +49,10 @@ class Watch:
         new_start: Callable[[int, str], Start],
         on_first_batch: Callable[[Start], None],
         *,
-        goes_on: bool,
+        waits: bool,
     ) -> None:
         self.trained = trained
-        self._waits = goes_on
+        self._waits = waits
         self.swaps: Callable[[], list[tuple[int, str]]] = list
         self.is_noted = True
         self._records, self._path, self._starts = records, folder / HISTORY, starts
@@ -129,6 +129,8 @@ class Watch:
     def end(self, outcome: str) -> None:
         """Close the records, and write the outcome to the history."""
         self._records.close()
+        if outcome == FINISHED and self._records.num_unwritten:
+            outcome = f"{FINISHED}, but {self._records.num_unwritten:,} records could not be written"
         if self._start is not None:
             self._start.outcome = outcome
         self.note()
@@ -137,7 +139,7 @@ class Watch:
         if self._start is not None and self._start.batches == 0:
             self._starts.remove(self._start)  # it was only an evaluation before the run
         elif self._start is not None:
-            self._start.outcome = "finished"  # another call of fit in the same folder
+            self._start.outcome = FINISHED  # another call of fit in the same folder
             self.note()
         self._records.flush()
         batch = state.timestamp.batch - (event is Event.BATCH_END)

@@ -1,4 +1,5 @@
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -155,10 +156,16 @@ def test_many_batches_are_smoothed_over_the_faint_ones() -> None:
     assert len(bold.get_xdata()) == len(faint.get_xdata()) == 500
 
 
-def test_with_very_many_batches_the_mean_is_drawn_only_at_some() -> None:
-    faint, bold = figure_of(made_up(count=6100)).axes[0].get_lines()
-    assert list(bold.get_xdata()) == list(faint.get_xdata())[::3]
-    assert bold.get_ydata()[600] == pytest.approx(faint.get_ydata()[1800 - 101 : 1800 + 102].mean())
+def test_the_number_of_points_that_are_drawn_is_bounded() -> None:
+    run = made_up(count=24_400, batch_9000={"loss": 7.0}, batch_12345={"loss": math.nan})
+    losses = [record["loss"] for record in run.records if "loss" in record]
+    faint, bold = figure_of(run).axes[0].get_lines()
+    assert len(bold.get_xdata()) <= 1600 and len(faint.get_xdata()) <= 3000
+    at = list(bold.get_xdata()).index(8001)
+    assert bold.get_ydata()[at] == pytest.approx(statistics.mean(losses[8000 - 400 : 8000 + 416]))
+    drawn = dict(zip(faint.get_xdata(), faint.get_ydata(), strict=True))
+    assert drawn[9000] == 7.0 and math.isnan(drawn[12345])  # extreme values and gaps are not left out
+    assert all(len(line.get_xdata()) <= 3000 for axes in figure_of(run).axes for line in axes.get_lines())
 
 
 def test_runs_share_axes_and_a_legend_with_their_literal_names() -> None:

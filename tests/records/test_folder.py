@@ -1,6 +1,8 @@
 import builtins
+import errno
 import json
 import math
+import os
 import sys
 import tomllib
 import warnings
@@ -26,8 +28,9 @@ from purecompose import (
 )
 from purecompose.algorithms import label_smoothing
 from purecompose.errors import CheckpointWarning, MismatchError
-from purecompose.observers import read_records
-from purecompose.records import RunFolder, read_run
+from purecompose.observers import formats, read_records
+from purecompose.records import RunFolder, folder, read_run
+from purecompose.records.watch import Watch
 from tests.records.run_helpers import STEP, make_batches, make_state, train, uninterrupted
 
 
@@ -346,3 +349,118 @@ def test_half_written_files_are_removed_when_the_run_resumes(tmp_path: Path) -> 
     assert left.exists()  # the run has not begun
     train(run, until=1)
     assert not left.exists()
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("place", ["FIT_END", "_write_result", "write_report"])
+def test_a_run_that_died_between_its_last_checkpoint_and_the_end_of_its_folder_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def die(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with RunFolder(tmp_path / "whole", CONFIG) as run:
+        train(run)
+    whole = read_run(run.path)
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+        if place == "FIT_END":  # while signals are deferred, this is how the process ends in the last evaluation
+            watch = Watch.__call__
+            patch.setattr(Watch, "__call__", lambda *a: die() if a[1] is Event.FIT_END else watch(*a))
+        else:
+            patch.setattr(*((RunFolder, place) if place == "_write_result" else (folder, place)), die)
+        with RunFolder(tmp_path / "run", CONFIG) as run:
+            train(run)
+    assert not (run.path / "report.html").exists()
+    with RunFolder(tmp_path / "run", {**CONFIG, "lr": 9.0}, resume=True) as run:
+        assert not run.was_complete
+        train(run)
+    found = read_run(run.path)
+    assert found.result is not None and whole.result is not None
+    same = {name for name, value in whole.result.items() if found.result[name] == value}
+    assert same >= {"metrics", "batches", "epochs", "samples"}
+    assert [one["batch"] for one in found.records] == [one["batch"] for one in whole.records]
+    assert (found.config["lr"], found.starts[-1].outcome) == (0.5, "finished")
+    assert (run.path / "report.html").exists()
+    before = {file: file.read_bytes() for file in run.path.glob("*.*")}
+    with RunFolder(run.path, CONFIG, resume=True) as run:
+        train(run)  # now it is complete, and stays as it is
+    assert run.was_complete and before == {file: file.read_bytes() for file in run.path.glob("*.*")}
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_result_is_that_of_the_run_if_its_records_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunFolder(tmp_path / "whole", CONFIG) as run:
+        train(run)
+    expected = read_run(run.path).result
+    append = formats._append
+
+    def full(path: Path, text: str) -> None:
+        if '"batch": 9,' in text:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        append(path, text)
+
+    monkeypatch.setattr(formats, "_append", full)
+    with pytest.warns(RuntimeWarning, match="records"), RunFolder(tmp_path / "run", CONFIG) as run:
+        train(run)
+    found = read_run(run.path)
+    assert expected is not None and found.result is not None and found.result["metrics"] == expected["metrics"]
+    assert found.last_metrics != expected["metrics"]  # the file lacks the newest records
+    assert run.unwritten == ("records.jsonl",)
+    assert found.starts[-1].outcome == "finished, but 5 records could not be written"
+    assert "It finished, but 5 records could not be written." in (run.path / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_records_up_to_a_checkpoint_are_on_disk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: dict[str, bytes] = {}
+    checkpoints: dict[str, list[int]] = {}
+    sync, rename = os.fsync, Path.rename
+
+    def note(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        synced[path.name] = path.read_bytes() if path.is_file() else b""
+        sync(handle)
+
+    def renamed(path: Path, target: Path) -> Path:
+        if target.name.startswith("ep"):  # from here on a run may continue from this checkpoint
+            lines = synced.get("records.jsonl", b"").splitlines()
+            checkpoints[target.name] = [record["batch"] for record in map(json.loads, lines) if "loss" in record]
+            assert "run" in synced, "the name of the file is not on disk"
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "rename", renamed)
+    with RunFolder(tmp_path / "run", CONFIG) as run:
+        train(run)
+    assert checkpoints == {f"ep{i:04d}-ba{4 * i:08d}": list(range(1, 4 * i + 1)) for i in (1, 2, 3)}
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("kept", [None, 0, 2])
+def test_a_run_that_continues_says_which_records_are_missing(tmp_path: Path, kept: int | None) -> None:
+    run = RunFolder(tmp_path, CONFIG)
+    train(run, until=6)
+    del run
+    records = tmp_path / "records.jsonl"
+    lines = records.read_text().splitlines(keepends=True)
+    records.unlink()
+    if kept is not None:
+        records.write_text("".join(lines[:kept]))
+    with RunFolder(tmp_path, resume=True) as run:
+        with pytest.warns(RuntimeWarning, match=f"records after batch {kept or 0} are missing.* continues at batch 4"):
+            train(run)
+    assert [one["batch"] for one in read_records(records) if "loss" in one] == [
+        *range(1, (kept or 0) + 1),
+        *range(5, 13),
+    ]
+
+
+def test_a_signal_ends_a_run_without_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunFolder, "_draw", lambda self: pytest.fail("drawn"))
+    monkeypatch.setattr(folder, "write_report", lambda *_, **__: pytest.fail("drawn"))
+    with pytest.raises(SystemExit), RunFolder(tmp_path, CONFIG) as run:
+        train(run, until=2)
+        raise SystemExit(143)
+    assert read_run(tmp_path).starts[-1].outcome == "SystemExit: 143" and not run.unwritten

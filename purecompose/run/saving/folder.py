@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from purecompose._support.files import read_whole
+from purecompose._support.files import read_whole, sync
 from purecompose.run.saving.errors import CheckpointError, DamagedError
 from purecompose.run.saving.index import Index, from_json, to_json
 from purecompose.run.saving.process import is_alive, owner, short_place
@@ -101,12 +101,12 @@ def replaced(target: Path, new: Path | None = None) -> Iterator[Path]:
     try:
         yield new
         for file in new.iterdir():
-            _sync(file)
-        _sync(new)
+            sync(file)
+        sync(new)
         if target.exists():
             target.rename(old)
         new.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     except BaseException:
         if old.exists() and not target.exists():
             old.rename(target)
@@ -122,9 +122,9 @@ def written(target: Path) -> Iterator[Path]:
     new = _hidden(target, _WRITING)
     try:
         yield new
-        _sync(new)
+        sync(new)
         new.replace(target)
-        _sync(target.parent)
+        sync(target.parent)
     except BaseException:
         new.unlink(missing_ok=True)
         raise
@@ -301,15 +301,6 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _is_part(tensor: Tensor) -> bool:
     """Return whether a tensor is part of a larger one."""
     return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
-
-
-def _sync(path: Path) -> None:
-    """Sync a file, or a folder's list of names, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _reason(error: OSError) -> str:
