@@ -128,7 +128,7 @@ def test_a_run_that_could_not_be_saved_reports_it(tmp_path: pathlib.Path, monkey
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("purecompose.run.saving.folder._sync", full)
+    monkeypatch.setattr("purecompose.run.saving.folder.sync", full)
     settings = Checkpoints(tmp_path, every="1ep", background=False)
     with pytest.warns(pc.errors.CheckpointWarning, match="No space left"), pytest.raises(SystemExit) as caught:
         fit(step(), start(), BATCHES, checkpoints=settings, observers=raising(signal.SIGTERM, 3))

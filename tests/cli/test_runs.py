@@ -382,14 +382,14 @@ def test_data_may_be_held_out_for_decisions(run: Run) -> None:
 def test_a_full_disk_fails_the_run_and_the_table_names_missing_checkpoints(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync = folder._sync
+    sync = folder.sync
 
     def full(path: pathlib.Path) -> None:
         if "ep0002" in str(path) or "report" in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sync(path)
 
-    monkeypatch.setattr(folder, "_sync", full)
+    monkeypatch.setattr(folder, "sync", full)
     monkeypatch.setattr("purecompose.run.saving.room._WAITING_TIME", 0.0)
     status, out, err = run("train", *SMALL, "--validation", "0.2", "--out", "a")
     assert status == 1

@@ -285,7 +285,7 @@ def full_of_safetensors(*_: Any, **__: Any) -> None:
 @pytest.mark.usefixtures("patience", "no_waiting")
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize(
-    "place, full", [("purecompose.run.saving.folder._sync", full), ("safetensors.torch.save_file", full_of_safetensors)]
+    "place, full", [("purecompose.run.saving.folder.sync", full), ("safetensors.torch.save_file", full_of_safetensors)]
 )
 def test_on_a_full_disk_training_continues_and_older_checkpoints_are_kept(
     place: str, full: Any, background: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -340,7 +340,7 @@ def test_older_checkpoints_make_room_for_the_last_one(
     room: int, keep: int, left: list[str], background: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
-    monkeypatch.setattr(disk, "_sync", disk_with_room_for(room, folder))
+    monkeypatch.setattr(disk, "sync", disk_with_room_for(room, folder))
     settings = Checkpoints(folder, every="2ba", keep=keep, background=background)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pc.errors.CheckpointWarning)
@@ -351,7 +351,7 @@ def test_older_checkpoints_make_room_for_the_last_one(
 @pytest.mark.usefixtures("no_waiting")
 def test_the_last_checkpoint_waits_for_room(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("purecompose.run.saving.room._WAITING_TIME", 60.0)
-    monkeypatch.setattr(disk, "_sync", full)
+    monkeypatch.setattr(disk, "sync", full)
     monkeypatch.setattr("purecompose.run.saving.room.time.sleep", lambda seconds: monkeypatch.undo())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

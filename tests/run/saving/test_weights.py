@@ -89,7 +89,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: pathlib.Path, monkeypatch: 
     def fail(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("purecompose.run.saving.folder._sync", fail)
+    monkeypatch.setattr("purecompose.run.saving.folder.sync", fail)
     before = path.read_bytes()
     with pytest.raises(OSError, match="No space"):
         pc.saving.save_weights(make_state(make_mlp(1)), path)
