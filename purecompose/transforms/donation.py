@@ -6,6 +6,7 @@ copy, so that a tensor that was read never changes; reading it after the next st
 """
 
 import operator
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,10 @@ __all__ = ["LASTING", "StateBuffers", "BufferLease", "SpentStateError"]
 
 LASTING = fields_where(keeps_form=True)
 """Names of the fields that are kept in donated buffers."""
+
+
+_SPENDING = threading.Lock()
+"""Held while a step takes buffers over: two threads must not write into the same ones."""
 
 
 class SpentStateError(RuntimeError):
@@ -46,14 +51,35 @@ class StateBuffers:
         self.generation = 0
         self.reason: str | Timestamp = ""
 
-    def spend(self, reason: str | Timestamp) -> None:
-        """End all leases.
+    def spend(self, reason: str | Timestamp, held: int) -> int:
+        """End all leases, and return the new generation; of two threads that hold the same one, one succeeds.
 
         Args:
             reason: The time of the state that is there now, or the end of a sentence that begins with "its memory".
+            held: The generation of the state that is given up.
+
+        Raises:
+            SpentStateError: The buffers are of another generation by now.
         """
-        self.generation += 1
-        self.reason = reason
+        with _SPENDING:
+            if held != self.generation:
+                self.check(held)
+            self.generation += 1
+            self.reason = reason
+            return self.generation
+
+    def check(self, held: int) -> None:
+        """Raise a `SpentStateError` if the buffers are of another generation by now."""
+        if held == self.generation:
+            return
+        reason = self.reason
+        if isinstance(reason, Timestamp):
+            reason = f"was given to a compiled step, which wrote the state after batch {reason.batch} into it"
+        raise SpentStateError(
+            f"this state is spent: its memory {reason}. Use the state that the step returned. To step from "
+            "one state more than once (a cell run again, a list of old states), give the step state.copy(), or use "
+            "compile(step, donate=False), which writes over nothing. loss, metrics and timestamp can still be read"
+        )
 
 
 class BufferLease:
@@ -92,15 +118,7 @@ class BufferLease:
 
     def check(self) -> None:
         """Raise a `SpentStateError` if the lease has ended."""
-        if not self.is_live:
-            reason = self.buffers.reason
-            if isinstance(reason, Timestamp):
-                reason = f"was given to a compiled step, which wrote the state after batch {reason.batch} into it"
-            raise SpentStateError(
-                f"this state is spent: its memory {reason}. Use the state that the step returned. To step from "
-                "one state more than once (a cell run again, a list of old states), give the step state.copy(), or use "
-                "compile(step, donate=False), which writes over nothing. loss, metrics and timestamp can still be read"
-            )
+        self.buffers.check(self.generation)
 
     @property
     def is_read(self) -> bool:

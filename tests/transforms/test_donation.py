@@ -34,7 +34,7 @@ def test_spending_ends_all_leases_with_an_error_that_gives_the_reason() -> None:
     buffers = make_buffers()
     early, late = BufferLease(buffers, None, ()), BufferLease(buffers, None, ())
     params = early.read("params")
-    buffers.spend("was eaten by mice")
+    buffers.spend("was eaten by mice", early.generation)
     assert not early.is_live and not late.is_live
     assert early.read("params") is params, "what was read stays"
     for read in (late.check, lambda: late.read("params"), lambda: early.read("slots")):

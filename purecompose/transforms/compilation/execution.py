@@ -29,13 +29,15 @@ class Launch(NamedTuple):
     buffers: StateBuffers
     entry: Entry
     state: State
+    lease: BufferLease | None = None
+    """The state's lease, on `buffers` or on `spends`; `None` if the buffers are new."""
     copies: list[tuple[Tensor, Tensor]] = []
     """Pairs (buffer, new value) for tensors that the user has replaced, to be copied into the buffers."""
     spends: StateBuffers | None = None
     """Earlier buffers, of which `buffers` reuses some tensors."""
 
 
-_UNFINISHED = "was being written over by a step that did not finish"
+_UNFINISHED = "was being written over by a step that has not finished"
 
 
 def execute(graphs: GraphCache, launch: Launch, prepared: Prepared, batch: list[Tensor], plan: ExecutionPlan) -> State:
@@ -43,27 +45,32 @@ def execute(graphs: GraphCache, launch: Launch, prepared: Prepared, batch: list[
     buffers, state = launch.buffers, launch.state
     if buffers.generation == 1:  # the second step: by now the state that was copied into the buffers has been freed
         return_freed_memory()
+    lease = launch.lease
+    held = lease.generation if lease is not None and launch.spends is None else buffers.generation
     if launch.spends is not None:
-        launch.spends.spend(_UNFINISHED)
+        assert lease is not None, "they are those of the state"
+        launch.spends.spend(_UNFINISHED, lease.generation)
     if launch.copies:
-        buffers.spend(_UNFINISHED)
+        held = buffers.spend(_UNFINISHED, held)
         for to, new in launch.copies:
             to.copy_(new)
     values: Values = {"key": [state.key], "loss": [] if state.loss is None else [state.loss], "batch": batch}
     if plan.plain is not None:
         # The usual step: one graph reads the buffers and the batch, and writes into the buffers.
-        buffers.spend(_UNFINISHED)
+        held = buffers.spend(_UNFINISHED, held)
         plan.plain.run(values, buffers, from_buffers=True)
-        state = _finished(graphs, plan, state.static, buffers, values, prepared.later)
+        state = _finished(graphs, plan, state.static, buffers, values, prepared.later, held)
     else:
         with torch.no_grad():
-            state = _through(graphs, launch, prepared, values, plan)
+            state = _through(graphs, launch, prepared, values, plan, held)
     if launch.spends is not None:
         launch.spends.reason = prepared.later
     return state
 
 
-def _through(graphs: GraphCache, launch: Launch, prepared: Prepared, values: Values, plan: ExecutionPlan) -> State:
+def _through(
+    graphs: GraphCache, launch: Launch, prepared: Prepared, values: Values, plan: ExecutionPlan, held: int
+) -> State:
     """Return the state after several parts, with host algorithms between them."""
     buffers, state = launch.buffers, launch.state
     start = prepared.start()
@@ -74,7 +81,7 @@ def _through(graphs: GraphCache, launch: Launch, prepared: Prepared, values: Val
     while True:
         for part in plan.parts:
             if plan.writes_buffers and part is plan.parts[-1]:
-                buffers.spend(_UNFINISHED)
+                held = buffers.spend(_UNFINISHED, held)
             part.run(values, buffers, from_buffers=from_buffers)
             from_buffers = False
         if plan.host is None:
@@ -85,11 +92,17 @@ def _through(graphs: GraphCache, launch: Launch, prepared: Prepared, values: Val
             rest = graphs.operation(prepared.bits, next_stretch)
             return graphs.step.finish(rest(Carry(state, used), NO_PURPOSE).state).unleased()
         static, from_buffers = state.static, False
-    return _finished(graphs, plan, static, buffers, values, prepared.later)
+    return _finished(graphs, plan, static, buffers, values, prepared.later, held)
 
 
 def _finished(
-    graphs: GraphCache, plan: ExecutionPlan, static: Static, buffers: StateBuffers, values: Values, later: Timestamp
+    graphs: GraphCache,
+    plan: ExecutionPlan,
+    static: Static,
+    buffers: StateBuffers,
+    values: Values,
+    later: Timestamp,
+    held: int,
 ) -> State:
     """Return the state at the end, with a lease on the buffers of its donated fields."""
     assert plan.end is not None
@@ -100,7 +113,7 @@ def _finished(
         )
     else:
         if not plan.writes_buffers:
-            settled = _settled(signatures, buffers, values)
+            settled = _settled(signatures, buffers, values, held)
             is_usual = settled is buffers
             buffers = settled
         buffers.reason = later
@@ -121,11 +134,11 @@ def _finished(
     return state
 
 
-def _settled(signatures: dict[str, Signature], buffers: StateBuffers, values: Values) -> StateBuffers:
+def _settled(signatures: dict[str, Signature], buffers: StateBuffers, values: Values, held: int) -> StateBuffers:
     """Write the fields into the buffers after a final host algorithm; return new buffers if they do not fit."""
     if not all(signatures[name].is_alike(buffers.signatures[name]) for name in LASTING):
         buffers.spend(
-            "was given to a step in which a host algorithm changed the structure, shapes or dtypes of the state"
+            "was given to a step in which a host algorithm changed the structure, shapes or dtypes of the state", held
         )
         owned = {name: [tensor.detach().clone() for tensor in values[name]] for name in LASTING}
         return StateBuffers(
@@ -138,7 +151,7 @@ def _settled(signatures: dict[str, Signature], buffers: StateBuffers, values: Va
         if new is not to
     ]
     if moves:
-        buffers.spend(_UNFINISHED)
+        buffers.spend(_UNFINISHED, held)
         # All reads precede all writes: one tensor's new value may be another's old one.
         for to, new in [(to, new.detach().clone()) for to, new in moves]:
             to.copy_(new)

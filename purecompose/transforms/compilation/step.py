@@ -265,8 +265,8 @@ class CompiledStep(Step):
             key, loss, context, graphs = lease.origin
             is_unchanged = fields["key"] is key and fields["loss"] is loss and state.static.context is context
             if is_unchanged and graphs is self._graphs:
-                return Launch(lease.buffers, lease.entry, state)
-            return self._with_entry(lease.buffers, state)
+                return Launch(lease.buffers, lease.entry, state, lease)
+            return self._with_entry(lease.buffers, state, lease=lease)
         keeps = lease is not None and lease.buffers.is_donated is is_donated
         found: dict[str, tuple[Signature, list[Tensor]]] = {}
         for name in LASTING:
@@ -281,9 +281,10 @@ class CompiledStep(Step):
             and all(signature.is_alike(old.signatures[name]) for name, (signature, _) in found.items())
         ):
             copies = [pair for name, (_, new) in found.items() for pair in zip(old.values[name], new, strict=True)]
-            return self._with_entry(old, state, copies=copies)
+            return self._with_entry(old, state, lease=lease, copies=copies)
         buffers = _new_buffers(found, old, is_donated=is_donated)
-        return self._with_entry(buffers, state, spends=old if is_donated else None)
+        spends = old if is_donated else None
+        return self._with_entry(buffers, state, lease=None if spends is None else lease, spends=spends)
 
     def _with_entry(self, buffers: StateBuffers, state: State, **rest: Any) -> Launch:
         signatures = {**buffers.signatures, "key": Signature.of(state.key)[0], "loss": Signature.of(state.loss)[0]}

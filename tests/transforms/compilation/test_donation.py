@@ -2,7 +2,9 @@
 
 import copy
 import importlib
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -352,7 +354,7 @@ def test_a_step_stopped_while_it_writes_spends_its_state_and_says_so(
     state = fast(first, make_batch())
     with pytest.raises(type(error)):
         fast(state, make_batch(1))
-    assert "did not finish" in spent_text(state)
+    assert "has not finished" in spent_text(state)
     again = fast(fast(first, make_batch()), make_batch(1))
     assert_agree(step(step(first, make_batch()), make_batch(1)), again)
 
@@ -367,6 +369,36 @@ def test_a_step_stopped_before_it_writes_leaves_its_state_usable(monkeypatch: py
     with pytest.raises(KeyboardInterrupt):
         fast(state, make_batch(1))
     assert_agree(step(step(first, make_batch()), make_batch(1)), fast(state, make_batch(1)))
+
+
+@pytest.mark.parametrize("kind", ["plain", "parts", "host", "replaced", "restructured"])
+def test_of_two_threads_that_give_one_state_to_a_step_one_succeeds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = importlib.import_module("purecompose.transforms.compilation.step")
+    execute, both = calls.execute, threading.Barrier(2)
+    algorithms = {
+        "parts": [scaling("a", Event.AFTER_DATALOADER, 2, 2), scaling("b", Event.BATCH_END, 0.9, 3)],
+        "host": [host_log([], Event.BATCH_START, lambda state: state.timestamp)],
+    }
+    step = compose(loop_events, algorithms.get(kind, []))
+    fast = compiled(step)
+    state = fast(fast(step.init(make_state()), make_batch()), make_batch(2))
+    if kind == "replaced":
+        state = state.replace(params={name: 2 * value for name, value in state.params.items()})
+    elif kind == "restructured":
+        state = state.replace(buffers={**state.buffers, "other": torch.ones(1)})
+    expected = step(state.copy(), make_batch(1))
+
+    def after_the_check(*arguments: Any) -> State:
+        both.wait(timeout=60)  # here both threads have found that the state is not spent
+        return execute(*arguments)
+
+    monkeypatch.setattr(calls, "execute", after_the_check)
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(fast, state, make_batch(1)) for _ in range(2)]
+    errors = [future.exception() for future in futures]
+    assert sorted(type(error).__name__ for error in errors) == ["NoneType", "SpentStateError"], errors
+    (found,) = (future.result() for future, error in zip(futures, errors, strict=True) if error is None)
+    assert_agree(expected, found)
 
 
 @pytest.mark.parametrize("event", [Event.AFTER_DATALOADER, Event.AFTER_TRAIN_BATCH, Event.BATCH_END])
@@ -404,7 +436,7 @@ def test_a_failed_step_with_an_override_says_that_it_did_not_finish() -> None:
     broken.append(True)
     with pytest.raises(Stop):
         fast(changed, make_batch(1))
-    with pytest.raises(SpentStateError, match="did not finish"):
+    with pytest.raises(SpentStateError, match="has not finished"):
         _ = changed.opt_state
 
 
