@@ -126,9 +126,8 @@ def check_metrics(
         wanted["checkpoints: best"] = checkpoints.best
     own = {"train", *(algorithm.name for algorithm in step.algorithms)}
     for where, metric in wanted.items():
-        # The metrics that algorithms report are known only at the end of the first epoch.
-        may_be_own = where != "checkpoints: best" and metric.partition("/")[0] in own
-        if metric not in known and not may_be_own:
+        # The metrics that algorithms report are known only when the first are due.
+        if metric not in known and metric.partition("/")[0] not in own:
             raise ValueError(f"{where}: no evaluator reports {metric!r}; there are {', '.join(known) or 'no metrics'}")
 
 

@@ -75,6 +75,9 @@ class Run:
         self._common_end = None if ranks is None else CommonEnd(ranks)
         self._described_data = {} if self.keeper is None else describe_data(self.data)
         self._described_code: dict[str, str] = {}
+        measured = {name for one in self.evaluators for name in one.reported}
+        self._by_training = self._decisive - measured
+        """Names of decisive metrics that algorithms of the step report."""
         self._see_batch = [see for one in self.observers if callable(see := getattr(one, "see_batch", None))]
 
     def states(self, state: State, *, defers_signals: bool = False) -> Iterator[State]:
@@ -156,9 +159,13 @@ class Run:
             self._evaluated[id(evaluator)] = state.timestamp.batch
         self._check_decisive(found, state)
         self._fire(Event.EVAL_AFTER_ALL, current)
+        self._note(found, state)
+        return state if event is Event.FIT_END else self._decided(state, found)
+
+    def _note(self, found: Mapping[str, Tensor], state: State) -> None:
+        """Note what has been measured of a state."""
         self._metrics = {**(self._metrics if self._measured_at == state.timestamp else {}), **found}
         self._measured_at = state.timestamp
-        return state if event is Event.FIT_END else self._decided(state, found)
 
     def _decided(self, state: State, found: Mapping[str, Tensor]) -> State:
         """Return the state after the stopping rules and adjusters have seen new metrics."""
@@ -170,26 +177,31 @@ class Run:
             state = adjuster.see(state, metrics) if adjuster.metric in metrics else state
         return state
 
-    def _decide_by_training(self, state: State) -> State:
-        """Pass the step's own metrics to the stopping rules and adjusters that use them, at the end of an epoch."""
-        measured = {name for one in self.evaluators for name in one.reported}
-        wanted = {watcher.metric for watcher in (*self.stoppers, *self.adjusters)} - measured
+    def _decide_by_training(self, state: State, before: Timestamp, unit: TimeUnit) -> State:
+        """Decide by the step's own metrics, at the end of the periods in this unit over which they are measured."""
+        wanted = {name for name in self._by_training if _has_ended(self.step, name, unit, before, state.timestamp)}
+        if not wanted:
+            return state
         missing = wanted - state.metrics.keys()
         if missing:
             raise ValueError(
-                f"no evaluator and no algorithm reports {min(missing)!r}: at the end of the epoch the step's metrics "
+                f"no evaluator and no algorithm reports {min(missing)!r}: at this point the step's metrics "
                 f"are {', '.join(state.metrics) or 'none'}; algorithms.training_metrics reports train/accuracy"
             )
         found = {name: state.metrics[name] for name in wanted}
         self._check_decisive(found, state)
-        return self._decided(state, found) if found else state
+        self._note(found, state)
+        return self._decided(state, found)
+
+    @property
+    def _decisive(self) -> set[str]:
+        """Names of the metrics that decide about stopping, adjusting or the best checkpoint."""
+        best = None if self.keeper is None else self.keeper.settings.best
+        return {watcher.metric for watcher in (*self.stoppers, *self.adjusters)} | ({best} if best else set())
 
     def _check_decisive(self, found: Mapping[str, Tensor], state: State) -> None:
         """Raise if a metric that decides about stopping, adjusting or the best checkpoint is not a single number."""
-        decisive = {watcher.metric for watcher in (*self.stoppers, *self.adjusters)}
-        if self.keeper is not None and self.keeper.settings.best is not None:
-            decisive.add(self.keeper.settings.best)
-        for name in decisive:
+        for name in self._decisive:
             if name in found and found[name].ndim != state.key.ndim - 1:
                 raise TypeError(
                     f"{name}: expected a single number, since it decides when the run stops or which checkpoint is the "
@@ -275,6 +287,7 @@ class Run:
             state = self._train(state, batch)
             check_moved(before, state.timestamp)
             state = self._fire(Event.BATCH_END, state)
+            state = self._decide_by_training(state, before, TimeUnit.BATCH)
             state = self._evaluate(Event.BATCH_END, state, before)
             state = self._fire(Event.BATCH_CHECKPOINT, state)
             if state.timestamp.epoch != before.epoch:
@@ -292,7 +305,7 @@ class Run:
 
     def _end_epoch(self, state: State, before: Timestamp) -> State:
         """Fire the events after an epoch; the state's time is already after it, `before` is still in it."""
-        state = self._decide_by_training(self._fire(Event.EPOCH_END, state))
+        state = self._decide_by_training(self._fire(Event.EPOCH_END, state), before, TimeUnit.EPOCH)
         state = self._evaluate(Event.EPOCH_END, state, before)
         state = self._fire(Event.EPOCH_CHECKPOINT, state)
         return self._end_iteration(state, before)
@@ -334,6 +347,15 @@ def _is_due(interval: Any, event: Event, before: Timestamp, now: Timestamp) -> b
         is_inside_epoch = before.epoch == now.epoch
         is_counted_here = unit is not TimeUnit.EPOCH and (unit is not TimeUnit.ITERATION or is_inside_epoch)
     return is_counted_here and has_passed(interval, before, now)
+
+
+def _has_ended(step: Step, metric: str, unit: TimeUnit, before: Timestamp, now: Timestamp) -> bool:
+    """Return whether a period over which a step measures a metric has ended: by default an epoch."""
+    period = Time(1, TimeUnit.EPOCH)
+    for algorithm in step.algorithms:
+        if metric.removeprefix("train/") in algorithm.config.get("metrics", ()) and algorithm.config.get("reset"):
+            period = Time.of(algorithm.config["reset"])
+    return period.unit is unit and has_passed(period, before, now)
 
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Stopping rules, which end a run before its full length, based on metrics.
 
 They are checked after each evaluation and, for a metric that the step's algorithms report ("train/accuracy",
-"gradient_norm"), after each epoch. Their memory is in the state, like an algorithm's, so a run resumed from a
-checkpoint stops where the uninterrupted one would have stopped.
+"gradient_norm"), after each epoch, or each period of `training_metrics(reset=...)`. Their memory is in the state, like
+an algorithm's, so a run resumed from a checkpoint stops where the uninterrupted one would have stopped.
 """
 
 import math
@@ -69,7 +69,7 @@ class EarlyStopping:
 
     Args:
         metric: Metric of an evaluator, such as `"eval/loss"`, or of an algorithm, such as `"train/accuracy"` of
-            `training_metrics`, which is read after each epoch.
+            `training_metrics`, which is read after each of its periods; others after each epoch.
         patience: Time to wait for a better value, in epochs, batches, samples or tokens.
         min_delta: Minimal difference for a value to count as better.
         mode: "min" if lower values are better, "max" if higher ones are; by default what the evaluator's metric

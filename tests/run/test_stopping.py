@@ -181,6 +181,32 @@ def test_where_nothing_says_which_values_are_better_it_is_asked(options: dict[st
         fit(compose(loop_events), make_state(), BATCHES, evaluate=plain, **options)
 
 
+def values_after_periods(period: int) -> dict[int, float]:
+    """Return the training accuracy at the end of each period, by the number of batches."""
+    step, found = compose(loop_events, [pc.algorithms.training_metrics(reset=f"{period}ba")]), {}
+    batches = make_batches(10)
+    for state in training(step, make_state(duration="3ep"), batches):
+        if state.timestamp.batch % period == 0:
+            found[state.timestamp.batch] = state.metrics["train/accuracy"].item()
+    return found
+
+
+def test_metrics_of_training_decide_within_an_epoch(tmp_path: pathlib.Path) -> None:
+    step, batches = compose(loop_events, [pc.algorithms.training_metrics(reset="4ba")]), make_batches(10)
+    values = values_after_periods(4)
+    goal = max(value for batch, value in values.items() if batch > 4)
+    first = next(batch for batch, value in values.items() if value >= goal)
+    start = make_state(duration="3ep")
+    assert fit(step, start, batches, stop=Threshold("train/accuracy", goal)).timestamp.batch == first
+    waited = fit(step, start, batches, stop=EarlyStopping("train/accuracy", "4ba", min_delta=9))
+    assert waited.timestamp.batch == 8
+    settings = Checkpoints(tmp_path, every="1dur", keep=1, best="train/accuracy", background=False)
+    fit(step, start, batches, checkpoints=settings)
+    kept = {index.batch: index.metrics for path in tmp_path.iterdir() if (index := pc.saving.read_index(path))}
+    best = max(values, key=lambda batch: values[batch])
+    assert kept[best]["train/accuracy"] == pytest.approx(values[best]) and kept.keys() == {best, 30}
+
+
 def test_two_conditions_of_one_name_and_populations_are_refused() -> None:
     twice = [Threshold("eval/loss", 0.1), Threshold("eval/loss", 0.2)]
     loss = Evaluator(BATCHES, {"loss": pc.losses.cross_entropy})

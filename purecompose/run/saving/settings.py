@@ -33,8 +33,8 @@ class Checkpoints:
         keep: Number of newest checkpoints to keep; `None` for all; or "log" to spread about log2(batches) of them
             evenly over the run, at most 20 of 100,000 batches, with one of its start: from these
             `purecompose.analysis` finds the state at any batch.
-        best: Metric of an evaluator, such as `"eval/accuracy"`. Whenever it improves on its best value, a checkpoint is
-            written regardless of `every`, and the best one is kept.
+        best: Metric of an evaluator or of an algorithm, as for `EarlyStopping`. Whenever it improves on its best value,
+            a checkpoint is written regardless of `every`, and the best one is kept.
         mode: "min" if lower values are better, "max" if higher ones are; by default what the evaluator's metric
             declares or its name says, see `metrics.is_lower_better`. If neither does, `fit` raises an error.
         background: True to write in a thread, so that a step waits only for a copy of the state. If two checkpoints
