@@ -95,10 +95,12 @@ def check_no_host(event: Event, algorithms: Iterable[Algorithm]) -> None:
 def check_updates(program: Program, trainable: Iterable[str]) -> None:
     """Raise a `ValueError` for an `update(wrt=...)` if no `Grad` before it differentiates any of its parameters.
 
-    An `update` after one of the user's own functions is not checked, because the function may set gradients.
+    An `update` after one of the user's own functions is not checked, because the function may set gradients, unless it
+    is in a `Grad`.
     """
     names = list(trainable)
     patterns: list[str] = []
+    inside = [node for grad in walk(program) if isinstance(grad, Grad) for node in walk(grad.body)]
     for node in walk(program):
         if isinstance(node, Grad):
             patterns.append(node.wrt or "*")
@@ -109,7 +111,7 @@ def check_updates(program: Program, trainable: Iterable[str]) -> None:
                     f"{node!r} has nothing to apply: no Grad before it differentiates in {', '.join(chosen[:3])}"
                     f"{', ...' if len(chosen) > 3 else ''}; put Grad(..., wrt={node.wrt!r}) before it"
                 )
-        elif isinstance(node, Stage) and node not in _SETS_NO_GRADIENTS:
+        elif isinstance(node, Stage) and node not in _SETS_NO_GRADIENTS and node not in inside:
             return
 
 

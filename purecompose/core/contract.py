@@ -45,6 +45,8 @@ class Contract:
         self.edits: Edits = Edits()
         self.loss_editors: list[str] = []
         """The algorithms that have changed the loss at AFTER_LOSS."""
+        self.unapplied: list[str] = []
+        """The algorithms that have changed gradients since the last update, each with the event."""
         self._history: list[_Application] = []
         self._marks = [Marks(lambda: _lasting(start)), Marks(lambda: given(start, "batch"), with_values=True)]
 
@@ -65,6 +67,8 @@ class Contract:
         self._history.append(_Application(where, event, _changed_forms(before, after), _new_metrics(before, after)))
         if event is Event.AFTER_LOSS and after.loss is not before.loss:
             self.loss_editors.append(algorithm.name)
+        if after.grads and after.grads is not before.grads:
+            self.unapplied.append(where)
         if self._observe is not None:
             self._observe(algorithm, event, before, after, exit_code)
 

@@ -43,6 +43,11 @@ def run_checked(
             "the step trains nothing: its program has a Grad and no update, and no parameter has changed. Put "
             "`update` after the gradient, as loop_events does"
         )
+    if contract.unapplied and Update in kinds:
+        warn(
+            f"{', '.join(contract.unapplied)} changed the gradients after the program's last update, which does not "
+            "apply them: put `update` after the event, as loop_events does"
+        )
     if draws and is_trained and not has_advance:
         warn(
             "every step will repeat the draws of this one (dropout, noise, ...): the program has no `advance`, by "

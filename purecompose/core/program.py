@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
+from purecompose._support.warnings import warn
 from purecompose.core.contract import Contract
 from purecompose.core.coupling import check_passes_agree
 from purecompose.core.given import ContractError
@@ -97,7 +98,12 @@ class Update:
 
     def _run(self, carry: Carry, purpose: Purpose) -> Carry:
         grads = self._to_apply(carry)
+        if purpose.watch is not None:
+            purpose.watch.unapplied.clear()
         if not grads:
+            if purpose.watch is not None and carry.state.grads:
+                found = ", ".join(list(carry.state.grads)[:3])
+                warn(f"{self!r} updates nothing: the gradients at this place are of {found}, none of its parameters")
             return carry
         state, used, terms = carry
         used = used.union(grads)

@@ -100,3 +100,14 @@ def test_edits_that_use_the_gradients_are_not_reported() -> None:
     edits = [method("a", doubled), method("b", doubled), alg.gradient_accumulation(2), alg.skip_nonfinite()]
     assert messages([*edits, alg.sam(0.05), alg.gradient_clipping("norm", 1.0)]) == []
     assert messages([method("before", doubled, event=Event.AFTER_BACKWARD), method("own", ones)]) == []
+
+
+@pytest.mark.parametrize(
+    "edits", [alg.gradient_clipping("norm", 1e-6), method("own", doubled)], ids=["clipping", "own"]
+)
+def test_edits_after_the_last_update_are_reported(edits: Algorithm) -> None:
+    *before, event, update, advance, end = loop_events
+    assert event is Event.AFTER_TRAIN_BATCH
+    with pytest.warns(UserWarning, match=f"{edits.name} at Event.AFTER_TRAIN_BATCH changed the gradients after the"):
+        compose([*before, update, event, advance, end], [edits])(make_state(), make_batch())
+    assert not messages([edits])
