@@ -39,12 +39,7 @@ def describe_moment(timestamp: Any) -> str:
 
 
 def describe_replaced(replaced: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return the modules that each method has replaced in words, by its name; see `Context.replaced`.
-
-    Example:
-        >>> describe_replaced({"blurpool": ("0", "2"), "no_op_model": ("",)})
-        {'blurpool': 'modules replaced: 2 (0, 2)', 'no_op_model': 'modules replaced: 1 (the whole network)'}
-    """
+    """Return the modules that each method has replaced in words, by its name; see `Context.replaced`."""
     words = {name: listed([one or "the whole network" for one in found]) for name, found in replaced.items()}
     return {name: f"modules replaced: {len(replaced[name])} ({words[name]})" for name in words}
 

@@ -8,7 +8,7 @@ skeleton for the duration of a `with` block, so a user's module is never touched
 import copy
 import pickle
 from collections import ChainMap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -91,15 +91,7 @@ class Model:
     @property
     def evaluated_parts(self) -> tuple[str, ...]:
         """The names of the outermost modules that train in evaluation mode with all that they contain."""
-
-        def found(module: nn.Module, name: str) -> Iterator[str]:
-            if not any(part.training for part in module.modules()):
-                yield name
-            else:
-                for key, child in module.named_children():
-                    yield from found(child, f"{name}.{key}".lstrip("."))
-
-        return tuple(found(self.module, ""))
+        return tuple(_outermost(self.module, lambda module: not any(part.training for part in module.modules())))
 
     def frozen_parts(self, frozen: Collection[str] | None = None) -> tuple[str, ...]:
         """Return the names of the outermost modules with parameters of which none trains; none if nothing trains.
@@ -115,15 +107,11 @@ class Model:
         frozen = self._initially_frozen if frozen is None else frozen
         trains = {id(param) for name, param in self.module.named_parameters() if name not in frozen}
 
-        def found(module: nn.Module, name: str) -> Iterator[str]:
+        def is_idle(module: nn.Module) -> bool:
             own = [id(param) for param in module.parameters()]
-            if own and trains.isdisjoint(own):
-                yield name
-            elif own:
-                for key, child in module.named_children():
-                    yield from found(child, f"{name}.{key}".lstrip("."))
+            return bool(own) and trains.isdisjoint(own)
 
-        return tuple(found(self.module, "")) if trains else ()
+        return tuple(_outermost(self.module, is_idle)) if trains else ()
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -248,6 +236,15 @@ def to_module(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, 
         KeyError: A tensor of the architecture is missing.
     """
     return model.skeleton(train=True).filled_copy(params, buffers)
+
+
+def _outermost(module: nn.Module, is_found: Callable[[nn.Module], bool], name: str = "") -> Iterator[str]:
+    """Yield the names of the modules that a function is true for, without what they contain."""
+    if is_found(module):
+        yield name
+    else:
+        for key, child in module.named_children():
+            yield from _outermost(child, is_found, f"{name}.{key}".lstrip("."))
 
 
 def _meta_twin(tensor: Tensor) -> Tensor:
