@@ -60,6 +60,7 @@ def applied(algorithm: Algorithm, event: Event, state: State) -> tuple[State, in
             )
         return _checked_result(algorithm.apply(event, state), algorithm, event)
     except Exception as error:
+        error.__dict__["algorithm"] = algorithm
         for note in (f"in {algorithm.name} at {event}", *_hints(error, algorithm, state)):
             error.add_note(note)
         raise

@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from purecompose import tree
 from purecompose._support.culprits import layer_of, line_of
 from purecompose._support.validation import unvalidated
+from purecompose.core.algorithm import Algorithm
 from purecompose.core.context import Static
 from purecompose.core.operation import NO_PURPOSE, Carry, Operation
 from purecompose.core.state import State, fields_where
@@ -44,6 +45,9 @@ class TraceError(RuntimeError):
     """A part of a step cannot be compiled: it reads a number, or does something else that a graph cannot express, or
     the compiler fails on its graph.
     """
+
+    algorithm: Algorithm | None = None
+    """The algorithm that cannot be traced, if it is known."""
 
 
 class Captured(NamedTuple):
@@ -326,10 +330,12 @@ def explained() -> Iterator[None]:
         notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
         what = _what(error)
         remedy = next((remedy for name, remedy in _REMEDIES.items() if name in what), _REMEDY)
-        raise TraceError(
+        untraceable = TraceError(
             f"a step cannot be compiled {notes[-1] if notes else 'here'}: {what}, at {line_of(error)}{layer_of(error)}"
             f". {remedy}{FALLBACK_ADVICE}"
-        ) from error
+        )
+        untraceable.algorithm = error.__dict__.get("algorithm")
+        raise untraceable from error
 
 
 _REMEDIES = {

@@ -68,7 +68,7 @@ def compile(  # noqa: A001
         backend: `"inductor"`; `"eager"`, which runs the traced graph without compiling it, to distinguish errors of
             tracing from errors of compiling, or for donation alone; or any other backend of `torch.compile`.
         fallback: True to run a step as composed, with one warning, instead of raising if it cannot be traced or
-            Inductor fails on it.
+            Inductor fails on it; if only an algorithm outside of the gradient cannot, it acts as with `host=True`.
         eager_below: Batches with fewer examples run as composed: for the short last batch of an epoch, which is not
             worth a variant. The rule is fixed, so that a resumed run does the same.
         dynamic: True to leave the number of examples open: one variant serves all sizes from 2 on, if the algorithms
@@ -159,7 +159,10 @@ class CompiledStep(Step):
             plan = plan or self._find(launch.entry, plan_key, prepared)
             if self._graphs.make_ready(plan, state.timestamp):
                 return execute(self._graphs, launch, prepared, tensors, plan)
-        self._eager[plan_key] = state.static.context, plan  # so that the next step does not set up buffers in vain
+        if self._graphs.successor is not None:
+            self._met.add((prepared.bits, prepared.num_examples))  # this run is watched
+        else:
+            self._eager[plan_key] = state.static.context, plan  # so that the next step sets up no buffers in vain
         return self.step(state, batch)
 
     def variants(self) -> Variants:
@@ -267,6 +270,8 @@ class CompiledStep(Step):
             if is_unchanged and graphs is self._graphs:
                 return Launch(lease.buffers, lease.entry, state, lease)
             return self._with_entry(lease.buffers, state, lease=lease)
+        if self._graphs.successor is not None:
+            self._graphs = GraphCache(self._graphs.successor, self.options)
         keeps = lease is not None and lease.buffers.is_donated is is_donated
         found: dict[str, tuple[Signature, list[Tensor]]] = {}
         for name in LASTING:
