@@ -11,17 +11,21 @@ import contextlib
 import dis
 import functools
 import inspect
+import io
 import operator
+import random
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Number
 from typing import Any, NamedTuple, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 
-__all__ = ["Place", "attributes", "reached"]
+__all__ = ["Place", "attributes", "check_hidden", "reached"]
 
 
 class Place(NamedTuple):
@@ -56,13 +60,36 @@ def reached(start: Any, leaves: tuple[type, ...] = ()) -> list[Place]:
         while rest:
             place = rest.popleft()
             found.append(place)
-            if id(place.value) not in seen and not isinstance(place.value, leaves):
+            if id(place.value) not in seen and (place.value is start or not isinstance(place.value, leaves)):
                 seen.add(id(place.value))
                 rest.extend(_inside(place, names, home))
         codes = [code for place in found if _is_read(place.value, home) for code in _codes(place.value.__code__)]
         if names.issuperset(used := {word for code in codes for word in _words(code)}):
             return found
         names |= used
+
+
+def check_hidden(start: Any, what: str, leaves: tuple[type, ...] = ()) -> None:
+    """Raise a `ValueError` if a random generator or an iterator is reached: its next value is in no state of a run.
+
+    The global generators of Python and NumPy are watched instead, in first calls.
+
+    Args:
+        start: A function, method, module or object that can be called.
+        what: Description of it, with which the error begins.
+        leaves: As for `reached`.
+    """
+    numpy = sys.modules.get("numpy.random")
+    kinds = (random.Random, torch.Generator, Iterator) + (() if numpy is None else (numpy.Generator, numpy.RandomState))
+    shared = getattr(random, "_inst", None), getattr(getattr(numpy, "mtrand", None), "_rand", None)
+    for where, value, _ in reached(start, leaves):
+        if isinstance(value, kinds) and not isinstance(value, io.IOBase) and not any(value is one for one in shared):
+            raise ValueError(
+                f"{what} keeps {where or 'and is'}, a {type(value).__name__}, whose next value is in no state of a run: "
+                "the same state and batch would give other numbers, and so would a resumed run. Draw by key (in a "
+                "network with torch's random functions, in a method with purecompose.random from state.rng(name)), or "
+                "index a list by state.clock"
+            )
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -94,6 +121,8 @@ def _inside(place: Place, names: set[str], home: str | None) -> Iterator[Place]:
         yield from (Place(f"{prefix} {i}", argument) for i, argument in enumerate(value.args, 1))
         yield from (_item(f"{prefix} {key}", value.keywords, key) for key in value.keywords)
         yield Place(where, value.func)
+    elif isinstance(value, types.BuiltinMethodType) and not isinstance(value.__self__, (types.ModuleType, type)):
+        yield Place(where, value.__self__)
     elif isinstance(value, types.MethodType):
         yield Place(where or _OWNER, value.__self__)
         yield Place(where, value.__func__)

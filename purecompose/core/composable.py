@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from purecompose._support.checks import shown
+from purecompose._support.references import check_hidden
 from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.cut import Cut
@@ -45,6 +46,8 @@ def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
             raise TypeError(
                 f"expected an Algorithm, got {shown(algorithm)}; call a factory, as in alg.mixup(alpha=0.2)"
             )
+        for part in (algorithm.apply, algorithm.match, *dict(algorithm.config).values()):
+            check_hidden(part, algorithm.name)
     twice = [name for name, count in Counter(a.name for a in chosen).items() if count > 1]
     if twice:
         raise ValueError(f"two algorithms are named {twice[0]!r}; rename one of them, as in mixup(..., name='other')")
@@ -70,6 +73,8 @@ def as_program(given: Iterable[Node | StateFn | str]) -> Program:
         raise ValueError("the program has more than one advance: a step moves the time by one batch")
     is_later = False
     for node in walk(program):
+        if isinstance(node, Stage):
+            check_hidden(node.fn, f"the stage {node.name}")
         is_later = is_later or node == advance
         if isinstance(node, Event) and num_advances and node.sees_new_time != is_later:
             side = "after" if node.sees_new_time else "before"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from purecompose import losses
 from purecompose._support.checks import shown
 from purecompose._support.fingerprint import fingerprint
-from purecompose._support.references import Place, attributes, reached
+from purecompose._support.references import Place, attributes, check_hidden, reached
 from purecompose.nn.model import Model, Parts, from_module
 from purecompose.schedule import Hparam, Product, Scalar, Schedule
 
@@ -91,6 +91,7 @@ def check_reads(loss: Any, net: nn.Module | None = None) -> None:
     own = {id(part) for part in _parts(loss)} if isinstance(loss, nn.Module) else set()
     of_net = {id(part) for part in _parts(net)} if net is not None else set()
     filled_in = {id(scalar) for scalar in scalars_of(loss).values()}
+    check_hidden(loss, f"the loss {shown(loss)}", _SCALARS)
     for where, value, _ in reached(loss, _SCALARS):
         what = f"{where or 'its object'}, a {type(value).__name__}"
         if id(value) in of_net:

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from purecompose._support.checks import shown
 from purecompose._support.fingerprint import fingerprint
+from purecompose._support.references import check_hidden
 from purecompose._support.warnings import warn
 from purecompose.nn.modes import set_modes
 from purecompose.nn.skeleton import Member, Sharing, Skeleton, checks, places
@@ -186,6 +187,8 @@ def from_module(
         called = f"; call it: {module.__name__}(...)" if isinstance(module, type) else ""
         raise TypeError(f"expected an nn.Module, got {shown(module)}{called}")
     checks.check_modules(module)
+    for name, child in module.named_modules():
+        check_hidden(child, f"the module {name!r} ({type(child).__name__})", (nn.Module,))
     names: dict[int, str] = {}
     twins: dict[int, Tensor] = {}
     parts: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}

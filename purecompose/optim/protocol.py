@@ -10,6 +10,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.checks import shown
+from purecompose._support.references import check_hidden
 from purecompose.optim.carried import carried
 from purecompose.schedule import Hparam, Schedule
 from purecompose.schedule.trees import hidden
@@ -28,6 +29,7 @@ def check_optimizer(optimizer: Any, where: str) -> None:
         )
     _check_takes(optimizer.init, ("params",), f"{where}: {optimizer!r}.init")
     _check_takes(optimizer.update, ("grads", "opt_state", "params", "value"), f"{where}: {optimizer!r}.update")
+    check_hidden(optimizer.update, f"{where}: {optimizer!r}")
     try:
         hash(optimizer)
     except TypeError as error:

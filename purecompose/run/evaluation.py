@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from purecompose._support.checks import check_whole, is_callable_with, shown
+from purecompose._support.references import check_hidden
 from purecompose._support.shards import whole
 from purecompose._support.warnings import warn
 from purecompose.core.compose import Step, compose
@@ -280,6 +281,8 @@ def _as_metric(name: str, given: Any) -> Metric:
         if given is factory:
             raise TypeError(f"metric {name!r}: {factory.__name__} returns a metric: write {call}")
     metric = as_metric(given)
+    for one in given if isinstance(given, Metric) else (given,):
+        check_hidden(one, f"the metric {name!r}")
     if not isinstance(given, Metric):
         if not hasattr(given, "metric_state") and not is_callable_with(given, 2):
             raise TypeError(f"metric {name!r}: {shown(given)} cannot be called as metric(outputs, targets)")
