@@ -85,8 +85,8 @@ def check_hidden(start: Any, what: str, leaves: tuple[type, ...] = ()) -> None:
     for where, value, _ in reached(start, leaves):
         if isinstance(value, kinds) and not isinstance(value, io.IOBase) and not any(value is one for one in shared):
             raise ValueError(
-                f"{what} keeps {where or 'and is'}, a {type(value).__name__}, whose next value is in no state of a run: "
-                "the same state and batch would give other numbers, and so would a resumed run. Draw by key (in a "
+                f"{what} keeps {where or 'and is'}, a {type(value).__name__}, whose next value is in no state: the "
+                "same state and batch would give other numbers, and so would a resumed run. Draw by key (in a "
                 "network with torch's random functions, in a method with purecompose.random from state.rng(name)), or "
                 "index a list by state.clock"
             )

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import os
 import random as python_random
 import sys
@@ -75,9 +76,15 @@ def ignoring_missing_terms() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def elsewhere(seed: int) -> Iterator[None]:
-    """Imitate another process at another time: with other global seeds, clocks, process number and rank."""
-    patched = {(time, name): _shifted(getattr(time, name), seed) for name in _CLOCKS}
+def elsewhere(seed: int, *, pace: int = 0) -> Iterator[None]:
+    """Imitate another process at another time: with other global seeds, clocks, process number and rank.
+
+    Args:
+        seed: The seed; 0 for the present time.
+        pace: Number of seconds by which each reading moves all clocks on.
+    """
+    readings = itertools.count(0, pace)
+    patched = {(time, name): _shifted(getattr(time, name), 100_003 * seed, readings) for name in _CLOCKS}
     patched[os, "getpid"] = functools.partial(int, os.getpid() + seed)
     originals = {(owner, name): getattr(owner, name) for owner, name in patched}
     with seeded(seed), as_rank(seed, seed + 1):
@@ -108,10 +115,9 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
 _CLOCKS = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns")
 
 
-def _shifted(clock: Callable[[], Any], seed: int) -> Callable[[], Any]:
-    seconds = 100_003 * seed
-    offset = seconds * 10**9 if isinstance(clock(), int) else seconds
-    return lambda: clock() + offset
+def _shifted(clock: Callable[[], Any], seconds: int, readings: Iterator[int]) -> Callable[[], Any]:
+    unit = 10**9 if isinstance(clock(), int) else 1
+    return lambda: clock() + (seconds + next(readings)) * unit
 
 
 def _generators() -> tuple[Any, Any, torch.Tensor]:

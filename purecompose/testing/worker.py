@@ -89,8 +89,9 @@ class Request(NamedTuple):
 def resumed(algorithm: Algorithm, case: Case, snapshot: bytes, first: int, num: int) -> State:
     """Return the state some steps after a snapshot, with a new step and a new template."""
     step = case.step(algorithm)
-    # A program that resumes a run first builds a network with other weights, at time 0. Its values must not matter.
-    template = step.init(replace(case, seed=case.seed + 1, start=0).state())
+    # A program that resumes a run first builds a network with other weights and rates, at time 0. Its values must not
+    # matter.
+    template = step.init(replace(case, seed=case.seed + 1, start=0, lr=2 * case.lr).state())
     state = step.fire(Event.AFTER_LOAD, from_bytes(snapshot, like=step.fire(Event.BEFORE_LOAD, template)))
     for index in range(first, first + num):
         state = after_batch(step, state, case.batch(index))

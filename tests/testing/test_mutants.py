@@ -64,7 +64,7 @@ PLACES = {
     (Event.AFTER_TRAIN_BATCH, WEIGHT): (
         "replaces_entry stashes_on_tensor opens_the_seal decays_frozen averages_metrics value_or_default "
         "calls_counted_in_closure root_at_zero counts_in_a_global warms_up_by_its_own_count "
-        "root_of_what_is_left divides_by_the_excess"
+        "root_of_what_is_left divides_by_the_excess notes_the_rate_at_init"
     ),
     (Event.AFTER_TRAIN_BATCH, "slots['companion.bystander']['draws']"): "decays_all_slots",
     (Event.AFTER_TRAIN_BATCH, "slots['late_slot']"): "late_slot",
@@ -81,7 +81,7 @@ PLACES = {
     (Event.BATCH_END, WEIGHT): (
         "decays_in_place clamps_through_data python_coin counts_in_closure module_global widens_params wraps_params "
         "flips_strides normalises_when_neutral counts_slots numbers_itself averages_in_closure anchors_in_closure "
-        "remembers_losses_in_a_list number_or_default"
+        "remembers_losses_in_a_list number_or_default stops_after_an_hour stops_an_hour_after_init rate_by_the_hour"
     ),
     (Event.BATCH_END, "slots['companion.bystander']['draws']"): "replaces_slots",
     (Event.BATCH_END, "slots['early_witness']['draws']"): "forgets_everything",

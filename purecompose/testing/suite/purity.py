@@ -107,8 +107,8 @@ def _check_no_view(state: State, batch: Any) -> None:
 def deterministic(subject: Subject, case: Case) -> bool:
     """Take the steps twice with one algorithm, with other work in between.
 
-    The second time, the global generators have other seeds, the clocks are days ahead, and the process has another
-    number and rank.
+    The second time, the global generators have other seeds, the clocks are days ahead and run faster, by an hour with
+    each reading, and the process has another number and rank.
     """
 
     def around(event: Event, state: State, act: Act) -> State:
@@ -117,12 +117,12 @@ def deterministic(subject: Subject, case: Case) -> bool:
         return once
 
     step = case.step(intercepted(subject.algorithm, around))
-    with elsewhere(1):
+    with elsewhere(0):
         first = run(step, case.state(), case.batches(), subject.name)
     other = case.step(subject.algorithm)
     with elsewhere(2):
         run(other, case.state(key=case.seed + 1), case.batches()[-1:])
-    with elsewhere(3):
+    with elsewhere(3, pace=3700):
         second = run(step, case.state(), case.batches(), subject.name)
     labels = ("in the first run", "in the second")
     for (event, ours), (_, theirs) in zip(first.applications, second.applications, strict=False):

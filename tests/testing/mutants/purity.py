@@ -1,6 +1,7 @@
 """Impure algorithms: they write into their arguments, or draw or remember outside the state."""
 
 import random as python_random
+import time
 from typing import Any
 
 import torch
@@ -133,6 +134,39 @@ def mixes_with_last_batch():
         partner = last[0] if last and last[0].shape == inputs.shape else inputs.roll(1)
         last[:] = [inputs]
         return state.replace(inputs=0.9 * inputs + 0.1 * partner)
+
+    return change
+
+
+@mutant("deterministic", at=Event.BATCH_END)
+def stops_after_an_hour():
+    """Trains for an hour by the wall clock, and does nothing from then on."""
+    start = time.monotonic()
+    return lambda state: state if time.monotonic() - start > 3600 else scaled_params(state, 0.99)
+
+
+@mutant("deterministic", at=(Event.INIT, Event.BATCH_END))
+def stops_an_hour_after_init():
+    """Stops an hour after INIT, in which it reads the clock again: every run that is short acts in all its steps."""
+    start = [0.0]
+
+    def change(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            start[0] = time.time()
+        return state if event is Event.INIT or time.time() - start[0] > 3600 else scaled_params(state, 0.99)
+
+    return change
+
+
+@mutant("deterministic", at=(Event.INIT, Event.BATCH_END))
+def rate_by_the_hour():
+    """Notes a rate at INIT that depends on the time of day."""
+    rate = [0.0]
+
+    def change(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            rate[0] = time.time() % 86400 / 86400
+        return state if event is Event.INIT else scaled_params(state, 1 - rate[0] / 10)
 
     return change
 

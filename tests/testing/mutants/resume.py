@@ -1,6 +1,5 @@
 """Mutants that are detected by resuming a run in a new process."""
 
-import itertools
 import os
 import time
 
@@ -61,13 +60,27 @@ def normalises_by_the_first_batch():
     return change
 
 
-_CALLS = itertools.count(1)
+@mutant("resume_exact", at=(Event.INIT, Event.AFTER_TRAIN_BATCH))
+def notes_the_rate_at_init():
+    """Keeps the rate of INIT in a closure: a resumed run begins with another one, and loads the saved one after it."""
+    rates: list[float] = []
+
+    def change(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            rates[:] = [float(state.hparams["lr"])]
+        return state if event is Event.INIT else scaled_grads(state, 1 + rates[0])
+
+    return change
+
+
+_CALLS = [0]
 
 
 @mutant("resume_exact", at=Event.AFTER_TRAIN_BATCH)
 def counts_in_a_global(state: State) -> State:
     """Doubles the gradient in every second step, by a global count of its calls instead of the clock."""
-    return scaled_grads(state, 2.0 if next(_CALLS) % 2 == 0 else 1.0)
+    _CALLS[0] += 1
+    return scaled_grads(state, 2.0 if _CALLS[0] % 2 == 0 else 1.0)
 
 
 class _Ramp:
