@@ -82,7 +82,8 @@ def num_examples(batch: Any, field: Field | None = None, dim: int = 0, target_fi
             f"found no tensor with rows in the batch ({type(batch).__name__}); convert its arrays or numbers, as by "
             "torch.from_numpy or torch.tensor"
         )
-    inputs, targets = batch if field is AS_ARGUMENT else get(batch, field), _target(batch, target_field)
+    read = _member if len(sizes) == 1 else get
+    inputs, targets = batch if field is AS_ARGUMENT else read(batch, field), _member(batch, target_field)
     own = [leading_sizes(member, dim) for member in (inputs, targets)] if len(sizes) > 1 else []
     found = common_size(*own) if any(own) else common_size(sizes, [])
     if found is None:
@@ -161,9 +162,7 @@ def num_tokens(batch: Any) -> int:
     return ids.numel() if isinstance(ids, Tensor) else 0
 
 
-def split(
-    batch: Any, num_parts: int, field: Field | None = None, dim: int = 0, target_field: Field | None = None
-) -> list[Any]:
+def split(batch: Any, num_parts: int, num: int | None = None, dim: int = 0) -> list[Any]:
     """Cut the batch along the dimension of the examples into `num_parts` parts of (nearly) equal size.
 
     Sizes differ by at most one, larger parts first. Members that are *per example* are cut: tensors and arrays whose
@@ -175,11 +174,11 @@ def split(
     Args:
         batch: The batch.
         num_parts: The number of parts, from 1 to the number of examples.
-        field, target_field: The fields of the input and the target, as for `num_examples`.
+        num: The number of examples in the batch, by default `num_examples(batch, dim=dim)`.
         dim: The dimension of the examples; see `purecompose.batch`.
 
     Raises:
-        ValueError: There are fewer examples than parts, or their number is ambiguous.
+        ValueError: There are fewer examples than parts, or their number is ambiguous and not given.
 
     Example:
         >>> import torch
@@ -189,7 +188,7 @@ def split(
         {'x': tensor([2]), 'name': ['b'], 'set': 'train'}
     """
     _check_rows(batch)
-    total = num_examples(batch, field, dim, target_field)
+    total = num_examples(batch, dim=dim) if num is None else num
     return [
         _map_rows(lambda rows, part=slice(start, stop): rows[_place(rows, part, dim)], batch, total, dim)
         for start, stop in itertools.pairwise(bounds(total, num_parts))
@@ -269,7 +268,7 @@ def _num_samples(batch: Any, inputs: Any, targets: Any) -> int | None:
     return None
 
 
-def _target(batch: Any, field: Field | None) -> Any:
+def _member(batch: Any, field: Field | None) -> Any:
     try:
         return get(batch, field)
     except (LookupError, AttributeError, TypeError):  # a batch for predictions

@@ -107,7 +107,7 @@ class Layout:
             return [batch]
         if self.splitter is None:
             self.are_rows(batch)
-            return batches.split(batch, num_parts, self.field, self.dim, self.target_field)
+            return batches.split(batch, num_parts, self.num_examples(batch), self.dim)
         if self.splitter.part is None:
             raise ValueError(
                 f"the batch cannot be cut into {num_parts} parts: {self.splitter!r} has no part; give it part=, a "

@@ -133,6 +133,6 @@ def test_split_slices_arrays_and_keeps_members_of_other_sizes_whole():
         "w": torch.ones(3),
     }
     assert batches.num_examples(batch, "x", 1) == 4
-    first, _ = batches.split(batch, 2, "x", 1)
+    first, _ = batches.split(batch, 2, 4, 1)
     assert first["x"].shape == (5, 2, 2) and first["lengths"].tolist() == [0, 1]
     assert first["array"].shape == (5, 2) and first["w"] is batch["w"]
