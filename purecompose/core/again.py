@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from purecompose import losses, tree
 from purecompose._support.checks import shown
+from purecompose._support.functorch import is_transforming
 from purecompose.core.context import Context, Static
 from purecompose.core.divided import sharing as sharing_batch
+from purecompose.core.gradient import FORWARDS
 from purecompose.core.loss import check_reads, scalars_of
 from purecompose.core.operation import Carry, Node, Operation, Purpose, walk
 from purecompose.core.ranks import Ranks
@@ -67,14 +69,19 @@ class _Again:
                 "state.context.loss"
             )
         found = []
-        for loss_fn in of:
-            if is_first_run():
-                _check_reads(loss_fn, self.state)
-            static = Static(_with_loss(self.state.context, loss_fn), self.state.static.timestamp)
-            marks = _marks_of_buffers(loss_fn)
-            found.append(self._run(self.state.replace(static=static), params, sharing))
-            if _marks_of_buffers(loss_fn) != marks:
-                raise ValueError(_not_in_state(loss_fn, "writes into its buffers"))
+        # The checks of a first run need a whole run for each loss, and a transform one graph for each.
+        token = FORWARDS.set(None if is_first_run() or is_transforming() else {})
+        try:
+            for loss_fn in of:
+                if is_first_run():
+                    _check_reads(loss_fn, self.state)
+                static = Static(_with_loss(self.state.context, loss_fn), self.state.static.timestamp)
+                marks = _marks_of_buffers(loss_fn)
+                found.append(self._run(self.state.replace(static=static), params, sharing))
+                if _marks_of_buffers(loss_fn) != marks:
+                    raise ValueError(_not_in_state(loss_fn, "writes into its buffers"))
+        finally:
+            FORWARDS.reset(token)
         names = dict.fromkeys(name for grads, _ in found for name in grads)
         return [
             ({name: grads[name] if name in grads else torch.zeros_like(params[name]) for name in names}, loss)

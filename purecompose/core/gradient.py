@@ -9,9 +9,11 @@ A parameter that the loss does not reach has no gradient, as in PyTorch, where i
 weight decay, momentum and Adam move its parameter.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import torch
@@ -29,6 +31,8 @@ from purecompose.nn.differentiable import Once, plain_operations
 
 
 __all__ = [
+    "FORWARDS",
+    "Forward",
     "differentiate",
     "value_and_grads",
     "wants_outer_gradient",
@@ -56,13 +60,33 @@ def wants_outer_gradient(state: State, batch: Any) -> bool:
     return False
 
 
-def differentiate(body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...]) -> Carry:
+class Forward:
+    """A forward pass that the gradients of several losses share: the leaves, and the carry after it."""
+
+    def __init__(self) -> None:
+        self.leaves: dict[str, Tensor] = {}
+        self.after: Carry | None = None
+
+    def run(self, forward: Callable[[Carry], Carry], carry: Carry) -> Carry:
+        """Return the carry after the forward pass, with the loss of the given one."""
+        self.after = forward(carry) if self.after is None else self.after
+        return self.after._replace(state=self.after.state.replace(static=carry.state.static))
+
+
+FORWARDS: ContextVar[dict[Any, Forward] | None] = ContextVar("forwards", default=None)
+"""The forward passes of the gradients that are being computed, by their operations, where losses share them."""
+
+
+def differentiate(
+    body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...], shared: Forward | None = None
+) -> Carry:
     """Run the body and add the gradients of its loss with respect to those named parameters that it reaches.
 
     Args:
         body: Function that sets `loss`, a 0-d tensor.
         carry: Start of the body; the parameters and batch of its state are kept in the result.
         names: Names of the parameters to differentiate with respect to, at least one.
+        shared: The forward pass of this body, if it was run before or will be run again.
 
     Returns:
         The body's end with `grads`. Fields that the body set (loss, outputs, buffers, slots, ...) are detached from
@@ -82,7 +106,7 @@ def differentiate(body: Callable[[Carry], Carry], carry: Carry, names: tuple[str
     state = carry.state
     # A step turns grad mode off unless it is differentiated through; a population is not by being mapped.
     is_differentiated = torch.is_grad_enabled() or not only_maps()
-    engine = _with_functorch if is_transforming() else _with_autograd
+    engine = _with_functorch if is_transforming() else functools.partial(_with_autograd, shared=shared)
     # Parameters stay in the skeleton for the whole scope: activation checkpointing runs forward again in it.
     kernels = Once()
     if is_differentiated:
@@ -137,11 +161,16 @@ _Differentiated: TypeAlias = tuple[Carry, dict[str, Any], dict[str, Tensor]]
 
 
 def _with_autograd(
-    body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...], is_differentiated: bool
+    body: Callable[[Carry], Carry],
+    carry: Carry,
+    names: tuple[str, ...],
+    is_differentiated: bool,
+    shared: Forward | None,
 ) -> _Differentiated:
     state, used, terms = carry
-    leaves = {name: state.params[name] for name in names}
-    for name, param in leaves.items():  # an outer gradient flows through a view to a parameter that asks for one
+    leaves = {} if shared is None else shared.leaves
+    for name in names if not leaves else ():
+        param = state.params[name]  # an outer gradient flows through a view to a parameter that asks for one
         keeps_graph = is_differentiated and param.requires_grad
         leaves[name] = param.view_as(param) if keeps_graph else param.detach().requires_grad_()
     end = body(Carry(state.replace(params={**state.params, **leaves}, loss=None), used, terms))
@@ -152,7 +181,8 @@ def _with_autograd(
     values = _set_by_body(state, end.state)
     if is_differentiated:
         return end, values, _grads(end.state.loss, leaves, _differentiable_gradients)
-    return end, {name: _detached(value) for name, value in values.items()}, _grads(end.state.loss, leaves, gradients)
+    grads = _grads(end.state.loss, leaves, gradients if shared is None else _retained_gradients)
+    return end, {name: _detached(value) for name, value in values.items()}, grads
 
 
 def _with_functorch(
@@ -180,7 +210,7 @@ def _with_functorch(
 
 
 _UNSUPPORTED = {
-    "setup_context": f"an autograd.Function has no setup_context, which torch.func needs. Define it, or {_BY_LEAVES}",
+    "setup_context": f"torch.func needs the setup_context of an autograd.Function or operator. Define it, or {_BY_LEAVES}",
     "data pointer of Tensor": f"torch.func cannot run packed sequences or NumPy. Pad sequences, or {_BY_LEAVES}",
     "forward AD|forward-mode": "an operation lacks forward mode: take gradients of gradients",
 }
@@ -198,6 +228,10 @@ def _explained() -> Iterator[None]:
             raise
         place = f"{line_of(error)}{layer_of(error)}"
         raise RuntimeError(f"a step is differentiated by torch.func, at {place}: {said}") from error
+
+
+def _retained_gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    return torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
 
 
 def _differentiable_gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -14,7 +14,7 @@ from purecompose import losses
 from purecompose.core.again import repeatable
 from purecompose.core.coupling import with_whole_loss
 from purecompose.core.cut import Cut
-from purecompose.core.gradient import differentiate
+from purecompose.core.gradient import FORWARDS, Forward, differentiate
 from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose, in_order
 from purecompose.core.program import Program, as_nodes, matching_params
 from purecompose.core.ranks import Ranks
@@ -91,6 +91,7 @@ class Grad(Scope):
         """Return the gradient of the body as one operation."""
         inner = place.lower(self.body)
         body = in_order(lowered.run for lowered in inner)
+        forward, rest = (in_order(one.run for one in part) for part in _after_forward(inner))
 
         def run(carry: Carry, purpose: Purpose) -> Carry:
             state, used, _ = carry
@@ -99,7 +100,13 @@ class Grad(Scope):
                 names = matching_params(names, self.wrt)
             if used and state.grads is not None:
                 carry = carry._replace(state=state.replace(grads=_without(state.grads, used) or None))
-            after = differentiate(lambda inner: body(inner, purpose), carry, names)
+            forwards = None if place.is_weighted else FORWARDS.get()
+            if forwards is None:
+                after = differentiate(lambda inner: body(inner, purpose), carry, names)
+            else:
+                one = forwards.setdefault(forward, Forward())
+                first = lambda inner: one.run(lambda inner: forward(inner, purpose), inner)  # noqa: E731
+                after = differentiate(lambda inner: rest(first(inner), purpose), carry, names, one)
             return Carry(after.state, after.used.difference(names), after.terms) if after.used else after
 
         is_host = any(lowered.is_host for lowered in inner)
@@ -187,6 +194,13 @@ def until_loss(operations: Sequence[Lowered]) -> Operation | None:
     before = [one.run for one in operations[: found[0]]]
     inside = operations[found[0]].until_loss
     return in_order(before if inside is None else [*before, inside])
+
+
+def _after_forward(operations: Sequence[Lowered]) -> tuple[Sequence[Lowered], Sequence[Lowered]]:
+    """Return the operations up to the last stage before the loss, such as `forward`, and the others."""
+    end = next((i for i, one in enumerate(operations) if one.sets_loss), 0)
+    num = max((i + 1 for i in range(end) if operations[i].algorithm is None), default=0)
+    return operations[:num], operations[num:]
 
 
 def with_own_gradients(run_inner: Operation) -> Operation:

@@ -369,8 +369,9 @@ class State(Leasable):
     ) -> list[tuple[dict[str, Tensor], Tensor]]:
         """Return the running step's gradients of several losses, as for PCGrad: otherwise as `gradient` returns them.
 
-        Each loss takes the place of the state's own in the step's gradient, which is computed once for each, including
-        the forward pass. What algorithms add to the loss is added to each of them.
+        Each loss takes the place of the state's own in the step's gradient. With one microbatch in one process the
+        forward pass is run once for all, else (and in a first run, or under a transform) once for each. What algorithms
+        add to the loss is added to each of them.
 
         Args:
             of: Losses `(outputs, targets) -> loss`, as for `State.create`. Only the state's own, `state.context.loss`,

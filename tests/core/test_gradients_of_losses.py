@@ -210,3 +210,34 @@ def test_scalars_and_parameters_of_other_losses_must_be_in_the_state() -> None:
     step, state = made(lambda outputs, targets: both(outputs, targets) + net.kind.weight.sum())
     with pytest.raises(ValueError, match="reads the parameters of net, a TwoHeads, outside of the state"):
         step(state, batches(1)[0])
+
+
+@pytest.mark.parametrize(("microbatches", "num_passes"), [(1, 1), (2, 6)])
+def test_losses_share_the_forward_pass_and_give_the_same_bits(microbatches: int, num_passes: int) -> None:
+    losses, passes = (kind_loss, size_loss, both), []
+    found: dict[str, Any] = {}
+
+    class Counting(TwoHeads):
+        def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+            passes.append(len(inputs))
+            return super().forward(inputs)
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        passes.clear()
+        found["together"] = state.gradients(of=losses)
+        found["passes"] = len(passes)
+        found["alone"] = [state.gradients(of=[loss])[0] for loss in losses]
+        return state
+
+    methods = [Algorithm("look", on(Event.AFTER_TRAIN_BATCH), apply), alg.label_smoothing(0.0)]
+    step = compose(loop_events, methods, microbatches=microbatches)
+    state = step.init(State.create(Counting(), loss=both, optimizer=optim.sgd(0.1), key=3))
+    batch = batches(1)[0]
+    batch = tree.map(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, batch)
+    run_steps(step, state, [batch, batch])
+    assert found["passes"] == num_passes
+    for (grads, loss), (alone, loss_alone) in zip(found["together"], found["alone"], strict=True):
+        assert torch.equal(loss, loss_alone)
+        for name, grad in alone.items():
+            assert torch.equal(grads[name], grad), name
