@@ -210,7 +210,7 @@ def _with_functorch(
 
 
 _UNSUPPORTED = {
-    "setup_context": f"torch.func needs the setup_context of an autograd.Function or operator. Define it, or {_BY_LEAVES}",
+    "setup_context": f"torch.func needs setup_context in an autograd.Function or operator. Define it, or {_BY_LEAVES}",
     "data pointer of Tensor": f"torch.func cannot run packed sequences or NumPy. Pad sequences, or {_BY_LEAVES}",
     "forward AD|forward-mode": "an operation lacks forward mode: take gradients of gradients",
 }
@@ -230,12 +230,8 @@ def _explained() -> Iterator[None]:
         raise RuntimeError(f"a step is differentiated by torch.func, at {place}: {said}") from error
 
 
-def _retained_gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    return torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
-
-
-def _differentiable_gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    return torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+_retained_gradients = functools.partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
+_differentiable_gradients = functools.partial(torch.autograd.grad, create_graph=True, allow_unused=True)
 
 
 def _grads(

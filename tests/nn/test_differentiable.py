@@ -298,7 +298,7 @@ REFUSED = {  # in reverse mode
     "MultiMarginLoss": "multi_margin_loss is part",
     "MultiLabelMarginLoss": "multilabel_margin_loss is part",
     "CTCLoss": "ctc_loss is part",
-    "CrossMapLRN2d": "setup_context of an autograd.Function|out=",
+    "CrossMapLRN2d": "setup_context in an autograd.Function|out=",
 }
 
 QUICK = {
