@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
+from purecompose._support.warnings import warn
 from purecompose.core.compose import Step
 from purecompose.core.loop import eval_events
 from purecompose.core.state import State
@@ -88,5 +90,17 @@ def _length(data: Any) -> int | None:
 
 
 def with_run(state: State, run: RunLength) -> State:
-    """Return the state with another length of its run."""
-    return state if run == state.timestamp.run else state.replace(timestamp=state.timestamp.replace(run=run))
+    """Return the state with another length of its run; warn if that changes a schedule in the middle of the run."""
+    now, later = state.timestamp, state.timestamp.replace(run=run)
+    if now.batch > 0 and now.run.duration not in (None, run.duration):
+        for schedule in state.context.schedules:
+            before = after = 0.0
+            with suppress(Exception):  # a list of rates may end with the run
+                before, after = schedule(now), schedule(later)
+            if not math.isclose(before, after, rel_tol=1e-6, abs_tol=1e-9):
+                warn(
+                    f"the run is {run.duration} long, and was {now.run.duration}: at batch {now.batch} {schedule!r} is "
+                    f"{after:.4g}, and was {before:.4g}. It follows the run's length unless it is given one, as in "
+                    f"schedule.cosine(t_max={str(now.run.duration)!r})"
+                )
+    return state if run == now.run else state.replace(timestamp=later)

@@ -445,3 +445,27 @@ def test_an_observer_that_reads_a_removed_field_gets_a_note_with_the_remedy():
         fit(compose(loop_events), make_state(), make_batches(1), duration="1ep", observers=norms)
     (note,) = caught.value.__notes__
     assert "norms" in note and "an algorithm at Event.AFTER_TRAIN_BATCH sees them" in note
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_longer_run_says_what_becomes_of_its_schedules(resumes, tmp_path):
+    """A rate that has fallen to 0 rises again; with an end of its own it stays as it is, in silence."""
+
+    def start(duration, **options):
+        rate = 0.003 * pc.schedule.cosine(**options)
+        return make_state(optimizer=pc.optim.sgd(rate), duration=duration, batches_per_epoch=2)
+
+    def longer(end, folder, **options):
+        kept = pc.Checkpoints(folder, background=False)
+        if resumes:
+            return fit(compose(loop_events), start("4ep", **options), make_batches(2), checkpoints=kept, resume="auto")
+        return fit(compose(loop_events), end, make_batches(2), duration="4ep")
+
+    for name, options in (("follows", {}), ("fixed", {"t_max": "2ep"})):
+        kept = pc.Checkpoints(tmp_path / name, background=False)
+        end = fit(compose(loop_events), start("2ep", **options), make_batches(2), checkpoints=kept)
+        if options:
+            assert longer(end, tmp_path / name, **options).timestamp.epoch == 4
+        else:
+            with pytest.warns(UserWarning, match=r"is 4ep long, and was 2ep: at batch 4 cosine.* is 0\.5, and was 0\."):
+                longer(end, tmp_path / name)
