@@ -44,7 +44,15 @@ def _forward(state: State) -> State:
 
 
 def _eval_forward(state: State) -> State:
-    outputs, _ = state.run_model(state.inputs, train=False)
+    try:
+        outputs, _ = state.run_model(state.inputs, train=False)
+    except (NotImplementedError, TypeError) as error:
+        if "forward" in str(error):
+            error.add_note(
+                "evaluate and predict call forward(inputs): a network of several players gives the argument that "
+                "selects one a default, as in forward(self, inputs, player='G')"
+            )
+        raise
     return state.replace(outputs=outputs)
 
 

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 from purecompose._support.checks import shown
 
 
-__all__ = ["check_batches"]
+__all__ = ["check_batches", "length_of"]
 
 
 def check_batches(data: Any, where: str) -> None:
@@ -59,3 +59,11 @@ def _is_pair(data: Any) -> bool:
     # The tensors in a list of batches may have sequences of different lengths.
     have_one_form = first.shape == second.shape if type(data) is tuple else first.ndim == second.ndim
     return first.dtype != second.dtype or not have_one_form
+
+
+def length_of(data: Any) -> int | None:
+    """Return the number of batches, if known; the `__len__` of a `DataLoader` over a stream raises."""
+    try:
+        return len(data) if hasattr(data, "__len__") else None
+    except (TypeError, NotImplementedError):
+        return None

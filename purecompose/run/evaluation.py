@@ -1,7 +1,7 @@
 """Evaluation and prediction: loop programs like the one of training, run on a temporary state."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -14,7 +14,7 @@ from purecompose._support.warnings import warn
 from purecompose.core.compose import Step, compose
 from purecompose.core.loop import eval_events, predict_events
 from purecompose.core.state import State, check_single
-from purecompose.data.checks import check_batches
+from purecompose.data.checks import check_batches, length_of
 from purecompose.data.loaders import fixed_batches, shuffles
 from purecompose.data.position import position_holder
 from purecompose.data.prefetch import prefetch
@@ -63,7 +63,8 @@ class Evaluator:
     """An evaluation during a run: its data, its metrics and how often it runs.
 
     Args:
-        data: Batches, iterated from the start at each evaluation. Endless data need `num_batches`.
+        data: Batches, iterated from the start at each evaluation. Endless data need `num_batches`: where it cannot be
+            known that they are endless, a warning says so after 10,000 batches.
         metrics: Metrics, or functions `(outputs, targets)` of one value for each example, by name; by default the mean
             loss, as `"loss"`. Values with further dimensions, (N, ...), are averaged over them.
         every: Interval between evaluations: a number of epochs, batches, samples or tokens, or a fraction of the run.
@@ -218,7 +219,7 @@ def run_evaluator(
         num_batches = num_folds = 0
         given = watched(iter(fixed_batches(evaluator.data, state.key)), evaluator.data)
         for batch in prefetch(itertools.islice(given, evaluator.num_batches), state.device):
-            if num_batches == _MANY and evaluator.num_batches is None and not isinstance(evaluator.data, Sized):
+            if num_batches == _MANY and evaluator.num_batches is None and length_of(evaluator.data) is None:
                 warn(
                     f"the evaluator {evaluator.label!r} has taken {_MANY} batches from data of unknown length "
                     f"({type(evaluator.data).__name__}), and continues: give num_batches if they have no end"

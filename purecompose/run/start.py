@@ -9,6 +9,7 @@ from purecompose._support.warnings import warn
 from purecompose.core.compose import Step
 from purecompose.core.loop import eval_events
 from purecompose.core.state import State
+from purecompose.data.checks import length_of
 from purecompose.data.stream import StateStream
 from purecompose.run.plateau import Adjuster
 from purecompose.run.stopping import Stopper, with_memories
@@ -62,7 +63,7 @@ def _with_duration(state: State, duration: Time | str | None) -> tuple[State, fl
 def _with_epoch_length(state: State, data: Any) -> State:
     """Return the state with the epoch's length, taken from sized data if unknown, otherwise checked against them."""
     run = state.timestamp.run
-    length = _length(data)
+    length = length_of(data)
     if length == 0:
         raise ValueError("the data has no batch: an epoch of length 0 would never end")
     if run.batches_per_epoch is None:
@@ -79,14 +80,6 @@ def _with_epoch_length(state: State, data: Any) -> State:
             "leave batches_per_epoch out, or make it at most the data's length"
         )
     return state
-
-
-def _length(data: Any) -> int | None:
-    """Return the number of batches, if known; the `__len__` of a `DataLoader` over a stream raises."""
-    try:
-        return len(data) if hasattr(data, "__len__") else None
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def with_run(state: State, run: RunLength) -> State:

@@ -399,6 +399,41 @@ def test_data_without_an_end_are_refused_where_that_is_known(monkeypatch):
     monkeypatch.setattr("purecompose.run.evaluation._MANY", 3)
     with pytest.warns(UserWarning, match="has taken 3 batches from data of unknown length"):
         pc.evaluate(make_state(), (make_batch() for _ in range(5)))
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=None)  # it has a __len__, which raises
+    with pytest.warns(UserWarning, match="has taken 3 batches from data of unknown length"):
+        pc.evaluate(make_state(), loader)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Batches whose number is not known."""
+
+    def __iter__(self):
+        return iter([make_batch()] * 5)
+
+
+class Players(torch.nn.Module):
+    """A network of two players, without a usual one."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = torch.nn.ModuleDict({"G": make_mlp(), "D": make_mlp()})
+
+    def forward(self, inputs, player):
+        return self.both[player](inputs)
+
+
+class UsualPlayers(Players):
+    def forward(self, inputs, player="G"):
+        return self.both[player](inputs)
+
+
+def test_a_network_of_several_players_needs_a_usual_one():
+    for net in (Players(), Players().both):
+        with pytest.raises((TypeError, NotImplementedError)) as caught:
+            pc.evaluate(make_state(net), [make_batch()])
+        assert any("forward(self, inputs, player='G')" in note for note in caught.value.__notes__)
+    net = UsualPlayers()
+    assert pc.evaluate(make_state(net), [make_batch()]) == pc.evaluate(make_state(net.both["G"]), [make_batch()])
 
 
 @pytest.mark.parametrize("form", ["plain", "compiled", "fit"])
