@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 
-__all__ = ["Place", "attributes", "check_hidden", "reached"]
+__all__ = ["Place", "attributes", "check_hidden", "reached", "read_by"]
 
 
 class Place(NamedTuple):
@@ -127,7 +127,7 @@ def _inside(place: Place, names: set[str], home: str | None) -> Iterator[Place]:
         yield Place(where or _OWNER, value.__self__)
         yield Place(where, value.__func__)
     elif isinstance(value, types.FunctionType):
-        yield from _inside_function(value) if _is_read(value, home) else ()
+        yield from read_by(value) if _is_read(value, home) else ()
     elif isinstance(value, (property, staticmethod, classmethod)):
         yield Place(where, value.fget if isinstance(value, property) else value.__func__)
     elif isinstance(value, (Mapping, list, tuple)):
@@ -139,7 +139,8 @@ def _inside(place: Place, names: set[str], home: str | None) -> Iterator[Place]:
         yield from _inside_object(place, names)
 
 
-def _inside_function(function: types.FunctionType) -> Iterator[Place]:
+def read_by(function: types.FunctionType) -> Iterator[Place]:
+    """Yield the values in the closure, the defaults and the globals of a function."""
     codes, known = list(_codes(function.__code__)), function.__globals__
     for name, cell in zip(codes[0].co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty cell

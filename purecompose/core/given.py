@@ -74,17 +74,10 @@ class Marks:
             found = self._mark(tensor)
             if found == mark:
                 continue
+            how = f"wrote in place into {path}, which belongs to the caller and has lost its value now: {remedy}"
             if found[:-1] == mark[:-1]:
-                raise InPlaceError(
-                    f"{culprit} switched requires_grad of {path}, which belongs to the caller: differentiate an alias, "
-                    "x = x.detach().requires_grad_()",
-                    event,
-                )
-            raise InPlaceError(
-                f"{culprit} wrote in place into {path}, which belongs to the caller and has lost its value now: "
-                f"{remedy}",
-                event,
-            )
+                how = f"switched requires_grad of {path}: differentiate an alias, x = x.detach().requires_grad_()"
+            raise InPlaceError(f"{culprit} {how}", event)
 
     def _mark(self, tensor: Tensor) -> tuple[Any, ...]:
         version = None if tensor.is_inference() else tensor._version  # inference tensors have no counter

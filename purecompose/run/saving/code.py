@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from purecompose._support.references import reached
+from purecompose._support.references import reached, read_by
 from purecompose.core.operation import walk
 from purecompose.core.program import Stage
 from purecompose.core.state import State
@@ -153,16 +153,8 @@ def _members(cls: type) -> Iterator[tuple[str, Any]]:
 
 def _function(function: types.FunctionType) -> Any:
     """Return the code of a function, with the plain values of its defaults, closure and globals."""
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            cells.append(_plain(cell.cell_contents))
-        except ValueError:  # an empty cell
-            cells.append(None)
-    defaults = [_plain(value) for value in (function.__defaults__ or ())]
-    defaults += [(name, _plain(value)) for name, value in (function.__kwdefaults__ or {}).items()]
-    read = {name: _plain(function.__globals__.get(name)) for name in _names(function.__code__)}
-    return _code(function.__code__), cells, defaults, {name: value for name, value in read.items() if value is not None}
+    read = [(place.where, _plain(place.value)) for place in read_by(function)]
+    return _code(function.__code__), [(where, value) for where, value in read if value is not None]
 
 
 def _code(code: types.CodeType) -> Any:
@@ -170,13 +162,6 @@ def _code(code: types.CodeType) -> Any:
     # The order of a set of strings differs between processes.
     ordered = [sorted(one, key=repr) if isinstance(one, frozenset) else one for one in constants]
     return code.co_code, code.co_names, code.co_varnames, ordered
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
 
 
 def _plain(value: Any) -> Any:
