@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from purecompose._support.shards import local
+
 
 __all__ = ["fingerprint", "in_words"]
 
@@ -113,7 +115,7 @@ def _tensor_value(tensor: Tensor) -> Hashable:
     if tensor.is_meta:
         return None
     try:
-        flat = tensor.detach().cpu().to_dense().contiguous().resolve_conj().resolve_neg()
+        flat = local(tensor).detach().cpu().to_dense().contiguous().resolve_conj().resolve_neg()
         return str(tensor.layout), _digest(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
     except (RuntimeError, NotImplementedError):  # the bytes of traced or quantized tensors cannot be read
         return id(tensor)
