@@ -71,8 +71,7 @@ def _by_recursion(logs: Tensor, indices: Tensor, frames: Tensor, lengths: Tensor
     states = F.pad(F.pad(indices.unsqueeze(2), (1, 0), value=blank).flatten(1), (0, 1), value=blank)
     may_skip = F.pad((states[:, 2:] != blank) & (states[:, 2:] != states[:, :-2]), (min(2, states.shape[1]), 0))
     logs = logs.gather(2, states[:, None].expand(-1, logs.shape[1], -1))
-    paths = torch.where(torch.arange(states.shape[1], device=logs.device) == 0, 0.0, _LOG_OF_0)
-    paths = paths.to(logs.dtype).expand(states.shape)
+    paths = F.pad(logs.new_zeros(len(logs), 1), (0, states.shape[1] - 1), value=_LOG_OF_0)
     for frame, log in enumerate(logs.unbind(1)):
         before = F.pad(paths, (2, 0), value=_LOG_OF_0)
         new = torch.stack([paths, before[:, 1:-1], before[:, :-2].where(may_skip, _LOG_OF_0)]).logsumexp(0) + log

@@ -212,14 +212,13 @@ class _AsTraced(fx.Interpreter):
         parameters = target._schema.arguments
         names = [p.name for p in parameters]
         given = {p.name: p.default_value for p in parameters} | dict(zip(names, args, strict=False)) | kwargs
-        written = [p.name for p in parameters if p.alias_info is not None and p.alias_info.is_write]
-        results = auto_functionalized(target, **given)
-        olds, news = (tree_leaves(part) for part in ([given[name] for name in written], results[-len(written) :]))
-        for old, new in zip(olds, news, strict=True):
+        olds = [given[p.name] for p in parameters if p.alias_info is not None and p.alias_info.is_write]
+        results: Any = auto_functionalized(target, **given)
+        for old, new in zip(tree_leaves(olds), tree_leaves(results[-len(olds) :]), strict=True):
             if new is not None:  # an optional argument
                 old.copy_(new)
-        own = results[: -len(written)]
-        return own if len(target._schema.returns) > 1 else own[0]
+        own = results[: -len(olds)]
+        return own if len(own) > 1 else own[0]
 
     def run_node(self, n: fx.Node) -> Any:
         result, traced = super().run_node(n), n.meta.get("val")
