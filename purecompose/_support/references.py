@@ -17,7 +17,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Number
 from typing import Any, NamedTuple, TypeGuard
 
@@ -82,14 +82,32 @@ def check_hidden(start: Any, what: str, leaves: tuple[type, ...] = ()) -> None:
     numpy = sys.modules.get("numpy.random")
     kinds = (random.Random, torch.Generator, Iterator) + (() if numpy is None else (numpy.Generator, numpy.RandomState))
     shared = getattr(random, "_inst", None), getattr(getattr(numpy, "mtrand", None), "_rand", None)
-    for where, value, _ in reached(start, leaves):
-        if isinstance(value, kinds) and not isinstance(value, io.IOBase) and not any(value is one for one in shared):
-            raise ValueError(
-                f"{what} keeps {where or 'and is'}, a {type(value).__name__}, whose next value is in no state: the "
-                "same state and batch would give other numbers, and so would a resumed run. Draw by key (in a "
-                "network with torch's random functions, in a method with purecompose.random from state.rng(name)), or "
-                "index a list by state.clock"
-            )
+    rest, seen = deque([start]), set[int]()
+    while rest:
+        part = rest.popleft()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        rest.extend(_held(part))
+        for where, value, _ in reached(part, leaves):
+            if (
+                isinstance(value, kinds)
+                and not isinstance(value, io.IOBase)
+                and not any(value is one for one in shared)
+            ):
+                raise ValueError(
+                    f"{what} keeps {where or 'and is'}, a {type(value).__name__}, whose next value no state holds: the "
+                    "same state and batch would give other numbers, and so would a resumed run. Draw by key (in a "
+                    "network with torch's random functions, in a method with purecompose.random from "
+                    "state.rng(name)), or index a list by state.clock"
+                )
+
+
+def _held(part: Any) -> Iterable[Any]:
+    """Return what a container, or a function of this library, holds: user code in a method, a metric, or settings."""
+    if isinstance(part, types.FunctionType) and _is_foreign(part):
+        return [place.value for place in read_by(part, with_globals=False)]
+    return part.values() if type(part) is dict else part if isinstance(part, (list, tuple)) else ()
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -139,7 +157,7 @@ def _inside(place: Place, names: set[str], home: str | None) -> Iterator[Place]:
         yield from _inside_object(place, names)
 
 
-def read_by(function: types.FunctionType) -> Iterator[Place]:
+def read_by(function: types.FunctionType, *, with_globals: bool = True) -> Iterator[Place]:
     """Yield the values in the closure, the defaults and the globals of a function."""
     codes, known = list(_codes(function.__code__)), function.__globals__
     for name, cell in zip(codes[0].co_freevars, function.__closure__ or (), strict=True):
@@ -148,6 +166,8 @@ def read_by(function: types.FunctionType) -> Iterator[Place]:
     for parameter in inspect.signature(function, follow_wrapped=False).parameters.values():
         if parameter.default is not parameter.empty:
             yield Place(f"the default of {parameter.name}", parameter.default)
+    if not with_globals:
+        return
     # Not co_names, which has attributes, too: `outputs.mean()` does not read a global `mean`.
     read = [found.argval for code in codes for found in dis.get_instructions(code) if found.opname == "LOAD_GLOBAL"]
     yield from (_item(f"the global {name}", known, name) for name in dict.fromkeys(read) if name in known)

@@ -282,8 +282,7 @@ def _as_metric(name: str, given: Any) -> Metric:
         if given is factory:
             raise TypeError(f"metric {name!r}: {factory.__name__} returns a metric: write {call}")
     metric = as_metric(given)
-    for one in given if isinstance(given, Metric) else (given,):
-        check_hidden(one, f"the metric {name!r}")
+    check_hidden(given, f"the metric {name!r}")
     if not isinstance(given, Metric):
         if not hasattr(given, "metric_state") and not is_callable_with(given, 2):
             raise TypeError(f"metric {name!r}: {shown(given)} cannot be called as metric(outputs, targets)")

@@ -76,8 +76,13 @@ def test_generators_of_methods_stages_and_metrics_are_refused(make):
         compose(loop_events, [method])
     with pytest.raises(ValueError, match="^the stage <lambda> keeps kept, a"):
         compose([lambda state: state.replace(metrics={"kept": kept}), *loop_events])
-    with pytest.raises(ValueError, match="^the metric 'own' keeps kept, a"):
-        pc.evaluate(make_state(), [make_batch()], {"own": lambda outputs, targets: targets + kept})
+
+    def own(outputs: Any, targets: Any) -> Any:
+        return losses.cross_entropy(outputs, targets) + kept
+
+    for metric in (own, pc.metrics.mean_loss(own), losses.over_batch(own)):
+        with pytest.raises(ValueError, match="^the metric 'own' keeps .*kept, a"):
+            pc.evaluate(make_state(), [make_batch()], {"own": metric})
 
 
 def test_a_bound_method_of_a_generator_is_refused():
