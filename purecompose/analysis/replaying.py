@@ -20,7 +20,7 @@ from purecompose.run.evaluation import Observer
 from purecompose.run.outer import Run
 from purecompose.run.saving import MismatchError
 from purecompose.run.saving.leaves import leaves_of
-from purecompose.run.start import evaluation_step, with_run
+from purecompose.run.start import evaluation_step
 from purecompose.time import RunLength, Time, TimeLike, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.units import named_time
@@ -135,7 +135,8 @@ def states_from(
         observers: See `replay`.
         convert: Function of states and batches for another precision or device; losses are then not compared.
     """
-    state, step, data = with_run(loaded.state, length), run.step, run.data
+    state, step, data = loaded.state, run.step, run.data
+    state = state.replace(timestamp=state.timestamp.replace(run=length))
     if convert is None:
         observers = (_Recorded(run), *observers)
     else:
