@@ -48,7 +48,7 @@ class Contract:
         self.unapplied: list[str] = []
         """The algorithms that have changed gradients since the last update, each with the event."""
         self._history: list[_Application] = []
-        self._marks = [Marks(lambda: _lasting(start)), Marks(lambda: given(start, "batch"), with_values=True)]
+        self._marks = Marks(lambda: _lasting(start))
 
     def apply(
         self, algorithm: Algorithm, event: Event, before: State, apply: Callable[[], tuple[State, int | None]]
@@ -84,8 +84,7 @@ class Contract:
             FormError: A structure, shape or dtype differs; the message names the key path, and the last algorithm
                 that changed it there.
         """
-        for marks in self._marks:
-            marks.check("the step itself")
+        self._marks.check("the step itself")
         self._check_metrics(end)
         frozen, start = end.context.frozen, self._start
         # A part that has been thawed has memory of the optimizer now.
@@ -110,7 +109,7 @@ class Contract:
 
     def _marks_of(self, state: State) -> list[Marks]:
         """Return the marks of the step's input, and of what an earlier part of the step has computed."""
-        return [*self._marks, Marks(lambda: given(state, "batch", "outputs", "grads"), with_values=True)]
+        return [self._marks, Marks(lambda: given(state, "batch", "outputs", "grads"), with_values=True)]
 
     def run_update(self, state: State, update: Callable[[], Any]) -> Any:
         """Return the optimizer's result.
@@ -121,7 +120,7 @@ class Contract:
         """
         culprit = f"the update of the optimizer {state.optimizer!r}"
         remedy = "return new tensors (mul instead of mul_) by the same names"
-        result = watched(update, culprit, self._marks, remedy=remedy)
+        result = watched(update, culprit, [self._marks], remedy=remedy)
         wanted = (
             "expected the pair (params, opt_state): all parameters by name, and what init gave, with the structure, "
             "shapes and dtypes that both came with"

@@ -76,6 +76,7 @@ class Marks:
                 continue
             how = f"wrote in place into {path}, which belongs to the caller and has lost its value now: {remedy}"
             if found[:-1] == mark[:-1]:
+                tensor.requires_grad_(mark[-1])
                 how = f"switched requires_grad of {path}: differentiate an alias, x = x.detach().requires_grad_()"
             raise InPlaceError(f"{culprit} {how}", event)
 
@@ -115,7 +116,7 @@ def watched(call: Callable[[], T], culprit: str, marks: Iterable[Marks], event: 
     if _generators() != before:
         raise GlobalDrawError(
             f"{culprit} drew from the global generator of Python's random or of NumPy{_place_of_draw(call)}, which no "
-            f"state holds. {BY_KEY}",
+            f"state holds. {BY_KEY}. In a model of a library, switch it off by its settings (apply_spec_augment=False)",
             event,
         )
     return result

@@ -179,9 +179,10 @@ def test_a_method_that_switches_gradients_of_parameters_on_is_refused():
         state.params["bias"].requires_grad_()
         return state
 
-    method = changing("switch", Event.AFTER_TRAIN_BATCH, switch)
+    method, state = changing("switch", Event.AFTER_TRAIN_BATCH, switch), plain_state()
     with pytest.raises(ContractError, match=r"^switch at .* switched requires_grad of state.params\['bias'\]"):
-        compose(loop_events, [method])(plain_state(), force_batch())
+        compose(loop_events, [method])(state, force_batch())
+    assert not state.params["bias"].requires_grad
 
 
 # Draws
