@@ -180,14 +180,11 @@ if hasattr(F, "linear_cross_entropy"):  # computed in chunks, it lacks second de
 
 _NO_DERIVATIVE = "torch has no derivative of its gradient: "
 _MISSING: dict[Any, str] = {
-    **dict.fromkeys((F.ctc_loss, torch.ctc_loss), _NO_DERIVATIVE + "compute it from the outputs by torch.logsumexp"),
+    **dict.fromkeys((F.ctc_loss, torch.ctc_loss), _NO_DERIVATIVE + "use losses.ctc"),
     **dict.fromkeys((F.embedding_bag, torch.embedding_bag), _NO_DERIVATIVE + "use F.embedding, and a sum of its rows"),
     **dict.fromkeys((F.pdist, torch.pdist), _NO_DERIVATIVE + "use torch.cdist"),
     **dict.fromkeys((F.multi_margin_loss, F.multilabel_margin_loss), _NO_DERIVATIVE + "compute it by torch.clamp"),
     torch.segment_reduce: _NO_DERIVATIVE + "use torch.scatter_reduce",
-    **dict.fromkeys(
-        (torch.batch_norm, torch.instance_norm), "its third derivative is wrong: call torch.nn.functional's"
-    ),
 }
 """Remedies by function."""
 
