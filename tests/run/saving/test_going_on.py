@@ -31,9 +31,9 @@ def metrics_in(folder: pathlib.Path) -> dict[str, float]:
     return {name: index["metrics"].get("eval/score") for name, index in indexes.items()}
 
 
-def scores(values: Iterator[float]) -> Evaluator:
+def scores(values: list[float]) -> Evaluator:
     """Return an evaluator with these results, one after the other."""
-    return Evaluator(BATCHES[:1], {"score": lambda outputs, targets: torch.tensor(next(values))})
+    return Evaluator(BATCHES[:1], {"score": lambda outputs, targets: torch.tensor(values.pop(0))})
 
 
 def best(folder: pathlib.Path, **options: Any) -> Checkpoints:
@@ -43,12 +43,12 @@ def best(folder: pathlib.Path, **options: Any) -> Checkpoints:
 def test_a_finished_run_keeps_the_metrics_of_its_end(tmp_path: pathlib.Path) -> None:
     halve = changing("halve", Event.FIT_END, lambda state: state.replace(buffers=state.buffers))
     step = compose(loop_events, [halve])
-    fit(step, start(), BATCHES, evaluate=scores(iter([0.5, 0.6, 0.9, 0.9])), checkpoints=best(tmp_path))
+    fit(step, start(), BATCHES, evaluate=scores([0.5, 0.6, 0.9, 0.9]), checkpoints=best(tmp_path))
     assert metrics_in(tmp_path) == {"ep0003-ba00000012": pytest.approx(0.9)}
-    again = {"evaluate": scores(iter([0.9] * 2)), "checkpoints": best(tmp_path), "resume": "auto"}
+    again = {"evaluate": scores([0.9] * 2), "checkpoints": best(tmp_path), "resume": "auto"}
     fit(step, start(), BATCHES, **again)
     assert metrics_in(tmp_path) == {"ep0003-ba00000012": pytest.approx(0.9)}
-    worse = scores(iter([0.3, 0.2, 0.1, 0.1]))
+    worse = scores([0.3, 0.2, 0.1, 0.1])
     fit(step, start(), BATCHES, duration="6ep", evaluate=worse, checkpoints=best(tmp_path), resume="auto")
     assert metrics_in(tmp_path) == {"ep0003-ba00000012": pytest.approx(0.9), "ep0006-ba00000024": pytest.approx(0.1)}
 
@@ -96,7 +96,7 @@ def test_a_checkpoint_that_was_not_written_is_not_the_best(
 
     monkeypatch.setattr(disk, "write", flaky)
     with pytest.warns(CheckpointWarning, match="no space left"):
-        evaluator = scores(iter([0.9, 0.8, 0.5, 0.5]))
+        evaluator = scores([0.9, 0.8, 0.5, 0.5])
         fit(compose(loop_events), start(), BATCHES, evaluate=evaluator, checkpoints=best(tmp_path, every="3ep"))
     assert metrics_in(tmp_path) == {"ep0002-ba00000008": pytest.approx(0.8), "ep0003-ba00000012": pytest.approx(0.5)}
 
