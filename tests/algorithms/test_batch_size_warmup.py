@@ -109,12 +109,16 @@ def test_all_per_example_members_are_cut_and_the_others_are_kept():
     state = helpers.make_state(duration="10ba", input_field="x", target_field="y")
     (first, *_), _ = run([batch_size_warmup(0.5, 0.2, 4)], 1, state, batch)
     assert torch.equal(first["x"], BATCH[0][:4]) and torch.equal(first["y"], BATCH[1][:4])
-    assert first["names"] == ["0", "1", "2", "3"] and first["set"] == "train" and first["weights"] is batch["weights"]
+    assert (
+        first["names"] == ["0", "1", "2", "3"]
+        and first["set"] == "train"
+        and first["weights"].data_ptr() == batch["weights"].data_ptr()
+    )
 
 
 def test_small_batches_stay_whole_and_are_the_very_same():
     seen, states = run([batch_size_warmup(0.5, 0.1, 32)], 2)
-    assert all(inputs is BATCH[0] for inputs, _ in seen)
+    assert all(inputs.data_ptr() == BATCH[0].data_ptr() for inputs, _ in seen)
     assert states[1].metrics["batch_size_warmup/batch_size"] == 20
 
 
