@@ -15,6 +15,7 @@ from torch import Tensor
 
 from purecompose._support.fingerprint import fingerprint
 from purecompose._support.functorch import has_values, plainly, unwrapped
+from purecompose._support.shards import local
 from purecompose._support.writes import storage_of
 from purecompose.nn.keyed.modules import BY_KEY
 from purecompose.nn.keyed.scope import UnkeyedRandomError, called_from
@@ -85,7 +86,7 @@ class Marks:
         if not self._with_values:
             return version, storage_of(tensor), tensor.requires_grad
         # The flags of a batch and outputs are those of aliases, and of no consequence.
-        plain = unwrapped(tensor)
+        plain = local(unwrapped(tensor))
         if plain.device.type != "cpu" or plain.numel() > _MANY or not has_values(plain):
             return version, storage_of(tensor), False
         with plainly():
