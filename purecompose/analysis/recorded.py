@@ -22,7 +22,7 @@ from purecompose.records.layout import RECORDS
 from purecompose.run.evaluation import Evaluator
 from purecompose.run.plateau import Adjuster
 from purecompose.run.saving import Checkpoints, CheckpointWarning, MismatchError
-from purecompose.run.saving.checkpoint import restore_extra, restored, saved_outside
+from purecompose.run.saving.checkpoint import outside_of, restore_extra, restored
 from purecompose.run.saving.code import code_differences, describe_code
 from purecompose.run.saving.description import describe, differences, environment, listed
 from purecompose.run.saving.extra import POSITION
@@ -168,9 +168,10 @@ class RecordedRun:
         like = self.step.fire(Event.BEFORE_LOAD, self.start)
         state = restored(path, index, like, self.step, ignore=["microbatches"] * (self.microbatches is not None))
         state = self.step.fire(Event.AFTER_LOAD, state)
-        restore_extra(self.extra, path, index)
+        outside = outside_of(path, index)
+        restore_extra(self.extra, path, outside)
         memory = {"has_begun": index.batch > 0, **index.memory}
-        position = saved_outside(POSITION, path, index) if memory["has_begun"] else self._origin
+        position = outside.get(POSITION) if memory["has_begun"] else self._origin
         return Loaded(state, path, memory, index.metrics, position)
 
     def _check(self, found: Found) -> None:

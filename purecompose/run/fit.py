@@ -35,7 +35,7 @@ from purecompose.run.evaluation import Evaluator, Observer
 from purecompose.run.outer import Run
 from purecompose.run.plateau import Adjuster
 from purecompose.run.reading import EpochData
-from purecompose.run.saving.checkpoint import restore_extra, saved_outside
+from purecompose.run.saving.checkpoint import restore_extra
 from purecompose.run.saving.errors import CheckpointWarning, MismatchError
 from purecompose.run.saving.extra import POSITION
 from purecompose.run.saving.fetching import fetched
@@ -252,8 +252,8 @@ def _resumed(
         if resumed is None:
             return None, None
         _check_resumed(resumed, like, data)
-        restore_extra(None if keeper is None else keeper.settings.extra, resumed.path, resumed.index)
-        return resumed, saved_outside(POSITION, resumed.path, resumed.index)
+        restore_extra(None if keeper is None else keeper.settings.extra, resumed.path, resumed.outside)
+        return resumed, resumed.outside.get(POSITION)
 
 
 def _check_resumed(resumed: Resumed, like: State, data: Any) -> None:

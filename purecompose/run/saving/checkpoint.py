@@ -31,11 +31,11 @@ __all__ = [
     "Snapshot",
     "assembled",
     "load",
+    "outside_of",
     "read",
     "restore_extra",
     "restored",
     "save",
-    "saved_outside",
     "snapshot",
 ]
 
@@ -261,17 +261,16 @@ def restored(
         raise DamagedError(f"{path} cannot be used: {error}") from error
 
 
-def restore_extra(extra: Any, path: Path, index: Index) -> None:
-    """Put what a run keeps outside the state back in its place, from a checkpoint that has already been compared.
+def restore_extra(extra: Any, path: Path, outside: Mapping[str, Any]) -> None:
+    """Put what a run keeps outside the state back in its place, from what `outside_of` returned for a checkpoint.
 
     Raises:
-        DamagedError: The tensors are incomplete.
         MismatchError: It has another form in the checkpoint.
 
     Warns:
         CheckpointWarning: Only the run or only the checkpoint has it.
     """
-    if (extra is not None) != (extras.EXTRA in index.memory):
+    if (extra is not None) != (extras.EXTRA in outside):
         text = (
             "Checkpoints(extra=...) is not in it, and continues as it is"
             if extra is not None
@@ -279,27 +278,21 @@ def restore_extra(extra: Any, path: Path, index: Index) -> None:
         )
         warn(f"{path}: {text}", CheckpointWarning)
     elif extra is not None:
-        extras.restore(extra, saved_outside(extras.EXTRA, path, index))
+        extras.restore(extra, outside[extras.EXTRA])
 
 
-def saved_outside(name: str, path: Path, index: Index) -> Any:
-    """Return what a run keeps outside the state, from a checkpoint that has already been compared; `None` if it is not
-    in the checkpoint.
-
-    Args:
-        name: `EXTRA` or `POSITION`.
-        path: The checkpoint.
-        index: Its index.
+def outside_of(path: Path, index: Index) -> dict[str, Any]:
+    """Return what a run keeps outside the state, by its name: `EXTRA` and `POSITION`, as far as the checkpoint has it.
 
     Raises:
         DamagedError: The tensors are incomplete.
     """
-    if name not in index.memory:
-        return None
     tensors = SavedTensors(path, index)
     own = {key: Spec.of_text(text) for key, text in index.tensors.items() if extras.is_extra(key)}
     try:
-        return extras.unpack(index.memory[name], {key: restored_tensor(tensors[key], own[key]) for key in own})
+        found = {key: restored_tensor(tensors[key], own[key]) for key in own}
+        names = (name for name in (extras.EXTRA, extras.POSITION) if name in index.memory)
+        return {name: extras.unpack(index.memory[name], found) for name in names}
     except (KeyError, TypeError, ValueError) as error:  # forged, since the checksums fit
         raise DamagedError(f"{path}: its index does not describe what the run keeps outside the state") from error
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from purecompose._support.files import is_nested_deeper
+from purecompose._support.forms import COUNT, NUMBERS, PLAIN, misfit
 from purecompose.run.saving.errors import CheckpointError, DamagedError
+from purecompose.run.saving.leaves import Spec
 from purecompose.time import RunLength, Time, Timestamp
 
 
@@ -71,8 +73,14 @@ def from_json(text: bytes) -> Index:
     reported = content.pop("sha256", None)
     if reported != _checksum(content):
         raise DamagedError("its index has been changed since it was written (the checksum does not fit)")
-    fields = {field.name: _restored(content.get(field.name)) for field in dataclasses.fields(Index)}
-    _check_parts(fields)
+    try:
+        fields = {field.name: _restored(content.get(field.name)) for field in dataclasses.fields(Index)}
+    except ValueError as error:
+        raise DamagedError(f"its index has a number that is none: {error}") from error
+    for name, form in _FORMS.items():
+        if (place := misfit(fields[name], form, name)) is not None:
+            raise DamagedError(f"its index has no valid {place}")
+    time_from_plain(fields["time"])
     return Index(**fields)
 
 
@@ -98,28 +106,32 @@ def time_from_plain(plain: Mapping[str, Any]) -> Timestamp:
             None if iteration is None else Time.of(iteration),
         )
         return Timestamp(**{name: plain[name] for name in _COUNTERS}, run=run)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DamagedError(f"its index has no valid time: {error}") from error
 
 
-def _check_parts(fields: Mapping[str, Any]) -> None:
-    """Raise if the parts of an index have wrong types, as in one written manually, so that later code can rely on them.
+def _is_spec(text: object) -> bool:
+    return isinstance(text, str) and bool(Spec.of_text(text))
 
-    The forms of tensors are checked when they are read.
-    """
-    for name, value in fields.items():
-        if not isinstance(value, dict):
-            raise DamagedError(f"its index has no {name}")
-    time_from_plain(fields["time"])
-    description = fields["description"]
-    texts = [*[description.get(name) for name in ("model", "initialised", "frozen")], description.get("required", [])]
-    if not all(isinstance(lines, list) and all(isinstance(line, str) for line in lines) for lines in texts):
-        raise DamagedError("its index does not describe a model")
-    names = [*[description.get(name, {}) for name in ("algorithms", "base", "settings")], fields["tensors"]]
-    if not all(isinstance(texts, dict) and all(isinstance(text, str) for text in texts.values()) for texts in names):
-        raise DamagedError("its index does not describe algorithms, settings and tensors")
-    if not all(isinstance(reported, dict) for reported in fields["files"].values()):
-        raise DamagedError("its index does not describe files")
+
+_FORMS: dict[str, Any] = {
+    "time": {
+        **dict.fromkeys(_COUNTERS, COUNT),
+        **{"duration": (str, None), "batches_per_epoch": (COUNT, None), "iteration_length": (str, None)},
+    },
+    "description": {
+        **{"model": [str], "initialised": [str], "frozen": [str], "required?": [str], "eval_mode?": [str]},
+        **dict.fromkeys(("algorithms?", "base?", "settings?"), {"*": str}),
+        **{"hparams?": {"*": NUMBERS}, "microbatches?": (int, str, None), "*": (str, None)},
+    },
+    "environment": {"*": object},
+    "tensors": {"*": _is_spec},
+    "values": {"*": PLAIN},
+    "files": {"*": {"bytes": COUNT, "sha256": str, "rows?": {"*": [COUNT]}}},
+    "metrics": {"*": (NUMBERS, *PLAIN)},
+    "memory": {"has_begun?": bool, "microbatches?": COUNT, "data?": {"*": object}, "code?": {"*": str}, "*": object},
+}
+"""What each part of an index looks like. What is only shown or compared as a whole may be any plain value."""
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

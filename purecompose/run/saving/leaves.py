@@ -1,5 +1,8 @@
 """Conversion of a state to named tensors and values, and back into a template."""
 
+import itertools
+import math
+import operator
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -68,7 +71,8 @@ def leaves_of(state: State) -> Leaves:
 
 
 _LISTS = ("shape", "stride")
-_SPEC = re.compile(r"(?P<dtype>\w+)\[(?P<shape>(\d+(, \d+)*)?)\]( by \[(?P<stride>(\d+(, \d+)*)?)\])?")
+_NUMBERS = r"([0-9]{1,18}(, [0-9]{1,18})*)?"
+_SPEC = re.compile(rf"(?P<dtype>\w+)\[(?P<shape>{_NUMBERS})\]( by \[(?P<stride>{_NUMBERS})\])?")
 
 
 class Spec(NamedTuple):
@@ -94,7 +98,19 @@ class Spec(NamedTuple):
         if found is None or not isinstance(getattr(torch, found["dtype"], None), torch.dtype):
             raise DamagedError(f"its index describes a tensor as {text!r}")
         numbers = {name: tuple(map(int, (found[name] or "").split(", "))) if found[name] else () for name in _LISTS}
-        return Spec(found["dtype"], numbers["shape"], None if found["stride"] is None else numbers["stride"])
+        stride = None if found["stride"] is None else numbers["stride"]
+        if stride is not None and not _is_dense(numbers["shape"], stride):
+            raise DamagedError(f"its index describes a tensor with gaps or overlaps: {text!r}")
+        return Spec(found["dtype"], numbers["shape"], stride)
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Return whether a tensor's elements fill its memory, each in a place of its own."""
+    size = math.prod(max(one, 1) for one in shape)
+    steps = sorted((step, one) for step, one in zip(stride, shape, strict=False) if one != 1)
+    places = itertools.accumulate((one for _, one in steps), operator.mul, initial=1)
+    is_filled = 0 in shape or all(step == place for (step, _), place in zip(steps, places, strict=False))
+    return len(shape) == len(stride) and is_filled and all(step <= size for step in stride)
 
 
 def spec_of(tensor: Tensor) -> Spec:
@@ -211,8 +227,9 @@ def restored_tensor(saved: Tensor, spec: Spec, device: torch.device | str = "cpu
         DamagedError: It has not the form that the index says.
     """
     dtype = getattr(torch, spec.dtype)
+    form = (dtype.to_real(), (*spec.shape, 2)) if dtype.is_complex else (dtype, spec.shape)
+    if (saved.dtype, tuple(saved.shape)) != form:
+        raise DamagedError(f"a tensor is {tree.describe(saved)} in the file and {spec} in the index")
     value = torch.view_as_complex(saved) if dtype.is_complex else saved
-    if value.dtype != dtype or tuple(value.shape) != spec.shape:
-        raise DamagedError(f"a tensor is {tree.describe(value)} in the file and {spec} in the index")
     stride = value.stride() if spec.stride is None else spec.stride  # the file's tensors are contiguous
     return torch.empty_strided(spec.shape, stride, dtype=dtype, device=device).copy_(value)

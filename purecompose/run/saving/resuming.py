@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from purecompose._support.warnings import warn
 from purecompose.core.state import State
 from purecompose.run.saving import folder as disk
-from purecompose.run.saving.checkpoint import read, restored
+from purecompose.run.saving.checkpoint import outside_of, read, restored
 from purecompose.run.saving.errors import CheckpointError, CheckpointWarning, DamagedError
 from purecompose.run.saving.index import Index
 from purecompose.run.saving.together import Writers, in_all, writers_of
@@ -28,6 +28,8 @@ class Resumed:
     state: State
     index: Index
     path: Path
+    outside: Mapping[str, Any]
+    """What the run keeps outside the state; see `outside_of`."""
 
 
 def resumed_from(path: Path, like: State, step: Any, ignore: Collection[str] = ()) -> Resumed:
@@ -42,7 +44,8 @@ def resumed_from(path: Path, like: State, step: Any, ignore: Collection[str] = (
     like = step.fire(Event.BEFORE_LOAD, like)
 
     def resumed() -> Resumed:
-        return Resumed(read(path, like, step=step, ignore=ignore), disk.read_index(path), path)
+        state, index = read(path, like, step=step, ignore=ignore), disk.read_index(path)
+        return Resumed(state, index, path, outside_of(path, index))
 
     return in_all(writers_of(like, step), resumed, f"{path} cannot be used")
 
@@ -61,7 +64,7 @@ def resumed_from_newest(folder: Path | str, like: State, step: Any, ignore: Coll
     def resumed_at(path: Path) -> Resumed | None:
         try:
             index = disk.read_index(path)
-            return Resumed(restored(path, index, like, step, ignore=ignore), index, path)
+            return Resumed(restored(path, index, like, step, ignore=ignore), index, path, outside_of(path, index))
         except DamagedError as error:
             damaged[path] = str(error)
             return None

@@ -10,7 +10,7 @@ import torch
 
 from purecompose import Checkpoints
 from purecompose.errors import DamagedError, MismatchError
-from purecompose.run.saving.checkpoint import restore_extra, snapshot
+from purecompose.run.saving.checkpoint import outside_of, snapshot
 from purecompose.run.saving.extra import pack, restore, unpack
 from purecompose.run.saving.folder import read_index
 from purecompose.run.saving.index import _plain, _restored
@@ -75,4 +75,4 @@ def test_a_forged_description_is_refused(tmp_path: pathlib.Path, forged: Any) ->
     index = read_index(tmp_path / "checkpoint")
     index.memory["extra"] = forged
     with pytest.raises(DamagedError, match="does not describe what the run keeps outside the state"):
-        restore_extra([torch.zeros(2)], tmp_path / "checkpoint", index)
+        outside_of(tmp_path / "checkpoint", index)

@@ -1,13 +1,21 @@
 """Damaged checkpoints: every mutation is harmless or an explained error; none gives a wrong state or runs code."""
 
+import collections
+import copy
+import json
 import pathlib
 import random
 import shutil
+import warnings
+from collections.abc import Iterator
 
 import pytest
+import torch
 
 import purecompose as pc
 from purecompose import compose, loop_events
+from purecompose.run.saving.index import _checksum
+from purecompose.run.saving.resuming import resumed_from_newest
 from tests.helpers import make_batch, make_state
 
 
@@ -80,3 +88,56 @@ def test_a_forged_index_runs_no_code_and_says_what_is_wrong(tmp_path: pathlib.Pa
         with pytest.raises((pc.errors.CheckpointError, pc.errors.MismatchError)) as caught:
             pc.load(whole, like)
         assert str(caught.value), name
+
+
+def places_in(value: object, place: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
+    """Yield the places of all values in plain ones."""
+    yield place
+    members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, member in members:
+        yield from places_in(member, (*place, key))
+
+
+FORGED = [None, True, -1, 0, 2**70, 1.5, "", "x", "-1ep", [], [None], [[-1, 2**40]], {}, {"float": "x"}, {"!tuple": 1}]
+FORMS = [
+    "float32[4, 8] by [1, 1]",
+    "float32[4, 8] by [9, 1]",
+    "float32[4, 8] by [8]",
+    "float32[99999999999, 9999999999]",
+]
+
+
+@pytest.mark.slow
+def test_every_forged_value_of_an_index_is_damage_or_harmless(tmp_path: pathlib.Path) -> None:
+    step = compose(loop_events, [pc.algorithms.mixup(0.2)])
+    state = like = step.init(make_state(duration="1ep"))
+    batches = [make_batch(0), make_batch(1)]
+    kept = pc.Checkpoints(tmp_path, "1ba", extra=[torch.ones(2), {"a": 1}], background=False)
+    pc.fit(step, state, batches, checkpoints=kept)
+    newest = pc.saving.newest(tmp_path)
+    assert newest is not None
+    index = json.loads((newest / "index.json").read_text())
+    outcomes = collections.Counter[str]()
+    for place in places_in(index):
+        for value in FORGED + (FORMS if place[:1] == ("tensors",) else []):
+            if not place or place[0] in ("sha256", "format", "version", "environment"):
+                continue
+            forged = copy.deepcopy(index)
+            inner = forged
+            for key in place[:-1]:
+                inner = inner[key]
+            inner[place[-1]] = value
+            content = {name: member for name, member in forged.items() if name != "sha256"}
+            (newest / "index.json").write_text(json.dumps({**content, "sha256": _checksum(content)}))
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", pc.errors.CheckpointWarning)
+                    resumed = resumed_from_newest(tmp_path, like, step)
+            except pc.errors.CheckpointError as error:  # it does not fit, which is no damage
+                outcomes[type(error).__name__] += 1
+                continue
+            assert resumed is not None
+            outcomes[resumed.path.name.partition("-")[2]] += 1
+            for damaged in tmp_path.glob("*.damaged-*"):
+                damaged.rename(newest)
+    assert outcomes.keys() <= {"MismatchError", "ba00000001", "ba00000002"}, outcomes
