@@ -6,6 +6,7 @@ import warnings
 
 import torch
 
+from purecompose._support.terminal import escaped
 from purecompose._support.urls import with_urls
 
 
@@ -20,4 +21,4 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     level, frame = 1, sys._getframe(0)
     while frame is not None and frame.f_code.co_filename.startswith(_INNER):
         level, frame = level + 1, frame.f_back
-    warnings.warn(with_urls(text), category, stacklevel=level)
+    warnings.warn(escaped(with_urls(text)), category, stacklevel=level)

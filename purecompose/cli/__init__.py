@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from purecompose import __version__
 from purecompose._support import specs
+from purecompose._support.terminal import say
 from purecompose.algorithms import FACTORIES, GROUPS
 from purecompose.cli.analysis import COMMANDS as ANALYSIS, EXAMPLES as ANALYSIS_EXAMPLES
 from purecompose.cli.completion import SHELLS, script
@@ -105,7 +106,7 @@ def _report(prog: str, error: BaseException, text: str) -> None:
     """Print why a command ends; of several processes, one does so."""
     with reporting(error) as prefix:
         if prefix is not None:
-            print(f"{prog}: {prefix}{text}", file=sys.stderr, flush=True)
+            say(f"{prog}: {prefix}{text}", file=sys.stderr, flush=True)
 
 
 def _ending(*said: str) -> str:
@@ -342,7 +343,7 @@ def _of_results(name: str) -> Callable[[argparse.Namespace], None]:
 
 
 def _complete(options: argparse.Namespace) -> None:
-    print(script(_make_parser()[0], options.shell))
+    say(script(_make_parser()[0], options.shell))
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -369,17 +370,17 @@ def _list_algorithms(options: argparse.Namespace) -> None:
         with reported_as("NAME"):
             specs.check_name(options.name, FACTORIES, "algorithm")
         factory = FACTORIES[options.name]
-        print(textwrap.fill(specs.describe(options.name, inspect.signature(factory)), 100))
+        say(textwrap.fill(specs.describe(options.name, inspect.signature(factory)), 100))
         module = sys.modules[factory.__module__]
         for text in (inspect.getdoc(factory), inspect.getdoc(module)):
-            print(f"\n{re.sub(r' +# doctest: .*', '', text or '')}")
-        print(f"\nMore, with an example: docs/algorithms/{options.name}.md in the repository.")
+            say(f"\n{re.sub(r' +# doctest: .*', '', text or '')}")
+        say(f"\nMore, with an example: docs/algorithms/{options.name}.md in the repository.")
         return
     width = max(map(len, FACTORIES))
     for group, factories in GROUPS.items():
-        print(group)
+        say(group)
         for factory in factories:
             summary = (inspect.getdoc(factory) or "").partition("\n")[0].partition("; see")[0].rstrip(".")
-            print(f"  {factory.__name__:<{width}}  {summary}")
-        print()
-    print("`python -m purecompose algorithms NAME` prints the details of one.")
+            say(f"  {factory.__name__:<{width}}  {summary}")
+        say()
+    say("`python -m purecompose algorithms NAME` prints the details of one.")

@@ -10,6 +10,7 @@ import torch
 
 from purecompose import analysis
 from purecompose._support import specs
+from purecompose._support.terminal import say
 from purecompose.analysis import RecordedRun, predicates
 from purecompose.cli.loading import settings_for
 from purecompose.cli.own import allowed_by, imported, is_own
@@ -91,12 +92,12 @@ def _show_replay(options: argparse.Namespace) -> None:
     """Print the state of a run at a batch."""
     with opened(options, options.run) as (run, _):
         found = analysis.replay(run, options.at, dtype=options.dtype and getattr(torch, options.dtype))
-        print(found)
+        say(found)
         loss = found.state.loss
-        print(f"loss {'none' if loss is None else loss.tolist()}")
+        say(f"loss {'none' if loss is None else loss.tolist()}")
         if options.out is not None:
             with reported_as("--out"):
-                print(f"saved in {save(found.state, options.out, step=run.step)}")
+                say(f"saved in {save(found.state, options.out, step=run.step)}")
 
 
 def _show_explanation(options: argparse.Namespace) -> None:
@@ -116,9 +117,9 @@ def _show_bisection(options: argparse.Namespace) -> None:
             if not str(error).startswith("bisect: the predicate"):
                 raise
             raise UsageError(" ".join(str(error).split())) from error
-        print(found)
+        say(found)
         if options.report is not None and found.explanation is not None:
-            print(f"\nthe report is in {found.explanation.write(options.report)}")
+            say(f"\nthe report is in {found.explanation.write(options.report)}")
 
 
 def _show_comparison(options: argparse.Namespace) -> None:
@@ -131,10 +132,10 @@ def _show_comparison(options: argparse.Namespace) -> None:
             runs = [Path(run) for run in options.runs]  # their folders are enough for a coarser answer
         with usage_errors(ValueError, FileNotFoundError):
             try:
-                print(analysis.compare(*runs, tolerance=options.tolerance))
+                say(analysis.compare(*runs, tolerance=options.tolerance))
             except MismatchError as error:  # other versions, threads, ...: differences that are asked for
-                print(analysis.compare(*map(Path, options.runs), tolerance=options.tolerance))
-                print(f"\nthe runs are not replayed: {' '.join(str(error).split())}")
+                say(analysis.compare(*map(Path, options.runs), tolerance=options.tolerance))
+                say(f"\nthe runs are not replayed: {' '.join(str(error).split())}")
 
 
 @contextmanager
@@ -174,9 +175,9 @@ def usage_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def _report(explanation: analysis.Explanation, options: argparse.Namespace) -> None:
-    print(explanation)
+    say(explanation)
     if options.report is not None:
-        print(f"\nthe report is in {explanation.write(options.report)}")
+        say(f"\nthe report is in {explanation.write(options.report)}")
 
 
 def _predicate(text: str, setup: Setup) -> Any:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 
+from purecompose._support.terminal import say
 from purecompose.cli.resolve import listed, notes_elsewhere, one_line, subject
 from purecompose.cli.settings import UsageError, check_target
 from purecompose.testing.checking import Trials, trials
@@ -38,7 +39,7 @@ def check(options: argparse.Namespace) -> int:
     if options.json is not None:
         text = json.dumps({"ok": is_ok, "reports": [report.to_dict() for report in reports]}, indent=2)
         if options.json == "-":
-            print(text)
+            say(text)
         else:
             pathlib.Path(options.json).write_text(text + "\n", encoding="utf-8")
     if len(reports) > 1 and options.json != "-" and not options.quiet:
@@ -89,7 +90,7 @@ def _reported(prepared: Trials, options: argparse.Namespace) -> Report:
 
 def _print_line(report: Report) -> None:
     failed = ", ".join(outcome.law for outcome in report.failed)
-    print(f"{report.algorithm}: {report.summary}{': ' if failed else ''}{failed}", flush=True)
+    say(f"{report.algorithm}: {report.summary}{': ' if failed else ''}{failed}", flush=True)
 
 
 def _print(report: Report) -> None:
@@ -102,7 +103,7 @@ def _print(report: Report) -> None:
         else:
             Console(highlight=False).print(report, "", sep="\n")
             return
-    print(f"{report}\n", flush=True)
+    say(f"{report}\n", flush=True)
 
 
 @contextmanager
@@ -113,7 +114,7 @@ def _each_warning_once() -> Iterator[None]:
     def show(message: Warning | str, category: type[Warning], *_: object) -> None:
         text = f"{category.__name__}: {message}"
         if text not in seen:
-            print(text, file=sys.stderr)
+            say(text, file=sys.stderr)
         seen.add(text)
 
     with warnings.catch_warnings():

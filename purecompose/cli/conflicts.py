@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from purecompose._support.terminal import say
 from purecompose.cli.own import allowed_by
 from purecompose.cli.resolve import listed, notes_elsewhere, subject
 from purecompose.cli.settings import UsageError
@@ -29,4 +30,4 @@ def show_conflicts(options: argparse.Namespace) -> None:
         raise UsageError(f"--algorithms: {error}") from error
     threads = 1 if options.threads is None else options.threads
     with fixed_arithmetic(threads), notes_elsewhere(), reported_as("--algorithms"):
-        print(conflicts(subjects))
+        say(conflicts(subjects))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from purecompose import analysis
 from purecompose._support import specs
+from purecompose._support.terminal import say
 from purecompose.algorithms import FACTORIES
 from purecompose.analysis.rates import with_named_rate
 from purecompose.cli.analysis import opened, usage_errors
@@ -130,13 +131,13 @@ def _show_ablation(options: argparse.Namespace) -> None:
             resolution=options.resolution,
             processes=options.processes,
             folder=options.out,
-            report=lambda line: print(line, flush=True),
+            report=lambda line: say(line, flush=True),
         )
-        print(f"\n{found}")
+        say(f"\n{found}")
         if options.out is not None and all(effect.interval is not None for effect in found.effects):
             picture = Path(options.out) / "ablation.png"
             if num_seeds >= analysis.FEWEST_SEEDS:
-                print(f"\nthe picture is in {analysis.draw_ablation(found, picture)}")
+                say(f"\nthe picture is in {analysis.draw_ablation(found, picture)}")
 
 
 def _show_sweep(options: argparse.Namespace) -> None:
@@ -159,7 +160,7 @@ def _show_sweep(options: argparse.Namespace) -> None:
             rungs=() if options.rungs is None else options.rungs.split(","),
             folder=options.out,
         )
-        print(found)
+        say(found)
 
 
 def _show_range(options: argparse.Namespace) -> None:
@@ -170,9 +171,9 @@ def _show_range(options: argparse.Namespace) -> None:
         step, state, data = parts.setup.step, parts.setup.state, parts.setup.train_data
         given = {"low": options.low, "high": options.high, "num_batches": options.batches}
         found = analysis.learning_rate_range(step, state, data, **given)
-        print(found)
+        say(found)
         if options.out is not None:
-            print(f"the picture is in {analysis.draw_learning_rate_range(found, options.out)}")
+            say(f"the picture is in {analysis.draw_learning_rate_range(found, options.out)}")
 
 
 def _show_sensitivity(options: argparse.Namespace) -> None:
@@ -186,7 +187,7 @@ def _show_sensitivity(options: argparse.Namespace) -> None:
         with reported_as("--to"):
             step, state = _with_names(setup.plain_step, window.state, names)
         evaluator = next(one for one in setup.evaluators if one.label == setup.watched)
-        print(analysis.sensitivity(window._replace(step=step, state=state), evaluator, names, mode=options.mode))
+        say(analysis.sensitivity(window._replace(step=step, state=state), evaluator, names, mode=options.mode))
 
 
 def _with_names(step: Step, state: State, names: Iterable[str]) -> tuple[Step, State]:

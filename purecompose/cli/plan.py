@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from purecompose._support.terminal import say
 from purecompose.cli.kinds import TEXT
 from purecompose.cli.own import allowed_by
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, prepare, reported_as
@@ -23,7 +24,7 @@ def show_plan(options: argparse.Namespace) -> None:
         setup = prepare(settings, data)
         with reported_as("--at"):
             state = _moved(setup, options.at)
-        print(setup.step.plan(state, next(iter(setup.train_data))))
+        say(setup.step.plan(state, next(iter(setup.train_data))))
 
 
 def _moved(setup: Setup, at: str) -> State:

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import torch
 
 from purecompose import batch as batches
+from purecompose._support.terminal import say
 from purecompose._support.urls import with_urls
 from purecompose.cli.kinds import TEXT, load as load_data
 from purecompose.cli.loading import Trained, index_of, settings_for, trained
@@ -41,11 +42,11 @@ def show_evaluation(options: argparse.Namespace) -> None:
             found = evaluate(run.state, tested, wanted, step=run.setup.plain_step)
     reported = {"checkpoint": with_urls(run.checkpoint), "batch": run.state.timestamp.batch, **found}
     if options.json:
-        print(json.dumps(reported))
+        say(json.dumps(reported))
         return
     width = max(map(len, reported))
     for name, value in reported.items():
-        print(f"{name:<{width}}  {_shown(value)}")
+        say(f"{name:<{width}}  {_shown(value)}")
 
 
 def show_predictions(options: argparse.Namespace) -> None:
@@ -71,7 +72,7 @@ def show_predictions(options: argparse.Namespace) -> None:
         writer.writerow(["index", "class", "probability", "target"])
         writer.writerows([index, found, f"{share:.6f}", target] for index, (found, share, target) in enumerate(rows))
     if options.out is not None:
-        print(f"{len(rows):,} predictions of {with_urls(run.checkpoint)} in {options.out}")
+        say(f"{len(rows):,} predictions of {with_urls(run.checkpoint)} in {options.out}")
 
 
 def _write_text(options: argparse.Namespace, settings: Mapping[str, Any], prompt: Prompt) -> None:
@@ -85,8 +86,8 @@ def _write_text(options: argparse.Namespace, settings: Mapping[str, Any], prompt
         run = trained(options.run, options.checkpoint, settings, data)
         with _opened(options.out) as file:
             for text in continued(run.state, prompt, run.setup.plain_step):
-                print(text, end="", file=file, flush=True)
-            print(file=file)
+                say(text, end="", file=file, flush=True)
+            say(file=file)
 
 
 def _tested(options: argparse.Namespace, settings: Mapping[str, Any], setup: Setup) -> Arrays:
@@ -135,7 +136,7 @@ def show_plot(options: argparse.Namespace) -> None:
     except (OSError, ValueError) as error:
         message = " ".join(str(error).split())
         raise UsageError(message.removeprefix("read_run: ").removeprefix("draw_curves: ")) from error
-    print(f"the curves of {len(runs)} run{'s' * (len(runs) > 1)} in {options.out}")
+    say(f"the curves of {len(runs)} run{'s' * (len(runs) > 1)} in {options.out}")
 
 
 def _shown(value: Any) -> str:

@@ -14,6 +14,7 @@ import torch
 from purecompose import data as datasets, optim, schedule
 from purecompose._support import specs
 from purecompose._support.device import PRECISIONS
+from purecompose._support.terminal import say
 from purecompose.algorithms import FACTORIES, scale_schedule
 from purecompose.algorithms.recipes import recipe
 from purecompose.cli.kinds import TEXT, Data, Kind, check_model, fitting, kind_of, load
@@ -304,7 +305,7 @@ def reported_as(option: str) -> Iterator[None]:
 def plain_warnings() -> Iterator[None]:
     """Show warnings as single lines, without their place in the code."""
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", file=sys.stderr)
         yield
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from purecompose._support import specs
+from purecompose._support.terminal import say
 from purecompose.cli.kinds import TEXT, follows
 from purecompose.cli.own import allowed_by
 from purecompose.cli.processes import Processes, processes_here
@@ -56,7 +57,7 @@ def _train(options: argparse.Namespace, out: Path | None, processes: Processes) 
         if options.plan or options.summary:
             batch = next(iter(setup.train_data))
             first = setup.state if settings["seeds"] == 1 else unstack_states(setup.state)[0]
-            print(setup.step.plan(setup.state, batch) if options.plan else summary(first, batch))
+            say(setup.step.plan(setup.state, batch) if options.plan else summary(first, batch))
             return
         if options.recipe is not None and not options.traceback:
             _check_recipe(options.recipe, settings, setup)
@@ -88,7 +89,7 @@ def _run(
             observers.append(folder.observer)
             folder.begin(setup.step, setup.state, next(iter(setup.train_data)))
         if not options.quiet and processes.is_first:
-            print("\n".join([*describe(setup, settings), *changes(settings, earlier)]), flush=True)
+            say("\n".join([*describe(setup, settings), *changes(settings, earlier)]), flush=True)
             observers.append(stack.enter_context(Progress()))
         state = fit(
             setup.step,
@@ -106,7 +107,7 @@ def _run(
     if folder is not None and folder.goes_on and not stopwatch.batches:
         length = setup.state.timestamp.run.duration
         done = "" if folder.was_complete else ", and its folder is complete now"
-        print(f"the run in {options.out} had already ended, after {length}{done}; continue it with a longer --duration")
+        say(f"the run in {options.out} had already ended, after {length}{done}; continue it with a longer --duration")
     missing = () if folder is None else _missing(folder, state)
     print_results(setup, state, history, stopwatch, settings, out, missing, options.out)
     if missing:

@@ -8,6 +8,7 @@ from typing import TextIO, TypeAlias
 
 from torch import Tensor
 
+from purecompose._support.terminal import say
 from purecompose.core.overview import describe_replaced
 from purecompose.core.state import State
 from purecompose.observers.displays import Display, NotebookDisplay, Shown, TerminalDisplay, is_in_notebook
@@ -120,7 +121,7 @@ class Progress:
         self._reset()
         self._is_running = True
         for name, words in describe_replaced(state.context.replaced).items():
-            print(f"{name}: {words}", file=self._file or sys.stdout, flush=True)
+            say(f"{name}: {words}", file=self._file or sys.stdout, flush=True)
         if self._live:
             self._display = display = NotebookDisplay() if self._is_notebook else TerminalDisplay(self._console)
             # Also stops the display if a run ends with an exception outside a with block, at the latest at exit.
@@ -192,7 +193,7 @@ class Progress:
             return
         self._printed_batch, self._printed_at = batch, time.monotonic()
         parts = [_describe_time(state.timestamp), *self._numbers(state), *self._times(state)]
-        print("  ".join(parts), file=self._file or sys.stdout, flush=True)
+        say("  ".join(parts), file=self._file or sys.stdout, flush=True)
 
 
 _Number: TypeAlias = float | list[float]

@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,7 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from purecompose._support.urls import with_urls
+from purecompose._support.terminal import escaped
+from purecompose._support.warnings import warn
 from purecompose.records.layout import LOCK, write_json
 from purecompose.records.reading import read_json
 from purecompose.run.saving.process import is_alive, place, token
@@ -60,7 +60,7 @@ class Lock:
             reported = f"{file} cannot be written: {error}. Another process could use the folder at the same time"
         self._finalizer = weakref.finalize(self, _release, self._folder, mine)
         if reported is not None:
-            warnings.warn(with_urls(f"RunFolder: {reported}"), RuntimeWarning, stacklevel=3)
+            warn(f"RunFolder: {reported}", RuntimeWarning)
 
     def release(self) -> None:
         """Release the lock."""
@@ -76,6 +76,7 @@ class Lock:
         if holder is None or holder.items() >= _own(self._folder).items():
             return None
         who = f"process {holder['process']} on {str(holder['place']).partition(' ')[0]}, since {holder['since']}"
+        who = escaped(who)
         if holder["place"] != place():
             return (
                 f"{self._folder} was used by {who}, and it is not known here whether that process still runs. If so, "

@@ -1,10 +1,16 @@
 """Errors of checkpoints."""
 
+from purecompose._support.terminal import escaped
+
+
 __all__ = ["CheckpointError", "CheckpointWarning", "DamagedError", "MismatchError", "UploadError"]
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be used."""
+
+    def __str__(self) -> str:
+        return escaped(super().__str__())  # it may contain texts of the checkpoint
 
 
 class DamagedError(CheckpointError):

@@ -2,7 +2,8 @@
 
 Everything is written to the local copy as to any other folder. The thread sends what has changed since, so that steps
 never wait for the network. The index of a checkpoint is sent after its tensors and removed before them; so a reader
-finds a checkpoint that is complete, or none. What is no longer kept is removed after the new has arrived.
+finds a checkpoint that is complete, or none. What is no longer kept is removed after the new has arrived, in full
+length.
 """
 
 import os
@@ -184,7 +185,11 @@ class Mirror:
         target = f"{self._root}/{name}"
         self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
         try:
+            size = (self.local / name).stat().st_size
             self._fs.put_file(str(self.local / name), target)
+            self._fs.invalidate_cache(target.rpartition("/")[0])
+            if (found := self._fs.size(target)) not in (size, None) and (self.local / name).stat().st_size == size:
+                raise OSError(f"{target} has {found:,} of {size:,} bytes after it was sent")
         except FileNotFoundError:
             if (self.local / name).exists():  # otherwise it has been replaced by a later checkpoint
                 raise

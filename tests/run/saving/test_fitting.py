@@ -211,5 +211,5 @@ def test_an_index_whose_settings_are_not_texts_is_damaged(tmp_path: pathlib.Path
     index = folder.read_index(path)
     index.description["settings"] = {"table": 3}
     (path / "index.json").write_text(to_json(index))
-    with pytest.raises(pc.errors.DamagedError, match="does not describe algorithms, settings and tensors"):
+    with pytest.raises(pc.errors.DamagedError, match="no valid description"):
         pc.load(path, make_state(Counting()))

@@ -107,7 +107,6 @@ FORMS = [
 ]
 
 
-@pytest.mark.slow
 def test_every_forged_value_of_an_index_is_damage_or_harmless(tmp_path: pathlib.Path) -> None:
     step = compose(loop_events, [pc.algorithms.mixup(0.2)])
     state = like = step.init(make_state(duration="1ep"))

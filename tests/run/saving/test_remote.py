@@ -1,5 +1,6 @@
 """Checkpoints and run folders in remote storage."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -175,6 +176,33 @@ def test_what_cannot_be_sent_stays_in_the_local_copy(monkeypatch):
     shutil.rmtree(kept)
     assert (folder / "notes.txt").read_text() == "kept"
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("num", [1, 1000])
+def test_a_storage_that_shortens_files_is_noticed_before_the_local_copy_is_removed(num, monkeypatch):
+    before, shortened = local_copies(), []
+    fs = type(fsspec.filesystem("memory"))
+    real = fs.put_file
+
+    def put(self: Any, source: str, target: str, **settings: Any) -> None:
+        real(self, source, target, **settings)
+        if target.endswith(".safetensors") and len(shortened) < num:
+            shortened.append(target)
+            self.pipe_file(target, self.cat_file(target)[:-8])
+
+    monkeypatch.setattr(fs, "put_file", put)
+    monkeypatch.setattr(storage, "_WAITS", (0.01, 0.01))
+    message = "no warning" if num == 1 else r"safetensors has [\d,]+ of [\d,]+ bytes after it was sent; all is in"
+    with pytest.warns(match=message) if num > 1 else contextlib.nullcontext():
+        state = run("memory://short/run", "2ba")
+    if num == 1:  # it was sent again
+        (name,) = (name for name in names("memory://short/run") if name.endswith("index.json"))
+        saved = f"memory://short/run/{Path(name).parent}"
+    else:
+        (kept,) = local_copies() - before
+        (saved,) = kept.glob("ep*")
+    assert tree.equal(pc.load(saved, make_state()).params, state.params)
+    fsspec.filesystem("memory").rm("/short", recursive=True)
 
 
 def test_the_storage_stays_as_it_is_if_another_program_removes_the_local_copy(url):
