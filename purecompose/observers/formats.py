@@ -117,7 +117,7 @@ def _whole_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
 def _line_told(name: str, number: int, line: bytes) -> Iterator[None]:
     try:
         yield
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, csv.Error) as error:
         text = line[:60].decode("utf-8", "replace").rstrip()
         raise ValueError(
             f"{name}, line {number}: expected a record of a run, got {text!r} ({error}); "
@@ -179,6 +179,8 @@ def _is_number(value: Any) -> bool:
 
 def _to_json(record: dict[str, Any]) -> dict[str, Any]:
     named = {name: word for name, value in record.items() if (word := _word(value))}
+    if (own := record.get(_NOT_FINITE)) is not None:  # a metric of this name is beside the words
+        named[_NOT_FINITE] = [_word(one) or one for one in own] if isinstance(own, list) else _word(own) or own
     if not named:
         return record
     return {**{name: _nulled(value) for name, value in record.items()}, _NOT_FINITE: named}
@@ -187,8 +189,9 @@ def _to_json(record: dict[str, Any]) -> dict[str, Any]:
 def _from_json(record: Any) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"expected an object, got {shown(record)}")
-    for name, words in record.pop(_NOT_FINITE, {}).items():
-        record[name] = _filled(record[name], words)
+    named = record.pop(_NOT_FINITE, {})
+    for name, words in named.items():
+        record[name] = _filled(words if name == _NOT_FINITE else record[name], words)
     return record
 
 
@@ -209,7 +212,7 @@ def _nulled(value: Any) -> Any:
 def _filled(value: Any, word: Any) -> Any:
     if isinstance(word, list):
         return [_filled(one, its_word) for one, its_word in zip(value, word, strict=True)]
-    return value if word is None else float(word)
+    return float(word) if isinstance(word, str) else value
 
 
 def _cells(line: bytes) -> list[str]:

@@ -1,6 +1,7 @@
 """Files of records, which a resumed run continues."""
 
 import errno
+import functools
 import itertools
 import os
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from purecompose._support.files import opened, sync
+from purecompose._support.terminal import escaped
 from purecompose._support.warnings import warn
 from purecompose.core.state import State
 from purecompose.observers.formats import FORMATS, Format
@@ -158,7 +160,9 @@ class _File:
         if not self._is_ready:
             self._prepare()  # it failed before
         # Samples come first: if a write fails and is repeated, samples are replaced but records would be added twice.
-        records = [self._without_samples(record) for record in records]
+        records = [
+            {_in_one_line(name): value for name, value in self._without_samples(record).items()} for record in records
+        ]
         # The file may already contain an evaluation at the batch from which the run continues.
         new = [record for record in records if record["batch"] > self._start or frozenset(record) not in self._kept]
         if new:
@@ -208,6 +212,12 @@ class _File:
                     self._kept.add(frozenset(record))
                 self.last, end = record or self.last, end_of_line
             file.truncate(end)
+
+
+@functools.lru_cache(4096)
+def _in_one_line(name: str) -> str:
+    """Return the name of a metric without ends of lines, so that it can be the name of a column."""
+    return escaped(" ".join(name.split()))
 
 
 def _samples_of(path: Path) -> Path:

@@ -4,7 +4,6 @@ import os
 import platform
 import shlex
 import sys
-import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,7 +33,7 @@ from purecompose.records.layout import (
     write_text,
 )
 from purecompose.records.lock import Lock
-from purecompose.records.reading import last_metrics, read_history, read_json, read_run
+from purecompose.records.reading import last_metrics, read_history, read_json, read_run, read_toml
 from purecompose.records.report import write_report
 from purecompose.records.settings import changes, checked_settings, flat, to_toml
 from purecompose.records.starts import FINISHED, Start
@@ -309,7 +308,7 @@ class RunFolder:
             # The result of a run that ended earlier is out of date.
             self._at_start.append(lambda: (self.path / RESULT).unlink(missing_ok=True))
             if settings is not None:
-                before = flat(tomllib.loads((self.path / CONFIG).read_text("utf-8")))
+                before = flat(read_toml(self.path / CONFIG))
                 changed = changes(before, flat(settings))
         if settings is not None or not self.goes_on:
             text = to_toml(settings or {})

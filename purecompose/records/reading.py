@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from purecompose._support.files import is_nested_deeper, read_whole
+from purecompose._support.forms import COUNT, misfit
 from purecompose.observers import read_records
 from purecompose.records.layout import CHECKPOINTS, COMMAND, CONFIG, HISTORY, PLAN, RECORDS, RESULT, VERSIONS
 from purecompose.records.starts import Start
 from purecompose.run.saving.folder import all_in
 
 
-__all__ = ["Kept", "RunRecords", "last_metrics", "read_json", "read_history", "read_run"]
+__all__ = ["Kept", "RunRecords", "last_metrics", "read_json", "read_history", "read_run", "read_toml"]
 
 
 @dataclass(frozen=True)
@@ -112,12 +113,12 @@ def read_run(path: str | os.PathLike[str]) -> RunRecords:
             f"read_run: {path} is not the folder of a run: it has no {CONFIG}, which RunFolder writes first"
         )
     trained, starts = read_history(path)
-    result = read_json(path / RESULT) if (path / RESULT).exists() else None
+    result = read_json(path / RESULT, _RESULT) if (path / RESULT).exists() else None
     command = _text(path / COMMAND).rstrip("\n")
     return RunRecords(
         name=path.resolve().name,
         path=path,
-        config=_config(path / CONFIG),
+        config=read_toml(path / CONFIG),
         records=read_records(path / RECORDS) if (path / RECORDS).exists() else [],
         result=result,
         plan=_text(path / PLAN).rstrip("\n"),
@@ -134,15 +135,29 @@ def read_history(path: Path) -> tuple[dict[str, Any], list[Start]]:
     file = path / HISTORY
     if not file.exists():
         return {}, []
-    try:
-        history = read_json(file)
-        return history.get("trained") or {}, [Start.of_plain(plain) for plain in history["starts"]]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is not a history of a run: {type(error).__name__}: {error}") from error
+    history = read_json(file, _HISTORY)
+    return history.get("trained") or {}, [Start.of_plain(plain) for plain in history["starts"]]
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Return a JSON object, with "nan", "inf" and "-inf" as numbers."""
+_TEXT, _SIZE = (str, None), (COUNT, None)
+_HISTORY = {
+    "trained?": (
+        {"model?": ([str], None), "weights?": _SIZE, "members?": _SIZE, "algorithms?": ([str], None), "*": _TEXT},
+        None,
+    ),
+    "starts": [
+        {
+            **{"batch": COUNT, "started": str, "until?": COUNT, "seconds?": float, "evaluation_seconds?": float},
+            **{"outcome?": str, "command?": _TEXT, "compiled?": [[(int, str)]]},
+            "changed?": {"*": lambda pair: isinstance(pair, list) and len(pair) == 2},
+        }
+    ],
+}
+_RESULT = {"metrics?": {"*": object}, "batches?": COUNT, "epochs?": COUNT, "samples?": COUNT, "seconds?": float}
+
+
+def read_json(file: Path, form: Any = object) -> dict[str, Any]:
+    """Return a JSON object of a form (see `misfit`), with "nan", "inf" and "-inf" as numbers."""
     try:
         content = json.loads(read_whole(file, _MOST_BYTES).decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -151,7 +166,10 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is damaged: it is nested more than {_MOST_NESTED} levels deep")
     if not isinstance(content, dict):
         raise ValueError(f"{file} is damaged: expected a JSON object, got {type(content).__name__}")
-    return {name: _numbers(value) for name, value in content.items()}
+    content = {name: _numbers(value) for name, value in content.items()}
+    if (place := misfit(content, form, "")) is not None:
+        raise ValueError(f"{file} is damaged: unexpected content at {place or 'the top'}")
+    return content
 
 
 def _numbers(value: Any) -> Any:
@@ -163,11 +181,12 @@ def _numbers(value: Any) -> Any:
     return float(value) if value in ("nan", "inf", "-inf") else value
 
 
-def _config(file: Path) -> dict[str, Any]:
+def read_toml(file: Path) -> dict[str, Any]:
+    """Return the settings in a TOML file."""
     try:
         return tomllib.loads(read_whole(file, _MOST_BYTES).decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not valid TOML: {error}") from error
+        raise ValueError(f"{file} is not valid TOML: {error}; restore it from a copy") from error
 
 
 def _text(file: Path) -> str:

@@ -320,3 +320,25 @@ def test_a_pipe_in_the_place_of_records_is_not_waited_for(tmp_path: Path) -> Non
     os.mkfifo(tmp_path / "run.jsonl")
     with pytest.warns(RuntimeWarning, match="not a regular file"):
         Records(tmp_path / "run.jsonl")(Event.FIT_START, at(make_state(), 2))
+
+
+@SUFFIXES
+@pytest.mark.parametrize("value", [0.5, 3, math.nan, [0.5, math.inf], 0.0])
+def test_metrics_with_odd_names_are_read_back(tmp_path: Path, suffix: str, value: Any) -> None:
+    names = ["not_finite", "two\nlines\r", 'quo"te, comma', "other"]
+    record = {"batch": 1, "epoch": 0, **dict.fromkeys(names, value), "loss": math.nan}
+    path = tmp_path / f"run.{suffix}"
+    sink = Records(path)._file
+    sink.begin(0)
+    sink.write([record])
+    sink.write([{**record, "batch": 2}])
+    first, second = read_records(path)
+    expected = {("two lines" if "lines" in name else name): value for name, value in record.items()}
+    assert repr(sorted(first.items())) == repr(sorted(expected.items()))
+    assert repr(sorted(second.items())) == repr(sorted({**expected, "batch": 2}.items()))
+
+
+def test_a_cell_that_is_too_long_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.csv").write_text("batch,epoch\n1," + "9" * 200_000 + "\n")
+    with pytest.raises(ValueError, match=r"run\.csv, line 2: expected a record"):
+        read_records(tmp_path / "run.csv")

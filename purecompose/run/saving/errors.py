@@ -3,7 +3,7 @@
 from purecompose._support.terminal import escaped
 
 
-__all__ = ["CheckpointError", "CheckpointWarning", "DamagedError", "MismatchError", "UploadError"]
+__all__ = ["CheckpointError", "CheckpointWarning", "DamagedError", "MismatchError", "UploadError", "cause_of"]
 
 
 class CheckpointError(RuntimeError):
@@ -27,6 +27,11 @@ class MismatchError(CheckpointError):
     def __init__(self, message: str, differences: list[str]) -> None:
         super().__init__(message)
         self.differences = differences
+
+
+def cause_of(error: Exception) -> str:
+    """Return an error as text, without the name of the file, so that it is the same for each checkpoint."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 class CheckpointWarning(UserWarning):

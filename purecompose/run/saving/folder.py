@@ -5,6 +5,7 @@ readers ignore the hidden folder and the next writer removes it.
 """
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -97,22 +98,49 @@ def replaced(target: Path, new: Path | None = None) -> Iterator[Path]:
     """
     _check_replaceable(target)
     new, old = new or _hidden(target, _WRITING), _hidden(target, _OLD)
-    new.mkdir(parents=True, exist_ok=True)
-    try:
-        yield new
-        for file in new.iterdir():
-            sync(file)
-        sync(new)
-        if target.exists():
-            target.rename(old)
-        new.rename(target)
-        sync(target.parent)
-    except BaseException:
-        if old.exists() and not target.exists():
-            old.rename(target)
-        shutil.rmtree(new, ignore_errors=True)
-        raise
+    with _naming(target):
+        try:
+            new.mkdir(parents=True, exist_ok=True)
+            yield new
+            for file in new.iterdir():
+                sync(file)
+            sync(new)
+            while not _has_moved(new, target):  # another writer may put its own there in between
+                _check_replaceable(target)
+                with contextlib.suppress(FileNotFoundError):
+                    _delete(old)
+                    target.rename(old)
+            sync(target.parent)
+        except BaseException:
+            if old.exists() and not target.exists():
+                old.rename(target)
+            shutil.rmtree(new, ignore_errors=True)
+            raise
     _delete(old)
+
+
+def _has_moved(new: Path, target: Path) -> bool:
+    """Rename a folder unless there is something in its place; return whether that was done."""
+    if os.path.lexists(target):
+        return False
+    try:
+        new.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _naming(target: Path) -> Iterator[None]:
+    """Name what could not be written in an error that names no file, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(target)) from error
+        raise
 
 
 @contextlib.contextmanager
@@ -120,14 +148,15 @@ def written(target: Path) -> Iterator[Path]:
     """Yield a file to write to, which replaces the target at the end of the scope; after an error it is removed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     new = _hidden(target, _WRITING)
-    try:
-        yield new
-        sync(new)
-        new.replace(target)
-        sync(target.parent)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
+    with _naming(target):
+        try:
+            yield new
+            sync(new)
+            new.replace(target)
+            sync(target.parent)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
 
 
 def read_index(path: Path) -> Index:
@@ -285,7 +314,10 @@ def _check_replaceable(target: Path) -> None:
 
 def _is_ours_alone(path: Path) -> bool:
     """Return whether this is a checkpoint's folder, with nothing else in it."""
-    return path.is_dir() and all(file.name == INDEX or is_file_name(file.name) for file in path.iterdir())
+    try:
+        return path.is_dir() and all(file.name == INDEX or is_file_name(file.name) for file in path.iterdir())
+    except FileNotFoundError:  # another writer has just moved it
+        return True
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

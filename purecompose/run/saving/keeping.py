@@ -13,7 +13,7 @@ from purecompose._support.warnings import warn
 from purecompose.core.state import State
 from purecompose.run.saving import folder as disk, together
 from purecompose.run.saving.checkpoint import Snapshot, snapshot
-from purecompose.run.saving.errors import CheckpointWarning
+from purecompose.run.saving.errors import CheckpointWarning, cause_of
 from purecompose.run.saving.extra import EXTRA, POSITION, pack
 from purecompose.run.saving.leaves import leaves_of
 from purecompose.run.saving.remote import Mirror
@@ -193,8 +193,8 @@ class Keeper:
         if self._failure is not None and not self._is_saved(now):
             target = self.folder / disk.name_at(now)
             warn(
-                f"the last state of the run is in no checkpoint: {target} could not be "
-                f"written ({_cause(self._failure)}). fit returns the state; save it with purecompose.save(state, path)",
+                f"the last state of the run is in no checkpoint: {target} could not be written "
+                f"({cause_of(self._failure)}). fit returns the state; save it with purecompose.save(state, path)",
                 CheckpointWarning,
             )
 
@@ -317,7 +317,7 @@ class Keeper:
             self._problems.append(f"{self.folder}: older checkpoints could not be removed: {_words(error)}")
 
     def _failed(self, target: Path, error: Exception) -> None:
-        cause = _cause(error)
+        cause = cause_of(error)
         self._failure = error
         self._failures[cause] += 1
         if self._failures[cause] == 1:  # `close` reports the number of repetitions
@@ -362,11 +362,6 @@ class _Waiting(NamedTuple):
     future: Future[None]
     batch: int
     is_best: bool
-
-
-def _cause(error: Exception) -> str:
-    """Return an error as text, without the name of the file, so that it is the same for each checkpoint."""
-    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _words(error: Exception) -> str:

@@ -25,6 +25,7 @@ from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
 from purecompose.run.saving import folder
 from purecompose.run.saving.copies import new_name
+from purecompose.run.saving.errors import cause_of
 from purecompose.run.saving.index import Index
 from purecompose.run.saving.process import owner
 from purecompose.run.saving.remote import Mirror
@@ -211,7 +212,7 @@ def write(
         new.mkdir(parents=True, exist_ok=True)
         found = report()
     except Exception as error:
-        _hand_in(writers, number, {"error": str(error)})
+        _hand_in(writers, number, {"error": cause_of(error)})
         raise
     _hand_in(writers, number, found)
 

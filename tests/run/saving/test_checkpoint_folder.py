@@ -1,12 +1,17 @@
 """Clearing the folder of checkpoints: files removed, files restored, and files that must not be deleted."""
 
+import errno
 import os
 import pathlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import purecompose as pc
+from purecompose.records.layout import write_json
 from purecompose.run.saving import folder as disk, process
 from purecompose.run.saving.process import token
+from tests.helpers import make_state
 
 
 NAME = "ep0001-ba00000008"
@@ -84,3 +89,28 @@ def test_removing_a_link_to_a_checkpoint_keeps_its_target(tmp_path: pathlib.Path
     (tmp_path / NAME).symlink_to(store)
     disk.remove(tmp_path / NAME)
     assert names(tmp_path) == ["store"] and names(store) == ["index.json", "state.safetensors"]
+
+
+def test_threads_that_save_to_one_path_leave_one_whole_checkpoint(tmp_path):
+    states = [make_state() for _ in range(4)]
+    states = [
+        state.replace(params={name: value + i for name, value in state.params.items()})
+        for i, state in enumerate(states)
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(pc.save, states[i % 4], tmp_path / "one") for i in range(40)]
+    assert {future.result() for future in futures} == {tmp_path / "one"}
+    found = pc.load(tmp_path / "one", make_state())
+    assert any(pc.tree.equal(found.params, state.params) for state in states)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for write in (lambda: pc.save(make_state(), tmp_path / "one"), lambda: write_json(tmp_path / "one", {})):
+        with pytest.raises(OSError, match="No space left on device: '.*/one") as caught:
+            write()
+        assert caught.value.errno == errno.ENOSPC

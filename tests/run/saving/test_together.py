@@ -166,7 +166,7 @@ def test_a_failure_of_another_process_is_reported_to_the_first(tmp_path: Path, m
     first.join()
     assert [str(error) for error in failed] == [
         "[Errno 28] No space left on device",
-        "process 1: [Errno 28] No space left on device",
+        "process 1: No space left on device",
     ]
     assert not [*tmp_path.iterdir()]
 
