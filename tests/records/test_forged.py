@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,8 +34,8 @@ def test_a_forged_file_is_refused_or_harmless(tmp_path: Path, name: str) -> None
     content, refused = json.loads((run.path / name).read_text()), 0
     for place in places_in(content):
         for value in FORGED:
-            forged = {"whole": copy.deepcopy(content)}
-            inner = forged
+            forged: Any = {"whole": copy.deepcopy(content)}
+            inner: Any = forged
             for key in ("whole", *place)[:-1]:
                 inner = inner[key]
             inner[("whole", *place)[-1]] = value
