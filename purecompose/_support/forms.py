@@ -3,17 +3,17 @@
 from typing import Any
 
 
-__all__ = ["COUNT", "NUMBERS", "PLAIN", "misfit"]
+__all__ = ["PLAIN", "is_count", "is_numbers", "misfit"]
 
 
-def COUNT(value: object) -> bool:
-    """A whole number from 0 to 2**63 - 1."""
+def is_count(value: object) -> bool:
+    """Return whether a value is a whole number from 0 to 2**63 - 1."""
     return type(value) is int and 0 <= value < 2**63
 
 
-def NUMBERS(value: object) -> bool:
-    """A number, or a list of them, also nested."""
-    return all(map(NUMBERS, value)) if isinstance(value, list) else isinstance(value, (bool, int, float))
+def is_numbers(value: object) -> bool:
+    """Return whether a value is a number, or a list of them, also nested."""
+    return all(map(is_numbers, value)) if isinstance(value, list) else isinstance(value, (bool, int, float))
 
 
 PLAIN = (bool, int, float, str, None)
@@ -31,8 +31,8 @@ def misfit(value: Any, form: Any, place: str) -> str | None:
         place: Name of the value.
 
     Example:
-        >>> misfit({"batch": 3, "seconds": 1}, {"batch": COUNT, "seconds": float, "command?": (str, None)}, "start")
-        >>> misfit({"spans": [[1, True]]}, {"spans": [[COUNT]]}, "file")
+        >>> misfit({"batch": 3, "seconds": 1}, {"batch": is_count, "seconds": float, "command?": (str, None)}, "start")
+        >>> misfit({"spans": [[1, True]]}, {"spans": [[is_count]]}, "file")
         "file['spans'][0][1]"
     """
     if isinstance(form, tuple):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from purecompose._support.files import is_nested_deeper, read_whole
-from purecompose._support.forms import COUNT, misfit
+from purecompose._support.forms import is_count, misfit
 from purecompose.observers import read_records
 from purecompose.records.layout import CHECKPOINTS, COMMAND, CONFIG, HISTORY, PLAN, RECORDS, RESULT, VERSIONS
 from purecompose.records.starts import Start
@@ -139,7 +139,7 @@ def read_history(path: Path) -> tuple[dict[str, Any], list[Start]]:
     return history.get("trained") or {}, [Start.of_plain(plain) for plain in history["starts"]]
 
 
-_TEXT, _SIZE = (str, None), (COUNT, None)
+_TEXT, _SIZE = (str, None), (is_count, None)
 _HISTORY = {
     "trained?": (
         {"model?": ([str], None), "weights?": _SIZE, "members?": _SIZE, "algorithms?": ([str], None), "*": _TEXT},
@@ -147,13 +147,19 @@ _HISTORY = {
     ),
     "starts": [
         {
-            **{"batch": COUNT, "started": str, "until?": COUNT, "seconds?": float, "evaluation_seconds?": float},
+            **{"batch": is_count, "started": str, "until?": is_count, "seconds?": float, "evaluation_seconds?": float},
             **{"outcome?": str, "command?": _TEXT, "compiled?": [[(int, str)]]},
             "changed?": {"*": lambda pair: isinstance(pair, list) and len(pair) == 2},
         }
     ],
 }
-_RESULT = {"metrics?": {"*": object}, "batches?": COUNT, "epochs?": COUNT, "samples?": COUNT, "seconds?": float}
+_RESULT = {
+    "metrics?": {"*": object},
+    "batches?": is_count,
+    "epochs?": is_count,
+    "samples?": is_count,
+    "seconds?": float,
+}
 
 
 def read_json(file: Path, form: Any = object) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from purecompose._support.files import is_nested_deeper
-from purecompose._support.forms import COUNT, NUMBERS, PLAIN, misfit
+from purecompose._support.forms import PLAIN, is_count, is_numbers, misfit
 from purecompose.run.saving.errors import CheckpointError, DamagedError
 from purecompose.run.saving.leaves import Spec
 from purecompose.time import RunLength, Time, Timestamp
@@ -116,20 +116,20 @@ def _is_spec(text: object) -> bool:
 
 _FORMS: dict[str, Any] = {
     "time": {
-        **dict.fromkeys(_COUNTERS, COUNT),
-        **{"duration": (str, None), "batches_per_epoch": (COUNT, None), "iteration_length": (str, None)},
+        **dict.fromkeys(_COUNTERS, is_count),
+        **{"duration": (str, None), "batches_per_epoch": (is_count, None), "iteration_length": (str, None)},
     },
     "description": {
         **{"model": [str], "initialised": [str], "frozen": [str], "required?": [str], "eval_mode?": [str]},
         **dict.fromkeys(("algorithms?", "base?", "settings?"), {"*": str}),
-        **{"hparams?": {"*": NUMBERS}, "microbatches?": (int, str, None), "*": (str, None)},
+        **{"hparams?": {"*": is_numbers}, "microbatches?": (int, str, None), "*": (str, None)},
     },
     "environment": {"*": object},
     "tensors": {"*": _is_spec},
     "values": {"*": PLAIN},
-    "files": {"*": {"bytes": COUNT, "sha256": str, "rows?": {"*": [COUNT]}}},
-    "metrics": {"*": (NUMBERS, *PLAIN)},
-    "memory": {"has_begun?": bool, "microbatches?": COUNT, "data?": {"*": object}, "code?": {"*": str}, "*": object},
+    "files": {"*": {"bytes": is_count, "sha256": str, "rows?": {"*": [is_count]}}},
+    "metrics": {"*": (is_numbers, *PLAIN)},
+    "memory": {"has_begun?": bool, "microbatches?": is_count, "data?": {"*": object}, "code?": {"*": str}, "*": object},
 }
 """What each part of an index looks like. What is only shown or compared as a whole may be any plain value."""
 
