@@ -165,8 +165,8 @@ def check_interpolation(loss_fn: Callable[..., Tensor], outputs: Any, targets: A
 def check_pairs(fn: Callable[..., Any], outputs: Any, targets: Any, value: Tensor) -> None:
     """Raise if a loss or metric compares each output with each target, as torch broadcasts (N, 1) and (N,).
 
-    Such a value remains if the examples of one tensor change places, and changes if both have one shape. It is examined
-    only where the shapes differ in dims of size 1.
+    Such a value remains if the examples of one tensor change places. If both have one shape it is another one, which
+    changes. It is examined only where the shapes differ in dims of size 1.
     """
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.shape == targets.shape:
         return
@@ -175,21 +175,33 @@ def check_pairs(fn: Callable[..., Any], outputs: Any, targets: Any, value: Tenso
     if is_transforming() or is_fake(outputs):
         return
 
-    def differs(*other: Tensor, whole: bool = False) -> bool | None:
+    def evaluate(*given: Tensor) -> Tensor | None:
         try:
-            result = fn(*other)
+            result = fn(*given)
         except Exception:
             return None  # it takes other shapes
-        pair = [one.detach().double() for one in (value, result[0] if isinstance(result, tuple) else result)]
-        rows = [one.mean() if whole or not one.ndim else one.reshape(len(one), -1).mean(1) for one in pair]
+        return result[0] if isinstance(result, tuple) else result
+
+    def differ(one: Tensor | None, other: Tensor | None, *, whole: bool = False) -> bool:
+        if one is None or other is None:
+            return False
+        pair = [x.detach().double() for x in (one, other)]
+        rows = [x.mean() if whole or not x.ndim else x.reshape(len(x), -1).mean(1) for x in pair]
         return not torch.allclose(*rows, rtol=1e-4, equal_nan=True)
 
+    def in_shape(shape: torch.Size | None = None, by: int = 0) -> Tensor | None:
+        flat, wide = sorted((targets, outputs), key=lambda tensor: tensor.ndim)
+        moved = flat.roll(by, 0)
+        pair = (moved, wide) if flat is outputs else (wide, moved)
+        return evaluate(*(pair if shape is None else (one.reshape(shape) for one in pair)))
+
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        if differs(*((outputs.roll(1, 0), targets) if outputs.ndim < targets.ndim else (outputs, targets.roll(1, 0)))):
+        if differ(value, in_shape(by=1)):
             return
-        changed = differs(outputs, targets.reshape(outputs.shape), whole=True)
-        changed = differs(outputs.reshape(targets.shape), targets, whole=True) if changed is None else changed
-    if changed:
+        found = ([in_shape(shape, by) for by in range(4)] for shape in (outputs.shape, targets.shape))
+        own, *others = next((values for values in found if values[0] is not None), [value])
+        compares_all = differ(value, own, whole=True) and any(differ(own, one) for one in others)
+    if compares_all:
         raise ValueError(
             f"{fn!r} compares each output with each target: outputs {tuple(outputs.shape)} and targets "
             f"{tuple(targets.shape)} were broadcast. Give both one shape, as by `targets.view_as(outputs)`"

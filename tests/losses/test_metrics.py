@@ -210,6 +210,23 @@ def test_a_function_that_takes_a_column_and_a_flat_batch_is_not_refused(fn):
     torch.testing.assert_close(found.float(), fn(outputs, targets).float().mean())
 
 
+@pytest.mark.parametrize("labels", [[1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0]])
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda outputs, targets: ((outputs.squeeze(1) > 0) == targets).float().mean(),
+        lambda outputs, targets: ((outputs > 0) == targets.unsqueeze(1)).sum() / len(targets),
+        lambda outputs, targets: (outputs.flatten() - targets).square().sum() / len(targets),
+        lambda outputs, targets: (outputs[:, 0] - targets).square().sum() / len(targets),
+        lambda outputs, targets: (outputs.flatten().sort().values - targets.sort().values).abs().mean(),
+    ],
+)
+def test_a_value_that_the_order_of_a_batch_happens_not_to_change_is_not_refused(fn, scale, labels):
+    metric = from_function(fn)
+    metric.update(metric.init(), scale * torch.tensor([[1.0], [-1.0], [2.0], [-3.0]]), torch.tensor(labels))
+
+
 @pytest.mark.parametrize("metric", [accuracy, top_k(2), dice(3), iou(3), calibration_error()])
 def test_several_labels_at_a_position_are_refused(metric):
     outputs, labels = torch.zeros(2, 3), torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
