@@ -23,9 +23,9 @@ class CTC:
     """Connectionist temporal classification: -log of the probability of all alignments of a text with T frames.
 
     Equal to `torch.nn.functional.ctc_loss`; it also compiles, maps over members, and has second derivatives. Outputs
-    are logits or log probabilities (N, T, C), with frames in dim 1. Targets are class indices (N, S), padded by
-    negative numbers at the end; or a tuple (indices, lengths) or (indices, lengths, frames) of them, any padding, and
-    integers (N,), the numbers of indices and of frames. The mean is over examples, of losses divided by the lengths.
+    are logits or log probabilities (N, T, C), with frames in dim 1. Targets are class indices (N, S), padded at the end
+    by negative numbers or the blank; or a tuple (indices, lengths) or (indices, lengths, frames) of them, any padding,
+    and integers (N,), the numbers of indices and of frames. The mean over examples is of losses divided by the lengths.
 
     A text that needs more frames than there are has an infinite loss, whose gradient is 0 (torch's is NaN).
 
@@ -55,7 +55,7 @@ class CTC:
                 f"losses.CTC: expected outputs (N, T, C) and targets (N, S), got {tuple(outputs.shape)} and "
                 f"{tuple(indices.shape)}; torch.nn.utils.rnn.pad_sequence(texts, True, -1) pads the texts of a batch"
             )
-        lengths = sizes[0].long() if sizes else (indices >= 0).sum(1)
+        lengths = sizes[0].long() if sizes else ((indices >= 0) & (indices != self.blank)).sum(1)
         frames = sizes[1].long() if len(sizes) > 1 else torch.full_like(lengths, outputs.shape[1])
         indices = indices.long().where(torch.arange(indices.shape[1], device=lengths.device) < lengths[:, None], 0)
         logs = outputs.to(wide_dtype(outputs)).log_softmax(2).clamp(min=_LOG_OF_0)

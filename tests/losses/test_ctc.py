@@ -37,6 +37,13 @@ def test_losses_and_gradients_are_those_of_torch(frames: Tensor | None, reductio
     torch.testing.assert_close(outputs.grad, twin.grad, rtol=1e-12, atol=1e-13)
 
 
+def test_texts_may_be_padded_by_the_blank():
+    assert torch.equal(losses.ctc(OUTPUTS, TEXTS.clamp(min=0)), losses.ctc(OUTPUTS, TEXTS))
+    with_last = losses.CTC(blank=3)
+    texts = torch.tensor([[0, 1, -1], [2, -1, -1]])
+    assert torch.equal(with_last(OUTPUTS[:2], texts.where(texts >= 0, 3)), with_last(OUTPUTS[:2], texts))
+
+
 def test_another_blank_padded_lengths_and_log_probabilities():
     indices = torch.tensor([[0, 1], [2, 77]])
     logs = OUTPUTS[:2].log_softmax(2)
