@@ -7,6 +7,7 @@ import inspect
 import math
 import numbers
 import operator
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -92,7 +93,8 @@ def shown(value: Any) -> str:
     """
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    text = " ".join(repr(value).split())  # in one line; that of torch's optimizers has many
+    # In one line, since that of torch's optimizers has many; without the address of a function.
+    text = value.__qualname__ if isinstance(value, FunctionType) else " ".join(repr(value).split())
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
 
 

@@ -6,7 +6,7 @@ Outputs are (N, C, ...); targets are indices (N, ...), dense (N, C, ...) or a `M
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -207,10 +207,11 @@ def _overlap(
 def _classes(name: str, outputs: Any, targets: Any, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Return the class of each position and whether it counts, both (N, ...), for the metric of this name."""
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor | Mixture):
+        first = next(iter(outputs), 0) if isinstance(outputs, Mapping) else 0
         raise TypeError(
             "a metric of classes expects outputs and targets as tensors, got "
             f"{type(outputs).__name__} and {type(targets).__name__}; pick them by a function, such as "
-            "{'accuracy': lambda outputs, targets: outputs[0].argmax(1) == targets}"
+            f"{{'accuracy': lambda outputs, targets: outputs[{first!r}].argmax(1) == targets}}"
         )
     check_classes(outputs, f"metrics.{name}")
     is_mixture = isinstance(targets, Mixture)

@@ -203,7 +203,7 @@ def check_pairs(fn: Callable[..., Any], outputs: Any, targets: Any, value: Tenso
         compares_all = differ(value, own, whole=True) and any(differ(own, one) for one in others)
     if compares_all:
         raise ValueError(
-            f"{fn!r} compares each output with each target: outputs {tuple(outputs.shape)} and targets "
+            f"{shown(fn)} compares each output with each target: outputs {tuple(outputs.shape)} and targets "
             f"{tuple(targets.shape)} were broadcast. Give both one shape, as by `targets.view_as(outputs)`"
         )
 

@@ -235,8 +235,9 @@ def mode_of(metric: str, mode: str | None, evaluators: Iterable[Any] = ()) -> st
     is_lower = is_lower_better(metric, given.get(metric))
     if is_lower is None:
         raise ValueError(
-            f"{metric!r}: are lower or higher values better? Give mode='min' or mode='max', or a metric that declares "
-            "it, as by metrics.from_function(fn, higher_is_better=True)"
+            f"{metric!r}: are lower or higher values better? Let the metric declare it, as by "
+            "metrics.from_function(fn, higher_is_better=True), or give the rule, adjuster or Checkpoints mode='min' or "
+            "mode='max'"
         )
     return "min" if is_lower else "max"
 

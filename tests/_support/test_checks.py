@@ -57,6 +57,7 @@ def test_invalid_arguments_are_refused(call, error, message):
     assert str(caught.value) == message
 
 
-def test_a_bool_is_not_a_number_and_long_values_are_truncated():
+def test_a_bool_is_not_a_number_and_functions_and_long_values_are_short():
     assert is_number(1.5) and not is_number(True)
+    assert shown(is_number) == "is_number (function)"
     assert shown("a" * 200) == f"'{'a' * 76}... (str)"

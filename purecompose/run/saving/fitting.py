@@ -134,7 +134,10 @@ def check_fits(
         warn(listed(f"{path} continues, perhaps not to the same bits", moved), CheckpointWarning)
 
 
-_HINT = "give the state the same model, optimizer and algorithms, initialised (step.init), or load with strict=False"
+_HINT = (
+    "give the state the same model, optimizer and algorithms, initialised (step.init), leave parts out by "
+    "ignore=[...], or load with strict=False"
+)
 
 
 def param_leaf(name: str) -> str:
