@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,8 @@ class _File:
     def sync(self) -> None:
         """Put all that was written on disk, with the names of the files."""
         while self._unsynced:
-            sync(next(iter(self._unsynced)))
+            with suppress(FileNotFoundError):  # it has been renamed or removed
+                sync(next(iter(self._unsynced)))
             self._unsynced.pop()
 
     def write(self, records: list[dict[str, Any]]) -> None:

@@ -266,6 +266,8 @@ class RunFolder:
         if self._records.num_unwritten:
             problems[RECORDS] = OSError(f"{self._records.num_unwritten:,} records are missing")
         with _noted(RESULT, problems):
+            if draws:  # the report of an earlier part, which would mark the folder as complete
+                (self.path / REPORT).unlink(missing_ok=True)
             self._write_result(result)
         if draws:
             with _noted(CURVES, problems):
@@ -321,7 +323,8 @@ class RunFolder:
     def _tidy(self) -> None:
         with suppress(OSError):  # half-written files of a killed process do no harm
             clear(self.path)
-            (self.path / RECORDS).touch()  # so that a continued run whose records are lost says so
+            if self.goes_on:
+                (self.path / RECORDS).touch()  # so that a continued run whose records are lost says so
 
     def _when_trained(self, act: Callable[[], None]) -> None:
         """Call `act` now or, if the run continues, after its first batch."""

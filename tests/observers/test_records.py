@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from purecompose import Evaluator, Event, State, compose, fit, loop_events, metrics, population
+from purecompose import Checkpoints, Evaluator, Event, State, compose, fit, loop_events, metrics, population
 from purecompose.observers import History, Records, formats, read_records
 from purecompose.observers.formats import FORMATS
 from tests.observers.observer_helpers import at, make_batches, make_population, make_state
@@ -342,3 +343,13 @@ def test_a_cell_that_is_too_long_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.csv").write_text("batch,epoch\n1," + "9" * 200_000 + "\n")
     with pytest.raises(ValueError, match=r"run\.csv, line 2: expected a record"):
         read_records(tmp_path / "run.csv")
+
+
+def test_a_second_run_syncs_its_records_after_the_first_ones_samples_were_renamed(tmp_path: Path) -> None:
+    records = Records(tmp_path / "run.jsonl", every="1ba", monitors=lambda state: {"text": "first"})
+    fit(compose(loop_events), make_state(), make_batches(), duration="2ep", observers=records)  # no checkpoint: no sync
+    kept = Checkpoints(tmp_path / "checkpoints", every="1ba", background=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(compose(loop_events), make_state(), make_batches(), duration="1ep", observers=records, checkpoints=kept)
+    assert (tmp_path / "run.1.samples").is_dir()

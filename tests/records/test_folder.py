@@ -464,3 +464,32 @@ def test_a_signal_ends_a_run_without_pictures(tmp_path: Path, monkeypatch: pytes
         train(run, until=2)
         raise SystemExit(143)
     assert read_run(tmp_path).starts[-1].outcome == "SystemExit: 143" and not run.unwritten
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_folder_that_begins_in_the_middle_of_a_run_lacks_no_records(tmp_path: Path) -> None:
+    middle = fit(STEP, make_state(), make_batches(), duration="1ep")
+    with warnings.catch_warnings(), RunFolder(tmp_path / "second") as run:
+        warnings.simplefilter("error")
+        fit(STEP, middle, make_batches(), duration="2ep", observers=[run.observer])
+    assert [start.batch for start in read_run(run.path).starts] == [4]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_report_of_an_earlier_part_does_not_make_a_folder_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunFolder(tmp_path / "run", {}) as run:
+        train(run)
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(folder, "write_report", killed)
+        with RunFolder(tmp_path / "run", resume=True) as run:
+            train(run, duration="4ep")
+    with RunFolder(tmp_path / "run", resume=True) as run:
+        assert not run.was_complete
+        train(run, duration="4ep")
+    assert (run.path / "report.html").exists()

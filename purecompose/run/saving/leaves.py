@@ -1,7 +1,6 @@
 """Conversion of a state to named tensors and values, and back into a template."""
 
 import itertools
-import math
 import operator
 import re
 from collections.abc import Collection, Mapping
@@ -105,12 +104,14 @@ class Spec(NamedTuple):
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return whether a tensor's elements fill its memory, each in a place of its own."""
-    size = math.prod(max(one, 1) for one in shape)
+    """Return whether a tensor's elements fill its memory, each in a place of its own.
+
+    The stride of a dimension of size 1 may be any number: `x[:, :1]` keeps that of `x`.
+    """
     steps = sorted((step, one) for step, one in zip(stride, shape, strict=False) if one != 1)
     places = itertools.accumulate((one for _, one in steps), operator.mul, initial=1)
     is_filled = 0 in shape or all(step == place for (step, _), place in zip(steps, places, strict=False))
-    return len(shape) == len(stride) and is_filled and all(step <= size for step in stride)
+    return len(shape) == len(stride) and is_filled
 
 
 def spec_of(tensor: Tensor) -> Spec:

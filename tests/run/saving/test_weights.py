@@ -45,6 +45,17 @@ def test_tied_weights_are_written_under_all_names(tmp_path: pathlib.Path) -> Non
     assert list(found) == ["0.bias", "0.weight", "1.bias", "1.weight"]
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_weights_that_are_not_finite_come_back(tmp_path: pathlib.Path, is_tied: bool) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if is_tied:
+        net[1].weight = net[0].weight
+    state = make_state(net)
+    state = state.replace(params={name: torch.full_like(p, torch.nan) for name, p in state.params.items()})
+    path = pc.saving.save_weights(state, tmp_path / "net")
+    assert_same(pc.saving.load_weights(path, make_state(net)).params, state.params)
+
+
 def test_weights_that_do_not_fit_are_named(tmp_path: pathlib.Path) -> None:
     state, path = make_state(), tmp_path / "net.safetensors"
     with pytest.raises(FileNotFoundError):
