@@ -173,7 +173,8 @@ def evaluate(
         TypeError: Something that is not a metric.
 
     Warns:
-        UserWarning: The loss is measured, and algorithms of `step` have changed the training loss at AFTER_LOSS.
+        UserWarning: The loss is measured, and algorithms of `step` have changed the training loss at AFTER_LOSS; or
+            data of unknown length have had 10,000 batches.
 
     Example:
         >>> import torch

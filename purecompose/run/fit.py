@@ -187,6 +187,9 @@ def fit(step: Any, state: Any, data: Any = None, **settings: Any) -> State:
         FileExistsError: `resume` is not given, but `checkpoints` contains checkpoints of a run that has come further.
         MismatchError, DamagedError: The checkpoint does not fit, or is incomplete; see `load`.
 
+    Warns:
+        UserWarning: The run has another length than before, which changes a schedule from this batch on.
+
     Example:
         >>> import torch
         >>> from purecompose import compose, loop_events, losses, optim
