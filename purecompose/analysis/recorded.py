@@ -29,7 +29,7 @@ from purecompose.run.saving.extra import POSITION
 from purecompose.run.saving.folder import CHECKPOINTS, Found, all_in
 from purecompose.run.saving.index import time_from_plain
 from purecompose.run.start import start_of_run
-from purecompose.run.stopping import Stopper
+from purecompose.run.stopping import Stopper, with_modes
 from purecompose.time import RunLength, Time, Timestamp
 from purecompose.time.event import Event
 from purecompose.transforms.compilation import CompiledStep
@@ -99,7 +99,9 @@ class RecordedRun:
             came = f"{shown(self.step)}, {shown(self.state)}"
             raise TypeError(f"RecordedRun(path, step, state, data): expected a Step and a State, got {came}")
         for name in ("evaluate", "stop", "adjust"):
-            object.__setattr__(self, name, _listed(getattr(self, name)))
+            given = _listed(getattr(self, name))
+            # A rule may leave it to the evaluator's metric which values are better.
+            object.__setattr__(self, name, given if name == "evaluate" else with_modes(given, self.evaluate))  # pyright: ignore
         object.__setattr__(self, "checkpoints", checkpoints_in(self.path))
         object.__setattr__(self, "_origin", _origin_of(self.data))
 

@@ -175,9 +175,9 @@ def test_rules_that_read_evaluations_act_again(tmp_path: Path) -> None:
     state = make_state(optimizer=optim.sgd(pc.hparam("lr", 0.5)), duration="4ep")
     form = Form(compose(loop_events), state, make_batches(4))
     rules = {
-        "evaluate": pc.Evaluator(make_batches(2), {"loss": pc.metrics.mean_loss()}, every="1ba"),
-        "stop": pc.EarlyStopping("eval/loss", "12ba"),
-        "adjust": pc.ReduceOnPlateau("eval/loss", patience="1ba"),
+        "evaluate": pc.Evaluator(make_batches(2), {"cost": pc.metrics.mean_loss()}, every="1ba"),
+        "stop": pc.EarlyStopping("eval/cost", "12ba"),
+        "adjust": pc.ReduceOnPlateau("eval/cost", patience="1ba"),
     }
     checkpoints = pc.Checkpoints(tmp_path, keep="log", every="5ba", background=False)
     states = {state.timestamp.batch: state for state in pc.training(*form, checkpoints=checkpoints, **rules)}
