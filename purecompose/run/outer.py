@@ -76,8 +76,8 @@ class Run:
         self._described_data = {} if self.keeper is None else describe_data(self.data)
         self._described_code: dict[str, str] = {}
         measured = {name for one in self.evaluators for name in one.reported}
-        self._by_training = self._decisive - measured
-        """Names of decisive metrics that algorithms of the step report."""
+        self._by_training = {name: _period_of(self.step, name) for name in self._decisive - measured}
+        """The decisive metrics that algorithms of the step report, with the periods over which they are measured."""
         self._see_batch = [see for one in self.observers if callable(see := getattr(one, "see_batch", None))]
 
     def states(self, state: State, *, defers_signals: bool = False) -> Iterator[State]:
@@ -179,7 +179,8 @@ class Run:
 
     def _decide_by_training(self, state: State, before: Timestamp, unit: TimeUnit) -> State:
         """Decide by the step's own metrics, at the end of the periods in this unit over which they are measured."""
-        wanted = {name for name in self._by_training if _has_ended(self.step, name, unit, before, state.timestamp)}
+        periods, now = self._by_training, state.timestamp
+        wanted = {name for name, one in periods.items() if one.unit is unit and has_passed(one, before, now)}
         if not wanted:
             return state
         missing = wanted - state.metrics.keys()
@@ -349,13 +350,13 @@ def _is_due(interval: Any, event: Event, before: Timestamp, now: Timestamp) -> b
     return is_counted_here and has_passed(interval, before, now)
 
 
-def _has_ended(step: Step, metric: str, unit: TimeUnit, before: Timestamp, now: Timestamp) -> bool:
-    """Return whether a period over which a step measures a metric has ended: by default an epoch."""
+def _period_of(step: Step, metric: str) -> Time:
+    """Return the period over which a step measures a metric: by default an epoch."""
     period = Time(1, TimeUnit.EPOCH)
     for algorithm in step.algorithms:
-        if metric.removeprefix("train/") in algorithm.config.get("metrics", ()) and algorithm.config.get("reset"):
-            period = Time.of(algorithm.config["reset"])
-    return period.unit is unit and has_passed(period, before, now)
+        if algorithm.name == "training_metrics" and metric.removeprefix("train/") in algorithm.config["metrics"]:
+            period = Time.of(algorithm.config["reset"] or period)
+    return period
 
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
