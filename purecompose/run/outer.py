@@ -354,8 +354,9 @@ def _period_of(step: Step, metric: str) -> Time:
     """Return the period over which a step measures a metric: by default an epoch."""
     period = Time(1, TimeUnit.EPOCH)
     for algorithm in step.algorithms:
-        if algorithm.name == "training_metrics" and metric.removeprefix("train/") in algorithm.config["metrics"]:
-            period = Time.of(algorithm.config["reset"] or period)
+        config = algorithm.config
+        if config.keys() == {"metrics", "reset"} and metric.removeprefix("train/") in config["metrics"]:
+            period = Time.of(config["reset"] or period)
     return period
 
 

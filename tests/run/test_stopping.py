@@ -192,7 +192,7 @@ def values_after_periods(period: int) -> dict[int, float]:
 
 
 def test_metrics_of_training_decide_within_an_epoch(tmp_path: pathlib.Path) -> None:
-    step, batches = compose(loop_events, [pc.algorithms.training_metrics(reset="4ba")]), make_batches(10)
+    step, batches = compose(loop_events, [pc.algorithms.training_metrics(reset="4ba", name="mine")]), make_batches(10)
     values = values_after_periods(4)
     goal = max(value for batch, value in values.items() if batch > 4)
     first = next(batch for batch, value in values.items() if value >= goal)
