@@ -90,11 +90,8 @@ def check_hidden(start: Any, what: str, leaves: tuple[type, ...] = ()) -> None:
         seen.add(id(part))
         rest.extend(_held(part))
         for where, value, _ in reached(part, leaves):
-            if (
-                isinstance(value, kinds)
-                and not isinstance(value, io.IOBase)
-                and not any(value is one for one in shared)
-            ):
+            is_exempt = isinstance(value, io.IOBase) or any(value is one for one in shared)
+            if isinstance(value, kinds) and not is_exempt:
                 raise ValueError(
                     f"{what} keeps {where or 'and is'}, a {type(value).__name__}, whose next value no state holds: the "
                     "same state and batch would give other numbers, and so would a resumed run. Draw by key (in a "

@@ -97,7 +97,9 @@ _MANY = 2**18
 """The values of larger tensors are not compared."""
 
 
-def watched(call: Callable[[], T], culprit: str, marks: Iterable[Marks], event: Event | None = None, **say: str) -> T:
+def watched(
+    call: Callable[[], T], culprit: str, marks: Iterable[Marks], event: Event | None = None, remedy: str = ""
+) -> T:
     """Return the result of a call of user code, which must not write into what it was given, or draw without a key.
 
     Args:
@@ -105,7 +107,7 @@ def watched(call: Callable[[], T], culprit: str, marks: Iterable[Marks], event: 
         culprit: Description of the code, with which errors begin.
         marks: The marks of what it was given.
         event: The event at which it is called, if any.
-        **say: The `remedy` for writes.
+        remedy: What to do instead of a write; by default the usual advice.
 
     Raises:
         InPlaceError, GlobalDrawError: The code did so.
@@ -113,7 +115,7 @@ def watched(call: Callable[[], T], culprit: str, marks: Iterable[Marks], event: 
     before = _generators()
     result = call()
     for given in marks:
-        given.check(culprit, event, **say)
+        given.check(culprit, event, remedy)
     if _generators() != before:
         raise GlobalDrawError(
             f"{culprit} drew from the global generator of Python's random or of NumPy{_place_of_draw(call)}, which no "

@@ -162,9 +162,7 @@ class _File:
         if not self._is_ready:
             self._prepare()  # it failed before
         # Samples come first: if a write fails and is repeated, samples are replaced but records would be added twice.
-        records = [
-            {_in_one_line(name): value for name, value in self._without_samples(record).items()} for record in records
-        ]
+        records = [self._without_samples(record) for record in records]
         # The file may already contain an evaluation at the batch from which the run continues.
         new = [record for record in records if record["batch"] > self._start or frozenset(record) not in self._kept]
         if new:
@@ -174,8 +172,6 @@ class _File:
     def _without_samples(self, record: dict[str, Any]) -> dict[str, Any]:
         """Write a record's texts and images to files, and return the record without them."""
         samples = {name: value for name, value in record.items() if isinstance(value, (str, Image))}
-        if not samples:
-            return record
         for name, value in samples.items():
             name = re.sub(r"[^\w.\-]", "_", name)
             path = self._samples / f"ba{record['batch']:08d}" / f"{name}.{'png' if isinstance(value, Image) else 'txt'}"
@@ -185,7 +181,7 @@ class _File:
             else:
                 path.write_text(value, encoding="utf-8")
             self._unsynced |= {path, path.parent, self._samples}
-        return {name: value for name, value in record.items() if name not in samples}
+        return {_in_one_line(name): value for name, value in record.items() if name not in samples}
 
     def _prepare(self) -> None:
         self._kept = set()

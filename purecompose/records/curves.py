@@ -53,7 +53,8 @@ def draw_curves(
     target = Path(path)
     if target.suffix.lower() not in _FORMATS:
         raise ValueError(f"draw_curves: expected a file name that ends in {', '.join(_FORMATS)}, got {str(path)!r}")
-    content = _picture(_as_runs(runs), x, check_flag(dark, "draw_curves: dark"), target.suffix.lower()[1:])
+    is_dark, kind = check_flag(dark, "draw_curves: dark"), target.suffix.lower()[1:]
+    content = _picture(_as_runs(runs), x, is_dark, kind, False, None)
     with written(target) as new:
         new.write_bytes(content)
     return target
@@ -68,15 +69,9 @@ def curves_as_png(run: RunRecords, *, dark: bool, narrow: bool = False, panels: 
 
 
 def _picture(
-    runs: Sequence[RunRecords],
-    x: str,
-    dark: bool,
-    kind: str,
-    narrow: bool = False,
-    panels: Sequence[Panel] | None = None,
+    runs: Sequence[RunRecords], x: str, dark: bool, kind: str, narrow: bool, panels: Sequence[Panel] | None
 ) -> bytes:
-    buffer = io.BytesIO()
-    panels = panels_of(runs, x) if panels is None else panels
+    buffer, panels = io.BytesIO(), panels_of(runs, x) if panels is None else panels
     names = [f"{name}{_members(panels, i)}" for i, name in enumerate(_names(runs))]
     drawn(panels, names, _breaks(runs, x), x, dark, narrow).savefig(buffer, kind)
     return buffer.getvalue()

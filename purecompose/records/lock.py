@@ -75,8 +75,8 @@ class Lock:
         """
         if holder is None or holder.items() >= _own(self._folder).items():
             return None
-        who = f"process {holder['process']} on {str(holder['place']).partition(' ')[0]}, since {holder['since']}"
-        who = escaped(who)
+        host = str(holder["place"]).partition(" ")[0]
+        who = escaped(f"process {holder['process']} on {host}, since {holder['since']}")
         if holder["place"] != place():
             return (
                 f"{self._folder} was used by {who}, and it is not known here whether that process still runs. If so, "

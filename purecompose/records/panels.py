@@ -78,11 +78,8 @@ class Panel:
     @cached_property
     def is_share(self) -> bool:
         """True if the numbers are shown in percent."""
-        if "accuracy" not in self.title:
-            return False
-        return all(
-            0 <= one <= 1 for series in self.series for y in series.y for one in _listed(y) if math.isfinite(one)
-        )
+        values = (one for series in self.series for y in series.y for one in _listed(y))
+        return "accuracy" in self.title and all(0 <= one <= 1 for one in values if math.isfinite(one))
 
 
 def panels_of(runs: Sequence[RunRecords], x: str) -> list[Panel]:

@@ -153,13 +153,8 @@ _HISTORY = {
         }
     ],
 }
-_RESULT = {
-    "metrics?": {"*": object},
-    "batches?": is_count,
-    "epochs?": is_count,
-    "samples?": is_count,
-    "seconds?": float,
-}
+_COUNTS = dict.fromkeys(("batches?", "epochs?", "samples?"), is_count)
+_RESULT = {"metrics?": {"*": object}, **_COUNTS, "seconds?": float}
 
 
 def read_json(file: Path, form: Any = object) -> dict[str, Any]:
