@@ -14,7 +14,7 @@ from purecompose.core.state import State, fields_where
 from purecompose.time.event import Event
 
 
-__all__ = ["Contract", "FormError", "Observe", "check_slots", "given"]
+__all__ = ["Contract", "FormError", "Observe", "check_slots", "tensors_in"]
 
 _KEEP_FORM = fields_where(keeps_form=True)
 
@@ -109,7 +109,7 @@ class Contract:
 
     def _marks_of(self, state: State) -> list[Marks]:
         """Return the marks of the step's input, and of what an earlier part of the step has computed."""
-        return [self._marks, Marks(lambda: given(state, "batch", "outputs", "grads"), with_values=True)]
+        return [self._marks, Marks(lambda: tensors_in(state, "batch", "outputs", "grads"), with_values=True)]
 
     def run_update(self, state: State, update: Callable[[], Any]) -> Any:
         """Return the optimizer's result.
@@ -201,7 +201,7 @@ def _lasting(state: State) -> Named:
     ]
 
 
-def given(state: State, *fields: str) -> Named:
+def tensors_in(state: State, *fields: str) -> Named:
     """Return the tensors in these fields."""
     return [(f"state.{name}", tensor) for name in fields for tensor in batches.tensors(getattr(state, name))]
 

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from purecompose._support.functorch import is_tracked, is_transforming, levels
 
 
-__all__ = ["Once", "is_plain", "plain_operations", "wants_plain"]
+__all__ = ["Once", "plain_operations", "replaces_functions", "wants_plain"]
 
 _OWN: ContextVar[str | None] = ContextVar("own_levels", default=None)
 """The transforms of a step that is not differentiated, in its gradient; `_PLAIN` where functions are replaced."""
@@ -40,7 +40,7 @@ def wants_plain(tensors: Iterable[Tensor]) -> bool:
     return own is None and torch.is_grad_enabled() and any(map(is_tracked, tensors))
 
 
-def is_plain() -> bool:
+def replaces_functions() -> bool:
     """Return whether functions are replaced around the caller."""
     return _OWN.get() == _PLAIN
 

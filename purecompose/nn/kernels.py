@@ -15,7 +15,7 @@ from purecompose import tree
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.scopes import NOTHING, together
 from purecompose._support.shards import local
-from purecompose.nn.differentiable import is_plain, plain_operations, wants_plain
+from purecompose.nn.differentiable import plain_operations, replaces_functions, wants_plain
 from purecompose.nn.fused_attention import fused_attention
 from purecompose.nn.keyed.layers import past_dispatch
 from purecompose.nn.shared_batch import SHARED_BATCH, SharedBatchNorms
@@ -83,7 +83,7 @@ class _Transformed(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.nn.functional.normalize and kwargs.get("out") is not None and not is_plain():
+        if func is torch.nn.functional.normalize and kwargs.get("out") is not None and not replaces_functions():
             return kwargs["out"].copy_(func(*args, **{**kwargs, "out": None}))
         if func is Tensor.__bool__ and _asks_if_a_mask_is_needed():
             return False

@@ -8,7 +8,7 @@ import torch
 
 from purecompose import batch as batches, tree
 from purecompose._support.scopes import NOTHING
-from purecompose.core.contract import given
+from purecompose.core.contract import tensors_in
 from purecompose.core.given import Marks, watched
 from purecompose.core.ranks import Ranks, Share
 from purecompose.core.state import State
@@ -136,6 +136,6 @@ class Totals:
         if name in self._seen:
             return call()
         self._seen.add(name)
-        marks = Marks(lambda: given(state, "batch", "outputs"), with_values=True)
+        marks = Marks(lambda: tensors_in(state, "batch", "outputs"), with_values=True)
         with detect():
             return watched(call, "the loss" if metric.takes_loss else f"the metric {name!r}", [marks])

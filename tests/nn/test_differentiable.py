@@ -496,7 +496,7 @@ def test_a_population_and_a_single_step_use_torchs_kernels() -> None:
 
     class Seeing(nn.LayerNorm):
         def forward(self, input: Tensor) -> Tensor:
-            seen.append(differentiable.is_plain())
+            seen.append(differentiable.replaces_functions())
             return super().forward(input)
 
     step, state = compose(loop_events), make_state(Seeing)

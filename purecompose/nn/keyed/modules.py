@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from purecompose._support.checks import shown
 from purecompose._support.dispatch import DispatchMode
 from purecompose._support.functorch import is_transforming
-from purecompose.nn.differentiable import is_plain, plain_operations
+from purecompose.nn.differentiable import plain_operations, replaces_functions
 from purecompose.nn.keyed.functions import FUNCTIONS
 from purecompose.nn.keyed.layers import LAYERS
 from purecompose.nn.keyed.parts import CURRENT, Part, running
@@ -209,7 +209,7 @@ def _replayable(fn: Callable[..., Any], scope: Keyed | None) -> Callable[..., An
     num_passes = 0 if part is None else part.num_passes
     # Without gradients nothing is recomputed.
     bound_again = replay() if torch.is_grad_enabled() else nullcontext
-    plain = plain_operations if is_plain() else nullcontext
+    plain = plain_operations if replaces_functions() else nullcontext
     is_first = True
 
     def replayable(*args: Any, **kwargs: Any) -> Any:
