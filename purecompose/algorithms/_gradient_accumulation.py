@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Collection
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from purecompose.optim.guarded import Guarded, all_finite
 from purecompose.surgery.weights import wide
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, every, on
+from purecompose.time.predicates.logic import Timed
 
 
 __all__ = ["AccumulatedGradients", "gradient_accumulation"]
@@ -114,14 +116,15 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
     In a step without an update there are no gradients after AFTER_TRAIN_BATCH: neither the weights nor the optimizer's
     state change. A parameter is updated if any batch of the group has a gradient for it. A compiled or mapped step
     cannot check this: there, a parameter without a gradient in the last batch waits for the next group's update. Time
-    counts batches, and so do schedules and intervals of other methods. Batches after the last complete group of a run
-    are not applied; a run resumed from its end finishes the group.
+    counts batches, and so do schedules and intervals of other methods. Groups continue from one epoch to the next. The
+    last batch of a run completes its group, whose mean is over fewer batches, if the run's length in batches is known,
+    from `duration` and `batches_per_epoch`; otherwise its last batches are not applied.
 
-    Events: INIT; BEFORE_TRAIN_BATCH of every k-th step, counted from 1, which a program with AFTER_TRAIN_BATCH needs in
-    order to update at all; AFTER_LOSS of every slice, to count its terms (in a program without this event, batches are
-    weighted by their examples); AFTER_TRAIN_BATCH of every step, once, after methods that compute gradients again and
-    before methods that clip them. Reads and replaces: the gradients. The slot contains the sums, as large as the
-    parameters; float32 for parameters in half precision.
+    Events: INIT; BEFORE_TRAIN_BATCH of every k-th step, counted from 1, and of the last, which a program with
+    AFTER_TRAIN_BATCH needs in order to update at all; AFTER_LOSS of every slice, to count its terms (in a program
+    without this event, batches are weighted by their examples); AFTER_TRAIN_BATCH of every step, once, after methods
+    that compute gradients again and before methods that clip them. Reads and replaces: the gradients. The slot contains
+    the sums, as large as the parameters; float32 for parameters in half precision.
 
     A batch whose gradients are not finite spoils its group, unless such steps are skipped: with `loss_scaling` or
     `skip_nonfinite` it is left out of the sum, and the mean is over the other batches. If no batch of a group is
@@ -174,7 +177,8 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
         mean = own.mean({**state.grads, **missing}, of_nothing=math.nan if is_guarded else 0.0)
         return with_slot(state.replace(grads=mean), own.emptied(waiting))
 
-    acts = on(Event.INIT, Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH) | on(Event.BEFORE_TRAIN_BATCH) & every(num_steps)
+    ends_group = on(Event.BEFORE_TRAIN_BATCH) & (every(num_steps) | _RunEnds())
+    acts = on(Event.INIT, Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH) | ends_group
     return Algorithm(
         name,
         NEVER if num_steps == 1 else acts,
@@ -184,6 +188,19 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
         runs_after=(Trait.RENEWS_GRADIENTS, Trait.REQUIRED_ON_LOAD),
         config={"num_steps": num_steps},
     )
+
+
+@dataclass(frozen=True)
+class _RunEnds(Timed):
+    """A predicate that is true in the last batch of a run of known length, before the time advances."""
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        del event
+        total = state.timestamp.run.total_batches
+        return total is not None and state.timestamp.batch + 1 >= total
+
+    def __repr__(self) -> str:
+        return "run_ends()"
 
 
 def _missing(own: AccumulatedGradients, state: State) -> tuple[dict[str, Tensor], list[str]]:

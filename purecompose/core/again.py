@@ -13,8 +13,9 @@ from purecompose.core.context import Context, Static
 from purecompose.core.divided import sharing as sharing_batch
 from purecompose.core.gradient import FORWARDS
 from purecompose.core.loss import check_reads, scalars_of
-from purecompose.core.operation import Carry, Node, Operation, Purpose, walk
+from purecompose.core.operation import Carry, Lowered, Node, Operation, Purpose, walk
 from purecompose.core.ranks import Ranks
+from purecompose.core.separable import Check, check_operations
 from purecompose.core.shared_part import Sharing
 from purecompose.core.state import State
 from purecompose.nn.network import is_first_run
@@ -24,13 +25,16 @@ from purecompose.schedule import Hparam, Schedule, collect
 __all__ = ["repeatable"]
 
 
-def repeatable(run_once: Operation, body: Iterable[Node], ranks: Ranks | None = None) -> Operation:
+def repeatable(
+    run_once: Operation, body: Iterable[Node], ranks: Ranks | None = None, separable: Check | None = None
+) -> Operation:
     """Return an operation that also provides `state.gradient`, which runs it again at other parameters.
 
     Args:
         run_once: The part of a step that computes its gradient.
         body: The nodes that it is lowered from.
         ranks: The processes that share the batch, if there are several.
+        separable: Check that its batch may be cut.
     """
     has_loss = any(getattr(node, "sets_loss", False) for node in walk(body))
 
@@ -38,7 +42,7 @@ def repeatable(run_once: Operation, body: Iterable[Node], ranks: Ranks | None = 
         if carry.state.regrad is not None:  # the gradient of an earlier part is not available within this one
             carry = carry._replace(state=carry.state.replace(regrad=None))
         end, used, terms = run_once(carry, purpose)
-        again = _Again(run_once, carry.used, ranks, has_loss, carry.state)
+        again = _Again(run_once, carry.used, ranks, has_loss, separable, carry.state)
         return Carry(end.replace(batch=carry.state.batch, regrad=again), used, terms)
 
     return run
@@ -52,9 +56,16 @@ class _Again:
     """
 
     def __init__(
-        self, run_once: Operation, used: frozenset[str], ranks: Ranks | None, has_loss: bool, state: State
+        self,
+        run_once: Operation,
+        used: frozenset[str],
+        ranks: Ranks | None,
+        has_loss: bool,
+        separable: Check | None,
+        state: State,
     ) -> None:
         self.run_once, self.used, self.ranks, self.has_loss, self.state = run_once, used, ranks, has_loss, state
+        self.separable = separable
 
     def __call__(self, params: dict[str, Tensor], sharing: Sharing = "all") -> tuple[dict[str, Tensor], Tensor]:
         return self._run(self.state, params, sharing)
@@ -76,8 +87,10 @@ class _Again:
                 if is_first_run():
                     _check_reads(loss_fn, self.state)
                 static = Static(_with_loss(self.state.context, loss_fn), self.state.static.timestamp)
-                marks = _marks_of_buffers(loss_fn)
-                found.append(self._run(self.state.replace(static=static), params, sharing))
+                marks, state = _marks_of_buffers(loss_fn), self.state.replace(static=static)
+                if is_first_run() and self.separable is not None:
+                    check_operations([lambda: [Lowered(self.run_once, separable=self.separable)]], state)
+                found.append(self._run(state, params, sharing))
                 if _marks_of_buffers(loss_fn) != marks:
                     raise ValueError(_not_in_state(loss_fn, "writes into its buffers"))
         finally:
@@ -108,7 +121,11 @@ class _Again:
 
 tree.register_node(
     _Again,
-    lambda again: (("state",), (again.state,), (again.run_once, again.used, again.ranks, again.has_loss)),
+    lambda again: (
+        ("state",),
+        (again.state,),
+        (again.run_once, again.used, again.ranks, again.has_loss, again.separable),
+    ),
     lambda names, children, static: _Again(*static, *children),
 )
 

@@ -53,9 +53,11 @@ from purecompose.core.plan import Plan, make_plan
 from purecompose.core.program import Program, StateFn, Update, events_in
 from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Scope
+from purecompose.core.separable import check_operations, is_due
 from purecompose.core.state import NO_TEMPORARY, State
 from purecompose.time import Timestamp
 from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER
 
 
 __all__ = ["Step", "WHY_UNTRACED", "compose"]
@@ -141,6 +143,7 @@ class Step:
         self.differentiated: tuple[Event, ...] = tuple(events_in_grad(program))
         self.has_advance: bool = any(node == advance for node in walk(program))
         self.matcher: Matcher = Matcher(algorithms, self.events)
+        self._accumulates = any(Trait.COLLECTS_GRADIENTS in one.traits and one.predicate != NEVER for one in algorithms)
         self._matches_values = any(not question.predicate.is_timed for question in self.matcher.questions)
         self._order = compose_passes(*passes)
         self._outside = Outside(algorithms, self._order)
@@ -227,6 +230,8 @@ class Step:
                 end = self.run_checked(prepared.bits, prepared.start(), observe, frees_fields=purpose.frees_fields)
             else:
                 end = self.operation(prepared.bits)(Carry(prepared.start()), purpose).state
+        if (is_first or (self.has_advance and is_due(state.timestamp.batch))) and grad_mode is not NOTHING:
+            self.check_separable(prepared)
         if checked is not context:  # from now on this object is recognized without a comparison
             self._cache.checked[case] = context
         return self.members.settle(end)
@@ -289,7 +294,7 @@ class Step:
         known, found, ranks = self._cache.lowered, [], self.ranks
         for index, (node, mask) in enumerate(zip(self.program, self._masks, strict=True)):
             if (index, bits & mask) not in known:
-                place = Place(at, self.cut, earlier=self.program[:index])
+                place = Place(at, self.cut, accumulates=self._accumulates, earlier=self.program[:index])
                 ops = [self.members.adapt(lowered._replace(node=index)) for lowered in node.lower(place)]
                 if ranks is not None and not isinstance(node, Scope):
                     ops = [one._replace(run=with_whole_batch(one.run, ranks)) for one in ops]
@@ -326,6 +331,13 @@ class Step:
         for name in contract.loss_editors:
             self._cache.loss_editors.setdefault(name, False)
         return end
+
+    def check_separable(self, prepared: Prepared) -> None:
+        """Check that the batch of a prepared step may be cut as the step does; see `purecompose.core.separable`."""
+        if any(one.separable is not None for one in self.lowered(prepared.bits)):
+            plain = Place(lambda event, name: [], self.cut, accumulates=self._accumulates)
+            ways = (lambda: plain.lower(self.program)), (lambda: self.lowered(prepared.bits))
+            check_operations(ways, self.members.one(prepared.start()))
 
     def finish(self, state: State) -> State:
         """Return the state as it is between steps: with the new time, and temporary fields set to `None`."""

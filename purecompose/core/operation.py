@@ -51,6 +51,8 @@ class Purpose(NamedTuple):
     """The part of the batch that is run, if several processes share it."""
     replaces_gradients: bool = False
     """True if a method replaces all gradients before anything reads them, so that processes need not send them."""
+    look: Callable[[Tensor], None] | None = None
+    """Function that is called with each loss that is differentiated, with its graph; see `separable`."""
     frees_fields: bool = False
     """True if nothing reads gradients and outputs after the update, so that their memory is free for the new values."""
 
@@ -82,6 +84,8 @@ class Lowered(NamedTuple):
     """True if it is a stage that sets the loss from the outputs, or a scope around one."""
     until_loss: Operation | None = None
     """The part of a scope that comes before its loss, if there is one such stage."""
+    separable: Callable[[Carry, Iterable[Operation]], None] | None = None
+    """Check that a scope's batch may be cut; only for scopes that compute means over parts."""
     check: Callable[[Carry], None] | None = None
     """Check of the operation's input in a first run that needs values, which a traced run does not have."""
     node: int = 0
@@ -110,6 +114,8 @@ class Place(NamedTuple):
     """True if the node runs on slices of the batch, whose gradient is not the step's."""
     is_weighted: bool = False
     """True if slices are weighted, so that the terms of their losses must be counted."""
+    accumulates: bool = False
+    """True if a method takes means over several batches."""
     earlier: tuple[Node, ...] = ()
     """The nodes before it in the program."""
 

@@ -38,7 +38,8 @@ class Stage:
     name: str
     """Its name, as printed in programs and plans."""
     fn: StateFn
-    """The function `State -> State`."""
+    """The function `State -> State`. One that sets `state.loss` to a mean over other terms than examples has an
+    attribute `num_terms`, a function of the state after it; one that compares examples is `losses.over_batch(fn)`."""
     sets_loss: bool = False
     """True if it sets `state.loss` from the outputs and the batch, so that slices are weighted by its terms."""
 
@@ -48,8 +49,10 @@ class Stage:
     def lower(self, place: Place) -> list[Lowered]:
         """Return the stage as an operation; a loss whose slices are weighted also counts its terms."""
         run = lift(self._run, place.pass_name(self.name), turn=place.turn(self.name), may_set_gradients=True)
-        ops = [Lowered(run, sets_loss=self.sets_loss)]
-        return [*ops, Lowered(_count_terms)] if self.sets_loss and place.is_weighted else ops
+        ops, own = [Lowered(run, sets_loss=self.sets_loss)], getattr(self.fn, "num_terms", None)
+        if place.is_weighted and (self.sets_loss or own is not None):
+            ops.append(Lowered(functools.partial(_count_terms, own or num_terms)))
+        return ops
 
     def _run(self, state: State, watch: Contract | None) -> State:
         try:
@@ -222,6 +225,6 @@ def _form(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(map(tree.describe, batches.tensors(value)))})"
 
 
-def _count_terms(carry: Carry, purpose: Purpose) -> Carry:
+def _count_terms(count: Callable[[State], int | Tensor], carry: Carry, purpose: Purpose) -> Carry:
     del purpose
-    return carry._replace(terms=num_terms(carry.state))
+    return carry._replace(terms=count(carry.state))

@@ -3,6 +3,7 @@
 Your own scope is a frozen dataclass that derives from `Scope` and defines `lower`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from purecompose.core.again import repeatable
 from purecompose.core.coupling import with_whole_loss
 from purecompose.core.cut import Cut
 from purecompose.core.gradient import FORWARDS, Forward, differentiate
-from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose, in_order
-from purecompose.core.program import Program, as_nodes, matching_params
+from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose, in_order, walk
+from purecompose.core.program import Program, Stage, Update, as_nodes, matching_params
 from purecompose.core.ranks import Ranks
+from purecompose.core.separable import Check, check_scope
 from purecompose.core.slices import run_slices, run_until_loss
 from purecompose.core.state import State
 from purecompose.time.event import Event
@@ -102,16 +104,24 @@ class Grad(Scope):
                 carry = carry._replace(state=state.replace(grads=_without(state.grads, used) or None))
             forwards = None if place.is_weighted else FORWARDS.get()
             if forwards is None:
-                after = differentiate(lambda inner: body(inner, purpose), carry, names)
+
+                def inside(inner: Carry) -> Carry:
+                    end = body(inner, purpose)
+                    if purpose.look is not None:
+                        purpose.look(end.state.loss)  # pyright: ignore[reportArgumentType]
+                    return end
+
+                after = differentiate(inside, carry, names)
             else:
                 one = forwards.setdefault(forward, Forward())
                 first = lambda inner: one.run(lambda inner: forward(inner, purpose), inner)  # noqa: E731
                 after = differentiate(lambda inner: rest(first(inner), purpose), carry, names, one)
             return Carry(after.state, after.used.difference(names), after.terms) if after.used else after
 
-        is_host = any(lowered.is_host for lowered in inner)
+        is_host, to_loss = any(lowered.is_host for lowered in inner), until_loss(inner)
+        check = _check(run, to_loss, self.body, place.cut) if place.accumulates and not place.is_slice else None
         operation = run if place.is_slice else repeatable(run, self.body)
-        return [Lowered(operation, is_host=is_host, until_loss=until_loss(inner))]
+        return [Lowered(operation, is_host=is_host, until_loss=to_loss, separable=check)]
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -155,25 +165,34 @@ class Microbatches(Scope):
         """Return the scope as one operation."""
         cut = self.cut or place.cut
         # A single slice is the whole batch of the enclosing scope, and its loss has the same weight in both.
-        is_cut = cut.may_slice or place.is_shared
+        is_whole = any(isinstance(node, Stage) and losses.couples_examples(node.fn) for node in walk(self.body))
+        if is_whole and place.is_shared:
+            raise ValueError(
+                f"{self!r}: a stage in it is declared by losses.over_batch and needs the whole batch, which several "
+                "processes share: leave out data_parallel; or let the stage `forward` run the network, and "
+                "losses.over_batch(loss) compare its outputs"
+            )
+        is_cut = not is_whole and (cut.may_slice or place.is_shared)
         inner = place._replace(is_shared=False, is_slice=True, is_weighted=place.is_weighted or is_cut)
         lowered = inner.lower(self.body)
         body, to_loss = in_order(one.run for one in lowered), until_loss(lowered)
+        is_mean = is_cut or (place.accumulates and not is_whole)
+        check = _check(body, to_loss, self.body, cut) if is_mean else None
 
         def sliced(transform: Callable[[Operation], Operation]) -> Operation:
             if not is_cut:
-                return repeatable(with_own_gradients(body), self.body)
+                return repeatable(with_own_gradients(body), self.body, separable=check)
             on_slice = transform(body)
             on_outputs, on_whole = (None, None) if to_loss is None else (transform(to_loss), transform(with_whole_loss))
 
             def run(carry: Carry, purpose: Purpose) -> Carry:
                 if not losses.couples_examples(carry.state.context.loss):
-                    return run_slices(on_slice, carry, purpose, cut, is_checked=to_loss is not None)
+                    return run_slices(on_slice, carry, purpose, cut)
                 outer = carry.state.whole_loss
                 carry = run_slices(on_slice, run_until_loss(on_outputs, on_whole, carry, purpose, cut), purpose, cut)
                 return carry._replace(state=carry.state.replace(whole_loss=outer))
 
-            return run if place.is_shared else repeatable(with_own_gradients(run), self.body)
+            return run if place.is_shared else repeatable(with_own_gradients(run), self.body, separable=check)
 
         return [
             Lowered(
@@ -182,8 +201,16 @@ class Microbatches(Scope):
                 with_slices=sliced if is_cut and not place.is_slice else None,
                 sets_loss=to_loss is not None,
                 until_loss=to_loss,
+                separable=None if place.is_slice else check,
             )
         ]
+
+
+def _check(body: Operation, to_loss: Operation | None, nodes: Program, cut: Cut) -> Check | None:
+    if any(isinstance(node, Update) for node in walk(nodes)):  # after each slice, on purpose
+        return None
+    names = [node.name for node in walk(nodes) if isinstance(node, Stage)]
+    return functools.partial(check_scope, body, to_loss, names[-1] if names else "", cut)
 
 
 def until_loss(operations: Sequence[Lowered]) -> Operation | None:

@@ -1,239 +1,424 @@
-"""The check, in a step's first run, that the loss of a batch is the mean of the losses of its slices.
+"""The check that a batch may be cut: examples do not reach each other, and the loss is the mean over parts of a batch.
 
-Microbatches and several processes compute the mean over slices. A loss that is a sum, or that compares examples with
-each other, differs from it. The outputs of the slices are put together and given to the loss, without another pass of
-the network. Where the examples are not the rows of a batch's tensors, the outputs may be arranged in several ways: the
-loss is a mean if it is one in any of them.
+Microbatches, several processes, gradient accumulation and evaluation compute means over parts. A few examples of the
+batch are given to the loss together and in two halves, at the network's outputs and at others. The gradient with
+respect to each output must be the same, times the weight of its half; and the network's outputs for an example must not
+change with the other examples. Where outputs do not have a row for each example, or a stage of your own computes the
+loss, gradients with respect to the parameters are compared instead. All this is in double precision where the code
+permits it, so that a term of any weight is seen.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from itertools import product
-from typing import Any, NamedTuple
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from purecompose import batch as batches, losses
+from purecompose import batch as batches, losses, tree
 from purecompose._support.checks import shown
-from purecompose._support.functorch import has_values, is_any, unwrapped
+from purecompose._support.functorch import has_values, is_transforming
 from purecompose._support.warnings import warn
 from purecompose.core.coupling import targets_of_loss
-from purecompose.core.means import averaged, denominators, num_terms, part_of
-from purecompose.core.sealed import SealedOutputs
+from purecompose.core.cut import Cut
+from purecompose.core.means import denominators, num_terms, part_of
+from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation
 from purecompose.core.state import State
+from purecompose.nn.keyed.scope import DRAWS_OF_BATCH, is_under_foreign_checkpoint
 from purecompose.random.keys import fold_in
 
 
-__all__ = ["check_halves", "check_slices"]
+__all__ = ["Check", "check_evaluated", "check_operations", "check_scope", "is_due"]
+
+Check: TypeAlias = Callable[[Carry, Iterable[Operation]], None]
+"""A check of a scope, given the carry at its start, and operations that come first; see `check_scope`."""
 
 
-def check_slices(whole: State, slices: Sequence[State]) -> None:
-    """Raise if the loss of a batch is not the mean of the losses of its slices.
-
-    Losses that models compute themselves, that draw random numbers or that change buffers are not compared, and neither
-    are those of outputs that do not have a row for each example.
-
-    Args:
-        whole: A state with the whole batch.
-        slices: States with a slice of the batch and its outputs each.
-
-    Warns:
-        UserWarning: The outputs of batches without rows cannot be put together.
-    """
-    if len(slices) < 2 or not all(map(_is_compared, slices)):
-        return
-    sizes = [one.num_examples for one in slices]
-    columns = zip(*[batches.tensors(one.outputs) for one in slices], strict=False)
-    ways = [list(_joined(column, sizes, whole)) for column in columns]
-    _check(
-        whole, ((whole.replace(outputs=batches.with_tensors(slices[0].outputs, way)), slices) for way in product(*ways))
-    )
+def is_due(batch: int) -> bool:
+    """Return whether the check is repeated in a batch, by its index in the run: in the 1st, 2nd, 4th, 8th, ..."""
+    return batch & (batch + 1) == 0
 
 
-def check_halves(state: State) -> None:
-    """Raise and warn as `check_slices` does, for the halves of a batch that has run in one piece."""
-    layout, num = state.context.layout, state.num_examples
-    if num < 2 or not layout.can_cut(state.batch) or not _is_compared(state):
-        return
-    parts = layout.split(state.batch, 2)
-    size = layout.num_examples(parts[0])
-    first = 0 if state.first_example is None else state.first_example
-    ways = [list(_halved(leaf, size, parts[0], state)) for leaf in batches.tensors(state.outputs)]
-
-    whole = denominators(state)
-
-    def halves(way: Sequence[Sequence[Tensor]]) -> list[State]:
-        return [
-            state.replace(
-                batch=part,
-                outputs=batches.with_tensors(state.outputs, leaves),
-                first_example=first + start,
-                denominators=part_of(whole, layout.num_examples(part), num),
-            )
-            for part, leaves, start in zip(parts, zip(*way, strict=True), (0, size), strict=True)
-        ]
-
-    _check(state, ((state, halves(way)) for way in product(*ways)))
-
-
-def _is_compared(state: State) -> bool:
-    loss_fn = state.context.loss
-    is_mean = not isinstance(loss_fn, losses.ModelLoss) and not losses.couples_examples(loss_fn)
-    return is_mean and not isinstance(state.outputs, SealedOutputs) and has_values(state.key)
-
-
-def _joined(column: Sequence[Tensor], sizes: Sequence[int], whole: State) -> Iterator[Tensor]:
-    """Yield an output of all slices put together, in each way that its shapes permit."""
-    layout, given = whole.context.layout, list(zip(column, sizes, strict=True))
-    if layout.splitter is not None:
-        with suppress(RuntimeError):  # not the same shape, but for the rows
-            yield torch.cat(list(column))
-        return
-    dims = dict.fromkeys((0,) if layout.has_rows(whole.batch) else (layout.dim, 0))
-    for dim in dims:
-        if all(leaf.ndim > dim and leaf.shape[dim] == size for leaf, size in given):
-            yield torch.cat(list(column), dim)
-    if layout.dim and all(_is_flattened(leaf, size) for leaf, size in given):
-        with suppress(RuntimeError):  # not as many positions
-            yield torch.cat([leaf.unflatten(0, (-1, size)) for leaf, size in given], 1).flatten(0, 1)
-            yield torch.cat(list(column))
-
-
-def _halved(leaf: Tensor, size: int, part: Any, whole: State) -> Iterator[Sequence[Tensor]]:
-    """Yield the two halves of an output, in each way that its shape permits.
+def check_operations(ways: Iterable[Callable[[], Sequence[Lowered]]], start: State) -> None:
+    """Check all scopes of a step that compute means over parts of the batch.
 
     Args:
-        leaf: The output.
-        size: Number of examples in the first half.
-        part: The first half of the batch.
-        whole: The state with the whole batch.
+        ways: Functions that return the step's operations, of which the first that do not fail count: without
+            algorithms, and with those whose work the network or the loss needs.
+        start: The state at the step's start.
     """
-    layout, num = whole.context.layout, whole.num_examples
-    cuts = {(num, size)}
-    if layout.splitter is not None:  # outputs of nodes of graphs: as many as a tensor of the batch has rows
-        inside = zip(batches.tensors(whole.batch), batches.tensors(part), strict=False)
-        cuts |= {(ours.shape[0], theirs.shape[0]) for ours, theirs in inside if ours.ndim and theirs.ndim}
-    for total, start in cuts:
-        if leaf.shape[:1] == (total,):
-            yield leaf.tensor_split([start])
-    if layout.dim and leaf.ndim > layout.dim and leaf.shape[layout.dim] == num:
-        yield leaf.tensor_split([size], layout.dim)
-    if layout.dim and _is_flattened(leaf, num):
-        yield [half.flatten(0, 1) for half in leaf.unflatten(0, (-1, num)).tensor_split([size], 1)]
-        yield leaf.tensor_split([leaf.shape[0] // num * size])
+    if is_transforming() or not has_values(start.key) or is_under_foreign_checkpoint([]):
+        return
+
+    def check(operations: Sequence[Lowered]) -> None:
+        earlier = [one.run for one in itertools.takewhile(lambda one: one.separable is None, operations)]
+        for one in operations:
+            if one.separable is not None:
+                one.separable(Carry(start), earlier)
+
+    _first_of([lambda way=way: check(way()) for way in ways], start)
 
 
-def _is_flattened(leaf: Tensor, size: int) -> bool:
-    """Return whether the first dimension may be that of positions and of examples, flattened."""
-    return leaf.ndim > 0 and leaf.shape[0] > size and leaf.shape[0] % size == 0
-
-
-def _check(state: State, ways: Iterable[tuple[State, Sequence[State]]]) -> None:
-    """Raise unless the loss of the whole is the mean over its parts in one of several ways to arrange the outputs."""
-    has_rows, found = state.context.layout.has_rows(state.batch), []
-    for whole, parts in ways:
-        try:
-            compared = _compared(whole, parts)
-        except Exception:
-            if has_rows:
+def _first_of(attempts: Sequence[Callable[[], None]], state: State) -> None:
+    """Make the first attempt at a check that does not fail; warn if all do, unless for lack of memory."""
+    error: Exception | None = None
+    with torch.inference_mode(False), torch.no_grad():
+        for attempt in attempts:
+            try:
+                return attempt()
+            except (_NotMeanError, Warning):
                 raise
-            continue  # a way in which the outputs do not fit the targets
-        if compared is None or not compared.is_apart or not _is_apart_in_double(whole, parts):
-            return
-        found.append((compared, len(parts)))
-    loss_fn, layout = state.context.loss, state.context.layout
-    if found:
-        (total, mean, _, when), num = found[0]
-        raise ValueError(
-            f"the loss {shown(loss_fn)} is {total:.6g} for {state.num_examples} examples together, but {mean:.6g} as "
-            f"the mean over {num} slices{when}, as which microbatches and several processes compute it. If it is a sum "
-            "over examples, make it a mean (reduction='mean'); if it is a mean over some positions, let it report "
-            "their number in a method num_terms(outputs, targets); if it compares examples with each other, as "
-            "contrastive losses do, write losses.over_batch(loss); if it adds means with different denominators, give "
-            "it a method denominators(targets), or write losses.over_batch(loss)"
-        )
-    if not has_rows:
+            except Exception as failure:
+                error = failure
+    if error is not None and not isinstance(error, torch.OutOfMemoryError):
         warn(
-            f"it is not known whether the loss {shown(loss_fn)} is a mean over examples, as which microbatches and "
-            f"several processes compute it: with {layout.describe(state.batch)}, the outputs of slices cannot be put "
-            "together. Let the network return a row for each example, or for each row of the batch's tensors"
+            f"it is not known whether {_subject(state)} is a mean over examples, because it fails on a few examples of "
+            f"the batch: {type(error).__name__}: {str(error):.200}"
         )
 
 
-class _Compared(NamedTuple):
-    """The loss of a whole batch beside the mean over its parts; of a population, those of one member."""
+def check_scope(
+    body: Operation, until_loss: Operation | None, stage: str, cut: Cut, carry: Carry, earlier: Iterable[Operation] = ()
+) -> None:
+    """Raise a `ValueError` if the gradient that a scope computes is not the mean over parts of its batch.
 
-    total: float
-    mean: float
-    is_apart: bool
-    """True if they differ by more than rounding."""
-    when: str = ""
-    """The settings of the loss, if they are not those of the step."""
+    It warns if the network's outputs for an example depend on other examples.
 
-
-def _compared(whole: State, parts: Sequence[State]) -> _Compared | None:
-    """Return the two losses; `None` if the loss draws random numbers, changes buffers or is not finite."""
-    found = _compared_now(whole, parts)
-    if found is None or found.is_apart or not whole.context.loss_scalars:
-        return found
-    # The weight of a term often grows from 0, which hides the term in the first step.
-    later = _compared_now(_without_zeros(whole), [_without_zeros(part) for part in parts])
-    return later and later._replace(when=" (with 1 in place of schedules and named scalars that are 0 now)")
-
-
-def _without_zeros(state: State) -> State:
-    assert state.clock is not None
-    hparams = {name: torch.where(value == 0, 1.0, value) for name, value in state.hparams.items()}
-    return state.replace(clock=state.clock.without_zeros(), hparams=hparams)
-
-
-def _compared_now(whole: State, parts: Sequence[State]) -> _Compared | None:
-    total, again = _loss_of(whole), _loss_of(whole.replace(key=fold_in(whole.key, 1)))
-    if total is None or again is None or is_any(~total.isfinite() | (total != again)):
-        return None
-    mean, weights, largest = None, 0, total.abs()
-    for part in parts:
-        value, weight = _loss_of(part), num_terms(part)
-        if value is None:
-            return None
-        weights, largest = weights + weight, largest.maximum(torch.where(value.isfinite(), value.abs(), 0))
-        mean = averaged(mean, value, weight, weights)
-    assert mean is not None
-    difference = (total - mean).abs()
-    # The mean over a slice in which nothing counts is NaN; `averaged` leaves it out if the loss reports its terms.
-    is_apart = ~mean.isfinite() | (difference > max(_TOLERANCE, 8 * torch.finfo(total.dtype).eps) * largest + 1e-6)
-    member = int(unwrapped(difference).flatten().argmax())
-    of_total, of_mean = (unwrapped(value).flatten()[member].item() for value in (total, mean))
-    return _Compared(of_total, of_mean, is_any(is_apart))
-
-
-def _is_apart_in_double(whole: State, parts: Sequence[State]) -> bool:
-    """Return whether two losses also differ in double precision, if the loss accepts it, and not only by rounding."""
+    Args:
+        body: The scope's body, which computes gradients.
+        until_loss: The part of it before the stage that evaluates the state's loss; `None` if there is none.
+        stage: The name of the last stage in it.
+        cut: The number or size of slices: the check takes the memory of about one.
+        carry: Start of the body.
+        earlier: Operations before it.
+    """
+    state = carry.state
+    layout, num = state.context.layout, state.num_examples
+    if num < 2 or not layout.can_cut(state.batch) or state.whole_loss is not None:
+        return
+    most = min(2 * -(-num // cut.num_slices(num)), _MOST)
+    has_rows = layout.has_rows(state.batch)
+    few = (
+        batches.take(state.batch, _spread(state, most), num)
+        if has_rows
+        else layout.split(state.batch, -(-num // most))[0]
+    )
+    carry = carry._replace(state=tree.map(_detached, state.replace(batch=few)))
+    for operation in earlier:
+        carry = operation(carry, NO_PURPOSE)
+    state = carry.state
+    if state.num_examples < 2:
+        return
+    is_model_loss = until_loss is not None and isinstance(state.context.loss, losses.ModelLoss)
+    carry = carry._replace(state=state.replace(denominators=denominators(state)))
+    if until_loss is not None and not is_model_loss and state.context.layout.has_rows(state.batch):
+        with _Exactly():
+            end = until_loss(carry, NO_PURPOSE).state
+            if has_rows := _have_rows(end):
+                _check_forward(until_loss, carry, end)
+        if has_rows:
+            _check_outputs(end)
+            return
+    if until_loss is not None and losses.couples_examples(state.context.loss):
+        return
+    token = DRAWS_OF_BATCH.set(True)
     try:
-        compared = _compared(_in_double(whole), [_in_double(part) for part in parts])
-    except Exception:  # for example, because its own parameters are in single precision
-        return True
-    return compared is None or compared.is_apart
+        _check_gradients(body, until_loss, stage, carry)
+    except _NotMeanError as error:
+        if not is_model_loss:  # for which there is no remedy but not to cut batches
+            raise
+        warn(str(error))
+    finally:
+        DRAWS_OF_BATCH.reset(token)
 
 
-def _in_double(state: State) -> State:
-    """Return the state with outputs in double precision."""
+def _check_outputs(state: State, *, train: bool = True) -> None:
+    """Raise a `ValueError` if the loss of a state's outputs is not the mean over two halves of its examples.
+
+    Losses that draw or change buffers, that models compute themselves or that are declared by `losses.over_batch` are
+    not compared, and neither are those of outputs without a row for each example.
+    """
+    context, num = state.context, state.num_examples
+    if isinstance(context.loss, losses.ModelLoss) or losses.couples_examples(context.loss):
+        return
+    if num < 2 or not _have_rows(state) or torch.is_inference_mode_enabled():
+        return
+    if num > _MOST:
+        spread = _spread(state, _MOST)
+        outputs = batches.map_tensors(lambda rows: rows.index_select(0, spread), state.outputs)
+        state, num = state.replace(batch=batches.take(state.batch, spread, num), outputs=outputs), _MOST
+    state = state.replace(denominators=denominators(state))
+    if context.loss_scalars and state.clock is not None:  # the weight of a term often grows from 0, which hides it
+        hparams = {name: torch.where(value == 0, 1.0, value) for name, value in state.hparams.items()}
+        state = state.replace(clock=state.clock.without_zeros(), hparams=hparams)
+    half = -(-num // 2)
+
+    def moved(rows: Tensor) -> Tensor:
+        """Return other outputs for the first half of the examples, such as the network might return."""
+        if not _is_differentiable(rows):
+            return rows
+        scale = torch.linspace(0.25, 1, half, device=rows.device).reshape(-1, *[1] * (rows.ndim - 1))
+        return torch.cat([rows.roll(1, 0)[:half] * scale.to(rows.dtype), rows[half:]])
+
+    def compare(state: State) -> None:
+        for outputs in (state.outputs, batches.map_tensors(moved, state.outputs)):
+            states = [state.replace(outputs=outputs)]
+            for part, own in zip(context.layout.split(state.batch, 2), (range(half), range(half, num)), strict=True):
+                rows = batches.map_tensors(lambda rows, own=own: rows[own.start : own.stop], outputs)
+                start, share = (state.first_example or 0) + own.start, part_of(state.denominators, len(own), num)
+                states.append(state.replace(batch=part, outputs=rows, first_example=start, denominators=share))
+            try:
+                found = [one for state in states if (one := _of_outputs(state, train)) is not None]
+            except Exception:
+                if outputs is state.outputs:
+                    raise
+                return  # they are not such as the network might return
+            if len(found) == len(states):
+                _compare(found, state, _subject(state))
+
+    _in_best_precision(compare, state, (*context.loss_param_names, *context.loss_buffer_names))
+
+
+def check_evaluated(state: State) -> None:
+    """Check the loss of a batch of an evaluation, which is a mean over batches."""
+    _first_of([lambda: _check_outputs(state, train=False)], state)
+
+
+class _Found(NamedTuple):
+    """The loss of some examples, and its gradients."""
+
+    loss: Tensor
+    grads: Sequence[Tensor]
+    num_rows: int
+    """Number of gradients, the first ones, that have a row for each example."""
+    weight: float
+    eps: float
+    """Relative precision of the coarsest dtype in which it was computed."""
+    tolerance: float
+    """Largest difference of gradients that is rounding, relative to the largest number."""
+
+
+def _of_outputs(state: State, train: bool) -> _Found | None:
+    """Differentiate the loss of a state's outputs; `None` if it draws, changes buffers, or has no gradient."""
+    context = state.context
+    given = [tensor.detach().requires_grad_(_is_differentiable(tensor)) for tensor in batches.tensors(state.outputs)]
+    names = [name for name in context.trainable if name in context.loss_param_names]
+    rows = [tensor for tensor in given if tensor.requires_grad]
+    params = {name: state.params[name].detach().requires_grad_() for name in names}
+    inner = state.replace(params={**state.params, **params}, outputs=batches.with_tensors(state.outputs, given))
+    targets = targets_of_loss(state)
+
+    def evaluate(state: State) -> tuple[Tensor, dict[str, Tensor]]:
+        return state.call_loss(lambda fn: losses.evaluate_loss(fn, state.outputs, targets), train=train)
+
+    with torch.enable_grad():
+        loss, buffers = evaluate(inner)
+    if loss.ndim or not loss.requires_grad:
+        return None
+    if context.loss_model is not None:
+        again, _ = evaluate(state.replace(key=fold_in(state.key, 1)))
+        is_kept = all(torch.equal(buffers[name], state.buffers[name]) for name in context.loss_buffer_names)
+        if not is_kept or not torch.equal(again.nan_to_num(), loss.nan_to_num()):
+            return None
+    eps = _coarsest(loss)
+    grads = torch.autograd.grad(loss, [*rows, *params.values()], allow_unused=True, materialize_grads=True)
+    return _Found(loss.detach(), grads, len(rows), float(num_terms(inner)), eps, max(32 * eps, 1e-12))
+
+
+def _check_gradients(body: Operation, until_loss: Operation | None, stage: str, carry: Carry) -> None:
+    """Raise unless the gradient with respect to the parameters is the mean over two halves of the examples."""
+    layout, num = carry.state.context.layout, carry.state.num_examples
+    subject = f"the loss of the stage {stage}" if until_loss is None else _subject(carry.state)
+
+    def found(state: State) -> _Found:
+        precisions: list[float] = []
+        purpose = NO_PURPOSE._replace(look=lambda loss: precisions.append(_coarsest(loss)))
+        after, _, terms = body(carry._replace(state=state), purpose)
+        assert after.loss is not None
+        if terms is None:
+            terms = state.num_examples if until_loss is None else num_terms(after.replace(batch=state.batch))
+        grads = after.grads or {}
+        named = [grads.get(name, torch.zeros_like(param)) for name, param in state.params.items()]
+        return _Found(after.loss, named, 0, float(terms), max(precisions), max(precisions) ** 0.5)
+
+    def compare(state: State) -> None:
+        parts, first = [], 0
+        for part in layout.split(state.batch, 2):
+            share = part_of(state.denominators, layout.num_examples(part), num)
+            parts.append(found(state.replace(batch=part, first_example=first, denominators=share)))
+            first += layout.num_examples(part)
+        _compare([found(state), *parts], state, subject)
+
+    _in_best_precision(compare, carry.state, (*carry.state.params, *carry.state.buffers))
+
+
+def _check_forward(until_loss: Operation, carry: Carry, end: State) -> None:
+    """Warn if the outputs of the last examples change when one of them takes the place of each of the first ones."""
+    state, num = carry.state, carry.state.num_examples
+    half, indices = -(-num // 2), torch.arange(num, device=state.device)
+    for other in dict.fromkeys((half, num - 1)):
+        moved = batches.take(state.batch, torch.where(indices < half, other, indices), num)
+        outputs = until_loss(carry._replace(state=state.replace(batch=moved)), NO_PURPOSE).state.outputs
+        for ours, theirs in zip(batches.tensors(end.outputs), batches.tensors(outputs), strict=True):
+            difference = _largest(ours[half:] - theirs[half:]) if _is_differentiable(ours) else 0.0
+            if difference > 1e-5 * _largest(ours):
+                warn(
+                    "the network's outputs for an example depend on the other examples of the batch, and so differ in "
+                    "microbatches, on several processes and with gradient_accumulation. Let it compute them from the "
+                    "example itself (a capacity for each sequence, not for the batch); batch normalisation is an "
+                    "exception"
+                )
+                return
+
+
+class _NotMeanError(ValueError):
+    """The loss of a batch is not the mean over its parts."""
+
+
+def _compare(found: Sequence[_Found], state: State, subject: str) -> None:
+    """Raise unless the first loss and its gradients are the means over the other two, weighted by their terms."""
+    whole, first, second = found
+    total = first.weight + second.weight
+    if not total or not whole.loss.isfinite():
+        return
+
+    def shares(*tensors: Tensor) -> list[Tensor]:
+        # The mean over a part in which nothing counts is NaN, and has no weight.
+        weights = (first.weight / total, second.weight / total)
+        return [t * share if share else torch.zeros_like(t) for t, share in zip(tensors, weights, strict=True)]
+
+    pairs = [(one, shares(*parts)) for one, *parts in zip(whole.grads, first.grads, second.grads, strict=True)]
+    scales = [max(map(_largest, (one, *parts))) for one, parts in pairs]
+    compared = [
+        (
+            one,
+            torch.cat(parts) if index < whole.num_rows else torch.stack(parts).sum(0),
+            whole.tolerance * max(scale, _FLOOR * max(scales)),
+        )
+        for index, ((one, parts), scale) in enumerate(zip(pairs, scales, strict=True))
+    ]
+    parts = shares(first.loss, second.loss)
+    compared.append((whole.loss, torch.stack(parts).sum(0), whole.eps**0.5 * max(map(_largest, (whole.loss, *parts)))))
+    for one, mean, tolerance in compared:
+        difference = (one - mean).abs()
+        is_apart = (difference > tolerance) | (one.isfinite() != mean.isfinite())
+        if is_apart.any():
+            worst = int(torch.where(is_apart, difference.nan_to_num(torch.inf), -1).argmax())
+            together, apart = (tensor.flatten()[worst].item() for tensor in (one, mean))
+            raise _NotMeanError(
+                f"{subject if one is whole.loss else f'the gradient of {subject}'} is {together:.6g} for "
+                f"{state.num_examples} examples together, but {apart:.6g} as the mean over 2 slices of them, as which "
+                "microbatches, several processes, gradient_accumulation and evaluation compute it. If it is a sum over "
+                "examples, make it a mean (reduction='mean'); if it is a mean over some positions, let it report their "
+                "number in a method num_terms(outputs, targets), or num_terms(state) of a stage; if it compares "
+                "examples with each other, as contrastive losses do, write losses.over_batch(loss), also for a stage; "
+                "if it adds means with different denominators, give it a method denominators(targets), or write "
+                "losses.over_batch(loss). Stages draw by state.example_rng, and the outputs of a network have a row "
+                "for each example"
+            )
+
+
+_FLOOR = 0.01
+"""Gradients that are smaller than this part of the largest one may be zero but for rounding, such as that of a bias
+before a softmax."""
+
+
+def _in_best_precision(compare: Callable[[State], None], state: State, names: Collection[str]) -> None:
+    """Compare in double precision or, where the code does not permit it, in its own.
+
+    Args:
+        compare: The comparison.
+        state: The state.
+        names: Its parameters and buffers that take part.
+    """
 
     def doubled(tensor: Tensor) -> Tensor:
-        return tensor.to(torch.promote_types(tensor.dtype, torch.float64)) if tensor.is_floating_point() else tensor
+        return tensor.to(torch.promote_types(tensor.dtype, torch.float64)) if _is_differentiable(tensor) else tensor
 
-    return state.replace(outputs=batches.map_tensors(doubled, state.outputs))
+    def with_double(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: doubled(tensor) if name in names else tensor for name, tensor in tensors.items()}
+
+    given = {name: batches.map_tensors(doubled, getattr(state, name)) for name in ("batch", "outputs", "denominators")}
+    double = state.replace(params=with_double(state.params), buffers=with_double(state.buffers), **given)
+    with _Exactly():
+        try:
+            compare(double)
+        except _NotMeanError:
+            raise
+        except Exception:  # for example because a constant is in single precision
+            compare(state)
 
 
-def _loss_of(state: State) -> Tensor | None:
-    """Return the loss of a state's outputs; `None` if it is not 0-d or has changed buffers."""
-    outputs, targets = state.outputs, targets_of_loss(state)
-    loss, buffers = state.call_loss(lambda fn: losses.evaluate_loss(fn, outputs, targets), train=True)
-    names = state.context.loss_buffer_names
-    is_changed = any(is_any(buffers[name] != state.buffers[name]) for name in names)
-    return None if is_changed or loss.ndim else loss.detach()
+class _Exactly(TorchFunctionMode):
+    """A mode without conversions from double precision, and with constants as the statistics of batch normalisation,
+    since that is meant to mix examples."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            kwargs |= dict(zip(_BATCH_NORM, args, strict=False))
+            size, inputs = kwargs["input"].shape[1], kwargs["input"]
+            fixed = {"running_mean": inputs.new_zeros(size), "running_var": inputs.new_ones(size), "training": False}
+            return func(**{**kwargs, **fixed})
+        result = func(*args, **kwargs)
+        is_narrowed = func in (Tensor.float, Tensor.to) and args[0].dtype is torch.float64
+        return args[0] if is_narrowed and _is_differentiable(result) else result
 
 
-_TOLERANCE = 1e-3
-"""Relative difference that is taken for rounding, in float32."""
+_BATCH_NORM = tuple(inspect.signature(F.batch_norm).parameters)
+
+
+def _coarsest(loss: Tensor) -> float:
+    """Return the relative precision of the coarsest dtype on the way from what is differentiated to a loss."""
+    eps, known, waiting = torch.finfo(loss.dtype).eps, set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in known:
+            known.add(node)
+            saved = (getattr(node, name) for name in _saved_by(type(node)))  # what it multiplies by or divides by
+            numbers = [one for one in saved if isinstance(one, Tensor) and _is_differentiable(one)]
+            eps = max([eps, *(torch.finfo(form.dtype).eps for form in (*node._input_metadata, *numbers))])
+            waiting += [following for following, _ in node.next_functions]
+    return eps
+
+
+@functools.cache
+def _saved_by(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_saved_")]
+
+
+def _have_rows(state: State) -> bool:
+    """Return whether all outputs have a row for each example."""
+    found = batches.tensors(state.outputs)
+    has_rows = all(tensor.shape[:1] == (state.num_examples,) for tensor in found)
+    return has_rows and bool(found) and state.context.layout.has_rows(state.batch)
+
+
+def _spread(state: State, most: int) -> Tensor:
+    """Return the indices of a few examples from the first to the last, since batches may be sorted."""
+    num = state.num_examples
+    return torch.linspace(0, num - 1, min(num, most), device=state.device).long()
+
+
+def _subject(state: State) -> str:
+    return f"the loss {shown(state.context.loss)}"
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _is_differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.detach().abs().nan_to_num(0, 0, 0).max()) if tensor.numel() else 0.0
+
+
+_MOST = 7
+"""Number of examples that are compared: a size that tables which all examples share rarely have."""

@@ -11,7 +11,6 @@ from purecompose.core.cut import Cut
 from purecompose.core.means import averaged, averaged_grads, denominators, has_mean, part_of
 from purecompose.core.operation import Carry, Operation, Purpose
 from purecompose.core.sealed import SealedOutputs
-from purecompose.core.separable import check_slices
 from purecompose.core.shared_part import Shard
 from purecompose.core.state import State
 
@@ -48,7 +47,7 @@ def _slices(state: State, cut: Cut, shard: Shard | None) -> Iterator[_Slice]:
         offset += size
 
 
-def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_checked: bool = False) -> Carry:
+def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut) -> Carry:
     """Run the body on slices of the batch and average loss, gradients and metrics, weighted by each slice's terms.
 
     Args:
@@ -56,10 +55,9 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_
         carry: Input of the body, with the whole batch.
         purpose: The purpose of the run.
         cut: The number or size of the slices.
-        is_checked: True to compare the loss of the batch with the mean over slices in a first run.
     """
-    state, is_first = carry.state, purpose.is_first
-    current, total, num_slices, ends = carry, 0, 0, []
+    state = carry.state
+    current, total, num_slices = carry, 0, 0
     mean_loss: Tensor | None = None
     mean_grads: dict[str, Tensor] | None = None
     mean_metrics: dict[str, Tensor] = {}
@@ -81,12 +79,9 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut, *, is_
                 if has_mean(value) and value is not state.metrics.get(name):
                     metric_totals[name] = metric_totals.get(name, 0) + weight
                     mean_metrics[name] = averaged(mean_metrics.get(name), value, weight, metric_totals[name])
-        if is_checked and is_first:
-            ends.append(after.replace(batch=fields["batch"], first_example=fields["first_example"]))
     means = {"loss": mean_loss, "grads": mean_grads, "metrics": {**current.state.metrics, **mean_metrics}}
     outer = {name: getattr(state, name) for name in ("batch", "first_example", "whole_loss", "denominators")}
     end = current.state.replace(**outer, **means)
-    check_slices(end, ends)
     if num_slices > 1 and end.outputs is not state.outputs:
         end = end.replace(outputs=SealedOutputs(num_slices))
     # The total is used if this batch is itself a slice.

@@ -6,6 +6,7 @@ A `Mixture` is resolved in one of two ways, which agree for cross entropy, since
     interpolated losses   sum_k w_k loss(outputs, t_k)
 """
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -50,6 +51,7 @@ def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
 
     Raises:
         TypeError: `loss_fn` is not callable, is a class instead of an instance, or has no `reduction` parameter.
+        ValueError: It returns a sum, or losses of examples, unless another reduction is requested.
 
     Example:
         >>> check_loss(torch.nn.functional.cross_entropy, per_example=True)
@@ -59,6 +61,11 @@ def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
             f'expected a loss, a callable (outputs, targets, reduction="mean"), got {loss_fn!r} '
             f"({type(loss_fn).__name__}); use losses.cross_entropy, torch.nn.functional.cross_entropy, or, if this "
             "is a class, an instance of it"
+        )
+    if (reduction := _reduction_of(loss_fn)) in ("sum", "none"):
+        raise ValueError(
+            f"the loss {shown(loss_fn)} has reduction={reduction!r}: a step, its microbatches and evaluation take "
+            "means over examples: leave it out, or write reduction='mean' (methods that need each example's loss ask)"
         )
     if per_example and (isinstance(loss_fn, ModelLoss) or not _takes_reduction(loss_fn)):
         raise TypeError(
@@ -296,6 +303,16 @@ def _check_rows(loss_fn: object, losses: Tensor, outputs: Any, targets: Any) -> 
             f'expected one loss for each of {expected} examples from {loss_fn!r} with reduction="none", got '
             f'shape {tuple(losses.shape)}; keep the batch dim first and reduce nothing for "none"'
         )
+
+
+def _reduction_of(loss_fn: Any) -> Any:
+    """Return the reduction of a loss that is called without one, if it is torch's or a function."""
+    if isinstance(loss_fn, functools.partial):
+        return loss_fn.keywords["reduction"] if "reduction" in loss_fn.keywords else _reduction_of(loss_fn.func)
+    if type(loss_fn).__module__ == nn.modules.loss.__name__:
+        return getattr(loss_fn, "reduction", "mean")
+    parameters = inspect.signature(loss_fn).parameters if inspect.isfunction(loss_fn) else {}
+    return parameters["reduction"].default if "reduction" in parameters else None
 
 
 def _takes_reduction(loss_fn: Callable[..., Any]) -> bool:

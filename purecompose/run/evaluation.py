@@ -13,6 +13,7 @@ from purecompose._support.shards import whole
 from purecompose._support.warnings import warn
 from purecompose.core.compose import Step, compose
 from purecompose.core.loop import eval_events, predict_events
+from purecompose.core.separable import check_evaluated, is_due
 from purecompose.core.state import State, check_single
 from purecompose.data.checks import check_batches, length_of
 from purecompose.data.loaders import fixed_batches, shuffles
@@ -214,6 +215,7 @@ def run_evaluator(
     metrics = {name: of_loss(metric, state.context.loss) for name, metric in metrics.items()}
     totals = Totals.of(metrics, state, None if trained_by is None else trained_by.ranks)
     with torch.no_grad(), totals.guarded():
+        takes_loss = any(metric.takes_loss for metric in metrics.values())
         current = tell(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))
         if trained_by is not None and any(getattr(node, "gathers_at_once", False) for node in trained_by.program):
             current = current.replace(params={name: whole(param) for name, param in current.params.items()})
@@ -229,6 +231,8 @@ def run_evaluator(
                 start = current.replace(first_example=part.first_example) if part.first_example else current
                 inner = step.fold(start, part.batch, domain="eval", draw=num_folds)
                 totals.update(inner, step.num_examples(state, part.batch), counts=part.num_examples > 0)
+                if takes_loss and num_folds and is_due(num_folds):
+                    check_evaluated(step.members.one(inner))
                 current = step.finish(inner)
                 num_folds += 1
             tell(observers, Event.EVAL_BATCH_END, current)
@@ -236,7 +240,7 @@ def run_evaluator(
         if not num_batches:
             raise ValueError(f"the data of evaluator {evaluator.label!r} has no batch; is it an exhausted iterator?")
         values = {f"{evaluator.label}/{name}": value for name, value in totals.values().items()}
-        if any(metric.takes_loss for metric in metrics.values()):
+        if takes_loss:
             _warn_of_missing_terms(evaluator, step)
         return tell(observers, Event.EVAL_END, step.fire(Event.EVAL_END, current.replace(metrics=values)))
 

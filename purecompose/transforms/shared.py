@@ -2,7 +2,7 @@
 
 import functools
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from purecompose.core.program import Program, matching_params
 from purecompose.core.ranks import WATCHES, Ranks, Share
 from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradients
 from purecompose.core.sealed import SealedOutputs
-from purecompose.core.separable import check_halves
+from purecompose.core.separable import Check
 from purecompose.core.shared_part import Shard, SharedPart
 from purecompose.core.state import State
 from purecompose.transforms.rank_comparison import check_alike
@@ -72,21 +72,24 @@ class Shared(Scope):
         assert build is not None, "what several processes share is cut into slices"
         layers = placing if placing is not None and placing.is_by_layer else None
 
+        separable = None if layers is not None else _on_whole_params(inner.separable, placing)
+
         def with_slices(transform: Callable[[Operation], Operation]) -> Operation:
             on_part = build(transform if layers is None else _layer_by_layer(transform, layers, is_whole))
             shared = _OnPart(
                 on_part,
                 ranks,
                 wrt,
-                is_checked=inner.sets_loss and layers is None,
                 is_whole=is_whole,
                 is_by_layer=layers is not None,
             )
             on_whole = on_part if layers is None else build(transform)
             run = shared if placing is None else functools.partial(_run_placed, shared, on_whole, placing)
-            return repeatable(with_own_gradients(run), self.body, ranks)
+            return repeatable(with_own_gradients(run), self.body, ranks, separable)
 
-        lowered = inner._replace(run=with_slices(lambda body: body), with_slices=with_slices, until_loss=None)
+        lowered = inner._replace(
+            run=with_slices(lambda body: body), with_slices=with_slices, until_loss=None, separable=separable
+        )
         if not is_whole or inner.until_loss is None:
             return [lowered]
         # A single slice is part of the graph around it, in which messages overlap with the backward pass.
@@ -195,6 +198,17 @@ def _run_placed(
     return end._replace(state=end.state.replace(params=params))
 
 
+def _on_whole_params(check: Check | None, placing: Placing | None) -> Check | None:
+    """Return the check of a scope, on divided parameters that are put together first."""
+    if check is None or placing is None:
+        return check
+
+    def run(carry: Carry, earlier: Iterable[Operation]) -> None:
+        check(carry._replace(state=carry.state.replace(params=placing.gathered(carry.state.params))), earlier)
+
+    return run
+
+
 def _check_placed(state: State, placing: Placing | None) -> None:
     """Raise a `ValueError` unless the state is divided among processes exactly if the step expects it."""
     is_divided = any(map(is_shard, state.params.values()))
@@ -216,8 +230,6 @@ class _OnPart:
     ranks: Ranks
     wrt: Sequence[str | None]
     """The patterns of the gradients that the operation computes."""
-    is_checked: bool
-    """True to compare the loss of this rank's part with the mean over its halves in a first run."""
     is_whole: bool
     """True if the part is not cut into slices. Then all ranks run the network equally often, and batch normalisation
     may use the statistics of the whole batch."""
@@ -270,8 +282,6 @@ class _OnPart:
                 end = self.operation(Carry(start, carry.used), purpose._replace(shard=shard))
         else:
             end = self.operation(Carry(start.replace(denominators=state.denominators), carry.used), purpose)
-        if self.is_checked and purpose.is_first and start.whole_loss is None:
-            check_halves(end.state.replace(batch=share.batch, first_example=start.first_example))
         after = end.state.replace(batch=state.batch, first_example=state.first_example, denominators=state.denominators)
         if after.outputs is not state.outputs:
             after = after.replace(outputs=SealedOutputs(ranks.size))
@@ -279,7 +289,7 @@ class _OnPart:
 
 
 def _check_part(to_loss: Operation, ranks: Ranks, placing: Placing | None, carry: Carry) -> None:
-    """Check loss and buffers of this rank's part by their values, which a traced step does not have.
+    """Check the buffers of this rank's part by their values, which a traced step does not have.
 
     Args:
         to_loss: The part of a step before its loss.
@@ -295,8 +305,6 @@ def _check_part(to_loss: Operation, ranks: Ranks, placing: Placing | None, carry
     part = SharedPart(ranks, share.num_examples, state.device)
     with sharing(part, part):
         end = to_loss(Carry(start, carry.used), NO_PURPOSE).state
-    if not is_by_layer:  # where a process with one example, which has no halves, would not gather the loss's parameters
-        check_halves(end.replace(batch=start.batch, first_example=start.first_example))
     warn_of_different_buffers(state, end, ranks)
 
 

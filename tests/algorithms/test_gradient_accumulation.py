@@ -434,3 +434,26 @@ def test_a_program_without_a_gradient_before_the_event_is_still_an_error():
 def test_settings_are_checked_when_it_is_built(num, error):
     with pytest.raises(error, match="gradient_accumulation: num_steps: expected an int >= 1, got"):
         gradient_accumulation(num)
+
+
+@pytest.mark.parametrize("options", [{"duration": "2ep", "batches_per_epoch": 3}, {"duration": "6ba"}, {}])
+def test_the_last_batches_of_a_run_of_known_length_are_applied(options) -> None:
+    batches = [part for group in groups(2) for part in parts(group, [4, 4, 4])]
+    whole, step = compose(loop_events), compose(loop_events, [gradient_accumulation(4)])
+    expected = started(whole, helpers.make_state(wide_net()))
+    found = started(step, helpers.make_state(wide_net()))
+    time = State.create(wide_net(), loss=pc.losses.mse, optimizer=OPTIMIZERS[0], **options).timestamp
+    found = found.replace(timestamp=time)
+    for batch in batches:
+        found = step(found, batch)
+    for group in (batches[:4], batches[4:]) if options else (batches[:4],):
+        expected = whole(expected, tuple(map(torch.cat, zip(*group, strict=True))))
+    assert_close(found.params, expected.params)
+    assert is_empty(found) == bool(options)
+
+
+def test_a_sum_is_found_although_no_batch_is_cut() -> None:
+    step = compose(loop_events, [gradient_accumulation(2)])
+    state = helpers.make_state(wide_net(), loss=lambda outputs, targets: F.cross_entropy(outputs, targets).sqrt())
+    with pytest.raises(ValueError, match="examples together, but .* gradient_accumulation"):
+        step(step.init(state), groups(1)[0])

@@ -122,7 +122,7 @@ def test_a_loss_that_does_not_divide_by_them_is_found():
         def __call__(self, outputs: Tensor, targets: Tensor, denominators: Any) -> Any:
             return super().__call__(outputs, targets, self.denominators(targets))
 
-    with pytest.raises(ValueError, match=r"examples together, but .* as the mean over 4 slices"):
+    with pytest.raises(ValueError, match=r"examples together, but .* as the mean over 2 slices"):
         compose(loop_events, microbatches=4)(state_of(Own()), batch_of())
 
 

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import State, batch as batches, compose, loop_events
+from purecompose import State, algorithms as alg, batch as batches, compose, loop_events
 from purecompose.testing.ranks import played
 from tests.helpers import make_batch, make_state, nt_xent
 
 
-APART = r"examples together, but .* as the mean over {} slices.*losses\.over_batch"
+APART = r"examples together, but .* (as the mean over 2 slices|beside other examples).*losses\.over_batch"
 
 
 def summed(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def test_a_loss_that_is_not_a_mean_is_found_in_the_first_sliced_step(loss, is_co
         return pc.compile(made, backend="eager", quiet=True, donate=False) if is_compiled else made
 
     step(1)(state, make_batch())
-    with pytest.raises(ValueError, match=APART.format(4)):
+    with pytest.raises(ValueError, match=APART):
         step(4)(state, make_batch())
 
 
@@ -102,7 +102,7 @@ def test_a_loss_without_its_number_of_terms_is_found_by_a_slice_in_which_nothing
     )
     if num_members:
         state, step = pc.stack_states([state] * num_members), pc.population(step, num_members)
-    with pytest.raises(ValueError, match=r"but nan as the mean over 4 slices.*num_terms"):
+    with pytest.raises(ValueError, match=r"as the mean over 2 slices.*num_terms"):
         step(state, (inputs, targets))
 
 
@@ -184,14 +184,95 @@ def take_step(how: str, state: State, batch: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["slices", "processes"])
-@pytest.mark.parametrize("form", ["each", "flattened", "last", "graphs", "nodes"])
+@pytest.mark.parametrize("form", ["each", "flattened", "last", "graphs", "nodes", "edges"])
 def test_batches_without_rows_are_checked(form, how):
     take_step(how, *made(form, is_centred=False))
-    with pytest.raises(ValueError, match=APART.format(3 if how == "slices" else 2)):
+    with pytest.raises(ValueError, match=APART):
         take_step(how, *made(form, is_centred=True))
 
 
-def test_outputs_that_cannot_be_put_together_are_reported():
-    state, batch = made("edges", is_centred=False)
-    with pytest.warns(UserWarning, match=r"not known whether the loss .*Flat.* is a mean over examples.*Splitter"):
-        take_step("processes", state, batch)
+class Capacity(nn.Module):
+    """A mixture of experts, each of which takes at most two examples of a batch, the first ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 2), nn.Linear(4, 6)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        chosen = F.one_hot(self.router(inputs).argmax(1), 2)
+        is_taken = (chosen.cumsum(0) <= 2) & (chosen > 0)
+        return (self.experts(inputs).unflatten(1, (2, 3)) * is_taken[..., None]).sum(1)
+
+
+def test_a_forward_pass_that_mixes_examples_is_reported():
+    torch.manual_seed(0)
+    state, step = make_state(Capacity()), compose(loop_events, microbatches=2)
+    with pytest.warns(UserWarning, match=r"outputs for an example depend on the other examples.*a capacity for each"):
+        for seed in range(4):
+            state = step(state, make_batch(seed, size=16))
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "population", "accumulation"])
+def test_the_check_is_repeated_in_later_batches(how):
+    def masked(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, reduction="sum", ignore_index=-100) / (targets >= 0).sum()
+
+    methods = [alg.gradient_accumulation(2)] if how == "accumulation" else []
+    step, state = compose(loop_events, methods, microbatches=None if methods else 2), make_state(loss=masked)
+    if how == "population":
+        step, state = pc.population(step, 2), pc.stack_states([state, make_state(loss=masked, key=1)])
+    step = pc.compile(step, backend="eager", quiet=True) if how == "compiled" else step
+    state, (inputs, targets) = step.init(state), make_batch(size=8)
+    for _ in range(3):
+        state = step(state, (inputs, targets))
+    with pytest.raises(ValueError, match=APART):
+        step(state, (inputs, targets.index_fill(0, torch.arange(3), -100)))
+
+
+def test_an_evaluation_over_several_batches_is_checked():
+    state, data = make_state(loss=lambda outputs, targets: summed(outputs, targets).sqrt()), [make_batch()] * 2
+    assert pc.evaluate(state, data[:1])["loss"] > 0
+    with pytest.raises(ValueError, match=APART):
+        pc.evaluate(state, data)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.CrossEntropyLoss(reduction="sum"), lambda: nn.MSELoss(reduction="none")])
+def test_losses_with_another_reduction_are_refused(make):
+    for loss in (
+        make(),
+        functools.partial(F.cross_entropy, reduction="sum"),
+        functools.partial(pc.losses.mse, reduction="none"),
+    ):
+        with pytest.raises(ValueError, match=r"has reduction='(sum|none)'.*reduction='mean'"):
+            make_state(loss=loss)
+
+
+def of_stage(stage: Any) -> tuple[Any, ...]:
+    return pc.loop.Microbatches(pc.loop.Grad(stage)), pc.loop.update, pc.loop.advance
+
+
+def contrast(state: State) -> State:
+    outputs, state = state.call(state.batch[0])
+    return state.replace(loss=nt_xent(outputs, state.batch[1]))
+
+
+def test_a_stage_that_is_declared_has_the_whole_batch():
+    whole = compose(of_stage(contrast))(make_state(), make_batch())
+    declared = compose(of_stage(pc.losses.over_batch(contrast)), microbatches=4)(make_state(), make_batch())
+    torch.testing.assert_close(declared.params, whole.params, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="declared by losses.over_batch and needs the whole batch"):
+        played(compose(of_stage(pc.losses.over_batch(contrast))), 2)(lambda step: step(make_state(), make_batch()))
+
+
+def test_slices_of_a_stage_are_weighted_by_its_terms():
+    def own(state: State) -> State:
+        outputs, state = state.call(state.batch[0])
+        return state.replace(loss=F.cross_entropy(outputs, state.batch[1]))
+
+    inputs, targets = make_batch()
+    batch = inputs, targets.index_fill(0, torch.arange(3), -100)
+    with pytest.raises(ValueError, match="the loss of the stage own .*num_terms"):
+        compose(of_stage(own), microbatches=2)(make_state(), batch)
+    own.num_terms = lambda state: (state.batch[1] >= 0).sum()  # pyright: ignore[reportFunctionMemberAccess]
+    whole, cut = (compose(of_stage(own), microbatches=k)(make_state(), batch) for k in (1, 3))
+    torch.testing.assert_close(cut.params, whole.params)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from types import CodeType, FrameType, MappingProxyType
 from typing import Any
@@ -26,6 +27,7 @@ from purecompose.random.keys import Rng
 
 
 __all__ = [
+    "DRAWS_OF_BATCH",
     "Handler",
     "Sampler",
     "Scope",
@@ -41,6 +43,9 @@ Sampler = Callable[[Rng, tuple[int, ...]], Tensor]
 
 Handler = Callable[..., Any]
 """`(scope, func, *args, **kwargs) -> result`: a function that replaces a random call."""
+
+DRAWS_OF_BATCH: ContextVar[bool] = ContextVar("draws_of_batch", default=False)
+"""True where draws that are not per example are a single number, so that slices can be compared."""
 
 
 class UnkeyedRandomError(RuntimeError):
@@ -159,6 +164,8 @@ class Scope(TorchFunctionMode):
             return sampler(_moved(rng, device), shape)
         count = self.num_examples if per_example else None
         if not (count and shape[0] and shape[0] % count == 0):
+            if DRAWS_OF_BATCH.get():
+                return sampler(_moved(rng, device), (1,) * len(shape)).expand(shape)
             return sampler(_moved(replace(rng, examples=self._slice()), device), shape)
         rng = _moved(replace(rng, examples=self._examples(count)), device)
         if shape[0] == count:

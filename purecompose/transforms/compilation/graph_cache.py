@@ -11,7 +11,6 @@ import torch
 from purecompose._support.warnings import warn
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
-from purecompose.core.members import SINGLE
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Purpose, in_order
 from purecompose.core.state import State
 from purecompose.nn.network import looking_for_draws
@@ -255,8 +254,6 @@ IDLE: dict[str, Signature] = {**dict.fromkeys(FIELDS, ABSENT), "metrics": Signat
 def _watch(step: Step, start: State, signatures: Mapping[str, Signature], bits: int) -> None:
     """Run a step on fake tensors, which take no memory, and check it as the first run of a schedule.
 
-    What is compared by values is compared in slices that run compiled, or here.
-
     Args:
         step: The composed step.
         start: The state at its start.
@@ -272,11 +269,6 @@ def _watch(step: Step, start: State, signatures: Mapping[str, Signature], bits: 
         step.run_checked(bits, state_of(start.static, None, fields))
     if ranks is not None:
         _check_values(step.lowered(bits), start)
-    if step.members is not SINGLE:
-        # All slices of a population are in one graph, so their losses are compared by a step of one member.
-        with looking_for_draws(), torch.no_grad():
-            of_one = step.replace(members=SINGLE).operation(bits)
-            of_one(Carry(step.members.one(start)), NO_PURPOSE)
 
 
 def _fill_caches(start: State) -> None:

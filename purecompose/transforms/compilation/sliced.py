@@ -8,7 +8,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
 from purecompose._support.functorch import is_transforming
-from purecompose.core.contract import Contract
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Purpose
 from purecompose.core.shared_part import SHARED_PART
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source, Writes
@@ -49,7 +48,7 @@ class SlicedPart:
             purpose: The purpose of its runs.
         """
         assert scope.with_slices is not None
-        self._find, self._boundary, self._is_building, self._has_run = find, boundary, True, False
+        self._find, self._boundary, self._is_building = find, boundary, True
         self._purpose = purpose
         self._compiled_parts: dict[Any, tuple[CompiledPart, int | None]] = {}
         self._run = scope.with_slices(self._compiled)
@@ -89,11 +88,8 @@ class SlicedPart:
         del buffers, from_buffers
         before = {name: self._boundary.signatures[name].build(values[name]) for name in FIELDS}
         start = state_of(self._boundary.static, None, before)
-        # The loss of all slices can be compared with their mean only here, where both have values.
-        purpose = self._purpose if self._has_run else self._purpose._replace(watch=Contract(start))
         with torch.no_grad():
-            end = self._run(Carry(start, self._boundary.used), purpose).state
-        self._has_run = True
+            end = self._run(Carry(start, self._boundary.used), self._purpose).state
         values.update({name: Signature.of(getattr(end, name))[1] for name in self.writes})
         for name, i in self._views:
             values[name][i] = values[name][i].clone()

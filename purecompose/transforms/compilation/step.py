@@ -13,6 +13,7 @@ from purecompose._support.functorch import is_transforming
 from purecompose._support.keywords import suggests_keywords
 from purecompose.core.compose import WHY_UNTRACED, Prepared, Step
 from purecompose.core.context import Context
+from purecompose.core.separable import is_due
 from purecompose.core.state import NO_TEMPORARY, State
 from purecompose.time import TimeUnit
 from purecompose.transforms.compilation.boundary import Boundary
@@ -154,6 +155,8 @@ class CompiledStep(Step):
         plan = launch.entry.plans.get(plan_key)
         if plan is None and self._is_watched_first(prepared):
             return self.step(state, batch)
+        if plan is None or (self.has_advance and is_due(state.timestamp.batch)):
+            self._check_separable(state, batch, prepared)
         context = state.static.context
         with arithmetic(context.precision, state.key.device), self.guarded(state, batch, is_first=False):
             plan = plan or self._find(launch.entry, plan_key, prepared)
@@ -212,6 +215,14 @@ class CompiledStep(Step):
 
     def __repr__(self) -> str:
         return f"compile({self.step!r}, {len(self._graphs.variants)} variants)"
+
+    def _check_separable(self, state: State, batch: Any, prepared: Prepared) -> None:
+        """Check that the batch may be cut, as composed, on a copy of a state that this step may spend."""
+        if any(one.separable is not None for one in self.step.lowered(prepared.bits)):
+            if state.lease is not None:
+                prepared = self.step.prepare(state.copy(), batch)
+            with arithmetic(state.context.precision, state.device), self.guarded(state, batch, is_first=False):
+                self.step.check_separable(prepared)
 
     def _must_be_eager(self, state: State, batch: Any, info: "_BatchInfo") -> bool:
         if info.is_differentiated or is_transforming() or torch.is_inference_mode_enabled():

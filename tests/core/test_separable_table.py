@@ -1,0 +1,448 @@
+"""Tables of losses and stages that are means over examples, and of such that are not: all are told apart."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import State, compose, loop, loop_events, losses, optim
+
+
+N, C, T = 12, 5, 6
+WEIGHTS = torch.rand(C, generator=torch.Generator().manual_seed(0))
+
+
+class Case(NamedTuple):
+    """A loss or stage, its network and its batches."""
+
+    loss: Any = losses.mse
+    net: Callable[[], nn.Module] = lambda: nn.Linear(4, C)
+    batch: Callable[[int], Any] = lambda seed: (rand(seed, N, 4), rand(seed + 1, N, C))
+    stage: Any = None
+    options: Any = None
+
+
+def rand(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ints(seed: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def labels(seed: int) -> tuple[Tensor, Tensor]:
+    return rand(seed, N, 4), ints(seed, C, N)
+
+
+def signs(seed: int) -> tuple[Tensor, Tensor]:
+    return rand(seed, N, 4), ints(seed, 2, N, C).float()
+
+
+def padded(seed: int, lengths: Any = None) -> tuple[Tensor, Tensor]:
+    """Return sequences, and targets of which those beyond each length are -100."""
+    lengths = ints(seed, T - 1, N) + 1 if lengths is None else lengths
+    targets = ints(seed, C, N, T)
+    return rand(seed, N, T, 4), targets.masked_fill(torch.arange(T) >= lengths[:, None], -100)
+
+
+def equal_at_first(seed: int) -> tuple[Tensor, Tensor]:
+    """Return batches whose sequences have equal lengths within the first three batches."""
+    return padded(seed, torch.full((N,), 3) if seed < 3 else None)
+
+
+class Tokens(nn.Module):
+    """Logits of tokens, (N, C, T)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, C)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs).transpose(1, 2)
+
+
+class With(nn.Module):
+    """Outputs of a linear layer, and a function of it and them."""
+
+    def __init__(self, second: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear, self.second = nn.Linear(4, C), second
+
+    def forward(self, inputs: Tensor) -> Any:
+        outputs = self.linear(inputs)
+        return outputs, self.second(self.linear, outputs)
+
+
+def balance(scores: Tensor) -> Tensor:
+    """Return the load balancing loss of a mixture of experts."""
+    share = scores.softmax(1)
+    chosen = F.one_hot(scores.argmax(1), scores.shape[1]).to(scores)
+    return scores.shape[1] * (share.mean(0) * chosen.mean(0)).sum()
+
+
+def plus(weight: float, term: Callable[[Tensor], Tensor], base: Any = F.mse_loss) -> Callable[..., Tensor]:
+    return lambda outputs, targets: base(outputs, targets) + weight * term(outputs)
+
+
+def info_nce(outputs: Tensor, targets: Tensor) -> Tensor:
+    scores = F.normalize(outputs, dim=1) @ F.normalize(targets, dim=1).T
+    return F.cross_entropy(scores * 5, torch.arange(len(scores)))
+
+
+def masked(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, ignore_index=-100, reduction="sum") / (targets >= 0).sum()
+
+
+def in_single(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda outputs, targets: loss(outputs.float(), targets)
+
+
+def with_parts(weight: float, other: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def loss(outputs: Tensor, targets: Tensor) -> Any:
+        fit, term = F.mse_loss(outputs, targets), other(outputs)
+        return fit + weight * term, {"fit": fit, "term": term}
+
+    return loss
+
+
+def stage_of(loss: Callable[..., Tensor], second: bool = False) -> Callable[[State], State]:
+    def own(state: State) -> State:
+        inputs, targets = state.batch
+        outputs, state = state.call(inputs)
+        return state.replace(loss=loss(outputs, targets))
+
+    return own
+
+
+class Named(nn.Module):
+    def forward(self, outputs: Tensor) -> dict[str, Tensor]:
+        return {"a": outputs[:, :2], "b": outputs[:, 2:]}
+
+
+class Normed(nn.Module):
+    """A loss of outputs that are normalised over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(C)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss((outputs - outputs.mean(0)) / outputs.std(0), targets)
+
+
+class Learned(nn.Module):
+    """A loss with a learned scale, of which the penalty is a mean or a sum over examples."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.log_scale, self.reduction = nn.Parameter(torch.zeros(C)), reduction
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        penalty = (self.log_scale * outputs).square()
+        penalty = penalty.sum() if self.reduction == "sum" else penalty.mean()
+        return F.mse_loss(outputs * self.log_scale.exp(), targets) + 0.1 * penalty
+
+
+def shared_weight() -> nn.Module:
+    return With(lambda linear, outputs: linear.weight)
+
+
+def two_means(weight: float) -> Callable[..., Tensor]:
+    """Return the sum of two means, of which one ignores targets."""
+    return lambda outputs, targets: F.cross_entropy(outputs, targets, ignore_index=0) + weight * outputs.square().mean()
+
+
+class Miscounted:
+    """A masked mean that reports a wrong number of terms."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return masked(outputs, targets)
+
+    def num_terms(self, outputs: Tensor, targets: Tensor) -> int:
+        return 7
+
+
+COUPLED: dict[str, Case] = {
+    **{f"balance {w}": Case(plus(w, balance)) for w in (1.0, 1e-2, 1e-3, 1e-4)},
+    **{f"balance {w} in float32": Case(in_single(plus(w, balance))) for w in (1e-2, 1e-4)},
+    "balance beside cross entropy": Case(plus(1e-3, balance, F.cross_entropy), batch=labels),
+    "balance as a part": Case(with_parts(1e-4, balance)),
+    "variance as a part, in float32": Case(in_single(with_parts(1e-3, lambda o: o.var(0).mean()))),
+    "spread": Case(plus(-1e-2, lambda o: o.std(0).mean())),
+    "covariance": Case(plus(1e-3, lambda o: o.T.cov().triu(1).square().sum())),
+    "entropy of the mean": Case(plus(1e-3, lambda o: (o.softmax(1).mean(0).log() * o.softmax(1).mean(0)).sum())),
+    "square of the mean": Case(plus(1e-4, lambda o: o.mean().square())),
+    "contrastive": Case(info_nce),
+    "contrastive, small": Case(lambda o, t: F.mse_loss(o, t) + 1e-3 * info_nce(o, t)),
+    "centred": Case(lambda o, t: F.cross_entropy(o - o.mean(0), t), batch=labels),
+    "normalised": Case(lambda o, t: F.mse_loss(o, t) / F.mse_loss(t, t.mean(0).expand_as(t))),
+    "root of a mean": Case(lambda o, t: F.mse_loss(o, t).sqrt()),
+    "log of a mean": Case(lambda o, t: F.mse_loss(o, t).log()),
+    "norm": Case(lambda o, t: (o - t).norm()),
+    "maximum": Case(lambda o, t: (o - t).abs().max()),
+    "largest losses": Case(lambda o, t: (o - t).square().mean(1).topk(3)[0].mean()),
+    "median": Case(lambda o, t: (o - t).square().mean(1).median()),
+    "quantile": Case(lambda o, t: (o - t).square().mean(1).quantile(0.9)),
+    "trimmed by a quantile": Case(
+        lambda o, t: torch.where((e := (o - t).square().mean(1)) < e.detach().quantile(0.7), e, 0).mean()
+    ),
+    "weights by the batch": Case(lambda o, t: ((e := (o - t).square().mean(1)) * e.detach().softmax(0)).sum()),
+    "correlation": Case(lambda o, t: 1 - F.cosine_similarity(o - o.mean(0), t - t.mean(0), dim=0).mean()),
+    "dice of the batch": Case(
+        lambda o, t: 1 - (2 * (o.sigmoid() * t).sum() + 1) / (o.sigmoid().sum() + t.sum() + 1), batch=signs
+    ),
+    "pairs": Case(lambda o, t: F.relu(1 - (o[:, 0, None] - o[None, :, 0]) * (t[:, :1] - t[:, 0])).mean()),
+    "neighbours": Case(lambda o, t: F.mse_loss(o, t) + 0.01 * (o[1:] - o[:-1]).square().mean()),
+    "triplets in the batch": Case(lambda o, t: F.triplet_margin_loss(o, t, o.roll(1, 0))),
+    "free bits": Case(plus(1.0, lambda o: o.square().mean().clamp(min=0.1))),
+    "sinkhorn": Case(lambda o, t: (torch.cdist(o, t).softmax(0) * torch.cdist(o, t)).mean()),
+    "sum": Case(lambda o, t: F.mse_loss(o, t, reduction="sum")),
+    "sum of a part": Case(with_parts(1e-4, lambda o: o.square().sum())),
+    "small sum": Case(plus(1e-4, lambda o: o.square().sum())),
+    "root of the number": Case(lambda o, t: F.mse_loss(o, t) * len(o) ** 0.5),
+    "divided by one less": Case(lambda o, t: (o - t).square().sum() / (len(o) - 1)),
+    "divided by a constant": Case(lambda o, t: (o - t).square().sum() / 64),
+    "detached number": Case(lambda o, t: F.mse_loss(o, t) + (o.mean().square() * 0.5).detach()),
+    "masked mean": Case(masked, Tokens, padded),
+    "masked mean, later": Case(masked, Tokens, equal_at_first),
+    "masked mean in float32": Case(in_single(masked), Tokens, padded),
+    "weighted mean": Case(lambda o, t: ((w := t[:, :1].abs()) * (o - t).square()).sum() / w.sum()),
+    "class weights": Case(lambda o, t: F.cross_entropy(o, t, torch.arange(1.0, C + 1)), batch=labels),
+    "wrong number of terms": Case(Miscounted(), Tokens, padded),
+    **{f"two means {w}": Case(two_means(w), batch=labels) for w in (1.0, 1e-4)},
+    "batch norm in the loss": Case(Normed()),
+    "sum for its parameter": Case(Learned("sum")),
+    "scalar of the batch": Case(
+        lambda o, t: F.mse_loss(o[0], t) + 1e-3 * o[1], lambda: With(lambda linear, outputs: balance(outputs))
+    ),
+    "matrix of the batch": Case(
+        lambda o, t: F.mse_loss(o[0], t) + 1e-3 * o[1].square().sum(), lambda: With(lambda linear, o: o.T @ o / len(o))
+    ),
+    "shared negatives, normalised over the batch": Case(
+        lambda o, t: F.mse_loss(o[0], t) + 0.01 * (o[0] @ o[1].T).softmax(0).square().mean(),
+        lambda: With(lambda linear, outputs: linear.weight.T @ linear.weight @ linear.weight.T),
+    ),
+    "sum of shared weights": Case(
+        lambda o, t: F.mse_loss(o[0], t) + 1e-3 * len(t) * o[1].square().sum(),
+        lambda: With(lambda linear, o: linear.weight),
+    ),
+    "own stage, sum": Case(stage=stage_of(functools.partial(F.mse_loss, reduction="sum"))),
+    "own stage, masked": Case(stage=stage_of(masked), net=Tokens, batch=padded),
+    "own stage, masked, later": Case(stage=stage_of(masked), net=Tokens, batch=equal_at_first),
+    "own stage, contrastive": Case(stage=stage_of(info_nce)),
+    "own stage, normalised": Case(stage=stage_of(lambda o, t: F.mse_loss(o, t) / t.var())),
+    **{f"own stage, balance {w}": Case(stage=stage_of(plus(w, balance))) for w in (1.0, 1e-2, 1e-4)},
+    "own stage, batch maximum": Case(stage=stage_of(lambda o, t: (o - t).abs().max())),
+}
+
+
+def per_example_dice(outputs: Tensor, targets: Tensor) -> Tensor:
+    p = outputs.sigmoid()
+    return (1 - (2 * (p * targets).sum(1) + 1) / (p.sum(1) + targets.sum(1) + 1)).mean()
+
+
+def focal(outputs: Tensor, targets: Tensor) -> Tensor:
+    found = F.cross_entropy(outputs, targets, reduction="none")
+    return ((1 - (-found).exp()) ** 2 * found).mean()
+
+
+class Counted:
+    """A masked mean that reports its number of terms."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return masked(outputs, targets)
+
+    def num_terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (targets >= 0).sum()
+
+
+class Weighted:
+    """A mean weighted by a constant in single precision."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        weights = WEIGHTS[targets]
+        return (F.cross_entropy(outputs, targets, reduction="none") * weights).sum() / weights.sum()
+
+    def num_terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return WEIGHTS[targets].sum()
+
+
+class TwoMeans:
+    """The sum of two means, by their denominators."""
+
+    def denominators(self, targets: Tensor) -> Any:
+        return {"chosen": (targets > 0).sum(), "all": len(targets)}
+
+    def __call__(self, outputs: Tensor, targets: Tensor, denominators: Any) -> Any:
+        chosen = F.cross_entropy(outputs, targets, ignore_index=0, reduction="sum") / denominators["chosen"]
+        size = outputs.square().sum() / denominators["all"]
+        return chosen + 0.1 * size, {"chosen": chosen, "size": size}
+
+
+def own_counted() -> Any:
+    stage = stage_of(masked)
+    stage.num_terms = lambda state: (state.batch[1] >= 0).sum()  # pyright: ignore[reportFunctionMemberAccess]
+    return stage
+
+
+def noisy(state: State) -> State:
+    noise = pc.random.normal(state.example_rng("noise"), (state.num_examples, 4))
+    outputs, state = state.call(state.batch[0] + 0.1 * noise)
+    return state.replace(loss=F.mse_loss(outputs, state.batch[1]))
+
+
+def distances(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return a soft nearest mean of C prototypes, of each example."""
+    scores = torch.cdist(outputs, torch.eye(C).to(outputs)).neg()
+    return (scores.softmax(1) * targets.square()).sum(1).mean()
+
+
+def vae(outputs: Tensor, targets: Tensor) -> Any:
+    mean, log_var = outputs[:, :2], outputs[:, 2:4].clamp(-3, 3)
+    fit, kl = (mean - targets[:, :2]).square().sum(1).mean(), (mean**2 + log_var.exp() - log_var).sum(1).mean()
+    return fit + 0.1 * kl, {"kl": kl, "largest": outputs.max(), "spread": outputs.std().detach()}
+
+
+def half(dtype: torch.dtype, loss: Callable[..., Tensor]) -> Case:
+    return Case(loss, lambda: nn.Linear(4, C).to(dtype), lambda seed: (rand(seed, N, 4).to(dtype), ints(seed, C, N)))
+
+
+MLP = functools.partial(
+    lambda *middle: nn.Sequential(nn.Linear(4, 8), *middle, nn.ReLU(), nn.Linear(8, C)),
+)
+
+SEPARABLE: dict[str, Case] = {
+    "mse": Case(),
+    "torch mse": Case(F.mse_loss),
+    "mae": Case(F.l1_loss),
+    "huber": Case(F.huber_loss),
+    "smooth l1": Case(nn.SmoothL1Loss(beta=0.1)),
+    "cross entropy": Case(losses.cross_entropy, batch=labels),
+    "torch cross entropy": Case(F.cross_entropy, batch=labels),
+    "ignored": Case(losses.CrossEntropy(ignore_index=0), batch=labels),
+    "torch, ignored": Case(functools.partial(F.cross_entropy, ignore_index=0), batch=labels),
+    "class weights": Case(losses.CrossEntropy(weight=list(range(1, C + 1))), batch=labels),
+    "torch, class weights": Case(nn.CrossEntropyLoss(torch.arange(1.0, C + 1)), batch=labels),
+    "smoothing": Case(nn.CrossEntropyLoss(label_smoothing=0.1), batch=labels),
+    "soft targets": Case(F.cross_entropy, batch=lambda seed: (rand(seed, N, 4), rand(seed, N, C).softmax(1))),
+    "likelihood": Case(lambda o, t: F.nll_loss(o.log_softmax(1), t), batch=labels),
+    "binary": Case(losses.binary_cross_entropy, batch=signs),
+    "binary of probabilities": Case(lambda o, t: F.binary_cross_entropy(o.sigmoid(), t), batch=signs),
+    "probabilities": Case(F.binary_cross_entropy, lambda: nn.Sequential(nn.Linear(4, C), nn.Sigmoid()), signs),
+    "log probabilities": Case(F.nll_loss, lambda: nn.Sequential(nn.Linear(4, C), nn.LogSoftmax(1)), labels),
+    "binary, examples": Case(losses.BinaryCrossEntropy(mean_over="examples"), batch=signs),
+    "positive weights": Case(nn.BCEWithLogitsLoss(pos_weight=torch.arange(1.0, C + 1)), batch=signs),
+    "closure weights": Case(Weighted(), batch=labels),
+    "focal": Case(focal, batch=labels),
+    "dice": Case(per_example_dice, batch=signs),
+    "library dice": Case(losses.dice, Tokens, lambda seed: (rand(seed, N, T, 4), ints(seed, C, N, T))),
+    "tokens": Case(losses.cross_entropy, Tokens, padded),
+    "tokens, torch": Case(nn.CrossEntropyLoss(), Tokens, padded),
+    "tokens, counted": Case(Counted(), Tokens, padded),
+    "tokens, later": Case(Counted(), Tokens, equal_at_first),
+    "tokens, mean of each example": Case(
+        lambda o, t: (F.cross_entropy(o, t, reduction="none").sum(1) / (t >= 0).sum(1).clamp(min=1)).mean(),
+        Tokens,
+        padded,
+    ),
+    "tokens in float32": Case(in_single(Counted()), Tokens, lambda seed: padded(seed, torch.full((N,), T))),
+    "kl": Case(
+        lambda o, t: F.kl_div(o.log_softmax(1), t.softmax(1), reduction="batchmean"),
+    ),
+    "cosine": Case(lambda o, t: 1 - F.cosine_similarity(o, t).mean()),
+    "triplets": Case(lambda o, t: F.triplet_margin_loss(o[:, :2], o[:, 2:4], t[:, :2])),
+    "gaussian": Case(lambda o, t: F.gaussian_nll_loss(o[:, :2], t[:, :2], o[:, 2:4].exp())),
+    "poisson": Case(lambda o, t: F.poisson_nll_loss(o, t.abs().round())),
+    "quantile regression": Case(lambda o, t: torch.maximum(0.9 * (t - o), 0.1 * (o - t)).mean()),
+    "margin": Case(F.multi_margin_loss, batch=labels),
+    "clamped": Case(lambda o, t: (o - t).square().clamp(max=1).mean()),
+    "where": Case(lambda o, t: torch.where(t > 0, (o - t).square(), (o - t).abs()).mean()),
+    "detached": Case(lambda o, t: ((o - t).square() * (o - t).detach().abs().clamp(max=1)).mean()),
+    "stable by the batch's maximum": Case(
+        lambda o, t: ((o - o.max()).exp().sum(1).log() + o.max() - o.gather(1, t[:, None])[:, 0]).mean(), batch=labels
+    ),
+    "difference of large numbers": Case(lambda o, t: (1e4 + o[:, 0]).mean() - (1e4 + o[:, 1]).mean()),
+    "in float32": Case(in_single(F.cross_entropy), batch=labels),
+    "partly in float32": Case(lambda o, t: F.mse_loss(o, t) + 0.1 * o.float().log_softmax(1).square().mean()),
+    "weights of examples": Case(lambda o, t: (t[:, 0].abs() * (o - t).square().mean(1)).mean()),
+    "prototypes": Case(distances),
+    "parts": Case(with_parts(0.1, lambda o: o.square().mean())),
+    "parts that are logged": Case(vae),
+    "two means": Case(TwoMeans(), batch=labels),
+    "tasks": Case(
+        lambda o, t: F.mse_loss(o["a"], t["a"]) + 0.1 * F.cross_entropy(o["b"], t["b"]),
+        lambda: nn.Sequential(nn.Linear(4, C), Named()),
+        lambda seed: (rand(seed, N, 4), {"a": rand(seed, N, 2), "b": ints(seed, 3, N)}),
+    ),
+    "maps": Case(
+        F.cross_entropy,
+        lambda: nn.Conv2d(3, C, 3, padding=1),
+        lambda seed: (rand(seed, N, 3, 6, 6), ints(seed, C, N, 6, 6)),
+    ),
+    "learned scale": Case(Learned("mean")),
+    "bfloat16": half(torch.bfloat16, losses.cross_entropy),
+    "float16": half(torch.float16, losses.cross_entropy),
+    "bfloat16 in its precision": half(torch.bfloat16, lambda o, t: F.cross_entropy(o.bfloat16(), t)),
+    "float64": half(torch.float64, losses.cross_entropy),
+    "autocast": Case(losses.cross_entropy, batch=labels, options={"precision": "bf16"}),
+    "batch norm in the network": Case(net=lambda: MLP(nn.BatchNorm1d(8))),
+    "dropout": Case(net=lambda: MLP(nn.Dropout(0.3))),
+    "shared weights": Case(
+        lambda o, t: F.mse_loss(o[0], t) + 1e-3 * o[1].square().sum(), lambda: With(lambda linear, o: linear.weight)
+    ),
+    "shared temperature": Case(
+        lambda o, t: F.mse_loss(o[0] * o[1].exp(), t), lambda: With(lambda linear, o: linear.bias.mean())
+    ),
+    "shared negatives": Case(
+        lambda o, t: F.mse_loss(o[0], t) + (o[0] @ o[1]).logsumexp(1).mean(),
+        lambda: With(lambda linear, o: linear.weight),
+    ),
+    "mean of the batch": Case(
+        lambda o, t: F.mse_loss(o[0], t) + 0.01 * o[1], lambda: With(lambda linear, o: o.square().mean())
+    ),
+    "own stage": Case(stage=stage_of(F.mse_loss)),
+    "own stage, counted": Case(stage=own_counted(), net=Tokens, batch=padded),
+    "own stage, noise": Case(stage=noisy),
+    "own stage, batch norm": Case(stage=stage_of(F.mse_loss), net=lambda: MLP(nn.BatchNorm1d(8))),
+    "own stage, dropout": Case(stage=stage_of(F.mse_loss), net=lambda: MLP(nn.Dropout(0.3))),
+    "own stage, declared": Case(stage=losses.over_batch(stage_of(info_nce))),
+    "declared": Case(losses.over_batch(info_nce)),
+    "nothing counts": Case(losses.CrossEntropy(), batch=lambda seed: (rand(seed, N, 4), torch.full((N,), -100))),
+    "one example counts": Case(
+        losses.CrossEntropy(), batch=lambda seed: (rand(seed, N, 4), torch.arange(N) // 11 * 103 - 100)
+    ),
+    "zeros": Case(batch=lambda seed: (torch.zeros(N, 4), torch.zeros(N, C))),
+    "perfect": Case(batch=lambda seed: (torch.zeros(N, 4), torch.zeros(N, C)), net=lambda: nn.Linear(4, C, bias=False)),
+    "complex": Case(lambda o, t: (torch.complex(o[:, :2], o[:, 2:4]).abs() - 1).square().mean()),
+}
+
+
+def take_steps(case: Case, num: int = 4) -> None:
+    torch.manual_seed(0)
+    state = State.create(case.net(), loss=case.loss, optimizer=optim.sgd(0.01), key=0, **(case.options or {}))
+    program: Any = loop_events
+    if case.stage is not None:
+        program = (loop.Microbatches(loop.Grad(case.stage)), loop.update, loop.advance)
+    step = compose(program, microbatches=3)
+    for seed in range(num):
+        state = step(state, case.batch(seed))
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_none_that_is_coupled_or_summed_passes(name: str) -> None:
+    with pytest.raises(ValueError, match="examples together, but"):
+        take_steps(COUPLED[name])
+
+
+@pytest.mark.parametrize("name", SEPARABLE)
+def test_none_that_is_a_mean_over_examples_is_refused(name: str) -> None:
+    take_steps(SEPARABLE[name])
+
+
+def test_the_tables_are_large_enough() -> None:
+    assert len(COUPLED) >= 40 and len(SEPARABLE) >= 40
