@@ -167,6 +167,21 @@ class Miscounted:
         return 7
 
 
+def trimmed(outputs: Tensor, targets: Tensor) -> Tensor:
+    errors = (outputs - targets).square().mean(1)
+    return torch.where(errors < errors.detach().quantile(0.7), errors, 0).mean()
+
+
+def weighted_by_errors(outputs: Tensor, targets: Tensor) -> Tensor:
+    errors = (outputs - targets).square().mean(1)
+    return (errors * errors.detach().softmax(0)).sum()
+
+
+def weighted_mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    weights = targets[:, :1].abs()
+    return (weights * (outputs - targets).square()).sum() / weights.sum()
+
+
 COUPLED: dict[str, Case] = {
     **{f"balance {w}": Case(plus(w, balance)) for w in (1.0, 1e-2, 1e-3, 1e-4)},
     **{f"balance {w} in float32": Case(in_single(plus(w, balance))) for w in (1e-2, 1e-4)},
@@ -188,10 +203,8 @@ COUPLED: dict[str, Case] = {
     "largest losses": Case(lambda o, t: (o - t).square().mean(1).topk(3)[0].mean()),
     "median": Case(lambda o, t: (o - t).square().mean(1).median()),
     "quantile": Case(lambda o, t: (o - t).square().mean(1).quantile(0.9)),
-    "trimmed by a quantile": Case(
-        lambda o, t: torch.where((e := (o - t).square().mean(1)) < e.detach().quantile(0.7), e, 0).mean()
-    ),
-    "weights by the batch": Case(lambda o, t: ((e := (o - t).square().mean(1)) * e.detach().softmax(0)).sum()),
+    "trimmed by a quantile": Case(trimmed),
+    "weights by the batch": Case(weighted_by_errors),
     "correlation": Case(lambda o, t: 1 - F.cosine_similarity(o - o.mean(0), t - t.mean(0), dim=0).mean()),
     "dice of the batch": Case(
         lambda o, t: 1 - (2 * (o.sigmoid() * t).sum() + 1) / (o.sigmoid().sum() + t.sum() + 1), batch=signs
@@ -211,7 +224,7 @@ COUPLED: dict[str, Case] = {
     "masked mean": Case(masked, Tokens, padded),
     "masked mean, later": Case(masked, Tokens, equal_at_first),
     "masked mean in float32": Case(in_single(masked), Tokens, padded),
-    "weighted mean": Case(lambda o, t: ((w := t[:, :1].abs()) * (o - t).square()).sum() / w.sum()),
+    "weighted mean": Case(weighted_mean),
     "class weights": Case(lambda o, t: F.cross_entropy(o, t, torch.arange(1.0, C + 1)), batch=labels),
     "wrong number of terms": Case(Miscounted(), Tokens, padded),
     **{f"two means {w}": Case(two_means(w), batch=labels) for w in (1.0, 1e-4)},
