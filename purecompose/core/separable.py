@@ -101,12 +101,10 @@ def check_scope(
     if num < 2 or not layout.can_cut(state.batch) or state.whole_loss is not None:
         return
     most = min(2 * -(-num // cut.num_slices(num)), _MOST)
-    has_rows = layout.has_rows(state.batch)
-    few = (
-        batches.take(state.batch, _spread(state, most), num)
-        if has_rows
-        else layout.split(state.batch, -(-num // most))[0]
-    )
+    if layout.has_rows(state.batch):
+        few = batches.take(state.batch, _spread(state, most), num)
+    else:
+        few = layout.split(state.batch, -(-num // most))[0]
     carry = carry._replace(state=tree.map(_detached, state.replace(batch=few)))
     for operation in earlier:
         carry = operation(carry, NO_PURPOSE)
@@ -116,7 +114,7 @@ def check_scope(
     is_model_loss = until_loss is not None and isinstance(state.context.loss, losses.ModelLoss)
     carry = carry._replace(state=state.replace(denominators=denominators(state)))
     if until_loss is not None and not is_model_loss and state.context.layout.has_rows(state.batch):
-        with _Exactly():
+        with _FixedNorms():
             end = until_loss(carry, NO_PURPOSE).state
             if has_rows := _have_rows(end):
                 _check_forward(until_loss, carry, end)
@@ -147,10 +145,12 @@ def _check_outputs(state: State, *, train: bool = True) -> None:
         return
     if num < 2 or not _have_rows(state) or torch.is_inference_mode_enabled():
         return
-    if num > _MOST:
-        spread = _spread(state, _MOST)
+    spread = _spread(state, _MOST)
+    if len(spread) < 2:
+        return
+    if len(spread) < num:
         outputs = batches.map_tensors(lambda rows: rows.index_select(0, spread), state.outputs)
-        state, num = state.replace(batch=batches.take(state.batch, spread, num), outputs=outputs), _MOST
+        state, num = state.replace(batch=batches.take(state.batch, spread, num), outputs=outputs), len(spread)
     state = state.replace(denominators=denominators(state))
     if context.loss_scalars and state.clock is not None:  # the weight of a term often grows from 0, which hides it
         hparams = {name: torch.where(value == 0, 1.0, value) for name, value in state.hparams.items()}
@@ -344,27 +344,35 @@ def _in_best_precision(compare: Callable[[State], None], state: State, names: Co
 
     given = {name: batches.map_tensors(doubled, getattr(state, name)) for name in ("batch", "outputs", "denominators")}
     double = state.replace(params=with_double(state.params), buffers=with_double(state.buffers), **given)
-    with _Exactly():
+    with _FixedNorms():
         try:
-            compare(double)
+            with _InDouble():
+                compare(double)
         except _NotMeanError:
             raise
         except Exception:  # for example because a constant is in single precision
             compare(state)
 
 
-class _Exactly(TorchFunctionMode):
-    """A mode without conversions from double precision, and with constants as the statistics of batch normalisation,
-    since that is meant to mix examples."""
+class _FixedNorms(TorchFunctionMode):
+    """A mode with constants as the statistics of batch normalisation, since that is meant to mix examples."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.batch_norm:
-            kwargs |= dict(zip(_BATCH_NORM, args, strict=False))
-            size, inputs = kwargs["input"].shape[1], kwargs["input"]
-            fixed = {"running_mean": inputs.new_zeros(size), "running_var": inputs.new_ones(size), "training": False}
-            return func(**{**kwargs, **fixed})
-        result = func(*args, **kwargs)
+        if func is not F.batch_norm:
+            return func(*args, **kwargs)
+        kwargs |= dict(zip(_BATCH_NORM, args, strict=False))
+        size = kwargs["input"].shape[1]
+        like = kwargs["input"] if kwargs.get("weight") is None else kwargs["weight"]
+        fixed = {"running_mean": like.new_zeros(size), "running_var": like.new_ones(size), "training": False}
+        return func(**{**kwargs, **fixed})
+
+
+class _InDouble(TorchFunctionMode):
+    """A mode without conversions from double precision."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         is_narrowed = func in (Tensor.float, Tensor.to) and args[0].dtype is torch.float64
         return args[0] if is_narrowed and _is_differentiable(result) else result
 
@@ -399,9 +407,14 @@ def _have_rows(state: State) -> bool:
 
 
 def _spread(state: State, most: int) -> Tensor:
-    """Return the indices of a few examples from the first to the last, since batches may be sorted."""
+    """Return the indices of a few examples from the first to the last, since batches may be sorted.
+
+    They and their halves are not as many as the rows of a tensor that all examples share, which would be cut, too.
+    """
     num = state.num_examples
-    return torch.linspace(0, num - 1, min(num, most), device=state.device).long()
+    shared = {one.shape[0] for one in batches.tensors(state.batch) if one.ndim and one.shape[0] not in (1, num)}
+    sizes = [size for size in range(2, min(num, most) + 1) if shared.isdisjoint((size, -(-size // 2), size // 2))]
+    return torch.linspace(0, num - 1, sizes[-1] if sizes else 1, device=state.device).long()
 
 
 def _subject(state: State) -> str:

@@ -289,6 +289,9 @@ def test_what_is_ambiguous_is_an_error_with_the_candidates_and_the_remedy(batch,
         assert all(word in str(caught.value) for word in [*words, "leading dimension of 1", "splitter=batch.Splitter"])
 
 
+@pytest.mark.filterwarnings(
+    "ignore:the network's outputs for an example depend:UserWarning"
+)  # 4 examples: by the table
 @pytest.mark.parametrize("sizes", [(8, 4), (4, 8)])
 @pytest.mark.parametrize("name", ["table in targets, first", "table among inputs", "own loss, table last"])
 def test_a_table_is_not_cut_where_it_has_as_many_rows_as_the_batch(name, sizes):

@@ -369,6 +369,7 @@ def plainly(fn: Any, *args: Any) -> Any:
     return fn(*args)
 
 
+@pytest.mark.filterwarnings("ignore:the network's outputs for an example depend:UserWarning")  # by its running mean
 @pytest.mark.parametrize("k", [1, 2])
 def test_recomputation_repeats_the_pass_without_changing_its_buffers(k):
     step = compose(loop_events, microbatches=k)
