@@ -173,6 +173,7 @@ def test_a_run_without_a_length_works():
     assert states[-1].slots["ema"].averages.num.item() == 3
 
 
+@pytest.mark.filterwarnings("ignore:the run is 5ep long, and was 4ep")
 def test_a_longer_run_continues_with_the_averages_and_its_own_half_life():
     """Half-lives that are fractions of the run get longer with it; the averages so far stay valid."""
     method = ema("0.25dur")
