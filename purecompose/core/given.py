@@ -147,7 +147,9 @@ def _place_of_draw(call: Callable[[], Any]) -> str:
 
     tracer = sys.gettrace()
     sys.settrace(look)
-    with contextlib.suppress(Exception):  # the error of the first call is reported
-        call()
-    sys.settrace(tracer)
+    try:
+        with contextlib.suppress(Exception):  # the error of the first call is reported
+            call()
+    finally:
+        sys.settrace(tracer)
     return found[0] if found else ""

@@ -105,7 +105,7 @@ def differentiate(
         raise ValueError("there is nothing to train: the model has no trainable parameter (all are frozen)")
     state = carry.state
     # A step turns grad mode off unless it is differentiated through; a population is not by being mapped.
-    is_differentiated = torch.is_grad_enabled() or not only_maps()
+    is_differentiated = torch.is_grad_enabled() or (is_transforming() and not only_maps())
     engine = _with_functorch if is_transforming() else functools.partial(_with_autograd, shared=shared)
     # Parameters stay in the skeleton for the whole scope: activation checkpointing runs forward again in it.
     kernels = Once()
