@@ -17,8 +17,6 @@ except ImportError:  # pragma: no cover
     _run_backward = None
 
 
-__all__ = ["GradMode", "gradients"]
-
 _PLAIN = (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
 """`__torch_function__` of tensors, and of subclasses that torch's functions take like tensors."""
 

@@ -13,9 +13,6 @@ from typing import Any
 from torch import Tensor
 
 
-__all__ = ["check_flag", "check_number", "check_whole", "frozen", "is_callable_with", "is_number", "shown"]
-
-
 def frozen(setting: Any) -> Any:
     """Return a setting with lists, nested ones included, converted to tuples.
 

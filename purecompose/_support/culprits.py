@@ -10,8 +10,6 @@ from types import FrameType
 import torch
 
 
-__all__ = ["calling_frames", "layer_of", "line_of"]
-
 _OURS = str(pathlib.Path(__file__).parents[1])
 _ALGORITHMS = str(pathlib.Path(_OURS, "algorithms"))
 _TORCH = str(pathlib.Path(torch.__file__).parent)

@@ -11,8 +11,6 @@ from torch import Tensor
 from purecompose._support.scopes import NOTHING
 
 
-__all__ = ["AUTOCAST", "PRECISIONS", "arithmetic", "as_scalar", "bfloat16_units", "building", "processor", "sent"]
-
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtype of the forward pass, for each precision that uses autocast."""
 

@@ -7,9 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from purecompose._support.dynamo import called_by_dynamo
 
 
-__all__ = ["DispatchMode"]
-
-
 class DispatchMode(TorchDispatchMode):
     """Base class of modes whose `__torch_dispatch__` Dynamo does not trace.
 

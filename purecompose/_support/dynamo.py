@@ -15,8 +15,6 @@ except ImportError:  # a private module, which a later version may not have: Dyn
     _dynamo = None
 
 
-__all__ = ["called_by_dynamo", "get_eval_frame_callback", "without_dynamo"]
-
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 get_eval_frame_callback: Callable[[], Any] = getattr(_dynamo, "get_eval_frame_callback", lambda: None)

@@ -9,9 +9,6 @@ from io import BufferedReader
 from pathlib import Path
 
 
-__all__ = ["is_nested_deeper", "opened", "read_whole", "sync"]
-
-
 @contextlib.contextmanager
 def opened(file: Path) -> Iterator[BufferedReader]:
     """Open a regular file, or a link to one, for reading.

@@ -16,8 +16,6 @@ from torch.nn.utils import parametrize
 from purecompose._support.shards import local
 
 
-__all__ = ["fingerprint", "in_words"]
-
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 _CONTAINERS = (Mapping, list, tuple, set, frozenset)
 _BY_IDENTITY = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)

@@ -3,9 +3,6 @@
 from typing import Any
 
 
-__all__ = ["PLAIN", "is_count", "is_numbers", "misfit"]
-
-
 def is_count(value: object) -> bool:
     """Return whether a value is a whole number from 0 to 2**63 - 1."""
     return type(value) is int and 0 <= value < 2**63

@@ -19,23 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 
-__all__ = [
-    "allowing_requires_grad",
-    "has_values",
-    "is_any",
-    "is_fake",
-    "is_mapped_gradient",
-    "is_plain",
-    "is_readable",
-    "is_tracked",
-    "is_transforming",
-    "levels",
-    "only_maps",
-    "plainly",
-    "unwrapped",
-]
-
-
 def is_transforming() -> bool:
     """Return whether `grad`, `vmap` or another transform is active around the caller."""
     return peek_interpreter_stack() is not None

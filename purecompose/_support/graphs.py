@@ -11,8 +11,6 @@ from typing import Any
 from torch import Tensor
 
 
-__all__ = ["graph_tensors", "is_graphs", "map_graphs", "without_records"]
-
 _RECORDS = ("_slice_dict", "_inc_dict")
 """Where torch_geometric keeps the place of each graph's rows, on the host."""
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-__all__ = ["Toned", "breakable", "columns", "fragment", "note", "preformatted", "printable"]
-
 _LONGEST_SHORT = 24
 
 

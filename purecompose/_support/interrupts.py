@@ -7,8 +7,6 @@ from types import FrameType
 from typing import Any
 
 
-__all__ = ["Interrupts"]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

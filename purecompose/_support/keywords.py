@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 from purecompose._support.specs import describe, did_you_mean
 
 
-__all__ = ["check_keywords", "suggests_keywords"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable
 
 
-__all__ = ["keep_freed_memory", "return_freed_memory"]
-
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's `mallopt`."""
 _SETTINGS = {f"MALLOC_{name}_" for name in ("TRIM_THRESHOLD", "MMAP_THRESHOLD", "MMAP_MAX", "TOP_PAD")}

@@ -25,9 +25,6 @@ import torch
 from torch import Tensor, nn
 
 
-__all__ = ["Place", "attributes", "check_hidden", "reached", "read_by"]
-
-
 class Place(NamedTuple):
     """A value that is reached."""
 

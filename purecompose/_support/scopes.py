@@ -5,8 +5,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 
-__all__ = ["NOTHING", "together"]
-
 NOTHING: AbstractContextManager[None] = nullcontext()
 """A context manager that does nothing."""
 

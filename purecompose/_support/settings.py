@@ -6,8 +6,6 @@ from typing import Any
 import torch
 
 
-__all__ = ["Setting", "read", "read_settings", "write", "write_settings"]
-
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 """Functions to read and to set a setting."""
 

@@ -15,22 +15,6 @@ from torch import Tensor
 from purecompose._support.functorch import is_fake
 
 
-__all__ = [
-    "Place",
-    "check_alike",
-    "divided",
-    "is_shard",
-    "local",
-    "may_be_shards",
-    "names_by_memory",
-    "place_of",
-    "placed",
-    "rows_of",
-    "span_of",
-    "sum_of_shards",
-    "whole",
-]
-
 _MODULE = "torch.distributed.tensor"
 
 

@@ -17,19 +17,6 @@ from difflib import get_close_matches
 from typing import Any
 
 
-__all__ = [
-    "OWN_NAME",
-    "Call",
-    "SpecError",
-    "build",
-    "by_name",
-    "check_name",
-    "describe",
-    "did_you_mean",
-    "parse",
-    "parse_one",
-]
-
 OWN_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """A name with a module in front."""
 

@@ -6,8 +6,6 @@ import textwrap
 from collections.abc import Sequence
 
 
-__all__ = ["table", "terminal_width"]
-
 _WIDEST = 110
 _NUMBER = re.compile(r"[\d.,]+")
 

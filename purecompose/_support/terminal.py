@@ -5,8 +5,6 @@ import sys
 from typing import Any
 
 
-__all__ = ["escaped", "say"]
-
 # Control characters, except tabs and ends of lines; marks of the direction of writing; halves of surrogate pairs.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 

@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-__all__ = ["Known", "forget", "is_remote", "know", "naming_urls", "present", "with_urls"]
-
-
 class Known(NamedTuple):
     """What is known of a local copy."""
 

@@ -6,9 +6,6 @@ from contextlib import contextmanager
 from torch.distributions import Distribution
 
 
-__all__ = ["unvalidated"]
-
-
 @contextmanager
 def unvalidated() -> Iterator[None]:
     """Return a scope in which distributions check their arguments only if they are made with `validate_args=True`.

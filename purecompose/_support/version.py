@@ -1,6 +1,4 @@
 """The library's version."""
 
-__all__ = ["__version__"]
-
 __version__ = "0.1.0"
 """The version of the library, MAJOR.MINOR.PATCH."""

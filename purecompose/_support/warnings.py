@@ -10,8 +10,6 @@ from purecompose._support.terminal import escaped
 from purecompose._support.urls import with_urls
 
 
-__all__ = ["warn"]
-
 # torch's decorators, such as no_grad, stand between the library's functions.
 _INNER = (str(pathlib.Path(__file__).parents[1]), str(pathlib.Path(torch.__file__).parent))
 

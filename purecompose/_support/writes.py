@@ -15,9 +15,6 @@ from torch.overrides import TorchFunctionMode
 from purecompose._support.dispatch import DispatchMode
 
 
-__all__ = ["DataGuard", "WriteGuard", "kept_in_place", "memory_of", "storage_of"]
-
-
 class WriteGuard(DispatchMode):
     """A mode that raises before an operation writes into a tensor's memory, also through `.data`, a view or a tie.
 

@@ -26,8 +26,6 @@ from purecompose.random.keys import as_rng
 from purecompose.schedule import Scalar
 
 
-__all__ = ["augmix", "augmix_batch", "augmix_transform"]
-
 _MAX_DEPTH = 3
 _PIECE = 2**18  # number of values mixed at a time in eager mode, so that their floats fit into the cache
 _DEPTH_HINT = "-1 draws 1, 2 or 3 for each chain"

@@ -13,8 +13,6 @@ from purecompose.time.predicates import NEVER, before, on
 from purecompose.time.units import snapped
 
 
-__all__ = ["batch_size_warmup", "warmup_batch_size"]
-
 _QUANTA = 8
 """Number of sizes into which a batch is divided if no multiple is given."""
 

@@ -14,9 +14,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import on
 
 
-__all__ = ["apply_channels_last", "channels_last", "to_channels_last"]
-
-
 def to_channels_last(tensors: Any) -> Any:
     """Return a tree whose four-dimensional tensors are stored in the order (N, H, W, C), with the same values.
 

@@ -16,8 +16,6 @@ from purecompose.losses.targets import Mixture
 from purecompose.random.keys import as_rng
 
 
-__all__ = ["colout", "colout_batch", "colout_transform"]
-
 _HINT = "it is the share of rows or columns to drop; 0.15 is common"
 
 

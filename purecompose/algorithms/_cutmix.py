@@ -20,8 +20,6 @@ from purecompose.random.keys import as_rng
 from purecompose.schedule import Scalar
 
 
-__all__ = ["cutmix", "cutmix_batch", "cutmix_box"]
-
 _ALPHA_HINT = "0 switches cutmix off, 1 draws the box's area uniformly"
 _LENGTH_HINT = "it is the box's side as a share of the image's"
 

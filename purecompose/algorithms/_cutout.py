@@ -17,8 +17,6 @@ from purecompose.algorithms.images.sizes import check_image_tensor, whole_part
 from purecompose.core.algorithm import Algorithm, factory
 
 
-__all__ = ["cutout", "cutout_batch", "cutout_transform"]
-
 Fill = float | Sequence[float]
 
 _LENGTH_HINT = "it is a share of the shorter side, not a number of pixels; 0.5 is common, 0.25 milder"

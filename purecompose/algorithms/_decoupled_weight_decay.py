@@ -17,9 +17,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
 
-__all__ = ["decoupled_weight_decay"]
-
-
 @factory
 def decoupled_weight_decay(
     weight_decay: Scalar = 1e-5,

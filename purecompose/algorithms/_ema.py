@@ -22,9 +22,6 @@ from purecompose.time.predicates import on
 from purecompose.time.units import named_point, named_time
 
 
-__all__ = ["EmaState", "compute_ema", "ema"]
-
-
 class EmaState(NamedTuple):
     """Slot of `ema`."""
 

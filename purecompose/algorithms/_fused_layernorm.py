@@ -4,9 +4,6 @@ from purecompose.algorithms._low_precision_layernorm import low_precision_layern
 from purecompose.core.algorithm import Algorithm, factory
 
 
-__all__ = ["fused_layernorm"]
-
-
 @factory
 def fused_layernorm(*, name: str = "fused_layernorm") -> Algorithm:
     """Return `low_precision_layernorm` under its older name.

@@ -18,8 +18,6 @@ from purecompose.nn.layers.attention import FeedForward
 from purecompose.nn.layers.gated import GatedLinearUnit
 
 
-__all__ = ["ACTIVATIONS", "apply_gated_linear_units", "gated_linear_units", "gated_linear_units_rules"]
-
 ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
     {
         "gelu": nn.GELU,

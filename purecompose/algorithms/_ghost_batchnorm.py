@@ -12,9 +12,6 @@ from purecompose.core.algorithm import Algorithm, factory
 from purecompose.nn.layers.ghost_batchnorm import GhostBatchNorm, check_momentum, is_known
 
 
-__all__ = ["GhostBatchNorm", "apply_ghost_batchnorm", "ghost_batchnorm", "ghost_batchnorm_rules"]
-
-
 def ghost_batchnorm_rules(ghost_batch_size: int = 32) -> surgery.Rules:
     """Return the rules that replace batch normalisation; for `purecompose.surgery`.
 

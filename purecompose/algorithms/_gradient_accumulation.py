@@ -20,9 +20,6 @@ from purecompose.time.predicates import NEVER, every, on
 from purecompose.time.predicates.logic import Timed
 
 
-__all__ = ["AccumulatedGradients", "gradient_accumulation"]
-
-
 class AccumulatedGradients(NamedTuple):
     """Slot of `gradient_accumulation`."""
 

@@ -20,8 +20,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
 
-__all__ = ["clip_adaptively", "clip_by_norm", "clip_by_value", "gradient_clipping"]
-
 Grads = Mapping[str, Tensor]
 
 _SLACK = 1e-6

@@ -16,8 +16,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import on
 
 
-__all__ = ["NoiseScale", "critical_batch_size", "estimate_noise", "gradient_noise_scale"]
-
 _FEWEST = 4
 """Least number of examples in a batch that is halved, because batch normalisation needs two examples in each part."""
 

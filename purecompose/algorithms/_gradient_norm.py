@@ -15,9 +15,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
 
-__all__ = ["gradient_norm", "norm_of"]
-
-
 def norm_of(tensors: Iterable[Tensor]) -> Tensor:
     """Return the Euclidean norm of all elements together: 0-d, float64 if any tensor is, else float32.
 

@@ -20,8 +20,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
 
-__all__ = ["label_smoothing", "smooth_labels"]
-
 _HINT = "it is the share spread over all classes; 0.1 is common, 0 switches label smoothing off"
 
 

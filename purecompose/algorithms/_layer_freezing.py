@@ -18,9 +18,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, after, on
 
 
-__all__ = ["frozen_layers", "frozen_share", "layer_freezing", "layers_of"]
-
-
 def frozen_share(
     elapsed: float, *, freeze_start: float = 0.5, freeze_level: float = 1.0, num_stages: int | None = 8
 ) -> float:

@@ -15,9 +15,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
 
-__all__ = ["lookahead", "pull_back"]
-
-
 def pull_back(slow: Mapping[str, Tensor], fast: Mapping[str, Tensor], alpha: float | Tensor) -> dict[str, Tensor]:
     """Return interpolated weights: `slow + alpha * (fast - slow)`, element by element.
 

@@ -10,14 +10,6 @@ from purecompose.nn.layers._forms import is_plain
 from purecompose.nn.layers.low_precision import LowPrecisionGroupNorm
 
 
-__all__ = [
-    "LowPrecisionGroupNorm",
-    "apply_low_precision_groupnorm",
-    "low_precision_groupnorm",
-    "low_precision_groupnorm_rules",
-]
-
-
 def low_precision_groupnorm_rules() -> surgery.Rules:
     """Return the rules that replace group norms; for `purecompose.surgery`.
 

@@ -10,14 +10,6 @@ from purecompose.nn.layers._forms import is_plain
 from purecompose.nn.layers.low_precision import LowPrecisionLayerNorm
 
 
-__all__ = [
-    "LowPrecisionLayerNorm",
-    "apply_low_precision_layernorm",
-    "low_precision_layernorm",
-    "low_precision_layernorm_rules",
-]
-
-
 def low_precision_layernorm_rules() -> surgery.Rules:
     """Return the rules that replace layer norms; for `purecompose.surgery`.
 

@@ -14,8 +14,6 @@ from purecompose.losses.targets import Mixture, per_row
 from purecompose.schedule import Scalar
 
 
-__all__ = ["mixup", "mixup_batch"]
-
 _ALPHA_HINT = "0 switches mixup off, 0.2 suits ImageNet, 1 is uniform mixing"
 
 

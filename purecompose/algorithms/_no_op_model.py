@@ -20,9 +20,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import on
 
 
-__all__ = ["NoOpLoss", "NoOpModel", "no_op_model", "no_op_model_rules"]
-
-
 @dataclass(frozen=True)
 class NoOpLoss:
     """Squared error (outputs - targets)^2, averaged over the elements that are not ignored.

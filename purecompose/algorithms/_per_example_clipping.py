@@ -23,8 +23,6 @@ from purecompose.time.predicates import NEVER, on
 from purecompose.transforms.unmappable import explained
 
 
-__all__ = ["clip_per_example", "norms_per_example", "per_example_clipping"]
-
 Grads = Mapping[str, Tensor]
 
 

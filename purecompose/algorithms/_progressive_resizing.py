@@ -26,8 +26,6 @@ from purecompose.time.predicates import NEVER, before, on
 from purecompose.time.units import snapped
 
 
-__all__ = ["progressive_resizing", "progressive_scale", "resize_batch"]
-
 _MODES = ("resize", "crop")
 _LEAST_SCALE = 1e-9  # used for scale 0, which resize_batch rejects; gives the smallest size
 _INTERPOLATIONS = ("bilinear", "nearest")

@@ -22,9 +22,6 @@ from purecompose.random.keys import as_rng
 from purecompose.schedule import Scalar
 
 
-__all__ = ["randaugment", "randaugment_batch", "randaugment_transform"]
-
-
 def randaugment_batch(
     key: Tensor | random.Rng,
     images: Tensor,

@@ -16,8 +16,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
 
-__all__ = ["perturb_params", "sam"]
-
 _LEAST_EPSILON = 1e-30
 """Least epsilon: in float32 it is not 0 and has a finite inverse, so that 0 times rho / epsilon is 0."""
 

@@ -8,9 +8,6 @@ from purecompose.time import RunLength, Time, TimeUnit
 from purecompose.time.units import snapped
 
 
-__all__ = ["scale_schedule"]
-
-
 def scale_schedule(state: State, ratio: float, *, scale_warmup: bool = False) -> State:
     """Return a state whose run length and optimizer schedules are scaled; see `purecompose.schedule.scaled`.
 

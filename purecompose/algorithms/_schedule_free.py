@@ -19,9 +19,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import on
 
 
-__all__ = ["ScheduleFree", "schedule_free", "schedule_free_step"]
-
-
 class ScheduleFree(NamedTuple):
     """Slot of `schedule_free`, whose docstring defines x, z and w."""
 

@@ -20,8 +20,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, Predicate, between, every, on
 
 
-__all__ = ["choose_by_loss", "select_using_loss", "selective_backprop", "should_selective_backprop"]
-
 _MODES = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
 

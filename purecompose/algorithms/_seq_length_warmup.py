@@ -18,9 +18,6 @@ from purecompose.time.predicates import NEVER, on
 from purecompose.time.units import snapped
 
 
-__all__ = ["seq_length_warmup", "sequences_of", "set_batch_sequence_length", "shortened", "warmup_length"]
-
-
 def warmup_length(
     elapsed: float,
     *,

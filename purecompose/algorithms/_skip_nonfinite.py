@@ -13,9 +13,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import on
 
 
-__all__ = ["SkipCount", "skip_nonfinite"]
-
-
 class SkipCount(NamedTuple):
     """Slot of `skip_nonfinite`."""
 

@@ -22,8 +22,6 @@ from purecompose.time.predicates import NEVER, on
 from purecompose.time.units import named_time
 
 
-__all__ = ["apply_stochastic_depth", "stochastic_depth", "stochastic_depth_rates", "stochastic_depth_rules"]
-
 _METHODS, _DISTRIBUTIONS = ("block", "sample"), ("uniform", "linear")
 
 

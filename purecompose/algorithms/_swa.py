@@ -26,9 +26,6 @@ from purecompose.time.predicates.timing import first_turn
 from purecompose.time.units import named_point
 
 
-__all__ = ["SwaState", "add_to_mean", "swa"]
-
-
 class SwaState(NamedTuple):
     """Slot of `swa`."""
 

@@ -17,8 +17,6 @@ from purecompose.time.predicates import NEVER, on
 from purecompose.time.units import named_time
 
 
-__all__ = ["NAMED", "accumulate", "training_metrics"]
-
 NAMED: Mapping[str, Metric] = MappingProxyType({"accuracy": accuracy, "top_5": top_k(5)})
 """Map from names to the metrics that can be given by name, as on a command line."""
 

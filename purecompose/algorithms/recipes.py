@@ -46,9 +46,6 @@ from purecompose.algorithms import (
 from purecompose.core.algorithm import Algorithm
 
 
-__all__ = ["RECIPES", "Recipe", "recipe"]
-
-
 @dataclass(frozen=True)
 class Recipe:
     """Methods that work well together, with the settings that they were found with.

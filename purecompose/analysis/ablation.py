@@ -32,8 +32,6 @@ from purecompose.run.evaluation import Evaluator
 from purecompose.run.stopping import mode_of
 
 
-__all__ = ["ablate"]
-
 _MODES = ("auto", "population", "sequential")
 
 

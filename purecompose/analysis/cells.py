@@ -33,9 +33,6 @@ from purecompose.transforms.members import stacked
 from purecompose.transforms.population import population, stack_states
 
 
-__all__ = ["Mode", "Trainer", "first_batch", "population_of"]
-
-
 class Mode(NamedTuple):
     """The way in which the seeds of a cell are trained."""
 

@@ -26,9 +26,6 @@ from purecompose.run.saving.leaves import leaves_of
 from purecompose.run.saving.tensors import SavedTensors
 
 
-__all__ = ["CheckpointDifference", "Comparison", "compare"]
-
-
 class CheckpointDifference(NamedTuple):
     """The difference of two runs at a batch at which both have a checkpoint."""
 

@@ -10,9 +10,6 @@ from purecompose import tree
 from purecompose._support.shards import whole
 
 
-__all__ = ["MaxDifference", "differing", "max_difference"]
-
-
 class MaxDifference(NamedTuple):
     """The largest difference of two states."""
 

@@ -13,8 +13,6 @@ from purecompose.records.theme import DARK, LIGHT, Theme
 from purecompose.run.saving.folder import written
 
 
-__all__ = ["draw_ablation", "draw_learning_rate_range"]
-
 _FORMATS = (".png", ".svg", ".pdf")
 _SIZE, _DPI = (7.2, 4.4), 160
 _OFFSETS = [(dx, dy) for dy in (4, -12, 16, -24, 28, -36, 60, -68) for dx in (6, -6, 24, -24)]

@@ -13,9 +13,6 @@ from purecompose.analysis.intervals import MOST_SEEDS, Interval, fewest_seeds, s
 from purecompose.analysis.subsets import Pairs
 
 
-__all__ = ["Ablation", "Cell", "Effect", "effects_of"]
-
-
 @dataclass(frozen=True)
 class Cell:
     """The results of one subset of the methods."""

@@ -27,8 +27,6 @@ from purecompose.time import TimeLike
 from purecompose.transforms.compilation import CompiledStep
 
 
-__all__ = ["Example", "Explanation", "LastBatch", "Layer", "explain", "explain_batch"]
-
 _MOST_EXAMPLES = 8
 _OUTLIER = 100.0
 """An example is noted if its largest value is more than this many times that of the median example."""

@@ -28,8 +28,6 @@ from purecompose.run.stopping import check_metric, mode_of
 from purecompose.time import Time, TimeUnit
 
 
-__all__ = ["SuccessiveHalving"]
-
 _SALT = random.salt("successive halving")
 _COPIED = ("params", "buffers", "opt_state", "slots", "hparams", "loss")
 

@@ -28,8 +28,6 @@ from purecompose import random
 from purecompose._support.checks import check_number
 
 
-__all__ = ["FEWEST_SEEDS", "MOST_SEEDS", "Interval", "fewest_seeds", "seeds_needed", "simultaneous_intervals"]
-
 MOST_SEEDS = 1000
 """Numbers of seeds above this one are reported as "more than"."""
 FEWEST_SEEDS = 5

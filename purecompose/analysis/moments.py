@@ -8,8 +8,6 @@ from purecompose.core.state import State
 from purecompose.time import Timestamp, TimeUnit
 
 
-__all__ = ["moments_of", "spread_moments"]
-
 _NUM_TRIED = 100
 """Number of points at which schedules are looked up; this runs no step."""
 

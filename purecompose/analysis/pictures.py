@@ -12,8 +12,6 @@ from torch import Tensor
 from purecompose import tree
 
 
-__all__ = ["Shown", "shown_as"]
-
 _MOST_WORDS, _MOST_NUMBERS = 200, 8
 
 

@@ -9,9 +9,6 @@ from purecompose import batch as batches, tree
 from purecompose.core.state import State
 
 
-__all__ = ["as_dtype"]
-
-
 def as_dtype(value: Any, dtype: torch.dtype) -> Any:
     """Return a state or a batch with its floating tensors in another dtype.
 

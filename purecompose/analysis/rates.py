@@ -27,8 +27,6 @@ from purecompose.schedule import Hparam, hparam
 from purecompose.schedule.scalar import Product, factors_of
 
 
-__all__ = ["LearningRateRange", "learning_rate_range", "with_named_rate"]
-
 _STOP = 4.0
 """The test ends when the mean of the last losses is this many times its lowest value, and above the first one."""
 

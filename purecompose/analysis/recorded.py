@@ -35,9 +35,6 @@ from purecompose.time.event import Event
 from purecompose.transforms.compilation import CompiledStep
 
 
-__all__ = ["Loaded", "RecordedRun", "checkpoints_in", "losses_in"]
-
-
 @dataclass(frozen=True)
 class Loaded:
     """A state of a run that was read from a checkpoint, and what the loop around it needs to go on."""

@@ -26,9 +26,6 @@ from purecompose.time.event import Event
 from purecompose.time.units import named_time
 
 
-__all__ = ["Replay", "point", "replay", "states_from"]
-
-
 @dataclass(frozen=True)
 class Replay:
     """The result of `replay`."""

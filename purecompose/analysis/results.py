@@ -12,8 +12,6 @@ from purecompose.records.reading import read_json
 from purecompose.run.saving.description import describe
 
 
-__all__ = ["Results"]
-
 _DECISIVE = ("optimizer", "loss", "precision", "program", "microbatches")
 """Parts of a run's description on which a metric depends."""
 _FILE, _TABLE = "ablation.json", "ablation.txt"

@@ -13,9 +13,6 @@ from purecompose.core.state import State
 from purecompose.run.saving.folder import Found
 
 
-__all__ = ["Bisection", "bisect"]
-
-
 @dataclass(frozen=True)
 class Bisection:
     """The result of `bisect`."""

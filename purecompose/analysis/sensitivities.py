@@ -30,8 +30,6 @@ from purecompose.time.event import Event
 from purecompose.transforms.compilation import CompiledStep
 
 
-__all__ = ["Derivative", "Objective", "Sensitivity", "Window", "sensitivity", "window_of"]
-
 Objective: TypeAlias = Callable[[State], Tensor] | Evaluator
 """A differentiable function of the state at the window's end, or an evaluator, for the mean loss on its data."""
 

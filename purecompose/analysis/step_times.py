@@ -16,8 +16,6 @@ from purecompose.core.state import State
 from purecompose.time import Timestamp
 
 
-__all__ = ["step_times"]
-
 _NUM_POINTS = 10
 """Number of points of a run at which steps are timed."""
 

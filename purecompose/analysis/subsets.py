@@ -8,8 +8,6 @@ from purecompose import random
 from purecompose._support.checks import check_whole
 
 
-__all__ = ["Pairs", "comparisons", "name_of", "subsets_of"]
-
 _DESIGNS = ("leave_one_out", "all")
 
 

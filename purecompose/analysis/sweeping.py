@@ -28,9 +28,6 @@ from purecompose.run.stopping import mode_of
 from purecompose.transforms.compilation import CompiledStep, compile
 
 
-__all__ = ["Sweep", "Trial", "sweep"]
-
-
 @dataclass(frozen=True)
 class Trial:
     """One setting of a sweep."""

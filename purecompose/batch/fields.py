@@ -11,8 +11,6 @@ from purecompose._support.graphs import is_graphs
 from purecompose.batch.leaves import with_items
 
 
-__all__ = ["AS_ARGUMENT", "WHOLE", "Field", "check_field", "get", "put"]
-
 Field: TypeAlias = int | str | list[Any] | tuple[Any, ...] | Callable[[Any], Any]
 """What identifies a member of a batch: an index, a key, an attribute, a list of these, a getter, or (getter, setter).
 """

@@ -13,9 +13,6 @@ from purecompose._support.functorch import is_transforming
 from purecompose._support.graphs import graph_tensors, is_graphs, map_graphs
 
 
-__all__ = ["aliases", "map_tensors", "tensors", "with_items", "with_members", "with_tensors"]
-
-
 def map_tensors(fn: Callable[[Tensor], Any], batch: Any) -> Any:
     """Apply `fn` to every tensor of the batch, also inside dataclasses, mappings and objects.
 

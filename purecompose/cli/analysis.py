@@ -20,9 +20,6 @@ from purecompose.data import TextData
 from purecompose.run.saving import CheckpointError, MismatchError, save
 
 
-__all__ = ["COMMANDS", "EXAMPLES", "opened", "usage_errors"]
-
-
 def _add_replay_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `replay`."""
     _add_run_options(command)

@@ -17,9 +17,6 @@ from purecompose.testing.report import Report
 from purecompose.testing.shipped import SHIPPED
 
 
-__all__ = ["check"]
-
-
 def check(options: argparse.Namespace) -> int:
     """Try the laws and print a report for each algorithm.
 

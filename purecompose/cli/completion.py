@@ -15,8 +15,6 @@ from purecompose.cli.setup import OPTIMIZERS, SCHEDULES
 from purecompose.nn.models import MODELS
 
 
-__all__ = ["SHELLS", "script"]
-
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 _PROG = "purecompose"
 

@@ -12,9 +12,6 @@ from purecompose.cli.sources import chosen, settings_of
 from purecompose.testing.conflicts import conflicts
 
 
-__all__ = ["show_conflicts"]
-
-
 def show_conflicts(options: argparse.Namespace) -> None:
     """Print the pairs of listed algorithms that do not commute, and the rule that decides their order."""
     found = chosen(options, {} if options.run is None else settings_of(Path(options.run)))

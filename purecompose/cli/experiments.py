@@ -26,8 +26,6 @@ from purecompose.schedule import Hparam, hparam
 from purecompose.transforms.compilation import compile
 
 
-__all__ = ["COMMANDS", "EXAMPLES"]
-
 _SEEDS = 8
 """Seeds of an ablation without --seeds."""
 

@@ -15,8 +15,6 @@ from purecompose.losses import metrics
 from purecompose.nn import layers
 
 
-__all__ = ["IMAGES", "TEXT", "Data", "Kind", "check_model", "fitting", "follows", "kind_of", "load"]
-
 Data: TypeAlias = ImageData | TextData
 
 _LENGTH = 128

@@ -23,8 +23,6 @@ from purecompose.run.saving.folder import CHECKPOINTS, INDEX, all_in, read_index
 from purecompose.run.saving.index import Index
 
 
-__all__ = ["LoadedRun", "Trained", "index_of", "load_run", "local_runs", "settings_for", "trained"]
-
 _STATE = (CONFIG, INDEX)
 _HISTORY = (*_STATE, RECORDS)
 _READ = {

@@ -23,8 +23,6 @@ from purecompose.data import ImageData, TextData
 from purecompose.nn import layers
 
 
-__all__ = ["OwnToo", "allowed_by", "check_imports", "data_of", "imported", "is_own", "network_of"]
-
 _SETTINGS = ("algorithms", "model", "data")
 
 

@@ -13,9 +13,6 @@ from purecompose.time import Time, TimeUnit
 from purecompose.time.units import snapped
 
 
-__all__ = ["show_plan"]
-
-
 def show_plan(options: argparse.Namespace) -> None:
     """Print the algorithms that act at each event at a point of a run, either one with a folder or a new one."""
     earlier = {} if options.run is None else settings_of(Path(options.run))

@@ -25,8 +25,6 @@ from purecompose.transforms.sharding.placing import shard
 from purecompose.transforms.sharding.step import fully_sharded
 
 
-__all__ = ["SHARDINGS", "Processes", "processes_here", "reporting"]
-
 SHARDINGS = ("step", "layer")
 """The values of `--shard`."""
 

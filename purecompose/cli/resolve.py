@@ -19,9 +19,6 @@ from purecompose.cli.settings import UsageError
 from purecompose.testing.subject import Subject
 
 
-__all__ = ["listed", "notes_elsewhere", "one_line", "subject"]
-
-
 def subject(text: str) -> Subject:
     """Return the algorithm that a text names: `my_module:my_algorithm`, or a shipped one as a call."""
     _see_folder()

@@ -26,9 +26,6 @@ from purecompose.records import draw_curves, read_run
 from purecompose.run.evaluation import evaluate, predict
 
 
-__all__ = ["show_evaluation", "show_plot", "show_predictions"]
-
-
 def show_evaluation(options: argparse.Namespace) -> None:
     """Print the metrics of a checkpoint on the test data."""
     settings, data = completed(settings_for(options.run, options.data), allowed=allowed_by(options))

@@ -13,8 +13,6 @@ from purecompose.nn.models import MODELS
 from purecompose.run.saving import MismatchError
 
 
-__all__ = ["changes", "check_model", "check_seed", "earlier_settings", "reported_as_settings"]
-
 _CAUSES = {
     "duration": ("duration", "scale_schedule"),
     "batches_per_epoch": ("data", "length", "batch_size", "limit_batches", "validation"),

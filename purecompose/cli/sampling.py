@@ -19,8 +19,6 @@ from purecompose.surgery.weights import to_module
 from purecompose.time.event import Event
 
 
-__all__ = ["Prompt", "continued", "prompt_of"]
-
 _LENGTH = 200
 
 

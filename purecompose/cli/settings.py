@@ -10,20 +10,6 @@ from purecompose.algorithms.recipes import RECIPES
 from purecompose.nn.models import MODELS
 
 
-__all__ = [
-    "KINDS",
-    "LOSSES",
-    "SETTINGS",
-    "Setting",
-    "UsageError",
-    "add_allow_imports",
-    "add_settings",
-    "check_target",
-    "named",
-    "whole",
-]
-
-
 class UsageError(Exception):
     """An invalid option; the message is one line."""
 

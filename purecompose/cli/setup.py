@@ -37,18 +37,6 @@ from purecompose.transforms.compilation import CompiledStep, compile
 from purecompose.transforms.population import population, stack_states
 
 
-__all__ = [
-    "OPTIMIZERS",
-    "SCHEDULES",
-    "Setup",
-    "completed",
-    "fixed_arithmetic",
-    "plain_warnings",
-    "prepare",
-    "reported_as",
-]
-
-
 def _of_recipe(name: str) -> Any:
     """Return the optimizer of a recipe, with its schedule."""
     if (found := recipe(name).optimizer) is None:

@@ -16,9 +16,6 @@ from purecompose.cli.settings import KINDS, LOSSES, SETTINGS, UsageError
 from purecompose.nn.models import MODELS, check_options
 
 
-__all__ = ["chosen", "command_of", "read_config", "settings_of", "with_arguments"]
-
-
 def chosen(options: argparse.Namespace, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the settings that were chosen by `--set`, by an option or by a file. Defaults are left out."""
     found = dict(config or {})

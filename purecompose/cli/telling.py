@@ -22,9 +22,6 @@ from purecompose.run.saving.folder import all_in
 from purecompose.transforms.compilation import CompiledStep, swaps_of
 
 
-__all__ = ["checksum", "describe", "print_results"]
-
-
 def describe(setup: Setup, settings: Mapping[str, Any]) -> list[str]:
     """Return the lines before the first batch: the numbers of examples and weights, device, duration and algorithms."""
     state, train_data = setup.state, setup.train_data

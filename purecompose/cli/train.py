@@ -29,9 +29,6 @@ from purecompose.transforms.population import unstack_states
 from purecompose.transforms.sharding.placing import whole
 
 
-__all__ = ["RunError", "train"]
-
-
 class RunError(Exception):
     """An error that has stopped a run, or files that are missing from its folder, in one line."""
 

@@ -22,9 +22,6 @@ from purecompose.nn.network import is_first_run
 from purecompose.schedule import Hparam, Schedule, collect
 
 
-__all__ = ["repeatable"]
-
-
 def repeatable(
     run_once: Operation, body: Iterable[Node], ranks: Ranks | None = None, separable: Check | None = None
 ) -> Operation:

@@ -16,8 +16,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, Predicate, as_predicate
 
 
-__all__ = ["Algorithm", "Apply", "Match", "Trait", "factory", "identity"]
-
 _P = ParamSpec("_P")
 
 

@@ -14,9 +14,6 @@ from purecompose.core.state import State
 from purecompose.time.event import Event
 
 
-__all__ = ["application", "applied"]
-
-
 def application(algorithm: Algorithm, event: Event, pass_name: str) -> Operation:
     """Return one algorithm at one event as an operation.
 

@@ -17,8 +17,6 @@ from purecompose.nn.keyed.parts import CURRENT
 from purecompose.nn.network import call_model
 
 
-__all__ = ["rng_of_turn", "run_loss", "run_model"]
-
 _Result = tuple[Any, dict[str, Tensor]]
 
 

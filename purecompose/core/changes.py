@@ -16,8 +16,6 @@ from purecompose.optim.checks import match_or_raise, matched
 from purecompose.schedule import Schedule, collect
 
 
-__all__ = ["as_hparams", "check_params", "memory_for", "translated"]
-
 _CONTEXT_FIELDS = frozenset(field.name for field in dataclasses.fields(Context) if field.init)
 
 

@@ -20,8 +20,6 @@ from purecompose.schedule import Schedule
 from purecompose.time import Timestamp
 
 
-__all__ = ["Clock", "noting_draws"]
-
 _FIELDS = ("batch", "epoch", "batch_in_epoch", "sample", "token", "elapsed", "draw")
 
 

@@ -22,22 +22,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 
 
-__all__ = [
-    "as_algorithms",
-    "as_passes",
-    "as_program",
-    "check_collects_once",
-    "check_constraints",
-    "check_layout",
-    "check_no_host",
-    "check_no_hosts_in_grad",
-    "check_updates",
-    "events_in_grad",
-    "warn_of_idle_algorithms",
-    "warn_of_whole_batches",
-]
-
-
 def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
     """Return the algorithms."""
     chosen = _as_tuple(given, "algorithms")

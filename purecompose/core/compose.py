@@ -60,8 +60,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 
 
-__all__ = ["Step", "WHY_UNTRACED", "compose"]
-
 _WHOLE = Cut(1)
 WHY_UNTRACED = (
     "a step decides in Python, by the time in its state, which algorithms act; if Dynamo traced that, it would compile "

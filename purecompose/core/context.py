@@ -23,9 +23,6 @@ from purecompose.schedule import Scalar, Schedule
 from purecompose.time import Timestamp
 
 
-__all__ = ["Context", "SealedTime", "SealedTimeError", "Static"]
-
-
 @dataclass(frozen=True, eq=False)
 class Context:
     """The part of a state that is constant in a run; contexts are compared by structure and configuration."""

@@ -14,8 +14,6 @@ from purecompose.core.state import State, fields_where
 from purecompose.time.event import Event
 
 
-__all__ = ["Contract", "FormError", "Observe", "check_slots", "tensors_in"]
-
 _KEEP_FORM = fields_where(keeps_form=True)
 
 

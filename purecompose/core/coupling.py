@@ -22,17 +22,6 @@ from purecompose.core.shared_part import Shard
 from purecompose.core.state import State
 
 
-__all__ = [
-    "check_passes_agree",
-    "gathered",
-    "joined",
-    "part_of_loss",
-    "targets_of_loss",
-    "with_loss_of_slice",
-    "with_whole_loss",
-]
-
-
 def targets_of_loss(state: State) -> Any:
     """Return the targets that the state's loss is given; `None` for a model's own loss."""
     return None if isinstance(state.context.loss, losses.ModelLoss) else state.targets

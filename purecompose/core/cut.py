@@ -5,9 +5,6 @@ from typing import Any, NamedTuple
 from purecompose._support.checks import check_whole
 
 
-__all__ = ["Cut"]
-
-
 class Cut(NamedTuple):
     """The number of slices of a batch: fixed, or as few as possible with at most `microbatch_size` examples each."""
 

@@ -15,8 +15,6 @@ from purecompose.core.shared_part import SHARED_PART, SharedPart
 from purecompose.nn.shared_batch import SHARED_BATCH
 
 
-__all__ = ["per_example", "sharing", "with_whole_batch"]
-
 _WITH_WHOLE_BATCH: ContextVar[Ranks | None] = ContextVar("with_whole_batch", default=None)
 """The processes that all have the whole batch in the running part of a step; `None` if each has a part, or is alone."""
 

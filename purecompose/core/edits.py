@@ -19,9 +19,6 @@ from purecompose.core.state import State, fields_where
 from purecompose.time.event import Event
 
 
-__all__ = ["Edits"]
-
-
 @dataclass
 class _Round:
     """One firing of an event."""

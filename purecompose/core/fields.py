@@ -9,9 +9,6 @@ from torch import nn
 from purecompose.time import Timestamp
 
 
-__all__ = ["DONATED", "HIDDEN", "REPORT", "TEMPORARY", "FieldInfo", "Leasable", "none", "state_field"]
-
-
 @dataclass(frozen=True)
 class FieldInfo:
     """The properties of one field of `State`, declared only here."""

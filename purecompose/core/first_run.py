@@ -15,9 +15,6 @@ from purecompose.schedule import collect
 from purecompose.time import Time, TimeUnit
 
 
-__all__ = ["run_checked"]
-
-
 def run_checked(
     operation: Operation,
     start: State,

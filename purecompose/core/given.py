@@ -22,8 +22,6 @@ from purecompose.nn.keyed.scope import UnkeyedRandomError, called_from
 from purecompose.time.event import Event
 
 
-__all__ = ["ContractError", "GlobalDrawError", "InPlaceError", "Marks", "Named", "watched"]
-
 T = TypeVar("T")
 Named = list[tuple[str, Tensor]]
 """Tensors, each with its path."""

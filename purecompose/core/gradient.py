@@ -30,15 +30,6 @@ from purecompose.core.state import State, fields_where
 from purecompose.nn.differentiable import Once, plain_operations
 
 
-__all__ = [
-    "FORWARDS",
-    "Forward",
-    "differentiate",
-    "value_and_grads",
-    "wants_outer_gradient",
-]
-
-
 def wants_outer_gradient(state: State, batch: Any) -> bool:
     """Return whether the step is differentiated through: a transform is active, or a leaf requires a gradient."""
     if is_transforming():

@@ -13,9 +13,6 @@ from purecompose.batch import Splitter
 from purecompose.batch.examples import is_rows
 
 
-__all__ = ["Layout", "Splitter"]
-
-
 @dataclass(frozen=True)
 class Layout:
     """The arrangement of the examples in a batch.

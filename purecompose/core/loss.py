@@ -22,17 +22,6 @@ from purecompose.nn.model import Model, Parts, from_module
 from purecompose.schedule import Hparam, Product, Scalar, Schedule
 
 
-__all__ = [
-    "PREFIX",
-    "Constant",
-    "check_constants",
-    "check_reads",
-    "constants_of",
-    "joined",
-    "scalars_of",
-    "with_scalars",
-]
-
 PREFIX = "loss."
 """The names of a loss's parameters and buffers in a state begin with it."""
 Constant: TypeAlias = tuple[Place, Hashable]

@@ -18,9 +18,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import ALWAYS, NEVER, Predicate
 
 
-__all__ = ["Matcher", "MatchError", "Question"]
-
-
 class MatchError(RuntimeError):
     """A `match` failed, or read something that is not known before the step.
 

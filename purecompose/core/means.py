@@ -13,9 +13,6 @@ from purecompose.losses.evaluation import check_interpolation
 from purecompose.losses.terms import denominators_of, has_denominators
 
 
-__all__ = ["averaged", "averaged_grads", "check_terms", "denominators", "has_mean", "num_terms", "part_of"]
-
-
 @torch.no_grad()
 def num_terms(state: State) -> int | Tensor:
     """Return how many terms the loss is a mean of, from the outputs and targets that it was given.

@@ -7,9 +7,6 @@ from purecompose.core.operation import Lowered, Operation, in_order
 from purecompose.core.state import State, check_single
 
 
-__all__ = ["SINGLE", "Members"]
-
-
 class Members(Protocol):
     """The treatment of the states that are given to a step."""
 

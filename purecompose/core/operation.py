@@ -20,9 +20,6 @@ from purecompose.nn.network import is_first_run
 from purecompose.time.event import Event
 
 
-__all__ = ["NO_PURPOSE", "Carry", "Lowered", "Node", "Operation", "Place", "Purpose", "in_order", "lift", "walk"]
-
-
 class Carry(NamedTuple):
     """The value that an operation receives and returns."""
 

@@ -16,9 +16,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, Custom
 
 
-__all__ = ["Outside"]
-
-
 class Outside:
     """The algorithms of a step at events outside its program; its cache of matchers does not change a result."""
 

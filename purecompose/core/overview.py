@@ -10,8 +10,6 @@ from purecompose import tree
 from purecompose._support.html import columns, fragment, note
 
 
-__all__ = ["describe_moment", "describe_replaced", "listed", "state_as_html"]
-
 _HEAD = ("field", "tensors", "numbers", "dtype", "shapes")
 _MOST_SHAPES = 4
 

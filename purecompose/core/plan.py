@@ -15,8 +15,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 
 
-__all__ = ["Plan", "PlanRow", "lacking_events", "make_plan"]
-
 _STEP_EVENTS = frozenset(events_in(loop_events))
 
 

@@ -24,8 +24,6 @@ from purecompose.losses.evaluation import advice
 from purecompose.time.event import Event
 
 
-__all__ = ["Program", "Stage", "StateFn", "Update", "as_nodes", "events_in", "matching_params"]
-
 StateFn: TypeAlias = Callable[[State], State]
 Program: TypeAlias = tuple[Node, ...]
 """The loop as data: events, stages and scopes, in order."""

@@ -18,9 +18,6 @@ from purecompose._support.functorch import is_fake, is_transforming
 from purecompose.core.layout import Layout
 
 
-__all__ = ["WATCHES", "Ranks", "Share", "Weight", "noting_shares"]
-
-
 class Share(NamedTuple):
     """A rank's part of a batch."""
 

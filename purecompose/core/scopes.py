@@ -25,9 +25,6 @@ from purecompose.core.state import State
 from purecompose.time.event import Event
 
 
-__all__ = ["Grad", "Microbatches", "Scope", "with_own_gradients"]
-
-
 class Scope:
     """The base class of scopes, with a body of events, stages and further scopes."""
 

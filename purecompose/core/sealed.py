@@ -17,8 +17,6 @@ from purecompose.core.state import State
 from purecompose.time import Timestamp
 
 
-__all__ = ["SealedOutputs", "SealedState", "ValueReadError"]
-
 _STATIC = frozenset({"static", "context", "model", "optimizer", "device"})
 """The attributes of a state that hold no tensors."""
 _FORM = frozenset(

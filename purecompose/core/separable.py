@@ -32,8 +32,6 @@ from purecompose.nn.keyed.scope import DRAWS_OF_BATCH, is_under_foreign_checkpoi
 from purecompose.random.keys import fold_in
 
 
-__all__ = ["Check", "check_evaluated", "check_operations", "check_scope", "is_due"]
-
 Check: TypeAlias = Callable[[Carry, Iterable[Operation]], None]
 """A check of a scope, given the carry at its start, and operations that come first; see `check_scope`."""
 

@@ -11,8 +11,6 @@ from purecompose.core.cut import Cut
 from purecompose.core.ranks import Ranks, Weight
 
 
-__all__ = ["SHARED_PART", "Regrad", "Shard", "SharedPart", "Sharing", "scaled", "scaled_with_statistics"]
-
 Sharing: TypeAlias = Literal["all", "own", "none"]
 """Part of the batch that a gradient is of: the mean over all ranks' parts; this rank's part only; or the whole batch,
 computed by every rank for itself."""

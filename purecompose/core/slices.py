@@ -15,9 +15,6 @@ from purecompose.core.shared_part import Shard
 from purecompose.core.state import State
 
 
-__all__ = ["run_slices", "run_until_loss"]
-
-
 class _Slice(NamedTuple):
     fields: dict[str, Any]
     """The fields in which a state at the start of the slice differs from that at the end of the slice before."""

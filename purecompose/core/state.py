@@ -37,9 +37,6 @@ from purecompose.time import RunLength, Time, Timestamp
 from purecompose.time.units import named_time
 
 
-__all__ = ["NO_TEMPORARY", "State", "check_single", "fields_where"]
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class State(Leasable):
     """All values of a training run, as an immutable pytree.

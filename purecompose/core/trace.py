@@ -15,8 +15,6 @@ from purecompose.core.state import State, fields_where
 from purecompose.time.event import Event
 
 
-__all__ = ["Trace", "TraceEntry", "traced", "traced_fold"]
-
 _COMPARED = fields_where(holds_values=True)
 
 

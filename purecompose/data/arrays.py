@@ -21,8 +21,6 @@ from purecompose.random import Rng, key as make_key, permutation, salt
 from purecompose.random.keys import as_rng
 
 
-__all__ = ["Arrays", "Split", "arrays", "split"]
-
 _SPLIT = salt("data split")
 
 

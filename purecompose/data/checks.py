@@ -9,9 +9,6 @@ from torch.utils.data import Dataset, IterableDataset
 from purecompose._support.checks import shown
 
 
-__all__ = ["check_batches", "length_of"]
-
-
 def check_batches(data: Any, where: str) -> None:
     """Raise if data do not yield batches: a data set of single examples, a pair of tensors, or not iterable.
 

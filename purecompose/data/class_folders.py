@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 
 
-__all__ = ["are_in", "read"]
-
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 _TESTS = ("test", "val", "valid", "validation")
 

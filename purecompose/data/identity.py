@@ -12,8 +12,6 @@ from purecompose._support.fingerprint import fingerprint
 from purecompose.batch import tensors
 
 
-__all__ = ["describe_data", "differences"]
-
 _NUM_READ = 64
 """Number of a tensor's examples that the checksum reads: enough to tell data sets apart, at negligible cost."""
 

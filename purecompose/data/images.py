@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-__all__ = ["ImageData", "load"]
-
 _DIGITS_TEST_SIZE = 360
 # Part of the definition of "digits": another seed would be another benchmark.
 _DIGITS_SEED = 0

@@ -33,16 +33,6 @@ from purecompose.data.seeding import Draws, Stream, load_numpy
 from purecompose.random import fold_in, salt
 
 
-__all__ = [
-    "SkippingWarning",
-    "draws_globally",
-    "epoch_batches",
-    "fixed_batches",
-    "keyed_batches",
-    "own_order",
-    "shuffles",
-]
-
 _SAMPLER, _BATCH, _WORKERS, _STREAM = (salt(name) for name in ("data sampler", "data batch", "workers", "data stream"))
 _EVAL = salt("evaluation")
 

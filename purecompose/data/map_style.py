@@ -25,8 +25,6 @@ from purecompose.data.seeding import load_numpy
 from purecompose.random.keys import as_rng
 
 
-__all__ = ["Loader", "loader"]
-
 _STORED_KEY = (0, 0)
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 from purecompose.random import Rng, fold_in, permutation, salt
 
 
-__all__ = ["epoch_order", "epoch_seed", "seed_words"]
-
 _ORDER = salt("data order")
 
 

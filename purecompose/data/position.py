@@ -20,8 +20,6 @@ from purecompose.random import salt
 from purecompose.time import Timestamp
 
 
-__all__ = ["PositionedBatches", "has_shuffle_buffer", "needs_other_loader", "position_at", "position_holder"]
-
 _BEGIN, _NEXT = salt("data begin"), salt("data next")
 
 

@@ -19,9 +19,6 @@ from purecompose import batch as batches
 from purecompose._support.checks import check_whole
 
 
-__all__ = ["prefetch"]
-
-
 def prefetch(data: Iterable[Any], device: torch.device | str, size: int = 2) -> Iterator[Any]:
     """Return the batches on a device, in their order; for CUDA copied ahead.
 

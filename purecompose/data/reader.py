@@ -15,9 +15,6 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 
-__all__ = ["Reader", "naming"]
-
-
 class Reader:
     """A source with the `DataLoader` that reads it.
 

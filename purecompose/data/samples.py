@@ -14,8 +14,6 @@ from purecompose.data.seeding import SEED_WORDS, Draws
 from purecompose.random import Rng, fold_in, salt
 
 
-__all__ = ["RNG_KINDS", "Request", "Samples", "is_plain", "read_columns", "reads_whole_batches"]
-
 RNG_KINDS = ("torch", "numpy", "key", None)
 """Kinds of random argument that a transform may take besides the sample."""
 

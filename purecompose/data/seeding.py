@@ -20,8 +20,6 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 
-__all__ = ["SEED_WORDS", "Draws", "Stream", "kept_globals", "load_numpy", "seed_globals"]
-
 SEED_WORDS = 4
 """Number of 32-bit words that `seed_globals` reads."""
 

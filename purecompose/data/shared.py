@@ -18,9 +18,6 @@ from purecompose.data.reader import Reader
 from purecompose.data.samples import Request
 
 
-__all__ = ["shared"]
-
-
 def shared(loader: Loader, mesh: Any = None) -> Loader:
     """Return a loader of which each of several processes reads some rows of each batch.
 

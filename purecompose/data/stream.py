@@ -7,9 +7,6 @@ from typing import Any
 from purecompose._support.checks import is_callable_with, shown
 
 
-__all__ = ["StateStream", "stream"]
-
-
 @dataclass(frozen=True)
 class StateStream:
     """Endless data, whose batches are made from the state; see `stream`.

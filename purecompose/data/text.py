@@ -17,9 +17,6 @@ from torch import Tensor
 from purecompose._support.checks import check_number, check_whole, shown
 
 
-__all__ = ["CharacterVocabulary", "TextData", "load_text", "text_windows"]
-
-
 @dataclass(frozen=True)
 class CharacterVocabulary:
     """Characters and their numbers: a character's token is its position.

@@ -9,8 +9,6 @@ from purecompose._support.warnings import warn
 from purecompose.data.arrays import Arrays
 
 
-__all__ = ["watched"]
-
 LONGEST = 60.0
 """Seconds that a batch may take before a warning reports that it has not arrived."""
 

@@ -12,8 +12,6 @@ from purecompose.losses.reduction import reduced
 from purecompose.losses.targets import wide_dtype
 
 
-__all__ = ["CTC", "ctc"]
-
 _LOG_OF_0 = -1e30
 """Finite, because the difference of two infinite logarithms is NaN."""
 

@@ -18,9 +18,6 @@ from purecompose.losses.metric import Device, Mean, Metric, init_mean
 from purecompose.losses.targets import Mixture, check_classes, has_index_targets
 
 
-__all__ = ["accuracy", "calibration_error", "dice", "iou", "top_k"]
-
-
 class CalibrationGaps(NamedTuple):
     """Accumulator of `calibration_error`."""
 

@@ -10,8 +10,6 @@ from purecompose._support.checks import shown
 from purecompose.losses.from_model import ModelLoss
 
 
-__all__ = ["couples_examples", "over_batch"]
-
 Loss = TypeVar("Loss", bound=Callable[..., Any])
 
 

@@ -30,18 +30,6 @@ from purecompose.losses.terms import (
 )
 
 
-__all__ = [
-    "advice",
-    "check_interpolation",
-    "check_loss",
-    "check_pairs",
-    "evaluate_loss",
-    "evaluate_parts",
-    "metrics_of_parts",
-    "per_example",
-]
-
-
 def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
     """Raise early if this is not a loss or, with `per_example`, if it cannot return losses per example.
 

@@ -17,9 +17,6 @@ from purecompose.losses.reduction import reduced
 from purecompose.losses.targets import num_examples
 
 
-__all__ = ["ModelLoss", "model_loss"]
-
-
 @dataclass(frozen=True)
 class ModelLoss:
     """The loss that the model computed itself: the outputs' entry or attribute `key`. Targets are not read.

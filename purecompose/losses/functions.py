@@ -16,18 +16,6 @@ from purecompose.losses.reduction import mean_of, reduced
 from purecompose.losses.targets import Mixture, check_classes, has_index_targets, one_hot, per_row, wide_dtype
 
 
-__all__ = [
-    "BinaryCrossEntropy",
-    "CrossEntropy",
-    "Dice",
-    "MeanSquaredError",
-    "binary_cross_entropy",
-    "cross_entropy",
-    "dice",
-    "mse",
-]
-
-
 @dataclass(frozen=True)
 class CrossEntropy:
     """Softmax cross entropy, -sum_c weight_c t_c log softmax(outputs)_c, of index and dense targets.

@@ -13,8 +13,6 @@ from purecompose.losses import ModelLoss
 from purecompose.losses.terms import ignore_index_of
 
 
-__all__ = ["Device", "Mean", "Metric", "counting", "init_mean", "is_lower_better", "of_loss", "read_by"]
-
 Device = torch.device | str | None
 
 

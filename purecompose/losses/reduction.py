@@ -4,9 +4,6 @@ import torch
 from torch import Tensor
 
 
-__all__ = ["mean_of", "reduced"]
-
-
 def mean_of(total: Tensor, count: int | Tensor) -> Tensor:
     """Return total / count; for a count of zero, NaN with a gradient of zero (the gradient of 0 / 0 would be NaN)."""
     count = count if isinstance(count, Tensor) else torch.full((), count, device=total.device)

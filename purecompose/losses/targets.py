@@ -19,18 +19,6 @@ from purecompose import batch as batches, tree
 from purecompose.batch.examples import common_size, leading_sizes
 
 
-__all__ = [
-    "Mixture",
-    "check_classes",
-    "class_scores",
-    "has_index_targets",
-    "num_examples",
-    "one_hot",
-    "per_row",
-    "wide_dtype",
-]
-
-
 def has_index_targets(outputs: Tensor, targets: Tensor) -> bool:
     """Return whether targets are class indices (True) or dense (False), from their shapes.
 

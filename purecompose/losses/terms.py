@@ -18,18 +18,6 @@ from purecompose.losses.functions import CrossEntropy
 from purecompose.losses.targets import Mixture, num_examples as count_examples, wide_dtype
 
 
-__all__ = [
-    "counter_of",
-    "counts_terms",
-    "denominators_of",
-    "for_mixtures",
-    "has_denominators",
-    "ignore_index_of",
-    "num_terms",
-    "share_of_mean",
-]
-
-
 def num_terms(
     loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, num_examples: int | None = None
 ) -> int | Tensor:

@@ -20,8 +20,6 @@ from torch.overrides import TorchFunctionMode
 from purecompose._support.functorch import is_tracked, is_transforming, levels
 
 
-__all__ = ["Once", "plain_operations", "replaces_functions", "wants_plain"]
-
 _OWN: ContextVar[str | None] = ContextVar("own_levels", default=None)
 """The transforms of a step that is not differentiated, in its gradient; `_PLAIN` where functions are replaced."""
 _PLAIN = "plain"

@@ -12,8 +12,6 @@ from torch import Tensor
 from purecompose._support.functorch import is_mapped_gradient
 
 
-__all__ = ["fused_attention"]
-
 _aten = torch.ops.aten
 
 

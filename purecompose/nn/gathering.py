@@ -14,9 +14,6 @@ from purecompose._support.scopes import NOTHING
 from purecompose._support.shards import check_alike, is_shard, local, may_be_shards, names_by_memory, whole
 
 
-__all__ = ["GatheredOnUse", "gathered_on_use"]
-
-
 class GatheredOnUse(TorchFunctionMode):
     """Mode in which functions of torch that are given divided tensors compute on all of their rows.
 

@@ -23,9 +23,6 @@ from purecompose.nn.short_attention import short_attention
 from purecompose.nn.skeleton import Skeleton
 
 
-__all__ = ["kernels"]
-
-
 def kernels(
     params: Mapping[str, Tensor], narrow: torch.dtype | None, device: str, *, skeleton: Skeleton
 ) -> AbstractContextManager[Any]:

@@ -23,8 +23,6 @@ from purecompose.nn.modes import set_modes
 from purecompose.nn.skeleton import Member, Sharing, Skeleton, checks, places
 
 
-__all__ = ["STATISTICS", "Model", "Parts", "from_module", "of_skeleton", "to_module"]
-
 STATISTICS = ("*running_mean", "*running_var")
 """Patterns of the names of normalization layers' running statistics. A mean of these, over steps or processes, is a
 valid value, which is not known of other buffers: the mean of unit vectors is not a unit vector."""

@@ -11,9 +11,6 @@ from purecompose._support.checks import shown
 from purecompose._support.warnings import warn
 
 
-__all__ = ["set_modes", "warn_of_idle_parts"]
-
-
 def set_modes(root: nn.Module, eval_mode: Sequence[str], train_mode: Sequence[str]) -> None:
     """Put modules of a network into a mode, with all that they contain; of two patterns, that of the inner one decides.
 

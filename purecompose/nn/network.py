@@ -22,8 +22,6 @@ from purecompose.nn.model import Model
 from purecompose.nn.skeleton import Skeleton
 
 
-__all__ = ["call_model", "is_first_run", "looking_for_draws", "warn_of_dropped"]
-
 _LOOKING: ContextVar[bool] = ContextVar("looking_for_draws", default=False)
 _CPU = torch.device("cpu")
 

@@ -15,9 +15,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-__all__ = ["SHARED_BATCH", "SharedBatch", "SharedBatchNorms", "apart"]
-
-
 class SharedBatch(Protocol):
     """The processes that share a batch, within a forward and backward pass."""
 

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 
-__all__ = ["MAX_LENGTH", "short_attention"]
-
 MAX_LENGTH = 256
 """The greatest number of queries and of keys. Up to it products take 0.44 to 0.63 of the kernel's time in float32
 forward, and 0.33 to 0.37 backward (`benchmarks/bf16.py`, EPYC with avx512_bf16)."""

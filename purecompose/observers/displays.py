@@ -6,9 +6,6 @@ from typing import Any, NamedTuple, Protocol
 from purecompose._support.html import fragment, note
 
 
-__all__ = ["Display", "NotebookDisplay", "Shown", "TerminalDisplay", "is_in_notebook"]
-
-
 class Shown(NamedTuple):
     """The contents of a display."""
 

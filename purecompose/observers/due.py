@@ -4,9 +4,6 @@ from purecompose.time import TimeLike, Timestamp, TimeUnit
 from purecompose.time.intervals import checked_interval, has_passed
 
 
-__all__ = ["Due", "batch_before"]
-
-
 class Due:
     """A predicate for the batches in which a multiple of an interval is passed.
 

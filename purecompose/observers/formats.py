@@ -13,8 +13,6 @@ from typing import Any, BinaryIO, Protocol
 from purecompose._support.checks import shown
 
 
-__all__ = ["FORMATS", "Csv", "Format", "JsonLines"]
-
 _NOT_FINITE = "not_finite"
 
 

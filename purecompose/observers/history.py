@@ -7,8 +7,6 @@ from purecompose.observers.unread import read, record_of
 from purecompose.time.event import Event
 
 
-__all__ = ["History"]
-
 # Number of records whose tensors stay on the device before they are read: few waits for the device, but no unbounded
 # number of small allocations.
 _MOST_UNREAD = 1000

@@ -13,9 +13,6 @@ from purecompose.observers.recorder import Monitor
 from purecompose.surgery.weights import to_module
 
 
-__all__ = ["activations", "updates"]
-
-
 def updates() -> Monitor:
     """Return a monitor of the change of each parameter since the last record: `update/NAME`, `update_ratio/NAME`.
 

@@ -29,8 +29,6 @@ try:
 except ImportError:  # Windows
     resource = None
 
-__all__ = ["learning_rate", "memory", "moments", "speed", "system"]
-
 
 def learning_rate(*names: str) -> Monitor:
     """Return a monitor of the optimizer's settings, as the batch used them; by default `lr`.

@@ -15,8 +15,6 @@ from purecompose.time import TimeLike
 from purecompose.time.event import Event
 
 
-__all__ = ["NaNs"]
-
 # The check is made when this many batches wait for it, or when the first of them has waited this many seconds.
 _GROUP = 100
 _SECONDS = 2.0

@@ -7,9 +7,6 @@ from purecompose.observers.stopwatch import Stopwatch
 from purecompose.time import Timestamp
 
 
-__all__ = ["Pace"]
-
-
 class _Reading(NamedTuple):
     seconds: float
     batch: int

@@ -15,9 +15,6 @@ from purecompose.core.state import State
 from purecompose.time.event import Event
 
 
-__all__ = ["Profile"]
-
-
 class Profile:
     """An observer that profiles some batches and writes Chrome traces, for chrome://tracing or ui.perfetto.dev.
 

@@ -18,8 +18,6 @@ from purecompose.time import Timestamp, TimeUnit
 from purecompose.time.event import Event
 
 
-__all__ = ["Progress"]
-
 # Weight of the newest loss in the running mean: losses of single batches are noisy, even more with mixed targets.
 _SHARE_OF_NEWEST_LOSS = 0.05
 # The first line comes early, so that a long first epoch shows progress; the pause then doubles, up to the second.

@@ -19,8 +19,6 @@ from purecompose.time import TimeLike
 from purecompose.time.event import Event
 
 
-__all__ = ["Image", "Monitor", "Recorder", "Sink"]
-
 Monitor: TypeAlias = Callable[[State], Mapping[str, Any]]
 """A function that returns values to add to a batch's record, by name: numbers, 0-d tensors, texts (`str`) and `Image`s.
 

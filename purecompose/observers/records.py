@@ -21,9 +21,6 @@ from purecompose.time.event import Event
 from purecompose.time.intervals import checked_interval
 
 
-__all__ = ["Records", "read_records"]
-
-
 class Records(Recorder):
     """A recorder that writes the records of a run to a file, JSON Lines or CSV depending on its suffix.
 

@@ -16,8 +16,6 @@ from purecompose.time import TimeLike
 from purecompose.time.event import Event
 
 
-__all__ = ["image_samples", "text_samples"]
-
 # Number of pixels between the images of a grid.
 _GAP = 2
 

@@ -10,19 +10,6 @@ from typing import Any, NamedTuple
 from purecompose.observers.recorder import Image
 
 
-__all__ = [
-    "COMET",
-    "NEPTUNE",
-    "WANDB",
-    "EventFiles",
-    "MlflowRun",
-    "Service",
-    "ServiceRun",
-    "library_of",
-    "summary_writer",
-]
-
-
 class _Values(NamedTuple):
     """The values of a record, grouped by kind."""
 

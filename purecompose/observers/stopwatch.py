@@ -6,9 +6,6 @@ from purecompose.core.state import State
 from purecompose.time.event import Event
 
 
-__all__ = ["Stopwatch"]
-
-
 class Stopwatch:
     """An observer that measures wall-clock time and batches from FIT_START on; a new FIT_START starts it again.
 

@@ -24,9 +24,6 @@ from purecompose.observers.sinks import (
 from purecompose.time import TimeLike
 
 
-__all__ = ["Comet", "MLflow", "Neptune", "TensorBoard", "WandB"]
-
-
 class TensorBoard(Recorder):
     """A recorder that writes the records of a run to TensorBoard.
 

@@ -13,8 +13,6 @@ from purecompose.core.state import State
 from purecompose.time.event import Event
 
 
-__all__ = ["Pile", "read", "record_of"]
-
 T = TypeVar("T")
 
 

@@ -18,9 +18,6 @@ from purecompose.optim.lists import add, mean_squares, multiply, unbound
 from purecompose.schedule import Scalar
 
 
-__all__ = ["Adafactor", "adafactor"]
-
-
 @suggests_keywords(learning_rate="lr=0.1")
 def adafactor(
     lr: Scalar = 1e-2,

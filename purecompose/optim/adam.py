@@ -26,9 +26,6 @@ from purecompose.optim.lists import lerp, maximum, multiply, root_plus, subtract
 from purecompose.schedule import Scalar
 
 
-__all__ = ["Adam", "adam", "adamw", "decoupled_adamw"]
-
-
 @suggests_keywords(learning_rate="lr=0.001")
 def adam(
     lr: Scalar = 1e-3,

@@ -25,19 +25,6 @@ from purecompose.optim.lists import alike, is_plain
 from purecompose.schedule import Scalar, number
 
 
-__all__ = [
-    "Cell",
-    "OptState",
-    "Optimizer",
-    "Rule",
-    "Value",
-    "cells",
-    "ByGroup",
-    "can_move",
-    "read",
-    "wide_dtype",
-]
-
 # The optimizer's state: slot -> parameter name -> tensor.
 OptState: TypeAlias = dict[str, dict[str, Tensor]]
 """The memory of an optimizer: a dict for each quantity, by the names of the parameters."""

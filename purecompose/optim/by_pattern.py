@@ -18,8 +18,6 @@ from purecompose.optim.protocol import check_optimizer
 from purecompose.schedule import number
 
 
-__all__ = ["ByPattern", "by_pattern"]
-
 # Pattern -> optimizer, as pairs so that it hashes.
 Patterns: TypeAlias = tuple[tuple[str, Any], ...]
 

@@ -8,9 +8,6 @@ from torch import Tensor
 from purecompose import tree
 
 
-__all__ = ["carried"]
-
-
 def carried(
     optimizer: Any, opt_state: Any, params: Mapping[str, Tensor], kept: Mapping[str, str], frozen: Collection[str] = ()
 ) -> Any:

@@ -16,18 +16,6 @@ from purecompose.schedule import Hparam, Product, Scalar, Schedule, number
 from purecompose.schedule.scalar import factors_of, not_a_scalar
 
 
-__all__ = [
-    "Groups",
-    "checked_betas",
-    "checked_constant",
-    "checked_groups",
-    "checked_scalar",
-    "factors_of",
-    "known_part",
-    "match_or_raise",
-    "matched",
-]
-
 # Pattern -> the options it overrides, both as tuples so that optimizers hash.
 Groups: TypeAlias = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 

@@ -15,8 +15,6 @@ from purecompose.schedule import Scalar, Schedule
 from purecompose.schedule.scalar import factors_of
 
 
-__all__ = ["Decay", "decayed", "progress", "shrinkage", "warn_if_strong"]
-
 Decay: TypeAlias = Literal["coupled", "by rate", "by schedule"]
 """How the decay is applied: "coupled" adds it to the gradient; "by rate" subtracts it from the parameter, times the
 learning rate; "by schedule" does so times only the learning rate's schedule."""

@@ -16,9 +16,6 @@ from purecompose.optim.nested import leaves, settings_of
 from purecompose.schedule import Scalar, number
 
 
-__all__ = ["DecayRule", "Decaying"]
-
-
 class DecayRule(NamedTuple):
     """Rule for which parameters decay, and by how much."""
 

@@ -35,9 +35,6 @@ from purecompose.optim.torch_memory import (
 from purecompose.schedule import number
 
 
-__all__ = ["FromTorch", "from_torch"]
-
-
 def from_torch(
     optimizer: type[torch.optim.Optimizer],
     *,

@@ -18,8 +18,6 @@ from purecompose._support.functorch import is_fake
 from purecompose.optim.lists import add, alike, copies, is_plain
 
 
-__all__ = ["adam", "can_fuse"]
-
 _FULL_PRECISION = ({torch.float32}, {torch.float64})
 
 _FEWEST_TRACED, _SMALLEST_TRACED = 32, 2**20

@@ -18,9 +18,6 @@ from purecompose.optim.lists import is_plain
 from purecompose.schedule import number
 
 
-__all__ = ["Guarded", "all_finite", "check_guarded", "chosen", "guarded"]
-
-
 @dataclass(frozen=True)
 class Guarded:
     """Optimizer that updates as the inner one does, or not at all if any element of a gradient is inf or NaN.

@@ -10,9 +10,6 @@ from purecompose.optim.checks import checked_scalar
 from purecompose.schedule import Scalar
 
 
-__all__ = ["layerwise"]
-
-
 @suggests_keywords()
 def layerwise(net: nn.Module, lr: Scalar, decay: float, *, blocks: str | None = None) -> dict[str, dict[str, Any]]:
     """Return groups for fine-tuning, whose learning rates fall by a factor with every block from the head to the input.

@@ -16,9 +16,6 @@ from purecompose.optim.lists import add, lerp, sign
 from purecompose.schedule import Scalar
 
 
-__all__ = ["Lion", "lion"]
-
-
 @suggests_keywords(learning_rate="lr=0.1")
 def lion(
     lr: Scalar = 1e-4,

@@ -23,24 +23,6 @@ from torch import Tensor
 from purecompose._support.functorch import is_transforming
 
 
-__all__ = [
-    "add",
-    "alike",
-    "clamp_min",
-    "copies",
-    "divide",
-    "is_plain",
-    "lerp",
-    "maximum",
-    "mean_squares",
-    "multiply",
-    "root_plus",
-    "sign",
-    "subtract_ratio",
-    "unbound",
-]
-
-
 def is_plain() -> bool:
     """Return whether the current operations are neither differentiated nor mapped."""
     return not torch.is_grad_enabled() and not is_transforming()

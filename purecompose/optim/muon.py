@@ -19,8 +19,6 @@ from purecompose.optim.lists import add, lerp
 from purecompose.schedule import Scalar
 
 
-__all__ = ["Muon", "muon", "orthogonalized"]
-
 # Chosen by Jordan for the steepest slope at 0: singular values end up between about 0.7 and 1.2, not at 1.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 

@@ -10,9 +10,6 @@ from purecompose.optim.base import ByGroup
 from purecompose.optim.by_pattern import ByPattern
 
 
-__all__ = ["leaves", "map_leaves", "settings_of", "with_setting"]
-
-
 def leaves(optimizer: Any) -> tuple[Any, ...]:
     """Return the optimizers that move weights, looking into the field `inner` and into the patterns of `by_pattern`.
 

@@ -16,9 +16,6 @@ from purecompose.schedule import Hparam, Schedule
 from purecompose.schedule.trees import hidden
 
 
-__all__ = ["check_optimizer", "checked_init"]
-
-
 def check_optimizer(optimizer: Any, where: str) -> None:
     """Raise a `TypeError` if this is not an optimizer, or a step could not find its schedules and hparams."""
     has_both = all(callable(getattr(optimizer, name, None)) for name in ("init", "update"))

@@ -17,9 +17,6 @@ from purecompose.optim.lists import add, clamp_min, divide, lerp, multiply, root
 from purecompose.schedule import Scalar
 
 
-__all__ = ["RMSprop", "rmsprop"]
-
-
 @suggests_keywords(learning_rate="lr=0.1")
 def rmsprop(
     lr: Scalar = 1e-2,

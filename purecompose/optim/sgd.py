@@ -18,9 +18,6 @@ from purecompose.optim.lists import add, multiply, unbound
 from purecompose.schedule import Scalar
 
 
-__all__ = ["SGD", "decoupled_sgdw", "sgd"]
-
-
 @suggests_keywords(learning_rate="lr=0.1")
 def sgd(
     lr: Scalar,

@@ -16,21 +16,6 @@ from purecompose.optim.checks import known_part
 from purecompose.schedule import Hparam, Product, Schedule
 
 
-__all__ = [
-    "STARTED",
-    "Memory",
-    "Refused",
-    "Settings",
-    "Slot",
-    "check_elsewhere",
-    "elsewhere",
-    "instance",
-    "memory_of",
-    "put_in",
-    "read",
-    "taken_out",
-]
-
 STARTED = "started"
 """Name of the slot that is true for a parameter that has been updated before, 0-d bool."""
 

@@ -22,8 +22,6 @@ from torch import Tensor
 from purecompose.random.philox import WORD, Lanes, packed, philox_lanes, philox_on_host
 
 
-__all__ = ["MOST_ON_HOST", "PRECISION", "emulated", "emulated_keys", "keys_on_host", "num_blocks", "on_host"]
-
 # Significant bits of a float, including the hidden one: with this many random bits, uniform numbers are exact.
 PRECISION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 

@@ -20,9 +20,6 @@ from purecompose.random.philox import WORD
 from purecompose.random.streams import folded
 
 
-__all__ = ["Rng", "as_rng", "fold_in", "key", "salt", "signed", "split"]
-
-
 def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
     """Make a key from a seed.
 

@@ -16,8 +16,6 @@ from purecompose._support.functorch import plainly
 from purecompose.random.emulation import emulated, emulated_keys
 
 
-__all__ = ["DTYPES", "filled", "has_kernels", "next_keys"]
-
 DTYPES = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of a draw: random bits for integers, uniform numbers on [0, 1) for floats."""
 

@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 
 
-__all__ = ["WORD", "Lanes", "packed", "philox4x32", "philox_lanes", "philox_on_host"]
-
 WORD = 0xFFFFFFFF  # the mask of a word
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

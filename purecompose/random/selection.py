@@ -16,9 +16,6 @@ from purecompose.random.draws import drawn, open_unit, randint, uniform
 from purecompose.random.keys import Rng, as_rng
 
 
-__all__ = ["choice", "permutation"]
-
-
 def permutation(key: Tensor | Rng, n: int | Tensor) -> Tensor:
     """Return a random order, by a stable sort of 64-bit keys: the same bits on every device.
 

@@ -21,9 +21,6 @@ from purecompose.random.native import filled, has_kernels, next_keys
 from purecompose.random.philox import WORD
 
 
-__all__ = ["folded", "numbers", "traced"]
-
-
 def numbers(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return the first numbers of each key's stream.
 

@@ -9,8 +9,6 @@ from purecompose.records.panels import Panel, spread
 from purecompose.records.theme import Theme
 
 
-__all__ = ["dress", "limit", "remark"]
-
 _STEPS = [1, 2, 2.5, 5, 10]
 _UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 

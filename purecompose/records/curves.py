@@ -12,8 +12,6 @@ from purecompose.records.reading import RunRecords, read_run
 from purecompose.run.saving.folder import written
 
 
-__all__ = ["curves_as_png", "draw_curves"]
-
 _FORMATS = (".png", ".svg", ".pdf")
 
 

@@ -10,8 +10,6 @@ from purecompose.records.panels import MOST_POINTS, Panel, Series, smooth, thinn
 from purecompose.records.theme import DARK, LIGHT, Theme
 
 
-__all__ = ["SMOOTHED_FROM", "Drawing", "drawn"]
-
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 _WIDTH, _ROW, _DPI = 10.0, 2.75, 160
 # In inches. The letters have a fixed size, so a picture for a phone has to be narrow.

@@ -46,9 +46,6 @@ from purecompose.time import TimeLike
 from purecompose.transforms.compilation import swaps_of
 
 
-__all__ = ["RunFolder"]
-
-
 class RunFolder:
     """The folder of a run: settings, versions, plan, records and checkpoints; afterwards curves, result and report.
 

@@ -22,9 +22,6 @@ except ImportError:  # not available on Windows; see `_alone`
     fcntl = None
 
 
-__all__ = ["Lock"]
-
-
 class Lock:
     """A lock on a run's folder, a file that names the owning process; released at the latest with this object.
 

@@ -17,9 +17,6 @@ from purecompose._support.html import breakable, columns, printable
 from purecompose.records.layout import write_text
 
 
-__all__ = ["write_page"]
-
-
 _HERE, _SHARED = "purecompose.records", "purecompose._support"
 
 

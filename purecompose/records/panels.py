@@ -10,20 +10,6 @@ from typing import Any, NamedTuple
 from purecompose.records.reading import RunRecords
 
 
-__all__ = [
-    "MOST_POINTS",
-    "Panel",
-    "Series",
-    "Spread",
-    "check_axis",
-    "evaluation_columns",
-    "panels_of",
-    "series_of",
-    "smooth",
-    "spread",
-    "thinned",
-]
-
 MOST_POINTS = 3000
 """Maximal number of points of a line that is drawn: more than there are pixels would only cost time."""
 

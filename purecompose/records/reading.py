@@ -16,9 +16,6 @@ from purecompose.records.starts import Start
 from purecompose.run.saving.folder import all_in
 
 
-__all__ = ["Kept", "RunRecords", "last_metrics", "read_json", "read_history", "read_run", "read_toml"]
-
-
 @dataclass(frozen=True)
 class Kept:
     """A checkpoint of a run."""

@@ -21,8 +21,6 @@ from purecompose.records.summary import facts_of
 from purecompose.records.words import duration, number
 
 
-__all__ = ["write_report"]
-
 Rows = list[tuple[str, ...]]
 
 _MOST_TILES = 8

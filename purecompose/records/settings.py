@@ -10,8 +10,6 @@ from typing import Any
 from purecompose._support.checks import shown
 
 
-__all__ = ["changes", "checked_settings", "flat", "to_toml"]
-
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 

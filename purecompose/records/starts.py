@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-__all__ = ["FINISHED", "KILLED", "RUNNING", "Start", "in_words"]
-
 RUNNING, KILLED, FINISHED = "running", "killed", "finished"
 
 

@@ -8,9 +8,6 @@ from purecompose.records.reading import RunRecords
 from purecompose.records.words import duration, number
 
 
-__all__ = ["Fact", "facts_of"]
-
-
 class Fact(NamedTuple):
     """A number with its name."""
 

@@ -3,9 +3,6 @@
 from typing import NamedTuple
 
 
-__all__ = ["DARK", "LIGHT", "Theme"]
-
-
 class Theme(NamedTuple):
     """Colours of a picture, with those of its lines in order."""
 

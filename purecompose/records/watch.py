@@ -15,8 +15,6 @@ from purecompose.records.starts import FINISHED, KILLED, RUNNING, Start
 from purecompose.time.event import Event
 
 
-__all__ = ["Watch"]
-
 # Seconds between two writes of the history, so that a killed run's is at most this old. A write syncs a file to disk.
 _BETWEEN_NOTES = 10.0
 

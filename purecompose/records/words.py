@@ -4,9 +4,6 @@ import math
 from typing import Any
 
 
-__all__ = ["duration", "number"]
-
-
 def number(value: Any, name: str = "") -> str:
     """Return a number as text; for a list with one number per member of a population, the median and the range.
 

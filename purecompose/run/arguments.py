@@ -17,17 +17,6 @@ from purecompose.run.saving.settings import Checkpoints
 from purecompose.run.stopping import Stopper
 
 
-__all__ = [
-    "as_evaluators",
-    "as_observers",
-    "as_watchers",
-    "check_arguments",
-    "check_checkpoints",
-    "check_ends_together",
-    "check_metrics",
-]
-
-
 def check_arguments(step: Any, state: Any, data: Any, microbatches: Any, resume: Any) -> None:
     """Raise unless these are a step, a state, batches, a valid number of microbatches, and a place to resume from."""
     if not isinstance(step, Step) or not isinstance(state, State):

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from purecompose.core.ranks import Ranks
 
 
-__all__ = ["CommonEnd"]
-
 _NUMBERS = itertools.count()
 """Numbers of the runs in this process, which are the same in all processes."""
 _AHEAD = 2

@@ -37,8 +37,6 @@ from purecompose.time.event import Event
 from purecompose.time.intervals import Interval, checked_interval
 
 
-__all__ = ["Evaluator", "Observer", "check_other_data", "evaluate", "predict", "run_evaluator", "tell"]
-
 _ENDLESS = (itertools.cycle, itertools.repeat, itertools.count)
 _MANY = 10_000
 """Number of batches after which an evaluation on data of unknown length warns."""

@@ -48,8 +48,6 @@ from purecompose.time import Time, Timestamp
 from purecompose.time.event import Event
 
 
-__all__ = ["fit", "training"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

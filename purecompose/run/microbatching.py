@@ -9,9 +9,6 @@ from purecompose.core.compose import Step
 from purecompose.core.state import State
 
 
-__all__ = ["Adaptive"]
-
-
 class Adaptive:
     """A step that is repeated with more microbatches when it runs out of memory.
 

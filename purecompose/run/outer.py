@@ -33,9 +33,6 @@ from purecompose.time.intervals import has_passed
 from purecompose.transforms.donation import SpentStateError
 
 
-__all__ = ["Run"]
-
-
 @dataclass
 class Run:
     """The settings and bookkeeping of one call of `fit`. No state depends on the bookkeeping."""

@@ -19,9 +19,6 @@ from purecompose.time import Time, TimeUnit
 from purecompose.time.intervals import checked_interval
 
 
-__all__ = ["Adjuster", "ReduceOnPlateau"]
-
-
 class Adjuster(Protocol):
     """A change of the state after an evaluation, as pure functions of states and metrics."""
 

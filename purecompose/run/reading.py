@@ -14,9 +14,6 @@ from purecompose.data.waiting import watched
 from purecompose.time import RunLength, Timestamp, TimeUnit
 
 
-__all__ = ["EXHAUSTED", "EpochData", "Position", "check_exhausted", "check_moved", "reader"]
-
-
 class EpochData(Protocol):
     """Data with an order of their own, so that a run continues in the middle of an epoch without skipping batches."""
 

@@ -18,9 +18,6 @@ from purecompose.time.units import named_time
 from purecompose.transforms.compilation import CompiledStep
 
 
-__all__ = ["evaluation_step", "start_of_run", "with_run"]
-
-
 def evaluation_step(step: Step) -> Step:
     """Return the step that evaluates for a training step; it is not compiled."""
     composed = step.step if isinstance(step, CompiledStep) else step

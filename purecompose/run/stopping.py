@@ -21,21 +21,6 @@ from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.intervals import checked_interval
 
 
-__all__ = [
-    "UNITS",
-    "EarlyStopping",
-    "Stopper",
-    "Threshold",
-    "check_metric",
-    "counts",
-    "is_over",
-    "mode_of",
-    "seen",
-    "with_memories",
-    "with_modes",
-]
-
-
 class Stopper(Protocol):
     """A stopping rule, as pure functions of its own memory, a dict of tensors."""
 

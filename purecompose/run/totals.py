@@ -20,9 +20,6 @@ from purecompose.transforms.rank_comparison import digest
 from purecompose.transforms.rank_timeouts import naming_late_ranks
 
 
-__all__ = ["Totals"]
-
-
 class Totals:
     """The accumulators of one evaluation.
 

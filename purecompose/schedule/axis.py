@@ -15,8 +15,6 @@ from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit, Uni
 from purecompose.time.units import snapped
 
 
-__all__ = ["Length", "Moment", "checked_time"]
-
 Length: TypeAlias = tuple[tuple[float, Time], ...]
 """A sum of times, each with a factor; the empty sum is the length 0, which has no unit."""
 

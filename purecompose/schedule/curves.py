@@ -13,9 +13,6 @@ from purecompose.schedule.shape import Shape
 from purecompose.time import Time, TimeLike
 
 
-__all__ = ["constant", "cosine", "linear", "one_cycle", "polynomial"]
-
-
 def constant(alpha: float = 1.0, warmup: TimeLike = "0ba", *, t_max: TimeLike | None = None) -> Schedule:
     """Return the multiplier `alpha`, after a linear warm-up from 0.
 

@@ -14,8 +14,6 @@ from purecompose.schedule.scalar import Schedule
 from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
 
 
-__all__ = ["from_torch"]
-
 _UNITS = (TimeUnit.BATCH, TimeUnit.EPOCH)
 
 

@@ -15,9 +15,6 @@ from purecompose.time import Time, TimeLike
 from purecompose.time.units import snapped
 
 
-__all__ = ["checked_times", "cosine_warm_restarts", "exponential", "multi_step", "step"]
-
-
 def step(step_size: TimeLike, gamma: float = 0.1, warmup: TimeLike = "0ba") -> Schedule:
     """Return a multiplier that falls by the factor `gamma` after every `step_size`, after a linear warm-up from 0 to 1.
 

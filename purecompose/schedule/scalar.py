@@ -16,21 +16,6 @@ from purecompose.schedule.shape import Shape, stretched
 from purecompose.time import Time, Timestamp
 
 
-__all__ = [
-    "Hparam",
-    "Product",
-    "Scalar",
-    "Schedule",
-    "factors_of",
-    "hparam",
-    "made",
-    "not_a_scalar",
-    "number",
-    "resolve",
-    "scheduled",
-]
-
-
 class _Factor:
     """Base class that adds `*` to the scalars that are not plain numbers; the result is one flat Product."""
 

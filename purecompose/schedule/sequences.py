@@ -15,9 +15,6 @@ from purecompose.schedule.trees import collect
 from purecompose.time import Time, TimeLike
 
 
-__all__ = ["sequence"]
-
-
 def sequence(schedules: Iterable[Scalar], milestones: Iterable[TimeLike]) -> Schedule:
     """Return schedules in sequence: the first up to the first milestone, the second from there to the next, and so on.
 

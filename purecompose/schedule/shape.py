@@ -8,9 +8,6 @@ from purecompose.schedule.axis import Moment
 from purecompose.time import Time, Timestamp, TimeUnit
 
 
-__all__ = ["Shape", "Stretched", "stretched"]
-
-
 class Shape:
     """A multiplier at a moment; unlike a plain function of the timestamp, it may apply to a part of a run.
 

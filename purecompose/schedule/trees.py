@@ -10,8 +10,6 @@ from purecompose._support.checks import check_number
 from purecompose.schedule.scalar import Schedule
 
 
-__all__ = ["collect", "hidden", "scaled"]
-
 T = TypeVar("T")
 
 

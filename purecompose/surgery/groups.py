@@ -13,9 +13,6 @@ from purecompose.optim.by_pattern import ByPattern
 from purecompose.optim.nested import map_leaves
 
 
-__all__ = ["fitted", "without_groups"]
-
-
 def fitted(
     name: str, optimizer: Any, before: Mapping[str, Tensor], after: Mapping[str, Tensor], kept: Mapping[str, str]
 ) -> Any:

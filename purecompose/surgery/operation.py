@@ -27,9 +27,6 @@ from purecompose.surgery.visiting import (
 )
 
 
-__all__ = ["Report", "Surgery", "operate", "replace"]
-
-
 @dataclass(frozen=True)
 class Report:
     """Changes made by a surgery, by qualified names."""

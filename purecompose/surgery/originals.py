@@ -14,9 +14,6 @@ from purecompose._support.writes import WriteGuard, memory_of
 from purecompose.nn.skeleton import places
 
 
-__all__ = ["Originals", "Snapshot"]
-
-
 class Snapshot:
     """Attributes of a module and its submodules, including the contents of dicts, lists, tuples and sets."""
 

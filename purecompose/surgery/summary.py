@@ -12,9 +12,6 @@ from purecompose.core.state import State, check_single
 from purecompose.surgery.weights import to_module
 
 
-__all__ = ["Layer", "Summary", "summary"]
-
-
 class Layer(NamedTuple):
     """Module that directly has parameters, or has no children."""
 

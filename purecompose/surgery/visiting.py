@@ -17,20 +17,6 @@ from purecompose.optim.checks import match_or_raise, matched
 from purecompose.surgery.originals import Originals, Snapshot
 
 
-__all__ = [
-    "Found",
-    "Rule",
-    "Rules",
-    "Site",
-    "Where",
-    "left_alone",
-    "replacements",
-    "warn_of_nothing",
-    "with_replacements",
-    "within",
-]
-
-
 @dataclass(frozen=True)
 class Site:
     """Place of a module in a network."""

@@ -18,19 +18,6 @@ from purecompose.nn.layers.ghost_batchnorm import GhostBatchNorm
 from purecompose.optim.checks import matched
 
 
-__all__ = [
-    "Averages",
-    "Statistics",
-    "averages_in",
-    "statistics_of",
-    "to_module",
-    "wide",
-    "with_batch",
-    "with_statistics",
-    "with_weights",
-]
-
-
 class Averages(NamedTuple):
     """Averaged weights in a slot."""
 

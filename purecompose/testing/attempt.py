@@ -16,8 +16,6 @@ from purecompose.testing.subject import Subject
 from purecompose.time.event import Event
 
 
-__all__ = ["NEUTRAL", "Attempt"]
-
 NEUTRAL = "neutral_setting"
 """Name of the only law that is tried on another algorithm: the one under test, with settings that do nothing."""
 

@@ -22,8 +22,6 @@ from purecompose.testing.companions import COMPANIONS
 from purecompose.testing.tasks import TASKS, Task
 
 
-__all__ = ["COMPANY", "Case"]
-
 COMPANY = "companion."
 """Prefix of the companions' names in a step, so that no algorithm has the same name."""
 

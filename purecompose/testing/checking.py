@@ -24,8 +24,6 @@ from purecompose.testing.suite import LAWS
 from purecompose.testing.tasks import TASKS, Task
 
 
-__all__ = ["CheckOptions", "Progress", "Trials", "check", "trials"]
-
 _NO_NEUTRAL = "no neutral settings given, such as neutral=mixup(0.0) in Python or --neutral 'mixup(0.0)'"
 
 Progress = Callable[[str, int, int], None]

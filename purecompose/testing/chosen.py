@@ -9,8 +9,6 @@ from purecompose.testing.law import Law
 from purecompose.testing.tasks import Task
 
 
-__all__ = ["chosen"]
-
 Named = TypeVar("Named", Law, Task)
 
 

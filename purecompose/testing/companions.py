@@ -16,8 +16,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import on
 
 
-__all__ = ["COMPANIONS", "bystander", "collector", "noise", "shrink"]
-
 _WATCHED = (Event.AFTER_DATALOADER, Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
 
 

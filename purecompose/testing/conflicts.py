@@ -23,7 +23,6 @@ from purecompose.time.event import Event
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["Conflicts", "Meeting", "OrderWarning", "conflicts", "warn_of_conflicts"]
 
 Composed = TypeVar("Composed", Step, Iterable[Algorithm])
 

@@ -17,8 +17,6 @@ from purecompose.testing.rows import Row
 from purecompose.time.event import Event
 
 
-__all__ = ["broken_company", "fault_rows", "first_line", "is_refusal", "one_line"]
-
 _IN_COMPANION = re.compile(r"in companion\.(\w+) at (?:Event\.)?(\w+)")
 
 

@@ -22,19 +22,6 @@ from purecompose.time.predicates import NEVER
 from purecompose.tree import Difference
 
 
-__all__ = [
-    "Broken",
-    "Law",
-    "LawViolation",
-    "NotJudged",
-    "acts_in_step",
-    "acts_outside",
-    "define_law",
-    "errors_named",
-    "never_acts",
-]
-
-
 class LawViolation(AssertionError):
     """An algorithm broke a law.
 

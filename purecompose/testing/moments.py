@@ -18,8 +18,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import ALWAYS, NEVER, Predicate
 
 
-__all__ = ["Moments", "find_moments"]
-
 _LOOP = events_in(loop_events)
 # Maximal length of a run in batches. Even in intervals, an algorithm that acts every 100th batch has too many changes.
 _LONGEST = 100_000

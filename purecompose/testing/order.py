@@ -29,8 +29,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import Predicate, on
 
 
-__all__ = ["Commutation", "OrderOptions", "commutes", "meeting_events"]
-
 # Maximal number of tries for each of the `max_examples` cases.
 _MAX_TRIES = 3
 # Number of equal failures of a pair on a task, without a success, after which the task is left out.

@@ -8,8 +8,6 @@ from purecompose.core.state import State
 from purecompose.time.event import Event
 
 
-__all__ = ["after_batch", "begun", "closed", "ended", "fired", "opened"]
-
 _BEGINNING = (Event.FIT_START, Event.ITERATION_START)
 _ENDING = (Event.ITERATION_END, Event.ITERATION_CHECKPOINT, Event.FIT_END)
 

@@ -31,9 +31,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import on
 
 
-__all__ = ["NoAnswer", "Pair"]
-
-
 class NoAnswer(Exception):
     """Raised for a case without an answer; its cause is the error of the usual order, if there was one."""
 

@@ -12,8 +12,6 @@ from purecompose.testing.report import Outcome, Status
 from purecompose.testing.subject import Subject
 
 
-__all__ = ["LawTest", "laws"]
-
 _PARAMETER = "law"
 
 

@@ -18,9 +18,6 @@ from purecompose.testing.tasks import Task
 from purecompose.time.event import Event
 
 
-__all__ = ["Refusal", "refusal"]
-
-
 class Refusal(NamedTuple):
     """The reason why an algorithm does not work on a task."""
 

@@ -16,16 +16,6 @@ import torch
 from purecompose._support.settings import Setting, read, read_settings, write, write_settings
 
 
-__all__ = [
-    "as_rank",
-    "elsewhere",
-    "ignoring_missing_terms",
-    "process_restored",
-    "process_settings",
-    "seeded",
-]
-
-
 def process_settings() -> dict[str, Any]:
     """Return the settings of the process by name. Generators are represented by a hash of their state."""
     python_state, numpy_state, torch_state = _generators()

@@ -13,8 +13,6 @@ from purecompose.testing.process import as_rank
 from purecompose.transforms.shared import shared_program
 
 
-__all__ = ["played"]
-
 T = TypeVar("T")
 
 

@@ -19,25 +19,6 @@ from purecompose.testing.process import process_settings
 from purecompose.time.event import Event
 
 
-__all__ = [
-    "CONTEXT",
-    "FORMED",
-    "LASTING",
-    "STEP_FIELDS",
-    "Act",
-    "Run",
-    "Watched",
-    "changed_context",
-    "check_equal",
-    "check_process",
-    "compare",
-    "copied",
-    "inserted",
-    "intercepted",
-    "run",
-    "snapshot",
-]
-
 STEP_FIELDS = fields_where(holds_values=True)
 """Fields of a state that have values inside a step."""
 LASTING = fields_where(persists=True)

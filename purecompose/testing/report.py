@@ -20,8 +20,6 @@ from purecompose.testing.rows import Row, coloured, hung, plain
 if TYPE_CHECKING:
     from rich.console import Group
 
-__all__ = ["Outcome", "Report", "Status"]
-
 
 class Status(enum.Enum):
     """The status of a law after its trial."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Row", "coloured", "hung", "plain"]
 
 Row = tuple[str, str]
 """A label and its text."""

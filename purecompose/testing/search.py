@@ -11,8 +11,6 @@ from hypothesis.strategies import SearchStrategy
 from purecompose.testing.case import Case
 
 
-__all__ = ["SHRINK_SECONDS", "SHRINK_TRIES", "Search", "Stop", "Tried", "search"]
-
 SHRINK_TRIES = 120
 """Number of tries after which shrinking ends, which makes it reproducible."""
 SHRINK_SECONDS = 7.0

@@ -20,8 +20,6 @@ from purecompose.schedule import Scalar, cosine, hparam, linear
 from purecompose.testing.tasks import FULL_TASKS, TASKS, Residual, Task
 
 
-__all__ = ["SHIPPED", "Row"]
-
 Settings = st.SearchStrategy[dict[str, Any]]
 
 

@@ -23,8 +23,6 @@ from purecompose.testing.process import as_rank
 from purecompose.testing.turns import Turns
 
 
-__all__ = ["simulated"]
-
 T = TypeVar("T")
 
 _C10D: Any = getattr(torch._C, "_distributed_c10d", None)

@@ -14,8 +14,6 @@ from purecompose.run.saving.leaves import Spec, mismatches, stored
 from purecompose.run.saving.tensors import library
 
 
-__all__ = ["SnapshotError", "from_bytes", "to_bytes"]
-
 _LENGTH = struct.Struct("<Q")
 
 

@@ -17,9 +17,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import on
 
 
-__all__ = ["Subject"]
-
-
 class Subject(NamedTuple):
     """The algorithm under test, and the text that creates it again, in this process or another."""
 

@@ -21,19 +21,6 @@ from purecompose.schedule import hparam
 from purecompose.testing.process import seeded
 
 
-__all__ = [
-    "FULL_TASKS",
-    "KINDS",
-    "TASKS",
-    "MakeBatch",
-    "MakeNet",
-    "Task",
-    "Transformer",
-    "make_cnn",
-    "make_mlp",
-    "make_task",
-]
-
 KINDS = ("vectors", "images", "tokens")
 """Kinds of inputs: float (N, 4), float (N, 2, 6, 6), and token ids int64 (N, 5)."""
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 
-__all__ = ["Turns"]
-
 T = TypeVar("T")
 
 _PATIENCE = 120.0

@@ -40,8 +40,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import on
 
 
-__all__ = ["RemoteError", "Unportable", "Worker", "WorkerError", "resumed", "resumed_elsewhere", "serve"]
-
 CAN_FORK = hasattr(os, "fork") and sys.platform != "darwin"
 _LIMIT, _SLACK = 60.0, 60.0
 """Seconds for one try, and additional seconds until the worker itself is given up, because it may have to start."""

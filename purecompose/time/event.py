@@ -9,9 +9,6 @@ import enum
 from typing import Any
 
 
-__all__ = ["Event"]
-
-
 class Event(enum.Enum):
     """A named point of the loop; the value is the name in lower case.
 

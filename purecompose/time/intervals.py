@@ -8,8 +8,6 @@ from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.units import named_time
 
 
-__all__ = ["Interval", "checked_interval", "has_passed"]
-
 Interval: TypeAlias = Time | Callable[[Timestamp], bool]
 """A time, of which every multiple is due, or a function that returns whether a point of the run is due."""
 

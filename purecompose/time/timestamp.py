@@ -13,9 +13,6 @@ from purecompose._support.checks import check_whole
 from purecompose.time.units import Time, TimeLike, TimeUnit, snapped
 
 
-__all__ = ["RunLength", "Timestamp"]
-
-
 # Defined above the classes, because the class body of Timestamp creates a RunLength as a default.
 def _positive(name: str, time: TimeLike | None) -> Time | None:
     if time is None:

@@ -14,8 +14,6 @@ from typing import Any, TypeAlias
 from purecompose._support.checks import check_number, check_whole, is_number
 
 
-__all__ = ["Time", "TimeLike", "TimeUnit", "UnitError", "named_time", "snapped"]
-
 _CLOCK = re.compile(r"\s*(?=\d)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?\s*", re.IGNORECASE | re.ASCII)
 # Exponents have at most three digits: "1e999999999sp" would otherwise be a number with a billion digits.
 _NUMBER_AND_UNIT = re.compile(

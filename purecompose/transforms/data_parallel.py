@@ -17,9 +17,6 @@ from purecompose.core.ranks import Ranks
 from purecompose.transforms.shared import shared_program
 
 
-__all__ = ["data_parallel"]
-
-
 def data_parallel(step: Step, mesh: Any = None) -> Step:
     """Return a step that several processes compute together, each calling `step(state, batch)` with the same arguments.
 

@@ -18,8 +18,6 @@ from purecompose.time import Timestamp
 from purecompose.transforms.signature import Signature
 
 
-__all__ = ["LASTING", "StateBuffers", "BufferLease", "SpentStateError"]
-
 LASTING = fields_where(keeps_form=True)
 """Names of the fields that are kept in donated buffers."""
 

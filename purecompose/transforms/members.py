@@ -14,9 +14,6 @@ from purecompose import batch as batches, tree
 from purecompose.core.clock import Clock
 
 
-__all__ = ["Common", "common", "expanded", "mapped", "member", "own_tensors", "stacked"]
-
-
 class Common:
     """A leaf that all members have in common; a pytree node, so that it is kept when a step is cut into parts."""
 

@@ -27,8 +27,6 @@ from purecompose.transforms.members import common, expanded, mapped, member, sta
 from purecompose.transforms.unmappable import explained
 
 
-__all__ = ["Stacked", "population", "stack_states", "unstack_states"]
-
 _FIELDS = (*fields_where(persists=True), *NO_TEMPORARY)
 _CONTEXT_FIELDS = tuple(field.name for field in dataclasses.fields(Context) if field.init)
 _BATCHES = ("shared", "each")

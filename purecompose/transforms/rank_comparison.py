@@ -15,9 +15,6 @@ from purecompose.core.ranks import Ranks
 from purecompose.core.state import State, fields_where
 
 
-__all__ = ["check_alike", "digest"]
-
-
 def check_alike(ranks: Ranks, step: Step, state: State, batch: Any) -> None:
     """Raise a `ValueError` if processes have different settings, states or batches, by sums of their bits."""
     context = state.context

@@ -19,8 +19,6 @@ from purecompose.optim.checks import matched
 from purecompose.transforms.rank_comparison import digest
 
 
-__all__ = ["SumGradients", "averaged", "warn_of_different_buffers", "with_buffers", "with_means", "with_slots"]
-
 SumGradients: TypeAlias = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 """Function from a process's parts of gradients to their sums over all processes."""
 

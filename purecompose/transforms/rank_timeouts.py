@@ -12,8 +12,6 @@ import torch.distributed as dist
 from purecompose.core.ranks import Ranks
 
 
-__all__ = ["RankTimeoutError", "naming_late_ranks"]
-
 _GIVEN_UP = re.compile(r"[Tt]imed? ?out|[Cc]onnection (was )?(closed|reset)|[Bb]roken pipe")
 _ROLL_CALL = 5.0
 """Seconds in which processes must report that they are running, once one has given up."""

@@ -35,9 +35,6 @@ from purecompose.transforms.sharding.by_layer import by_layer
 from purecompose.transforms.sharding.gathering import Placing
 
 
-__all__ = ["Shared", "shared_program", "undivided"]
-
-
 @dataclass(frozen=True, init=False, repr=False)
 class Shared(Scope):
     """Run the body, a `Microbatches`, on this process's part of the batch, and average the results of all processes.

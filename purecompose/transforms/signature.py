@@ -16,9 +16,6 @@ from purecompose._support.graphs import is_graphs, without_records
 from purecompose._support.shards import Place, local, place_of, placed
 
 
-__all__ = ["ABSENT", "Signature", "Spec", "spec_of"]
-
-
 class Spec(NamedTuple):
     """The properties of a tensor on which compiled code relies."""
 

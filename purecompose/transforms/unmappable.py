@@ -13,8 +13,6 @@ from purecompose.core.state import State
 from purecompose.nn.keyed.modules import UnkeyedRandomError
 
 
-__all__ = ["explained"]
-
 _REFUSED = (
     (
         r"calling \.item\(\)[\s\S]*\bone_hot\(",

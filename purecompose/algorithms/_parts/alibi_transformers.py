@@ -18,8 +18,6 @@ from purecompose.nn.layers.attention import SelfAttention
 from purecompose.nn.layers.positions import NoPositions, alibi_bias
 
 
-__all__ = ["check_attention", "transformers_rules"]
-
 _GPT2, _BERT, _ROBERTA = (f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "bert", "roberta"))
 _ADDITIVE = ("eager", "sdpa")
 

@@ -16,8 +16,6 @@ from purecompose.time.intervals import checked_interval
 from purecompose.time.predicates import ALWAYS, Predicate, after, every
 
 
-__all__ = ["Measure", "Turns", "between", "counters", "gone", "measure", "turns"]
-
 Slot = TypeVar("Slot", bound=Any)
 
 _COUNTED = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION)

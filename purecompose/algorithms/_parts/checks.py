@@ -14,19 +14,6 @@ from purecompose.random.keys import as_rng
 from purecompose.schedule import Hparam, Product, Schedule, collect, number
 
 
-__all__ = [
-    "check_can_write",
-    "check_one_of",
-    "check_per_example",
-    "check_reads_targets",
-    "check_scalar",
-    "checked_patterns",
-    "checked_where",
-    "given_fields",
-    "needed_rng",
-]
-
-
 def check_scalar(value: Any, where: str, low: float, high: float = math.inf, *, hint: str) -> None:
     """Do what `check_number` does, also for an hparam or a product, of which the default is checked.
 

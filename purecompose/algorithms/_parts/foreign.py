@@ -8,9 +8,6 @@ from typing import Any
 from torch import nn
 
 
-__all__ = ["Derived", "changed", "one_of", "stand_in"]
-
-
 class _ByName(type):
     """Metaclass for classes whose instances are the objects with a class of a certain name in their MRO."""
 

@@ -13,18 +13,6 @@ from purecompose._support.checks import check_number, check_whole, shown
 from purecompose.random.keys import as_rng
 
 
-__all__ = [
-    "check_bank",
-    "check_feature_dim",
-    "check_probability",
-    "chosen_masks",
-    "dropped",
-    "gyro_drop",
-    "gyro_dropout_mask",
-    "gyro_dropout_period",
-]
-
-
 def gyro_dropout_period(total_batches: float, sigma: int = 256, tau: int = 16) -> int:
     """Return the number of batches for which a choice of masks is used.
 

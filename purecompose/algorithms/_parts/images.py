@@ -18,18 +18,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
 
-__all__ = [
-    "TakesTargets",
-    "are_maps",
-    "check_images",
-    "check_severity",
-    "check_takes_targets",
-    "image_method",
-    "map_targets",
-    "one_operation_each",
-    "with_images",
-]
-
 TakesTargets: TypeAlias = bool | Literal["auto"]
 """Choice of the targets that are changed with their images: all (True), none (False), or those that `are_maps`."""
 

@@ -9,9 +9,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import on
 
 
-__all__ = ["half_precision_method"]
-
-
 def half_precision_method(name: str, rules: surgery.Rules) -> Algorithm:
     """Return a surgery at INIT that changes states with a half-precision forward pass, and warns about other states.
 

@@ -20,9 +20,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
 
-__all__ = ["draw_share", "for_examples", "mixing_method", "mixture_for"]
-
-
 def draw_share(rng: random.Rng, alpha: float | Tensor, num: int | None, where: str, hint: str) -> float | Tensor:
     """Return a draw from Beta(alpha, alpha), or 0 for an alpha of 0.
 

@@ -11,9 +11,6 @@ from purecompose import tree
 from purecompose.losses import ModelLoss
 
 
-__all__ = ["check_labelled", "check_outputs", "model_losses"]
-
-
 def check_labelled(name: str, loss_fn: ModelLoss) -> None:
     """Raise a `TypeError` if the labels of the model's loss are not named."""
     if loss_fn.labels is None:

@@ -7,9 +7,6 @@ import torch
 from purecompose.core.state import State
 
 
-__all__ = ["reported"]
-
-
 def reported(state: State, name: str, numbers: Mapping[str, float]) -> State:
     """Add host numbers to the state's metrics as `f"{name}/{key}"`, 0-d float32, on the state's device."""
     # torch.full, because a copy from the host would wait for a GPU.

@@ -10,8 +10,6 @@ from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
 
 
-__all__ = ["gradient_of_part", "share_of_batch", "sum_over_shares"]
-
 T = TypeVar("T")
 
 

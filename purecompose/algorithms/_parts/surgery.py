@@ -15,8 +15,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
 
-__all__ = ["on_drawn_module", "on_module", "surgery_method", "warn_of_nothing"]
-
 _P = ParamSpec("_P")
 
 

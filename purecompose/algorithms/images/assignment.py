@@ -17,9 +17,6 @@ from purecompose import random
 from purecompose._support.functorch import is_fake, is_transforming
 
 
-__all__ = ["assigned", "can_read", "treated"]
-
-
 def assigned(rng: random.Rng, num: int, num_treatments: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
     """Return the images of each treatment, and the positions of their results.
 

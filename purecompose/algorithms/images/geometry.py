@@ -15,8 +15,6 @@ from purecompose.algorithms.images.sampling import sampled
 from purecompose.losses.targets import per_row
 
 
-__all__ = ["rotate", "shear_x", "shear_y", "translate_x", "translate_y"]
-
 _FAR = 3.0  # a grid position far outside the image, which ranges from -1 to 1
 
 

@@ -13,8 +13,6 @@ from purecompose._support.device import sent
 from purecompose.algorithms.images.sizes import check_image_tensor
 
 
-__all__ = ["Scale", "ValueRange", "check_in_range", "check_value_range", "on_levels"]
-
 WHITE = 255.0
 _SLACK = 1e-3  # tolerance for rounding in half precision, as a share of the range; far less than a level
 

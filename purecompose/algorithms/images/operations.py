@@ -18,22 +18,6 @@ from purecompose.algorithms.images import geometry, tones
 from purecompose.algorithms.images.levels import Scale, ValueRange, on_levels
 
 
-__all__ = [
-    "autocontrast",
-    "brightness",
-    "contrast",
-    "equalize",
-    "posterize",
-    "rotate",
-    "saturation",
-    "sharpness",
-    "shear_x",
-    "shear_y",
-    "solarize",
-    "translate_x",
-    "translate_y",
-]
-
 Amount = float | Tensor
 
 

@@ -26,9 +26,6 @@ from torch import Tensor
 from purecompose.algorithms.images import geometry, tones
 
 
-__all__ = ["PRIMITIVES", "SETS", "Primitive", "Strength", "chosen_primitives"]
-
-
 @dataclass(frozen=True)
 class Strength:
     """Values that determine an operation's amount for each image.

@@ -15,8 +15,6 @@ from purecompose.algorithms.images.assignment import can_read
 from purecompose.algorithms.images.levels import ValueRange, check_in_range
 
 
-__all__ = ["SampleTransform", "as_tensor", "like_before"]
-
 _COLOURS = {"L": torch.uint8, "RGB": torch.uint8}
 # Also modes whose pixels can be moved but not changed: labels, parts that are not light (such as hue), or unknown
 # scales. There is no arithmetic on 16-bit pixels, so their sign does not matter.

@@ -14,9 +14,6 @@ from torch import Tensor
 from purecompose._support.functorch import is_fake, only_maps
 
 
-__all__ = ["sampled"]
-
-
 def sampled(levels: Tensor, grid: Tensor) -> Tensor:
     """Return levels at positions between pixels; positions outside the image are black.
 

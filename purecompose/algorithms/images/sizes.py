@@ -10,8 +10,6 @@ from torch import Tensor
 from purecompose._support.checks import shown
 
 
-__all__ = ["check_image_tensor", "whole_part"]
-
 # The roundings of a decimal share, of 1 - share and of the product add up to less than this many times the machine
 # epsilon.
 _ROUNDINGS = 2

@@ -10,8 +10,6 @@ from torch import Tensor
 from purecompose.losses.targets import per_row
 
 
-__all__ = ["autocontrast", "brightness", "contrast", "equalize", "posterize", "saturation", "sharpness", "solarize"]
-
 _LUMA = (19595.0, 38470.0, 7471.0)  # weights of BT.601 times 65536, as in Pillow
 
 

@@ -18,19 +18,6 @@ from purecompose.random.draws import normal, randint, uniform
 from purecompose.random.keys import Rng
 
 
-__all__ = [
-    "Fill",
-    "Shape",
-    "fill_cauchy",
-    "fill_exponential",
-    "fill_geometric",
-    "fill_integers",
-    "fill_log_normal",
-    "fill_normal",
-    "fill_uniform",
-    "wide_dtype",
-]
-
 Shape = tuple[int, ...]
 Fill = Callable[..., Tensor]
 """`(rng, shape, dtype, *parameters) -> Tensor`."""

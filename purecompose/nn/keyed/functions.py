@@ -32,9 +32,6 @@ from purecompose.random.keys import Rng
 from purecompose.random.selection import permutation
 
 
-__all__ = ["FUNCTIONS"]
-
-
 def _coins(scope: Scope, func: Any, p: float | Tensor, shape: Shape, device: torch.device) -> Tensor:
     """Return bools, true with probability `p`, a number or a tensor that broadcasts with `shape`."""
     if not isinstance(p, Tensor):

@@ -23,8 +23,6 @@ from purecompose.random.draws import bernoulli, uniform
 from purecompose.random.keys import Rng
 
 
-__all__ = ["LAYERS", "past_dispatch"]
-
 # The value that SELU saturates at, -scale * alpha, negated: Klambauer et al., 2017, arXiv:1706.02515.
 SELU_SATURATION = 1.7580993408473766
 

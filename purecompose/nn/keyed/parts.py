@@ -13,9 +13,6 @@ from contextvars import ContextVar
 from purecompose.nn.keyed.scope import is_under_foreign_checkpoint, top_hooks, unkeyed
 
 
-__all__ = ["CURRENT", "Part", "running"]
-
-
 class Part:
     """A part that begins to run; the forward passes in it are counted while `CURRENT` holds it.
 

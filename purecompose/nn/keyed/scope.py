@@ -26,18 +26,6 @@ from purecompose._support.culprits import calling_frames
 from purecompose.random.keys import Rng
 
 
-__all__ = [
-    "DRAWS_OF_BATCH",
-    "Handler",
-    "Sampler",
-    "Scope",
-    "UnkeyedRandomError",
-    "called_from",
-    "is_under_foreign_checkpoint",
-    "top_hooks",
-    "unkeyed",
-]
-
 Sampler = Callable[[Rng, tuple[int, ...]], Tensor]
 """`(rng, shape) -> Tensor`: a function that draws a tensor of the given shape."""
 

@@ -6,8 +6,6 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 
-__all__ = ["Wrapping", "has_hooks", "is_plain", "is_tied", "recast"]
-
 M = TypeVar("M", bound=nn.Module)
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -5,9 +5,6 @@ from typing import Any
 from purecompose._support.checks import check_number, shown
 
 
-__all__ = ["check_latent", "latent_size"]
-
-
 def check_latent(latent: Any, where: str) -> float:
     """Return a width as given in a setting: an integer of at least 1, or below 1 a fraction.
 

@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from purecompose._support.checks import check_flag, check_number, check_whole
 
 
-__all__ = ["FeedForward", "PositionEmbedding", "SelfAttention"]
-
-
 class SelfAttention(nn.Module):
     """Layer from (N, L, d) to (N, L, d): each position attends to all positions, or to those up to itself.
 

@@ -15,8 +15,6 @@ from purecompose._support.checks import check_flag, shown
 from purecompose.nn.layers._forms import Wrapping, is_plain, recast
 
 
-__all__ = ["BlurConv2d", "BlurMaxPool2d", "BlurPool2d", "blur_2d", "blurmax_pool2d"]
-
 Pair = int | Sequence[int]
 
 

@@ -3,9 +3,6 @@
 from torch import Tensor, nn
 
 
-__all__ = ["ClassesSecond"]
-
-
 class ClassesSecond(nn.Module):
     """Wrapper that moves the classes of a network's outputs from the last dim to the second: (N, L, C) to (N, C, L).
 

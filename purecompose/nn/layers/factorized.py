@@ -15,9 +15,6 @@ from purecompose.nn.layers._forms import recast
 from purecompose.nn.layers.low_rank import LowRankSolution, factorize_conv2d, factorize_matrix, split_weight
 
 
-__all__ = ["FactorizedConv2d", "FactorizedLinear"]
-
-
 class FactorizedLinear(nn.Module):
     """Layer from (..., in) to (..., k) to (..., out): the closest approximation of the given layer with rank k.
 

@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from purecompose._support.checks import check_flag, check_whole, shown
 
 
-__all__ = ["GatedLinearUnit"]
-
-
 class GatedLinearUnit(nn.Module):
     """Layer from (..., d) to (..., d_ff), the product of an activated and a plain linear layer.
 

@@ -18,8 +18,6 @@ from purecompose.nn.layers._forms import Wrapping, is_plain
 from purecompose.nn.shared_batch import apart
 
 
-__all__ = ["GhostBatchNorm", "check_momentum", "is_known"]
-
 _KINDS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 
 

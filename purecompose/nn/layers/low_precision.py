@@ -12,9 +12,6 @@ from torch import Tensor, nn
 from purecompose.nn.layers._forms import recast
 
 
-__all__ = ["LowPrecisionGroupNorm", "LowPrecisionLayerNorm"]
-
-
 class LowPrecisionLayerNorm(nn.LayerNorm):
     """`nn.LayerNorm` that computes in autocast's dtype if autocast is on; otherwise plain `nn.LayerNorm`.
 

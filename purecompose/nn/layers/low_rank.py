@@ -22,15 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-__all__ = [
-    "LowRankSolution",
-    "factorize_conv2d",
-    "factorize_matrix",
-    "factorizing_could_speedup",
-    "max_latent",
-    "split_weight",
-]
-
 Pair = int | tuple[int, int]
 
 

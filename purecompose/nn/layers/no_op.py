@@ -5,9 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-__all__ = ["NoOpModel"]
-
-
 _INDICES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FEWEST = 10
 """Smallest number of classes in scores; top-k metrics need several."""

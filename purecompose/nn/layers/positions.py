@@ -16,9 +16,6 @@ from purecompose._support.checks import check_whole
 from purecompose.nn.layers.attention import SelfAttention
 
 
-__all__ = ["AlibiAttention", "NoPositions", "alibi_bias", "alibi_slopes"]
-
-
 def alibi_slopes(
     num_heads: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> Tensor:

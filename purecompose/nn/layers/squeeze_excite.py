@@ -14,9 +14,6 @@ from purecompose.nn.layers._forms import Wrapping
 from purecompose.nn.layers._widths import check_latent, latent_size
 
 
-__all__ = ["SqueezeExcite2d", "SqueezeExciteConv2d"]
-
-
 class SqueezeExcite2d(nn.Module):
     """Layer that weights the channels of (N, C, H, W) or (C, H, W).
 

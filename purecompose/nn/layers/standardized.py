@@ -17,16 +17,6 @@ from torch import Tensor, nn
 from purecompose.nn.layers._forms import is_plain, recast
 
 
-__all__ = [
-    "STANDARDIZED",
-    "StandardizedConv1d",
-    "StandardizedConv2d",
-    "StandardizedConv3d",
-    "plain_conv",
-    "standardized",
-    "standardized_conv",
-]
-
 _EPS = 1e-10
 
 

@@ -26,8 +26,6 @@ from purecompose._support.checks import check_number, shown
 from purecompose.nn.layers._forms import has_hooks
 
 
-__all__ = ["DropPath", "Residual", "StochasticDepth", "drop_paths", "residuals"]
-
 # The branches of torchvision's residual networks, and of others with the same names.
 _CONVOLUTIONS = (
     ("conv1", "bn1", "relu", "conv2", "bn2", "relu", "conv3", "bn3"),

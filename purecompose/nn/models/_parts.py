@@ -5,9 +5,6 @@ from torch import nn
 from purecompose._support.checks import check_whole
 
 
-__all__ = ["check_sizes", "conv", "dropout_layers"]
-
-
 def check_sizes(where: str, **sizes: int) -> None:
     """Raise if one of the sizes is not an int, or below 1."""
     for name, size in sizes.items():

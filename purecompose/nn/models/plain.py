@@ -9,9 +9,6 @@ from purecompose._support.checks import check_flag, check_number, shown
 from purecompose.nn.models._parts import check_sizes, dropout_layers
 
 
-__all__ = ["cnn", "mlp"]
-
-
 def mlp(in_features: int, hidden: int | Sequence[int], num_classes: int, *, dropout: float = 0.0) -> nn.Sequential:
     """Return a multi-layer perceptron: flatten, then linear layers with ReLU and dropout between them.
 

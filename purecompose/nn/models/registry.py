@@ -17,8 +17,6 @@ from purecompose.nn.models.residual import resnet8, resnet18, resnet20, resnet50
 from purecompose.nn.models.transformer import gpt, vit
 
 
-__all__ = ["MODELS", "build", "check_options", "describe"]
-
 # The networks for images halve the size at least twice, so that below four pixels nothing would be left.
 _MIN_IMAGE_SIZE = 4
 

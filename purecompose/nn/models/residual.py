@@ -13,9 +13,6 @@ from purecompose._support.checks import check_flag
 from purecompose.nn.models._parts import check_sizes, conv
 
 
-__all__ = ["Bottleneck", "ResidualBlock", "resnet", "resnet8", "resnet18", "resnet20", "resnet50"]
-
-
 class ResidualBlock(nn.Module):
     """`relu(branch(x) + shortcut(x))`, where the branch is two 3x3 convolutions with BatchNorm.
 

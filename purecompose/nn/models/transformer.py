@@ -18,8 +18,6 @@ from purecompose.nn.layers.attention import FeedForward, PositionEmbedding, Self
 from purecompose.nn.models._parts import check_sizes
 
 
-__all__ = ["GPT", "TransformerBlock", "VisionTransformer", "gpt", "vit"]
-
 _STD = 0.02
 _POOLS = ("token", "mean")
 

@@ -14,9 +14,6 @@ from purecompose.nn.skeleton.guards import Guards, is_plain
 from purecompose.nn.skeleton.places import places
 
 
-__all__ = ["Skeleton", "replay"]
-
-
 class Skeleton:
     """One copy of the architecture, and the places of its tensors."""
 

@@ -18,9 +18,6 @@ from purecompose.nn.skeleton.guards import CACHES, is_users_object
 from purecompose.nn.skeleton.places import HOOKS, OWN, places
 
 
-__all__ = ["check_functions", "check_hidden", "check_modules", "check_registered", "check_tensor"]
-
-
 def check_modules(module: nn.Module) -> None:
     """Reject modules whose weights cannot be exchanged, and warn of sparse gradients."""
     for name, child in module.named_modules():

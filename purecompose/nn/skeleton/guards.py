@@ -13,9 +13,6 @@ from torch import Tensor, nn
 from purecompose.nn.skeleton.places import HOOKS, OWN
 
 
-__all__ = ["CACHES", "Guards", "is_plain", "is_users_object"]
-
-
 class Guards:
     """All containers in a module that a forward pass might write to, and their contents between passes."""
 

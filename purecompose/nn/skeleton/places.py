@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 
-__all__ = ["HOOKS", "OWN", "Place", "places"]
-
 OWN = frozenset(vars(nn.Module()))
 """Names of torch's own entries in every module's `__dict__`."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

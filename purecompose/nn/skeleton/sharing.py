@@ -11,9 +11,6 @@ from purecompose._support.warnings import warn
 from purecompose._support.writes import memory_of, storage_of
 
 
-__all__ = ["Member", "Sharing"]
-
-
 class Member(NamedTuple):
     """A parameter or buffer under its first name."""
 

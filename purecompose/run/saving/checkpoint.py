@@ -27,19 +27,6 @@ from purecompose.run.saving.together import Writers, in_all, writers_of
 from purecompose.time.event import Event
 
 
-__all__ = [
-    "Snapshot",
-    "assembled",
-    "load",
-    "outside_of",
-    "read",
-    "restore_extra",
-    "restored",
-    "save",
-    "snapshot",
-]
-
-
 Parts: TypeAlias = Literal["all", "trainable"]
 """The parts of a state that a checkpoint holds: all, or all but the frozen parameters."""
 

@@ -18,8 +18,6 @@ from purecompose.core.program import Stage
 from purecompose.core.state import State
 
 
-__all__ = ["code_differences", "describe_code"]
-
 _PYTHON = "(python)"
 """The version whose bytecode is hashed; another one compiles the same source differently."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

@@ -16,8 +16,6 @@ from pathlib import Path
 from purecompose.run.saving.process import is_alive, place, token
 
 
-__all__ = ["WRITER", "clear_copies", "copy_named", "new_name", "note_sent", "note_user"]
-
 WRITER = ".writer"
 """Name of the file that marks a local copy as that of the process that sends what has changed."""
 _SENT = ".sent"

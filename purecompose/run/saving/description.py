@@ -16,21 +16,6 @@ from purecompose.schedule import Hparam, collect
 from purecompose.transforms.shared import undivided
 
 
-__all__ = [
-    "KEPT",
-    "SETTINGS",
-    "architecture",
-    "describe",
-    "differences",
-    "environment",
-    "listed",
-    "missing_required",
-    "other_modules",
-    "other_settings",
-    "other_tensors",
-    "overruled_hparams",
-]
-
 _EVENT = re.compile(r"<Event\.(\w+): '\w+'>")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MOST_LINES = 12

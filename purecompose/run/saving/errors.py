@@ -3,9 +3,6 @@
 from purecompose._support.terminal import escaped
 
 
-__all__ = ["CheckpointError", "CheckpointWarning", "DamagedError", "MismatchError", "UploadError", "cause_of"]
-
-
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be used."""
 

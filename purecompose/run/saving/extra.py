@@ -15,8 +15,6 @@ from purecompose._support.checks import shown
 from purecompose.run.saving.errors import MismatchError
 
 
-__all__ = ["EXTRA", "POSITION", "check_extra", "is_extra", "pack", "restore", "unpack"]
-
 EXTRA, POSITION = "extra", "position"
 """What is packed: what the user gives, and the position of the data; names in the index's memory, and before the names
 of their tensors."""

@@ -12,9 +12,6 @@ from purecompose.run.saving.folder import INDEX
 from purecompose.run.saving.storage import download, file_system, files_in
 
 
-__all__ = ["fetched"]
-
-
 @contextlib.contextmanager
 def fetched(path: Path | str, names: Collection[str] = (INDEX,)) -> Iterator[Path]:
     """Return a scope with a folder, which is a local copy if the path is a URL.

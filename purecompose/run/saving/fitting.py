@@ -32,8 +32,6 @@ from purecompose.run.saving.index import Index
 from purecompose.run.saving.leaves import Spec, leaves_of, mismatches
 
 
-__all__ = ["BASE", "TIME", "check_fits", "param_leaf", "template", "unwritten", "without"]
-
 BASE = "base"
 """Key of an index's description for descriptions of the frozen parameters that the checkpoint leaves out."""
 TIME = "timestamp"

@@ -27,24 +27,6 @@ from purecompose.run.saving.tensors import digest, file_name, is_file_name, save
 from purecompose.time import Timestamp
 
 
-__all__ = [
-    "CHECKPOINTS",
-    "INDEX",
-    "Found",
-    "all_in",
-    "clear",
-    "hidden",
-    "name_at",
-    "put_aside",
-    "read_index",
-    "remove",
-    "replaced",
-    "write",
-    "write_index",
-    "write_tensors",
-    "written",
-]
-
 CHECKPOINTS = "checkpoints"
 """Name of the folder of checkpoints in a run's folder."""
 

@@ -18,8 +18,6 @@ from purecompose.run.saving.leaves import Spec
 from purecompose.time import RunLength, Time, Timestamp
 
 
-__all__ = ["FORMAT", "VERSION", "Index", "from_json", "time_from_plain", "time_to_plain", "to_json"]
-
 FORMAT, VERSION = "purecompose checkpoint", 1
 _MOST_NESTED = 64
 _COUNTERS = tuple(field.name for field in dataclasses.fields(Timestamp) if field.name != "run")

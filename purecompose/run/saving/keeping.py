@@ -26,9 +26,6 @@ from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.intervals import has_passed
 
 
-__all__ = ["Keeper", "newest"]
-
-
 def newest(folder: Path | str) -> Path | None:
     """Return the newest checkpoint in a folder, by its index; `None` if there is none.
 

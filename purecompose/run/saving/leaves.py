@@ -17,17 +17,6 @@ from purecompose.run.saving.errors import CheckpointError, DamagedError
 from purecompose.run.saving.extra import is_extra
 
 
-__all__ = [
-    "Leaves",
-    "Spec",
-    "filled",
-    "leaves_of",
-    "mismatches",
-    "restored_tensor",
-    "spec_of",
-    "stored",
-]
-
 _VALUES = (bool, int, float, str, type(None))
 
 

@@ -15,9 +15,6 @@ from functools import cache
 from pathlib import Path
 
 
-__all__ = ["is_alive", "owner", "place", "short_place", "token"]
-
-
 def token() -> str:
     """Return a token, eight hexadecimal digits, that distinguishes this process from earlier ones with its number.
 

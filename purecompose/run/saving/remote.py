@@ -23,8 +23,6 @@ from purecompose.run.saving.storage import download, file_system, files_in, trie
 from purecompose.run.saving.tensors import is_file_name, is_whole
 
 
-__all__ = ["Mirror", "mirror"]
-
 _INTERVAL = 1.0
 """Seconds between two looks at the local copy."""
 _PATIENCE = 600.0

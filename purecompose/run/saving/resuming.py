@@ -18,9 +18,6 @@ from purecompose.run.saving.together import Writers, in_all, writers_of
 from purecompose.time.event import Event
 
 
-__all__ = ["Resumed", "resumed_from", "resumed_from_newest"]
-
-
 @dataclass(frozen=True)
 class Resumed:
     """A checkpoint from which a run continues."""

@@ -13,8 +13,6 @@ from purecompose.run.saving.tensors import is_whole
 from purecompose.time import Timestamp
 
 
-__all__ = ["Room", "is_disk_full"]
-
 _WAITING_TIME, _PAUSE = 60.0, 2.0
 """Seconds for which the last checkpoint waits for space on the disk, and seconds between two tries."""
 

@@ -13,9 +13,6 @@ from purecompose.run.stopping import mode_of
 from purecompose.time.intervals import Interval, checked_interval
 
 
-__all__ = ["Checkpoints", "of_newest", "rating_of", "surplus", "surplus_before"]
-
-
 @dataclass(frozen=True)
 class Checkpoints:
     """The settings of a run's checkpoints: folder, interval and number.

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 from purecompose.run.saving.errors import DamagedError
 
 
-__all__ = ["download", "file_system", "files_in", "tried"]
-
 T = TypeVar("T")
 
 _WAITS = (0.5, 1.0, 2.0, 4.0)

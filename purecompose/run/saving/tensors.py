@@ -20,9 +20,6 @@ from purecompose.run.saving.index import Index
 from purecompose.run.saving.leaves import Spec
 
 
-__all__ = ["SavedTensors", "check_files", "digest", "file_name", "is_file_name", "is_whole", "library", "save_tensors"]
-
-
 def file_name(number: int = 0, total: int = 1) -> str:
     """Return the name of a file of tensors.
 

@@ -32,8 +32,6 @@ from purecompose.run.saving.remote import Mirror
 from purecompose.run.saving.tensors import file_name
 
 
-__all__ = ["Writers", "discard", "in_all", "mirror_of", "write", "writers_of"]
-
 T = TypeVar("T")
 
 PATIENCE, _AFTER_ERROR = 600.0, 10.0

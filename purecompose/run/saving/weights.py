@@ -20,8 +20,6 @@ from purecompose.run.saving.tensors import library, save_tensors
 from purecompose.surgery.weights import to_module
 
 
-__all__ = ["export_onnx", "load_weights", "save_weights"]
-
 _PICKLED = (b"PK", b"\x80\x02")
 """First bytes of files of torch.save, in its current and its older format."""
 

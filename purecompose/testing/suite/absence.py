@@ -20,8 +20,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
 
-__all__ = ["absent_when_unmatched", "draws_independent", "list_position_free", "neutral_setting"]
-
 _WITHOUT_MODEL = ("slots", "hparams", "key", "metrics")
 """Fields that can be compared even if INIT has replaced the network."""
 

@@ -15,8 +15,6 @@ from purecompose.time.predicates import every, on
 from purecompose.transforms.compilation import compile as compile_step
 
 
-__all__ = ["compiled_agrees"]
-
 _LABELS = ("as composed", "compiled")
 _DRAWING = ("bystander", "noise")
 """Companions whose draws make graphs up to ten times as long; draws are the topic of other laws."""

@@ -37,8 +37,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 
 
-__all__ = ["buffers_kept", "frozen_kept", "init_once", "own_slot", "structure_kept", "watching_others"]
-
 _LABELS = ("before", "after")
 _NOT_FIRED = frozenset(
     {Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD, *events_in(eval_events), *events_in(predict_events)}

@@ -9,8 +9,6 @@ from purecompose import random, tree
 from purecompose.testing.law import Broken
 
 
-__all__ = ["Point", "as_path", "check_derivative"]
-
 Point = dict[str, dict[str, Tensor]]
 """Leaves by field and name: {"hparams": ..., "params": ...}."""
 

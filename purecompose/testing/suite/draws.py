@@ -22,8 +22,6 @@ from purecompose.testing.subject import Subject
 from purecompose.time.event import Event
 
 
-__all__ = ["draws_keyed"]
-
 # Minimal number of batches to try, so that a method that acts every few batches can draw in two of them.
 _MOST_BATCHES = 4
 _NETWORK = salt(".forward")

@@ -25,8 +25,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 
 
-__all__ = ["evaluation_blind", "pairs_undone"]
-
 # One evaluation before the first step and one after it are enough to show a leak.
 _FEW = 2
 _TRAINING_LABELS = ("without evaluation in between", "with it")

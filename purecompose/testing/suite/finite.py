@@ -10,8 +10,6 @@ from purecompose.testing.record import run
 from purecompose.testing.subject import Subject
 
 
-__all__ = ["stays_finite"]
-
 _FIELDS = ("loss", "params", "buffers", "opt_state")
 
 

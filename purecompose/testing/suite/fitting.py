@@ -26,8 +26,6 @@ from purecompose.testing.suite.contract import watching_others
 from purecompose.time.event import Event
 
 
-__all__ = ["fit_repeats", "memory_bounded"]
-
 _LABELS = ("in the first run", "in the second")
 _MOST_BATCHES = 8
 

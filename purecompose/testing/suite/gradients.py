@@ -12,9 +12,6 @@ from purecompose.testing.subject import Subject
 from purecompose.time.event import Event
 
 
-__all__ = ["gradients_taken"]
-
-
 # Signs and bounded gradients change with the first, and what depends on sizes with the second.
 _MOVES = (torch.neg, lambda grad: torch.ones_like(grad) - 2 * grad)
 

@@ -27,17 +27,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import on
 
 
-__all__ = [
-    "Judge",
-    "attempted",
-    "compare_rounded",
-    "is_on_the_edge",
-    "judged",
-    "judged_in_double",
-    "rounding",
-    "with_frozen_statistics",
-]
-
 Judge: TypeAlias = Callable[[Subject, Case, torch.dtype], bool]
 """A function that judges a law with weights in a dtype: float64, or float32 if the algorithm or task requires it."""
 

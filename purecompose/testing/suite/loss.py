@@ -27,8 +27,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
 
-__all__ = ["ignored_stay_ignored", "loss_differentiated", "mixtures_taken"]
-
 _WITHIN = frozenset(event for node in walk(loop_events) if isinstance(node, Grad) for event in events_in(node.body))
 
 

@@ -20,8 +20,6 @@ from purecompose.time import Timestamp
 from purecompose.time.event import Event
 
 
-__all__ = ["match_pure", "time_from_clock"]
-
 _OTHER_PROGRAMS = frozenset(node for node in (*eval_events, *predict_events) if isinstance(node, Event))
 _MOST_TIMES = 12
 

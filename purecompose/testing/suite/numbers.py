@@ -27,9 +27,6 @@ from purecompose.testing.suite.judging import (
 )
 
 
-__all__ = ["gradient_exact", "vmap_agrees"]
-
-
 @define_law(
     "a step under torch.func.vmap over stacked states gives what each state's own step gives, within rounding",
     "keep values out of Python inside apply: torch.where for if, x * mask for x[mask], tensors for .item() "

@@ -36,9 +36,6 @@ from purecompose.transforms.sharding.placing import shard
 from purecompose.transforms.sharding.step import check_needs_no_parts, fully_sharded
 
 
-__all__ = ["microbatches_agree", "ranks_agree", "shards_agree"]
-
-
 @define_law(
     "a batch cut into microbatches gives the gradients, loss and new state that it gives whole, within rounding",
     "between BEFORE_FORWARD and AFTER_BACKWARD the batch is a slice: draw from state.example_rng(name), add to the "

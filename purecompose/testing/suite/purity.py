@@ -29,8 +29,6 @@ from purecompose.testing.subject import Subject
 from purecompose.time.event import Event
 
 
-__all__ = ["deterministic", "global_state_kept", "input_untouched"]
-
 _LABELS = ("before", "after")
 
 

@@ -13,8 +13,6 @@ from purecompose.testing.subject import Subject
 from purecompose.testing.worker import RemoteError, Unportable, resumed, resumed_elsewhere
 
 
-__all__ = ["resume_exact"]
-
 _LABELS = ("without a break", "resumed")
 
 

@@ -9,9 +9,6 @@ from purecompose.time.event import Event
 from purecompose.time.timestamp import Timestamp
 
 
-__all__ = ["ALWAYS", "NEVER", "Custom", "Predicate", "Timed", "as_predicate"]
-
-
 class Predicate:
     """The base class of predicates, with the operators and conservative defaults of the other methods."""
 

@@ -10,9 +10,6 @@ from purecompose.time.timestamp import RunLength, Timestamp
 from purecompose.time.units import Time, TimeUnit, named_point, named_time, snapped
 
 
-__all__ = ["after", "before", "between", "epoch_ends", "every", "first_turn", "on", "through"]
-
-
 # Number of batches by which an event's timestamp is behind its own batch, which is counted from 1. It is precomputed
 # because it is read many times in a step.
 _LAG = {event: 0 if event.sees_new_time else 1 for event in Event}

@@ -11,8 +11,6 @@ import torch
 from torch import fx
 
 
-__all__ = ["accumulate_rows"]
-
 _aten = torch.ops.aten
 _PUT, _MASKED_PUT = _aten._unsafe_index_put.default, _aten._unsafe_masked_index_put_accumulate.default
 """The operations that end Inductor's decomposition of an embedding's gradient, in torch 2.11 and in later versions."""

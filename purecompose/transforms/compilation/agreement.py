@@ -12,9 +12,6 @@ from purecompose.core.ranks import Ranks
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
 
 
-__all__ = ["all_true", "failing_together"]
-
-
 def all_true(ranks: Ranks | None, own: bool, device: torch.device) -> bool:
     """Return whether this is true in all processes, which must all ask; without ranks, there is only this one."""
     return own if ranks is None else all(_gathered(ranks, int(own), device))

@@ -28,8 +28,6 @@ from purecompose.transforms.compilation.ordering import write_early
 from purecompose.transforms.compilation.updates import update_in_place
 
 
-__all__ = ["BACKENDS", "Compiled", "MODES", "compile_graph"]
-
 Compiled: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
 """A compiled graph. It may empty the list passed to it."""
 

@@ -32,8 +32,6 @@ from purecompose.transforms.compilation.inductor import ensure_cache
 from purecompose.transforms.compilation.messages import messages
 
 
-__all__ = ["Background", "BackgroundError", "serve"]
-
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "import purecompose.algorithms; "  # graphs hold operators that methods define

@@ -12,8 +12,6 @@ from purecompose.transforms.donation import LASTING
 from purecompose.transforms.signature import Signature
 
 
-__all__ = ["FIELDS", "Boundary", "Source", "Writes"]
-
 FIELDS = (*LASTING, *fields_where(keeps_form=False))
 """Names of the fields of a state, those in donated buffers first."""
 

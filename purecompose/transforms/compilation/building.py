@@ -31,9 +31,6 @@ from purecompose.transforms.population import Stacked
 from purecompose.transforms.signature import Signature
 
 
-__all__ = ["Builder"]
-
-
 class Builder:
     """The builder of a step's compiled parts.
 

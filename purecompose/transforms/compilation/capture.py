@@ -35,8 +35,6 @@ from purecompose.transforms.compilation.sizes import OPEN_FIELDS, Sizes
 from purecompose.transforms.signature import Signature, Spec
 
 
-__all__ = ["FALLBACK_ADVICE", "Captured", "TraceError", "capture", "explained", "fake_mode", "state_of"]
-
 FALLBACK_ADVICE = "; or let such steps run eagerly with compile(step, fallback=True)"
 _LEFT_AT_THE_END = fields_where(persists=True)
 

@@ -16,9 +16,6 @@ from purecompose.transforms.members import own_tensors
 from purecompose.transforms.signature import Signature, Spec
 
 
-__all__ = ["in_chunks", "of_chunk"]
-
-
 def of_chunk(boundary: Boundary, num: int) -> Boundary:
     """Return the boundary of one of `num` chunks of the members."""
     if num == 1:

@@ -17,8 +17,6 @@ from purecompose.random.emulation import emulated
 from purecompose.random.native import has_kernels
 
 
-__all__ = ["open_draws", "replace_draws"]
-
 _philox = torch.ops.purecompose.philox.default
 _MOST_INLINED = 3
 """Most draws of one shape that get operations of their own, which compilers fuse with those around them."""

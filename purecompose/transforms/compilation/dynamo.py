@@ -10,9 +10,6 @@ from purecompose.transforms.compilation.backends import BACKENDS, MODES
 from purecompose.transforms.compilation.step import CompiledStep, compile
 
 
-__all__ = ["call_in_torch_compile"]
-
-
 def call_in_torch_compile(step: Step, state: State, batch: Any, backend: Any) -> State:
     """Return the state after one batch.
 

@@ -20,9 +20,6 @@ from purecompose.transforms.donation import LASTING, BufferLease, StateBuffers
 from purecompose.transforms.signature import Signature, spec_of
 
 
-__all__ = ["Launch", "execute"]
-
-
 class Launch(NamedTuple):
     """The inputs of a step that is about to be executed; nothing has been changed yet."""
 

@@ -31,9 +31,6 @@ from purecompose.transforms.members import member
 from purecompose.transforms.signature import ABSENT, Signature
 
 
-__all__ = ["GraphCache", "environment"]
-
-
 def environment() -> tuple[Any, ...]:
     """Return the settings of torch that a graph or its code depends on."""
     return (

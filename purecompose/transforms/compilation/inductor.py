@@ -14,9 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 
-__all__ = ["Inductor", "ensure_cache", "inductor_for", "start_inductor"]
-
-
 class Inductor(NamedTuple):
     """The modules of `torch._inductor` that compile a graph."""
 

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, fx
 
 
-__all__ = ["with_channels_last"]
-
 _aten = torch.ops.aten
 _CONVOLUTIONS = (_aten.convolution.default, _aten.convolution_backward.default)
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)

@@ -17,9 +17,6 @@ from torch.utils import _pytree as pytree
 from purecompose.core.ranks import Ranks
 
 
-__all__ = ["GraphForm", "check_alike", "described", "drop_unread", "in_sending_order", "is_wait", "messages"]
-
-
 def messages(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes that send a message, in order."""
     return [node for node in graph.nodes if _is_message(node)]

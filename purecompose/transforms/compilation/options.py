@@ -14,9 +14,6 @@ from purecompose.time.units import named_point
 from purecompose.transforms.compilation.backends import BACKENDS, MODES
 
 
-__all__ = ["Options"]
-
-
 @dataclass(frozen=True)
 class Options:
     """Options for compiling a step; see `purecompose.compile`."""

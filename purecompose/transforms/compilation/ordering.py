@@ -16,8 +16,6 @@ import purecompose.optim.fused  # noqa: F401  # defines purecompose::adam_
 from purecompose.transforms.compilation.messages import in_sending_order, is_wait
 
 
-__all__ = ["memories", "write_early"]
-
 _WRITES = (torch.ops.aten.copy_.default, torch.ops.purecompose.adam_.default)
 """Operations that write into donated buffers."""
 

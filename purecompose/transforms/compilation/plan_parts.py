@@ -23,8 +23,6 @@ from purecompose.transforms.donation import LASTING, StateBuffers
 from purecompose.transforms.signature import Signature
 
 
-__all__ = ["EAGER", "Entry", "PlanPart", "CompiledPart", "ExecutionPlan", "Values"]
-
 Values = dict[str, list[Tensor]]
 """The tensors of each field while a step runs."""
 

@@ -12,9 +12,6 @@ from torch import Tensor
 from purecompose.transforms.compilation.backends import Compiled
 
 
-__all__ = ["Replay"]
-
-
 class Replay:
     """A compiled part, recorded at its second call: the first one loads kernels and chooses algorithms.
 

@@ -9,9 +9,6 @@ from purecompose.core.program import Update, events_in
 from purecompose.core.scopes import Scope
 
 
-__all__ = ["Stretch", "Segments"]
-
-
 class Stretch(NamedTuple):
     """Consecutive operations of a step: compiled as one graph, or run between two graphs."""
 

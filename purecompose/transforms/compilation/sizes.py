@@ -18,8 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from purecompose.transforms.signature import Signature, Spec
 
 
-__all__ = ["OPEN_FIELDS", "Sizes", "can_open", "opened", "size_of"]
-
 OPEN_FIELDS = ("batch", "outputs")
 """The fields whose dimensions may be left open."""
 

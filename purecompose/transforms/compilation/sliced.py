@@ -17,8 +17,6 @@ from purecompose.transforms.donation import LASTING, StateBuffers
 from purecompose.transforms.signature import Signature, spec_of
 
 
-__all__ = ["SlicedPart"]
-
 _TERMS = ".terms"
 """Name of the metric in which a slice's graph returns the number of terms that its loss is a mean of."""
 

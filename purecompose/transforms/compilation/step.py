@@ -26,9 +26,6 @@ from purecompose.transforms.donation import LASTING, BufferLease, StateBuffers
 from purecompose.transforms.signature import Signature, spec_of
 
 
-__all__ = ["CompiledStep", "compile", "swaps_of"]
-
-
 @suggests_keywords(microbatches="compose(..., microbatches=4)")
 def compile(  # noqa: A001
     step: Step,

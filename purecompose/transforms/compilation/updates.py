@@ -8,8 +8,6 @@ from torch import fx
 from purecompose.transforms.compilation.ordering import memories
 
 
-__all__ = ["update_in_place"]
-
 _aten, _ops = torch.ops.aten, torch.ops.purecompose
 
 

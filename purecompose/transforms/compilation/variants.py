@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from purecompose._support.table import table
 
 
-__all__ = ["Variant", "VariantLimitError", "Variants", "too_many"]
-
-
 class VariantLimitError(RuntimeError):
     """A step needs more compiled variants than its limit."""
 

@@ -20,9 +20,6 @@ from purecompose.transforms.rank_results import with_means
 from purecompose.transforms.sharding.gathering import Placing
 
 
-__all__ = ["by_layer"]
-
-
 def by_layer(body: Operation, placing: Placing, *, shares_statistics: bool) -> Operation:
     """Return a body of slices that runs on divided parameters, and whose results are means over all processes.
 

@@ -11,9 +11,6 @@ from purecompose._support.shards import is_shard, local, place_of, placed
 from purecompose.core.ranks import Ranks
 
 
-__all__ = ["Placing"]
-
-
 @dataclass(frozen=True)
 class Placing:
     """How parameters are divided among processes.

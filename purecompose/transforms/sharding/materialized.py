@@ -13,9 +13,6 @@ from purecompose.random.keys import as_rng, fold_in, key as key_of
 from purecompose.transforms.sharding.placing import check_mesh, placed_on
 
 
-__all__ = ["materialized"]
-
-
 def materialized(
     net: nn.Module, mesh: Any, *, key: int | Tensor = 0, init: Callable[[nn.Module], Any] | None = None
 ) -> nn.Module:

@@ -13,9 +13,6 @@ from purecompose._support.checks import shown
 from purecompose.core.state import State
 
 
-__all__ = ["check_mesh", "placed_on", "shard", "whole"]
-
-
 def shard(state: State, mesh: Any) -> State:
     """Return the state with each process holding some rows of every parameter, and of what is kept for each of them.
 

@@ -16,9 +16,6 @@ from purecompose.transforms.sharding.placing import check_mesh
 from purecompose.transforms.shared import shared_program
 
 
-__all__ = ["check_needs_no_parts", "fully_sharded"]
-
-
 def fully_sharded(step: Step, mesh: Any, gather: Literal["step", "layer"] = "step") -> Step:
     """Return a step that several processes compute together, each holding some rows of every parameter.
 
