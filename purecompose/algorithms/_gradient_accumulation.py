@@ -193,8 +193,7 @@ class _RunEnds(Timed):
 
     def __call__(self, event: Event, state: Any) -> bool:
         del event
-        total = state.timestamp.run.total_batches
-        return total is not None and state.timestamp.batch + 1 >= total
+        return state.timestamp.batch + 1 == state.timestamp.run.total_batches
 
     def __repr__(self) -> str:
         return "run_ends()"

@@ -372,7 +372,7 @@ class _InDouble(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         is_narrowed = func in (Tensor.float, Tensor.to) and args[0].dtype is torch.float64
-        return args[0] if is_narrowed and _is_differentiable(result) else result
+        return args[0].to(result.device) if is_narrowed and _is_differentiable(result) else result
 
 
 _BATCH_NORM = tuple(inspect.signature(F.batch_norm).parameters)

@@ -457,3 +457,13 @@ def test_a_sum_is_found_although_no_batch_is_cut() -> None:
     state = helpers.make_state(wide_net(), loss=lambda outputs, targets: F.cross_entropy(outputs, targets).sqrt())
     with pytest.raises(ValueError, match="examples together, but .* gradient_accumulation"):
         step(step.init(state), groups(1)[0])
+
+
+def test_groups_go_on_after_the_length_of_a_run() -> None:
+    step = compose(loop_events, [gradient_accumulation(2)])
+    state = step.init(helpers.make_state(wide_net(), duration="3ba"))
+    changed = []
+    for _ in range(8):
+        before, state = state.params, step(state, groups(1)[0])
+        changed.append(state.params is not before)
+    assert changed == [False, True, True, True, False, True, False, True]

@@ -276,3 +276,20 @@ def test_slices_of_a_stage_are_weighted_by_its_terms():
     own.num_terms = lambda state: (state.batch[1] >= 0).sum()  # pyright: ignore[reportFunctionMemberAccess]
     whole, cut = (compose(of_stage(own), microbatches=k)(make_state(), batch) for k in (1, 3))
     torch.testing.assert_close(cut.params, whole.params)
+
+
+@pytest.mark.filterwarnings("error:it is not known")
+def test_batch_normalisation_is_checked_in_half_precision() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    state, step = make_state(net, precision="bf16", loss=centred), compose(loop_events, microbatches=2)
+    with pytest.raises(ValueError, match=APART):
+        step(state, make_batch())
+    step(make_state(net, precision="bf16"), make_batch())
+
+
+def test_a_check_copies_no_donated_state() -> None:
+    step = pc.compile(compose(loop_events, microbatches=2), backend="eager", quiet=True)
+    states = [make_state(duration="4ba")]
+    for _ in range(3):  # it is repeated in the second batch
+        states.append(step(states[-1], make_batch()))
+    assert [state.lease.is_read for state in states[1:]] == [False, False, False]

@@ -17,6 +17,7 @@ from purecompose.core.separable import is_due
 from purecompose.core.state import NO_TEMPORARY, State
 from purecompose.time import TimeUnit
 from purecompose.transforms.compilation.boundary import Boundary
+from purecompose.transforms.compilation.capture import state_of
 from purecompose.transforms.compilation.execution import Launch, execute
 from purecompose.transforms.compilation.graph_cache import GraphCache, environment
 from purecompose.transforms.compilation.options import Options
@@ -214,10 +215,12 @@ class CompiledStep(Step):
         return f"compile({self.step!r}, {len(self._graphs.variants)} variants)"
 
     def _check_separable(self, state: State, batch: Any, prepared: Prepared) -> None:
-        """Check that the batch may be cut, as composed, on a copy of a state that this step may spend."""
+        """Check that the batch may be cut, as composed, on the buffers, of which a read field would be a copy."""
         if any(one.separable is not None for one in self.step.lowered(prepared.bits)):
             if state.lease is not None:
-                prepared = self.step.prepare(state.copy(), batch)
+                values, signatures = state.lease.buffers.values, state.lease.buffers.signatures
+                fields = {name: signatures[name].build(values[name]) for name in LASTING}
+                prepared = self.step.prepare(state_of(state.static, None, {**fields, **state.__dict__}), batch)
             with arithmetic(state.context.precision, state.device), self.guarded(state, batch, is_first=False):
                 self.step.check_separable(prepared)
 
