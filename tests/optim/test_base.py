@@ -330,7 +330,7 @@ def test_wrong_groups_are_refused_at_construction(groups: Any, error: type[Excep
         ),
         (torch.tensor(0.1), TypeError, r"an optimizer holds no tensors: use hparam"),
         (abs, TypeError, r"got <built-in function abs> .*with schedule.scheduled\(fn\)$"),
-        (cosine, TypeError, r"got <function cosine .*; call it: cosine\(...\) is a schedule$"),
+        (cosine, TypeError, r"got cosine \(function\); call it: cosine\(...\) is a schedule$"),
         (StepLR, TypeError, r"write schedule.from_torch\(torch.optim.lr_scheduler.StepLR, ...\)"),
         (StepLR(torch.optim.SGD([torch.zeros(1)], 0.1), 2), TypeError, r"schedule.from_torch\(.*StepLR, ...\)"),
     ],

@@ -504,7 +504,7 @@ def test_progress_is_reported_after_each_law() -> None:
         ({"tasks": []}, ValueError, "no task given"),
         ({"max_examples": 0}, ValueError, "max_examples: expected an int >= 1, got 0"),
         ({"neutral": 1}, TypeError, r"expected an Algorithm or a text .*, got 1 \(int\)$"),
-        ({"neutral": alg.mixup}, TypeError, r"got <function mixup .* \(function\); call it, as in mixup\(\)$"),
+        ({"neutral": alg.mixup}, TypeError, r"got mixup \(function\); call it, as in mixup\(\)$"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, error, message) -> None:
