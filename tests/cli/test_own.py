@@ -93,6 +93,7 @@ def test_code_that_a_file_names_is_not_run_unless_allowed(command, folder, capsy
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the run is .* long, and was")
 def test_code_named_on_the_command_line_is_allowed(folder):
     assert main(["train", *OWN, *SHORT, "--out", "run"]) == 0
     assert main(["train", *OWN, *SHORT, "--duration", "3ba", "--out", "run", "--resume"]) == 0

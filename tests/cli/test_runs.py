@@ -116,6 +116,7 @@ def test_a_checkpoint_of_another_network_is_an_error(run: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the run is .* long, and was")
 def test_settings_that_may_change_are_reported_and_are_not_errors(run: Run) -> None:
     run("train", *SMALL, "--out", "a")
     changes = ("--duration", "3ep", "--keep", "5")
@@ -160,6 +161,7 @@ def test_a_damaged_checkpoint_is_a_separate_error(run: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the run is .* long, and was")
 def test_a_run_can_be_resumed_in_python(run: Run) -> None:
     run("train", *SMALL, "--out", "a")
     told = json.loads(run("evaluate", "a", "--json")[1])

@@ -12,6 +12,7 @@ from tests.pages import ROOT
 # There is a checkpoint every few milliseconds, so that a slow disk skips some, with a warning.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::purecompose.errors.CheckpointWarning")
+@pytest.mark.filterwarnings("ignore:the run is .* long, and was")
 def test_the_page_runs_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

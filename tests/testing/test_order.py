@@ -195,7 +195,7 @@ def test_an_error_in_both_orders_leaves_the_pair_undecided() -> None:
 @pytest.mark.slow
 def test_a_pair_that_always_fails_alike_is_given_up_without_blaming_a_companion() -> None:
     def flatten(state: State) -> State:
-        return state.replace(inputs=state.inputs.flatten()[:, None, None])
+        return state.replace(inputs=state.inputs[:, :1])
 
     pair = edit("flat", flatten, ON_LOADED), edit("fine", lambda state: state, ON_LOADED)
     answer = commutes(*pair, tasks=["vectors"])

@@ -279,6 +279,7 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_its_copy_is_removed(tmp_path,
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the run is .* long, and was")
 def test_the_command_line_keeps_its_folder_in_remote_storage(url, tmp_path, capsys):
     words = ["train", "--quiet", "--model", "mlp", "--limit-batches", "4"]
     for out in (str(tmp_path / "here"), url):
