@@ -115,7 +115,8 @@ class CompiledStep(Step):
     def __init__(self, step: Step, options: Options) -> None:
         """Copy the step's data; nothing is compiled yet."""
         super().__init__(step.program, step.algorithms, step.passes, step.cut, step.members)
-        self.step, self.options = step, options
+        self.step: Step = step
+        self.options: Options = options
         self._cache.loss_editors = step.loss_editors
         self._graphs = GraphCache(step, options)
         self._met: set[Any] = set()
