@@ -45,7 +45,8 @@ def translated(state: Any, changes: Mapping[str, Any], fields: Collection[str]) 
             raise TypeError(f"a state has no field {name!r}; it has {', '.join(known)}")
     if "model" in changes:
         buffers = found.get("buffers", state.buffers)
-        new_static = Static(new_static.context.with_settings(buffers), new_static.timestamp)
+        before = buffers if "settings" in changes else state.buffers
+        new_static = Static(new_static.context.with_settings(buffers, before), new_static.timestamp)
     if new_batch is not state.batch:
         found["batch"] = new_batch
     if new_static is not state.static:

@@ -93,10 +93,11 @@ class Context:
         """The names of the loss's buffers."""
         return () if self.loss_model is None else self.loss_model.buffer_names
 
-    def with_settings(self, buffers: Mapping[str, Tensor]) -> "Context":
-        """Return the context with descriptions of the settings among new buffers."""
+    def with_settings(self, buffers: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> "Context":
+        """Return the context with descriptions of the settings among new buffers; the same tensor keeps its own."""
         names = [name for name in (*self.model.settings, *self.loss_buffer_names) if name in buffers]
-        return self.replace(settings={name: self.settings.get(name) or in_words(buffers[name]) for name in names})
+        kept = {name: words for name, words in self.settings.items() if buffers.get(name) is before.get(name)}
+        return self.replace(settings={name: kept.get(name) or in_words(buffers[name]) for name in names})
 
     def replace(self, **changes: Any) -> "Context":
         """Return a context with these changes."""

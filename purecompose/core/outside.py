@@ -50,14 +50,13 @@ class Outside:
             state, _ = applied(algorithm, Event.INIT, state)
         check_slots(state)
         context = state.context
-        # Settings that methods have written, such as drop rates, are described as they are now.
-        kept = {name: words for name, words in context.settings.items() if state.buffers.get(name) is before.get(name)}
         schedules = collect(settings, Schedule)
         changes = {
             "initialised": tuple(dict.fromkeys([*context.initialised, *[a.name for a in fresh]])),
             "required": (*context.required, *[a.name for a in matched if Trait.REQUIRED_ON_LOAD in a.traits]),
             "schedules": tuple(dict.fromkeys([*context.schedules, *schedules])),
-            "settings": context.replace(settings=kept).with_settings(state.buffers).settings,
+            # Settings that methods have written, such as drop rates, are described as they are now.
+            "settings": context.with_settings(state.buffers, before).settings,
         }
         return state.replace(**changes)
 

@@ -175,7 +175,7 @@ class State(Leasable):
             schedules=collect(scalars, Schedule),
             loss_model=loss_model,
             loss_dtype=torch.float64 if is_double else torch.float32,
-        ).with_settings(parts.buffers)
+        ).with_settings(parts.buffers, {})
         run = RunLength(
             None if duration is None else named_time(duration, "State.create: duration"),
             batches_per_epoch,

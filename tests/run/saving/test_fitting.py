@@ -131,6 +131,15 @@ def test_the_settings_of_methods_in_buffers_are_those_of_the_code(tmp_path: path
     assert "5.drop_rate" not in pc.to_module(found).state_dict()
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_network_put_in_by_replace_brings_its_own_settings(how: str) -> None:
+    step = compose(loop_events) if how == "eager" else pc.compile(compose(loop_events), backend="eager")
+    state, other = step(make_state(Counting(scale=2.0)), TRAIN[0]), make_state(Counting(scale=5.0))
+    buffers = {**state.buffers, "scale": other.buffers["scale"]}
+    settings = state.replace(model=other.model, buffers=buffers).context.settings
+    assert settings == {**state.context.settings, "scale": other.context.settings["scale"]}
+
+
 def test_settings_that_surgery_has_renamed_are_resumed_to_the_bit(tmp_path: pathlib.Path) -> None:
     def renamed(state: State) -> State:
         return pc.surgery.operate(state, {Counting: lambda net, site: nn.Sequential(net)}, name="wrap")[0]
