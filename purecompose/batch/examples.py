@@ -20,9 +20,9 @@ class Splitter:
 
     Args:
         num_examples: `batch -> int`, the number of examples.
-        part: `(batch, start, stop) -> batch`, the batch of the examples from `start` to `stop`, `stop` excluded;
-            `None` if a batch cannot be cut, such as a rollout or one graph. Whatever would cut it is then refused by
-            name.
+        part: `(batch, start, stop) -> batch`, the batch of the examples from `start` to `stop`, `stop` excluded. It is
+            not needed where batches are not cut; whatever would cut them (microbatches, several processes, methods that
+            choose examples) is then refused by name.
 
     Raises:
         TypeError: An argument is not a function.
@@ -31,6 +31,9 @@ class Splitter:
         >>> lists = Splitter(len, lambda batch, start, stop: batch[start:stop])
         >>> lists.part([("image", 1), ("image", 2), ("image", 3)], 0, 2)
         [('image', 1), ('image', 2)]
+        >>> two_views = Splitter(lambda batch: len(batch[1]))  # batches of 2N images and N labels, which are not cut
+        >>> two_views.num_examples((["a1", "b1", "a2", "b2"], [0, 1]))
+        2
     """
 
     num_examples: Callable[[Any], int]
@@ -282,13 +285,16 @@ def _ambiguous(batch: Any, field: Field | None, dim: int) -> str:
         if isinstance(leaf, Tensor) and leaf.ndim:
             named.setdefault(int(leaf.shape[_dim(leaf, dim)]), []).append(f"batch{path}")
     candidates = " or ".join(f"{size} (by {', '.join(paths[:2])})" for size, paths in list(named.items())[:4])
+    (path, *_), *_ = named.values()
+    count = "len" if type(batch) is list else f"lambda batch: len({path})"
     is_turned = not dim and len(leading_sizes(batch, 1)) == 1
     hint = "for sequences (T, N, ...) use State.create(batch_dim=1); " if is_turned else ""
     hint += "name the input and its target by input_field= and target_field=; " if field is None else ""
     return (
         f"cannot tell how many examples the batch has: {candidates}; {hint}give what all examples share a leading "
-        "dimension of 1, or, where examples are not rows (lists of images, graphs, concatenated sequences), use "
-        "State.create(splitter=batch.Splitter(num_examples, part))"
+        "dimension of 1, or, where examples are not rows (lists of images, flattened targets, several "
+        f"views, sets of points), count them, as by State.create(splitter=batch.Splitter({count})), and give it also a "
+        "function part if batches are to be cut"
     )
 
 
@@ -321,10 +327,15 @@ def _map_rows(fn: Callable[[Any], Any], batch: Any, num: int, dim: int = 0) -> A
     return tree.map(on_leaf, batch, is_leaf=lambda node: is_rows(node, num, dim))
 
 
+def is_list(node: Any) -> bool:
+    """Return whether a member of a batch is a list or tuple with entries of which none contains a tensor."""
+    return type(node) in (list, tuple) and bool(node) and not tensors(node)
+
+
 def is_rows(node: Any, num: int, dim: int = 0) -> bool:
     """Return whether a member of a batch has one row for each of `num` examples; see `split`."""
     if type(node) in (list, tuple):
-        return len(node) == num and not tensors(node)
+        return len(node) == num and is_list(node)
     shape = getattr(node, "shape", None)
     is_array = isinstance(node, Tensor) or (hasattr(node, "dtype") and hasattr(node, "__getitem__"))
     return is_array and isinstance(shape, tuple) and len(shape) > 0 and bool(shape[_dim(node, dim)] == num)

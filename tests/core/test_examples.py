@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -311,6 +312,58 @@ def test_a_table_is_not_cut_where_it_has_as_many_rows_as_the_batch(name, sizes):
             step(after, second)
 
 
+def flattened(size: int) -> Any:
+    return torch.randn(size, 5, 4), torch.arange(5 * size) % CLASSES
+
+
+def views(size: int) -> Any:
+    return torch.randn(2 * size, 4), torch.arange(size) % CLASSES
+
+
+def points(size: int) -> Any:
+    return {"interior": torch.rand(5 * size, 4), "boundary": torch.rand(size, 4)}
+
+
+class Solution(nn.Linear):
+    def forward(self, points: dict[str, Tensor]) -> Any:
+        return {name: super(Solution, self).forward(x) for name, x in points.items()}
+
+
+def residual(outputs: dict[str, Tensor], targets: None) -> Tensor:
+    return outputs["interior"].square().mean() + outputs["boundary"].square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "net", "loss", "count", "options"),
+    [
+        (flattened, nn.Sequential(nn.Linear(4, CLASSES), nn.Flatten(0, 1)), plain, lambda b: len(b[0]), PAIR),
+        (
+            views,
+            nn.Linear(4, CLASSES),
+            lambda outputs, y: F.cross_entropy(outputs, y.repeat(2)),
+            lambda b: len(b[1]),
+            PAIR,
+        ),
+        (points, Solution(4, 1), residual, lambda b: len(b["boundary"]), {**WHOLE, "target_field": None}),
+    ],
+)
+def test_a_function_that_counts_is_enough_where_nothing_is_cut(make, net, loss, count, options):
+    settings: dict[str, Any] = {"loss": loss, "optimizer": optim.sgd(0.1), "duration": "2ep", **options}
+    step, data = compose(loop_events), [make(6), make(4)]
+    with pytest.raises(ValueError, match=r"splitter=batch.Splitter\(lambda batch: len\(batch\["):
+        step(State.create(net, **settings), data[0])
+    state = State.create(net, splitter=batches.Splitter(count), **settings)
+    end = pc.fit(step, state, data, evaluate=pc.Evaluator(data))
+    assert end.timestamp.sample == 20
+    context = end.context
+    values = [
+        loss(end.forward(batches.get(b, context.input_field)), batches.get(b, context.target_field)) for b in data
+    ]
+    assert pc.evaluate(end, data)["loss"] == pytest.approx((6 * values[0] + 4 * values[1]).item() / 10, rel=1e-6)
+    with pytest.raises(ValueError, match="microbatches=2: the batch would be cut"):
+        compose(loop_events, microbatches=2)(state, data[0])
+
+
 class Bags(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -351,3 +404,15 @@ def test_concatenated_members_are_counted_and_refer_to_a_splitter_where_they_are
             step(state, batch)
         assert "with all of ['int64[" in "".join(caught.value.__notes__)
         assert "splitter=batch.Splitter" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("settings", [[1, 2, 3, 4], ("a", "b", "c", "d"), np.arange(4)])
+def test_settings_in_a_list_are_not_cut_where_they_are_as_many_as_the_examples(settings):
+    step = compose(loop_events, microbatches=2)
+    make = lambda size: dict(zip("xy", data(size), strict=True)) | {"id": list(range(size)), "set": settings}  # noqa: E731
+    for first, second in ((8, 4), (4, 8)):
+        state = Form(lambda x, y: None).state()
+        with pytest.raises(ValueError, match=r"\['set'\] \(4,\) would be .* named tuple"):
+            step(step(state, make(first)), make(second))
+    state = Form(lambda x, y: None).state()
+    assert step(step(state, make(8)), make(6)).timestamp.sample == 14
