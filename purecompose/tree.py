@@ -164,20 +164,25 @@ def structure(tree: Any) -> optree.PyTreeSpec:
     return optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def leaves_with_paths(tree: Any, *, into_objects: bool = False) -> dict[str, Any]:
+def leaves_with_paths(
+    tree: Any, *, into_objects: bool = False, is_leaf: Callable[[Any], bool] | None = None
+) -> dict[str, Any]:
     """Return the leaves by key path.
 
     Args:
         tree: The tree.
         into_objects: Continue into leaves that contain tensors, such as unregistered dataclasses.
+        is_leaf: A function that is true for nodes to use as leaves.
 
     Example:
         >>> leaves_with_paths({"a": 1, "b": (2, 3)})
         {"['a']": 1, "['b'][0]": 2, "['b'][1]": 3}
     """
     if into_objects:
-        return {path: leaf for path, leaf, _ in _entries(tree)}
-    accessors, found, _ = optree.tree_flatten_with_accessor(tree, none_is_leaf=True, namespace=NAMESPACE)
+        return {path: leaf for path, leaf, _ in _entries(tree, is_leaf)}
+    accessors, found, _ = optree.tree_flatten_with_accessor(
+        tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE
+    )
     return {accessor.codify(""): leaf for accessor, leaf in zip(accessors, found, strict=True)}
 
 

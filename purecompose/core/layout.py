@@ -10,7 +10,7 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 from purecompose._support.checks import check_whole, shown
 from purecompose.batch import Splitter
-from purecompose.batch.examples import is_rows
+from purecompose.batch.examples import is_list, is_rows
 
 
 @dataclass(frozen=True)
@@ -74,23 +74,25 @@ class Layout:
         """Return which of the batch's tensors have a row for each example, the others being shared by all examples.
 
         Raises:
-            ValueError: One of them is of the other kind in an earlier batch, so that its size is that of the batch by
-                chance.
+            ValueError: One of them, or a list or array, is of the other kind in an earlier batch, so that its size is
+                that of the batch by chance.
         """
         num = self.num_examples(batch)
         found = [is_rows(leaf, num, self.dim) for leaf in batches.tensors(batch)]
-        if num > 1 and tuple(found) not in self._seen:
-            for path, leaf in tree.leaves_with_paths(batch, into_objects=True).items():
+        kinds = (*found, *(is_rows(leaf, num, self.dim) for leaf in tree.leaves(batch, is_list)))
+        if num > 1 and kinds not in self._seen:
+            for path, leaf in tree.leaves_with_paths(batch, into_objects=True, is_leaf=is_list).items():
                 is_row = is_rows(leaf, num, self.dim)
-                has_size = isinstance(leaf, Tensor) and leaf.ndim > 0 and not is_rows(leaf, 1, self.dim)
-                if has_size and self._kinds.setdefault(path, is_row) != is_row:
+                shape = (len(leaf),) if is_list(leaf) else tuple(getattr(leaf, "shape", ()))
+                if shape and not is_rows(leaf, 1, self.dim) and self._kinds.setdefault(path, is_row) != is_row:
                     here, there = ("cut with", "shared by") if is_row else ("shared by", "cut with")
                     raise ValueError(
-                        f"batch{path} {tuple(leaf.shape)} would be {here} the {num} examples of this batch, but was "
-                        f"{there} those of another: give what all examples share a leading dimension of 1, and batches "
-                        "whose examples are not rows a State.create(splitter=batch.Splitter(num_examples, part))"
+                        f"batch{path} {shape} would be {here} the {num} examples of this batch, but was {there} those "
+                        "of another: give what all examples share a leading dimension of 1 (a list: make it a named "
+                        "tuple), and batches whose examples are not rows a "
+                        "State.create(splitter=batch.Splitter(num_examples, part))"
                     )
-            self._seen.add(tuple(found))
+            self._seen.add(kinds)
         return found
 
     def take(self, batch: Any, indices: Tensor) -> Any:
