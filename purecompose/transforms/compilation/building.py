@@ -122,8 +122,8 @@ class Builder:
         return captured, form
 
     def _captured(self, variant: Variant, boundary: Boundary, is_last: bool, body: Operation) -> Captured:
-        dynamic = self.options.dynamic
-        if dynamic and can_open(boundary.signatures, is_all=dynamic == "all"):
+        dynamic, layout = self.options.dynamic, boundary.static.context.layout
+        if dynamic and can_open(boundary.signatures, layout, is_all=dynamic == "all"):
             try:
                 return capture(body, boundary, is_last=is_last, dynamic=dynamic)
             except Exception as error:  # if a fixed size fails too, that error is raised

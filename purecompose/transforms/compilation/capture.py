@@ -114,7 +114,7 @@ def capture(
         TraceError: The part cannot be traced; the message names algorithm and line.
     """
     mode, signatures, inputs = fake_mode(), boundary.signatures, boundary.inputs()
-    sizes = Sizes(mode, signatures, is_all=dynamic == "all") if dynamic else None
+    sizes = Sizes(mode, signatures, boundary.static.context.layout, is_all=dynamic == "all") if dynamic else None
     sources = [place for place, source in inputs.items() if place == source]
     with mode:
         flat = [_fake(name, i, signatures[name].specs[i], sizes) for name, i in sources]

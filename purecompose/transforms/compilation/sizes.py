@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from purecompose.core.layout import Layout
 from purecompose.transforms.signature import Signature, Spec
 
 
@@ -22,17 +23,21 @@ OPEN_FIELDS = ("batch", "outputs")
 """The fields whose dimensions may be left open."""
 
 
-def size_of(signatures: Mapping[str, Signature]) -> int:
-    """Return the number of examples in the batch according to its signature: the most frequent leading dimension."""
-    sizes = [spec.shape[0] for spec in signatures["batch"].specs if spec.shape]
-    return max(sizes, key=lambda size: (size != 1, sizes.count(size)), default=0)
+def size_of(signatures: Mapping[str, Signature], layout: Layout) -> int:
+    """Return the number of examples in the batch according to its signature; 0 if they are not rows."""
+    signature = signatures["batch"]
+    batch = signature.build([torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in signature.specs])
+    try:
+        return layout.num_examples(batch) if layout.has_rows(batch) else 0
+    except ValueError:  # no batch, or an algorithm has replaced it
+        return 0
 
 
-def can_open(signatures: Mapping[str, Signature], *, is_all: bool) -> bool:
+def can_open(signatures: Mapping[str, Signature], layout: Layout, *, is_all: bool) -> bool:
     """Return whether a batch has a size that can be left open; torch treats sizes 0 and 1 as constants."""
     if is_all:
         return any(_open_dims(spec, None) for spec in signatures["batch"].specs)
-    return size_of(signatures) >= 2
+    return size_of(signatures, layout) >= 2
 
 
 def opened(signature: Signature, size: int | None) -> Signature:
@@ -69,21 +74,25 @@ def _is_contiguous(spec: Spec) -> bool:
 class Sizes:
     """The open sizes of one graph."""
 
-    def __init__(self, mode: FakeTensorMode, signatures: Mapping[str, Signature], *, is_all: bool) -> None:
+    def __init__(
+        self, mode: FakeTensorMode, signatures: Mapping[str, Signature], layout: Layout, *, is_all: bool
+    ) -> None:
         """Create the symbols for a batch that is being traced.
 
         Args:
             mode: The mode of the trace.
             signatures: The signatures of the state's fields.
+            layout: The layout of the batch.
             is_all: True for a symbol for each dimension of the batch, False for one for the number of examples.
         """
         assert mode.shape_env is not None
-        self._env, self._is_all, self._examples = mode.shape_env, is_all, size_of(signatures)
+        self._env, self._is_all, self._layout = mode.shape_env, is_all, layout
+        self._examples = self._size(signatures)
         self._symbols: dict[tuple[str, int, int], Any] = {}
         """Symbols by field, tensor and dimension."""
         self._nodes: dict[Any, Any] = {}
         for name in OPEN_FIELDS:
-            for place, length in self._lengths(name, signatures[name], self._size(self._examples)).items():
+            for place, length in self._lengths(name, signatures[name], self._examples).items():
                 shared = None if is_all else next(iter(self._symbols.values()), None)
                 self._symbols[place] = self._symbol(length, "_".join(map(str, place))) if shared is None else shared
 
@@ -103,8 +112,7 @@ class Sizes:
             signature: Its signature in the trace.
             signatures: The signatures of the state's fields now.
         """
-        now = self._size(size_of(signatures))
-        return opened(signatures[name], now) == opened(signature, self._size(self._examples))
+        return opened(signatures[name], self._size(signatures)) == opened(signature, self._examples)
 
     def allows(self, signatures: Mapping[str, Signature]) -> bool:
         """Return whether the assumptions of the trace hold for fields that fit."""
@@ -138,15 +146,15 @@ class Sizes:
                 shapes[index][dim] = "n"
         return list(map(tuple, shapes))
 
-    def _size(self, examples: int) -> int | None:
-        return None if self._is_all else examples
+    def _size(self, signatures: Mapping[str, Signature]) -> int | None:
+        return None if self._is_all else size_of(signatures, self._layout)
 
     def _lengths(self, name: str, signature: Signature, size: int | None) -> dict[tuple[str, int, int], int]:
         specs = enumerate(signature.specs)
         return {(name, i, dim): spec.shape[dim] for i, spec in specs for dim in _open_dims(spec, size)}
 
     def _values(self, signatures: Mapping[str, Signature]) -> dict[Any, Any]:
-        size, sympy = self._size(size_of(signatures)), importlib.import_module("sympy")
+        size, sympy = self._size(signatures), importlib.import_module("sympy")
         return {
             self._symbols[place]: sympy.Integer(length)
             for name in OPEN_FIELDS

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import Event, State, algorithms as alg, every
+from purecompose.batch import Splitter
+from purecompose.core.layout import Layout
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS
 from purecompose.transforms.compilation.capture import fake_mode
@@ -40,10 +42,22 @@ def of_sizes(sizes: Sequence[int], **options: Any) -> list[Any]:
     return [make_batch(seed, size, **options) for seed, size in enumerate(sizes)]
 
 
-def test_the_size_is_the_first_leading_dimension() -> None:
-    assert size_of({"batch": signature((torch.ones(()), torch.ones(5, 2), torch.ones(3)))}) == 5
-    assert size_of({"batch": signature(None)}) == 0
-    assert size_of({"batch": signature((torch.ones(()),))}) == 0
+@pytest.mark.parametrize(
+    ("batch", "layout", "size"),
+    [
+        ((torch.ones(()), torch.ones(5, 2), torch.ones(3)), Layout(field=1), 5),
+        (
+            {"a": torch.ones(3), "b": torch.ones(3, 1), "x": torch.ones(5, 2), "y": torch.ones(5)},
+            Layout("x", 0, None, None, "y"),
+            5,
+        ),
+        ((torch.ones(6, 5), torch.ones(30)), Layout(splitter=Splitter(lambda batch: len(batch[0]))), 0),
+        (None, Layout(), 0),
+        ((torch.ones(()),), Layout(), 0),
+    ],
+)
+def test_the_size_is_the_number_of_examples_if_they_are_rows(batch: Any, layout: Layout, size: int) -> None:
+    assert size_of({"batch": signature(batch)}, layout) == size
 
 
 def test_opened_signatures_are_equal_except_for_the_size() -> None:
@@ -59,7 +73,7 @@ def test_opened_signatures_are_equal_except_for_the_size() -> None:
 
 def test_a_size_allows_what_the_trace_assumed() -> None:
     traced, mode = fields(torch.ones(8, 2)), fake_mode()
-    sizes = Sizes(mode, traced, is_all=False)
+    sizes = Sizes(mode, traced, Layout(), is_all=False)
 
     def allowed(*numbers: int) -> list[int]:
         return [n for n in numbers if sizes.allows(fields(torch.ones(n, 2)))]
@@ -80,7 +94,7 @@ def test_open_signatures_settle_on_a_concrete_size(is_all: bool) -> None:
         return {"rows": torch.cat([x, x]), "columns": x.t().contiguous(), "sum": x.sum()}
 
     traced, mode = fields(torch.ones(8, 2)), fake_mode()
-    sizes = Sizes(mode, traced, is_all=is_all)
+    sizes = Sizes(mode, traced, Layout(), is_all=is_all)
     with mode:
         left = signature(results(sizes.empty("batch", 0, traced["batch"].specs[0])))
     x = torch.ones(5, 3 if is_all else 2)
@@ -204,7 +218,7 @@ def test_all_sizes_are_open_unless_an_operation_needs_one() -> None:
         return fields((torch.ones(rows, columns), torch.ones(2, other), torch.ones(rows), torch.ones(6, 5)[:rows, :4]))
 
     traced, mode = make(5, 3, 5), fake_mode()
-    sizes = Sizes(mode, traced, is_all=True)
+    sizes = Sizes(mode, traced, Layout(), is_all=True)
     with mode:
         x, _, weights, part = (sizes.empty("batch", i, spec) for i, spec in enumerate(traced["batch"].specs))
         _ = (x @ torch.ones(3, 4) * part).sum(1) * weights
@@ -215,7 +229,9 @@ def test_all_sizes_are_open_unless_an_operation_needs_one() -> None:
     for other in (make(5, 1, 5), make(5, 3, 0), fields((torch.ones(3, 5).t(), *[torch.ones(2)] * 3))):
         assert not sizes.fits("batch", traced["batch"], other)
     assert sizes.describe("batch", traced["batch"]) == [("n", 3), ("n", "n"), ("n",), ("n", 4)]
-    assert can_open(fields(torch.ones(1, 2)), is_all=True) and not can_open(fields(torch.ones(1, 1)), is_all=True)
+    assert can_open(fields(torch.ones(1, 2)), Layout(), is_all=True) and not can_open(
+        fields(torch.ones(1, 1)), Layout(), is_all=True
+    )
 
 
 class Pooled(nn.Module):
