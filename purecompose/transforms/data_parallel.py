@@ -56,7 +56,7 @@ def data_parallel(step: Step, mesh: Any = None) -> Step:
     """
     if not isinstance(step, Step):
         raise TypeError(f"data_parallel: expected a step made by compose, got {type(step).__name__}")
-    if step.members is not SINGLE:
+    if step.members != SINGLE:
         raise ValueError(f"data_parallel: members of a population train in one process, got {step!r}")
     return step.replace(program=shared_program(step.program, _ranks(mesh)))
 

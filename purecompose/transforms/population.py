@@ -18,7 +18,7 @@ from purecompose._support.checks import check_whole
 from purecompose._support.shards import is_shard
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
-from purecompose.core.members import SINGLE
+from purecompose.core.members import SINGLE, Members
 from purecompose.core.operation import Carry, Lowered, Operation, Purpose, in_order
 from purecompose.core.state import NO_TEMPORARY, State, fields_where
 from purecompose.time.event import Event
@@ -33,7 +33,7 @@ _BATCHES = ("shared", "each")
 
 
 @dataclass(frozen=True)
-class Stacked:
+class Stacked(Members):
     """The stacked members of a population, which make a step one of n states.
 
     Attributes:
@@ -47,7 +47,6 @@ class Stacked:
     batches: str = "shared"
 
     def check(self, state: State) -> None:
-        """Raise a `ValueError` if a state is not stacked of `n` members."""
         if state.key.shape == (self.n, 2):
             return
         came = f"one of {state.key.shape[0]}" if state.key.ndim == 2 else "a single one"
@@ -61,11 +60,10 @@ class Stacked:
         return dataclasses.replace(self, n=self.chunk_size, chunk_size=None), self.n // self.chunk_size
 
     def one(self, state: State) -> State:
-        """Return the first member: schedules depend only on what all members have in common."""
+        # Schedules depend only on what all members have in common.
         return member(state, 0)
 
     def example(self, batch: Any) -> Any:
-        """Return the first member's batch."""
         if self.batches == "shared":
             return batch
         for tensor in batches.tensors(batch):
@@ -77,17 +75,14 @@ class Stacked:
         return member(batch, 0)
 
     def spread(self, batch: Any) -> Any:
-        """Return the batch with a leading member dimension, or marked as common to all members."""
         return batch if self.batches == "each" else common(batch)
 
     def adapt(self, lowered: Lowered) -> Lowered:
-        """Return a host operation that runs member after member of a stacked state; other operations are unchanged."""
         if lowered.is_host:
             return lowered._replace(run=self._one_by_one(lowered), with_slices=None)
         return lowered._replace(with_slices=None)
 
     def in_order(self, operations: Sequence[Lowered]) -> Operation:
-        """Return one operation that computes all members together, except for host operations."""
         parts: list[Operation] = []
         for is_host, group in groupby(operations, lambda lowered: lowered.is_host):
             runs = [lowered.run for lowered in group]
@@ -95,15 +90,12 @@ class Stacked:
         return in_order(parts)
 
     def each(self, fn: Callable[[State], State], state: State, where: str) -> State:
-        """Return the state after a host function of each member."""
         return _joined([fn(one) for one in self._members(state)], where)
 
     def settle(self, state: State) -> State:
-        """Return the state at the end of a fold, with a row for each member in batch and outputs too."""
         return state.replace(batch=expanded(state.batch, self.n), outputs=expanded(state.outputs, self.n))
 
     def describe(self, step: str) -> str:
-        """Return the printed form of a step."""
         return f"population({step}, {self.n})"
 
     def _together(self, operation: Operation) -> Operation:
@@ -191,7 +183,7 @@ def population(step: Step, n: int, chunk_size: int | None = None, batches: str =
     """
     if not isinstance(step, Step):
         raise TypeError(f"population(step, n): expected a step made by compose, got {type(step).__name__}")
-    if step.members is not SINGLE:
+    if step.members != SINGLE:
         raise ValueError(f"population(step, n): expected a step of single states, got {step!r}")
     if step.ranks is not None:
         raise ValueError(f"population(step, n): members train in one process, got {step!r}")

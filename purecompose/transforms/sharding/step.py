@@ -57,7 +57,7 @@ def fully_sharded(step: Step, mesh: Any, gather: Literal["step", "layer"] = "ste
     if not isinstance(step, Step):
         raise TypeError(f"fully_sharded: expected a step made by compose, got {shown(step)}")
     check_mesh(mesh, "fully_sharded")
-    if step.members is not SINGLE:
+    if step.members != SINGLE:
         raise ValueError(f"fully_sharded: members of a population train in one process, got {step!r}")
     if gather not in ("step", "layer"):
         raise ValueError(f"fully_sharded: gather={gather!r}: expected 'step' or 'layer'")
