@@ -1,10 +1,12 @@
-"""Several context managers as one."""
+"""Context managers: of several as one, and of the values of context variables."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 
+_T = TypeVar("_T")
 NOTHING: AbstractContextManager[None] = nullcontext()
 """A context manager that does nothing."""
 
@@ -20,6 +22,16 @@ def together(*scopes: AbstractContextManager[Any]) -> AbstractContextManager[Any
     if len(active) < 2:
         return active[0] if active else NOTHING
     return _nested(active)
+
+
+@contextmanager
+def during(variable: ContextVar[Any], value: _T) -> Iterator[_T]:
+    """Return a scope in which a context variable has a value, which it yields."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
 
 
 @contextmanager

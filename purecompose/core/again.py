@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from purecompose import losses, tree
 from purecompose._support.checks import shown
 from purecompose._support.functorch import is_transforming
+from purecompose._support.scopes import during
 from purecompose.core.context import Context, Static
 from purecompose.core.divided import sharing as sharing_batch
 from purecompose.core.gradient import FORWARDS
@@ -78,8 +79,7 @@ class _Again:
             )
         found = []
         # The checks of a first run need a whole run for each loss, and a transform one graph for each.
-        token = FORWARDS.set(None if is_first_run() or is_transforming() else {})
-        try:
+        with during(FORWARDS, None if is_first_run() or is_transforming() else {}):
             for loss_fn in of:
                 if is_first_run():
                     _check_reads(loss_fn, self.state)
@@ -90,8 +90,6 @@ class _Again:
                 found.append(self._run(state, params, sharing))
                 if _marks_of_buffers(loss_fn) != marks:
                     raise ValueError(_not_in_state(loss_fn, "writes into its buffers"))
-        finally:
-            FORWARDS.reset(token)
         names = dict.fromkeys(name for grads, _ in found for name in grads)
         return [
             ({name: grads[name] if name in grads else torch.zeros_like(params[name]) for name in names}, loss)

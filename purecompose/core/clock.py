@@ -5,8 +5,8 @@ at that time, so that traced code contains no changing Python number.
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.device import sent
+from purecompose._support.scopes import during
 from purecompose.random.keys import fold_in
 from purecompose.schedule import Schedule
 from purecompose.time import Timestamp
@@ -148,15 +149,9 @@ class Clock:
 _READERS: ContextVar[list["Clock"] | None] = ContextVar("readers_of_draws", default=None)
 
 
-@contextmanager
-def noting_draws() -> Iterator[list["Clock"]]:
+def noting_draws() -> AbstractContextManager[list["Clock"]]:
     """Return a scope that yields a list of the clocks whose `draw` is read in it: empty if nothing is drawn."""
-    readers: list[Clock] = []
-    token = _READERS.set(readers)
-    try:
-        yield readers
-    finally:
-        _READERS.reset(token)
+    return during(_READERS, [])
 
 
 class _Source:

@@ -1,7 +1,7 @@
 """What several processes compute of one batch, each for its own examples."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
+from purecompose._support.scopes import during, together
 from purecompose.core.ranks import Ranks
 from purecompose.core.shared_part import SHARED_PART, SharedPart
 from purecompose.nn.shared_batch import SHARED_BATCH
@@ -19,21 +20,14 @@ _WITH_WHOLE_BATCH: ContextVar[Ranks | None] = ContextVar("with_whole_batch", def
 """The processes that all have the whole batch in the running part of a step; `None` if each has a part, or is alone."""
 
 
-@contextmanager
-def sharing(batch: SharedPart | None, part: SharedPart | None) -> Iterator[None]:
+def sharing(batch: SharedPart | None, part: SharedPart | None) -> AbstractContextManager[Any]:
     """Return a scope with this process's part of the batch: where batch normalisation and the gradient look it up.
 
     Args:
         batch: The part for batch normalisation; `None` if that uses the statistics of what each process computes.
         part: The part for a gradient that needs its weight; see `SHARED_PART`.
     """
-    tokens = SHARED_BATCH.set(batch), SHARED_PART.set(part), _WITH_WHOLE_BATCH.set(None)
-    try:
-        yield
-    finally:
-        SHARED_BATCH.reset(tokens[0])
-        SHARED_PART.reset(tokens[1])
-        _WITH_WHOLE_BATCH.reset(tokens[2])
+    return together(during(SHARED_BATCH, batch), during(SHARED_PART, part), during(_WITH_WHOLE_BATCH, None))
 
 
 def with_whole_batch(operation: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
@@ -42,11 +36,8 @@ def with_whole_batch(operation: Callable[..., Any], ranks: Ranks) -> Callable[..
     def run(carry: Any, purpose: Any) -> Any:
         held = [carry]  # so that nothing else holds what the operation drops, such as gradients during an update
         del carry
-        token = _WITH_WHOLE_BATCH.set(ranks)
-        try:
+        with during(_WITH_WHOLE_BATCH, ranks):
             return operation(held.pop(), purpose)
-        finally:
-            _WITH_WHOLE_BATCH.reset(token)
 
     return run
 

@@ -5,7 +5,7 @@ Messages between them use `torch.distributed`, in the functional form that trace
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.functorch import is_fake, is_transforming
+from purecompose._support.scopes import during
 from purecompose.core.layout import Layout
 
 
@@ -172,15 +173,9 @@ WATCHES: ContextVar[bool] = ContextVar("watches", default=False)
 _SHARES: ContextVar[list[int] | None] = ContextVar("shares", default=None)
 
 
-@contextmanager
-def noting_shares() -> Iterator[list[int]]:
+def noting_shares() -> AbstractContextManager[list[int]]:
     """Return a scope that yields a list of the numbers of examples in the shares that are taken in it."""
-    found: list[int] = []
-    token = _SHARES.set(found)
-    try:
-        yield found
-    finally:
-        _SHARES.reset(token)
+    return during(_SHARES, [])
 
 
 _BUCKET = 25 * 2**20

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from purecompose._support.functorch import is_transforming, unwrapped
-from purecompose._support.scopes import NOTHING
+from purecompose._support.scopes import NOTHING, during
 from purecompose._support.shards import check_alike, is_shard, local, may_be_shards, names_by_memory, whole
 
 
@@ -77,7 +77,7 @@ def gathered_on_use(params: Mapping[str, Tensor]) -> AbstractContextManager[Any]
     if not divided:
         return NOTHING
     if _IS_ACTIVE.get() and (torch.is_grad_enabled() or is_transforming()):
-        return _in_network()  # a network may compute with its parameters under no_grad, too
+        return during(_IS_IN_NETWORK, True)  # a network may compute with its parameters under no_grad, too
     if is_transforming() or torch.is_grad_enabled() and any(param.requires_grad for param in divided.values()):
         raise RuntimeError(
             "each process holds only some rows of the parameters, and no gradient or map goes through the messages "
@@ -99,15 +99,6 @@ def _compared(divided: Mapping[str, Any]) -> Iterator[None]:
     with GatheredOnUse(whole, check):
         yield
     check_alike("has left the network", group, local(like))
-
-
-@contextmanager
-def _in_network() -> Iterator[None]:
-    token = _IS_IN_NETWORK.set(True)
-    try:
-        yield
-    finally:
-        _IS_IN_NETWORK.reset(token)
 
 
 _IS_ACTIVE: ContextVar[bool] = ContextVar("is_gathered_on_use", default=False)

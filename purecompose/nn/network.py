@@ -1,7 +1,7 @@
 """One forward pass of a skeleton: bind the tensors, draw random numbers by key, return new buffers."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from purecompose import batch as batches, tree
 from purecompose._support.autograd import GradMode
 from purecompose._support.device import AUTOCAST, arithmetic
 from purecompose._support.functorch import is_fake, is_transforming
-from purecompose._support.scopes import NOTHING, together
+from purecompose._support.scopes import NOTHING, during, together
 from purecompose._support.warnings import warn
 from purecompose._support.writes import DataGuard, WriteGuard, kept_in_place
 from purecompose.nn.gathering import gathered_on_use
@@ -26,19 +26,14 @@ _LOOKING: ContextVar[bool] = ContextVar("looking_for_draws", default=False)
 _CPU = torch.device("cpu")
 
 
-@contextmanager
-def looking_for_draws() -> Iterator[None]:
+def looking_for_draws() -> AbstractContextManager[Any]:
     """Return a scope in which every forward pass is watched for random functions and for writes into parameters.
 
     Watching costs more than a small network's forward, so a step does it once per schedule. In between, torch's own
     modules are assumed to behave the same; for a user's own modules, which may behave differently, the generators and
     the parameters' versions are compared.
     """
-    token = _LOOKING.set(True)
-    try:
-        yield
-    finally:
-        _LOOKING.reset(token)
+    return during(_LOOKING, True)
 
 
 def is_first_run() -> bool:

@@ -5,14 +5,15 @@ over the processes give the statistics of the whole batch, by which all normalis
 statistics as in one process. The backward pass adds up two numbers for each channel, too.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from purecompose._support.scopes import during
 
 
 class SharedBatch(Protocol):
@@ -38,14 +39,9 @@ SHARED_BATCH: ContextVar[SharedBatch | None] = ContextVar("shared_batch", defaul
 """The processes that share the batch of the running pass; `None` if there is only one."""
 
 
-@contextmanager
-def apart() -> Iterator[None]:
+def apart() -> AbstractContextManager[Any]:
     """Return a scope in which batch normalisation uses the statistics of this process's part."""
-    token = SHARED_BATCH.set(None)
-    try:
-        yield
-    finally:
-        SHARED_BATCH.reset(token)
+    return during(SHARED_BATCH, None)
 
 
 class SharedBatchNorms(TorchFunctionMode):

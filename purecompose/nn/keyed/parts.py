@@ -6,10 +6,11 @@ each time the part runs: in every slice, in `state.gradient`, and when it is tra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from typing import Any
 
+from purecompose._support.scopes import during
 from purecompose.nn.keyed.scope import is_under_foreign_checkpoint, top_hooks, unkeyed
 
 
@@ -48,11 +49,6 @@ CURRENT: ContextVar[Part | None] = ContextVar("part", default=None)
 """The innermost part that is running."""
 
 
-@contextmanager
-def running(part: Part | None) -> Iterator[None]:
+def running(part: Part | None) -> AbstractContextManager[Any]:
     """Return a scope in which this is the current part."""
-    token = CURRENT.set(part)
-    try:
-        yield
-    finally:
-        CURRENT.reset(token)
+    return during(CURRENT, part)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from purecompose._support.scopes import during
 from purecompose._support.shards import check_alike, is_shard, local, names_by_memory
 from purecompose.core.operation import Carry, Operation, Purpose
 from purecompose.core.shared_part import SHARED_PART, SharedPart, scaled, scaled_with_statistics
@@ -34,13 +35,9 @@ def by_layer(body: Operation, placing: Placing, *, shares_statistics: bool) -> O
         assert whole_part is not None, "runs within Shared"
         part = whole_part if shares_statistics else whole_part.of_slice(state.num_examples)
         has_shared_statistics = shares_statistics and state.model.skeleton(train=True).has_batch_norms
-        token = SHARED_PART.set(part)
-        try:
-            running = _Pass(placing, part, state.params, has_shared_statistics=has_shared_statistics)
-            with running.running():
-                end = body(carry, purpose)
-        finally:
-            SHARED_PART.reset(token)
+        running = _Pass(placing, part, state.params, has_shared_statistics=has_shared_statistics)
+        with during(SHARED_PART, part), running.running():
+            end = body(carry, purpose)
         after = end.state
         if after.grads is None:
             return end
