@@ -1,12 +1,14 @@
 """Functions that Dynamo, the tracer of `torch.compile`, calls instead of tracing them.
 
 `torch.compiler.disable` does this too, but imports Dynamo, which takes two seconds, and its functions do not learn
-whether they are called within `torch.compile`.
+whether they are called within `torch.compile`. `DispatchMode` is a `TorchDispatchMode` that does not import Dynamo.
 """
 
 import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 try:
@@ -51,3 +53,19 @@ def without_dynamo(fn: Callable[..., Any], *args: Any) -> Any:
         return fn(*args, backend)
     finally:
         _dynamo.set_eval_frame(callback)
+
+
+class DispatchMode(TorchDispatchMode):
+    """Base class of modes whose `__torch_dispatch__` Dynamo does not trace.
+
+    torch sees to this by importing Dynamo when the mode is first used: one second, in the first step of a run that
+    compiles nothing.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__torch_dispatch__ = called_by_dynamo("it watches operations")(cls.__torch_dispatch__)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False

@@ -12,7 +12,7 @@ from torch._C._functorch import (  # pyright: ignore[reportMissingImports, repor
 )
 from torch.overrides import TorchFunctionMode
 
-from purecompose._support.dispatch import DispatchMode
+from purecompose._support.dynamo import DispatchMode
 
 
 class WriteGuard(DispatchMode):

@@ -8,7 +8,7 @@ from purecompose import surgery
 from purecompose._support.checks import check_whole
 from purecompose.algorithms._parts.surgery import on_drawn_module, surgery_method
 from purecompose.core.algorithm import Algorithm, factory
-from purecompose.nn.layers._widths import check_latent
+from purecompose.nn.layers._forms import check_latent
 from purecompose.nn.layers.squeeze_excite import SqueezeExcite2d, SqueezeExciteConv2d
 
 

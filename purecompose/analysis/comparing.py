@@ -12,9 +12,8 @@ from torch import Tensor
 
 from purecompose._support.checks import check_number, shown
 from purecompose._support.table import table
-from purecompose.analysis.differences import MaxDifference, differing, max_difference
 from purecompose.analysis.recorded import RecordedRun, checkpoints_in, losses_in
-from purecompose.analysis.replaying import point, states_from
+from purecompose.analysis.replaying import MaxDifference, differing, max_difference, point, states_from
 from purecompose.data.identity import differences as data_differences
 from purecompose.records import read_run
 from purecompose.records.layout import CONFIG

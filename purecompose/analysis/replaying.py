@@ -1,17 +1,18 @@
 """`replay`: the state of a run at any batch, computed again from the nearest checkpoint before it."""
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
-from purecompose.analysis.differences import MaxDifference, max_difference
-from purecompose.analysis.precision import as_dtype
+from purecompose._support.shards import whole
 from purecompose.analysis.recorded import Loaded, RecordedRun
 from purecompose.core.state import State
 from purecompose.data.loaders import epoch_batches
@@ -24,6 +25,84 @@ from purecompose.run.start import evaluation_step
 from purecompose.time import RunLength, Time, TimeLike, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.units import named_time
+
+
+def as_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """Return a state or a batch with its floating tensors in another dtype.
+
+    A state then computes without autocast, and with losses in float64 if the dtype is. Its named scalars keep their
+    dtype, float32.
+
+    Args:
+        value: A state or a batch.
+        dtype: A floating dtype.
+    """
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    if not isinstance(value, State):
+        return batches.map_tensors(cast, value)
+    loss_dtype = torch.float64 if dtype is torch.float64 else value.context.loss_dtype
+    converted = tree.map(lambda leaf: cast(leaf) if isinstance(leaf, Tensor) else leaf, value)
+    return converted.replace(hparams=value.hparams, precision="fp32", loss_dtype=loss_dtype)
+
+
+class MaxDifference(NamedTuple):
+    """The largest difference of two states."""
+
+    leaf: str
+    """The leaf with the largest relative difference, such as `params['0.weight']`; empty if all values agree."""
+    relative: float
+    """The largest difference in it, divided by its largest magnitude; infinite if one of two values is not finite, or
+    only one state has the leaf. NaNs in the same place count as equal."""
+    absolute: float
+    """The largest difference in it."""
+
+    def __str__(self) -> str:
+        return f"{self.relative:.2g} in {self.leaf}" if self.leaf else "none"
+
+
+def max_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> MaxDifference:
+    """Return the largest difference of floating tensors by name, relative to the magnitudes in the second mapping."""
+    largest = MaxDifference("", 0.0, 0.0)
+    for name in dict.fromkeys((*theirs, *ours)):
+        if not all(one[name].is_floating_point() for one in (ours, theirs) if name in one):
+            continue  # keys and counters have no magnitude
+        found = MaxDifference(name, math.inf, math.inf)
+        if name in ours and name in theirs and ours[name].shape == theirs[name].shape:
+            found = _difference_of(name, *(whole(one).detach().cpu() for one in (ours[name], theirs[name])))
+        if found.relative > largest.relative:
+            largest = found
+    return largest
+
+
+def differing(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float) -> Iterator[str]:
+    """Yield a description of each leaf that differs, in the order of the first mapping.
+
+    Args:
+        ours: Tensors by name.
+        theirs: The others.
+        tolerance: See `tree.differences`.
+    """
+    for name in dict.fromkeys((*ours, *theirs)):
+        if name not in ours or name not in theirs:
+            yield f"{name}: only in {'a' if name in ours else 'b'}"
+            continue
+        for found in tree.differences(ours[name], theirs[name], tolerance=tolerance):
+            yield f"{name}{found}"
+
+
+def _difference_of(name: str, ours: Tensor, theirs: Tensor) -> MaxDifference:
+    ours, theirs = ours.double(), theirs.double()
+    agree = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    if bool(agree.all()):
+        return MaxDifference(name, 0.0, 0.0)
+    absolute = float((ours - theirs).abs()[~agree].nan_to_num(math.inf).max())
+    magnitudes = theirs.abs()
+    is_finite = magnitudes.isfinite()
+    scale = float(magnitudes[is_finite].max()) if bool(is_finite.any()) else 0.0
+    return MaxDifference(name, absolute / scale if scale else math.inf, absolute)
 
 
 @dataclass(frozen=True)

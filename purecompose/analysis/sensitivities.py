@@ -18,9 +18,8 @@ from torch import Tensor
 from purecompose import batch as batches, losses
 from purecompose._support.checks import check_number, shown
 from purecompose._support.table import table
-from purecompose.analysis.precision import as_dtype
 from purecompose.analysis.recorded import RecordedRun
-from purecompose.analysis.replaying import point, states_from
+from purecompose.analysis.replaying import as_dtype, point, states_from
 from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single
 from purecompose.data.loaders import fixed_batches

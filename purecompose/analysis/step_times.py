@@ -9,8 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from purecompose.analysis.cells import Trainer, first_batch
-from purecompose.analysis.moments import spread_moments
+from purecompose.analysis.cells import Trainer, first_batch, spread_moments
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.time import Timestamp

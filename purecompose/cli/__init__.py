@@ -330,7 +330,7 @@ def _add_check_options(command: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
-    return _with_hypothesis("check", "check:check")(options)
+    return _with_hypothesis("check", "check")(options)
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -348,12 +348,12 @@ def _complete(options: argparse.Namespace) -> None:
 
 def _plan(options: argparse.Namespace) -> None:
     if options.conflicts:
-        _with_hypothesis("plan --conflicts", "conflicts:show_conflicts")(options)
+        _with_hypothesis("plan --conflicts", "show_conflicts")(options)
     else:
         show_plan(options)
 
 
-def _with_hypothesis(command: str, place: str) -> Callable[[argparse.Namespace], int]:
+def _with_hypothesis(command: str, name: str) -> Callable[[argparse.Namespace], int]:
     """Return a command that needs Hypothesis, from a module that the other commands do not import."""
     try:
         import hypothesis  # noqa: F401
@@ -361,8 +361,7 @@ def _with_hypothesis(command: str, place: str) -> Callable[[argparse.Namespace],
         raise ImportError(
             f'{command} needs hypothesis; install it with `pip install "purecompose[testing]"`'
         ) from error
-    file, _, name = place.partition(":")
-    return getattr(importlib.import_module(f"purecompose.cli.{file}"), name)
+    return getattr(importlib.import_module("purecompose.cli.check"), name)
 
 
 def _list_algorithms(options: argparse.Namespace) -> None:

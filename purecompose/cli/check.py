@@ -1,4 +1,7 @@
-"""`check`: try the laws on algorithms from the shell. Imported only when it runs, because it needs Hypothesis."""
+"""`check` and `plan --conflicts`: try the laws on algorithms, and the order of pairs.
+
+Imported only when one of them runs, because it needs Hypothesis.
+"""
 
 import argparse
 import json
@@ -10,9 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 
 from purecompose._support.terminal import say
+from purecompose.cli.own import allowed_by
 from purecompose.cli.resolve import listed, notes_elsewhere, one_line, subject
 from purecompose.cli.settings import UsageError, check_target
+from purecompose.cli.setup import completed, fixed_arithmetic, reported_as
+from purecompose.cli.sources import chosen, settings_of
 from purecompose.testing.checking import Trials, trials
+from purecompose.testing.conflicts import conflicts
 from purecompose.testing.report import Report
 from purecompose.testing.shipped import SHIPPED
 
@@ -137,3 +144,21 @@ class _Progress:
     def __exit__(self, *error: object) -> None:
         if self._is_shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def show_conflicts(options: argparse.Namespace) -> None:
+    """Print the pairs of listed algorithms that do not commute, and the rule that decides their order."""
+    found = chosen(options, {} if options.run is None else settings_of(pathlib.Path(options.run)))
+    text = (
+        options.algorithms
+        if options.algorithms is not None
+        else completed(found, allowed=allowed_by(options))[0]["algorithms"]
+    )
+    entries = [] if text.strip().lower() == "none" else listed(text) or []
+    try:
+        subjects = [subject(entry) for entry in entries]
+    except UsageError as error:
+        raise UsageError(f"--algorithms: {error}") from error
+    threads = 1 if options.threads is None else options.threads
+    with fixed_arithmetic(threads), notes_elsewhere(), reported_as("--algorithms"):
+        say(conflicts(subjects))

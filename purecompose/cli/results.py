@@ -1,4 +1,4 @@
-"""`evaluate`, `predict` and `plot`: commands for existing runs."""
+"""`evaluate`, `predict` and `plot`: commands for existing runs. With a prompt, `predict` continues a text."""
 
 import argparse
 import csv
@@ -7,23 +7,45 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
+from torch import Tensor
 
-from purecompose import batch as batches
+from purecompose import batch as batches, random
+from purecompose._support.device import AUTOCAST, arithmetic
 from purecompose._support.terminal import say
 from purecompose._support.urls import with_urls
 from purecompose.cli.kinds import TEXT, load as load_data
 from purecompose.cli.loading import Trained, index_of, settings_for, trained
 from purecompose.cli.own import allowed_by
-from purecompose.cli.sampling import Prompt, continued, prompt_of
 from purecompose.cli.settings import UsageError, check_target
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, reported_as
-from purecompose.data import Arrays, TextData
+from purecompose.core.compose import Step
+from purecompose.core.loop import predict_events
+from purecompose.core.state import State
+from purecompose.data import Arrays, CharacterVocabulary, TextData
 from purecompose.losses import metrics
 from purecompose.records import draw_curves, read_run
 from purecompose.run.evaluation import evaluate, predict
+from purecompose.surgery.weights import to_module
+from purecompose.time.event import Event
+
+
+_LENGTH = 200
+
+
+class Prompt(NamedTuple):
+    """A text to continue, with the settings of its continuation."""
+
+    tokens: Tensor
+    """The prompt, int64, `(num,)`."""
+    length: int
+    """Number of characters to draw."""
+    key: Tensor
+    vocabulary: CharacterVocabulary
+    window: int
+    """Number of previous characters that the network sees."""
 
 
 def show_evaluation(options: argparse.Namespace) -> None:
@@ -140,3 +162,56 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_shown, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def prompt_of(options: argparse.Namespace, settings: Mapping[str, Any]) -> Prompt | None:
+    """Return the prompt in the options of `predict`; `None` if it should write predictions.
+
+    Args:
+        options: The options of the command line.
+        settings: The run's settings, with a text's vocabulary and window; the text itself is not needed.
+    """
+    if options.prompt is None:
+        for name in ("length", "seed"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"--{name} needs --prompt TEXT, the text that a language model continues")
+        return None
+    if "vocabulary" not in settings:
+        raise UsageError("--prompt: expected a run on text, got one that trained a network for images")
+    if options.data is not None:
+        raise UsageError("--data: a prompt is continued without data; leave it out")
+    length = _LENGTH if options.length is None else options.length
+    if not options.prompt or length < 1:
+        raise UsageError(f"--{'length' if options.prompt else 'prompt'}: expected at least one character")
+    with reported_as("--seed"):
+        key = random.key(options.seed or 0)
+    vocabulary = CharacterVocabulary(settings["vocabulary"])
+    with reported_as("--prompt"):
+        return Prompt(vocabulary.encode(options.prompt), length, key, vocabulary, settings["length"])
+
+
+def continued(state: State, prompt: Prompt, step: Step) -> Iterator[str]:
+    """Yield the prompt, and then each following character, drawn with the network's probabilities.
+
+    The network sees as many previous characters as the run's windows have, and uses the weights that the step's methods
+    predict with, such as averages. The same seed produces the same text, and a longer text begins with the shorter one.
+    """
+    yield prompt.vocabulary.decode(prompt.tokens)
+    # The event fires once and the network is called as a plain module, because a step analyses each new batch shape,
+    # and here each input is longer than the last.
+    state = step.replace(program=predict_events).fire(Event.PREDICT_START, state)
+    net, precision = to_module(state).eval(), state.context.precision
+    narrow = AUTOCAST.get(precision)
+    tokens = prompt.tokens.to(state.device)
+    for draw in random.uniform(prompt.key, (prompt.length,)).tolist():
+        with (
+            torch.no_grad(),
+            arithmetic(precision, state.device),
+            torch.autocast(state.device.type, narrow, enabled=narrow is not None),
+        ):
+            outputs = net(tokens[None, -prompt.window :])
+        shares = outputs[0, :, -1].double().softmax(0).cumsum(0)
+        # Rounding may leave the sum a little below the draw.
+        token = torch.searchsorted(shares, draw).clamp(max=len(shares) - 1)
+        tokens = torch.cat([tokens, token[None]])
+        yield prompt.vocabulary.decode(token[None])

@@ -1,6 +1,7 @@
-"""`train`: a run from its settings to the final table."""
+"""`train`: a run from its settings to the final table, or one that is resumed with those it began with."""
 
 import argparse
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -13,16 +14,16 @@ from purecompose._support.terminal import say
 from purecompose.cli.kinds import TEXT, follows
 from purecompose.cli.own import allowed_by
 from purecompose.cli.processes import Processes, processes_here
-from purecompose.cli.resuming import changes, check_model, check_seed, earlier_settings, reported_as_settings
-from purecompose.cli.settings import UsageError
+from purecompose.cli.settings import SETTINGS, UsageError
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, prepare, reported_as
-from purecompose.cli.sources import chosen, command_of
+from purecompose.cli.sources import chosen, command_of, read_config
 from purecompose.cli.telling import checksum, describe, print_results
 from purecompose.core.state import State
+from purecompose.nn.models import MODELS
 from purecompose.observers import History, NaNs, Progress, Stopwatch
 from purecompose.records import RunFolder
 from purecompose.run.fit import fit
-from purecompose.run.saving import CheckpointError, Checkpoints
+from purecompose.run.saving import CheckpointError, Checkpoints, MismatchError
 from purecompose.run.saving.folder import CHECKPOINTS, name_at
 from purecompose.surgery.summary import summary
 from purecompose.transforms.population import unstack_states
@@ -198,4 +199,74 @@ def _check_recipe(name: str, settings: Mapping[str, Any], setup: Setup) -> None:
             why = f"{name} does not fit {model} and these data{hint}"
         raise UsageError(
             f"--recipe: {why} ({_in_one_line(error, setup).partition('; in the stage forward')[0]})"
+        ) from error
+
+
+_CAUSES = {
+    "duration": ("duration", "scale_schedule"),
+    "batches_per_epoch": ("data", "length", "batch_size", "limit_batches", "validation"),
+}
+"""Settings that can cause a difference of a checkpoint, by the name of the difference; `_OF_STATE` for all others."""
+_OF_STATE = ("data", "length", "vocabulary", "algorithms", "optimizer", "precision")
+_MOST_LINES = 12
+
+
+def earlier_settings(out: Path | None, *, is_asked: bool) -> dict[str, Any]:
+    """Return the settings of the resumed run; empty if there is none."""
+    if not is_asked:
+        return {}
+    if out is None:
+        raise UsageError("--resume: give the folder of the run, --out FOLDER")
+    config = out / "config.toml"
+    return read_config(config, option="") if config.exists() else {}
+
+
+def check_seed(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
+    """Raise a `UsageError` if a run is resumed with other seeds, because the keys of its draws cannot change."""
+    for name in ("seed", "seeds"):
+        if name in earlier and earlier[name] != settings[name]:
+            raise UsageError(
+                f"--{name}: the run continues with {earlier[name]}, as it began; for another one choose another --out"
+            )
+
+
+def check_model(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
+    """Raise a `UsageError` if a run is resumed with another network, even one that its tensors fit."""
+    if "model" in earlier and _options(earlier["model"]) != _options(settings["model"]):
+        raise UsageError(
+            f"--model: {earlier['model']} in the run, {settings['model']} here; for another one choose another --out"
+        )
+
+
+def _options(model: str) -> tuple[str, dict[str, Any]]:
+    """Return a network's name and all its options, including defaults."""
+    call = specs.parse_one(model)
+    parameters = inspect.signature(MODELS[call.name]).parameters.values() if call.name in MODELS else ()
+    return call.name, {**{one.name: one.default for one in parameters}, **call.kwargs}
+
+
+def changes(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> list[str]:
+    """Return a line with the settings that differ from the resumed run's, in a list that is empty if none do."""
+    changed = [name for name in SETTINGS if earlier and earlier.get(name) != settings[name]]
+    reported = [f"{SETTINGS[name].option} {settings[name]} ({earlier.get(name, 'not set')} before)" for name in changed]
+    return [f"  continues with {', '.join(reported)}"] if reported else []
+
+
+@contextmanager
+def reported_as_settings(settings: Mapping[str, Any], earlier: Mapping[str, Any], out: Path | None) -> Iterator[None]:
+    """Name the settings that make a checkpoint unfit in the error, before the resulting differences of tensors."""
+    try:
+        yield
+    except MismatchError as error:
+        blamed = {name for line in error.differences for name in _CAUSES.get(line.partition(":")[0], _OF_STATE)}
+        changed = [name for name in SETTINGS if name in blamed and earlier.get(name) != settings[name]]
+        if not changed:
+            raise
+        lines = [f"{SETTINGS[name].option}: {earlier.get(name)} in the run, {settings[name]} here" for name in changed]
+        found = error.differences[:_MOST_LINES]
+        raise MismatchError(
+            "\n  ".join([f"{out} cannot continue with other settings:", *lines])
+            + "\nleave these options out, or choose another --out; "
+            + "\n  ".join([f"differences, of {len(error.differences)} in all:", *found]),
+            error.differences,
         ) from error

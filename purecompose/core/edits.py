@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from purecompose import batch as batches
-from purecompose._support.dispatch import DispatchMode
+from purecompose._support.dynamo import DispatchMode
 from purecompose._support.warnings import warn
 from purecompose._support.writes import storage_of
 from purecompose.core.algorithm import Algorithm, Trait

@@ -15,9 +15,8 @@ from purecompose import tree
 from purecompose._support.checks import check_whole, is_number, shown
 from purecompose.core.state import State
 from purecompose.observers.due import batch_before
-from purecompose.observers.pace import Pace
 from purecompose.observers.recorder import Monitor
-from purecompose.observers.stopwatch import Stopwatch
+from purecompose.observers.stopwatch import Pace, Stopwatch
 from purecompose.optim.by_pattern import ByPattern
 from purecompose.schedule import Hparam, Product, Schedule, collect, resolve
 from purecompose.time import Timestamp

@@ -12,8 +12,7 @@ from purecompose._support.terminal import say
 from purecompose.core.overview import describe_replaced
 from purecompose.core.state import State
 from purecompose.observers.displays import Display, NotebookDisplay, Shown, TerminalDisplay, is_in_notebook
-from purecompose.observers.pace import Pace
-from purecompose.observers.stopwatch import Stopwatch
+from purecompose.observers.stopwatch import Pace, Stopwatch
 from purecompose.time import Timestamp, TimeUnit
 from purecompose.time.event import Event
 

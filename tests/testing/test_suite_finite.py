@@ -7,7 +7,7 @@ import torch
 
 from purecompose import Algorithm, Event, State, algorithms as alg, on
 from purecompose.testing import TASKS, Case, LawViolation, check
-from purecompose.testing.suite.finite import stays_finite
+from purecompose.testing.suite.numbers import stays_finite
 
 
 def decay_by(factor: float) -> Algorithm:

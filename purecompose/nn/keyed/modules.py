@@ -28,7 +28,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from purecompose._support.checks import shown
-from purecompose._support.dispatch import DispatchMode
+from purecompose._support.dynamo import DispatchMode
 from purecompose._support.functorch import is_transforming
 from purecompose.nn.differentiable import plain_operations, replaces_functions
 from purecompose.nn.keyed.functions import FUNCTIONS

@@ -10,8 +10,7 @@ References:
 from torch import Tensor, nn
 
 from purecompose._support.checks import check_whole, shown
-from purecompose.nn.layers._forms import Wrapping
-from purecompose.nn.layers._widths import check_latent, latent_size
+from purecompose.nn.layers._forms import Wrapping, check_latent, latent_size
 
 
 class SqueezeExcite2d(nn.Module):

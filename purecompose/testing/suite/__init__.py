@@ -11,12 +11,11 @@ from purecompose.testing.suite.compiled import compiled_agrees
 from purecompose.testing.suite.contract import buffers_kept, frozen_kept, init_once, own_slot, structure_kept
 from purecompose.testing.suite.draws import draws_keyed
 from purecompose.testing.suite.evaluation import evaluation_blind, pairs_undone
-from purecompose.testing.suite.finite import stays_finite
 from purecompose.testing.suite.fitting import fit_repeats, memory_bounded
 from purecompose.testing.suite.gradients import gradients_taken
 from purecompose.testing.suite.loss import ignored_stay_ignored, loss_differentiated, mixtures_taken
 from purecompose.testing.suite.matching import match_pure, time_from_clock
-from purecompose.testing.suite.numbers import gradient_exact, vmap_agrees
+from purecompose.testing.suite.numbers import gradient_exact, stays_finite, vmap_agrees
 from purecompose.testing.suite.parts import microbatches_agree, ranks_agree, shards_agree
 from purecompose.testing.suite.purity import deterministic, global_state_kept, input_untouched
 from purecompose.testing.suite.resume import resume_exact

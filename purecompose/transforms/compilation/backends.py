@@ -19,13 +19,12 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.utils._pytree import tree_leaves
 
 from purecompose._support.memory import keep_freed_memory, return_freed_memory
-from purecompose.transforms.compilation.accumulation import accumulate_rows
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
 from purecompose.transforms.compilation.draws import open_draws, replace_draws
 from purecompose.transforms.compilation.inductor import inductor_for
 from purecompose.transforms.compilation.layouts import with_channels_last
 from purecompose.transforms.compilation.ordering import write_early
-from purecompose.transforms.compilation.updates import update_in_place
+from purecompose.transforms.compilation.updates import accumulate_rows, update_in_place
 
 
 Compiled: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]

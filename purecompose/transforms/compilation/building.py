@@ -1,12 +1,18 @@
-"""The building of a step's compiled parts: each is traced, and compiled here or in another process."""
+"""The building of a step's compiled parts: each is traced, and compiled here or in another process.
+
+For a population in chunks, the graph of a chunk of members is built once and called for each chunk. On a CPU a chunk
+whose tensors fit into the cache is faster per member than all members together.
+"""
 
 import contextlib
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from purecompose._support.warnings import warn
 from purecompose.core.compose import Step
@@ -14,11 +20,10 @@ from purecompose.core.members import Members
 from purecompose.core.operation import Operation
 from purecompose.core.program import events_in
 from purecompose.core.ranks import noting_shares
-from purecompose.transforms.compilation.backends import compile_graph
+from purecompose.transforms.compilation.backends import Compiled, compile_graph
 from purecompose.transforms.compilation.background import Background
-from purecompose.transforms.compilation.boundary import Boundary
-from purecompose.transforms.compilation.capture import Captured, capture
-from purecompose.transforms.compilation.chunks import in_chunks, of_chunk
+from purecompose.transforms.compilation.boundary import Boundary, Source
+from purecompose.transforms.compilation.capture import Captured, capture, fake_mode
 from purecompose.transforms.compilation.inductor import start_inductor
 from purecompose.transforms.compilation.messages import GraphForm
 from purecompose.transforms.compilation.options import Options
@@ -27,8 +32,9 @@ from purecompose.transforms.compilation.plan_parts import CompiledPart
 from purecompose.transforms.compilation.segments import Stretch
 from purecompose.transforms.compilation.sizes import can_open
 from purecompose.transforms.compilation.variants import Variant, too_many
+from purecompose.transforms.members import own_tensors
 from purecompose.transforms.population import Stacked
-from purecompose.transforms.signature import Signature
+from purecompose.transforms.signature import Signature, Spec
 
 
 class Builder:
@@ -149,3 +155,74 @@ def _shapes(batch: Signature) -> str:
 
 def _words(shapes: Iterable[Iterable[Any]]) -> str:
     return " ".join("x".join(map(str, shape)) or "()" for shape in shapes)
+
+
+def of_chunk(boundary: Boundary, num: int) -> Boundary:
+    """Return the boundary of one of `num` chunks of the members."""
+    if num == 1:
+        return boundary
+    signatures = {name: _of_chunk(signature, num) for name, signature in boundary.signatures.items()}
+    donated = boundary.donated and {name: signatures[name] for name in boundary.donated}
+    return replace(boundary, signatures=signatures, donated=donated)
+
+
+def in_chunks(captured: Captured, boundary: Boundary, num: int) -> tuple[Captured, Callable[[Compiled], Compiled]]:
+    """Return the graph of a chunk with the signatures of all members, and what makes its compiled form run for them.
+
+    Args:
+        captured: The graph of a chunk.
+        boundary: The boundary at the start, of all members.
+        num: The number of chunks.
+    """
+    if num == 1:
+        return captured, lambda call: call
+    own = {name: _own(signature) for name, signature in boundary.signatures.items()}
+    are_args_own = [own[field][place] for field, place in (*captured.takes, *captured.targets)]
+    joined: dict[int, Spec | None] = {}  # for each result, the spec of the joined one if there is a row for each member
+
+    def of_all(spec: Spec, source: Source, is_own: bool) -> Spec:
+        if source.field:
+            return boundary.signatures[source.field].specs[source.place]
+        joined[source.place] = _of_all(spec, num) if is_own else None
+        return joined[source.place] or spec
+
+    writes = {
+        name: (signature.with_specs(map(of_all, signature.specs, where, _own(signature))), where)
+        for name, (signature, where) in captured.writes.items()
+    }
+
+    def for_all(call: Compiled) -> Compiled:
+        def call_each(args: list[Tensor]) -> list[Tensor]:
+            rows = [arg.chunk(num) if is_own else [arg] * num for arg, is_own in zip(args, are_args_own, strict=True)]
+            columns = list(zip(*(call(list(chunk)) for chunk in zip(*rows, strict=True)), strict=True))
+            return [
+                columns[place][0] if spec is None else torch.cat(columns[place], out=spec.empty())
+                for place, spec in sorted(joined.items())
+            ]
+
+        return call_each
+
+    reads = {name: boundary.signatures[name] for name in captured.reads}
+    return captured._replace(reads=reads, writes=writes), for_all
+
+
+def _own(signature: Signature) -> list[bool]:
+    """Return for each tensor of a stacked value whether it has a row for each member."""
+    with fake_mode():
+        tensors = [spec.empty() for spec in signature.specs]
+    own = set(map(id, own_tensors(signature.build(tensors))))
+    return [id(tensor) in own for tensor in tensors]
+
+
+def _of_chunk(signature: Signature, num: int) -> Signature:
+    return signature.with_specs(
+        spec._replace(shape=torch.Size((spec.shape[0] // num, *spec.shape[1:]))) if is_own else spec
+        for spec, is_own in zip(signature.specs, _own(signature), strict=True)
+    )
+
+
+def _of_all(spec: Spec, num: int) -> Spec:
+    """Return the spec of the chunks' results joined, one member after the other, each laid out as before."""
+    row = torch.empty_like(torch.empty_strided(spec.shape[1:], spec.stride[1:], device="meta"))
+    shape = torch.Size((spec.shape[0] * num, *row.shape))
+    return spec._replace(shape=shape, stride=(max(row.numel(), 1), *row.stride()))

@@ -1,4 +1,11 @@
-"""Fused updates of an optimizer that write into donated buffers, instead of returning values to be copied there."""
+"""Changes of a traced step that save memory: updates in place, and gradients of embeddings added row by row.
+
+Fused updates of an optimizer write into donated buffers, instead of returning values to be copied there.
+
+An embedding's gradient is zero except in the rows that the batch looks up. If the weight is also that of another layer,
+such as the last one of a language model, the graph adds it to that layer's gradient, so that two tensors of the size
+of the weight are in memory. Here the rows are added to the one that exists.
+"""
 
 from typing import Any
 
@@ -43,7 +50,7 @@ def update_in_place(module: fx.GraphModule) -> None:
             and all(copy is not None and copy.args[0] is tensor for copy, tensor in zip(copied, old, strict=True))
             and all(last_read[storage] <= places[node] for storage in written)
             and written.isdisjoint(storage for grad in grads for storage in memories(grad))
-            and all(map(_are_alike, params * (len(memory) // len(params)), memory))  # as the kernel requires
+            and _strides(params) * (len(memory) // len(params)) == _strides(memory)  # as the kernel requires
         ):
             with module.graph.inserting_before(node):
                 module.graph.call_function(_ops.adam_.default, node.args, node.kwargs)
@@ -69,5 +76,53 @@ def _layout(node: fx.Node) -> tuple[Any, ...]:
     return value.dtype, value.storage_offset(), *value.shape, *value.stride()
 
 
-def _are_alike(one: fx.Node, other: fx.Node) -> bool:
-    return one.meta["val"].stride() == other.meta["val"].stride()
+def _strides(nodes: list[fx.Node]) -> list[tuple[int, ...]]:
+    return [node.meta["val"].stride() for node in nodes]
+
+
+_PUT, _MASKED_PUT = _aten._unsafe_index_put.default, _aten._unsafe_masked_index_put_accumulate.default
+"""The operations that end Inductor's decomposition of an embedding's gradient, in torch 2.11 and in later versions."""
+
+
+def accumulate_rows(module: fx.GraphModule) -> None:
+    """Replace `x + put(zeros, rows)` by `put(x, rows)`, where `put` adds rows at the places of indices.
+
+    Rows with the same index are then added to `x` one after the other, so the last bits of the sum may differ.
+
+    Args:
+        module: A pure graph of operations that Inductor supports, whose nodes carry fake tensors (`meta["val"]`).
+    """
+    node: Any
+    for node in module.graph.find_nodes(op="call_function", target=_aten.add.Tensor):
+        x, put = node.args
+        if not _is_put_into_zeros(put):
+            x, put = put, x
+        if x is put or node.kwargs or not _is_put_into_zeros(put) or not _are_alike(node, x, put):
+            continue
+        with module.graph.inserting_before(node):
+            total = module.graph.call_function(put.target, (x, *put.args[1:]))
+        total.meta.update(node.meta)
+        node.replace_all_uses_with(total)
+        module.graph.erase_node(node)
+        module.graph.erase_node(put)
+    module.recompile()
+
+
+def _is_put_into_zeros(node: Any) -> bool:
+    """Return whether a node adds rows to a tensor of zeros, and is used only once."""
+    if not isinstance(node, fx.Node) or len(node.users) != 1:
+        return False
+    if node.target is not _MASKED_PUT and not (node.target is _PUT and node.args[3:] == (True,)):
+        return False
+    target: Any = node.args[0]
+    return target.target is _aten.full.default and target.args[1] == 0
+
+
+def _are_alike(*nodes: Any) -> bool:
+    """Return whether all are tensors of the same shape, strides and dtype."""
+    if not all(isinstance(node, fx.Node) for node in nodes):
+        return False
+    first, *others = (node.meta["val"] for node in nodes)
+    return all(
+        (first.shape, first.stride(), first.dtype) == (other.shape, other.stride(), other.dtype) for other in others
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from purecompose import Event, compose, every, hparam, loop_events, optim
-from purecompose.transforms.compilation.replay import Replay
+from purecompose.transforms.compilation.plan_parts import Replay
 from tests.helpers import make_batch, make_batches, make_cnn, make_state, noise
 from tests.transforms.compilation.compile_helpers import (
     LIBRARY,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purecompose.algorithms.images import rotate
-from purecompose.algorithms.images.sampling import sampled
+from purecompose.algorithms.images.geometry import sampled
 from purecompose.random import key, uniform
 
 
