@@ -10,6 +10,7 @@ from torch import Tensor
 
 from purecompose._support.checks import check_whole
 from purecompose._support.functorch import is_fake, is_transforming
+from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.means import num_terms
 from purecompose.core.state import State
@@ -115,9 +116,9 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
     cannot check this: there, a parameter without a gradient in the last batch waits for the next group's update. Time
     counts batches, and so do schedules and intervals of other methods. Groups continue from one epoch to the next. The
     last batch of a run completes its group, whose mean is over fewer batches, if the run's length in batches is known,
-    from `duration` and `batches_per_epoch`; otherwise its last batches are not applied.
+    from `duration` and `batches_per_epoch`; otherwise its last batches are not applied, with a warning at FIT_END.
 
-    Events: INIT; BEFORE_TRAIN_BATCH of every k-th step, counted from 1, and of the last, which a program with
+    Events: INIT, FIT_END; BEFORE_TRAIN_BATCH of every k-th step, counted from 1, and of the last, which a program with
     AFTER_TRAIN_BATCH needs in order to update at all; AFTER_LOSS of every slice, to count its terms (in a program
     without this event, batches are weighted by their examples); AFTER_TRAIN_BATCH of every step, once, after methods
     that compute gradients again and before methods that clip them. Reads and replaces: the gradients. The slot contains
@@ -154,6 +155,12 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
         if event is Event.INIT:
             trained = {key: state.params[key] for key in state.context.trainable}
             return with_slot(state, AccumulatedGradients.empty(trained))
+        if event is Event.FIT_END:
+            warn(
+                f"{name}: the run has ended within a group of {num_steps} batches, which is not applied: give it a "
+                "known length (batches_per_epoch=..., or a duration in batches), whose last batch completes the group"
+            )
+            return state
         slot = state.slots[name]
         is_last = isinstance(slot, _Last)
         own = slot.own if is_last else slot
@@ -174,8 +181,8 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
         mean = own.mean({**state.grads, **missing}, of_nothing=math.nan if is_guarded else 0.0)
         return with_slot(state.replace(grads=mean), own.emptied(waiting))
 
-    ends_group = on(Event.BEFORE_TRAIN_BATCH) & (every(num_steps) | _RunEnds())
-    acts = on(Event.INIT, Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH) | ends_group
+    ends = on(Event.BEFORE_TRAIN_BATCH) & (every(num_steps) | _RunEnds()) | on(Event.FIT_END) & _Rest(num_steps)
+    acts = on(Event.INIT, Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH) | ends
     return Algorithm(
         name,
         NEVER if num_steps == 1 else acts,
@@ -197,6 +204,21 @@ class _RunEnds(Timed):
 
     def __repr__(self) -> str:
         return "run_ends()"
+
+
+@dataclass(frozen=True)
+class _Rest(Timed):
+    """A predicate that is true at the end of a run whose last batches are not a whole group, nor complete one."""
+
+    num_steps: int
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        del event
+        now = state.timestamp
+        return now.batch % self.num_steps > 0 and now.batch != now.run.total_batches
+
+    def __repr__(self) -> str:
+        return f"ends_within({self.num_steps})"
 
 
 def _missing(own: AccumulatedGradients, state: State) -> tuple[dict[str, Tensor], list[str]]:

@@ -1,6 +1,7 @@
 """Gradient accumulation against the whole batch and torch's loop; weights of batches, and steps between updates."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -467,3 +468,20 @@ def test_groups_go_on_after_the_length_of_a_run() -> None:
         before, state = state.params, step(state, groups(1)[0])
         changed.append(state.params is not before)
     assert changed == [False, True, True, True, False, True, False, True]
+
+
+@pytest.mark.parametrize("num", [4, 8, 5])
+def test_a_run_that_ends_within_a_group_warns(num: int) -> None:
+    given, step = groups(5), compose(loop_events, [gradient_accumulation(num)])
+    state = State.create(wide_net(), loss=pc.losses.cross_entropy, optimizer=OPTIMIZERS[0], duration="1ep")
+    with pytest.warns(UserWarning, match=f"within a group of {num}") if num != 5 else contextlib.nullcontext():
+        pc.fit(step, state, Unsized(given))
+    pc.fit(step, state, given)  # of known length
+
+
+class Unsized:
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
