@@ -9,10 +9,8 @@ from torch import Tensor, nn
 from purecompose import losses, tree
 from purecompose._support.checks import shown
 from purecompose._support.functorch import is_transforming
-from purecompose._support.scopes import during
 from purecompose.core.context import Context, Static
 from purecompose.core.divided import sharing as sharing_batch
-from purecompose.core.gradient import FORWARDS
 from purecompose.core.loss import check_reads, scalars_of
 from purecompose.core.operation import Carry, Lowered, Node, Operation, Purpose, walk
 from purecompose.core.ranks import Ranks
@@ -66,7 +64,7 @@ class _Again:
         self.separable = separable
 
     def __call__(self, params: dict[str, Tensor], sharing: Sharing = "all") -> tuple[dict[str, Tensor], Tensor]:
-        return self._run(self.state, params, sharing)
+        return self._run(self.state, params, Purpose(sharing, is_again=True))
 
     def gradients(
         self, of: Sequence[Callable[..., Any]], params: dict[str, Tensor], sharing: Sharing
@@ -79,29 +77,29 @@ class _Again:
             )
         found = []
         # The checks of a first run need a whole run for each loss, and a transform one graph for each.
-        with during(FORWARDS, None if is_first_run() or is_transforming() else {}):
-            for loss_fn in of:
-                if is_first_run():
-                    _check_reads(loss_fn, self.state)
-                static = Static(_with_loss(self.state.context, loss_fn), self.state.static.timestamp)
-                marks, state = _marks_of_buffers(loss_fn), self.state.replace(static=static)
-                if is_first_run() and self.separable is not None:
-                    check_operations([lambda: [Lowered(self.run_once, separable=self.separable)]], state)
-                found.append(self._run(state, params, sharing))
-                if _marks_of_buffers(loss_fn) != marks:
-                    raise ValueError(_not_in_state(loss_fn, "writes into its buffers"))
+        purpose = Purpose(sharing, is_again=True, forwards=None if is_first_run() or is_transforming() else {})
+        for loss_fn in of:
+            if is_first_run():
+                _check_reads(loss_fn, self.state)
+            static = Static(_with_loss(self.state.context, loss_fn), self.state.static.timestamp)
+            marks, state = _marks_of_buffers(loss_fn), self.state.replace(static=static)
+            if is_first_run() and self.separable is not None:
+                check_operations([lambda: [Lowered(self.run_once, separable=self.separable)]], state)
+            found.append(self._run(state, params, purpose))
+            if _marks_of_buffers(loss_fn) != marks:
+                raise ValueError(_not_in_state(loss_fn, "writes into its buffers"))
         names = dict.fromkeys(name for grads, _ in found for name in grads)
         return [
             ({name: grads[name] if name in grads else torch.zeros_like(params[name]) for name in names}, loss)
             for grads, loss in found
         ]
 
-    def _run(self, state: State, params: dict[str, Tensor], sharing: Sharing) -> tuple[dict[str, Tensor], Tensor]:
-        if sharing not in get_args(Sharing):
-            raise ValueError(f"state.gradient: sharing={sharing!r}: expected 'all', 'own' or 'none'")
+    def _run(self, state: State, params: dict[str, Tensor], purpose: Purpose) -> tuple[dict[str, Tensor], Tensor]:
+        if purpose.sharing not in get_args(Sharing):
+            raise ValueError(f"state.gradient: sharing={purpose.sharing!r}: expected 'all', 'own' or 'none'")
         carry = Carry(state.replace(params=params, grads=None), self.used)
         with sharing_batch(None, None):
-            end = self.run_once(carry, Purpose(sharing, is_again=True)).state
+            end = self.run_once(carry, purpose).state
         if end.grads is None or end.loss is None:
             raise RuntimeError("state.gradient(params): the program has no Grad with a loss")
         earlier = {*(state.grads or ())} - self.used - end.grads.keys()

@@ -13,7 +13,6 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import torch
@@ -62,10 +61,6 @@ class Forward:
         """Return the carry after the forward pass, with the loss of the given one."""
         self.after = forward(carry) if self.after is None else self.after
         return self.after._replace(state=self.after.state.replace(static=carry.state.static))
-
-
-FORWARDS: ContextVar[dict[Any, Forward] | None] = ContextVar("forwards", default=None)
-"""The forward passes of the gradients that are being computed, by their operations, where losses share them."""
 
 
 def differentiate(

@@ -50,6 +50,8 @@ class Purpose(NamedTuple):
     """True if a method replaces all gradients before anything reads them, so that processes need not send them."""
     look: Callable[[Tensor], None] | None = None
     """Function that is called with each loss that is differentiated, with its graph; see `separable`."""
+    forwards: dict[Any, Any] | None = None
+    """The forward passes so far, by their operations, if the gradients of several losses share them; see `gradient`."""
     frees_fields: bool = False
     """True if nothing reads gradients and outputs after the update, so that their memory is free for the new values."""
 

@@ -15,7 +15,7 @@ from purecompose import losses
 from purecompose.core.again import repeatable
 from purecompose.core.coupling import with_whole_loss
 from purecompose.core.cut import Cut
-from purecompose.core.gradient import FORWARDS, Forward, differentiate
+from purecompose.core.gradient import Forward, differentiate
 from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose, in_order, walk
 from purecompose.core.program import Program, Stage, Update, as_nodes, matching_params
 from purecompose.core.ranks import Ranks
@@ -99,7 +99,7 @@ class Grad(Scope):
                 names = matching_params(names, self.wrt)
             if used and state.grads is not None:
                 carry = carry._replace(state=state.replace(grads=_without(state.grads, used) or None))
-            forwards = None if place.is_weighted else FORWARDS.get()
+            forwards = None if place.is_weighted else purpose.forwards
             if forwards is None:
 
                 def inside(inner: Carry) -> Carry:
