@@ -118,6 +118,10 @@ class BufferLease:
         """Raise a `SpentStateError` if the lease has ended."""
         self.buffers.check(self.generation)
 
+    def spend(self, reason: str | Timestamp) -> None:
+        """Take the buffers over: all other leases end; see `StateBuffers.spend`."""
+        self.generation = self.buffers.spend(reason, self.generation)
+
     @property
     def is_read(self) -> bool:
         """True if a field has been read: the caller may have written into it since."""

@@ -39,38 +39,38 @@ _UNFINISHED = "was being written over by a step that has not finished"
 
 def execute(graphs: GraphCache, launch: Launch, prepared: Prepared, batch: list[Tensor], plan: ExecutionPlan) -> State:
     """Execute a plan and return the state after the step."""
-    buffers, state = launch.buffers, launch.state
+    buffers, state, lease = launch.buffers, launch.state, launch.lease
     if buffers.generation == 1:  # the second step: by now the state that was copied into the buffers has been freed
         return_freed_memory()
-    lease = launch.lease
-    held = lease.generation if lease is not None and launch.spends is None else buffers.generation
-    if launch.spends is not None:
+    own = BufferLease(buffers, None, ())
+    if launch.spends is None and lease is not None:
+        own.generation = lease.generation
+    elif launch.spends is not None:
         assert lease is not None, "they are those of the state"
         launch.spends.spend(_UNFINISHED, lease.generation)
     if launch.copies:
-        held = buffers.spend(_UNFINISHED, held)
+        own.spend(_UNFINISHED)
         for to, new in launch.copies:
             to.copy_(new)
     values: Values = {"key": [state.key], "loss": [] if state.loss is None else [state.loss], "batch": batch}
     if plan.plain is not None:
         # The usual step: one graph reads the buffers and the batch, and writes into the buffers.
-        held = buffers.spend(_UNFINISHED, held)
+        own.spend(_UNFINISHED)
         plan.plain.run(values, buffers, from_buffers=True)
-        state = _finished(graphs, plan, state.static, buffers, values, prepared.later, held)
+        state = _finished(graphs, plan, state.static, own, values, prepared.later)
     else:
         with torch.no_grad():
-            state = _through(graphs, launch, prepared, values, plan, held)
+            state = _through(graphs, own, state, prepared, values, plan)
     if launch.spends is not None:
         launch.spends.reason = prepared.later
     return state
 
 
 def _through(
-    graphs: GraphCache, launch: Launch, prepared: Prepared, values: Values, plan: ExecutionPlan, held: int
+    graphs: GraphCache, own: BufferLease, state: State, prepared: Prepared, values: Values, plan: ExecutionPlan
 ) -> State:
     """Return the state after several parts, with host algorithms between them."""
-    buffers, state = launch.buffers, launch.state
-    start = prepared.start()
+    buffers, now, start = own.buffers, state.timestamp, prepared.start()
     values = {**_EMPTY, **buffers.values, **values}
     if plan.takes_clock:
         values["clock"] = [start.clock.table]  # pyright: ignore[reportOptionalMemberAccess]
@@ -78,39 +78,33 @@ def _through(
     while True:
         for part in plan.parts:
             if plan.writes_buffers and part is plan.parts[-1]:
-                held = buffers.spend(_UNFINISHED, held)
+                own.spend(_UNFINISHED)
             part.run(values, buffers, from_buffers=from_buffers)
             from_buffers = False
         if plan.host is None:
             break
         next_stretch = plan.next_stretch
         plan, state, used = _host(graphs, plan, static, buffers, values, prepared.bits)
-        if not graphs.make_ready(plan, launch.state.timestamp):
+        if not graphs.make_ready(plan, now):
             rest = graphs.operation(prepared.bits, next_stretch)
             return graphs.step.finish(rest(Carry(state, used), NO_PURPOSE).state).unleased()
         static, from_buffers = state.static, False
-    return _finished(graphs, plan, static, buffers, values, prepared.later, held)
+    return _finished(graphs, plan, static, own, values, prepared.later)
 
 
 def _finished(
-    graphs: GraphCache,
-    plan: ExecutionPlan,
-    static: Static,
-    buffers: StateBuffers,
-    values: Values,
-    later: Timestamp,
-    held: int,
+    graphs: GraphCache, plan: ExecutionPlan, static: Static, own: BufferLease, values: Values, later: Timestamp
 ) -> State:
     """Return the state at the end, with a lease on the buffers of its donated fields."""
     assert plan.end is not None
-    signatures, context, is_usual = plan.end.signatures, static.context.rested(), True
+    buffers, signatures, context, is_usual = own.buffers, plan.end.signatures, static.context.rested(), True
     if not buffers.is_donated:
         buffers = StateBuffers(
             {name: signatures[name] for name in LASTING}, {name: values[name] for name in LASTING}, is_donated=False
         )
     else:
         if not plan.writes_buffers:
-            settled = _settled(signatures, buffers, values, held)
+            settled = _settled(signatures, own, values)
             is_usual = settled is buffers
             buffers = settled
         buffers.reason = later
@@ -131,12 +125,11 @@ def _finished(
     return state
 
 
-def _settled(signatures: dict[str, Signature], buffers: StateBuffers, values: Values, held: int) -> StateBuffers:
+def _settled(signatures: dict[str, Signature], own: BufferLease, values: Values) -> StateBuffers:
     """Write the fields into the buffers after a final host algorithm; return new buffers if they do not fit."""
+    buffers = own.buffers
     if not all(signatures[name].is_alike(buffers.signatures[name]) for name in LASTING):
-        buffers.spend(
-            "was given to a step in which a host algorithm changed the structure, shapes or dtypes of the state", held
-        )
+        own.spend("was given to a step in which a host algorithm changed the structure, shapes or dtypes of the state")
         owned = {name: [tensor.detach().clone() for tensor in values[name]] for name in LASTING}
         return StateBuffers(
             {name: signatures[name].with_specs(map(spec_of, owned[name])) for name in LASTING}, owned, is_donated=True
@@ -148,7 +141,7 @@ def _settled(signatures: dict[str, Signature], buffers: StateBuffers, values: Va
         if new is not to
     ]
     if moves:
-        buffers.spend(_UNFINISHED, held)
+        own.spend(_UNFINISHED)
         # All reads precede all writes: one tensor's new value may be another's old one.
         for to, new in [(to, new.detach().clone()) for to, new in moves]:
             to.copy_(new)
