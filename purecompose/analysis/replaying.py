@@ -15,8 +15,8 @@ from purecompose._support.checks import shown
 from purecompose._support.shards import whole
 from purecompose.analysis.recorded import Loaded, RecordedRun
 from purecompose.core.state import State
+from purecompose.data.checks import StateStream
 from purecompose.data.loaders import epoch_batches
-from purecompose.data.stream import StateStream
 from purecompose.run.evaluation import Observer
 from purecompose.run.outer import Run
 from purecompose.run.saving import MismatchError

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from purecompose._support.files import is_nested_deeper, read_whole
-from purecompose._support.forms import is_count, misfit
+from purecompose._support.files import is_count, is_nested_deeper, misfit, read_whole
 from purecompose.observers import read_records
 from purecompose.records.layout import CHECKPOINTS, COMMAND, CONFIG, HISTORY, PLAN, RECORDS, RESULT, VERSIONS
 from purecompose.records.starts import Start

@@ -9,8 +9,7 @@ from typing import Any
 from purecompose._support.checks import is_callable_with, shown
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data.checks import check_batches
-from purecompose.data.stream import StateStream
+from purecompose.data.checks import StateStream, check_batches
 from purecompose.run.evaluation import Evaluator, Observer, check_other_data
 from purecompose.run.plateau import Adjuster
 from purecompose.run.saving.settings import Checkpoints

@@ -1,8 +1,14 @@
-"""The end of a run of several processes after a signal: all end after the same batch."""
+"""The end of a run after a signal, which is recorded when it arrives, and obeyed between two batches.
+
+Several processes all end after the same batch.
+"""
 
 import itertools
+import os
 import signal
+import threading
 from collections import deque
+from types import FrameType
 from typing import Any
 
 import torch
@@ -68,3 +74,54 @@ class CommonEnd:
         self._sent.append(event)
         if len(self._sent) > _AHEAD:
             self._sent.popleft().synchronize()
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """A reusable context manager that records SIGINT and SIGTERM; a second signal takes effect immediately.
+
+    Only Python's main thread may set handlers; in other threads it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._outside: dict[int, Any] = {}
+        self._process = os.getpid()
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            self._outside = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def obey(self, message: str) -> None:
+        """End the process according to the signal: SIGINT by `KeyboardInterrupt`, SIGTERM by `SystemExit` with 143.
+
+        Args:
+            message: A description of what was done before the end.
+        """
+        assert self.received is not None
+        self._restore()
+        number, self.received = self.received, None
+        if number is signal.SIGINT:
+            raise KeyboardInterrupt(message)
+        error = SystemExit(128 + number)
+        error.add_note(message)
+        raise error
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self._restore()
+        if os.getpid() == self._process:
+            self.received = signal.Signals(number)
+        else:  # a child process forked within the scope: its earlier handler acts
+            signal.raise_signal(number)
+
+    def _restore(self) -> None:
+        outside, self._outside = self._outside, {}
+        for number, handler in outside.items():
+            signal.signal(number, handler)

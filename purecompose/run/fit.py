@@ -19,9 +19,9 @@ from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
 from purecompose.core.state import State
+from purecompose.data.checks import StateStream
 from purecompose.data.identity import describe_data, differences
 from purecompose.data.loaders import SkippingWarning, own_order
-from purecompose.data.stream import StateStream
 from purecompose.run.arguments import (
     as_evaluators,
     as_observers,

@@ -14,12 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from purecompose._support.interrupts import Interrupts
 from purecompose._support.urls import with_urls
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.identity import describe_data
-from purecompose.run.ending import CommonEnd
+from purecompose.run.ending import CommonEnd, Interrupts
 from purecompose.run.evaluation import Evaluator, Observer, run_evaluator, tell
 from purecompose.run.microbatching import Adaptive
 from purecompose.run.plateau import Adjuster

@@ -6,10 +6,10 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from purecompose.core.state import State
+from purecompose.data.checks import StateStream
 from purecompose.data.loaders import epoch_batches
 from purecompose.data.position import PositionedBatches, position_at
 from purecompose.data.prefetch import prefetch
-from purecompose.data.stream import StateStream
 from purecompose.data.waiting import watched
 from purecompose.time import RunLength, Timestamp, TimeUnit
 

@@ -9,8 +9,7 @@ from purecompose._support.warnings import warn
 from purecompose.core.compose import Step
 from purecompose.core.loop import eval_events
 from purecompose.core.state import State
-from purecompose.data.checks import length_of
-from purecompose.data.stream import StateStream
+from purecompose.data.checks import StateStream, length_of
 from purecompose.run.plateau import Adjuster
 from purecompose.run.stopping import Stopper, with_memories
 from purecompose.time import RunLength, Time, TimeUnit

@@ -11,11 +11,10 @@ import torch
 
 from purecompose._support.checks import check_whole
 from purecompose.core.algorithm import Algorithm
-from purecompose.testing.attempt import NEUTRAL, Attempt
+from purecompose.testing.attempt import NEUTRAL, Attempt, Refusal, refusal
 from purecompose.testing.case import COMPANY
 from purecompose.testing.chosen import chosen
 from purecompose.testing.law import Law
-from purecompose.testing.probing import Refusal, refusal
 from purecompose.testing.report import Outcome, Report, Status
 from purecompose.testing.search import search
 from purecompose.testing.strategies import cases

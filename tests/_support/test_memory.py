@@ -7,8 +7,8 @@ import resource
 import pytest
 import torch
 
-from purecompose._support import memory
-from purecompose._support.memory import keep_freed_memory, return_freed_memory
+from purecompose._support import device
+from purecompose._support.device import keep_freed_memory, return_freed_memory
 
 
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such options")
@@ -55,7 +55,7 @@ def test_settings_in_the_environment_are_left_as_they_are(
     setting: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(memory, "_of_glibc", asked.append)
+    monkeypatch.setattr(device, "_of_glibc", asked.append)
     monkeypatch.setenv(*setting)
     keep_freed_memory()
     assert asked == []

@@ -5,8 +5,8 @@ from contextvars import ContextVar
 
 import pytest
 
-from purecompose.testing import turns as module
-from purecompose.testing.turns import Turns
+from purecompose.testing import simulated as module
+from purecompose.testing.simulated import Turns
 
 
 def test_threads_run_in_the_order_of_their_places() -> None:

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from purecompose._support.files import is_nested_deeper
-from purecompose._support.forms import PLAIN, is_count, is_numbers, misfit
+from purecompose._support.files import PLAIN, is_count, is_nested_deeper, is_numbers, misfit
 from purecompose.run.saving.errors import CheckpointError, DamagedError
 from purecompose.run.saving.leaves import Spec
 from purecompose.time import RunLength, Time, Timestamp

@@ -18,7 +18,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized, can_
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.utils._pytree import tree_leaves
 
-from purecompose._support.memory import keep_freed_memory, return_freed_memory
+from purecompose._support.device import keep_freed_memory, return_freed_memory
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
 from purecompose.transforms.compilation.draws import open_draws, replace_draws
 from purecompose.transforms.compilation.inductor import inductor_for

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose._support.memory import return_freed_memory
+from purecompose._support.device import return_freed_memory
 from purecompose.core.compose import Prepared
 from purecompose.core.context import Static
 from purecompose.core.operation import NO_PURPOSE, Carry

@@ -1,8 +1,13 @@
-"""The graph cache: a step's compiled graphs and the plans built from them, each checked in a first run."""
+"""The graph cache: a step's compiled graphs and the plans built from them, each checked in a first run.
+
+Processes that share each batch agree on what is known, and on what fails: one that took another way, for which it sends
+other messages, would wait for the others forever.
+"""
 
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +17,11 @@ from purecompose._support.warnings import warn
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Purpose, in_order
+from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
 from purecompose.nn.network import looking_for_draws
 from purecompose.time import Timestamp
 from purecompose.time.predicates import NEVER
-from purecompose.transforms.compilation.agreement import all_true, failing_together
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary
 from purecompose.transforms.compilation.building import Builder
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError, explained, fake_mode, state_of
@@ -287,3 +292,39 @@ def _check_values(operations: Sequence[Lowered], start: State) -> None:
         check = operations[places[0]].check
         assert check is not None
         check(carry)
+
+
+def all_true(ranks: Ranks | None, own: bool, device: torch.device) -> bool:
+    """Return whether this is true in all processes, which must all ask; without ranks, there is only this one."""
+    return own if ranks is None else all(_gathered(ranks, int(own), device))
+
+
+@contextmanager
+def failing_together(ranks: Ranks | None, device: torch.device) -> Iterator[None]:
+    """Return a scope, in which no messages are sent, that ends with an error in all processes or in none.
+
+    Raises:
+        TraceError: Another process has raised one.
+        RuntimeError: Another process has raised another error.
+    """
+    if ranks is None:
+        yield
+        return
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    own = 0 if error is None else 1 if isinstance(error, TraceError) else 2
+    kinds = _gathered(ranks, own, device)
+    worst = max(kinds)
+    if error is not None and own == worst:
+        raise error
+    if worst:
+        failed = ", ".join(str(rank) for rank, kind in enumerate(kinds) if kind == worst)
+        text = f"compile: rank {failed} failed to compile a part of the step, and its own error tells why"
+        raise TraceError(f"{text}{FALLBACK_ADVICE}") if worst == 1 else RuntimeError(text)
+
+
+def _gathered(ranks: Ranks, own: int, device: torch.device) -> list[int]:
+    return ranks.gather(torch.tensor([own], device=device)).tolist()
