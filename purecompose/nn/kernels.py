@@ -179,7 +179,8 @@ class _CumulativeNorms(TorchFunctionMode):
     _count: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__float__ and any(f.f_code is _COUNTING for f, _ in traceback.walk_stack(sys._getframe())):
+        is_read = func is Tensor.__float__ or func is Tensor.item
+        if is_read and any(f.f_code in _COUNTING for f, _ in traceback.walk_stack(sys._getframe())):
             self._count = args[0]
             return 1.0  # with this factor, the running statistics become those of the batch
         if func is not torch.nn.functional.batch_norm or self._count is None:
@@ -193,7 +194,7 @@ class _CumulativeNorms(TorchFunctionMode):
         return result
 
 
-_COUNTING = torch.nn.modules.batchnorm._BatchNorm.forward.__code__
+_COUNTING = [norm.forward.__code__ for norm in (torch.nn.modules.batchnorm._BatchNorm, torch.nn.SyncBatchNorm)]
 
 _NORMS = (torch.nn.functional.batch_norm, torch.nn.functional.instance_norm, torch.batch_norm, torch.instance_norm)
 

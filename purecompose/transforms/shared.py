@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from purecompose._support.shards import is_shard
 from purecompose.core.again import repeatable
@@ -105,7 +105,7 @@ class Shared(Scope):
         is_known = compared.get("epoch") == now.epoch and compared["model"] is state.model
         is_known = is_known and compared["batch"] <= now.batch
         if not is_known or state.lease is None:  # reading the parameters of a compiled step's own state copies them
-            _check_placed(state, self.placing)
+            _check_state(state, self.placing)
         with naming_late_ranks(ranks, now.batch):
             if not self.is_checked and not is_known:
                 check_alike(ranks, step, state, batch)
@@ -206,8 +206,13 @@ def _on_whole_params(check: Check | None, placing: Placing | None) -> Check | No
     return run
 
 
-def _check_placed(state: State, placing: Placing | None) -> None:
-    """Raise a `ValueError` unless the state is divided among processes exactly if the step expects it."""
+def _check_state(state: State, placing: Placing | None) -> None:
+    """Raise a `ValueError` if the state is not divided among processes as the step expects, or synchronises itself."""
+    if any(isinstance(module, nn.SyncBatchNorm) for module in state.model.module.modules()):
+        raise ValueError(
+            "several processes: nn.SyncBatchNorm sends messages of its own, which do not know how parts of a batch are "
+            "weighted: keep nn.BatchNorm, which has the statistics of the whole batch here"
+        )
     is_divided = any(map(is_shard, state.params.values()))
     if is_divided and placing is None:
         raise ValueError(

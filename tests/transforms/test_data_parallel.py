@@ -183,6 +183,12 @@ class WithConstants(nn.Module):
         return self.net(inputs) + self.get_buffer("phases").real.sum() * self.get_buffer("table").sum()
 
 
+def test_norms_that_synchronise_themselves_are_refused() -> None:
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    with pytest.raises(ValueError, match="keep nn.BatchNorm"):
+        check_played([], net, [make_batch()])
+
+
 def test_constant_buffers_are_unchanged() -> None:
     net, batches = WithConstants(), [make_batch(seed, 7) for seed in range(3)]
     batches[1][0][0] = torch.nan

@@ -82,9 +82,10 @@ def test_a_step_is_compiled_under_anomaly_detection():
         assert torch.is_anomaly_enabled()
 
 
-def test_batch_norms_with_a_mean_over_all_batches_compile():
-    def norm() -> nn.BatchNorm1d:
-        return nn.BatchNorm1d(3, momentum=None)
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_batch_norms_with_a_mean_over_all_batches_compile(kind):
+    def norm() -> nn.Module:
+        return kind(3, momentum=None)
 
     net = nn.Sequential(nn.Linear(4, 3), norm(), nn.Tanh(), nn.Linear(3, 3), norm(), nn.BatchNorm1d(3))
     step, fast = made()
