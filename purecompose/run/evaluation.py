@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import length_hint
 from typing import Any, TypeAlias
 
 import torch
@@ -62,8 +63,9 @@ class Evaluator:
     """An evaluation during a run: its data, its metrics and how often it runs.
 
     Args:
-        data: Batches, iterated from the start at each evaluation. Endless data need `num_batches`: where it cannot be
-            known that they are endless, a warning says so after 10,000 batches.
+        data: Batches, iterated from the start at each evaluation. Endless data need `num_batches`. What may have an end
+            or not, such as a `DataLoader` of an `IterableDataset` without a length, is read to it, with a warning after
+            10,000 batches.
         metrics: Metrics, or functions `(outputs, targets)` of one value for each example, by name; by default the mean
             loss, as `"loss"`. Values with further dimensions, (N, ...), are averaged over them.
         every: Interval between evaluations: a number of epochs, batches, samples or tokens, or a fraction of the run.
@@ -100,7 +102,7 @@ class Evaluator:
         if self.num_batches is not None:
             check_whole(self.num_batches, "Evaluator: num_batches", 1)
         check_batches(self.data, "Evaluator: data")
-        if self.num_batches is None and isinstance(self.data, _ENDLESS):
+        if self.num_batches is None and isinstance(self.data, _ENDLESS) and not length_hint(self.data):
             raise ValueError(
                 f"Evaluator: data: {type(self.data).__name__} has no end, so an evaluation would have none: give "
                 "num_batches, how many of its batches to take"
@@ -160,14 +162,15 @@ def evaluate(
             stacked states, their `population`, whose metrics may not read values in Python. If it is that of several
             processes, all must call, with the same batches, and each computes a part of each batch, if the metrics are
             sums over examples (`Metric.is_sum`).
-        num_batches: Maximal number of batches; by default all. Endless data need it.
+        num_batches: Maximal number of batches; by default all. Endless data need it; see `Evaluator`.
         microbatch_size: Maximal number of examples that pass through the network together; see `Evaluator`.
 
     Returns:
         The values by name: floats, or for a population lists with one float per member.
 
     Raises:
-        ValueError: There is no batch, or the processes have different ones.
+        ValueError: There is no batch, or the processes have different ones; or the data is known to be endless, such as
+            `itertools.cycle`, and `num_batches` is not given.
         KeyError: A batch has no target at the state's `target_field`.
         TypeError: Something that is not a metric.
 

@@ -396,6 +396,9 @@ def test_data_without_an_end_are_refused_where_that_is_known(monkeypatch):
     for data in (itertools.cycle([make_batch()]), itertools.repeat(make_batch())):
         with pytest.raises(ValueError, match="has no end.*give num_batches"):
             pc.Evaluator(data)
+        with pytest.raises(ValueError, match="has no end.*give num_batches"):
+            pc.evaluate(make_state(), data)
+    assert pc.evaluate(make_state(), itertools.repeat(make_batch(), 2)) == pc.evaluate(make_state(), [make_batch()] * 2)
     monkeypatch.setattr("purecompose.run.evaluation._MANY", 3)
     with pytest.warns(UserWarning, match="has taken 3 batches from data of unknown length"):
         pc.evaluate(make_state(), (make_batch() for _ in range(5)))
