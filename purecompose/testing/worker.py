@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.util
-import io
 import json
 import os
 import pickle
@@ -62,8 +61,8 @@ class Unportable(Exception):
     """The case or the algorithm cannot be sent to another process."""
 
 
-_ERRORS = {b"C": Unportable, b"L": WorkerError, b"R": RemoteError}
-"""Errors by an answer's first letter: the case cannot be read, the algorithm cannot be created, the run failed."""
+Answer = tuple[type[Exception] | None, Any]
+"""`None` with the snapshot at the end of the run, or the kind of an error with its text."""
 
 
 class Request(NamedTuple):
@@ -137,20 +136,20 @@ class Worker:
     def ask(self, request: Request) -> bytes:
         """Return the snapshot at the end; the errors are those of `resumed_elsewhere`."""
         with self._lock:
-            answer = self._exchange(pickle.dumps(tuple(request)), request.limit + _SLACK)
-        if answer.startswith(b"S"):
-            return answer[1:]
-        raise _ERRORS[answer[:1]](answer[2:].decode())
+            error, found = self._exchange(request, request.limit + _SLACK)
+        if error is None:
+            return found
+        raise error(found)
 
-    def _exchange(self, message: bytes, limit: float) -> bytes:
+    def _exchange(self, request: Request, limit: float) -> Answer:
         assert self._process.stdin is not None and self._process.stdout is not None
         timer = threading.Timer(limit, self._process.kill)
         timer.daemon = True
         timer.start()
         try:
-            _write(self._process.stdin, message)
-            return _read(self._process.stdout)
-        except (EOFError, OSError) as error:
+            _send(request, self._process.stdin)
+            return pickle.load(self._process.stdout)
+        except (EOFError, OSError, pickle.UnpicklingError) as error:
             self.close()
             raise WorkerError(f"the other process ended with status {self._process.returncode}") from error
         finally:
@@ -203,16 +202,16 @@ def serve(fork: bool) -> None:
     warnings.simplefilter("ignore")  # the parent has shown them; and numpy's idle threads do not prevent a fork
     while True:
         try:
-            request = Request(*pickle.loads(_read(requests)))
+            request = pickle.load(requests)
         except EOFError:
             os._exit(0)  # immediately, because the process that closed the pipe waits
         answer = _answer_of_child(request, requests.fileno()) if fork else _answer(request)
         if answer is None:
             return
-        _write(answers, answer)
+        _send(answer, answers)
 
 
-def _answer_of_child(request: Request, parent: int) -> bytes | None:
+def _answer_of_child(request: Request, parent: int) -> Answer | None:
     """Return the answer, computed in a new process; `None` if the parent has ended in the meantime."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -227,17 +226,16 @@ def _answer_of_child(request: Request, parent: int) -> bytes | None:
             if not ready or parent in ready:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-                return None if ready else f"R no end after {request.limit:g} seconds".encode()
+                return None if ready else (RemoteError, f"no end after {request.limit:g} seconds")
             piece = pipe.read(1 << 20)
             if not piece:
                 break
             data += piece
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status:
-        return f"R the process ended with status {status}".encode()
-    messages = io.BytesIO(data)
-    answer = _read(messages)
-    _import(_read(messages).decode().split())
+        return RemoteError, f"the process ended with status {status}"
+    answer, imported = pickle.loads(data)
+    _import(imported)
     return answer
 
 
@@ -247,8 +245,8 @@ def _be_child(request: Request, writing: int) -> NoReturn:
         os.dup2(0, 2)  # errors are reported in the answer
         before = set(sys.modules)
         with os.fdopen(writing, "wb") as pipe:
-            _write(pipe, _answer(request))
-            _write(pipe, " ".join(name for name in sys.modules if name not in before).encode())
+            answer = _answer(request)
+            _send((answer, [name for name in sys.modules if name not in before]), pipe)
         status = 0
     finally:
         os._exit(status)  # without the worker's clean-up, which the child must not run
@@ -269,22 +267,20 @@ def _import(names: Iterable[str]) -> None:
             continue
 
 
-def _answer(request: Request) -> bytes:
-    """Return a letter, followed by the snapshot of the end or an error's text; see `_ERRORS`."""
-    kind = "C"
+def _answer(request: Request) -> Answer:
+    kind: type[Exception] = Unportable  # the case cannot be read
     try:
         sys.path[:] = request.path
         os.chdir(request.directory)
         write_settings(request.settings)
         case = pickle.loads(request.case)
-        kind = "L"
+        kind = WorkerError  # the algorithm cannot be created
         algorithm = _made(request.source, request.events)
-        kind = "R"
-        end = resumed(algorithm, case, request.snapshot, request.first, request.num)
-        return b"S" + to_bytes(end)
+        kind = RemoteError
+        return None, to_bytes(resumed(algorithm, case, request.snapshot, request.first, request.num))
     except Exception as error:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        return f"{kind} {type(error).__name__}: {error}{notes}".encode()
+        return kind, f"{type(error).__name__}: {error}{notes}"
 
 
 def _made(source: str, events: tuple[str, ...]) -> Algorithm:
@@ -294,18 +290,6 @@ def _made(source: str, events: tuple[str, ...]) -> Algorithm:
     return replace(algorithm, match=algorithm.predicate & on(*events))
 
 
-# Messages between the two processes: the length in eight bytes, then the content.
-
-
-def _write(pipe: IO[bytes], message: bytes) -> None:
-    pipe.write(len(message).to_bytes(8, "big") + message)
+def _send(message: Any, pipe: IO[bytes]) -> None:
+    pickle.dump(message, pipe)
     pipe.flush()
-
-
-def _read(pipe: IO[bytes]) -> bytes:
-    """Return the next message."""
-    header = pipe.read(8)
-    message = pipe.read(int.from_bytes(header, "big")) if len(header) == 8 else b""
-    if len(header) < 8 or len(message) < int.from_bytes(header, "big"):
-        raise EOFError
-    return message
