@@ -57,7 +57,7 @@ def choose_by_loss(key: Tensor | random.Rng, example_losses: Tensor, *, keep: fl
     ranks = torch.arange(num, dtype=torch.float64, device=order.device)
     # Relative to the highest rank: for a small `keep`, the power of (r + 1/2) / N would underflow to 0 for all ranks.
     weights = ((ranks + 0.5) / (num - 0.5)) ** (1 / keep - 1)
-    drawn = random.choice(as_rng(key, "choose_by_loss").named("choice"), num, _num_kept(num, keep), weights)
+    drawn = random.choice(as_rng(key, "choose_by_loss").named("choice"), num, max(1, whole_part(keep, num)), weights)
     return order.index_select(0, drawn.to(order.device))
 
 
@@ -295,10 +295,6 @@ def _shrunk(inputs: Any, scale_factor: float) -> Any:
     size = [max(1, whole_part(scale_factor, length)) for length in inputs.shape[2:]]
     shrunk = F.interpolate(floating, size, mode=_MODES[inputs.ndim], align_corners=False)
     return shrunk if inputs.is_floating_point() else shrunk.round().to(inputs.dtype)
-
-
-def _num_kept(num: int, keep: float) -> int:
-    return max(1, whole_part(keep, num))
 
 
 def _check_images(inputs: Any, scale_factor: float) -> None:

@@ -79,14 +79,6 @@ def _for_short_runs() -> tuple[Algorithm, ...]:
     )
 
 
-def _mild() -> Recipe:
-    return Recipe((*_for_short_runs(), label_smoothing(0.08)), _PUBLISHED_LOSS)
-
-
-def _medium() -> Recipe:
-    return Recipe((*_for_short_runs(), label_smoothing(0.1), mixup(0.2), sam(0.5, every=10)), _PUBLISHED_LOSS)
-
-
 def _hot() -> Recipe:
     methods = (
         label_smoothing(0.13),
@@ -129,8 +121,10 @@ def _shakespeare_fast() -> Recipe:
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
-    "mild": _mild,
-    "medium": _medium,
+    "mild": lambda: Recipe((*_for_short_runs(), label_smoothing(0.08)), _PUBLISHED_LOSS),
+    "medium": lambda: Recipe(
+        (*_for_short_runs(), label_smoothing(0.1), mixup(0.2), sam(0.5, every=10)), _PUBLISHED_LOSS
+    ),
     "hot": _hot,
     "mnist-fast": _mnist_fast,
     "shakespeare-fast": _shakespeare_fast,

@@ -125,7 +125,8 @@ class SuccessiveHalving:
         found = torch.as_tensor(metrics[self.metric], dtype=torch.float32, device=state.device)
         sources, is_out = self._ranked(found)
         before, earlier = self._values(state), state.slots[self.name]["out"]
-        state = _with_copies(state, sources)
+        # Each member becomes a copy of another one; keys stay in their places.
+        state = state.replace(**{name: tree.map(lambda leaf: leaf[sources], getattr(state, name)) for name in _COPIED})
         memory = dict(state.slots[self.name])
         out = torch.cat([before, found[:, None]], 1).where(is_out[:, None], torch.nan)
         values = self._varied(self._values(state), memory, is_out, state.key[0], rung)
@@ -167,13 +168,6 @@ class SuccessiveHalving:
     def _values(self, state: State) -> Tensor:
         """Return the settings of all members, (members, names)."""
         return torch.stack([state.hparams[name] for name in self.names], 1)
-
-
-def _with_copies(state: State, sources: Tensor) -> State:
-    """Return the state in which each member is a copy of another one; keys stay in their places."""
-    return state.replace(
-        **{name: tree.map(lambda leaf: leaf[sources], getattr(state, name)) for name in _COPIED},
-    )
 
 
 def _with_row(memory: Tensor, index: int, row: Tensor) -> Tensor:

@@ -89,7 +89,9 @@ def bisect(run: RecordedRun, predicate: Callable[[State], Any], *, stays: bool) 
         if batch is not None:
             if stays and high < len(found) - 1:  # the search has not looked at the end of the run
                 read.add(len(found) - 1)
-                _check_stays(predicate, batch, run.load(found[-1]).state)
+                end = run.load(found[-1]).state
+                if not _holds(predicate, end):
+                    raise _passing(predicate, batch, end.timestamp.batch)
             explanation = explain_last(run, caught) if run.start.key.ndim == 1 else None
             return Bisection(batch, _words(predicate), len(read), num_batches, explanation)
     text = f"bisect: {_words(predicate)} does not hold at batch {found[high].index.batch} of {run.path}"
@@ -106,12 +108,6 @@ def _holds(predicate: Callable[[State], Any], state: State) -> bool:
         raise RuntimeError(
             f"bisect: the predicate {_words(predicate)} raised at {place}: {type(error).__name__}: {error}"
         ) from error
-
-
-def _check_stays(predicate: Callable[[State], Any], batch: int, end: State) -> None:
-    """Raise if a predicate that has been found to hold does not at the end."""
-    if not _holds(predicate, end):
-        raise _passing(predicate, batch, end.timestamp.batch)
 
 
 def _passing(predicate: Callable[[State], Any], batch: int, later: int) -> ValueError:

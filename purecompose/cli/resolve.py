@@ -1,6 +1,5 @@
 """Helpers of the commands that try laws. Imported only when one of them runs, because it needs Hypothesis."""
 
-import difflib
 import importlib
 import os
 import pathlib
@@ -14,6 +13,7 @@ from types import ModuleType
 
 from hypothesis import configuration
 
+from purecompose._support.specs import did_you_mean
 from purecompose.algorithms import FACTORIES
 from purecompose.cli.settings import UsageError
 from purecompose.testing.subject import Subject
@@ -94,19 +94,14 @@ def _module_hint(module: str) -> str:
         stem = module.removesuffix(".py").replace("\\", "/").strip("./").replace("/", ".")
         return f" expected a module's name, not a file's, such as {stem}:my_algorithm"
     here = [found.name for found in pkgutil.iter_modules([os.getcwd()])]
-    return _did_you_mean(module, here) or f" expected one that can be imported from {os.getcwd()}"
+    return did_you_mean(module, here) or f" expected one that can be imported from {os.getcwd()}"
 
 
 def _attribute_hint(module: str, attribute: str) -> str:
     found = vars(sys.modules[module])
     names = [name for name, value in found.items() if not name.startswith("_") and not isinstance(value, ModuleType)]
-    hint = _did_you_mean(attribute, names)
+    hint = did_you_mean(attribute, names)
     return f";{hint}" if hint else ""
-
-
-def _did_you_mean(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, 1)
-    return f" did you mean {close[0]!r}?" if close else ""
 
 
 def _place(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -121,9 +120,8 @@ def _recipe_settings(name: str) -> dict[str, Any]:
 def _checked(name: str, value: Any, where: str) -> Any:
     """Return a setting's value converted to its kind."""
     if name not in SETTINGS:
-        close = difflib.get_close_matches(name, SETTINGS, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(SETTINGS)}"
-        raise UsageError(f"{where}: there is no setting {name!r}; {hint}")
+        hint = specs.did_you_mean(name, SETTINGS) or f" there are {', '.join(SETTINGS)}"
+        raise UsageError(f"{where}: there is no setting {name!r};{hint}")
     kind = SETTINGS[name].kind
     if kind is str and name == "algorithms" and isinstance(value, list):
         return ", ".join(map(str, value)) or "none"

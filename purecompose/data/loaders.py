@@ -164,17 +164,13 @@ def _requests(data: "DataLoader[Any]", key: tuple[int, int], epoch: int, start: 
     while True:
         with stream.drawing():
             if indices is None:
-                indices = iter(_index_sampler(data))
+                indices = iter(data.sampler if data.batch_sampler is None else data.batch_sampler)
             index = next(indices, _END)
         if index is _END:
             return
         if batch >= start:
             yield _Request(key, epoch, batch, index)
         batch += 1
-
-
-def _index_sampler(data: "DataLoader[Any]") -> Iterable[Any]:
-    return data.sampler if data.batch_sampler is None else data.batch_sampler
 
 
 def _is_torchs(sampler: Any) -> bool:

@@ -73,7 +73,8 @@ class Reader:
             is_sound = True
             raise
         finally:
-            _close_generator(requests)  # otherwise the idle loader would keep its objects alive
+            if isinstance(requests, Generator):
+                requests.close()  # otherwise the idle loader would keep its objects alive
             # After an error workers may have died, so the next reading gets new ones.
             if self._persistent and is_sound and not self._idle:
                 self._idle.append(loader)
@@ -99,11 +100,6 @@ def _close(idle: "list[DataLoader[Any]]", process: int) -> None:
     # A forked worker has a copy of the reader, and must not wait for its siblings.
     while idle and process == os.getpid():
         _shut_down(idle.pop()._iterator)
-
-
-def _close_generator(requests: Iterator[Any]) -> None:
-    if isinstance(requests, Generator):
-        requests.close()
 
 
 def _answered(batches: Iterator[Any], timeout: float) -> Generator[Any, None, None]:

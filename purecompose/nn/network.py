@@ -172,7 +172,7 @@ class _Pass(NamedTuple):
         """Return the result of a watched pass, which is stopped before it draws without a key or writes into a
         parameter.
         """
-        with WriteGuard(self.params, _stopped):
+        with WriteGuard(self.params, lambda name, by: _write_error(repr(name), f"by {by}, and was stopped")):
             if is_transforming():
                 with modules.detect():
                     result, draws = self._drawn()
@@ -248,10 +248,6 @@ class _Pass(NamedTuple):
         if cuda is not None:
             cuda.set_offset(before[1])
         return None
-
-
-def _stopped(name: str, operation: Any) -> RuntimeError:
-    return _write_error(repr(name), f"by {operation}, and was stopped")
 
 
 def _write_error(names: str, how: str) -> RuntimeError:

@@ -240,7 +240,7 @@ class _Outbox:
     def _call(self, name: str, *arguments: Any) -> bool:
         """Call a method of the sink, if it exists; return whether that succeeded."""
         try:
-            getattr(self._sink, name, _nothing)(*arguments)
+            getattr(self._sink, name, lambda *_: None)(*arguments)
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
@@ -252,10 +252,6 @@ class _Outbox:
                 )
             return False
         return True
-
-
-def _nothing(*_: Any) -> None:
-    pass
 
 
 def _last_words(outbox: _Outbox) -> None:

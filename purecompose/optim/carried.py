@@ -47,12 +47,8 @@ def carried(
         return joined(optimizer.init(given), opt_state)
 
     memory = result()
-    if _is_complete(memory):
+    if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree.leaves(memory)):
         return memory
     # A kept parameter may need memory that it did not have, for example in another group.
     allocated = names
     return result()
-
-
-def _is_complete(memory: Any) -> bool:
-    return not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree.leaves(memory))

@@ -1,10 +1,10 @@
 """Choice of laws and tasks by name."""
 
-import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+from purecompose._support.specs import did_you_mean
 from purecompose.testing.law import Law
 from purecompose.testing.tasks import Task
 
@@ -30,7 +30,6 @@ def _named(kind: str, item: Any, known: Mapping[str, Named], wanted: type[Named]
     if not isinstance(item, str):
         raise TypeError(f"{item!r} ({type(item).__name__}): expected a {wanted.__name__} or the name of a {kind}")
     if item not in known:
-        close = difflib.get_close_matches(item, known, 1)
-        hint = f" did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(item, known)
         raise ValueError(f"no {kind} is called {item!r};{hint} {'K' if hint else 'k'}nown: {', '.join(known)}")
     return known[item]

@@ -107,7 +107,10 @@ class Conflicts:
             parts.append(table(_HEAD, self._decisions(), width=width))
         else:
             parts.append("no conflict found, but some gave no answer" if self.unknown else "they all commute")
-        parts += [plain(_title(m), m.commutation.rows, width) for m in self.conflicting]
+        parts += [
+            plain(f"{' and '.join(m.order)} do not commute at {m.event.name}", m.commutation.rows, width)
+            for m in self.conflicting
+        ]
         parts += [plain(str(meeting.commutation), (), width) for meeting in self.unknown]
         return "\n\n".join(parts)
 
@@ -255,10 +258,6 @@ def _legend(width: int) -> str:
     if max(map(len, lines)) > width:
         lines = [mark.rstrip() for column in zip(*_LEGEND, strict=True) for mark in column]
     return "\n".join(lines)
-
-
-def _title(meeting: Meeting) -> str:
-    return f"{' and '.join(meeting.order)} do not commute at {meeting.event.name}"
 
 
 def _mark(meeting: Meeting, row: str) -> str:

@@ -76,7 +76,7 @@ def gyro_dropout_mask(
     check_feature_dim(where, feature_dim)
     rng = as_rng(key, where)
     if groups is None:
-        groups = _consecutive(shape[0], tau, rng.key.device)
+        groups = torch.arange(shape[0], device=rng.key.device) * tau // max(shape[0], 1)  # consecutive rows
     return chosen_masks(rng, shape, p, sigma, tau, period, groups, feature_dim)
 
 
@@ -157,10 +157,6 @@ def _own_shape(shape: tuple[int, ...], feature_dim: int | None) -> tuple[int, ..
 def dropped(inputs: Tensor, mask: Tensor, p: float) -> Tensor:
     """Return inputs * mask / (1 - p)."""
     return inputs * mask / (1 - p)
-
-
-def _consecutive(num: int, tau: int, device: torch.device) -> Tensor:
-    return torch.arange(num, device=device) * tau // max(num, 1)
 
 
 def check_probability(role: str, p: float) -> None:

@@ -68,11 +68,6 @@ def _alpha_drop(scope: Scope, func: Any, input: Tensor, p: float, shape: Sequenc
     return kept.add_(shift) if inplace else kept + shift
 
 
-def _feature_shape(input: Tensor) -> tuple[int, ...]:
-    """Return the shape of one decision for each channel of each example: (N, C, 1, ...)."""
-    return (*input.shape[:2], *(1 for _ in input.shape[2:]))
-
-
 def _dropout(scope: Scope, func: Any, input: Tensor, p=0.5, training=True, inplace=False) -> Tensor:
     if not training or not 0 < p <= 1 or input.numel() == 0:
         return func(input, p, training, inplace)
@@ -86,7 +81,9 @@ def _kernel(drop: Callable[..., Tensor], *, features: bool, inplace: bool) -> Ha
         is_refused = features and input.dim() < 2
         if not train or not 0 < p <= 1 or input.numel() == 0 or is_refused:
             return func(input, p, train)
-        return drop(scope, func, input, p, _feature_shape(input) if features else input.shape, inplace)
+        # One decision for each element, or for each channel of each example, (N, C, 1, ...).
+        shape = (*input.shape[:2], *(1 for _ in input.shape[2:])) if features else input.shape
+        return drop(scope, func, input, p, shape, inplace)
 
     return handler
 

@@ -191,15 +191,11 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
     # Bound here, so that no keyword argument of `fn` is taken as one of torch's.
     bound = functools.partial(fn, **kwargs)
-    scope = _innermost()
+    modes = reversed(_get_current_function_mode_stack())
+    scope = next((mode for mode in modes if isinstance(mode, Keyed)), None)
     keeps_generator = scope is None
     region = _replayable(bound, scope)
     return torch_checkpoint(region, *args, use_reentrant=False, preserve_rng_state=keeps_generator)
-
-
-def _innermost() -> Keyed | None:
-    modes = _get_current_function_mode_stack()
-    return next((mode for mode in reversed(modes) if isinstance(mode, Keyed)), None)
 
 
 def _replayable(fn: Callable[..., Any], scope: Keyed | None) -> Callable[..., Any]:
@@ -217,7 +213,8 @@ def _replayable(fn: Callable[..., Any], scope: Keyed | None) -> Callable[..., An
         # The region counts its passes separately, so that a recomputation can begin from the same number.
         region = None if part is None else Part(part.name, num_passes, part.turn)
         if not is_first:
-            with bound_again(), plain(), running(region), nullcontext() if scope is None else _from(scope, start):
+            draws = scope and Keyed(scope.rng, scope.num_examples, scope.first_example, draws=start)
+            with bound_again(), plain(), running(region), draws or nullcontext():
                 return fn(*args, **kwargs)
         is_first = False
         with running(region), nullcontext() if scope is None else scope.replayable():
@@ -227,7 +224,3 @@ def _replayable(fn: Callable[..., Any], scope: Keyed | None) -> Callable[..., An
         return result
 
     return replayable
-
-
-def _from(scope: Keyed, start: int) -> Keyed:
-    return Keyed(scope.rng, scope.num_examples, scope.first_example, draws=start)

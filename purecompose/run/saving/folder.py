@@ -175,7 +175,8 @@ def read_index(path: Path) -> Index:
                 f"{path} is a folder of {num}, not one itself: name one of them; the newest is {found[0].path}, as "
                 "purecompose.saving.newest tells"
             ) from error
-        raise DamagedError(f"{path} is not a whole checkpoint: {INDEX} cannot be read ({_reason(error)})") from error
+        reason = error.strerror or type(error).__name__
+        raise DamagedError(f"{path} is not a whole checkpoint: {INDEX} cannot be read ({reason})") from error
     try:
         return from_json(text)
     except CheckpointError as error:
@@ -315,7 +316,3 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _is_part(tensor: Tensor) -> bool:
     """Return whether a tensor is part of a larger one."""
     return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or type(error).__name__

@@ -156,12 +156,9 @@ def _sizes(roots: Iterable[Any]) -> Iterator[int]:
 def _held_by_function(function: FunctionType) -> list[Any]:
     """Return a function's closure, defaults and attributes, and the globals of its own module that it names."""
     named = (function.__globals__.get(name) for name in _names(function.__code__))
-    own = [thing for thing in named if _is_data(thing) or getattr(thing, "__module__", None) == function.__module__]
+    data, home = (list, dict, set, deque), function.__module__
+    own = [thing for thing in named if isinstance(thing, data) or getattr(thing, "__module__", None) == home]
     return [function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function), *own]
-
-
-def _is_data(thing: Any) -> bool:
-    return isinstance(thing, (list, dict, set, deque))
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -106,12 +106,7 @@ def rounding(dtype: torch.dtype) -> tree.Tolerance:
 def compare_rounded(first: State, second: State, labels: tuple[str, str], fields: Sequence[str]) -> None:
     """Raise `Broken` for the first leaf in which two states differ by more than rounding; integers agree exactly."""
     is_half = first.context.precision in AUTOCAST
-    compare(first, second, labels, fields=fields, tolerance=_rounding_of_half if is_half else rounding)
-
-
-def _rounding_of_half(dtype: torch.dtype) -> tree.Tolerance:
-    del dtype
-    return _HALF
+    compare(first, second, labels, fields=fields, tolerance=(lambda dtype: _HALF) if is_half else rounding)
 
 
 _NUM_SHAKES = {False: 4, True: 16}

@@ -96,17 +96,13 @@ def _judge_ranks(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     state = whole.init(case.state(dtype=dtype))
     for batch in case.batches(dtype):
         expected = whole.fold(state, batch)
-        act = functools.partial(_folded, state=state, batch=batch)
-        found = attempted(f"raised only with {size} processes", functools.partial(play, act))
+        act = functools.partial(play, lambda step, s=state, b=batch: step.fold(s, b))
+        found = attempted(f"raised only with {size} processes", act)
         edge = functools.partial(is_on_the_edge, whole, state, batch, whole.finish(expected))
         if not _do_ranks_agree(subject, expected, found, edge):
             return watched.acted
         state = whole.finish(expected)
     return watched.acted
-
-
-def _folded(step: Step, state: State, batch: Any) -> State:
-    return step.fold(state, batch)
 
 
 @define_law(

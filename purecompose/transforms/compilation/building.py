@@ -64,7 +64,9 @@ class Builder:
                 "anomaly detection does not see into a compiled step: to find where a NaN comes from, run the step "
                 "that was given to pc.compile"
             )
-        variant = Variant(stretch.segment, self._acting(stretch), _shapes(boundary.signatures["batch"]))
+        variant = Variant(
+            stretch.segment, self._acting(stretch), _words(spec.shape for spec in boundary.signatures["batch"].specs)
+        )
         if len(self.variants) >= self.options.max_variants:
             raise too_many(self.variants, variant, self.options.max_variants)
         members, num_chunks = self._members(boundary)
@@ -147,10 +149,6 @@ class Builder:
             for algorithm in self.step.matcher.matched(stretch.bits, event, self.step.algorithms)
             if algorithm.name in here or event in self.step.differentiated
         )
-
-
-def _shapes(batch: Signature) -> str:
-    return _words([spec.shape for spec in batch.specs])
 
 
 def _words(shapes: Iterable[Iterable[Any]]) -> str:

@@ -198,12 +198,8 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _is_message(node: fx.Node) -> bool:
-    return _is_functional(node) and not is_wait(node)
+    return getattr(node.target, "namespace", None) == "_c10d_functional" and not is_wait(node)
 
 
 def _is_reduction(node: fx.Node) -> bool:
     return "reduce" in str(node.target)
-
-
-def _is_functional(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", None) == "_c10d_functional"
