@@ -4,14 +4,12 @@ A program is a tuple of events, stages and scopes; a training step is the fold o
 """
 
 from purecompose import losses
-from purecompose.core.calls import run_loss, run_model
-from purecompose.core.coupling import targets_of_loss, with_loss_of_slice
+from purecompose.core.calls import run_model
+from purecompose.core.coupling import evaluated_loss, targets_of_loss, with_loss_of_slice
 from purecompose.core.operation import Carry, Lowered, Place, Purpose, in_order
 from purecompose.core.program import Program, Stage, Update
 from purecompose.core.scopes import Grad, Microbatches, Scope
 from purecompose.core.state import State
-from purecompose.losses.evaluation import check_pairs
-from purecompose.nn.network import is_first_run
 from purecompose.time.event import Event
 
 
@@ -59,10 +57,7 @@ def _eval_forward(state: State) -> State:
 def _loss(state: State) -> State:
     if state.whole_loss is not None:
         return with_loss_of_slice(state)
-    outputs, targets = state.outputs, targets_of_loss(state)
-    (loss, parts), buffers = run_loss(state, lambda loss: losses.evaluate_parts(loss, outputs, targets), train=True)
-    if is_first_run():
-        run_loss(state, lambda loss_fn: check_pairs(loss_fn, outputs, targets, loss), train=True)
+    loss, parts, buffers = evaluated_loss(state, state.outputs, targets_of_loss(state))
     changes = {} if buffers is state.buffers else {"buffers": buffers}
     if parts:
         changes["metrics"] = {**state.metrics, **losses.metrics_of_parts(parts)}

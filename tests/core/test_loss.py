@@ -468,8 +468,11 @@ def column_regression(loss: Any) -> State:
 )
 def test_a_loss_of_each_output_with_each_target_is_an_error(loss: Any) -> None:
     batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6.0)
-    with pytest.raises(ValueError, match=r"compares each output with each target: outputs \(6, 1\) and targets \(6,\)"):
-        compose(loop_events)(column_regression(loss), batch)
+    step, whole = compose(loop_events), losses.over_batch(loss)
+    compiled = pc.compile(step, backend="eager", quiet=True)
+    for run, fn in ((step, loss), (compiled, loss), (step, whole), (compose(loop_events, microbatches=2), whole)):
+        with pytest.raises(ValueError, match=r"each output with each target: outputs \(6, 1\) and targets \(6,\)"):
+            run(column_regression(fn), batch)
     state = column_regression(loss)
     after = compose(loop_events)(state, (batch[0], batch[1][:, None]))
     torch.testing.assert_close(after.loss, loss(pc.to_module(state)(batch[0])[:, 0], batch[1]).detach())
