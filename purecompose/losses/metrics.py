@@ -7,6 +7,7 @@ were cut into batches. They stay on the device: nothing is read back before the 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,6 @@ from purecompose.losses import (
     check_loss,
     counts_terms,
     cross_entropy,
-    evaluate_loss,
     evaluate_parts,
     num_terms,
     share_of_mean,
@@ -71,8 +71,7 @@ def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
         3.0
     """
     if loss_fn is None:
-        own = {"takes_count": True, "takes_loss": True, "is_sum": True, "higher_is_better": False}
-        return Metric(lambda device=None: {}, _with_parts, _values, **own)
+        return _sum_of(lambda device=None: {}, _with_parts, _values, takes_loss=True, higher_is_better=False)
     check_loss(loss_fn)
     if isinstance(loss_fn, torch.nn.Module) and any(True for _ in loss_fn.parameters()):
         raise ValueError(
@@ -81,14 +80,11 @@ def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
         )
 
     def update(acc: Mean, outputs: Any, targets: Any, num_examples: int | None = None) -> Mean:
-        loss = evaluate_loss(loss_fn, outputs, targets)
-        check_pairs(loss_fn, outputs, targets, loss)
-        return _with_mean(acc, loss, num_terms(loss_fn, outputs, targets, num_examples))
+        return _with_parts({"": acc}, outputs, targets, num_examples, loss_fn)[""]
 
     # A model's own loss does not read targets, but it counts the labels in the batch.
     reads_batch, takes_logits = isinstance(loss_fn, ModelLoss), isinstance(loss_fn, CrossEntropy)
-    own = {"takes_count": True, "is_sum": True, "higher_is_better": False}
-    return Metric(init_mean, update, Mean.value, reads_batch, takes_logits, **own)
+    return _sum_of(init_mean, update, Mean.value, reads_batch, takes_logits, higher_is_better=False)
 
 
 def perplexity(loss_fn: Callable[..., Tensor] | None = None) -> Metric:
@@ -153,8 +149,7 @@ def from_function(fn: Callable[[Any, Any], Tensor], *, higher_is_better: bool | 
         rows = values.flatten(1).mean(1).sum() if values.ndim > 1 else values.sum()
         return Mean(acc.total + (rows if values.ndim else values * count), acc.number + count)
 
-    own = {"takes_count": True, "takes_ignore_index": True, "is_sum": True, "higher_is_better": higher_is_better}
-    return Metric(init_mean, update, Mean.value, **own)
+    return _sum_of(init_mean, update, Mean.value, takes_ignore_index=True, higher_is_better=higher_is_better)
 
 
 def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
@@ -243,6 +238,9 @@ def from_torchmetrics(metric: Any) -> Metric:
     is_sum = all(getattr(reduction, "__name__", "") == "dim_zero_sum" for reduction in reductions)
     higher = blank.higher_is_better
     return Metric(init, update, compute, takes_ignore_index=True, is_sum=is_sum, higher_is_better=higher)
+
+
+_sum_of = functools.partial(Metric, takes_count=True, is_sum=True)
 
 
 def _with_parts(
