@@ -92,6 +92,7 @@ def training_metrics(
         on(*events) if chosen else NEVER,
         apply,
         config={"metrics": tuple(chosen), "reset": None if period is None else str(period)},
+        reported={f"train/{key}": metric for key, metric in chosen.items()},
     )
 
 

@@ -126,7 +126,7 @@ def ablate(
     chosen, numbers = _checked_methods(methods), _checked_seeds(seeds)
     names = list(chosen)
     subsets = subsets_of(names, design, budget)
-    metric = evaluate.reported[0] if metric is None else metric
+    metric = next(iter(evaluate.reported)) if metric is None else metric
     better = mode_of(metric, None, [evaluate])
     trainer = Trainer(make_step, state, data, evaluate, metric, chosen, None if folder is None else Path(folder))
     results = Results.opened(trainer, numbers[0])

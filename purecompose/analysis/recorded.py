@@ -97,8 +97,9 @@ class RecordedRun:
             raise TypeError(f"RecordedRun(path, step, state, data): expected a Step and a State, got {came}")
         for name in ("evaluate", "stop", "adjust"):
             given = _listed(getattr(self, name))
-            # A rule may leave it to the evaluator's metric which values are better.
-            object.__setattr__(self, name, given if name == "evaluate" else with_modes(given, self.evaluate))  # pyright: ignore
+            if name != "evaluate":  # a rule may leave it to the metric which values are better
+                given = with_modes(given, (*self.evaluate, *self.step.algorithms))  # pyright: ignore
+            object.__setattr__(self, name, given)
         object.__setattr__(self, "checkpoints", checkpoints_in(self.path))
         object.__setattr__(self, "_origin", _origin_of(self.data))
 

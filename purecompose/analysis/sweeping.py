@@ -138,7 +138,7 @@ def sweep(
         raise ValueError(f"sweep: metric={metric!r}: the evaluator reports {', '.join(evaluate.reported)}")
     check_whole(seeds, "sweep: seeds", 1)
     check_flag(compiled, "sweep: compiled")
-    metric = metric or evaluate.reported[0]
+    metric = metric or next(iter(evaluate.reported))
     mode = mode_of(metric, None, [evaluate])
     settings = _checked_settings(values)
     names = tuple(settings[0])

@@ -89,6 +89,8 @@ class Algorithm:
         host: True if it runs outside compiled code, where it may read tensors' values and the timestamp, and
             change shapes.
         config: The settings, for printing and for comparing with a checkpoint.
+        reported: The metrics that it measures over several batches, by their names in `state.metrics`, from which rules
+            that decide by one learn whether higher values are better.
 
     Raises:
         TypeError, ValueError: `name` is not a non-empty string, `match` or `apply` cannot be called, or a
@@ -109,6 +111,7 @@ class Algorithm:
     runs_after: tuple[str | Trait, ...] = ()
     host: bool = False
     config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    reported: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     _made_by: _Call | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -123,9 +123,9 @@ class Evaluator:
         return f"Evaluator({type(self.data).__name__}, metrics={list(self.metrics)}, {rest})"
 
     @property
-    def reported(self) -> list[str]:
-        """Names of the metrics in records, "label/name"."""
-        return [f"{self.label}/{name}" for name in (self.metrics or ("loss",))]
+    def reported(self) -> dict[str, Metric | None]:
+        """The metrics by their names in records, "label/name"; `None` for the loss of the state."""
+        return {f"{self.label}/{name}": metric for name, metric in (self.metrics or {"loss": None}).items()}
 
 
 def check_other_data(evaluators: Iterable[Evaluator], data: Any) -> None:

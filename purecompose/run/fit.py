@@ -80,9 +80,10 @@ def _states(
     if checkpoints is not None:
         check_checkpoints(checkpoints, evaluators, data)
     check_metrics(state, step, evaluators, stoppers, adjusters, checkpoints)
-    stoppers, adjusters = with_modes(stoppers, evaluators), with_modes(adjusters, evaluators)
+    reporters = (*evaluators, *step.algorithms)
+    stoppers, adjusters = with_modes(stoppers, reporters), with_modes(adjusters, reporters)
     if checkpoints is not None and checkpoints.best is not None:
-        checkpoints = replace(checkpoints, mode=mode_of(checkpoints.best, checkpoints.mode, evaluators))
+        checkpoints = replace(checkpoints, mode=mode_of(checkpoints.best, checkpoints.mode, reporters))
     if state.context.precision == "fp16" and not any(Trait.SCALES_LOSS in a.traits for a in step.algorithms):
         warn("precision='fp16' without loss scaling: small gradients become 0; add algorithms.loss_scaling()")
     state, budget = start_of_run(step, state, data, stoppers, adjusters, duration)

@@ -350,9 +350,8 @@ def _period_of(step: Step, metric: str) -> Time:
     """Return the period over which a step measures a metric: by default an epoch."""
     period = Time(1, TimeUnit.EPOCH)
     for algorithm in step.algorithms:
-        config = algorithm.config
-        if config.keys() == {"metrics", "reset"} and metric.removeprefix("train/") in config["metrics"]:
-            period = Time.of(config["reset"] or period)
+        if metric in algorithm.reported:
+            period = Time.of(algorithm.config.get("reset") or period)
     return period
 
 

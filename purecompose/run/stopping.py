@@ -208,16 +208,21 @@ def check_metric(metric: Any, mode: Any, where: str) -> None:
         raise ValueError(f"{where}: mode={mode!r}: expected 'min' or 'max'")
 
 
-def mode_of(metric: str, mode: str | None, evaluators: Iterable[Any] = ()) -> str:
-    """Return `mode`, or if it is `None` what the evaluator's metric declares or the name says: "min" or "max".
+def mode_of(metric: str, mode: str | None, reporters: Iterable[Any] = ()) -> str:
+    """Return `mode`, or if it is `None` what the metric declares or the name says: "min" or "max".
+
+    Args:
+        metric: Name of the metric in records.
+        mode: The setting.
+        reporters: Evaluators and algorithms, of which one may report the metric.
 
     Raises:
         ValueError: Nothing says which values are better.
     """
     if mode is not None:
         return mode
-    given = {f"{one.label}/{name}": found for one in evaluators for name, found in one.metrics.items()}
-    is_lower = is_lower_better(metric, given.get(metric))
+    given = [one.reported[metric] for one in reporters if metric in one.reported]
+    is_lower = is_lower_better(metric, given[0] if given else None)
     if is_lower is None:
         raise ValueError(
             f"{metric!r}: are lower or higher values better? Let the metric declare it, as by "
@@ -227,11 +232,11 @@ def mode_of(metric: str, mode: str | None, evaluators: Iterable[Any] = ()) -> st
     return "min" if is_lower else "max"
 
 
-def with_modes(watchers: Iterable[Any], evaluators: Iterable[Any]) -> tuple[Any, ...]:
+def with_modes(watchers: Iterable[Any], reporters: Iterable[Any]) -> tuple[Any, ...]:
     """Return rules and adjusters with the `mode` of their metrics, where they have such a setting and lack it."""
 
     def chosen(one: Any) -> Any:
         lacks_mode = "mode" in getattr(one, "__dataclass_fields__", ()) and one.mode is None
-        return replace(one, mode=mode_of(one.metric, None, evaluators)) if lacks_mode else one
+        return replace(one, mode=mode_of(one.metric, None, reporters)) if lacks_mode else one
 
     return tuple(map(chosen, watchers))

@@ -207,6 +207,15 @@ def test_metrics_of_training_decide_within_an_epoch(tmp_path: pathlib.Path) -> N
     assert kept[best]["train/accuracy"] == pytest.approx(values[best]) and kept.keys() == {best, 30}
 
 
+def test_a_metric_of_training_says_which_values_are_better() -> None:
+    gap = pc.metrics.from_function(lambda outputs, targets: outputs.abs().mean(1), higher_is_better=False)
+    step = compose(loop_events, [pc.algorithms.training_metrics({"gap": gap})])
+    assert fit(step, make_state(duration="3ep"), BATCHES, stop=Threshold("train/gap", 1e9)).timestamp.epoch == 1
+    plain = compose(loop_events, [pc.algorithms.training_metrics({"gap": gap._replace(higher_is_better=None)})])
+    with pytest.raises(ValueError, match="'train/gap': are lower or higher values better"):
+        fit(plain, make_state(duration="3ep"), BATCHES, stop=Threshold("train/gap", 1e9))
+
+
 def test_two_conditions_of_one_name_and_populations_are_refused() -> None:
     twice = [Threshold("eval/loss", 0.1), Threshold("eval/loss", 0.2)]
     loss = Evaluator(BATCHES, {"loss": pc.losses.cross_entropy})
