@@ -59,8 +59,9 @@ _SAME_STATE = (
     "to continue a run, resume from the same checkpoint in each. If they were equal before, kernels have given other "
     "bits in one of them: see torch.use_deterministic_algorithms"
 )
+SAME_BATCH = "give each the whole batch, in one order, and not a part (no DistributedSampler): the step divides it"
 _REMEDIES = {
-    "batch": "give each the whole batch, in one order, and not a part (no DistributedSampler): the step divides it",
+    "batch": SAME_BATCH,
     "key": "give State.create the same key in all",
     "settings": "algorithms, optimizer, frozen parameters, precision, microbatches and time must be the same in all",
 }

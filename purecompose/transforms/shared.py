@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from purecompose import batch as batches, tree
 from purecompose._support.shards import is_shard
 from purecompose.core.again import repeatable
 from purecompose.core.compose import Step
@@ -104,9 +106,17 @@ class Shared(Scope):
         now, compared = state.timestamp, vars(self)["_compared"]
         is_known = compared.get("epoch") == now.epoch and compared["model"] is state.model
         is_known = is_known and compared["batch"] <= now.batch
+        tensors = batches.tensors(batch)
+        forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        is_new = not is_known or compared["forms"] != forms
+        if is_new:
+            # Simulated processes take turns, and cannot wait for each other here.
+            is_compared = not self.is_checked and dist.get_backend() != "threaded"
+            words = f"{', '.join(map(tree.describe, tensors))} in epoch {now.epoch}"
+            compared |= {"forms": forms, "words": words if is_compared else ""}
         if not is_known or state.lease is None:  # reading the parameters of a compiled step's own state copies them
             _check_state(state, self.placing)
-        with naming_late_ranks(ranks, now.batch):
+        with naming_late_ranks(ranks, now.batch, compared["words"], is_new=is_new):
             if not self.is_checked and not is_known:
                 check_alike(ranks, step, state, batch)
             compared |= {"epoch": now.epoch, "model": state.model, "batch": now.batch}

@@ -49,3 +49,49 @@ def test_a_process_that_does_not_answer_is_named(is_compiled: bool, how: str, tm
     assert processes[0].returncode == 1
     assert "RankTimeoutError: data_parallel: in batch 3 rank 0 of 2 waited" in said
     assert "s for rank 1, which is stopped, hangs or has ended" in said
+
+
+UNEQUAL = """
+import sys
+import torch, torch.distributed as dist
+import purecompose as pc
+from purecompose import State, losses, optim
+
+store, rank, is_compiled, sizes = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True", eval(sys.argv[4])
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+torch.manual_seed(0)
+state = State.create(torch.nn.Linear(3, 1), loss=losses.mse, optimizer=optim.sgd(0.1))
+step = pc.data_parallel(pc.compose(pc.loop_events))
+step = pc.compile(step, backend="eager", quiet=True) if is_compiled else step
+for size in sizes[rank]:
+    state = step(state, (torch.ones(size, 3), torch.zeros(size, 1)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_compiled"),
+    [
+        (((8, 8, 8), (8, 8, 6)), False),
+        (((8, 6, 8, 8), (8, 6, 8, 6)), False),  # sizes that are known to both
+        (((8, 6, 8, 8), (8, 6, 8, 6)), True),
+        (((8, 6), (8, 7)), True),
+        (((8,), (6,)), False),
+    ],
+)
+def test_processes_with_batches_of_other_sizes_say_so_at_once(
+    sizes: tuple[tuple[int, ...], ...], is_compiled: bool, tmp_path: pathlib.Path
+) -> None:
+    shared = [sys.executable, "-c", UNEQUAL, f"file://{tmp_path}/store"]
+    processes = [
+        subprocess.Popen([*shared, str(rank), str(is_compiled), str(sizes)], stderr=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    try:
+        said = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    words = [f"rank {rank} has float32[{sizes[rank][-1]}, 3], float32[{sizes[rank][-1]}, 1] in" for rank in (0, 1)]
+    for one in said:
+        assert "ValueError: data_parallel: the processes differ in their batch (rank" in one
+        assert all(word in one for word in words)
