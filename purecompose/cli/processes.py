@@ -137,11 +137,15 @@ def processes_here() -> Processes:
     size = os.environ.get("WORLD_SIZE", "1")
     if size in ("", "1"):
         return Processes()
-    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
+    most = int(size) if size.isdecimal() else 0
+    limits = {"RANK": most, "LOCAL_RANK": most, "MASTER_PORT": 2**16}
+    words = [f"{name} is not set" for name in (*limits, "MASTER_ADDR") if name not in os.environ]
+    given = ((name, os.environ.get(name, "0"), limit) for name, limit in limits.items())
+    words += [f"{name}={value}" for name, value, limit in given if not value.isdecimal() or int(value) >= limit]
+    if words:
         raise UsageError(
-            f"WORLD_SIZE={size}, but {', '.join(missing)} is not set: start the processes by torchrun --nproc-per-node "
-            f"{size} -m purecompose train ..., or unset WORLD_SIZE"
+            f"WORLD_SIZE={size}, but {', '.join(words)}: start the processes by torchrun --nproc-per-node 2 -m "
+            "purecompose train ..., or unset WORLD_SIZE"
         )
     return Processes(int(os.environ["RANK"]), int(size), int(os.environ["LOCAL_RANK"]))
 
@@ -152,7 +156,10 @@ def reporting(error: BaseException) -> Iterator[str | None]:
 
     Of several processes, the first one reports what ends all of them, and the one that fails first reports an error.
     """
-    found = Processes(int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1))
+    try:
+        found = processes_here()
+    except UsageError:  # each process reports that it has no place
+        found = Processes()
     if found.size == 1:
         yield ""
         return
