@@ -164,7 +164,7 @@ class Recorder:
         self._outbox.sync()
 
     def close(self) -> None:
-        """Pass all waiting records to the sink and close it; another run opens it again."""
+        """Pass all waiting records to the sink, put them on disk and close it; another run opens it again."""
         self._began_at = None
         self._outbox.close()
 
@@ -235,6 +235,7 @@ class _Outbox:
 
     def close(self) -> None:
         self.flush()
+        self.sync()
         self._call("close")
 
     def _call(self, name: str, *arguments: Any) -> bool:

@@ -85,7 +85,9 @@ class Records(Recorder):
         unit, now = self._interval.unit, state.timestamp
         if last is None or unit not in _COUNTERS or (unit is TimeUnit.EPOCH and now.run.batches_per_epoch is None):
             return
-        if last.get(_COUNTERS[unit], 0) // self._interval.value < now.get(unit) // self._interval.value:
+        # An earlier part of the run may have been asked for fewer records.
+        is_due = now.batch - last["batch"] >= self._file.widest
+        if is_due and last.get(_COUNTERS[unit], 0) // self._interval.value < now.get(unit) // self._interval.value:
             warn(
                 f"{self.path}: the records after batch {last['batch']} are missing, and the run continues at batch "
                 f"{now.batch}: they could not be written, or the file was changed. Curves and report have a gap there",
@@ -141,7 +143,9 @@ class _File:
         self._is_ready = False
         self._kept: set[frozenset[str]] = set()
         self._unsynced: set[Path] = set()
-        self.last: dict[str, Any] | None = None  # the last record in the file of a run that continues
+        # Of the file of a run that continues, the last record, and the greatest distance between two, in batches.
+        self.last: dict[str, Any] | None = None
+        self.widest = 0
 
     def begin(self, batch: int) -> None:
         """Prepare the file for records after this batch."""
@@ -197,7 +201,7 @@ class _File:
 
         Batches never decrease within a file, and cutting off its end needs no space on the disk.
         """
-        self.last = {"batch": 0}
+        self.last, self.widest = {"batch": 0}, 0
         with self._path.open("r+b") as file:
             end = 0
             for end_of_line, record in self._form.scan(file, str(self._path)):
@@ -205,6 +209,7 @@ class _File:
                     break
                 if record.get("batch") == self._start:
                     self._kept.add(frozenset(record))
+                self.widest = max(self.widest, record.get("batch", 0) - self.last["batch"])
                 self.last, end = record or self.last, end_of_line
             file.truncate(end)
 

@@ -345,6 +345,36 @@ def test_a_cell_that_is_too_long_is_named(tmp_path: Path) -> None:
         read_records(tmp_path / "run.csv")
 
 
+@SUFFIXES
+@pytest.mark.parametrize(("before", "after"), [("5ba", "1ba"), ("2ep", "3ba"), ("1ba", "5ba"), ("40sp", "8sp")])
+def test_a_run_that_continues_with_another_interval_lacks_no_records(
+    tmp_path: Path, suffix: str, before: str, after: str
+) -> None:
+    path = tmp_path / f"run.{suffix}"
+    with Records(path, every=before) as records:
+        middle = fit(compose(loop_events), make_state(), make_batches(), duration="9ba", observers=records)
+    with warnings.catch_warnings(), Records(path, every=after) as records:
+        warnings.simplefilter("error")
+        fit(compose(loop_events), middle, make_batches(), duration="12ba", observers=records)
+
+
+def test_records_of_an_earlier_and_sparser_part_are_missed(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with Records(path, every="2ba") as records:
+        middle = fit(compose(loop_events), make_state(), make_batches(), duration="9ba", observers=records)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    with pytest.warns(RuntimeWarning, match="the records after batch 4 are missing"), Records(path) as records:
+        fit(compose(loop_events), middle, make_batches(), duration="12ba", observers=records)
+
+
+def test_closing_puts_records_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_size))
+    with Records(tmp_path / "run.jsonl", group=1000) as records:
+        fit(compose(loop_events), make_state(), make_batches(), duration="4ba", observers=records)
+    assert (tmp_path / "run.jsonl").stat().st_size in synced
+
+
 def test_a_second_run_syncs_its_records_after_the_first_ones_samples_were_renamed(tmp_path: Path) -> None:
     records = Records(tmp_path / "run.jsonl", every="1ba", monitors=lambda state: {"text": "first"})
     fit(compose(loop_events), make_state(), make_batches(), duration="2ep", observers=records)  # no checkpoint: no sync

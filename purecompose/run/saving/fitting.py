@@ -13,7 +13,7 @@ from purecompose._support.fingerprint import in_words
 from purecompose._support.warnings import warn
 from purecompose.core.changes import memory_for
 from purecompose.core.context import Static
-from purecompose.core.state import State
+from purecompose.core.state import State, fields_where
 from purecompose.optim.checks import match_or_raise, matched
 from purecompose.run.saving.description import (
     KEPT,
@@ -54,7 +54,8 @@ def without(index: Index, like: State, ignore: Collection[str] = ()) -> tuple[In
     leaves = (*index.tensors, *index.values, *own.tensors, *own.values, TIME, *SETTINGS)
     paths = {re.sub(r"\['?([^]]*?)'?]", r".\1", leaf): leaf for leaf in leaves}  # opt_state.exp_avg.0.weight
     patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-    for pattern in patterns:
+    fields = {f"{name}.*" for name in fields_where(persists=True)}  # which may be empty, as an optimizer's memory
+    for pattern in {*patterns} - fields:
         match_or_raise(pattern, paths, f"load: ignore: {pattern!r}", "part of a checkpoint")
     left_out = {paths[path] for path in matched(patterns, tuple(paths))}
 

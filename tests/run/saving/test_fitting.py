@@ -201,6 +201,15 @@ def test_everything_but_parameters_can_be_left_out(tmp_path: pathlib.Path) -> No
     assert found.context.frozen == frozenset()
 
 
+def test_a_part_of_the_state_without_tensors_can_be_left_out(tmp_path: pathlib.Path) -> None:
+    plain = make_state(nn.Linear(4, 3), optimizer=optim.sgd(0.1))
+    pc.save(plain, tmp_path / "one")
+    assert_same(pc.load(tmp_path / "one", plain, ignore=["opt_state.*", "slots.*"]).params, plain.params)
+    for wrong in ("opt_state", "opt_state.exp_avg.*", "optimizer.*"):
+        with pytest.raises(ValueError, match="matches no part of a checkpoint"):
+            pc.load(tmp_path / "one", plain, ignore=wrong)
+
+
 def test_a_run_continues_from_a_loaded_part(tmp_path: pathlib.Path) -> None:
     step, first = compose(loop_events), adam(nn.Linear(4, 3))
     for state in pc.training(step, first, TRAIN):
