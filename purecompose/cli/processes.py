@@ -137,17 +137,19 @@ def processes_here() -> Processes:
     size = os.environ.get("WORLD_SIZE", "1")
     if size in ("", "1"):
         return Processes()
-    most = int(size) if size.isdecimal() else 0
-    limits = {"RANK": most, "LOCAL_RANK": most, "MASTER_PORT": 2**16}
-    words = [f"{name} is not set" for name in (*limits, "MASTER_ADDR") if name not in os.environ]
-    given = ((name, os.environ.get(name, "0"), limit) for name, limit in limits.items())
-    words += [f"{name}={value}" for name, value, limit in given if not value.isdecimal() or int(value) >= limit]
-    if words:
+    limits = {"RANK": size, "LOCAL_RANK": size, "MASTER_PORT": "65536"}
+    given = [(name, os.environ.get(name, ""), limit) for name, limit in limits.items()]
+    wrong = [f"{name}={value}" for name, value, most in given if not _is_below(value, most)]
+    if wrong or "MASTER_ADDR" not in os.environ:
         raise UsageError(
-            f"WORLD_SIZE={size}, but {', '.join(words)}: start the processes by torchrun --nproc-per-node 2 -m "
-            "purecompose train ..., or unset WORLD_SIZE"
+            f"WORLD_SIZE={size}, but {', '.join(wrong) or 'no MASTER_ADDR'}: start the processes by torchrun "
+            "--nproc-per-node 2 -m purecompose train ..., or unset WORLD_SIZE"
         )
     return Processes(int(os.environ["RANK"]), int(size), int(os.environ["LOCAL_RANK"]))
+
+
+def _is_below(value: str, most: str) -> bool:
+    return value.isdecimal() and most.isdecimal() and int(value) < int(most)
 
 
 @contextlib.contextmanager

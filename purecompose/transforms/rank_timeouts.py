@@ -3,7 +3,6 @@
 import re
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,15 +36,15 @@ def naming_late_ranks(ranks: Ranks, batch: int, words: str = "", *, is_new: bool
         ValueError: Processes have given different words.
         RankTimeoutError: Others do not answer.
     """
-    start, step = time.monotonic(), _STEPS.setdefault(ranks, _AnnouncedStep(ranks))
+    start = time.monotonic()
     try:
-        step.announce(batch, words, is_new=is_new)
+        _announce(ranks, batch, words, is_new=is_new)
         yield
     except RuntimeError as error:
         if isinstance(error, RankTimeoutError) or not _GIVEN_UP.search(str(error)):
             raise
         seconds = time.monotonic() - start
-        late = _late(ranks, batch, step)
+        late = _late(ranks, batch)
         names = f"rank {', '.join(map(str, late))}" if late else "another process (could not determine which)"
         raise RankTimeoutError(
             f"data_parallel: in batch {batch} rank {ranks.rank} of {ranks.size} waited {seconds:.0f} s for {names}, "
@@ -53,7 +52,7 @@ def naming_late_ranks(ranks: Ranks, batch: int, words: str = "", *, is_new: bool
         ) from error
 
 
-def _late(ranks: Ranks, batch: int, step: "_AnnouncedStep") -> list[int]:
+def _late(ranks: Ranks, batch: int) -> list[int]:
     """Return the ranks that do not answer a roll call in the group's store; raise if they run another step."""
     missing: list[int] = []
     errors: list[ValueError] = []
@@ -62,7 +61,7 @@ def _late(ranks: Ranks, batch: int, step: "_AnnouncedStep") -> list[int]:
         # The store belongs to the group's transport, not to the connections that have been given up.
         store: Any = dist.distributed_c10d._get_default_store()
         try:
-            step.compare()
+            _is_common(ranks)
         except ValueError as error:
             return errors.append(error)
         place = f"purecompose/{ranks.group}/{batch}"
@@ -82,49 +81,40 @@ def _late(ranks: Ranks, batch: int, step: "_AnnouncedStep") -> list[int]:
     return missing
 
 
-class _AnnouncedStep:
-    """What this process runs, in the store of its group, where others can read it while it waits for their messages.
+def _announce(ranks: Ranks, batch: int, words: str, *, is_new: bool) -> None:
+    """Write what this process runs into the group's store, where others read it while this one waits for messages.
 
-    A process whose batch has another form than the last would send other messages than the others expect, or compute a
-    part of another batch. It waits until all have announced a new form, or one of them the step without one.
+    A process whose batch has a new form would send other messages than the others expect, or compute a part of another
+    batch. It waits until all have announced the step, whether it is new to them or not.
     """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self._place = ranks, f"purecompose/step/{ranks.group}"
-        self._moment: Any = None
-        self._number = self._num_new = 0
-
-    def announce(self, batch: int, words: str, *, is_new: bool) -> None:
-        """Store the words; raise a `ValueError` if they are new and those of others differ."""
-        if not words or self._moment == (batch, words) and not is_new:
-            return  # a compiled step may enter the scope twice
-        store: Any = dist.distributed_c10d._get_default_store()
-        self._number, self._moment = self._number + 1, (batch, words)
-        store.set(f"{self._place}/{self._ranks.rank}", f"{self._number} {words}")
-        if is_new:
-            self._num_new += 1
-            store.delete_key(f"{self._place}/sum/{self._num_new - 2}")  # which all have read
-            sums, term = f"{self._place}/sum/{self._num_new}", 2**40 + zlib.crc32(words.encode()) // 2**8
-            total, pause, end = store.add(sums, term), 1e-4, time.monotonic() + _ROLL_CALL
-            while total < 2**40 * self._ranks.size and time.monotonic() < end:
-                time.sleep(pause := min(2 * pause, 0.1))
-                total = store.add(sums, 0)
-                if pause == 0.1:
-                    self.compare()
-            if total != term * self._ranks.size:
-                self.compare()
-
-    def compare(self) -> None:
-        """Raise a `ValueError` if a process has announced the same step in other words."""
-        store, found = dist.distributed_c10d._get_default_store(), dict[str, list[str]]()
-        keys = [f"{self._place}/{rank}" for rank in range(self._ranks.size)]
-        for rank, key in enumerate(keys):
-            number, _, words = store.get(key).decode().partition(" ") if store.check([key]) else ("", "", "")
-            if number == str(self._number):
-                found.setdefault(words, []).append(str(rank))
-        if len(found) > 1:
-            each = "; ".join(f"rank {', '.join(ranks)} has {words}" for words, ranks in found.items())
-            raise ValueError(f"data_parallel: the processes differ in their batch ({each}): {SAME_BATCH}")
+    number, *last = _ANNOUNCED.get(ranks, (0,))
+    if not words or last == [batch, words] and not is_new:
+        return  # a compiled step may enter the scope twice
+    _ANNOUNCED[ranks] = number + 1, batch, words
+    dist.distributed_c10d._get_default_store().set(_keys(ranks)[ranks.rank], f"{number + 1} {words}")
+    pause, end = 1e-4, time.monotonic() + _ROLL_CALL
+    while is_new and not _is_common(ranks) and time.monotonic() < end:  # those that come later compare as well
+        time.sleep(pause := min(2 * pause, 0.1))
 
 
-_STEPS: dict[Ranks, _AnnouncedStep] = {}
+def _is_common(ranks: Ranks) -> bool:
+    """Return whether all have announced this step; raise a `ValueError` if any has in other words."""
+    store, keys, found = dist.distributed_c10d._get_default_store(), _keys(ranks), dict[str, list[str]]()
+    if ranks not in _ANNOUNCED or not store.check(keys):
+        return False
+    own, announced = _ANNOUNCED[ranks][0], [value.decode().partition(" ") for value in store.multi_get(keys)]
+    for rank, (number, _, words) in enumerate(announced):
+        if int(number) == own:
+            found.setdefault(words, []).append(str(rank))
+    if len(found) > 1:
+        each = "; ".join(f"rank {', '.join(ranks)} has {words}" for words, ranks in found.items())
+        raise ValueError(f"data_parallel: the processes differ in their batch ({each}): {SAME_BATCH}")
+    return all(int(number) >= own for number, _, _ in announced)
+
+
+def _keys(ranks: Ranks) -> list[str]:
+    return [f"purecompose/step/{ranks.group}/{rank}" for rank in range(ranks.size)]
+
+
+_ANNOUNCED: dict[Ranks, Any] = {}
+"""The last announced step of each group: its number, from 1, its batch and its words."""

@@ -110,10 +110,9 @@ class Shared(Scope):
         forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
         is_new = not is_known or compared["forms"] != forms
         if is_new:
-            # Simulated processes take turns, and cannot wait for each other here.
-            is_compared = not self.is_checked and dist.get_backend() != "threaded"
             words = f"{', '.join(map(tree.describe, tensors))} in epoch {now.epoch}"
-            compared |= {"forms": forms, "words": words if is_compared else ""}
+            # Simulated processes take turns, and cannot wait for each other here.
+            compared |= {"forms": forms, "words": "" if self.is_checked or dist.get_backend() == "threaded" else words}
         if not is_known or state.lease is None:  # reading the parameters of a compiled step's own state copies them
             _check_state(state, self.placing)
         with naming_late_ranks(ranks, now.batch, compared["words"], is_new=is_new):
