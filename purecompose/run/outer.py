@@ -7,7 +7,7 @@ A run can be interrupted between any two batches, once everything that belongs t
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from purecompose.run.microbatching import Adaptive
 from purecompose.run.plateau import Adjuster
 from purecompose.run.reading import EXHAUSTED, Position, check_exhausted, check_moved, reader
 from purecompose.run.saving.code import describe_code
+from purecompose.run.saving.index import time_from_plain, time_to_plain
 from purecompose.run.saving.keeping import Keeper, newest
 from purecompose.run.stopping import Stopper, is_over, seen
 from purecompose.time import Time, Timestamp, TimeUnit
@@ -63,6 +64,7 @@ class Run:
         self._is_stopped = False
         self._metrics: dict[str, Any] = dict(self.metrics)
         self._measured_at: Timestamp | None = None
+        self._left: dict[str, Any] = {}  # what a run that continues has to do first
         self._adaptive = Adaptive(self.step, self.memory.get("microbatches")) if self.is_adaptive else None
         self._train: Callable[[State, Any], State] = self._adaptive or self.step
         self._interrupts = Interrupts()
@@ -104,15 +106,20 @@ class Run:
             if self.keeper.settings.keep == "log" and not self.memory.get("has_begun", False):
                 self._save(state, has_begun=False)
         state = self._begun(state)
-        before = state.timestamp
-        while not self._is_over(state):
-            for cut in self._epoch(state):
+        left = self.memory.get("left")  # a signal has ended an evaluation of this state
+        before = state.timestamp if left is None else time_from_plain(left["before"])
+        cuts: Iterable[State] = [] if left is None else [self._finished(Event[left["event"]], state, before)]
+        while True:
+            for cut in cuts:
                 if self.keeper is not None and self.keeper.is_due(before, cut.timestamp, self._measured(cut)):
                     self._save(cut)
                 self._obey(cut)
                 before, state = cut.timestamp, cut
                 self._unsaved = cut
                 yield cut
+            if self._is_over(state):
+                break
+            cuts = self._epoch(state)
         self._save(state, is_last=True)  # while signals are deferred; afterwards they would interrupt the writing
         self._obey(state, is_at_end=True)
         self._unsaved = None  # the state after FIT_END is not saved, because a longer run could not continue from it
@@ -149,9 +156,16 @@ class Run:
         ]
         if not due:
             return state
+
+        def obey(at: Event, _: State) -> None:
+            if at is Event.EVAL_BATCH_END and self._common_end is None and self._interrupts.received is not None:
+                self._left = {"left": {"event": event.name, "before": time_to_plain(before)}}
+                self._obey(state, saves=event is not Event.FIT_END)  # the state before which is saved
+
         current, found = self._fire(Event.EVAL_BEFORE_ALL, state), {}
         for evaluator in due:
-            found |= run_evaluator(evaluator, current, self.eval_step, self.observers, self.step).metrics
+            observers = *self.observers, obey
+            found |= run_evaluator(evaluator, current, self.eval_step, observers, self.step).metrics
             self._evaluated[id(evaluator)] = state.timestamp.batch
         self._check_decisive(found, state)
         self._fire(Event.EVAL_AFTER_ALL, current)
@@ -207,7 +221,7 @@ class Run:
 
     # Cuts
 
-    def _obey(self, state: State, *, is_at_end: bool = False) -> None:
+    def _obey(self, state: State, *, is_at_end: bool = False, saves: bool = True) -> None:
         """Save the state and end the run if a signal has arrived, in a step of several processes at any of them."""
         if self.keeper is None:
             return
@@ -218,7 +232,8 @@ class Run:
         if due is None:
             return
         self._interrupts.received = due
-        self._save(state, is_last=True)
+        if saves:
+            self._save(state, is_last=True)
         found, now = self.keeper.written or (newest(self.keeper.folder), None)
         path = found and with_urls(found)
         self.keeper.close()
@@ -250,6 +265,7 @@ class Run:
             if callable(flush):
                 flush()
         memory: dict[str, Any] = {"has_begun": has_begun, "data": self._described_data, "code": self._described_code}
+        memory |= self._left
         if self._adaptive is not None and self._adaptive.found is not None:
             memory["microbatches"] = self._adaptive.found
         step = self.step if self._adaptive is None else self._adaptive.step
@@ -285,17 +301,9 @@ class Run:
             check_moved(before, state.timestamp)
             state = self._fire(Event.BATCH_END, state)
             state = self._decide_by_training(state, before, TimeUnit.BATCH)
-            state = self._evaluate(Event.BATCH_END, state, before)
-            state = self._fire(Event.BATCH_CHECKPOINT, state)
-            if state.timestamp.epoch != before.epoch:
-                if not self._is_over(state) or _counts_epochs(state):
-                    # As in an epoch of unknown length, where this event precedes the discovery that it is exhausted.
-                    state = self._fire(Event.BEFORE_DATALOADER, state)
-                yield self._end_epoch(state, before)
-                return
-            state = self._end_iteration(state, before)
+            state = self._finished(Event.BATCH_END, state, before)
             yield state
-            if self._is_over(state):
+            if state.timestamp.epoch != before.epoch or self._is_over(state):
                 return
             if state.timestamp.iteration != before.iteration:
                 state = self._fire(Event.ITERATION_START, state)
@@ -303,15 +311,19 @@ class Run:
     def _end_epoch(self, state: State, before: Timestamp) -> State:
         """Fire the events after an epoch; the state's time is already after it, `before` is still in it."""
         state = self._decide_by_training(self._fire(Event.EPOCH_END, state), before, TimeUnit.EPOCH)
-        state = self._evaluate(Event.EPOCH_END, state, before)
-        state = self._fire(Event.EPOCH_CHECKPOINT, state)
-        return self._end_iteration(state, before)
+        return self._finished(Event.EPOCH_END, state, before)
 
-    def _end_iteration(self, state: State, before: Timestamp) -> State:
-        """Fire the events after an iteration if one has ended since `before`.
-
-        Iterations counted in tokens may end within an epoch.
-        """
+    def _finished(self, event: Event, state: State, before: Timestamp) -> State:
+        """Evaluate after a batch or epoch, whose event has been fired, and fire the events that follow."""
+        state = self._evaluate(event, state, before)
+        is_batch = event is Event.BATCH_END
+        state = self._fire(Event.BATCH_CHECKPOINT if is_batch else Event.EPOCH_CHECKPOINT, state)
+        if is_batch and state.timestamp.epoch != before.epoch:
+            if not self._is_over(state) or _counts_epochs(state):
+                # As in an epoch of unknown length, where this event precedes the discovery that it is exhausted.
+                state = self._fire(Event.BEFORE_DATALOADER, state)
+            return self._end_epoch(state, before)
+        # Iterations counted in tokens may end within an epoch.
         if state.timestamp.iteration == before.iteration:
             return state
         state = self._fire(Event.ITERATION_END, state)

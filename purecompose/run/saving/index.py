@@ -114,11 +114,13 @@ def _is_spec(text: object) -> bool:
     return isinstance(text, str) and bool(Spec.of_text(text))
 
 
+_TIME = {
+    **dict.fromkeys(_COUNTERS, is_count),
+    **{"duration": (str, None), "batches_per_epoch": (is_count, None), "iteration_length": (str, None)},
+}
+_MEMORY = {"has_begun?": bool, "microbatches?": is_count, "data?": {"*": object}, "code?": {"*": str}, "*": object}
 _FORMS: dict[str, Any] = {
-    "time": {
-        **dict.fromkeys(_COUNTERS, is_count),
-        **{"duration": (str, None), "batches_per_epoch": (is_count, None), "iteration_length": (str, None)},
-    },
+    "time": _TIME,
     "description": {
         **{"model": [str], "initialised": [str], "frozen": [str], "required?": [str], "eval_mode?": [str]},
         **dict.fromkeys(("algorithms?", "base?", "settings?"), {"*": str}),
@@ -129,7 +131,7 @@ _FORMS: dict[str, Any] = {
     "values": {"*": PLAIN},
     "files": {"*": {"bytes": is_count, "sha256": str, "rows?": {"*": [is_count]}}},
     "metrics": {"*": (is_numbers, *PLAIN)},
-    "memory": {"has_begun?": bool, "microbatches?": is_count, "data?": {"*": object}, "code?": {"*": str}, "*": object},
+    "memory": {**_MEMORY, "left?": {"event": ["BATCH_END", "EPOCH_END"].__contains__, "before": _TIME}},
 }
 """What each part of an index looks like. What is only shown or compared as a whole may be any plain value."""
 

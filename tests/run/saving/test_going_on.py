@@ -230,3 +230,57 @@ def test_data_workers_ended_by_a_signal_lose_no_batch(number: signal.Signals, tm
         fit(compose(loop_events), start(batches_per_epoch=4), batches(), checkpoints=settings)
     assert "ep0000-ba00000003" in str(caught.value) + str(getattr(caught.value, "__notes__", ""))
     assert metrics_in(tmp_path).keys() == {"ep0000-ba00000003"}
+
+
+class _Interrupting:
+    """Data of an evaluation that are interrupted once, at the second batch of the given pass over them."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.num_passes, self.num_read = number, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_passes += 1
+        for place, batch in enumerate(BATCHES):
+            if (self.num_passes, place) == (self.number, 1):
+                signal.raise_signal(signal.SIGTERM)
+            self.num_read += self.num_passes == self.number
+            yield batch
+
+
+@pytest.mark.parametrize(
+    ("every", "number", "batch"), [("1ep", 2, 8), ("1ep", 3, 12), ("3ba", 1, 3), ("2ba", 2, 4), ("7ep", 1, 12)]
+)
+def test_a_signal_ends_an_evaluation_which_is_repeated(
+    every: str, number: int, batch: int, tmp_path: pathlib.Path
+) -> None:
+    def run(data: Any, folder: str, resume: str | None = None) -> tuple[State, list[Any]]:
+        records = pc.observers.Records(tmp_path / f"{folder}.jsonl")
+        plateau = pc.ReduceOnPlateau("eval/loss", patience="1ba", min_delta=9.0)
+        optimizer = pc.optim.sgd(pc.hparam("lr", 0.1))
+        with records:
+            state = fit(
+                compose(loop_events),
+                start(optimizer=optimizer),
+                BATCHES,
+                evaluate=Evaluator(data, every=every),
+                adjust=plateau,
+                observers=records,
+                checkpoints=Checkpoints(tmp_path / folder, every="4ba"),
+                resume=resume,
+            )
+        return state, pc.observers.read_records(records.path)
+
+    expected, records = run(BATCHES, "whole")
+    data = _Interrupting(number)
+    with pytest.raises(SystemExit) as caught:
+        run(data, "ended")
+    assert f"ba{batch:08d}" in caught.value.__notes__[0] and data.num_read < len(BATCHES)
+    found, found_records = run(BATCHES, "ended", resume="auto")
+    assert_same(found, expected)
+    assert found_records == records
+    assert metrics_of(tmp_path / "ended") == metrics_of(tmp_path / "whole")
+
+
+def metrics_of(folder: pathlib.Path) -> dict[str, Any]:
+    indexes = {path.name: json.loads((path / "index.json").read_text()) for path in sorted(folder.iterdir())}
+    return {name: (index["metrics"], "left" in index["memory"]) for name, index in indexes.items()}
