@@ -265,7 +265,7 @@ def test_a_signal_ends_an_evaluation_which_is_repeated(
                 evaluate=Evaluator(data, every=every),
                 adjust=plateau,
                 observers=records,
-                checkpoints=Checkpoints(tmp_path / folder, every="4ba"),
+                checkpoints=Checkpoints(tmp_path / folder, every="4ba", background=False),
                 resume=resume,
             )
         return state, pc.observers.read_records(records.path)
