@@ -16,14 +16,11 @@ from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.nn.layers._forms import has_hooks
 from purecompose.nn.layers.attention import PositionEmbedding, SelfAttention
-from purecompose.nn.layers.positions import AlibiAttention, NoPositions, alibi_bias, alibi_slopes
+from purecompose.nn.layers.positions import AlibiAttention, NoPositions
 from purecompose.surgery.visiting import left_alone
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
 from purecompose.time.units import snapped
-
-
-__all__ = ["alibi", "alibi_bias", "alibi_rules", "alibi_slopes", "apply_alibi"]
 
 
 def alibi_rules() -> surgery.Rules:

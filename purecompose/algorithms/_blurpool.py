@@ -9,19 +9,7 @@ from purecompose._support.checks import check_flag, check_whole
 from purecompose.algorithms._parts.surgery import on_module, surgery_method
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.nn.layers._forms import is_plain
-from purecompose.nn.layers.blur import BlurConv2d, BlurMaxPool2d, BlurPool2d, blur_2d, blurmax_pool2d
-
-
-__all__ = [
-    "BlurConv2d",
-    "BlurMaxPool2d",
-    "BlurPool2d",
-    "apply_blurpool",
-    "blur_2d",
-    "blurmax_pool2d",
-    "blurpool",
-    "blurpool_rules",
-]
+from purecompose.nn.layers.blur import BlurConv2d, BlurMaxPool2d
 
 
 def blurpool_rules(

@@ -12,24 +12,8 @@ from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.nn.layers._forms import check_latent, is_plain, is_tied, latent_size
 from purecompose.nn.layers.factorized import FactorizedConv2d, FactorizedLinear
 from purecompose.nn.layers.low_rank import (
-    LowRankSolution,
-    factorize_conv2d,
-    factorize_matrix,
     factorizing_could_speedup,
 )
-
-
-__all__ = [
-    "FactorizedConv2d",
-    "FactorizedLinear",
-    "LowRankSolution",
-    "apply_factorize",
-    "factorize",
-    "factorize_conv2d",
-    "factorize_matrix",
-    "factorize_rules",
-    "factorizing_could_speedup",
-]
 
 
 def factorize_rules(

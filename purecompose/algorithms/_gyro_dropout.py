@@ -13,8 +13,6 @@ from purecompose.algorithms._parts.gyro_masks import (
     check_probability,
     chosen_masks,
     dropped,
-    gyro_drop,
-    gyro_dropout_mask,
     gyro_dropout_period,
 )
 from purecompose.core.algorithm import Algorithm, Trait, factory
@@ -22,15 +20,6 @@ from purecompose.core.state import State
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
-
-__all__ = [
-    "GyroDropout",
-    "GyroDropoutState",
-    "gyro_drop",
-    "gyro_dropout",
-    "gyro_dropout_mask",
-    "gyro_dropout_period",
-]
 
 _BUFFER = "gyro_dropout_place"
 

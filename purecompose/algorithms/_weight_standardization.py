@@ -10,16 +10,7 @@ from purecompose import surgery
 from purecompose._support.checks import check_flag, check_whole
 from purecompose.algorithms._parts.surgery import on_module, surgery_method
 from purecompose.core.algorithm import Algorithm, factory
-from purecompose.nn.layers.standardized import STANDARDIZED, plain_conv, standardized, standardized_conv
-
-
-__all__ = [
-    "apply_weight_standardization",
-    "standardized",
-    "weight_standardization",
-    "weight_standardization_rules",
-    "weight_standardization_undo_rules",
-]
+from purecompose.nn.layers.standardized import STANDARDIZED, plain_conv, standardized_conv
 
 
 def weight_standardization_rules(n_last_layers_ignore: int = 0) -> surgery.Rules:

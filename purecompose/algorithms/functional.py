@@ -104,27 +104,20 @@ import sys
 from typing import Any
 
 from purecompose._support.keywords import suggests_keywords
-from purecompose.algorithms._alibi import alibi_bias, alibi_rules, alibi_slopes, apply_alibi
+from purecompose.algorithms._alibi import alibi_rules, apply_alibi
 from purecompose.algorithms._augmix import augmix_batch, augmix_transform
 from purecompose.algorithms._batch_size_warmup import warmup_batch_size
-from purecompose.algorithms._blurpool import apply_blurpool, blur_2d, blurmax_pool2d, blurpool_rules
+from purecompose.algorithms._blurpool import apply_blurpool, blurpool_rules
 from purecompose.algorithms._channels_last import apply_channels_last, to_channels_last
 from purecompose.algorithms._colout import colout_batch, colout_transform
 from purecompose.algorithms._cutmix import cutmix_batch, cutmix_box
 from purecompose.algorithms._cutout import cutout_batch, cutout_transform
 from purecompose.algorithms._ema import compute_ema
-from purecompose.algorithms._factorize import (
-    apply_factorize,
-    factorize_conv2d,
-    factorize_matrix,
-    factorize_rules,
-    factorizing_could_speedup,
-)
+from purecompose.algorithms._factorize import apply_factorize, factorize_rules
 from purecompose.algorithms._gated_linear_units import apply_gated_linear_units, gated_linear_units_rules
 from purecompose.algorithms._ghost_batchnorm import apply_ghost_batchnorm, ghost_batchnorm_rules
 from purecompose.algorithms._gradient_clipping import clip_adaptively, clip_by_norm, clip_by_value
 from purecompose.algorithms._gradient_noise_scale import critical_batch_size, estimate_noise
-from purecompose.algorithms._gyro_dropout import gyro_drop, gyro_dropout_mask, gyro_dropout_period
 from purecompose.algorithms._label_smoothing import smooth_labels
 from purecompose.algorithms._layer_freezing import frozen_layers, frozen_share, layers_of
 from purecompose.algorithms._lookahead import pull_back
@@ -138,6 +131,7 @@ from purecompose.algorithms._low_precision_layernorm import (
 )
 from purecompose.algorithms._mixup import mixup_batch
 from purecompose.algorithms._no_op_model import no_op_model_rules
+from purecompose.algorithms._parts.gyro_masks import gyro_drop, gyro_dropout_mask, gyro_dropout_period
 from purecompose.algorithms._per_example_clipping import clip_per_example, norms_per_example
 from purecompose.algorithms._progressive_resizing import progressive_scale, resize_batch
 from purecompose.algorithms._randaugment import randaugment_batch, randaugment_transform
@@ -154,10 +148,13 @@ from purecompose.algorithms._stochastic_depth import (
 from purecompose.algorithms._swa import add_to_mean
 from purecompose.algorithms._weight_standardization import (
     apply_weight_standardization,
-    standardized,
     weight_standardization_rules,
     weight_standardization_undo_rules,
 )
+from purecompose.nn.layers.blur import blur_2d, blurmax_pool2d
+from purecompose.nn.layers.low_rank import factorize_conv2d, factorize_matrix, factorizing_could_speedup
+from purecompose.nn.layers.positions import alibi_bias, alibi_slopes
+from purecompose.nn.layers.standardized import standardized
 
 
 __all__ = [

@@ -12,7 +12,8 @@ from torch import nn
 import purecompose as pc
 from purecompose import random, tree
 from purecompose.algorithms import FACTORIES
-from purecompose.algorithms._gyro_dropout import GyroDropout, gyro_dropout, gyro_dropout_mask, gyro_dropout_period
+from purecompose.algorithms._gyro_dropout import GyroDropout, gyro_dropout
+from purecompose.algorithms._parts.gyro_masks import gyro_dropout_mask, gyro_dropout_period
 from purecompose.algorithms._selective_backprop import selective_backprop
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.compose import compose

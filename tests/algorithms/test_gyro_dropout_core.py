@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from purecompose import random
-from purecompose.algorithms._gyro_dropout import gyro_drop, gyro_dropout_mask, gyro_dropout_period
+from purecompose.algorithms._parts.gyro_masks import gyro_drop, gyro_dropout_mask, gyro_dropout_period
 
 
 WIDE = 64  # two random masks of this size are equal with probability 2**-64
