@@ -181,7 +181,8 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
         mean = own.mean({**state.grads, **missing}, of_nothing=math.nan if is_guarded else 0.0)
         return with_slot(state.replace(grads=mean), own.emptied(waiting))
 
-    ends = on(Event.BEFORE_TRAIN_BATCH) & (every(num_steps) | _RunEnds()) | on(Event.FIT_END) & _Rest(num_steps)
+    at_end = _AtEnd(num_steps)
+    ends = on(Event.BEFORE_TRAIN_BATCH) & (every(num_steps) | at_end) | on(Event.FIT_END) & at_end
     acts = on(Event.INIT, Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH) | ends
     return Algorithm(
         name,
@@ -195,30 +196,18 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
 
 
 @dataclass(frozen=True)
-class _RunEnds(Timed):
-    """A predicate that is true in the last batch of a run of known length, before the time advances."""
-
-    def __call__(self, event: Event, state: Any) -> bool:
-        del event
-        return state.timestamp.batch + 1 == state.timestamp.run.total_batches
-
-    def __repr__(self) -> str:
-        return "run_ends()"
-
-
-@dataclass(frozen=True)
-class _Rest(Timed):
-    """A predicate that is true at the end of a run whose last batches are not a whole group, nor complete one."""
+class _AtEnd(Timed):
+    """A predicate that is true at FIT_END if the run has ended within a group, else in the last batch of a run of known
+    length, before the time advances."""
 
     num_steps: int
 
     def __call__(self, event: Event, state: Any) -> bool:
-        del event
-        now = state.timestamp
-        return now.batch % self.num_steps > 0 and now.batch != now.run.total_batches
+        batch, total = state.timestamp.batch, state.timestamp.run.total_batches
+        return batch % self.num_steps > 0 and batch != total if event is Event.FIT_END else batch + 1 == total
 
     def __repr__(self) -> str:
-        return f"ends_within({self.num_steps})"
+        return f"at_end({self.num_steps})"
 
 
 def _missing(own: AccumulatedGradients, state: State) -> tuple[dict[str, Tensor], list[str]]:
