@@ -36,7 +36,7 @@ def evaluated_loss(
     options: dict[str, Any] = {"train": True, "num_examples": num_examples}
     (loss, parts), buffers = state.call_loss(lambda fn: losses.evaluate_parts(fn, outputs, targets), **options)
     if is_first_run():
-        state.call_loss(lambda fn: check_pairs(fn, outputs, targets, loss), **options)
+        state.call_loss(lambda fn: check_pairs(fn, outputs, targets), **options)
     return loss, parts, buffers
 
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from purecompose._support.checks import shown
-from purecompose._support.functorch import is_fake, is_transforming
 from purecompose.losses.from_model import ModelLoss
 from purecompose.losses.reduction import mean_of, reduced
 from purecompose.losses.targets import Mixture, num_examples, per_row, wide_dtype
@@ -158,52 +157,38 @@ def check_interpolation(loss_fn: Callable[..., Tensor], outputs: Any, targets: A
             )
 
 
-def check_pairs(fn: Callable[..., Any], outputs: Any, targets: Any, value: Tensor) -> None:
+def check_pairs(fn: Callable[..., Any], outputs: Any, targets: Any) -> None:
     """Raise if a loss or metric compares each output with each target, as torch broadcasts (N, 1) and (N,).
 
     Such a value remains if the examples of one tensor change places. If both have one shape it is another one, which
-    changes. It is examined only where the shapes differ in dims of size 1.
+    changes. It is examined with other numbers, and only where the shapes differ in dims of size 1.
     """
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.shape == targets.shape:
         return
     if [n for n in outputs.shape if n > 1] != [n for n in targets.shape if n > 1]:
         return
-    if is_transforming():
-        return
 
-    def evaluate(*given: Tensor) -> Tensor | None:
+    def rows(by: int, shape: torch.Size | None = None) -> Any:
+        pair = [_numbers_like(outputs), _numbers_like(targets)]
+        flat = int(targets.ndim < outputs.ndim)
+        pair[flat] = pair[flat].roll(by, 0)
         try:
-            result = fn(*given)
+            result = fn(*(pair if shape is None else [one.reshape(shape) for one in pair]))
+            result = torch.atleast_1d(result[0] if isinstance(result, tuple) else result).double()
+            return torch.tensor(result.reshape(len(result), -1).mean(1).tolist())
         except Exception:
-            return None  # it takes other shapes
-        return result[0] if isinstance(result, tuple) else result
+            return None  # it takes other shapes or numbers, or has parameters without numbers
 
-    if is_fake(outputs):  # while a step is traced: any numbers serve, but parameters have none
-        with unset_fake_temporarily(), torch.no_grad():
-            numbers = _numbers_like(outputs), _numbers_like(targets)
-            if (of_numbers := evaluate(*numbers)) is not None:
-                check_pairs(fn, *numbers, of_numbers)
-        return
+    def differ(*pair: Tensor) -> bool:
+        return not torch.allclose(*pair, rtol=1e-4, equal_nan=True)
 
-    def differ(one: Tensor | None, other: Tensor | None, *, whole: bool = False) -> bool:
-        if one is None or other is None:
-            return False
-        pair = [x.detach().double() for x in (one, other)]
-        rows = [x.mean() if whole or not x.ndim else x.reshape(len(x), -1).mean(1) for x in pair]
-        return not torch.allclose(*rows, rtol=1e-4, equal_nan=True)
-
-    def in_shape(shape: torch.Size | None = None, by: int = 0) -> Tensor | None:
-        flat, wide = sorted((targets, outputs), key=lambda tensor: tensor.ndim)
-        moved = flat.roll(by, 0)
-        pair = (moved, wide) if flat is outputs else (wide, moved)
-        return evaluate(*(pair if shape is None else (one.reshape(shape) for one in pair)))
-
-    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        if differ(value, in_shape(by=1)):
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"), _disable_current_modes():  # also while tracing
+        value, moved = rows(0), rows(1)
+        if value is None or moved is None or differ(value, moved):
             return
-        found = ([in_shape(shape, by) for by in range(4)] for shape in (outputs.shape, targets.shape))
+        found = ([rows(by, shape) for by in range(4)] for shape in (outputs.shape, targets.shape))
         own, *others = next((values for values in found if values[0] is not None), [value])
-        compares_all = differ(value, own, whole=True) and any(differ(own, one) for one in others)
+        compares_all = differ(value.mean(), own.mean()) and any(differ(own, one) for one in others)
     if compares_all:
         raise ValueError(
             f"{shown(fn)} compares each output with each target: outputs {tuple(outputs.shape)} and targets "
@@ -212,8 +197,8 @@ def check_pairs(fn: Callable[..., Any], outputs: Any, targets: Any, value: Tenso
 
 
 def _numbers_like(tensor: Tensor) -> Tensor:
-    numbers = torch.arange(tensor.numel(), device=tensor.device).square() % 7
-    return (numbers / 7 if tensor.is_floating_point() else numbers % 2).to(tensor.dtype).reshape(tensor.shape)
+    numbers = torch.arange(tensor.numel(), device=tensor.device) * 0.6180339887 % 1
+    return (numbers if tensor.is_floating_point() else numbers * 2).to(tensor.dtype).reshape(tensor.shape)
 
 
 def advice(outputs: Any, targets: Any) -> Iterator[str]:

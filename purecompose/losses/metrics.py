@@ -144,7 +144,7 @@ def from_function(fn: Callable[[Any, Any], Tensor], *, higher_is_better: bool | 
         values = fn(outputs, targets)
         count = count_examples(outputs, targets) if num_examples is None else num_examples
         _check_values(fn, values, count)
-        check_pairs(fn, outputs, targets, values)
+        check_pairs(fn, outputs, targets)
         values = values.detach().to(acc.total.dtype)
         rows = values.flatten(1).mean(1).sum() if values.ndim > 1 else values.sum()
         return Mean(acc.total + (rows if values.ndim else values * count), acc.number + count)
@@ -249,18 +249,17 @@ def _with_parts(
     """Return the means of the loss, called "", and of its parts, with one more batch."""
     assert loss_fn is not None
     loss, parts = evaluate_parts(loss_fn, outputs, targets)
-    check_pairs(loss_fn, outputs, targets, loss)
-    terms, empty = num_terms(loss_fn, outputs, targets, num_examples), init_mean(loss.device)
-    return {name: _with_mean(acc.get(name, empty), value, terms) for name, value in {"": loss, **parts}.items()}
+    check_pairs(loss_fn, outputs, targets)
+    terms, found = num_terms(loss_fn, outputs, targets, num_examples), dict(acc)
+    for name, value in {"": loss, **parts}.items():
+        total, number = acc.get(name) or init_mean(loss.device)
+        # With a total of 1 the share is value * terms, or zero if nothing in the batch counts.
+        found[name] = Mean(total + share_of_mean(value.detach().to(total.dtype), terms, 1), number + terms)
+    return found
 
 
 def _values(acc: dict[str, Mean]) -> Any:
     return {name: mean.value() for name, mean in acc.items()}
-
-
-def _with_mean(acc: Mean, value: Tensor, terms: int | Tensor) -> Mean:
-    # With a total of 1 the share is value * terms, or zero if nothing in the batch counts.
-    return Mean(acc.total + share_of_mean(value.detach().to(acc.total.dtype), terms, 1), acc.number + terms)
 
 
 def _check_values(fn: object, values: object, count: int) -> None:

@@ -473,6 +473,8 @@ def test_a_loss_of_each_output_with_each_target_is_an_error(loss: Any) -> None:
     for run, fn in ((step, loss), (compiled, loss), (step, whole), (compose(loop_events, microbatches=2), whole)):
         with pytest.raises(ValueError, match=r"each output with each target: outputs \(6, 1\) and targets \(6,\)"):
             run(column_regression(fn), batch)
+    with pytest.raises(ValueError, match="compares each output with each target"):
+        pc.population(step, 2)(pc.stack_states([column_regression(loss)] * 2), batch)
     state = column_regression(loss)
     after = compose(loop_events)(state, (batch[0], batch[1][:, None]))
     torch.testing.assert_close(after.loss, loss(pc.to_module(state)(batch[0])[:, 0], batch[1]).detach())
