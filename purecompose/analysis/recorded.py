@@ -95,11 +95,9 @@ class RecordedRun:
         if not isinstance(self.step, Step) or not isinstance(self.state, State):
             came = f"{shown(self.step)}, {shown(self.state)}"
             raise TypeError(f"RecordedRun(path, step, state, data): expected a Step and a State, got {came}")
+        reporters = (*_listed(self.evaluate), *self.step.algorithms)  # a rule may leave it to the metric what is better
         for name in ("evaluate", "stop", "adjust"):
-            given = _listed(getattr(self, name))
-            if name != "evaluate":  # a rule may leave it to the metric which values are better
-                given = with_modes(given, (*self.evaluate, *self.step.algorithms))  # pyright: ignore
-            object.__setattr__(self, name, given)
+            object.__setattr__(self, name, with_modes(_listed(getattr(self, name)), reporters))
         object.__setattr__(self, "checkpoints", checkpoints_in(self.path))
         object.__setattr__(self, "_origin", _origin_of(self.data))
 

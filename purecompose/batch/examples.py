@@ -31,9 +31,6 @@ class Splitter:
         >>> lists = Splitter(len, lambda batch, start, stop: batch[start:stop])
         >>> lists.part([("image", 1), ("image", 2), ("image", 3)], 0, 2)
         [('image', 1), ('image', 2)]
-        >>> two_views = Splitter(lambda batch: len(batch[1]))  # batches of 2N images and N labels, which are not cut
-        >>> two_views.num_examples((["a1", "b1", "a2", "b2"], [0, 1]))
-        2
     """
 
     num_examples: Callable[[Any], int]

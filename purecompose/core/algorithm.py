@@ -89,8 +89,7 @@ class Algorithm:
         host: True if it runs outside compiled code, where it may read tensors' values and the timestamp, and
             change shapes.
         config: The settings, for printing and for comparing with a checkpoint.
-        reported: The metrics that it measures over several batches, by their names in `state.metrics`, from which rules
-            that decide by one learn whether higher values are better.
+        reported: The metrics that it measures over batches, by their names in `state.metrics`, for rules that decide.
 
     Raises:
         TypeError, ValueError: `name` is not a non-empty string, `match` or `apply` cannot be called, or a

@@ -88,9 +88,8 @@ class Layout:
                     here, there = ("cut with", "shared by") if is_row else ("shared by", "cut with")
                     raise ValueError(
                         f"batch{path} {shape} would be {here} the {num} examples of this batch, but was {there} those "
-                        "of another: give what all examples share a leading dimension of 1 (a list: make it a named "
-                        "tuple), and batches whose examples are not rows a "
-                        "State.create(splitter=batch.Splitter(num_examples, part))"
+                        "of another: give what all examples share a leading dimension of 1 (a list: a named tuple), "
+                        "and other batches a State.create(splitter=batch.Splitter(num_examples, part))"
                     )
             self._seen.add(kinds)
         return found

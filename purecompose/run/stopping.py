@@ -209,12 +209,8 @@ def check_metric(metric: Any, mode: Any, where: str) -> None:
 
 
 def mode_of(metric: str, mode: str | None, reporters: Iterable[Any] = ()) -> str:
-    """Return `mode`, or if it is `None` what the metric declares or the name says: "min" or "max".
-
-    Args:
-        metric: Name of the metric in records.
-        mode: The setting.
-        reporters: Evaluators and algorithms, of which one may report the metric.
+    """Return `mode`, or if it is `None` what the metric says that one of the evaluators and algorithms reports, or what
+    its name says: "min" or "max".
 
     Raises:
         ValueError: Nothing says which values are better.

@@ -219,8 +219,8 @@ def _check_state(state: State, placing: Placing | None) -> None:
     """Raise a `ValueError` if the state is not divided among processes as the step expects, or synchronises itself."""
     if any(isinstance(module, nn.SyncBatchNorm) for module in state.model.module.modules()):
         raise ValueError(
-            "several processes: nn.SyncBatchNorm sends messages of its own, which do not know how parts of a batch are "
-            "weighted: keep nn.BatchNorm, which has the statistics of the whole batch here"
+            "several processes: nn.SyncBatchNorm does not know how a batch's parts are weighted: keep nn.BatchNorm, "
+            "which has the statistics of the whole batch here"
         )
     is_divided = any(map(is_shard, state.params.values()))
     if is_divided and placing is None:
