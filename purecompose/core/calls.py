@@ -36,7 +36,8 @@ def rng_of_turn(state: Any, name: str) -> random.Rng:
 
 def run_model(state: Any, inputs: Any, *, train: bool, rng_name: str | None = None) -> _Result:
     """See `State.run_model`."""
-    part = CURRENT.get() if rng_name is None else None
+    current = CURRENT.get()
+    part = current if rng_name is None else None
     name = rng_name or (".state.forward" if part is None else part.next_pass())
     context = state.context
     if state.clock is None:  # outside of a step, whose batch consists of aliases already
@@ -50,11 +51,13 @@ def run_model(state: Any, inputs: Any, *, train: bool, rng_name: str | None = No
         num_examples = state.num_examples if has_shared else sizes[0] if len(sizes) == 1 else None
         return _keyed(state, _shared_rng(state, name), num_examples)
 
-    def call() -> _Result:
+    def call(inputs: Any = inputs) -> _Result:
         return call_model(
             context.model, state.params, state.buffers, inputs, train=train, keyed=keyed, precision=context.precision
         )
 
+    if current is not None and current.passes is not None:
+        return current.passes.run(call, inputs, state)
     if state.clock is not None or context.model.skeleton(train).draws is not None:
         return call()
     marks = Marks(lambda: [("its inputs", one) for one in tensors(inputs)], with_values=True)
@@ -91,4 +94,6 @@ def _with_denominators(fn: Callable[[Callable[..., Any]], Any], denominators: An
 
 def _keyed(state: Any, rng: random.Rng, num_examples: int | None) -> modules.Keyed:
     first_example = 0 if state.first_example is None else state.first_example
-    return modules.keyed(rng, num_examples=num_examples, first_example=first_example)
+    scope, part = modules.keyed(rng, num_examples=num_examples, first_example=first_example), CURRENT.get()
+    scope.is_compared = part is not None and part.passes is not None
+    return scope

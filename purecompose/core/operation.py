@@ -48,8 +48,8 @@ class Purpose(NamedTuple):
     """The part of the batch that is run, if several processes share it."""
     replaces_gradients: bool = False
     """True if a method replaces all gradients before anything reads them, so that processes need not send them."""
-    look: Callable[[Tensor], None] | None = None
-    """Function that is called with each loss that is differentiated, with its graph; see `separable`."""
+    passes: Any = None
+    """Recorder of forward passes and losses, in a check of gradients; see `purecompose.core.recorded`."""
     forwards: dict[Any, Any] | None = None
     """The forward passes so far, by their operations, if the gradients of several losses share them; see `gradient`."""
     frees_fields: bool = False
@@ -187,7 +187,7 @@ def lift(
     def run(carry: Carry, purpose: Purpose) -> Carry:
         state, used, terms = carry
         # Not a `with` block, which would cost three times as much, in every step.
-        token = CURRENT.set(Part(pass_name, turn=turn))
+        token = CURRENT.set(Part(pass_name, turn=turn, passes=purpose.passes))
         try:
             new_state = fn(state, purpose.watch)
         finally:

@@ -104,8 +104,8 @@ class Grad(Scope):
 
                 def inside(inner: Carry) -> Carry:
                     end = body(inner, purpose)
-                    if purpose.look is not None:
-                        purpose.look(end.state.loss)  # pyright: ignore[reportArgumentType]
+                    if purpose.passes is not None:
+                        purpose.passes.look(end.state.loss)
                     return end
 
                 after = differentiate(inside, carry, names)

@@ -3,21 +3,18 @@
 Microbatches, several processes, gradient accumulation and evaluation compute means over parts. A few examples of the
 batch are given to the loss together and in two halves, at the network's outputs and at others. The gradient with
 respect to each output must be the same, times the weight of its half; and the network's outputs for an example must not
-change with the other examples. Where outputs do not have a row for each example, or a stage of your own computes the
-loss, gradients with respect to the parameters are compared instead. All this is in double precision where the code
+change with the other examples. A stage of your own is given the outputs of its first run in place of forward passes,
+whose inputs must not change with the other examples either. Where outputs do not have a row for each example, passes
+run again, and gradients with respect to the parameters are compared. All this is in double precision where the code
 permits it, so that a term of any weight is seen.
 """
 
-import functools
-import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from purecompose import batch as batches, losses, tree
 from purecompose._support.checks import shown
@@ -25,10 +22,12 @@ from purecompose._support.functorch import has_values, is_transforming
 from purecompose._support.warnings import warn
 from purecompose.core.coupling import targets_of_loss
 from purecompose.core.cut import Cut
-from purecompose.core.means import denominators, num_terms, part_of
+from purecompose.core.halves import Adapted, Found, Given, NotMeanError, check_halves, coarsest, is_differentiable
+from purecompose.core.means import denominators, num_terms
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation
+from purecompose.core.recorded import ForwardPasses
 from purecompose.core.state import State
-from purecompose.nn.keyed.scope import DRAWS_OF_BATCH, is_under_foreign_checkpoint
+from purecompose.nn.keyed.scope import is_under_foreign_checkpoint
 from purecompose.random.keys import fold_in
 
 
@@ -68,7 +67,7 @@ def _first_of(attempts: Sequence[Callable[[], None]], state: State) -> None:
         for attempt in attempts:
             try:
                 return attempt()
-            except (_NotMeanError, Warning):
+            except (NotMeanError, Warning):
                 raise
             except Exception as failure:
                 error = failure
@@ -111,25 +110,19 @@ def check_scope(
         return
     is_model_loss = until_loss is not None and isinstance(state.context.loss, losses.ModelLoss)
     carry = carry._replace(state=state.replace(denominators=denominators(state)))
-    if until_loss is not None and not is_model_loss and state.context.layout.has_rows(state.batch):
-        with _FixedNorms():
-            end = until_loss(carry, NO_PURPOSE).state
-            if has_rows := _have_rows(end):
-                _check_forward(until_loss, carry, end)
-        if has_rows:
-            _check_outputs(end)
-            return
+    if until_loss is not None and not is_model_loss and layout.has_rows(state.batch):
+        with Adapted():
+            end = until_loss(carry, NO_PURPOSE._replace(passes=ForwardPasses(state.num_examples))).state
+        if _have_rows(end):
+            return _check_outputs(end)
     if until_loss is not None and losses.couples_examples(state.context.loss):
         return
-    token = DRAWS_OF_BATCH.set(True)
     try:
-        _check_gradients(body, until_loss, stage, carry)
-    except _NotMeanError as error:
+        _check_stage(body, until_loss, stage, carry)
+    except NotMeanError as error:
         if not is_model_loss:  # for which there is no remedy but not to cut batches
             raise
         warn(str(error))
-    finally:
-        DRAWS_OF_BATCH.reset(token)
 
 
 def _check_outputs(state: State, *, train: bool = True) -> None:
@@ -153,32 +146,12 @@ def _check_outputs(state: State, *, train: bool = True) -> None:
     if context.loss_scalars and state.clock is not None:  # the weight of a term often grows from 0, which hides it
         hparams = {name: torch.where(value == 0, 1.0, value) for name, value in state.hparams.items()}
         state = state.replace(clock=state.clock.without_zeros(), hparams=hparams)
-    half = -(-num // 2)
 
-    def moved(rows: Tensor) -> Tensor:
-        """Return other outputs for the first half of the examples, such as the network might return."""
-        if not _is_differentiable(rows):
-            return rows
-        scale = torch.linspace(0.25, 1, half, device=rows.device).reshape(-1, *[1] * (rows.ndim - 1))
-        return torch.cat([rows.roll(1, 0)[:half] * scale.to(rows.dtype), rows[half:]])
+    def find(inner: State, given: Given) -> Found | None:
+        outputs = batches.map_tensors(lambda tensor: given.part(tensor, num), state.outputs)
+        return _of_outputs(inner.replace(outputs=outputs), train)
 
-    def compare(state: State) -> None:
-        for outputs in (state.outputs, batches.map_tensors(moved, state.outputs)):
-            states = [state.replace(outputs=outputs)]
-            for part, own in zip(context.layout.split(state.batch, 2), (range(half), range(half, num)), strict=True):
-                rows = batches.map_tensors(lambda rows, own=own: rows[own.start : own.stop], outputs)
-                start, share = (state.first_example or 0) + own.start, part_of(state.denominators, len(own), num)
-                states.append(state.replace(batch=part, outputs=rows, first_example=start, denominators=share))
-            try:
-                found = [one for state in states if (one := _of_outputs(state, train)) is not None]
-            except Exception:
-                if outputs is state.outputs:
-                    raise
-                return  # they are not such as the network might return
-            if len(found) == len(states):
-                _compare(found, state, _subject(state))
-
-    _in_best_precision(compare, state, (*context.loss_param_names, *context.loss_buffer_names))
+    check_halves(find, state, _subject(state), (*context.loss_param_names, *context.loss_buffer_names))
 
 
 def check_evaluated(state: State) -> None:
@@ -186,24 +159,10 @@ def check_evaluated(state: State) -> None:
     _first_of([lambda: _check_outputs(state, train=False)], state)
 
 
-class _Found(NamedTuple):
-    """The loss of some examples, and its gradients."""
-
-    loss: Tensor
-    grads: Sequence[Tensor]
-    num_rows: int
-    """Number of gradients, the first ones, that have a row for each example."""
-    weight: float
-    eps: float
-    """Relative precision of the coarsest dtype in which it was computed."""
-    tolerance: float
-    """Largest difference of gradients that is rounding, relative to the largest number."""
-
-
-def _of_outputs(state: State, train: bool) -> _Found | None:
+def _of_outputs(state: State, train: bool) -> Found | None:
     """Differentiate the loss of a state's outputs; `None` if it draws, changes buffers, or has no gradient."""
     context = state.context
-    given = [tensor.detach().requires_grad_(_is_differentiable(tensor)) for tensor in batches.tensors(state.outputs)]
+    given = [tensor.detach().requires_grad_(is_differentiable(tensor)) for tensor in batches.tensors(state.outputs)]
     names = [name for name in context.trainable if name in context.loss_param_names]
     rows = [tensor for tensor in given if tensor.requires_grad]
     params = {name: state.params[name].detach().requires_grad_() for name in names}
@@ -222,179 +181,42 @@ def _of_outputs(state: State, train: bool) -> _Found | None:
         is_kept = all(torch.equal(buffers[name], state.buffers[name]) for name in context.loss_buffer_names)
         if not is_kept or not torch.equal(again.nan_to_num(), loss.nan_to_num()):
             return None
-    eps = _coarsest(loss)
+    eps = coarsest(loss)
     grads = torch.autograd.grad(loss, [*rows, *params.values()], allow_unused=True, materialize_grads=True)
-    return _Found(loss.detach(), grads, len(rows), float(num_terms(inner)), eps, max(32 * eps, 1e-12))
+    return Found(loss.detach(), grads, len(rows), float(num_terms(inner)), eps, max(32 * eps, 1e-12))
 
 
-def _check_gradients(body: Operation, until_loss: Operation | None, stage: str, carry: Carry) -> None:
-    """Raise unless the gradient with respect to the parameters is the mean over two halves of the examples."""
-    layout, num = carry.state.context.layout, carry.state.num_examples
-    subject = f"the loss of the stage {stage}" if until_loss is None else _subject(carry.state)
+def _check_stage(body: Operation, until_loss: Operation | None, stage: str, carry: Carry) -> None:
+    """Raise unless the gradients that a body computes are the means over two halves of the examples."""
+    state, layout = carry.state, carry.state.context.layout
+    subject = f"the loss of the stage {stage}" if until_loss is None else _subject(state)
 
-    def found(state: State) -> _Found:
-        precisions: list[float] = []
-        purpose = NO_PURPOSE._replace(look=lambda loss: precisions.append(_coarsest(loss)))
-        after, _, terms = body(carry._replace(state=state), purpose)
-        assert after.loss is not None
-        if terms is None:
-            terms = state.num_examples if until_loss is None else num_terms(after.replace(batch=state.batch))
-        grads = after.grads or {}
-        named = [grads.get(name, torch.zeros_like(param)) for name, param in state.params.items()]
-        return _Found(after.loss, named, 0, float(terms), max(precisions), max(precisions) ** 0.5)
+    def check(may_replace: bool) -> None:
+        passes = ForwardPasses(state.num_examples, stage, may_replace=may_replace)
 
-    def compare(state: State) -> None:
-        parts, first = [], 0
-        for part in layout.split(state.batch, 2):
-            share = part_of(state.denominators, layout.num_examples(part), num)
-            parts.append(found(state.replace(batch=part, first_example=first, denominators=share)))
-            first += layout.num_examples(part)
-        _compare([found(state), *parts], state, subject)
+        def find(inner: State, given: Given | None) -> Found:
+            passes.begin(given)
+            after, _, terms = body(carry._replace(state=inner), NO_PURPOSE._replace(passes=passes))
+            assert after.loss is not None
+            if terms is None:
+                terms = inner.num_examples if until_loss is None else num_terms(after.replace(batch=inner.batch))
+            grads, eps = after.grads or {}, passes.eps
+            named = [grads.get(name, torch.zeros_like(param)) for name, param in inner.params.items()] if grads else []
+            tolerance = eps**0.5 if named else 256 * eps
+            return Found(after.loss, [*passes.grads, *named], len(passes.grads), float(terms), eps, tolerance)
 
-    _in_best_precision(compare, carry.state, (*carry.state.params, *carry.state.buffers))
+        with Adapted():
+            find(state, None)
+        check_halves(find, state, subject, () if passes.are_replaced else (*state.params, *state.buffers))
 
-
-def _check_forward(until_loss: Operation, carry: Carry, end: State) -> None:
-    """Warn if the outputs of the last examples change when one of them takes the place of each of the first ones."""
-    state, num = carry.state, carry.state.num_examples
-    half, indices = -(-num // 2), torch.arange(num, device=state.device)
-    for other in dict.fromkeys((half, num - 1)):
-        moved = batches.take(state.batch, torch.where(indices < half, other, indices), num)
-        outputs = until_loss(carry._replace(state=state.replace(batch=moved)), NO_PURPOSE).state.outputs
-        for ours, theirs in zip(batches.tensors(end.outputs), batches.tensors(outputs), strict=True):
-            difference = _largest(ours[half:] - theirs[half:]) if _is_differentiable(ours) else 0.0
-            if difference > 1e-5 * _largest(ours):
-                warn(
-                    "the network's outputs for an example depend on the other examples of the batch, and so differ in "
-                    "microbatches, on several processes and with gradient_accumulation. Let it compute them from the "
-                    "example itself (a capacity for each sequence, not for the batch); batch normalisation is an "
-                    "exception"
-                )
-                return
-
-
-class _NotMeanError(ValueError):
-    """The loss of a batch is not the mean over its parts."""
-
-
-def _compare(found: Sequence[_Found], state: State, subject: str) -> None:
-    """Raise unless the first loss and its gradients are the means over the other two, weighted by their terms."""
-    whole, first, second = found
-    total = first.weight + second.weight
-    if not total or not whole.loss.isfinite():
-        return
-
-    def shares(*tensors: Tensor) -> list[Tensor]:
-        # The mean over a part in which nothing counts is NaN, and has no weight.
-        weights = (first.weight / total, second.weight / total)
-        return [t * share if share else torch.zeros_like(t) for t, share in zip(tensors, weights, strict=True)]
-
-    pairs = [(one, shares(*parts)) for one, *parts in zip(whole.grads, first.grads, second.grads, strict=True)]
-    scales = [max(map(_largest, (one, *parts))) for one, parts in pairs]
-    compared = [
-        (
-            one,
-            torch.cat(parts) if index < whole.num_rows else torch.stack(parts).sum(0),
-            whole.tolerance * max(scale, _FLOOR * max(scales)),
-        )
-        for index, ((one, parts), scale) in enumerate(zip(pairs, scales, strict=True))
-    ]
-    parts = shares(first.loss, second.loss)
-    compared.append((whole.loss, torch.stack(parts).sum(0), whole.eps**0.5 * max(map(_largest, (whole.loss, *parts)))))
-    for one, mean, tolerance in compared:
-        difference = (one - mean).abs()
-        is_apart = (difference > tolerance) | (one.isfinite() != mean.isfinite())
-        if is_apart.any():
-            worst = int(torch.where(is_apart, difference.nan_to_num(torch.inf), -1).argmax())
-            together, apart = (tensor.flatten()[worst].item() for tensor in (one, mean))
-            raise _NotMeanError(
-                f"{subject if one is whole.loss else f'the gradient of {subject}'} is {together:.6g} for "
-                f"{state.num_examples} examples together, but {apart:.6g} as the mean over 2 slices of them, as which "
-                "microbatches, several processes, gradient_accumulation and evaluation compute it. If it is a sum over "
-                "examples, make it a mean (reduction='mean'); if it is a mean over some positions, let it report their "
-                "number in a method num_terms(outputs, targets), or num_terms(state) of a stage; if it compares "
-                "examples with each other, as contrastive losses do, write losses.over_batch(loss), also for a stage; "
-                "if it adds means with different denominators, give it a method denominators(targets), or write "
-                "losses.over_batch(loss). Stages draw by state.example_rng, and the outputs of a network have a row "
-                "for each example"
-            )
-
-
-_FLOOR = 0.01
-"""Gradients that are smaller than this part of the largest one may be zero but for rounding, such as that of a bias
-before a softmax."""
-
-
-def _in_best_precision(compare: Callable[[State], None], state: State, names: Collection[str]) -> None:
-    """Compare in double precision or, where the code does not permit it, in its own.
-
-    Args:
-        compare: The comparison.
-        state: The state.
-        names: Its parameters and buffers that take part.
-    """
-
-    def doubled(tensor: Tensor) -> Tensor:
-        return tensor.to(torch.promote_types(tensor.dtype, torch.float64)) if _is_differentiable(tensor) else tensor
-
-    def with_double(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: doubled(tensor) if name in names else tensor for name, tensor in tensors.items()}
-
-    given = {name: batches.map_tensors(doubled, getattr(state, name)) for name in ("batch", "outputs", "denominators")}
-    double = state.replace(params=with_double(state.params), buffers=with_double(state.buffers), **given)
-    with _FixedNorms():
+    if layout.has_rows(state.batch):
         try:
-            with _InDouble():
-                compare(double)
-        except _NotMeanError:
+            return check(may_replace=True)
+        except (NotMeanError, Warning):
             raise
-        except Exception:  # for example because a constant is in single precision
-            compare(state)
-
-
-class _FixedNorms(TorchFunctionMode):
-    """A mode with constants as the statistics of batch normalisation, since that is meant to mix examples."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.batch_norm:
-            return func(*args, **kwargs)
-        kwargs |= dict(zip(_BATCH_NORM, args, strict=False))
-        size = kwargs["input"].shape[1]
-        like = kwargs["input"] if kwargs.get("weight") is None else kwargs["weight"]
-        fixed = {"running_mean": like.new_zeros(size), "running_var": like.new_ones(size), "training": False}
-        return func(**{**kwargs, **fixed})
-
-
-class _InDouble(TorchFunctionMode):
-    """A mode without conversions from double precision."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        is_narrowed = func in (Tensor.float, Tensor.to) and args[0].dtype is torch.float64
-        return args[0].to(result.device) if is_narrowed and _is_differentiable(result) else result
-
-
-_BATCH_NORM = tuple(inspect.signature(F.batch_norm).parameters)
-
-
-def _coarsest(loss: Tensor) -> float:
-    """Return the relative precision of the coarsest dtype on the way from what is differentiated to a loss."""
-    eps, known, waiting = torch.finfo(loss.dtype).eps, set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in known:
-            known.add(node)
-            saved = (getattr(node, name) for name in _saved_by(type(node)))  # what it multiplies by or divides by
-            numbers = [one for one in saved if isinstance(one, Tensor) and _is_differentiable(one)]
-            eps = max([eps, *(torch.finfo(form.dtype).eps for form in (*node._input_metadata, *numbers))])
-            waiting += [following for following, _ in node.next_functions]
-    return eps
-
-
-@functools.cache
-def _saved_by(kind: type) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("_saved_")]
+        except Exception:  # for example because it differentiates outputs with respect to parameters
+            pass
+    check(may_replace=False)
 
 
 def _have_rows(state: State) -> bool:
@@ -421,14 +243,6 @@ def _subject(state: State) -> str:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def _is_differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.detach().abs().nan_to_num(0, 0, 0).max()) if tensor.numel() else 0.0
 
 
 _MOST = 7

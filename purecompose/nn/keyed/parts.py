@@ -21,14 +21,16 @@ class Part:
         name: Name of the draws of its first pass.
         num_passes: Number of passes so far.
         turn: Number of earlier stages of the same name in the program.
+        passes: Recorder that runs the passes in a check of gradients, or `None`.
     """
 
-    __slots__ = ("_hooks", "name", "num_passes", "turn")
+    __slots__ = ("_hooks", "name", "num_passes", "passes", "turn")
 
-    def __init__(self, name: str, num_passes: int = 0, turn: int = 0) -> None:
+    def __init__(self, name: str, num_passes: int = 0, turn: int = 0, passes: Any = None) -> None:
         self.name: str = name
         self.num_passes: int = num_passes
         self.turn: int = turn
+        self.passes: Any = passes
         self._hooks = top_hooks()
 
     def next_pass(self) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from types import CodeType, FrameType, MappingProxyType
 from typing import Any
@@ -31,9 +30,6 @@ Sampler = Callable[[Rng, tuple[int, ...]], Tensor]
 
 Handler = Callable[..., Any]
 """`(scope, func, *args, **kwargs) -> result`: a function that replaces a random call."""
-
-DRAWS_OF_BATCH: ContextVar[bool] = ContextVar("draws_of_batch", default=False)
-"""True where draws that are not per example are a single number, so that slices can be compared."""
 
 
 class UnkeyedRandomError(RuntimeError):
@@ -95,7 +91,10 @@ class Scope(TorchFunctionMode):
 
     Attributes:
         draws: Number of random calls that have been given a key so far. Call i draws from `rng.named(i)`.
+        is_compared: True if draws that are not per example are a single number, so that slices can be compared.
     """
+
+    is_compared: bool = False
 
     def __init__(
         self,
@@ -152,7 +151,7 @@ class Scope(TorchFunctionMode):
             return sampler(_moved(rng, device), shape)
         count = self.num_examples if per_example else None
         if not (count and shape[0] and shape[0] % count == 0):
-            if DRAWS_OF_BATCH.get():
+            if self.is_compared:
                 return sampler(_moved(rng, device), (1,) * len(shape)).expand(shape)
             return sampler(_moved(replace(rng, examples=self._slice()), device), shape)
         rng = _moved(replace(rng, examples=self._examples(count)), device)

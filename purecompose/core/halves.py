@@ -1,0 +1,217 @@
+"""The comparison of a loss of some examples with the mean over two halves of them.
+
+The gradient with respect to each output of the network must be the same, times the weight of its half. It is computed
+in double precision where the code permits it, at the network's outputs and at others, so that a term of any weight is
+seen.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from purecompose import batch as batches
+from purecompose.core.means import part_of
+from purecompose.core.state import State
+
+
+class Given(NamedTuple):
+    """The form in which the network's outputs are given."""
+
+    rows: range
+    """The examples."""
+    is_moved: bool
+    """True for other outputs, such as the network might return."""
+    is_double: bool
+    """True for double precision."""
+
+    def part(self, tensor: Tensor, num_examples: int) -> Tensor:
+        """Return this part of outputs of all examples."""
+        if is_differentiable(tensor):
+            if self.is_moved:
+                half = -(-num_examples // 2)
+                scale = torch.linspace(0.25, 1, half, device=tensor.device).reshape(-1, *[1] * (tensor.ndim - 1))
+                tensor = torch.cat([tensor.roll(1, 0)[:half] * scale.to(tensor.dtype), tensor[half:]])
+            tensor = _doubled(tensor) if self.is_double else tensor
+        return tensor[self.rows.start : self.rows.stop]
+
+
+def check_halves(
+    find: Callable[[State, Given], "Found | None"], state: State, subject: str, names: Collection[str]
+) -> None:
+    """Raise a `NotMeanError` unless the loss and its gradients are the means over two halves of the examples.
+
+    Args:
+        find: Function that evaluates the loss and its gradients, given a state with a part of the batch, and the form
+            of the network's outputs; it returns `None` if they cannot be compared.
+        state: The state, with the examples that are compared.
+        subject: Description of the loss, for errors.
+        names: Parameters and buffers that take part, which are converted to double precision.
+    """
+
+    def compare(state: State, is_double: bool) -> None:
+        for is_moved in (True, False):
+            try:
+                with Adapted(is_double):
+                    parts = [find(part, Given(rows, is_moved, is_double)) for part, rows in _with_halves(state)]
+            except Exception as error:
+                if is_moved and not isinstance(error, NotMeanError):
+                    continue  # the others are not such as the network might return
+                raise
+            found = [one for one in parts if one is not None]
+            if len(found) == len(parts) and found[0].loss.isfinite():
+                return _compare(found, state, subject)
+
+    try:
+        compare(_in_double(state, names), True)
+    except NotMeanError:
+        raise
+    except Exception:  # for example because a constant is in single precision
+        compare(state, False)
+
+
+def _with_halves(state: State) -> Iterator[tuple[State, range]]:
+    """Yield the state, and with each half of its batch, each with its examples."""
+    layout, num, first = state.context.layout, state.num_examples, 0
+    yield state, range(num)
+    for part in layout.split(state.batch, 2):
+        rows = range(first, first := first + layout.num_examples(part))
+        own = part_of(state.denominators, len(rows), num)
+        yield state.replace(batch=part, first_example=(state.first_example or 0) + rows.start, denominators=own), rows
+
+
+class Found(NamedTuple):
+    """The loss of some examples, and its gradients."""
+
+    loss: Tensor
+    grads: Sequence[Tensor]
+    num_rows: int
+    """Number of gradients, the first ones, that have a row for each example."""
+    weight: float
+    eps: float
+    """Relative precision of the coarsest dtype in which it was computed."""
+    tolerance: float
+    """Largest difference of gradients that is rounding, relative to the largest number."""
+
+
+class NotMeanError(ValueError):
+    """The loss of a batch is not the mean over its parts."""
+
+
+def _compare(found: Sequence[Found], state: State, subject: str) -> None:
+    """Raise unless the first loss and its gradients are the means over the other two, weighted by their terms."""
+    whole, first, second = found
+    total = first.weight + second.weight
+    if not total:
+        return
+
+    def shares(*tensors: Tensor) -> list[Tensor]:
+        # The mean over a part in which nothing counts is NaN, and has no weight.
+        weights = (first.weight / total, second.weight / total)
+        return [t * share if share else torch.zeros_like(t) for t, share in zip(tensors, weights, strict=True)]
+
+    pairs = [(one, shares(*parts)) for one, *parts in zip(whole.grads, first.grads, second.grads, strict=True)]
+    scales = [max(map(largest, (one, *parts))) for one, parts in pairs]
+    compared = [
+        (
+            one,
+            torch.cat(parts) if index < whole.num_rows else torch.stack(parts).sum(0),
+            whole.tolerance * max(scale, _FLOOR * max(scales)),
+        )
+        for index, ((one, parts), scale) in enumerate(zip(pairs, scales, strict=True))
+    ]
+    parts = shares(first.loss, second.loss)
+    compared.append((whole.loss, torch.stack(parts).sum(0), whole.eps**0.5 * max(map(largest, (whole.loss, *parts)))))
+    for one, mean, tolerance in compared:
+        difference = (one - mean).abs()
+        is_apart = (difference > tolerance) | (one.isfinite() != mean.isfinite())
+        if is_apart.any():
+            worst = int(torch.where(is_apart, difference.nan_to_num(torch.inf), -1).argmax())
+            together, apart = (tensor.flatten()[worst].item() for tensor in (one, mean))
+            raise NotMeanError(
+                f"{subject if one is whole.loss else f'the gradient of {subject}'} is {together:.6g} for "
+                f"{state.num_examples} examples together, but {apart:.6g} as the mean over 2 slices of them, as which "
+                "microbatches, several processes, gradient_accumulation and evaluation compute it. If it is a sum over "
+                "examples, make it a mean (reduction='mean'); if it is a mean over some positions, let it report their "
+                "number in a method num_terms(outputs, targets), or num_terms(state) of a stage; if it compares "
+                "examples with each other, as contrastive losses do, write losses.over_batch(loss), also for a stage; "
+                "if it adds means with different denominators, give it a method denominators(targets), or write "
+                "losses.over_batch(loss). Stages draw by state.example_rng, and the outputs of a network have a row "
+                "for each example"
+            )
+
+
+_FLOOR = 0.01
+"""Gradients that are smaller than this part of the largest one may be zero but for rounding, such as that of a bias
+before a softmax."""
+
+
+def _in_double(state: State, names: Collection[str]) -> State:
+    def with_double(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: _doubled(tensor) if name in names else tensor for name, tensor in tensors.items()}
+
+    given = {name: batches.map_tensors(_doubled, getattr(state, name)) for name in ("batch", "denominators")}
+    return state.replace(params=with_double(state.params), buffers=with_double(state.buffers), **given)
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float64)) if is_differentiable(tensor) else tensor
+
+
+class Adapted(TorchFunctionMode):
+    """A mode with constants as the statistics of batch normalisation, which is meant to mix examples.
+
+    Args:
+        is_double: True to leave out conversions from double precision.
+    """
+
+    def __init__(self, is_double: bool = False) -> None:
+        super().__init__()
+        self.is_double = is_double
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            kwargs |= dict(zip(_BATCH_NORM, args, strict=False))
+            size = kwargs["input"].shape[1]
+            like = kwargs["input"] if kwargs.get("weight") is None else kwargs["weight"]
+            fixed = {"running_mean": like.new_zeros(size), "running_var": like.new_ones(size), "training": False}
+            return func(**{**kwargs, **fixed})
+        result = func(*args, **kwargs)
+        is_narrowed = self.is_double and func in (Tensor.float, Tensor.to) and args[0].dtype is torch.float64
+        return args[0].to(result.device) if is_narrowed and is_differentiable(result) else result
+
+
+_BATCH_NORM = tuple(inspect.signature(F.batch_norm).parameters)
+
+
+def coarsest(loss: Tensor) -> float:
+    """Return the relative precision of the coarsest dtype on the way from what is differentiated to a loss."""
+    eps, known, waiting = torch.finfo(loss.dtype).eps, set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in known:
+            known.add(node)
+            saved = (getattr(node, name) for name in _saved_by(type(node)))  # what it multiplies by or divides by
+            numbers = [one for one in saved if isinstance(one, Tensor) and is_differentiable(one)]
+            eps = max([eps, *(torch.finfo(form.dtype).eps for form in (*node._input_metadata, *numbers))])
+            waiting += [following for following, _ in node.next_functions]
+    return eps
+
+
+@functools.cache
+def _saved_by(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_saved_")]
+
+
+def is_differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def largest(tensor: Tensor) -> float:
+    return float(tensor.detach().abs().nan_to_num(0, 0, 0).max()) if tensor.numel() else 0.0

@@ -1,0 +1,136 @@
+"""Forward passes that run once within a check, and are then replaced by their outputs."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches
+from purecompose._support.functorch import is_transforming
+from purecompose._support.warnings import warn
+from purecompose.core.halves import Given, NotMeanError, coarsest, is_differentiable, largest
+from purecompose.core.state import State
+
+
+_Result = tuple[Any, dict[str, Tensor]]
+
+
+class _Recorded(NamedTuple):
+    """A forward pass that need not run again."""
+
+    outputs: Any
+    """The outputs, detached, with a row for each example."""
+    has_grad: list[bool]
+    """Whether each of their tensors required a gradient."""
+    buffers: dict[str, Tensor]
+    """The buffers after it."""
+    inputs: list[Tensor]
+    """The tensors of its inputs, in the last run on all examples."""
+
+
+class ForwardPasses:
+    """The forward passes of a stage on a few examples, whose first run is recorded.
+
+    In later runs each of them is replaced by rows of its outputs, as leaves of a graph, unless the outputs do not have
+    a row for each example, the stage differentiates with respect to its inputs, or the stage computes its parameters.
+
+    Attributes:
+        are_replaced: False if a pass of the last run was not replaced.
+        grads: Gradients of the losses with respect to the outputs that replaced passes, in the last run.
+        eps: Relative precision of the coarsest dtype on the way to the losses of the last run.
+    """
+
+    def __init__(self, num_examples: int, stage: str = "", *, may_replace: bool = True) -> None:
+        self._num, self._stage, self._may_replace = num_examples, stage, may_replace
+        self._recorded: list[_Recorded | None] = []
+        self.begin(None)
+
+    def begin(self, given: Given | None) -> None:
+        """Begin a run: the first one, or one in which the outputs are given."""
+        self._given, self._index, self._leaves = given, 0, list[Tensor]()
+        self.are_replaced, self.grads, self.eps = self._may_replace, list[Tensor](), 0.0
+
+    def run(self, call: Callable[[Any], _Result], inputs: Any, state: State) -> _Result:
+        """Return the outputs of a forward pass, a function of its inputs, and the buffers after it."""
+        if not self._may_replace or is_transforming():
+            self.are_replaced = False
+            return call(inputs)
+        if self._given is None:
+            self._recorded.append(self._record(call, inputs, state))
+        found, self._index = self._recorded[self._index], self._index + 1
+        if found is None:
+            self.are_replaced = False
+            return call(inputs)
+        if self._given is not None:
+            self._recorded[self._index - 1] = found = self._with_inputs(found, self._given, batches.tensors(inputs))
+        has_grad = iter(found.has_grad)
+        return batches.map_tensors(lambda tensor: self._leaf(tensor, next(has_grad)), found.outputs), found.buffers
+
+    def look(self, loss: Tensor) -> None:
+        """Differentiate a loss with respect to the outputs that replaced passes."""
+        self.eps = max(self.eps, coarsest(loss))
+        if self._leaves:
+            grads = torch.autograd.grad(
+                loss, self._leaves, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            self.grads += grads
+
+    def _record(self, call: Callable[[Any], _Result], inputs: Any, state: State) -> _Recorded | None:
+        given, known = batches.tensors(inputs), set(map(id, self._leaves))
+        if any(one.requires_grad and one.is_leaf and id(one) not in known for one in given):
+            return None
+        if not all(param.is_leaf for param in state.params.values()):
+            return None
+        outputs, buffers = call(inputs)
+        tensors = batches.tensors(outputs)
+        if not tensors or not all(one.shape[:1] == (self._num,) for one in tensors):
+            return None
+        with torch.no_grad():
+            self._compare_mixed(call, inputs, tensors)
+        outputs = batches.map_tensors(lambda tensor: tensor.detach(), outputs)
+        return _Recorded(outputs, [one.requires_grad for one in tensors], buffers, given)
+
+    def _compare_mixed(self, call: Callable[[Any], _Result], inputs: Any, ours: list[Tensor]) -> None:
+        """Warn if outputs of the last examples change when two of them take the places of the first ones."""
+        num, half = self._num, -(-self._num // 2)
+        rows = torch.arange(num, device=ours[0].device)
+        rows[:half], rows[:half:2] = num - 1, half
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.index_select(0, rows) if tensor.shape[:1] == (num,) else tensor
+
+        theirs = batches.tensors(call(batches.map_tensors(moved, inputs))[0])
+        for our, their in zip(ours, theirs, strict=True):
+            if is_differentiable(our) and largest(our[half:] - their[half:]) > 1e-5 * largest(our):
+                warn(
+                    "the network's outputs for an example depend on the other examples of the batch, and so differ in "
+                    "microbatches, on several processes and with gradient_accumulation. Let it compute them from the "
+                    "example itself (a capacity for each sequence, not for the batch); batch normalisation is an "
+                    "exception"
+                )
+                return
+
+    def _with_inputs(self, found: _Recorded, given: Given, inputs: list[Tensor]) -> _Recorded:
+        """Compare the inputs with those of all examples; return the pass with these if they are."""
+        if len(given.rows) == self._num:
+            return found._replace(inputs=[tensor.detach() for tensor in inputs])
+        for whole, ours in zip(found.inputs, inputs, strict=True):
+            theirs = whole[given.rows.start : given.rows.stop] if whole.shape[:1] == (self._num,) else whole
+            tolerance = torch.finfo(ours.dtype).eps ** 0.5 * largest(theirs) if is_differentiable(ours) else 0
+            if theirs.shape != ours.shape or largest((ours - theirs) if tolerance else (ours != theirs)) > tolerance:
+                raise NotMeanError(
+                    f"the stage {self._stage} gives the network other inputs for an example when other examples are in "
+                    "the batch, and so others in microbatches, on several processes and with gradient_accumulation: "
+                    "let it compute them from the example itself, and draw by state.example_rng; or write "
+                    "losses.over_batch(stage)"
+                )
+        return found
+
+    def _leaf(self, tensor: Tensor, has_grad: bool) -> Tensor:
+        if self._given is not None:
+            tensor = self._given.part(tensor, self._num)
+        if not has_grad:
+            return tensor
+        self._leaves.append(tensor.detach().requires_grad_())
+        return self._leaves[-1]
