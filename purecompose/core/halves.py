@@ -43,7 +43,7 @@ class Given(NamedTuple):
 
 def check_halves(
     find: Callable[[State, Given], "Found | None"], state: State, subject: str, names: Collection[str]
-) -> None:
+) -> bool:
     """Raise a `NotMeanError` unless the loss and its gradients are the means over two halves of the examples.
 
     Args:
@@ -52,9 +52,12 @@ def check_halves(
         state: The state, with the examples that are compared.
         subject: Description of the loss, for errors.
         names: Parameters and buffers that take part, which are converted to double precision.
+
+    Returns:
+        True if they were compared.
     """
 
-    def compare(state: State, is_double: bool) -> None:
+    def compare(state: State, is_double: bool) -> bool:
         for is_moved in (True, False):
             try:
                 with Adapted(is_double):
@@ -65,14 +68,16 @@ def check_halves(
                 raise
             found = [one for one in parts if one is not None]
             if len(found) == len(parts) and found[0].loss.isfinite():
-                return _compare(found, state, subject)
+                _compare(found, state, subject)
+                return True
+        return False
 
     try:
-        compare(_in_double(state, names), True)
+        return compare(_in_double(state, names), True)
     except NotMeanError:
         raise
     except Exception:  # for example because a constant is in single precision
-        compare(state, False)
+        return compare(state, False)
 
 
 def _with_halves(state: State) -> Iterator[tuple[State, range]]:
@@ -140,9 +145,9 @@ def _compare(found: Sequence[Found], state: State, subject: str) -> None:
                 "examples, make it a mean (reduction='mean'); if it is a mean over some positions, let it report their "
                 "number in a method num_terms(outputs, targets), or num_terms(state) of a stage; if it compares "
                 "examples with each other, as contrastive losses do, write losses.over_batch(loss), also for a stage; "
-                "if it adds means with different denominators, give it a method denominators(targets), or write "
-                "losses.over_batch(loss). Stages draw by state.example_rng, and the outputs of a network have a row "
-                "for each example"
+                "if it adds means with different denominators, give it a method denominators(targets), or "
+                "denominators(state) of a stage, or write losses.over_batch(loss). Stages draw by state.example_rng, "
+                "and the outputs of a network have a row for each example"
             )
 
 

@@ -1,5 +1,6 @@
 """Means over slices of the batch, weighted by the number of terms in the loss of each."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,18 +30,28 @@ def num_terms(state: State) -> int | Tensor:
 
 
 @torch.no_grad()
-def denominators(state: State) -> Any:
+def denominators(state: State, count: Callable[[State], Any] | None = None) -> Any:
     """Return the numbers by which the loss of the state's batch divides; `None` if it does not declare them.
 
     A slice has its share of those of the whole batch, in proportion to its examples. The mean over slices, weighted by
     examples, of sums divided by them is then the sum over the batch divided by its denominators.
+
+    Args:
+        state: The state.
+        count: Function that returns those of a stage that computes the loss; by default, they are those of the state's
+            loss.
     """
     loss_fn = state.context.loss
-    if state.denominators is not None or losses.couples_examples(loss_fn) or not has_denominators(loss_fn):
+    if state.denominators is not None:
         return state.denominators
-    targets, dtype = state.targets, state.context.loss_dtype
-    found, _ = state.call_loss(lambda loss: denominators_of(loss, targets), train=True)
-    return tree.map(lambda number: as_scalar(number, dtype, state.device), found)
+    if count is not None:
+        found = count(state)
+    elif losses.couples_examples(loss_fn) or not has_denominators(loss_fn):
+        return None
+    else:
+        targets = state.targets
+        found, _ = state.call_loss(lambda loss: denominators_of(loss, targets), train=True)
+    return tree.map(lambda number: as_scalar(number, state.context.loss_dtype, state.device), found)
 
 
 def part_of(denominators: Any, size: int, total: int) -> Any:

@@ -17,7 +17,7 @@ from purecompose._support.warnings import warn
 from purecompose.core.contract import Contract
 from purecompose.core.coupling import check_passes_agree
 from purecompose.core.given import ContractError
-from purecompose.core.means import check_terms, num_terms
+from purecompose.core.means import check_terms, denominators, num_terms
 from purecompose.core.operation import Carry, Lowered, Node, Place, Purpose, lift, walk
 from purecompose.core.state import State
 from purecompose.losses.evaluation import advice
@@ -37,7 +37,9 @@ class Stage:
     """Its name, as printed in programs and plans."""
     fn: StateFn
     """The function `State -> State`. One that sets `state.loss` to a mean over other terms than examples has an
-    attribute `num_terms`, a function of the state after it; one that compares examples is `losses.over_batch(fn)`."""
+    attribute `num_terms`, a function of the state after it. One that adds means with different denominators has an
+    attribute `denominators`, a function of the state before it, and divides by `state.denominators`: these numbers, or
+    in a slice their share. One that compares examples is `losses.over_batch(fn)`."""
     sets_loss: bool = False
     """True if it sets `state.loss` from the outputs and the batch, so that slices are weighted by its terms."""
 
@@ -48,11 +50,25 @@ class Stage:
         """Return the stage as an operation; a loss whose slices are weighted also counts its terms."""
         run = lift(self._run, place.pass_name(self.name), turn=place.turn(self.name), may_set_gradients=True)
         ops, own = [Lowered(run, sets_loss=self.sets_loss)], getattr(self.fn, "num_terms", None)
+        if place.accumulates and own is not None:
+            raise ValueError(
+                f"the stage {self.name} reports num_terms, but methods that take means over batches, such as "
+                "gradient_accumulation, weight batches by the state's loss or by examples: leave them out and use "
+                "microbatches, or let the stages `forward` and `loss` compute the loss"
+            )
         if place.is_weighted and (self.sets_loss or own is not None):
             ops.append(Lowered(functools.partial(_count_terms, own or num_terms)))
         return ops
 
+    @property
+    def denominators(self) -> Callable[[State], Any] | None:
+        """The function that returns the numbers by which the stage's loss divides; `None` if it does not declare it."""
+        return getattr(self.fn, "denominators", None)
+
     def _run(self, state: State, watch: Contract | None) -> State:
+        if self.denominators is not None and state.denominators is None:
+            whole = state.replace(denominators=denominators(state, self.denominators))
+            return self._run(whole, watch).replace(denominators=None)
         try:
             new_state = self.fn(state) if watch is None else watch.run_stage(self, state)
         except Exception as error:

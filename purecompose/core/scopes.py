@@ -16,6 +16,7 @@ from purecompose.core.again import repeatable
 from purecompose.core.coupling import with_whole_loss
 from purecompose.core.cut import Cut
 from purecompose.core.gradient import Forward, differentiate
+from purecompose.core.means import denominators
 from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose, in_order, walk
 from purecompose.core.program import Program, Stage, Update, as_nodes, matching_params
 from purecompose.core.ranks import Ranks
@@ -162,13 +163,18 @@ class Microbatches(Scope):
         """Return the scope as one operation."""
         cut = self.cut or place.cut
         # A single slice is the whole batch of the enclosing scope, and its loss has the same weight in both.
-        is_whole = any(isinstance(node, Stage) and losses.couples_examples(node.fn) for node in walk(self.body))
-        if is_whole and place.is_shared:
+        stages = [node for node in walk(self.body) if isinstance(node, Stage)]
+        is_whole = any(losses.couples_examples(stage.fn) for stage in stages)
+        counts = [stage.denominators for stage in stages if stage.denominators is not None]
+        if (is_whole or counts) and place.is_shared:
             raise ValueError(
-                f"{self!r}: a stage in it is declared by losses.over_batch and needs the whole batch, which several "
-                "processes share: leave out data_parallel; or let the stage `forward` run the network, and "
-                "losses.over_batch(loss) compare its outputs"
+                f"{self!r}: a stage in it has denominators, or is declared by losses.over_batch, and needs the whole "
+                "batch, which several processes share: leave out data_parallel; or let the stages `forward` and `loss` "
+                "run the network and a loss that declares it"
             )
+        if len(counts) > 1:
+            raise ValueError(f"{self!r}: only one stage in it may have denominators: put each in its own Microbatches")
+        count = counts[0] if counts else None
         is_cut = not is_whole and (cut.may_slice or place.is_shared)
         inner = place._replace(is_shared=False, is_slice=True, is_weighted=place.is_weighted or is_cut)
         lowered = inner.lower(self.body)
@@ -183,6 +189,10 @@ class Microbatches(Scope):
             on_outputs, on_whole = (None, None) if to_loss is None else (transform(to_loss), transform(with_whole_loss))
 
             def run(carry: Carry, purpose: Purpose) -> Carry:
+                if count is not None:
+                    divided = carry.state.replace(denominators=denominators(carry.state, count))
+                    end = run_slices(on_slice, carry._replace(state=divided), purpose, cut)
+                    return end._replace(state=end.state.replace(denominators=carry.state.denominators))
                 if not losses.couples_examples(carry.state.context.loss):
                     return run_slices(on_slice, carry, purpose, cut)
                 outer = carry.state.whole_loss
@@ -206,8 +216,9 @@ class Microbatches(Scope):
 def _check(body: Operation, to_loss: Operation | None, nodes: Program, cut: Cut) -> Check | None:
     if any(isinstance(node, Update) for node in walk(nodes)):  # after each slice, on purpose
         return None
-    names = [node.name for node in walk(nodes) if isinstance(node, Stage)]
-    return functools.partial(check_scope, body, to_loss, names[-1] if names else "", cut)
+    stages = [node for node in walk(nodes) if isinstance(node, Stage)]
+    count = next((stage.denominators for stage in stages if stage.denominators is not None), None)
+    return functools.partial(check_scope, body, to_loss, stages[-1].name if stages else "", count, cut)
 
 
 def until_loss(operations: Sequence[Lowered]) -> Operation | None:

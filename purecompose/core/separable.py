@@ -60,13 +60,14 @@ def check_operations(ways: Iterable[Callable[[], Sequence[Lowered]]], start: Sta
     _first_of([lambda way=way: check(way()) for way in ways], start)
 
 
-def _first_of(attempts: Sequence[Callable[[], None]], state: State) -> None:
+def _first_of(attempts: Sequence[Callable[[], Any]], state: State) -> None:
     """Make the first attempt at a check that does not fail; warn if all do, unless for lack of memory."""
     error: Exception | None = None
     with torch.inference_mode(False), torch.no_grad():
         for attempt in attempts:
             try:
-                return attempt()
+                attempt()
+                return
             except (NotMeanError, Warning):
                 raise
             except Exception as failure:
@@ -79,7 +80,13 @@ def _first_of(attempts: Sequence[Callable[[], None]], state: State) -> None:
 
 
 def check_scope(
-    body: Operation, until_loss: Operation | None, stage: str, cut: Cut, carry: Carry, earlier: Iterable[Operation] = ()
+    body: Operation,
+    until_loss: Operation | None,
+    stage: str,
+    count: Callable[[State], Any] | None,
+    cut: Cut,
+    carry: Carry,
+    earlier: Iterable[Operation] = (),
 ) -> None:
     """Raise a `ValueError` if the gradient that a scope computes is not the mean over parts of its batch.
 
@@ -89,6 +96,7 @@ def check_scope(
         body: The scope's body, which computes gradients.
         until_loss: The part of it before the stage that evaluates the state's loss; `None` if there is none.
         stage: The name of the last stage in it.
+        count: Function that returns the denominators of a stage in it; see `denominators`.
         cut: The number or size of slices: the check takes the memory of about one.
         carry: Start of the body.
         earlier: Operations before it.
@@ -109,12 +117,13 @@ def check_scope(
     if state.num_examples < 2:
         return
     is_model_loss = until_loss is not None and isinstance(state.context.loss, losses.ModelLoss)
-    carry = carry._replace(state=state.replace(denominators=denominators(state)))
+    carry = carry._replace(state=state.replace(denominators=denominators(state, count)))
     if until_loss is not None and not is_model_loss and layout.has_rows(state.batch):
         with Adapted():
             end = until_loss(carry, NO_PURPOSE._replace(passes=ForwardPasses(state.num_examples))).state
         if _have_rows(end):
-            return _check_outputs(end)
+            check_outputs(end)
+            return
     if until_loss is not None and losses.couples_examples(state.context.loss):
         return
     try:
@@ -125,20 +134,23 @@ def check_scope(
         warn(str(error))
 
 
-def _check_outputs(state: State, *, train: bool = True) -> None:
+def check_outputs(state: State, *, train: bool = True) -> bool:
     """Raise a `ValueError` if the loss of a state's outputs is not the mean over two halves of its examples.
 
     Losses that draw or change buffers, that models compute themselves or that are declared by `losses.over_batch` are
     not compared, and neither are those of outputs without a row for each example.
+
+    Returns:
+        True if the loss was compared.
     """
     context, num = state.context, state.num_examples
     if isinstance(context.loss, losses.ModelLoss) or losses.couples_examples(context.loss):
-        return
+        return False
     if num < 2 or not _have_rows(state) or torch.is_inference_mode_enabled():
-        return
+        return False
     spread = _spread(state, _MOST)
     if len(spread) < 2:
-        return
+        return False
     if len(spread) < num:
         outputs = batches.map_tensors(lambda rows: rows.index_select(0, spread), state.outputs)
         state, num = state.replace(batch=batches.take(state.batch, spread, num), outputs=outputs), len(spread)
@@ -151,12 +163,13 @@ def _check_outputs(state: State, *, train: bool = True) -> None:
         outputs = batches.map_tensors(lambda tensor: given.part(tensor, num), state.outputs)
         return _of_outputs(inner.replace(outputs=outputs), train)
 
-    check_halves(find, state, _subject(state), (*context.loss_param_names, *context.loss_buffer_names))
+    names = *context.loss_param_names, *context.loss_buffer_names
+    return check_halves(find, state, _subject(state), names)
 
 
 def check_evaluated(state: State) -> None:
     """Check the loss of a batch of an evaluation, which is a mean over batches."""
-    _first_of([lambda: _check_outputs(state, train=False)], state)
+    _first_of([lambda: check_outputs(state, train=False)], state)
 
 
 def _of_outputs(state: State, train: bool) -> Found | None:

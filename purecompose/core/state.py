@@ -81,7 +81,7 @@ class State(Leasable):
     """Inside a slice, for a loss that couples examples: the loss of all slices, its gradients with respect to the
     slice's outputs, and these outputs; see `purecompose.core.coupling`."""
     denominators: Any = state_field(HIDDEN, none)
-    """Inside a slice, for a loss with the method `denominators`: the slice's share of those of the whole batch."""
+    """For a loss or stage with `denominators`: the numbers it divides by; in a slice, its share of them."""
     regrad: Regrad | None = state_field(HIDDEN, none)
     """Inside a step, after its gradients: a pytree node that runs them again; see `gradient`."""
 

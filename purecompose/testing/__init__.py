@@ -11,7 +11,7 @@ Needs Hypothesis: `pip install "purecompose[testing]"`.
 
 from purecompose.testing import strategies, suite
 from purecompose.testing.case import Case
-from purecompose.testing.checking import CheckOptions, check
+from purecompose.testing.checking import CheckOptions, check, check_loss
 from purecompose.testing.companions import COMPANIONS
 from purecompose.testing.conflicts import Conflicts, Meeting, OrderWarning, conflicts, warn_of_conflicts
 from purecompose.testing.law import Broken, Law, LawViolation, NotJudged, acts_in_step, define_law, never_acts
@@ -48,6 +48,7 @@ __all__ = [
     "Task",
     "acts_in_step",
     "check",
+    "check_loss",
     "commutes",
     "compare",
     "conflicts",

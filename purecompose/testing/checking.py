@@ -5,12 +5,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 
+from purecompose import optim
 from purecompose._support.checks import check_whole
 from purecompose.core.algorithm import Algorithm
+from purecompose.core.separable import check_outputs
+from purecompose.core.state import State
 from purecompose.testing.attempt import NEUTRAL, Attempt, Refusal, refusal
 from purecompose.testing.case import COMPANY
 from purecompose.testing.chosen import chosen
@@ -179,6 +182,33 @@ class Trials:
     def _owner_of(self, error: Exception) -> Law | None:
         """Return the law that an error of the library indicates; laws under trial come first."""
         return next((law for law in (*self.laws, *LAWS) if law.owns and isinstance(error, law.owns)), None)
+
+
+def check_loss(loss: Callable[..., Any], outputs: Any, targets: Any) -> bool:
+    """Check that a loss is the mean over examples, as microbatches, processes and evaluations assume.
+
+    This is what a step checks in its first batches, in double precision where the loss permits it. In a test, draw
+    outputs and targets with Hypothesis.
+
+    Args:
+        loss: A loss, as for `State.create`.
+        outputs: Outputs of a network, a pytree of tensors with a row for each example; at least two examples.
+        targets: Targets, likewise.
+
+    Returns:
+        True; or False if it cannot be checked: the loss draws, writes into buffers, has no gradient with respect to the
+        outputs, or is declared by `losses.over_batch`.
+
+    Raises:
+        ValueError: It is not the mean over examples, weighted by its `num_terms` or divided by its `denominators`.
+
+    Example:
+        >>> outputs, targets = torch.randn(6, 3), torch.randn(6, 3)
+        >>> check_loss(torch.nn.functional.mse_loss, outputs, targets)
+        True
+    """
+    state = State.create(torch.nn.Linear(1, 1), loss=loss, optimizer=optim.sgd(0.0))
+    return check_outputs(state.replace(batch=(outputs, targets), outputs=outputs))
 
 
 @contextmanager

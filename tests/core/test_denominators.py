@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import State, algorithms as alg, compose, loop_events, losses
+from purecompose import State, algorithms as alg, compose, loop, loop_events, losses
 from purecompose.testing.ranks import played
 from tests.helpers import SumOfMeans, assert_close, make_batch, make_mlp, make_state
 
@@ -135,3 +135,42 @@ def test_mixed_targets_are_refused():
     step = compose(loop_events, [alg.mixup(1.0)], microbatches=4)
     with pytest.raises(TypeError, match=r"denominators of the loss SumOfMeans.* losses\.over_batch"):
         step(step.init(state_of(SumOfMeans())), batch_of())
+
+
+def own_stage(state: State) -> State:
+    """Compute the loss `SumOfMeans` in a stage."""
+    outputs, state = state.call(state.batch[0])
+    loss, parts = SumOfMeans()(outputs, state.batch[1], state.denominators)
+    return state.replace(loss=loss, metrics={f"loss/{name}": part for name, part in parts.items()})
+
+
+own_stage.denominators = lambda state: SumOfMeans().denominators(state.batch[1])  # pyright: ignore
+
+
+def program_of(**options: Any) -> Any:
+    return loop.Microbatches(loop.Grad(own_stage), **options), loop.update, loop.advance
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+def test_a_stage_divides_by_its_share_of_the_denominators_of_the_batch(microbatches: int) -> None:
+    start = state_of(SumOfMeans())
+    assert_agree(
+        compose(program_of(microbatches=microbatches))(start, batch_of()), compose(loop_events)(start, batch_of())
+    )
+
+
+def test_two_scopes_have_their_own_denominators() -> None:
+    nodes = program_of(microbatches=3)
+    end = compose((nodes[0], loop.update, nodes[0], *nodes[1:]))(state_of(SumOfMeans()), batch_of())
+    step = compose(loop_events)
+    once = step(state_of(SumOfMeans()), batch_of())
+    assert_close(end.params, step(once, batch_of()).params, rtol=1e-9, atol=1e-12)
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    with pytest.raises(ValueError, match="only one stage in it may have denominators"):
+        compose((loop.Microbatches(loop.Grad(own_stage, own_stage), microbatches=2), loop.update, loop.advance))(
+            state_of(SumOfMeans()), batch_of()
+        )
+    with pytest.raises(ValueError, match="has denominators, or is declared by losses.over_batch"):
+        played(compose(program_of()), 2)(lambda step: step(state_of(SumOfMeans()), batch_of()))

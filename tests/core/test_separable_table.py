@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, compose, loop, loop_events, losses, optim
+from purecompose.batch import map_tensors, tensors
+from purecompose.testing import check_loss
 
 
 N, C, T = 12, 5, 6
@@ -188,6 +190,19 @@ def with_teacher(change: Callable[[Tensor], Tensor]) -> Callable[[State], State]
     return stage
 
 
+def own_denominators(count: Callable[[Tensor], Tensor], *, is_used: bool = True) -> Any:
+    """Return a stage that adds two means, of which one is over some targets."""
+
+    def stage(state: State) -> State:
+        outputs, state = state.call(state.batch[0])
+        chosen = F.cross_entropy(outputs, state.batch[1], ignore_index=0, reduction="sum")
+        chosen = chosen / (state.denominators if is_used else count(state.batch[1]))
+        return state.replace(loss=chosen + 0.1 * outputs.square().mean())
+
+    stage.denominators = lambda state: count(state.batch[1])  # pyright: ignore[reportFunctionMemberAccess]
+    return stage
+
+
 class Named(nn.Module):
     def forward(self, outputs: Tensor) -> dict[str, Tensor]:
         return {"a": outputs[:, :2], "b": outputs[:, 2:]}
@@ -316,6 +331,9 @@ COUPLED: dict[str, Case] = {
     "own stage, sum": Case(stage=stage_of(functools.partial(F.mse_loss, reduction="sum"))),
     "own stage, masked": Case(stage=stage_of(masked), net=Tokens, batch=padded),
     "own stage, masked, later": Case(stage=stage_of(masked), net=Tokens, batch=equal_at_first),
+    "own stage, denominators of the slice": Case(
+        stage=own_denominators(lambda targets: (targets > 0).sum(), is_used=False), batch=labels
+    ),
     "own stage, contrastive": Case(stage=stage_of(info_nce)),
     "own stage, normalised": Case(stage=stage_of(lambda o, t: F.mse_loss(o, t) / t.var())),
     **{f"own stage, balance {w}": Case(stage=stage_of(plus(w, balance))) for w in (1.0, 1e-2, 1e-4)},
@@ -501,6 +519,7 @@ SEPARABLE: dict[str, Case] = {
     ),
     "own stage": Case(stage=stage_of(F.mse_loss)),
     "own stage, counted": Case(stage=own_counted(), net=Tokens, batch=padded),
+    "own stage, two means": Case(stage=own_denominators(lambda targets: (targets > 0).sum()), batch=labels),
     "own stage, noise": Case(stage=noisy),
     "own stage, batch norm": Case(stage=stage_of(F.mse_loss), net=lambda: MLP(nn.BatchNorm1d(8))),
     "own stage, dropout": Case(stage=stage_of(F.mse_loss), net=lambda: MLP(nn.Dropout(0.3))),
@@ -547,6 +566,35 @@ def test_none_that_is_coupled_or_summed_passes(name: str) -> None:
 @pytest.mark.parametrize("name", SEPARABLE)
 def test_none_that_is_a_mean_over_examples_is_refused(name: str) -> None:
     take_steps(SEPARABLE[name])
+
+
+def check_alone(case: Case) -> None:
+    """Check a loss with outputs of its network of several sizes, outside of any step."""
+    torch.manual_seed(0)
+    net, (inputs, targets) = case.net(), case.batch(5)
+    with torch.no_grad():
+        outputs = net(inputs)
+    for scale in (1.0, 0.7, 0.5, 0.3):
+        check_loss(case.loss, map_tensors(lambda one, scale=scale: (one * scale).to(one.dtype), outputs), targets)
+
+
+def can_be_alone(case: Case) -> bool:
+    """Return whether a loss depends on outputs with a row for each example, and on nothing else."""
+    if case.stage is not None or case is COUPLED["sum for its parameter"]:  # whose gradient is zero at its start
+        return False
+    with torch.no_grad():
+        return all(one.shape[:1] == (N,) for one in tensors(case.net()(case.batch(5)[0])))
+
+
+@pytest.mark.parametrize("name", [name for name, case in COUPLED.items() if can_be_alone(case)])
+def test_a_coupled_loss_is_found_by_itself(name: str) -> None:
+    with pytest.raises(ValueError, match="examples together, but"):
+        check_alone(COUPLED[name])
+
+
+@pytest.mark.parametrize("name", [name for name, case in SEPARABLE.items() if can_be_alone(case)])
+def test_a_mean_over_examples_is_accepted_by_itself(name: str) -> None:
+    check_alone(SEPARABLE[name])
 
 
 def test_the_tables_are_large_enough() -> None:
