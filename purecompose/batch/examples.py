@@ -290,8 +290,8 @@ def _ambiguous(batch: Any, field: Field | None, dim: int) -> str:
     return (
         f"cannot tell how many examples the batch has: {candidates}; {hint}give what all examples share a leading "
         "dimension of 1, or, where examples are not rows (lists of images, flattened targets, several "
-        f"views, sets of points), count them, as by State.create(splitter=batch.Splitter({count})), and give it also a "
-        "function part if batches are to be cut"
+        f"views, graphs, sets of points), count them, as by State.create(splitter=batch.Splitter({count})), and give it "
+        "also a function part if batches are to be cut"
     )
 
 
