@@ -289,9 +289,9 @@ def _ambiguous(batch: Any, field: Field | None, dim: int) -> str:
     hint += "name the input and its target by input_field= and target_field=; " if field is None else ""
     return (
         f"cannot tell how many examples the batch has: {candidates}; {hint}give what all examples share a leading "
-        "dimension of 1, or, where examples are not rows (lists of images, flattened targets, several "
-        f"views, graphs, sets of points), count them, as by State.create(splitter=batch.Splitter({count})), and give it "
-        "also a function part if batches are to be cut"
+        "dimension of 1, or, where examples are not rows (lists of images, flattened targets, several views, graphs, "
+        f"sets of points), count them, as by State.create(splitter=batch.Splitter({count})), and give it also a "
+        "function part if batches are to be cut"
     )
 
 
