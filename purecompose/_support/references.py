@@ -100,7 +100,7 @@ def check_hidden(start: Any, what: str, leaves: tuple[type, ...] = ()) -> None:
 def _held(part: Any) -> Iterable[Any]:
     """Return what a container, or a function of this library, holds: user code in a method, a metric, or settings."""
     if isinstance(part, types.FunctionType) and _is_foreign(part):
-        return [place.value for place in read_by(part, with_globals=False)]
+        return [place.value for place in read_by(part, ())]
     return part.values() if type(part) is dict else part if isinstance(part, (list, tuple)) else ()
 
 
@@ -151,8 +151,8 @@ def _inside(place: Place, names: set[str], home: str | None) -> Iterator[Place]:
         yield from _inside_object(place, names)
 
 
-def read_by(function: types.FunctionType, *, with_globals: bool = True) -> Iterator[Place]:
-    """Yield the values in the closure, the defaults and the globals of a function."""
+def read_by(function: types.FunctionType, kinds: tuple[type, ...] = (object,)) -> Iterator[Place]:
+    """Yield the values in the closure and the defaults of a function, and its globals of these kinds."""
     codes, known = list(_codes(function.__code__)), function.__globals__
     for name, cell in zip(codes[0].co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
@@ -160,11 +160,10 @@ def read_by(function: types.FunctionType, *, with_globals: bool = True) -> Itera
     for parameter in inspect.signature(function, follow_wrapped=False).parameters.values():
         if parameter.default is not parameter.empty:
             yield Place(f"the default of {parameter.name}", parameter.default)
-    if not with_globals:
-        return
     # Not co_names, which has attributes, too: `outputs.mean()` does not read a global `mean`.
-    read = [found.argval for code in codes for found in dis.get_instructions(code) if found.opname == "LOAD_GLOBAL"]
-    yield from (_item(f"the global {name}", known, name) for name in dict.fromkeys(read) if name in known)
+    loads = (found for code in codes for found in dis.get_instructions(code) if found.opname == "LOAD_GLOBAL")
+    read = dict.fromkeys(found.argval for found in loads if found.argval in known)
+    yield from (_item(f"the global {name}", known, name) for name in read if isinstance(known[name], kinds))
 
 
 def _inside_object(place: Place, names: set[str]) -> Iterator[Place]:

@@ -1,7 +1,6 @@
 """Checks for networks that cannot be split into architecture and tensors, made when a state is created."""
 
 import copy
-import dis
 import functools
 import types
 import weakref
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from purecompose._support.references import read_by
 from purecompose._support.shards import is_shard
 from purecompose._support.warnings import warn
 from purecompose.nn.skeleton.guards import CACHES, is_users_object
@@ -192,12 +192,9 @@ def _kept(value: Any, seen: set[int], how: str = "") -> Iterator[tuple[Any, str]
         return
     inside: list[Any] = []
     if isinstance(value, types.FunctionType):
-        how, inside = "function", [value.__defaults__, value.__kwdefaults__]
-        inside += [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-        loads = (i.argval for i in dis.get_instructions(value) if i.opname == "LOAD_GLOBAL")
         # Functions among the globals are not followed, since they would lead through whole libraries.
-        found = [value.__globals__.get(name) for name in set(loads)]
-        inside += [thing for thing in found if isinstance(thing, (nn.Module, Tensor, list, tuple, dict))]
+        found = read_by(value, (nn.Module, Tensor, list, tuple, dict))
+        how, inside = "function", [place.value for place in found]
     elif isinstance(value, weakref.ReferenceType):
         how, inside = "weak reference", [value()]
     elif isinstance(value, (weakref.WeakSet, weakref.WeakKeyDictionary)):

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from purecompose import tree
+from purecompose._support.references import read_by
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.state import State
@@ -154,15 +155,7 @@ def _sizes(roots: Iterable[Any]) -> Iterator[int]:
 
 
 def _held_by_function(function: FunctionType) -> list[Any]:
-    """Return a function's closure, defaults and attributes, and the globals of its own module that it names."""
-    named = (function.__globals__.get(name) for name in _names(function.__code__))
-    data, home = (list, dict, set, deque), function.__module__
-    own = [thing for thing in named if isinstance(thing, data) or getattr(thing, "__module__", None) == home]
+    """Return a function's closure, defaults and attributes, and its globals that are data or of its own module."""
+    data, home, read = (list, dict, set, deque), function.__module__, [place.value for place in read_by(function)]
+    own = [thing for thing in read if isinstance(thing, data) or getattr(thing, "__module__", None) == home]
     return [function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function), *own]
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
