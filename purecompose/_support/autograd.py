@@ -4,7 +4,7 @@
 network the two cost as much as a layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,17 @@ def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]
         return torch.autograd.grad(loss, leaves, allow_unused=True)
     # By position: grad_outputs, retain_graph, create_graph, inputs, allow_unused.
     return _run_backward((loss,), (torch.ones_like(loss),), False, False, tuple(leaves), True, accumulate_grad=False)
+
+
+def graph_of(*tensors: Tensor) -> Iterator[Any]:
+    """Yield each node of the graph of these tensors once."""
+    waiting, known = [tensor.grad_fn for tensor in tensors], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in known:
+            known.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
 
 
 class GradMode:

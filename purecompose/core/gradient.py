@@ -26,7 +26,8 @@ from purecompose._support.scopes import NOTHING
 from purecompose.core.operation import Carry
 from purecompose.core.shared_part import SHARED_PART
 from purecompose.core.state import State, fields_where
-from purecompose.nn.differentiable import Once, plain_operations
+from purecompose.nn.differentiable import Once, OwnDerivatives, plain_operations
+from purecompose.nn.network import is_first_run
 
 
 def wants_outer_gradient(state: State, batch: Any) -> bool:
@@ -64,7 +65,11 @@ class Forward:
 
 
 def differentiate(
-    body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...], shared: Forward | None = None
+    body: Callable[[Carry], Carry],
+    carry: Carry,
+    names: tuple[str, ...],
+    own: OwnDerivatives,
+    shared: Forward | None = None,
 ) -> Carry:
     """Run the body and add the gradients of its loss with respect to those named parameters that it reaches.
 
@@ -72,6 +77,7 @@ def differentiate(
         body: Function that sets `loss`, a 0-d tensor.
         carry: Start of the body; the parameters and batch of its state are kept in the result.
         names: Names of the parameters to differentiate with respect to, at least one.
+        own: The derivatives that the body takes, which are found in a first run.
         shared: The forward pass of this body, if it was run before or will be run again.
 
     Returns:
@@ -99,7 +105,8 @@ def differentiate(
         kernels = plain_operations(refuses=any(map(is_tracked, state.params.values())))
     with GradMode(True), state.model.skeleton(train=True).held(), kernels:
         try:
-            end, values, grads = engine(body, carry, names, is_differentiated)
+            run = functools.partial(engine, body, carry, names, is_differentiated)
+            end, values, grads = own.run(run, is_watched=is_first_run() and not is_transforming())
         except RuntimeError as error:
             if "nference tensor" not in str(error):
                 raise

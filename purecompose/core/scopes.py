@@ -23,6 +23,7 @@ from purecompose.core.ranks import Ranks
 from purecompose.core.separable import Check, check_scope
 from purecompose.core.slices import run_slices, run_until_loss
 from purecompose.core.state import State
+from purecompose.nn.differentiable import OwnDerivatives
 from purecompose.time.event import Event
 
 
@@ -92,6 +93,7 @@ class Grad(Scope):
         inner = place.lower(self.body)
         body = in_order(lowered.run for lowered in inner)
         forward, rest = (in_order(one.run for one in part) for part in _after_forward(inner))
+        own = OwnDerivatives()
 
         def run(carry: Carry, purpose: Purpose) -> Carry:
             state, used, _ = carry
@@ -109,11 +111,11 @@ class Grad(Scope):
                         purpose.passes.look(end.state.loss)
                     return end
 
-                after = differentiate(inside, carry, names)
+                after = differentiate(inside, carry, names, own)
             else:
                 one = forwards.setdefault(forward, Forward())
                 first = lambda inner: one.run(lambda inner: forward(inner, purpose), inner)  # noqa: E731
-                after = differentiate(lambda inner: rest(first(inner), purpose), carry, names, one)
+                after = differentiate(lambda inner: rest(first(inner), purpose), carry, names, own, one)
             return Carry(after.state, after.used.difference(names), after.terms) if after.used else after
 
         is_host, to_loss = any(lowered.is_host for lowered in inner), until_loss(inner)

@@ -6,10 +6,11 @@ Others are missing. Plain operations have all of them, and cost more time and me
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,15 +18,18 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from purecompose import batch as batches
+from purecompose._support.autograd import graph_of
 from purecompose._support.functorch import is_tracked, is_transforming, levels
 
 
 _OWN: ContextVar[str | None] = ContextVar("own_levels", default=None)
 """The transforms of a step that is not differentiated, in its gradient; `_PLAIN` where functions are replaced."""
 _PLAIN = "plain"
+T = TypeVar("T")
 
 
-def wants_plain(tensors: Iterable[Tensor]) -> bool:
+def wants_plain(*given: Any) -> bool:
     """Return whether functions of these tensors are to be replaced, because they may be differentiated twice or more.
 
     A step knows how often it differentiates them. Outside of it a graph is recorded for the caller's own derivatives.
@@ -35,7 +39,12 @@ def wants_plain(tensors: Iterable[Tensor]) -> bool:
         return False
     if is_transforming() and set(levels()[len(own or "") :]) - {"v"}:
         return True
-    return own is None and torch.is_grad_enabled() and any(map(is_tracked, tensors))
+    return own is None and torch.is_grad_enabled() and any(map(is_tracked, batches.tensors(given)))
+
+
+def is_in_gradient() -> bool:
+    """Return whether the caller is in the gradient of a step, or where functions are replaced."""
+    return _OWN.get() is not None
 
 
 def replaces_functions() -> bool:
@@ -72,6 +81,50 @@ def plain_operations(*, refuses: bool = False) -> Iterator[None]:
         _OWN.reset(token)
 
 
+class OwnDerivatives:
+    """The derivatives that user code takes by `torch.autograd` within a function, such as a network or a loss.
+
+    Attributes:
+        need_plain: True if a watched call has differentiated the gradient of a function that is to be replaced.
+    """
+
+    need_plain: bool = False
+
+    def run(self, function: Callable[[], T], *, is_watched: bool) -> T:
+        """Return the result of the function, computed with plain operations if its derivatives need them."""
+        if self.need_plain:
+            with plain_operations():
+                return function()
+        if not is_watched:
+            return function()
+        try:
+            with _Watching():
+                return function()
+        except _UnsupportedError:
+            self.need_plain = True
+        return self.run(function, is_watched=False)
+
+
+class _UnsupportedError(Exception):
+    """A gradient is about to be differentiated that torch cannot differentiate."""
+
+
+class _Watching(TorchFunctionMode):
+    """Mode that raises an `_UnsupportedError` before `torch.autograd` differentiates such a gradient."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.autograd.grad, Tensor.backward) and kwargs.get("create_graph"):
+            given = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+            if any(_UNSUPPORTED.search(node.name()) for node in graph_of(*given)):
+                raise _UnsupportedError
+        return func(*args, **kwargs)
+
+
+_UNSUPPORTED = re.compile("Norm.*BackwardBackward|WeightNorm|ScaledDotProduct|Cdist|Hardsigmoid|linear_cross_entropy")
+"""Names of torch's nodes whose own derivatives are wrong or missing."""
+
+
 class _Plain(TorchFunctionMode):
     def __init__(self, refuses: bool) -> None:
         super().__init__()
@@ -79,15 +132,11 @@ class _Plain(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _REPLACED:
-            return _REPLACED[func](*args, **kwargs)
         is_iterated = func is F.normalize and kwargs.get("out") is not None
         if self._refuses and (advice := _MISSING.get(func) or _wrong(func, is_iterated)):
             name = "spectral_norm" if is_iterated else func.__name__
             raise RuntimeError(f"{name} is part of a step that is differentiated, but {advice}")
-        if is_iterated:
-            return kwargs["out"].copy_(func(*args, **{**kwargs, "out": None}))
-        return func(*args, **kwargs)
+        return _REPLACED.get(func, func)(*args, **kwargs)
 
 
 def _wrong(func: Any, is_iterated: bool) -> str | None:
@@ -150,6 +199,12 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / v.square().sum(others, keepdim=dim != -1).sqrt())  # -1: one norm for the whole tensor
 
 
+def normalize(*args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor:
+    """Return `F.normalize`, which has neither a derivative nor a batching rule with `out`."""
+    normed = F.normalize(*args, **kwargs)
+    return normed if out is None else out.copy_(normed)
+
+
 def _mse_loss(input: Tensor, target: Tensor, *args: Any, reduction: str = "mean", **kwargs: Any) -> Tensor:
     if reduction == "none" or args or any(value is not None for value in kwargs.values()):
         return F.mse_loss(input, target, *args, reduction=reduction, **kwargs)
@@ -165,6 +220,7 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     F.instance_norm: _instance_norm,
     torch.instance_norm: _reordered(_instance_norm, "use_input_stats"),
     torch._weight_norm: _weight_norm,  # pyright: ignore[reportPrivateImportUsage]
+    F.normalize: normalize,
     F.hardsigmoid: lambda input, inplace=False: F.relu6(input + 3) / 6,
     F.mse_loss: _mse_loss,  # forward mode cannot differentiate its gradient
     torch.cdist: lambda x1, x2, p=2.0, compute_mode=None: torch.linalg.vector_norm(

@@ -15,7 +15,7 @@ from purecompose import tree
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.scopes import NOTHING, together
 from purecompose._support.shards import local
-from purecompose.nn.differentiable import plain_operations, replaces_functions, wants_plain
+from purecompose.nn.differentiable import normalize, plain_operations, replaces_functions, wants_plain
 from purecompose.nn.fused_attention import fused_attention
 from purecompose.nn.keyed.layers import past_dispatch
 from purecompose.nn.shared_batch import SHARED_BATCH, SharedBatchNorms
@@ -24,18 +24,19 @@ from purecompose.nn.skeleton import Skeleton
 
 
 def kernels(
-    params: Mapping[str, Tensor], narrow: torch.dtype | None, device: str, *, skeleton: Skeleton
+    params: Mapping[str, Tensor], inputs: Any, narrow: torch.dtype | None, device: str, *, skeleton: Skeleton
 ) -> AbstractContextManager[Any]:
     """Return a scope that replaces those of torch's kernels that do not work, or are slow, as the network now runs:
     under function transforms, traced, or plainly.
 
     Args:
         params: The network's parameters.
+        inputs: Its inputs.
         narrow: The dtype of autocast, or `None` without it.
         device: The type of the device.
         skeleton: The network.
     """
-    plain = plain_operations() if wants_plain(params.values()) else NOTHING
+    plain = plain_operations() if wants_plain(params, inputs) else NOTHING
     cumulative = _CumulativeNorms() if skeleton.has_cumulative_norms else NOTHING
     if is_transforming():
         return together(plain, _transformed(narrow, device), cumulative)
@@ -80,8 +81,8 @@ class _Transformed(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.nn.functional.normalize and kwargs.get("out") is not None and not replaces_functions():
-            return kwargs["out"].copy_(func(*args, **{**kwargs, "out": None}))
+        if func is torch.nn.functional.normalize and not replaces_functions():
+            return normalize(*args, **kwargs)
         if func is Tensor.__bool__ and _asks_if_a_mask_is_needed():
             return False
         if func is torch.nn.functional.multi_head_attention_forward:

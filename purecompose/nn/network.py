@@ -15,6 +15,7 @@ from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.scopes import NOTHING, during, together
 from purecompose._support.warnings import warn
 from purecompose._support.writes import DataGuard, WriteGuard, kept_in_place
+from purecompose.nn.differentiable import OwnDerivatives, is_in_gradient
 from purecompose.nn.gathering import gathered_on_use
 from purecompose.nn.kernels import kernels
 from purecompose.nn.keyed import modules
@@ -79,7 +80,7 @@ def call_model(
         params = {name: _contiguous(param) for name, param in params.items()}
         # Views belong to the transform, so that forward may differentiate with respect to them.
         inputs = batches.map_tensors(lambda tensor: _contiguous(tensor.view_as(tensor)), inputs)
-    scope = kernels(params, narrow, device.type, skeleton=skeleton)
+    scope = kernels(params, inputs, narrow, device.type, skeleton=skeleton)
     autocast = NOTHING if narrow is None else torch.autocast(device.type, narrow, cache_enabled=False)
 
     def run() -> _Result:
@@ -91,7 +92,7 @@ def call_model(
         return forward.first() if is_watched else forward.later()
 
     with together(arithmetic(precision, device), autocast, gathered, scope):
-        outputs, new_buffers = run() if skeleton.is_fixed or torch.is_grad_enabled() else _without_graph(skeleton, run)
+        outputs, new_buffers = run() if skeleton.is_fixed or is_in_gradient() else _outside(skeleton, run)
     if narrow is not None:
         # The loss, and algorithms that edit outputs, run outside of autocast: in bfloat16 a loss has three digits, and
         # in float16 a sum soon exceeds 65504.
@@ -125,18 +126,22 @@ def warn_of_dropped(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -
 _Result = tuple[Any, dict[str, Tensor]]
 
 
-def _without_graph(skeleton: Skeleton, run: Callable[[], _Result]) -> _Result:
-    """Return the result of a pass outside of gradients, of a network that may take gradients itself, such as forces."""
-    if not skeleton.takes_gradients:
+def _outside(skeleton: Skeleton, run: Callable[[], _Result]) -> _Result:
+    """Return the result of a pass outside of gradients, of a network that may take derivatives itself, as forces."""
+    own, has_graph = skeleton.own_derivatives, torch.is_grad_enabled()
+    if own is None and not has_graph:
         try:
             return run()
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
+    own = own or OwnDerivatives()
     with GradMode(True):
-        result = run()
-    skeleton.takes_gradients = True
-    return batches.map_tensors(lambda tensor: tensor.detach(), result)
+        result = own.run(run, is_watched=True)
+    if has_graph and not own.need_plain:
+        return result
+    skeleton.own_derivatives = own
+    return result if has_graph else batches.map_tensors(lambda tensor: tensor.detach(), result)
 
 
 def _run(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, rnn
 
 import purecompose as pc
@@ -519,3 +520,108 @@ def test_third_derivatives_by_transforms_in_a_stage_equal_those_of_plain_layers(
     step = compose([Grad(Stage("curvature", curvature)), update, advance])
     after = [step(make_state(norm), (INPUTS, TARGETS)).params for norm in (nn.LayerNorm, PlainNorm)]
     torch.testing.assert_close(after[0], after[1], rtol=1e-9, atol=1e-12)
+
+
+# Derivatives that a network, a loss or a stage takes itself
+
+NORMS: dict[str, Make] = {
+    "LayerNorm": lambda: nn.LayerNorm(8),
+    "BatchNorm": lambda: nn.BatchNorm1d(8),
+    "InstanceNorm": lambda: nn.Sequential(nn.Unflatten(1, (2, 4)), nn.InstanceNorm1d(2), nn.Flatten()),
+    "GroupNorm": lambda: nn.GroupNorm(2, 8),
+    "attention": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 4)),
+        of(lambda x, f: f(x, x, x, need_weights=False)[0], make("MultiheadAttention", 4, 2, batch_first=True))(),
+        nn.Flatten(),
+    ),
+}
+
+
+def curvature(u: Tensor, x: Tensor) -> Tensor:
+    """Return second derivatives of values, times the first ones."""
+    (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    return torch.autograd.grad(slope[:, 0].square().sum(), x, create_graph=True)[0]
+
+
+class Physics(nn.Module):
+    """A network of which a loss needs second derivatives by the inputs; it returns them, or what they need."""
+
+    def __init__(self, norm: Make, returns: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.returns = nn.Sequential(nn.Linear(3, 8), norm(), nn.Tanh(), nn.Linear(8, 1)), returns
+
+    def forward(self, x: Tensor) -> Any:
+        if self.returns == "values":
+            return self.net(x)
+        x = x.requires_grad_()
+        u = self.net(x)
+        if self.returns == "third":
+            return torch.autograd.grad(curvature(u, x).square().sum(), x)[0]
+        return curvature(u, x) if self.returns == "curvature" else (u, x)
+
+
+def physics(norm: str, place: str) -> tuple[Any, State]:
+    """Return a program that minimises the curvature, computed in a place, and a state."""
+    program, loss = loop_events, lambda outputs, targets: (outputs.sum(1) - targets).square().mean()
+    if place == "loss":
+        loss = lambda outputs, targets: (curvature(*outputs).sum(1) - targets).square().mean()  # noqa: E731
+
+    def stage(state: State) -> State:
+        x = state.inputs.requires_grad_()
+        return state.replace(loss=(curvature(state.forward(x, train=True), x).sum(1) - state.targets).square().mean())
+
+    if place == "stage":
+        program = [Grad(Stage("physics", stage)), update, advance]
+    returns = {"network": "curvature", "loss": "both", "stage": "values"}.get(place, place)
+    net = Physics(NORMS[norm], returns).to(FLOAT)
+    return program, State.create(net, loss=loss, optimizer=optim.sgd(1.0), key=0, duration="9ba")
+
+
+def curvature_of(norm: str, weight: Tensor, inputs: Tensor) -> Tensor:
+    """Return the curvature in training, a second derivative, which torch computes correctly."""
+    net = Physics(NORMS[norm], "curvature").to(FLOAT)
+    net.net[0].weight.data.copy_(weight)
+    with sdpa_kernel(SDPBackend.MATH):
+        return net(inputs.clone()).detach()
+
+
+ONE = torch.ones((), dtype=FLOAT)
+
+
+@pytest.mark.parametrize("place", ["network", "loss", "stage"])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.filterwarnings("ignore:.*dropped what the network wrote")
+def test_gradients_of_second_derivatives_equal_differences(norm: str, place: str) -> None:
+    program, state = physics(norm, place)
+    step, weight = compose(program), state.params["net.0.weight"]
+    first, later = (weight - step(state, (INPUTS, TARGETS)).params["net.0.weight"] for _ in range(2))
+    assert torch.equal(first, later)
+    along = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0), dtype=FLOAT)
+
+    def loss(at: Tensor) -> Tensor:
+        return (curvature_of(norm, weight + (at - 1) * along, INPUTS).sum(1) - TARGETS).square().mean()
+
+    torch.testing.assert_close((first * along).sum(), difference(loss, ONE), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("norm", ["LayerNorm", "attention"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_slices_and_compiled_steps_take_the_same_derivatives(norm: str, is_compiled: bool) -> None:
+    program, state = physics(norm, "network")
+    other = pc.compile(compose(program)) if is_compiled else compose(program, microbatches=2)
+    found = [step(state, (INPUTS, TARGETS)).params for step in (compose(program), other)]
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_third_derivatives_outside_of_steps_equal_differences(norm: str) -> None:
+    _, state = physics(norm, "values")
+    x = INPUTS.clone().requires_grad_()
+    (found,) = torch.autograd.grad(curvature(state.call(x)[0], x).square().sum(), x)
+    of_network, weight = physics(norm, "third")[1], state.params["net.0.weight"]
+    expected = difference(lambda at: curvature_of(norm, weight, at * INPUTS).square().sum(), ONE)
+    with torch.no_grad():
+        inside = of_network.call(INPUTS)[0]
+    for third in (found, inside, of_network.call(INPUTS)[0]):
+        torch.testing.assert_close((third * INPUTS).sum(), expected, rtol=1e-6, atol=0)

@@ -162,7 +162,7 @@ def test_networks_of_torchs_layers_are_watched_only_if_one_of_them_attends() -> 
     # A mode of torch functions costs a call in Python for each of them.
     def scope(net: nn.Module) -> AbstractContextManager[Any]:
         state = State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1))
-        return kernels(state.params, torch.bfloat16, "cpu", skeleton=state.model.skeleton(train=True))
+        return kernels(state.params, (), torch.bfloat16, "cpu", skeleton=state.model.skeleton(train=True))
 
     layer = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     assert scope(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU())) is NOTHING

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from purecompose.nn.differentiable import OwnDerivatives
 from purecompose.nn.skeleton.guards import Guards, is_plain
 from purecompose.nn.skeleton.places import places
 
@@ -48,8 +49,8 @@ class Skeleton:
         """True if a forward pass may call scaled dot product attention: code of the user, or a layer of torch."""
         self.draws: bool | None = None
         """True if a forward pass draws random numbers; None until one has been watched."""
-        self.takes_gradients: bool = False
-        """True if a forward pass computes gradients, so that it needs a graph in evaluation too."""
+        self.own_derivatives: OwnDerivatives | None = None
+        """The derivatives that a forward pass takes, for which it needs a graph in evaluation too; None if unknown."""
 
     def bound(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, is_watched: bool = False
