@@ -9,14 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward  # which `torch.autograd.grad` and `Tensor.backward` call
 
 
-try:  # a private function, which `torch.autograd.grad` and `Tensor.backward` call
-    from torch.autograd.graph import _engine_run_backward as _run_backward
-except ImportError:  # pragma: no cover
-    _run_backward = None
-
-
+_ENGINE = torch.autograd.Variable._execution_engine
 _PLAIN = (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
 """`__torch_function__` of tensors, and of subclasses that torch's functions take like tensors."""
 
@@ -26,11 +22,12 @@ def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]
     # By types: `has_torch_function` is true in every mode, and the public function would leave the mode while the
     # backward pass runs, in which layers may be computed again.
     kinds = {type(loss), *map(type, leaves)}
-    is_plain = loss.is_floating_point() and all(kind.__torch_function__ in _PLAIN for kind in kinds)
-    if _run_backward is None or not is_plain or torch.compiler.is_compiling():
+    is_plain = loss.is_floating_point() and all(kind.__torch_function__ in _PLAIN for kind in kinds - {Tensor})
+    if not is_plain or torch.compiler.is_compiling():
         return torch.autograd.grad(loss, leaves, allow_unused=True)
+    run = _ENGINE.run_backward if loss.is_cpu else _engine_run_backward  # which copies the context to its threads
     # By position: grad_outputs, retain_graph, create_graph, inputs, allow_unused.
-    return _run_backward((loss,), (torch.ones_like(loss),), False, False, tuple(leaves), True, accumulate_grad=False)
+    return run((loss,), (torch.ones_like(loss),), False, False, tuple(leaves), True, accumulate_grad=False)
 
 
 def graph_of(*tensors: Tensor) -> Iterator[Any]:

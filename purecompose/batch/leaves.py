@@ -28,6 +28,10 @@ def map_tensors(fn: Callable[[Tensor], Any], batch: Any) -> Any:
         >>> map_tensors(lambda tensor: tensor + 1, {"x": torch.zeros(2), "name": "a"})
         {'x': tensor([1., 1.]), 'name': 'a'}
     """
+    if type(batch) is Tensor:  # quick for what each step maps
+        return fn(batch)
+    if type(batch) is dict:
+        return {name: map_tensors(fn, member) for name, member in batch.items()}
 
     def on_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -49,17 +53,13 @@ def aliases(batch: Any) -> Any:
 
     User code may set `x.requires_grad_()`, as forces and differential equations need it.
     """
-    if type(batch) is Tensor:
-        return _alias(batch)
     if type(batch) is tuple:  # quick for the usual batches
-        return tuple(map(aliases, batch))
-    if type(batch) is dict:
-        return {name: aliases(member) for name, member in batch.items()}
+        return tuple([_alias(one) if type(one) is Tensor else aliases(one) for one in batch])
     return map_tensors(_alias, batch)
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    if tensor.requires_grad:
+    if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     return tensor.view_as(tensor) if is_transforming() else tensor.detach()  # which would cut outer gradients
 

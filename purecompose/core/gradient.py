@@ -98,15 +98,14 @@ def differentiate(
     state = carry.state
     # A step turns grad mode off unless it is differentiated through; a population is not by being mapped.
     is_differentiated = torch.is_grad_enabled() or (is_transforming() and not only_maps())
-    engine = _with_functorch if is_transforming() else functools.partial(_with_autograd, shared=shared)
+    engine, is_watched = (_with_functorch, False) if is_transforming() else (_with_autograd, is_first_run())
     # Parameters stay in the skeleton for the whole scope: activation checkpointing runs forward again in it.
     kernels = Once()
     if is_differentiated:
         kernels = plain_operations(refuses=any(map(is_tracked, state.params.values())))
     with GradMode(True), state.model.skeleton(train=True).held(), kernels:
         try:
-            run = functools.partial(engine, body, carry, names, is_differentiated)
-            end, values, grads = own.run(run, is_watched=is_first_run() and not is_transforming())
+            end, values, grads = own.run(engine, body, carry, names, is_differentiated, shared, is_watched=is_watched)
         except RuntimeError as error:
             if "nference tensor" not in str(error):
                 raise
@@ -175,12 +174,13 @@ def _with_autograd(
     if is_differentiated:
         return end, values, _grads(end.state.loss, leaves, _differentiable_gradients)
     grads = _grads(end.state.loss, leaves, gradients if shared is None else _retained_gradients)
-    return end, {name: _detached(value) for name, value in values.items()}, grads
+    return end, {name: batches.map_tensors(_cut_off, value) for name, value in values.items()}, grads
 
 
 def _with_functorch(
-    body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...], is_differentiated: bool
+    body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...], is_differentiated: bool, shared: None
 ) -> _Differentiated:
+    del shared  # forward passes are shared outside of transforms only
     state, ends = carry.state, []
 
     def run(leaves: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
@@ -234,11 +234,11 @@ def _grads(
 ) -> dict[str, Tensor]:
     """Return the gradients of the loss with respect to the leaves that it reaches; sparse ones become dense."""
     _check_loss(loss)
-    found = engine(loss, [*leaves.values()])
-    grads = {name: grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
-    return {name: grad if grad.layout is torch.strided else grad.to_dense() for name, grad in grads.items()}
+    named = zip(leaves, engine(loss, [*leaves.values()]), strict=True)
+    return {n: grad if grad.layout is _STRIDED else grad.to_dense() for n, grad in named if grad is not None}
 
 
+_STRIDED = torch.strided
 _LEAVE_GRAD = fields_where(leaves_grad=True)
 
 
@@ -249,14 +249,6 @@ def _set_by_body(before: State, after: State) -> dict[str, Any]:
     found = {name: new[name] for name in _LEAVE_GRAD if name in new and new[name] is not getattr(before, name)}
     found["loss"] = after.loss
     return found
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach() if value.requires_grad else value
-    if type(value) is dict:  # buffers, slots and metrics: map_tensors costs more than a layer of a small network
-        return {name: _detached(member) for name, member in value.items()}
-    return batches.map_tensors(_cut_off, value)
 
 
 def _cut_off(tensor: Tensor) -> Tensor:

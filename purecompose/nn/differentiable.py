@@ -90,19 +90,16 @@ class OwnDerivatives:
 
     need_plain: bool = False
 
-    def run(self, function: Callable[[], T], *, is_watched: bool) -> T:
+    def run(self, function: Callable[..., T], *arguments: Any, is_watched: bool) -> T:
         """Return the result of the function, computed with plain operations if its derivatives need them."""
-        if self.need_plain:
-            with plain_operations():
-                return function()
-        if not is_watched:
-            return function()
+        if not (self.need_plain or is_watched):
+            return function(*arguments)
         try:
-            with _Watching():
-                return function()
+            with plain_operations() if self.need_plain else _Watching():
+                return function(*arguments)
         except _UnsupportedError:
             self.need_plain = True
-        return self.run(function, is_watched=False)
+        return self.run(function, *arguments, is_watched=False)
 
 
 class _UnsupportedError(Exception):

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from purecompose._support.shards import divided, is_shard, local, place_of, placed, whole
+from purecompose._support.shards import divided, is_shard, local, may_be_shards, place_of, placed, whole
 from purecompose.optim.checks import Groups, match_or_raise
 from purecompose.optim.lists import alike, is_plain
 from purecompose.schedule import Scalar, number
@@ -160,8 +160,8 @@ class ByGroup:
         new_opt_state = {slot: dict(leaves) for slot, leaves in opt_state.items()}
         left = dict(grads)
         del grads  # A gradient that has been used, and that the caller does not hold, makes room for the new values.
-        has_shards = any(map(is_shard, params.values()))
-        has_complex = any(map(torch.is_complex, params.values()))
+        has_shards = may_be_shards() and any(map(is_shard, params.values()))
+        has_complex = any(map(Tensor.is_complex, params.values()))
         for cell in self._cells(left, params):
             # Called directly: a function in between would hold gradients that `move` has dropped.
             move = cell.rule.move
