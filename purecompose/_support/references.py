@@ -93,7 +93,7 @@ def check_hidden(start: Any, what: str, leaves: tuple[type, ...] = ()) -> None:
                     f"{what} keeps {where or 'and is'}, a {type(value).__name__}, whose next value no state holds: the "
                     "same state and batch would give other numbers, and so would a resumed run. Draw by key (in a "
                     "network with torch's random functions, in a method with purecompose.random from "
-                    "state.rng(name)), or index a list by state.clock"
+                    "state.rng(name)), index a list by state.clock, or delete what no call uses (del net.rng)"
                 )
 
 

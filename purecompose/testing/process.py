@@ -1,6 +1,7 @@
 """The settings of the process, which are not in a state: generators, modes and defaults."""
 
 import contextlib
+import datetime
 import functools
 import itertools
 import os
@@ -73,18 +74,27 @@ def elsewhere(seed: int, *, pace: int = 0) -> Iterator[None]:
         seed: The seed; 0 for the present time.
         pace: Number of seconds by which each reading moves all clocks on.
     """
-    readings = itertools.count(0, pace)
-    patched = {(time, name): _shifted(getattr(time, name), 100_003 * seed, readings) for name in _CLOCKS}
-    patched[os, "getpid"] = functools.partial(int, os.getpid() + seed)
-    originals = {(owner, name): getattr(owner, name) for owner, name in patched}
+    readings = itertools.count(100_003 * seed, pace)
+    other = {id(clock): _shifted(clock, readings.__next__) for clock in _CLOCKS}
+    other[id(os.getpid)] = functools.partial(int, os.getpid() + seed)
+    # Also under the names by which modules of users have imported them.
+    places = [(vars(module), name) for module in _modules() for name in vars(module)]
+    patched = [(names, name, names[name]) for names, name in places if id(names[name]) in other]
     with seeded(seed), as_rank(seed, seed + 1):
         try:
-            for (owner, name), replacement in patched.items():
-                setattr(owner, name, replacement)
+            for names, name, original in patched:
+                names[name] = other[id(original)]
             yield
         finally:
-            for (owner, name), original in originals.items():
-                setattr(owner, name, original)
+            for names, name, original in patched:
+                names[name] = original
+
+
+def _modules() -> list[Any]:
+    """Return the modules of the clocks, and those of users, which may have imported one."""
+    known = {*sys.stdlib_module_names, "torch", "purecompose"} - {"__main__"}
+    others = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] not in known]
+    return [os, time, datetime, *(one for one in others if "site-packages" not in (getattr(one, "__file__", "") or ""))]
 
 
 @contextlib.contextmanager
@@ -102,12 +112,32 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-_CLOCKS = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns")
+_NOW = time.time
+_READ_AT = (time.localtime, time.gmtime, time.ctime)
+"""Functions of a time, by default the present one."""
+_CLOCKS = (time.time, time.monotonic, time.perf_counter, time.time_ns, time.monotonic_ns, time.perf_counter_ns)
+_CLOCKS += (*_READ_AT, datetime.datetime)
 
 
-def _shifted(clock: Callable[[], Any], seconds: int, readings: Iterator[int]) -> Callable[[], Any]:
+class _Kind(type):
+    """The class of a class whose instances are those of its base."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.__mro__[1])
+
+
+def _shifted(clock: Any, shift: Callable[[], int]) -> Any:
+    """Return a clock that is ahead by a number of seconds."""
+    if clock in _READ_AT:
+        return lambda at=None: clock(_NOW() + shift() if at is None else at)
+    if clock is datetime.datetime:  # whose `today` reads `time.time`
+
+        def ahead(name: str) -> Any:
+            return staticmethod(lambda *zone, **tz: getattr(clock, name)(*zone, **tz) + datetime.timedelta(0, shift()))
+
+        return _Kind("datetime", (clock,), {name: ahead(name) for name in ("now", "utcnow")})
     unit = 10**9 if isinstance(clock(), int) else 1
-    return lambda: clock() + (seconds + next(readings)) * unit
+    return lambda: clock() + shift() * unit
 
 
 def _generators() -> tuple[Any, Any, torch.Tensor]:

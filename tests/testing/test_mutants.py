@@ -81,7 +81,8 @@ PLACES = {
     (Event.BATCH_END, WEIGHT): (
         "decays_in_place clamps_through_data python_coin counts_in_closure module_global widens_params wraps_params "
         "flips_strides normalises_when_neutral counts_slots numbers_itself averages_in_closure anchors_in_closure "
-        "remembers_losses_in_a_list number_or_default stops_after_an_hour stops_an_hour_after_init rate_by_the_hour"
+        "remembers_losses_in_a_list number_or_default stops_after_an_hour stops_an_hour_after_init rate_by_the_hour "
+        "stops_at_a_date stops_on_another_day trains_today_only imports_the_clock"
     ),
     (Event.BATCH_END, "slots['companion.bystander']['draws']"): "replaces_slots",
     (Event.BATCH_END, "slots['early_witness']['draws']"): "forgets_everything",

@@ -1,7 +1,10 @@
 """Impure algorithms: they write into their arguments, or draw or remember outside the state."""
 
+import datetime as datetime_module
 import random as python_random
 import time
+from datetime import datetime, timedelta
+from time import time as now
 from typing import Any
 
 import torch
@@ -169,6 +172,34 @@ def rate_by_the_hour():
         return state if event is Event.INIT else scaled_params(state, 1 - rate[0] / 10)
 
     return change
+
+
+@mutant("deterministic", at=Event.BATCH_END)
+def stops_at_a_date():
+    """Stops a day after it was made, by `datetime.now()`."""
+    end = datetime.now() + timedelta(days=1)
+    return lambda state: state if datetime.now() > end else scaled_params(state, 0.99)
+
+
+@mutant("deterministic", at=Event.BATCH_END)
+def stops_on_another_day():
+    """Stops when the day has changed, by `datetime.date.today()`."""
+    day = datetime_module.date.today()
+    return lambda state: scaled_params(state, 0.99) if datetime_module.date.today() == day else state
+
+
+@mutant("deterministic", at=Event.BATCH_END)
+def trains_today_only():
+    """Acts on the day of the year on which it was made, by `time.localtime()`."""
+    day = time.localtime().tm_yday
+    return lambda state: scaled_params(state, 0.99) if time.localtime().tm_yday == day else state
+
+
+@mutant("deterministic", at=Event.BATCH_END)
+def imports_the_clock():
+    """Stops after an hour, by a clock that its module imports from `time`."""
+    start = now()
+    return lambda state: state if now() - start > 3600 else scaled_params(state, 0.99)
 
 
 _RECORD: dict[str, Any] = {"rounds": 0}
