@@ -82,13 +82,10 @@ def plain_operations(*, refuses: bool = False) -> Iterator[None]:
 
 
 class OwnDerivatives:
-    """The derivatives that user code takes by `torch.autograd` within a function, such as a network or a loss.
-
-    Attributes:
-        need_plain: True if a watched call has differentiated the gradient of a function that is to be replaced.
-    """
+    """The derivatives that user code takes by `torch.autograd` within a function, such as a network or a loss."""
 
     need_plain: bool = False
+    """True if a watched call has differentiated the gradient of a function that is to be replaced."""
 
     def run(self, function: Callable[..., T], *arguments: Any, is_watched: bool) -> T:
         """Return the result of the function, computed with plain operations if its derivatives need them."""
@@ -133,7 +130,7 @@ class _Plain(TorchFunctionMode):
         if self._refuses and (advice := _MISSING.get(func) or _wrong(func, is_iterated)):
             name = "spectral_norm" if is_iterated else func.__name__
             raise RuntimeError(f"{name} is part of a step that is differentiated, but {advice}")
-        return _REPLACED.get(func, func)(*args, **kwargs)
+        return (_REPLACED[func] if func in _REPLACED else func)(*args, **kwargs)
 
 
 def _wrong(func: Any, is_iterated: bool) -> str | None:

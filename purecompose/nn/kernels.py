@@ -65,8 +65,8 @@ def _transformed(narrow: torch.dtype | None, device: str) -> Iterator[None]:
 
     torch's fused attention has no second derivative, and on the CPU `vmap` runs it in a loop, with a warning.
     """
-    narrowed = NOTHING if narrow is None else together(_WideNorms(narrow), _Attention(narrow, device))
-    with sdpa_kernel(SDPBackend.MATH), _Transformed(), narrowed:
+    narrowed = NOTHING if narrow is None else _Attention(narrow, device)
+    with sdpa_kernel(SDPBackend.MATH), _Transformed(narrow), narrowed:
         yield
 
 
@@ -76,8 +76,12 @@ class _Transformed(TorchFunctionMode):
     Attention of the members of a population is computed by `fused_attention`, where it can be.
 
     Normalisation into `out=`, as in spectral norm's power iteration, has no batching rule. Recurrent layers need an
-    initial state for each mapped input.
+    initial state for each mapped input. Norms do not support half-precision inputs with float32 statistics.
     """
+
+    def __init__(self, narrow: torch.dtype | None) -> None:
+        super().__init__()
+        self._narrow = narrow
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -93,6 +97,8 @@ class _Transformed(TorchFunctionMode):
             return func(*args, **kwargs) if result is None else result
         if func in _RECURRENT:
             return func(*_with_own_state(*args), **kwargs)
+        if func in _NORMS and self._narrow is not None:
+            return _widened(func, self._narrow, *args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -198,20 +204,6 @@ class _CumulativeNorms(TorchFunctionMode):
 _COUNTING = [norm.forward.__code__ for norm in (torch.nn.modules.batchnorm._BatchNorm, torch.nn.SyncBatchNorm)]
 
 _NORMS = (torch.nn.functional.batch_norm, torch.nn.functional.instance_norm, torch.batch_norm, torch.instance_norm)
-
-
-class _WideNorms(TorchFunctionMode):
-    """Mode that computes the norms of `_NORMS` in float32, as torch's own kernels sum.
-
-    vmap does not support these norms for half-precision inputs with float32 statistics.
-    """
-
-    def __init__(self, narrow: torch.dtype) -> None:
-        super().__init__()
-        self._narrow = narrow
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _widened(func, self._narrow, *args, **kwargs or {}) if func in _NORMS else func(*args, **kwargs or {})
 
 
 def _widened(func: Any, narrow: torch.dtype, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

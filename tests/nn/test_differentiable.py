@@ -581,7 +581,7 @@ def physics(norm: str, place: str) -> tuple[Any, State]:
 def curvature_of(norm: str, weight: Tensor, inputs: Tensor) -> Tensor:
     """Return the curvature in training, a second derivative, which torch computes correctly."""
     net = Physics(NORMS[norm], "curvature").to(FLOAT)
-    net.net[0].weight.data.copy_(weight)
+    net.load_state_dict({"net.0.weight": weight}, strict=False)
     with sdpa_kernel(SDPBackend.MATH):
         return net(inputs.clone()).detach()
 
