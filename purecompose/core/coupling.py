@@ -7,7 +7,7 @@ again and propagates its part of that gradient back to the parameters. See "Grad
 Deep Contrastive Learning Batch Size under Memory Limited Setup. 2021. https://arxiv.org/abs/2101.06983
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,24 +20,11 @@ from purecompose.core.gradient import value_and_grads
 from purecompose.core.operation import Carry, Purpose
 from purecompose.core.shared_part import Shard
 from purecompose.core.state import State
-from purecompose.losses.evaluation import check_pairs
-from purecompose.nn.network import is_first_run
 
 
 def targets_of_loss(state: State) -> Any:
     """Return the targets that the state's loss is given; `None` for a model's own loss."""
     return None if isinstance(state.context.loss, losses.ModelLoss) else state.targets
-
-
-def evaluated_loss(
-    state: State, outputs: Any, targets: Any, num_examples: int | None = None
-) -> tuple[Tensor, Mapping[str, Tensor], dict[str, Tensor]]:
-    """Return the state's loss, its parts and the buffers after it; a first run checks which pairs it compares."""
-    options: dict[str, Any] = {"train": True, "num_examples": num_examples}
-    (loss, parts), buffers = state.call_loss(lambda fn: losses.evaluate_parts(fn, outputs, targets), **options)
-    if is_first_run():
-        state.call_loss(lambda fn: check_pairs(fn, outputs, targets), **options)
-    return loss, parts, buffers
 
 
 def with_whole_loss(carry: Carry, purpose: Purpose) -> Carry:
@@ -52,7 +39,10 @@ def with_whole_loss(carry: Carry, purpose: Purpose) -> Carry:
         params = {**state.params, **dict(zip(names, leaves[len(given) :], strict=True))}
         fresh = iter(leaves[: len(given)])
         own = batches.map_tensors(lambda tensor: next(fresh) if _has_gradient(tensor) else tensor, outputs)
-        loss, parts, buffers = evaluated_loss(state.replace(params=params), own, targets, len(given[0]))
+        inner = state.replace(params=params)
+        (loss, parts), buffers = inner.call_loss(
+            lambda fn: losses.evaluate_parts(fn, own, targets), train=True, num_examples=len(given[0])
+        )
         return loss, (loss, dict(parts), buffers)
 
     params = [state.params[name] for name in names]

@@ -4,8 +4,8 @@ A program is a tuple of events, stages and scopes; a training step is the fold o
 """
 
 from purecompose import losses
-from purecompose.core.calls import run_model
-from purecompose.core.coupling import evaluated_loss, targets_of_loss, with_loss_of_slice
+from purecompose.core.calls import run_loss, run_model
+from purecompose.core.coupling import targets_of_loss, with_loss_of_slice
 from purecompose.core.operation import Carry, Lowered, Place, Purpose, in_order
 from purecompose.core.program import Program, Stage, Update
 from purecompose.core.scopes import Grad, Microbatches, Scope
@@ -57,7 +57,8 @@ def _eval_forward(state: State) -> State:
 def _loss(state: State) -> State:
     if state.whole_loss is not None:
         return with_loss_of_slice(state)
-    loss, parts, buffers = evaluated_loss(state, state.outputs, targets_of_loss(state))
+    outputs, targets = state.outputs, targets_of_loss(state)
+    (loss, parts), buffers = run_loss(state, lambda loss: losses.evaluate_parts(loss, outputs, targets), train=True)
     changes = {} if buffers is state.buffers else {"buffers": buffers}
     if parts:
         changes["metrics"] = {**state.metrics, **losses.metrics_of_parts(parts)}

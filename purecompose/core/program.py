@@ -20,7 +20,7 @@ from purecompose.core.given import ContractError
 from purecompose.core.means import check_terms, denominators, num_terms
 from purecompose.core.operation import Carry, Lowered, Node, Place, Purpose, lift, walk
 from purecompose.core.state import State
-from purecompose.losses.evaluation import advice
+from purecompose.losses.evaluation import advice, check_pairs
 from purecompose.time.event import Event
 
 
@@ -71,6 +71,8 @@ class Stage:
             return self._run(whole, watch).replace(denominators=None)
         try:
             new_state = self.fn(state) if watch is None else watch.run_stage(self, state)
+            if watch is not None and getattr(new_state, "loss", None) is not state.loss:
+                self._check_pairs(state)
         except Exception as error:
             given = {"batch": state.batch, "outputs": state.outputs}
             forms = [f"{name} {_form(value)}" for name, value in given.items() if value is not None]
@@ -90,6 +92,12 @@ class Stage:
             check_terms(new_state)
             check_passes_agree(new_state)
         return new_state
+
+    def _check_pairs(self, state: State) -> None:
+        def loss(outputs: Tensor, targets: Tensor) -> Tensor | None:
+            return self.fn(state.replace(outputs=outputs, targets=targets, whole_loss=None)).loss
+
+        check_pairs(loss, state.outputs, _targets_if_any(state), "the loss")
 
     def __repr__(self) -> str:
         return self.name

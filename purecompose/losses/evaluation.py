@@ -157,7 +157,7 @@ def check_interpolation(loss_fn: Callable[..., Tensor], outputs: Any, targets: A
             )
 
 
-def check_pairs(fn: Callable[..., Any], outputs: Any, targets: Any) -> None:
+def check_pairs(fn: Callable[..., Any], outputs: Any, targets: Any, name: str = "") -> None:
     """Raise if a loss or metric compares each output with each target, as torch broadcasts (N, 1) and (N,).
 
     Such a value remains if the examples of one tensor change places. If both have one shape it is another one, which
@@ -191,7 +191,7 @@ def check_pairs(fn: Callable[..., Any], outputs: Any, targets: Any) -> None:
         compares_all = differ(value.mean(), own.mean()) and any(differ(own, one) for one in others)
     if compares_all:
         raise ValueError(
-            f"{shown(fn)} compares each output with each target: outputs {tuple(outputs.shape)} and targets "
+            f"{name or shown(fn)} compares each output with each target: outputs {tuple(outputs.shape)} and targets "
             f"{tuple(targets.shape)} were broadcast. Give both one shape, as by `targets.view_as(outputs)`"
         )
 
