@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -373,3 +374,12 @@ def test_metrics_of_torchmetrics_declare_which_values_are_better():
     hamming, score = torchmetrics.HammingDistance("multiclass", num_classes=3), torchmetrics.R2Score()
     assert is_lower_better("accuracy", as_metric(hamming)) is True  # before the name
     assert is_lower_better("error", as_metric(score)) is False
+
+
+def test_a_part_of_the_loss_that_some_batches_lack_keeps_its_mean():
+    metric: Any = mean_loss()
+    acc = metric.init()
+    for num in (2, 3):
+        loss = lambda outputs, targets: (outputs.mean(), {"kl": outputs.max()} if len(outputs) == 2 else {})  # noqa: E731
+        acc = metric.update(acc, torch.full((num,), float(num)), None, num_examples=num, loss_fn=loss)
+    assert {name: value.item() for name, value in metric.compute(acc).items()} == {"": 2.6, "kl": 2.0}
