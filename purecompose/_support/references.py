@@ -10,7 +10,6 @@ belongs to the Python module of the function, or of the object's class.
 import contextlib
 import dis
 import functools
-import inspect
 import io
 import operator
 import random
@@ -153,17 +152,24 @@ def _inside(place: Place, names: set[str], home: str | None) -> Iterator[Place]:
 
 def read_by(function: types.FunctionType, kinds: tuple[type, ...] = (object,)) -> Iterator[Place]:
     """Yield the values in the closure and the defaults of a function, and its globals of these kinds."""
-    codes, known = list(_codes(function.__code__)), function.__globals__
-    for name, cell in zip(codes[0].co_freevars, function.__closure__ or (), strict=True):
+    code, known = function.__code__, function.__globals__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
             yield _attribute(name, cell, "cell_contents", cell.cell_contents)
-    for parameter in inspect.signature(function, follow_wrapped=False).parameters.values():
-        if parameter.default is not parameter.empty:
-            yield Place(f"the default of {parameter.name}", parameter.default)
+    defaults = function.__defaults__ or ()
+    named = zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
+    yield from (
+        Place(f"the default of {name}", one) for name, one in (*named, *(function.__kwdefaults__ or {}).items())
+    )
+    read = [name for name in _globals_in(code) if name in known and isinstance(known[name], kinds)]
+    yield from (_item(f"the global {name}", known, name) for name in read)
+
+
+@functools.cache
+def _globals_in(code: types.CodeType) -> list[str]:
     # Not co_names, which has attributes, too: `outputs.mean()` does not read a global `mean`.
-    loads = (found for code in codes for found in dis.get_instructions(code) if found.opname == "LOAD_GLOBAL")
-    read = dict.fromkeys(found.argval for found in loads if found.argval in known)
-    yield from (_item(f"the global {name}", known, name) for name in read if isinstance(known[name], kinds))
+    loads = (one for own in _codes(code) for one in dis.get_instructions(own) if one.opname == "LOAD_GLOBAL")
+    return [*dict.fromkeys(one.argval for one in loads)]
 
 
 def _inside_object(place: Place, names: set[str]) -> Iterator[Place]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from purecompose._support.fingerprint import fingerprint
 from purecompose._support.functorch import has_values, plainly, unwrapped
+from purecompose._support.scopes import NOTHING
 from purecompose._support.shards import local
 from purecompose._support.writes import storage_of
 from purecompose.nn.keyed.modules import BY_KEY
@@ -57,7 +58,7 @@ class Marks:
 
     def __init__(self, find: Callable[[], Named], *, with_values: bool = False) -> None:
         self._find, self._with_values, self._tensors = find, with_values, find()
-        self._marks = [self._mark(tensor) for _, tensor in self._tensors]
+        self._marks = self._now()
 
     def check(self, culprit: str, event: Event | None = None, remedy: str = "") -> None:
         """Raise an `InPlaceError` that names the culprit if a tensor is not as it was."""
@@ -69,8 +70,7 @@ class Marks:
                 event,
             )
         remedy = remedy or "make a new tensor (mul instead of mul_, inplace=False in a layer), and return that"
-        for (path, tensor), mark in zip(self._tensors, self._marks, strict=True):
-            found = self._mark(tensor)
+        for (path, tensor), mark, found in zip(self._tensors, self._marks, self._now(), strict=True):
             if found == mark:
                 continue
             how = f"wrote in place into {path}, which belongs to the caller and has lost its value now: {remedy}"
@@ -78,6 +78,10 @@ class Marks:
                 tensor.requires_grad_(mark[-1])
                 how = f"switched requires_grad of {path}: differentiate an alias, x = x.detach().requires_grad_()"
             raise InPlaceError(f"{culprit} {how}", event)
+
+    def _now(self) -> list[tuple[Any, ...]]:
+        with plainly() if self._with_values else NOTHING:
+            return [self._mark(tensor) for _, tensor in self._tensors]
 
     def _mark(self, tensor: Tensor) -> tuple[Any, ...]:
         version = None if tensor.is_inference() else tensor._version  # inference tensors have no counter
@@ -87,8 +91,7 @@ class Marks:
         plain = local(unwrapped(tensor))
         if plain.device.type != "cpu" or plain.numel() > _MANY or not has_values(plain):
             return version, storage_of(tensor), False
-        with plainly():
-            return version, storage_of(tensor), fingerprint(plain.detach()), False
+        return version, storage_of(tensor), fingerprint(plain.detach()), False
 
 
 _MANY = 2**18
@@ -126,7 +129,8 @@ def watched(
 def _generators() -> tuple[Any, ...]:
     """Return the states of the generators whose draws torch's modes do not intercept."""
     numpy = sys.modules.get("numpy")
-    return python_random.getstate(), None if numpy is None else fingerprint(numpy.random.get_state())
+    _, numbers, *rest = (None, None) if numpy is None else numpy.random.get_state()
+    return python_random.getstate(), None if numbers is None else numbers.tobytes(), rest
 
 
 def _place_of_draw(call: Callable[[], Any]) -> str:

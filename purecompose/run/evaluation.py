@@ -1,6 +1,8 @@
 """Evaluation and prediction: loop programs like the one of training, run on a temporary state."""
 
+import collections
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import length_hint
@@ -38,6 +40,8 @@ from purecompose.time.event import Event
 from purecompose.time.intervals import Interval, checked_interval
 
 
+_SEEN: weakref.WeakKeyDictionary[Step, dict[str, set[str]]] = weakref.WeakKeyDictionary()
+"""The metrics whose first call has been watched, by the step of an evaluation and the label of its evaluator."""
 _ENDLESS = (itertools.cycle, itertools.repeat, itertools.count)
 _MANY = 10_000
 """Number of batches after which an evaluation on data of unknown length warns."""
@@ -214,7 +218,8 @@ def run_evaluator(
     """
     metrics: Mapping[str, Metric] = evaluator.metrics or {"loss": mean_loss()}
     metrics = {name: of_loss(metric, state.context.loss) for name, metric in metrics.items()}
-    totals = Totals.of(metrics, state, None if trained_by is None else trained_by.ranks)
+    seen = _SEEN.setdefault(step, collections.defaultdict(set))[evaluator.label]
+    totals = Totals.of(metrics, state, None if trained_by is None else trained_by.ranks, seen)
     with torch.no_grad(), totals.guarded():
         takes_loss = any(metric.takes_loss for metric in metrics.values())
         current = tell(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))

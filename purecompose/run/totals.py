@@ -27,23 +27,22 @@ class Totals:
         metrics: The metrics by name, adapted to the state's loss.
         state: The evaluated state.
         ranks: The processes that compute a part of each batch each; `None` if this one computes all of it.
+        seen: The metrics whose first call has been watched.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric], state: State, ranks: Ranks | None) -> None:
-        self._metrics, self._state, self._ranks = metrics, state, ranks
+    def __init__(self, metrics: Mapping[str, Metric], state: State, ranks: Ranks | None, seen: set[str]) -> None:
+        self._metrics, self._state, self._ranks, self._seen = metrics, state, ranks, seen
         self._totals = {} if ranks is not None else {name: self._empty(metric) for name, metric in metrics.items()}
         self._num_shares = 0
-        self._seen: set[str] = set()
-        """The metrics whose first call has been watched."""
 
     @staticmethod
-    def of(metrics: Mapping[str, Metric], state: State, ranks: Ranks | None) -> "Totals":
+    def of(metrics: Mapping[str, Metric], state: State, ranks: Ranks | None, seen: set[str]) -> "Totals":
         """Return empty accumulators. The data are divided among processes if all the metrics are sums over examples."""
         takes_loss = any(metric.takes_loss for metric in metrics.values())
         is_divisible = all(metric.is_sum for metric in metrics.values()) and not (
             takes_loss and couples_examples(state.context.loss)
         )
-        return Totals(metrics, state, ranks if is_divisible else None)
+        return Totals(metrics, state, ranks if is_divisible else None, seen)
 
     @property
     def num_ranks(self) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 import purecompose as pc
 from purecompose import Event, State, compose, hparam, loop_events, losses, optim
 from purecompose.errors import ContractError, GlobalDrawError, InPlaceError, UnkeyedRandomError
+from purecompose.run import totals
 from purecompose.transforms.compilation.step import CompiledStep
 from tests.helpers import changing, loss_of
 
@@ -227,3 +228,14 @@ def test_draws_of_a_metric_are_refused():
     for metric, error in ((draws_by_torch, UnkeyedRandomError), (draws_by_python, GlobalDrawError)):
         with pytest.raises(error):
             pc.evaluate(plain_state(), [force_batch()], {"own": metric})
+
+
+def test_metrics_are_watched_in_the_first_evaluation_of_a_run_only(monkeypatch):
+    culprits = []
+    inner = totals.watched
+    monkeypatch.setattr(totals, "watched", lambda call, who, marks: culprits.append(who) or inner(call, who, marks))
+    data = [(torch.randn(4, 3), torch.zeros(4, dtype=torch.long))] * 2
+    state = State.create(nn.Linear(3, 2), loss=losses.cross_entropy, optimizer=optim.sgd(0.1), key=0, duration="3ep")
+    evaluators = [pc.Evaluator(data, {"accuracy": pc.metrics.accuracy}, label=label) for label in ("one", "two")]
+    pc.fit(compose(loop_events), state, data, evaluate=evaluators)
+    assert culprits == ["the metric 'accuracy'"] * 2
