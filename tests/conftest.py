@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from purecompose.records import RunFolder, folder
+from purecompose.records import folder
 
 
 # The quick tests try few cases; --slow and -m slow try more.
@@ -45,6 +45,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable drawing, which takes longer than these runs; tests of pictures enable it."""
-    monkeypatch.setattr(RunFolder, "_draw", lambda self: None)
+    monkeypatch.setattr(folder, "draw_curves", lambda runs, path: path)
     write = folder.write_report
     monkeypatch.setattr(folder, "write_report", lambda run, path, *, curves: write(run, path, curves=False))

@@ -44,10 +44,9 @@ class JsonLines:
     def scan(file: BinaryIO, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
         """See `Format`."""
         yield 0, {}
-        for number, end, line in _whole_lines(file):
-            with _line_told(name, number, line):
-                record = _checked(_from_json(json.loads(line)))
-            yield end, record
+        with _line_told(name) as at:
+            for end, line in _whole_lines(file, at):
+                yield end, _checked(_from_json(json.loads(line)))
 
     @staticmethod
     def add(path: Path, records: list[dict[str, Any]]) -> None:
@@ -66,18 +65,16 @@ class Csv:
     @staticmethod
     def scan(file: BinaryIO, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
         """See `Format`."""
-        lines = _whole_lines(file)
-        _, end, header = next(lines, (1, 0, b"batch"))
-        with _line_told(name, 1, header):
+        with _line_told(name) as at:
+            lines = _whole_lines(file, at)
+            end, header = next(lines, (0, b"batch"))
             columns = _cells(header)
             if "batch" not in columns:
                 raise ValueError("no column is called batch")
-        yield end, {}
-        for number, end, line in lines:
-            with _line_told(name, number, line):
+            yield end, {}
+            for end, line in lines:
                 cells = zip(columns, _cells(line), strict=True)
-                record = _checked({column: _from_cell(cell) for column, cell in cells if cell})
-            yield end, record
+                yield end, _checked({column: _from_cell(cell) for column, cell in cells if cell})
 
     @staticmethod
     def add(path: Path, records: list[dict[str, Any]]) -> None:
@@ -101,21 +98,24 @@ FORMATS: dict[str, type[Format]] = {".jsonl": JsonLines, ".csv": Csv}
 """The formats by the suffix of a file's name."""
 
 
-def _whole_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the number, the offset of the end, and the bytes of each complete line."""
+def _whole_lines(file: BinaryIO, at: list[Any]) -> Iterator[tuple[int, bytes]]:
+    """Yield the offset of the end and the bytes of each complete line, and note its number and bytes in a list."""
     offset = 0
-    for number, line in enumerate(file, start=1):
+    for at[0], line in enumerate(file, start=1):
         if not line.endswith(b"\n"):
             return  # a process was killed while it wrote this line
-        offset += len(line)
-        yield number, offset, line
+        at[1], offset = line, offset + len(line)
+        yield offset, line
 
 
 @contextlib.contextmanager
-def _line_told(name: str, number: int, line: bytes) -> Iterator[None]:
+def _line_told(name: str) -> Iterator[list[Any]]:
+    """Return a scope that names the line of a file at which an error occurs, which is noted in a list."""
+    at: list[Any] = [1, b""]
     try:
-        yield
+        yield at
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, csv.Error) as error:
+        number, line = at
         text = line[:60].decode("utf-8", "replace").rstrip()
         raise ValueError(
             f"{name}, line {number}: expected a record of a run, got {text!r} ({error}); "

@@ -1,7 +1,5 @@
 """Axes and titles of panels: limits, ticks and formatted numbers."""
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 from purecompose.losses.metrics import is_lower_better
@@ -13,17 +11,17 @@ _STEPS = [1, 2, 2.5, 5, 10]
 _UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def limit(axes: Any, panel: Panel, smoothed: Sequence[float], raw: Sequence[float]) -> None:
+def limit(axes: Any, panel: Panel) -> None:
     """Set vertical limits around nearly all numbers, so that a few outliers do not flatten the rest into a line.
 
     Losses that fall by a factor of more than 30 get a logarithmic axis.
     """
-    line = sorted(value for value in smoothed if math.isfinite(value))
+    line, around = panel.values
     if not line:
         axes.set_ylim(0, 1)
         axes.set_yticks([])
         return
-    around = sorted(value for value in raw if math.isfinite(value)) or line
+    around = around or line
     cut = len(around) // 100
     low, high = min(line[0], around[cut]), max(line[-1], around[-1 - cut])
     usual = line[-1 - len(line) // 25]
@@ -41,7 +39,7 @@ def limit(axes: Any, panel: Panel, smoothed: Sequence[float], raw: Sequence[floa
 
 def remark(panel: Panel, num_runs: int) -> tuple[str, bool]:
     """Return the remark to the right of a panel's title, and whether it is a warning."""
-    bad = [at for series in panel.series for at, y in zip(series.x, series.y, strict=True) if not _is_finite(y)]
+    bad = panel.not_finite
     total = sum(len(series.x) for series in panel.series)
     if bad:
         return f"{len(bad):,} of {total:,} not finite, the first at {_short(min(bad))}", True
@@ -62,10 +60,6 @@ def remark(panel: Panel, num_runs: int) -> tuple[str, bool]:
 
 def _value(panel: Panel, value: float) -> str:
     return f"{value:.2%}" if panel.is_share else f"{value:.4g}"
-
-
-def _is_finite(value: Any) -> bool:
-    return all(math.isfinite(one) for one in (value if isinstance(value, list) else [value]))
 
 
 def dress(axes: Any, theme: Theme, panel: Panel, *, is_counted: bool) -> None:

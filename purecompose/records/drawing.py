@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from purecompose.records.axes import dress, limit, remark
-from purecompose.records.panels import MOST_POINTS, Panel, Series, smooth, thinned
+from purecompose.records.panels import Line, Panel, Series
 from purecompose.records.theme import DARK, LIGHT, Theme
 
 
@@ -16,8 +16,6 @@ _WIDTH, _ROW, _DPI = 10.0, 2.75, 160
 _NARROW, _NARROW_ROW = 4.4, 2.3
 _FEW = 40
 """Maximal number of points at which each one is marked by a dot."""
-SMOOTHED_FROM = 80
-"""Number of points from which on noisy lines are smoothed."""
 _AXES = {
     "batch": "batch",
     "epoch": "epoch",
@@ -117,19 +115,14 @@ def _style(i: int, theme: Theme) -> dict[str, Any]:
 
 
 def _draw_panel(axes: Any, panel: Panel, theme: Theme, num_runs: int, breaks: Sequence[int], room: float) -> None:
-    smoothed: list[float] = []
-    raw: list[float] = []
-    for i, series in enumerate(panel.series):
+    for i, (series, line) in enumerate(zip(panel.series, panel.lines, strict=True)):
         style = _style(series.run if num_runs > 1 else i, theme)
-        is_noisy = panel.kind in ("loss", "speed") or series.column.startswith("train/")
         if panel.kind == "lr" and num_runs > 1:
             # Runs often have the same schedule. A covered line is wider, so that it shows on both sides of the upper.
             above = sum((other.x, other.y) == (series.x, series.y) for other in panel.series[i + 1 :])
             style["linewidth"] = 1.4 + 1.4 * min(above, 3)
-        line, around = _draw_series(axes, series, style, is_noisy=is_noisy, is_faint=num_runs > 3)
-        smoothed += line
-        raw += around
-    limit(axes, panel, smoothed, raw)
+        _draw_line(axes, line, style, is_faint=num_runs > 3, is_dotted=len(series.x) <= _FEW)
+    limit(axes, panel)
     for batch in breaks:
         axes.axvline(batch, color=theme.faint, alpha=0.6, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
     if num_runs == 1 and len(panel.series) > 1:
@@ -151,29 +144,15 @@ def _head(axes: Any, title: str, words: str, theme: Theme, is_alarm: bool, room:
     _say(note, words)
 
 
-def _draw_series(
-    axes: Any, series: Series, style: dict[str, Any], *, is_noisy: bool, is_faint: bool
-) -> tuple[list[float], list[float]]:
-    """Draw one line with its band or the original numbers; return the line's and the original values, for limits."""
-    parts = series.spread
-    window = max(len(series.x) // 30, 7) if is_noisy and len(series.x) >= SMOOTHED_FROM else 1
-    stride = max(len(series.x) // (MOST_POINTS // 2), 1) if window > 1 or series.is_population else 1
-    low, median, high = (smooth(side, window, stride) if window * stride > 1 else side for side in parts)
-    x, marker = series.x[::stride], {"marker": "o", "markersize": 3.2} if len(series.x) <= _FEW else {}
-    if series.is_population:
-        axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0, zorder=2)
-        axes.plot(x, median, **{"linewidth": 1.6, **style}, **marker, zorder=3)
-        return [*low, *high], []
-    if window == 1:
-        axes.plot(*thinned(x, median), **{"linewidth": 1.4, **style}, **marker, zorder=3)
-        return median, []
-    alpha = 0.12 if is_faint else 0.25
-    axes.plot(*thinned(series.x, parts.median), color=style["color"], linewidth=0.6, alpha=alpha, zorder=2)
-    # The smoothed line has a gap, too, wherever a number is not finite, however wide the window.
-    single = parts.median[::stride]
-    shown = [mean if math.isfinite(one) else math.nan for mean, one in zip(median, single, strict=True)]
-    axes.plot(x, shown, **style, linewidth=1.6, zorder=3)
-    return median, parts.median
+def _draw_line(axes: Any, line: Line, style: dict[str, Any], *, is_faint: bool, is_dotted: bool) -> None:
+    """Draw one line with its band or the original numbers."""
+    width, marker = 1.6 if line.band or line.faint else 1.4, {"marker": "o", "markersize": 3.2} if is_dotted else {}
+    if line.band is not None:
+        axes.fill_between(line.x, *line.band, color=style["color"], alpha=0.18, linewidth=0, zorder=2)
+    if line.faint is not None:
+        alpha = 0.12 if is_faint else 0.25
+        axes.plot(*line.faint, color=style["color"], linewidth=0.6, alpha=alpha, zorder=2)
+    axes.plot(line.x, line.y, **{"linewidth": width, **style}, **marker, zorder=3)
 
 
 def _name_lines(axes: Any, series: Sequence[Series], theme: Theme) -> None:

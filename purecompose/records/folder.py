@@ -267,10 +267,13 @@ class RunFolder:
                 (self.path / REPORT).unlink(missing_ok=True)
             self._write_result(result)
         if draws:
+            run = self.path
             with _noted(CURVES, problems):
-                self._draw()
+                run = read_run(self.path)
+                if run.records:
+                    draw_curves(run, self.path / CURVES)
             with _noted(REPORT, problems):  # last, since it marks a complete folder
-                write_report(self.path, self.path / REPORT, curves=CURVES not in problems)
+                write_report(run, self.path / REPORT, curves=CURVES not in problems)
         if problems:
             reported = (f"{name} was not written: {type(error).__name__}: {error}" for name, error in problems.items())
             text = with_urls(f"{self.path}: {'; '.join(reported)}")
@@ -278,11 +281,6 @@ class RunFolder:
         # Without matplotlib there are no curves, but that is not a loss.
         lost = [name for name, error in problems.items() if not isinstance(error, ImportError)]
         self.unwritten = tuple(dict.fromkeys([*([] if self._watch.is_noted else [HISTORY]), *lost]))
-
-    def _draw(self) -> None:
-        run = read_run(self.path)
-        if run.records:
-            draw_curves(run, self.path / CURVES)
 
     def _write_result(self, given: Mapping[str, Any] | None) -> None:
         if given is None:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from purecompose.records.reading import RunRecords
 
 
+SMOOTHED_FROM = 80
+"""Number of points from which on noisy lines are smoothed."""
 MOST_POINTS = 3000
 """Maximal number of points of a line that is drawn: more than there are pixels would only cost time."""
 
@@ -28,7 +30,7 @@ class Series:
     tail: int = 1
     """Number of newest values that `last` averages; more than one for losses, because those of single batches vary."""
 
-    @property
+    @cached_property
     def is_population(self) -> bool:
         """True if the values are those of a population."""
         return any(isinstance(value, list) for value in self.y)
@@ -36,7 +38,7 @@ class Series:
     @property
     def members(self) -> int:
         """Number of members of the population; 1 for a single run."""
-        return max((len(_listed(value)) for value in self.y), default=0)
+        return max((len(_listed(value)) for value in self.y), default=0) if self.is_population else min(len(self.y), 1)
 
     @cached_property
     def spread(self) -> "Spread":
@@ -62,10 +64,61 @@ class Panel:
     series: tuple[Series, ...]
 
     @cached_property
+    def lines(self) -> "list[Line]":
+        """What is drawn of each series; the same in pictures of all colors and sizes."""
+        return [_line(one, self.kind in ("loss", "speed") or one.column.startswith("train/")) for one in self.series]
+
+    @cached_property
+    def values(self) -> tuple[list[float], list[float]]:
+        """The finite numbers of the lines, and those around them, in order."""
+        each = ([one.values for one in self.lines], [one.around for one in self.lines])
+        line, around = (sorted(value for one in values for value in one if math.isfinite(value)) for values in each)
+        return line, around
+
+    @cached_property
+    def not_finite(self) -> list[float]:
+        """The places of numbers that are not finite."""
+        pairs = (pair for one in self.series for pair in zip(one.x, one.y, strict=True))
+        return [at for at, y in pairs if not all(map(math.isfinite, _listed(y)))]
+
+    @cached_property
     def is_share(self) -> bool:
         """True if the numbers are shown in percent."""
         values = (one for series in self.series for y in series.y for one in _listed(y))
         return "accuracy" in self.title and all(0 <= one <= 1 for one in values if math.isfinite(one))
+
+
+class Line(NamedTuple):
+    """What is drawn of a series."""
+
+    x: list[float]
+    y: list[float]
+    band: tuple[list[float], list[float]] | None
+    """The lowest and highest numbers of a population."""
+    faint: tuple[list[float], list[float]] | None
+    """The original numbers of a line that is smoothed."""
+    values: list[float]
+    """The numbers of the line, or of the band."""
+    around: list[float]
+    """The original numbers, if the line is smoothed."""
+
+
+def _line(series: Series, is_noisy: bool) -> Line:
+    parts = series.spread
+    window = max(len(series.x) // 30, 7) if is_noisy and len(series.x) >= SMOOTHED_FROM else 1
+    stride = max(len(series.x) // (MOST_POINTS // 2), 1) if window > 1 or series.is_population else 1
+    x, *sides = series.x[::stride], *(parts if series.is_population else [parts.median])
+    sides = [smooth(side, window, stride) if window * stride > 1 else side for side in sides]
+    if series.is_population:
+        low, median, high = sides
+        return Line(x, median, (low, high), None, [*low, *high], [])
+    (means,) = sides
+    if window == 1:
+        return Line(*thinned(x, means), None, None, means, [])
+    # The smoothed line has a gap, too, wherever a number is not finite, however wide the window.
+    single = parts.median[::stride]
+    shown = [mean if math.isfinite(one) else math.nan for mean, one in zip(means, single, strict=True)]
+    return Line(x, shown, None, thinned(series.x, parts.median), means, parts.median)
 
 
 def panels_of(runs: Sequence[RunRecords], x: str) -> list[Panel]:
@@ -138,8 +191,7 @@ def spread(values: Iterable[Any]) -> Spread:
     """
     low, median, high = [], [], []
     for value in values:
-        numbers = value if isinstance(value, list) else (value,)
-        members = sorted([number for one in numbers if math.isfinite(number := float(one))])
+        members = sorted([number for one in _listed(value) if math.isfinite(number := float(one))])
         half = len(members) // 2
         low.append(members[0] if members else math.nan)
         high.append(members[-1] if members else math.nan)

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from purecompose._support.checks import check_flag
 from purecompose.records.curves import curves_as_png
-from purecompose.records.drawing import SMOOTHED_FROM
 from purecompose.records.pages import write_page
-from purecompose.records.panels import panels_of
+from purecompose.records.panels import SMOOTHED_FROM, panels_of
 from purecompose.records.reading import RunRecords, read_run
 from purecompose.records.starts import FINISHED, RUNNING, Start, in_words
 from purecompose.records.summary import facts_of

@@ -38,14 +38,14 @@ def _rank(name: str, is_evaluated: bool) -> int:
 
 
 def _fact(run: RunRecords, name: str, value: Any) -> Fact:
-    series = series_of(run, 0, name, "batch")
-    when = ""
-    if name == "loss" and series.y:
+    newest, when = next((record for record in reversed(run.records) if name in record), {}), ""
+    if name == "loss" and newest:
+        series = series_of(run, 0, name, "batch")
         value, when = series.last, _over(series)
     elif name == "loss":
         when = "of the last batch"
-    elif series.x and series.y[-1] == value:  # false if the result was given another value
-        when = f"at batch {series.x[-1]:,.0f}"
+    elif newest.get(name) == value:  # false if the result was given another value
+        when = f"at batch {newest['batch']:,}"
     shown = "training loss" if name == "loss" else name
     if not isinstance(value, list):
         return Fact(shown, number(value, name), when)

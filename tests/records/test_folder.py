@@ -458,7 +458,7 @@ def test_a_run_that_continues_says_which_records_are_missing(tmp_path: Path, kep
 
 
 def test_a_signal_ends_a_run_without_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RunFolder, "_draw", lambda self: pytest.fail("drawn"))
+    monkeypatch.setattr(folder, "draw_curves", lambda *_, **__: pytest.fail("drawn"))
     monkeypatch.setattr(folder, "write_report", lambda *_, **__: pytest.fail("drawn"))
     with pytest.raises(SystemExit), RunFolder(tmp_path, CONFIG) as run:
         train(run, until=2)

@@ -4,7 +4,9 @@ import statistics
 import pytest
 from hypothesis import given, strategies as st
 
-from purecompose.records.panels import panels_of, series_of, smooth, spread
+from purecompose.records import panels
+from purecompose.records.curves import curves_as_png
+from purecompose.records.panels import MOST_POINTS, panels_of, series_of, smooth, spread
 from tests.records.run_helpers import made_up
 
 
@@ -103,3 +105,13 @@ def test_the_last_number_of_a_population_is_per_member_over_finite_values() -> N
 
 def test_the_current_value_of_a_metric_is_its_last_number() -> None:
     assert series_of(made_up(), 0, "eval/accuracy", "batch").last == 1.0
+
+
+def test_pictures_of_many_records_share_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, drawn, line = made_up(count=4 * MOST_POINTS), [], panels._line
+    monkeypatch.setattr(panels, "_line", lambda series, is_noisy: [drawn.append(series), line(series, is_noisy)][1])
+    found = panels_of([run], "batch")
+    for dark in (False, True):
+        curves_as_png(run, dark=dark, panels=found)
+    assert len(drawn) == sum(len(one.series) for one in found)
+    assert all(len(line.x) <= MOST_POINTS for one in found for line in one.lines)
