@@ -137,19 +137,14 @@ def processes_here() -> Processes:
     size = os.environ.get("WORLD_SIZE", "1")
     if size in ("", "1"):
         return Processes()
-    limits = {"RANK": size, "LOCAL_RANK": size, "MASTER_PORT": "65536"}
-    given = [(name, os.environ.get(name, ""), limit) for name, limit in limits.items()]
-    wrong = [f"{name}={value}" for name, value, most in given if not _is_below(value, most)]
-    if wrong or "MASTER_ADDR" not in os.environ:
+    given = {name: os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")}
+    numbers = [int(word) if word.isdecimal() else -1 for word in (size, *given.values())]
+    if not (0 <= min(numbers[:4]) and max(numbers[1:3]) < numbers[0] and numbers[3] < 2**16 and given["MASTER_ADDR"]):
         raise UsageError(
-            f"WORLD_SIZE={size}, but {', '.join(wrong) or 'no MASTER_ADDR'}: start the processes by torchrun "
-            "--nproc-per-node 2 -m purecompose train ..., or unset WORLD_SIZE"
+            f"WORLD_SIZE={size}, but {', '.join('='.join(pair) for pair in given.items())}: start the processes by "
+            "torchrun --nproc-per-node 2 -m purecompose train ..., or unset WORLD_SIZE"
         )
-    return Processes(int(os.environ["RANK"]), int(size), int(os.environ["LOCAL_RANK"]))
-
-
-def _is_below(value: str, most: str) -> bool:
-    return value.isdecimal() and most.isdecimal() and int(value) < int(most)
+    return Processes(numbers[1], numbers[0], numbers[2])
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Axes and titles of panels: limits, ticks and formatted numbers."""
 
+import math
 from typing import Any
 
 from purecompose.losses.metrics import is_lower_better
@@ -16,12 +17,12 @@ def limit(axes: Any, panel: Panel) -> None:
 
     Losses that fall by a factor of more than 30 get a logarithmic axis.
     """
-    line, around = panel.values
+    line = sorted(value for one in panel.lines for value in one.values if math.isfinite(value))
     if not line:
         axes.set_ylim(0, 1)
         axes.set_yticks([])
         return
-    around = around or line
+    around = sorted(value for one in panel.lines for value in one.around if math.isfinite(value)) or line
     cut = len(around) // 100
     low, high = min(line[0], around[cut]), max(line[-1], around[-1 - cut])
     usual = line[-1 - len(line) // 25]

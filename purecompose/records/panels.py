@@ -69,13 +69,6 @@ class Panel:
         return [_line(one, self.kind in ("loss", "speed") or one.column.startswith("train/")) for one in self.series]
 
     @cached_property
-    def values(self) -> tuple[list[float], list[float]]:
-        """The finite numbers of the lines, and those around them, in order."""
-        each = ([one.values for one in self.lines], [one.around for one in self.lines])
-        line, around = (sorted(value for one in values for value in one if math.isfinite(value)) for values in each)
-        return line, around
-
-    @cached_property
     def not_finite(self) -> list[float]:
         """The places of numbers that are not finite."""
         pairs = (pair for one in self.series for pair in zip(one.x, one.y, strict=True))
@@ -189,14 +182,14 @@ def spread(values: Iterable[Any]) -> Spread:
         >>> spread([[3.0, 1.0, 2.0, float("nan")], 5.0])
         Spread(low=[1.0, 5.0], median=[2.0, 5.0], high=[3.0, 5.0])
     """
-    low, median, high = [], [], []
+    found = Spread([], [], [])
     for value in values:
-        members = sorted([number for one in _listed(value) if math.isfinite(number := float(one))])
+        members = sorted([number for one in _listed(value) if math.isfinite(number := float(one))]) or [math.nan]
         half = len(members) // 2
-        low.append(members[0] if members else math.nan)
-        high.append(members[-1] if members else math.nan)
-        median.append((members[half] + members[-half - 1]) / 2 if members else math.nan)
-    return Spread(low, median, high)
+        middle = (members[half] + members[-half - 1]) / 2
+        for side, number in zip(found, (members[0], middle, members[-1]), strict=True):
+            side.append(number)
+    return found
 
 
 def smooth(values: Sequence[float], window: int, stride: int = 1) -> list[float]:

@@ -43,7 +43,7 @@ def data_parallel(step: Step, mesh: Any = None) -> Step:
             RankTimeoutError, a RuntimeError, names the ranks that have not answered within the process group's timeout.
         ValueError: The mesh has several dimensions, this process is not in it, or a gradient in the program is not
             inside a `Microbatches`, so that nothing would be divided. In the first step, and the first of each epoch:
-            processes have different states, batches or settings.
+            processes have different states, batches or settings. In any step: batches differ in size, shape or dtype.
 
     Example:
         >>> from purecompose import compose, loop_events

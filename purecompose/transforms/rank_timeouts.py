@@ -26,15 +26,7 @@ class RankTimeoutError(RuntimeError):
 def naming_late_ranks(ranks: Ranks, batch: int, words: str = "", *, is_new: bool = False) -> Iterator[None]:
     """Return a context manager in which unanswered messages raise an error with the ranks that are missing.
 
-    Args:
-        ranks: The processes.
-        batch: Number of the batch.
-        words: What this process runs, in words that are the same for all; empty if nothing is compared.
-        is_new: True if it may send other messages than in the last step, so that the words are compared before.
-
-    Raises:
-        ValueError: Processes have given different words.
-        RankTimeoutError: Others do not answer.
+    With `words`, all must run what they say; if `is_new`, they are compared before a message is sent.
     """
     start = time.monotonic()
     try:
@@ -54,31 +46,30 @@ def naming_late_ranks(ranks: Ranks, batch: int, words: str = "", *, is_new: bool
 
 def _late(ranks: Ranks, batch: int) -> list[int]:
     """Return the ranks that do not answer a roll call in the group's store; raise if they run another step."""
-    missing: list[int] = []
-    errors: list[ValueError] = []
+    found: list[Any] = []
 
     def call() -> None:
         # The store belongs to the group's transport, not to the connections that have been given up.
         store: Any = dist.distributed_c10d._get_default_store()
+        place = f"purecompose/{ranks.group}/{batch}"
         try:
             _is_common(ranks)
         except ValueError as error:
-            return errors.append(error)
-        place = f"purecompose/{ranks.group}/{batch}"
+            return found.append(error)
         store.set(f"{place}/{ranks.rank}", "here")
         end = time.monotonic() + _ROLL_CALL
         others = [rank for rank in range(ranks.size) if rank != ranks.rank]
         while time.monotonic() < end and (others := [r for r in others if not store.check([f"{place}/{r}"])]):
             time.sleep(0.1)
-        missing.extend(others)
+        found.extend(others)
 
     # In a thread, since the process that hosts the store may be the one that does not answer.
     caller = threading.Thread(target=call, daemon=True)
     caller.start()
     caller.join(2 * _ROLL_CALL)
-    for error in errors:
-        raise error
-    return missing
+    if found and isinstance(found[0], ValueError):
+        raise found[0]
+    return found
 
 
 def _announce(ranks: Ranks, batch: int, words: str, *, is_new: bool) -> None:

@@ -302,7 +302,7 @@ def test_several_processes_that_cannot_find_each_other_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", "--duration", "1ba"]) == 2
     err = capsys.readouterr().err
-    assert "WORLD_SIZE=2, but RANK=, LOCAL_RANK=, MASTER_PORT=: start the processes by torchrun" in err
+    assert "WORLD_SIZE=2, but RANK=, LOCAL_RANK=, MASTER_PORT=, MASTER_ADDR=: start the processes by torchrun" in err
     monkeypatch.delenv("WORLD_SIZE")
     assert main(["train", "--duration", "1ba", "--shard"]) == 2
     assert "start several by torchrun" in capsys.readouterr().err

@@ -125,21 +125,19 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
 
 def _loaded(module: nn.Module, wanted: Mapping[str, Any], found: Mapping[str, Tensor]) -> list[str]:
     """Load tensors into a module, as its `load_state_dict` does, and return a line for each that does not fit."""
-    wanted = {name: tensor for name, tensor in wanted.items() if isinstance(tensor, Tensor)}
-    both = [name for name in wanted if name in found]
-    unlike = [name for name in both if not _fits(found[name], wanted[name])]
-    fitting = {name: tensor for name, tensor in found.items() if name not in unlike}
-    absent, unknown = module.load_state_dict(fitting, strict=False)
-    last = {id(wanted[name]): name for name in both if name in fitting}  # of a tied tensor, the name that is loaded
-    absent = [n for n in absent if n in wanted and n not in unlike and id(wanted[n]) not in last]
+    both = {name: one for name, one in wanted.items() if isinstance(one, Tensor) and name in found}
+    unlike = [name for name, one in both.items() if not _fits(found[name], one)]
+    absent, unknown = module.load_state_dict({n: t for n, t in found.items() if n not in unlike}, strict=False)
+    last = {id(one): name for name, one in both.items() if name not in unlike}  # of a tied tensor, what is loaded
+    held = {n: last.get(id(one), n) for n, one in wanted.items() if isinstance(one, Tensor) and n not in unlike}
     return [
-        *[f"{name}: {tree.describe(wanted[name])} here, not in the file" for name in absent],
+        *[f"{n}: {tree.describe(wanted[n])} here, not in the file" for n in absent if held.get(n) == n],
         *[f"{name}: in the file, not here" for name in unknown],
         *[f"{n}: {tree.describe(found[n])} in the file, {tree.describe(wanted[n])} here" for n in unlike],
         *[
             f"{name}: another value than {other} in the file, tied here"
-            for name, other in ((name, last[id(wanted[name])]) for name in both if name in fitting)
-            if name != other and in_words(found[name]) != in_words(found[other])
+            for name, other in held.items()
+            if name in found and name != other and in_words(found[name]) != in_words(found[other])
         ],
     ]
 
