@@ -1,7 +1,7 @@
 """The contract of a step, checked in the first run of each schedule."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -45,7 +45,8 @@ class Contract:
         """The algorithms that have changed the loss at AFTER_LOSS."""
         self.unapplied: list[str] = []
         """The algorithms that have changed gradients since the last update, each with the event."""
-        self._history: list[_Application] = []
+        self._history: list[tuple[str, Event, set[str]]] = []
+        """The applications: algorithm and event in words, event, and the paths of changed forms and new metrics."""
         self._marks = Marks(lambda: _lasting(start))
 
     def apply(
@@ -62,7 +63,10 @@ class Contract:
     def note(self, algorithm: Algorithm, event: Event, before: State, after: State, exit_code: int | None) -> None:
         """Record one application of an algorithm."""
         where = f"{algorithm.name} at {event}"
-        self._history.append(_Application(where, event, _changed_forms(before, after), _new_metrics(before, after)))
+        touched = {
+            f"metrics[{name!r}]" for name, value in after.metrics.items() if value is not before.metrics.get(name)
+        }
+        self._history.append((where, event, touched.union(_changed_forms(before, after))))
         if event is Event.AFTER_LOSS and after.loss is not before.loss:
             self.loss_editors.append(algorithm.name)
         if after.grads and after.grads is not before.grads:
@@ -88,18 +92,16 @@ class Contract:
         # A part that has been thawed has memory of the optimizer now.
         before = _specs(start if start.context.frozen == frozen else start.replace(frozen=frozen))
         after = _specs(end)
-        if before == after:
-            return
-        path = next(p for p in {**before, **after} if before.get(p) != after.get(p))
-        culprit, where = "the step itself", None
-        for application in self._history:
-            if path in application.changed_forms:
-                culprit, where = application.where, application.event
-        raise FormError(
-            f"{culprit} changed state.{path} from {before.get(path, 'absent')} to {after.get(path, 'absent')}: "
-            f"a step keeps the structure, shapes and dtypes of what outlives it; {_remedy(path, where)}",
-            where,
-        )
+        for path in _differing(before, after):
+            culprit, where = self._culprit(path, "the step itself")
+            remedy = "make slots and surgery at INIT"
+            if where is None and path.startswith("buffers"):
+                remedy = "if forward gives a buffer its shape, run the network once on a batch before State.create"
+            raise FormError(
+                f"{culprit} changed state.{path} from {before.get(path, 'absent')} to {after.get(path, 'absent')}: "
+                f"a step keeps the structure, shapes and dtypes of what outlives it; {remedy}",
+                where,
+            )
 
     def run_stage(self, stage: Any, state: State) -> Any:
         """Return the result of a stage; raise as `apply` does."""
@@ -127,10 +129,9 @@ class Contract:
             raise FormError(f"{culprit} returned {_summary(result)}: {wanted}")
         for name, new in zip(("params", "opt_state"), result, strict=True):
             before, after = _specs_of(name, getattr(state, name)), _specs_of(name, new)
-            for path in {**before, **after}:
-                if before.get(path) != after.get(path):
-                    came = f"{path} = {after.get(path, 'absent')} where it was {before.get(path, 'absent')}"
-                    raise FormError(f"{culprit} returned {came}: {wanted}")
+            for path in _differing(before, after):
+                came = f"{path} = {after.get(path, 'absent')} where it was {before.get(path, 'absent')}"
+                raise FormError(f"{culprit} returned {came}: {wanted}")
             if list(before) != list(after):
                 raise FormError(f"{culprit} returned {name} in another order: {', '.join(after)}: {wanted}")
         return result
@@ -139,45 +140,28 @@ class Contract:
         for name, metric in end.metrics.items():
             if isinstance(metric, Tensor) or metric is self._start.metrics.get(name):
                 continue
-            culprit, where = "a stage of the program", None
-            for application in self._history:
-                if name in application.new_metrics:
-                    culprit, where = application.where, application.event
+            culprit, where = self._culprit(f"metrics[{name!r}]", "a stage of the program")
             raise FormError(
                 f"state.metrics[{name!r}]: expected a tensor, got {shown(metric)} from {culprit}: observers read "
                 "tensors; write torch.full((), number, device=state.device) for a number",
                 where,
             )
 
-
-class _Application(NamedTuple):
-    """The record of one application of an algorithm, without tensors because these may belong to a `vmap`."""
-
-    where: str
-    event: Event
-    changed_forms: frozenset[str]
-    new_metrics: frozenset[str]
+    def _culprit(self, path: str, other: str) -> tuple[str, Event | None]:
+        """Return the last algorithm that changed a form or metric, with its event; or something else."""
+        found = [(where, event) for where, event, touched in self._history if path in touched]
+        return found[-1] if found else (other, None)
 
 
-def _changed_forms(before: State, after: State) -> frozenset[str]:
+def _changed_forms(before: State, after: State) -> list[str]:
     """Return the key paths at which structure, shape or dtype has changed."""
-    found: set[str] = set()
-    for name in _KEEP_FORM:
-        old, new = getattr(before, name), getattr(after, name)
-        if old is not new:
-            ours, theirs = _specs_of(name, old), _specs_of(name, new)
-            found |= {path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)}
-    return frozenset(found)
+    pairs = [(name, getattr(before, name), getattr(after, name)) for name in _KEEP_FORM]
+    changed = [(_specs_of(name, old), _specs_of(name, new)) for name, old, new in pairs if old is not new]
+    return [path for ours, theirs in changed for path in _differing(ours, theirs)]
 
 
-def _new_metrics(before: State, after: State) -> frozenset[str]:
-    return frozenset(name for name, value in after.metrics.items() if value is not before.metrics.get(name))
-
-
-def _remedy(path: str, where: Event | None) -> str:
-    if where is None and path.startswith("buffers"):
-        return "if forward gives a buffer its shape, run the network once on a batch before State.create"
-    return "make slots and surgery at INIT"
+def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [path for path in {**before, **after} if before.get(path) != after.get(path)]
 
 
 def check_slots(state: State) -> None:
