@@ -39,7 +39,8 @@ def kernels(
     plain = plain_operations() if wants_plain(params, inputs) else NOTHING
     cumulative = _CumulativeNorms() if skeleton.has_cumulative_norms else NOTHING
     if is_transforming():
-        return together(plain, _transformed(narrow, device), cumulative)
+        narrowed = NOTHING if narrow is None else _Attention(narrow, device)
+        return together(plain, sdpa_kernel(SDPBackend.MATH), _Transformed(narrow), narrowed, cumulative)
     is_slow = skeleton.may_attend and (device, narrow) in _ATTENTION
     attention = _Attention(narrow, device, by_products=True) if narrow is not None and is_slow else NOTHING
     batch_norms = SharedBatchNorms() if skeleton.has_batch_norms and SHARED_BATCH.get() is not None else NOTHING
@@ -58,22 +59,11 @@ softmax are slower too, but by tens of microseconds. `short_attention` is faster
 """
 
 
-@contextmanager
-def _transformed(narrow: torch.dtype | None, device: str) -> Iterator[None]:
-    """Return a scope in which the replacements of `_Transformed` are made, and attention that is not replaced uses
-    plain operations, with the weights, (N, H, L, S), in memory.
-
-    torch's fused attention has no second derivative, and on the CPU `vmap` runs it in a loop, with a warning.
-    """
-    narrowed = NOTHING if narrow is None else _Attention(narrow, device)
-    with sdpa_kernel(SDPBackend.MATH), _Transformed(narrow), narrowed:
-        yield
-
-
 class _Transformed(TorchFunctionMode):
     """Mode that replaces kernels which transforms do not support.
 
-    Attention of the members of a population is computed by `fused_attention`, where it can be.
+    Attention of the members of a population is computed by `fused_attention` where it can be, otherwise with the
+    weights, (N, H, L, S), in memory: torch's own has no second derivative, and on the CPU `vmap` runs it in a loop.
 
     Normalisation into `out=`, as in spectral norm's power iteration, has no batching rule. Recurrent layers need an
     initial state for each mapped input. Norms do not support half-precision inputs with float32 statistics.

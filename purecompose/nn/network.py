@@ -1,7 +1,7 @@
 """One forward pass of a skeleton: bind the tensors, draw random numbers by key, return new buffers."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -217,14 +217,10 @@ class _Pass(NamedTuple):
     def _guards(self) -> AbstractContextManager[Any]:
         """Return a scope that stops or detects assignments to `.data`; under transforms torch itself rejects them."""
         is_traced = bool(self.params) and is_fake(next(iter(self.params.values())))
-        if is_transforming() or not (is_traced or self.is_watched):
+        if is_transforming():
             return NOTHING
-        guards = ExitStack()
-        if is_traced:
-            guards.enter_context(DataGuard(self.params, _write_error))
-        if self.is_watched:
-            guards.enter_context(kept_in_place(self.params, _write_error))
-        return guards
+        assigned = DataGuard(self.params, _write_error) if is_traced else NOTHING
+        return together(assigned, kept_in_place(self.params, _write_error) if self.is_watched else NOTHING)
 
     def _drawn(self) -> tuple[_Result, int]:
         scope = self.keyed()
