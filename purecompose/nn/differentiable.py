@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from purecompose import batch as batches
 from purecompose._support.autograd import graph_of
 from purecompose._support.functorch import is_tracked, is_transforming, levels
+from purecompose._support.scopes import during
 
 
 _OWN: ContextVar[str | None] = ContextVar("own_levels", default=None)
@@ -72,13 +73,9 @@ def plain_operations(*, refuses: bool = False) -> Iterator[None]:
         refuses: True to raise an error for functions that are not replaced, as for a step whose parameters depend on
             what it is differentiated by.
     """
-    token = _OWN.set(_PLAIN)
-    try:
-        # torch's fused attention has no second derivative.
-        with sdpa_kernel(SDPBackend.MATH), _Plain(refuses):
-            yield
-    finally:
-        _OWN.reset(token)
+    # torch's fused attention has no second derivative.
+    with during(_OWN, _PLAIN), sdpa_kernel(SDPBackend.MATH), _Plain(refuses):
+        yield
 
 
 class OwnDerivatives:
