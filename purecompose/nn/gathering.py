@@ -1,6 +1,6 @@
 """Networks whose parameters are divided among processes: those of the function that runs are put together."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from typing import Any
@@ -21,14 +21,18 @@ class GatheredOnUse(TorchFunctionMode):
     same functions in the same order.
 
     Args:
-        gather: Function that returns all rows of a divided tensor.
-        check: Function that is given the tensors that a function of torch reads, before they are gathered.
+        gather: Function that returns all rows of each of the divided tensors that a function of torch reads.
+        check: Function that is given these tensors before they are gathered.
         only_recorded: True for functions that a network calls, or that autograd records or calls, only. What a method
             computes between two passes acts on divided tensors.
     """
 
     def __init__(
-        self, gather: Callable[[Tensor], Tensor], check: Callable[[list[Tensor]], None], *, only_recorded: bool = False
+        self,
+        gather: Callable[[list[Tensor]], Iterable[Tensor]],
+        check: Callable[[list[Tensor]], None],
+        *,
+        only_recorded: bool = False,
     ) -> None:
         super().__init__()
         self._gather, self._check, self._only_recorded = gather, check, only_recorded
@@ -39,8 +43,9 @@ class GatheredOnUse(TorchFunctionMode):
         shards = [shard for value in (*args, *kwargs.values()) for shard in _shards(value)]
         if shards and _computes(func) and self._acts_on(func, args):
             self._check(shards)
-            args = tuple(map(self._whole, args))
-            kwargs = {name: self._whole(value) for name, value in kwargs.items()}
+            rows = iter(self._gather(shards))
+            args = tuple(_filled(value, rows) for value in args)
+            kwargs = {name: _filled(value, rows) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
     def _acts_on(self, func: Any, args: tuple[Any, ...]) -> bool:
@@ -58,11 +63,6 @@ class GatheredOnUse(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         _IS_ACTIVE.reset(self._tokens.pop())
-
-    def _whole(self, value: Any) -> Any:
-        if is_shard(value):
-            return self._gather(value)
-        return type(value)(map(self._whole, value)) if _shards(value) else value
 
 
 def gathered_on_use(params: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
@@ -96,7 +96,7 @@ def _compared(divided: Mapping[str, Any]) -> Iterator[None]:
     def check(shards: list[Tensor]) -> None:
         check_alike(f"reads {', '.join(map(name_of, shards))}", group, local(like))
 
-    with GatheredOnUse(whole, check):
+    with GatheredOnUse(lambda shards: map(whole, shards), check):
         yield
     check_alike("has left the network", group, local(like))
 
@@ -121,6 +121,13 @@ def _computes(func: Any) -> bool:
     if getattr(func, "__name__", "") == "__get__":
         return func.__self__.__name__ in _COMPUTED_ATTRIBUTES
     return func not in _DESCRIBING
+
+
+def _filled(value: Any, rows: Iterator[Tensor]) -> Any:
+    """Return an argument of a function with whole tensors in place of divided ones."""
+    if is_shard(value):
+        return next(rows)
+    return type(value)(next(rows) if is_shard(one) else one for one in value) if _shards(value) else value
 
 
 def _shards(value: Any) -> list[Tensor]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose._support.shards import whole
+from purecompose.core.ranks import Ranks
 from purecompose.testing.simulated import simulated
 
 
@@ -73,6 +74,39 @@ def test_a_network_that_does_not_record_what_it_computes_gets_whole_parameters(k
     for found in simulated(2, lambda mesh: _trained(kind, mesh)):
         for name, param in expected.items():
             torch.testing.assert_close(found[name], param, rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("frozen", [[], ["0.bias", "2.weight"]])
+def test_the_parameters_that_a_function_reads_travel_together(
+    size: int, frozen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+    for name in ("gather", "scatter_sum"):
+        send = getattr(Ranks, name)
+        counted = lambda ranks, own, name=name, send=send: (sent.append(name), send(ranks, own))[1]  # noqa: E731
+        monkeypatch.setattr(Ranks, name, counted)
+
+    def trained(mesh: Any = None) -> tuple[dict[str, Tensor], list[str]]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        state = pc.State.create(net, loss=pc.losses.mse, optimizer=pc.optim.sgd(0.1)).replace(frozen=frozen)
+        step: Any = pc.compose(pc.loop_events)
+        if mesh is not None:
+            step, state = pc.fully_sharded(step, mesh, "layer"), pc.shard(state, mesh)
+        batch = torch.randn(8, 4), torch.randn(8, 2)
+        state = step(state, batch)
+        sent.clear()
+        state = step(state, batch)
+        # Two layers forward, the last one's weight backward, and gradients of two layers.
+        messages = sorted(sent)
+        return {name: whole(param).clone() for name, param in state.params.items()}, messages
+
+    expected, _ = trained()
+    for found, messages in simulated(size, trained):
+        for name, param in expected.items():
+            torch.testing.assert_close(found[name], param, rtol=0, atol=2e-7)
+        assert messages[: 3 * size] == ["gather"] * 3 * size and messages[3 * size :] == ["scatter_sum"] * 2 * size
 
 
 class _Routed(nn.Module):

@@ -4,7 +4,7 @@ A function that reads divided parameters is given whole ones. The graph of the b
 their place and gathers them again. Gradients are summed over the processes and divided as soon as they are complete.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -76,27 +76,30 @@ class _Pass:
             yield
         self._check([])
 
-    def whole(self, shard: Tensor) -> Tensor:
-        """Return all rows of a divided tensor."""
-        shard = shard.detach()
-        rows = self.placing.gathered({"": shard})[""]
-        self._gathered[StorageWeakRef(rows.untyped_storage())] = shard
-        return rows
+    def whole(self, shards: Iterable[Tensor]) -> list[Tensor]:
+        """Return all rows of divided tensors; small ones travel together."""
+        own = {str(place): shard.detach() for place, shard in enumerate(shards)}
+        found = self.placing.gathered(own)
+        for place, rows in found.items():
+            if len(own) > 1 and rows.untyped_storage().nbytes() != rows.numel() * rows.element_size():
+                rows = found[place] = rows.clone(memory_format=torch.contiguous_format)  # it was part of a message
+            self._gathered[StorageWeakRef(rows.untyped_storage())] = own[place]
+        return [*found.values()]
 
-    def summed(self, grad: Tensor, shard: Tensor) -> Tensor:
-        """Return the mean over processes of a gradient, divided like its parameter."""
+    def summed(self, grads: Mapping[str, Tensor], shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the means over processes of gradients, each divided like its parameter."""
         scale = scaled_with_statistics if self.has_shared_statistics and not self.part.is_empty else scaled
-        (own,) = scale([grad], self.part.weighed().share)
-        return self.placing.sum_gradients({"": own}, {"": shard})[""]
+        own = dict(zip(grads, scale([*grads.values()], self.part.weighed().share), strict=True))
+        return self.placing.sum_gradients(own, shards)
 
     def _check(self, shards: list[Tensor]) -> None:
         words = f"reads {', '.join(map(self._name_of, shards))}" if shards else "has ended its pass"
         check_alike(words, self.part.ranks.group, self._like)
 
-    def _differentiable(self, shard: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and shard.requires_grad:
-            return _Gather.apply(shard, self)  # pyright: ignore[reportReturnType]
-        return self.whole(shard)
+    def _differentiable(self, shards: list[Tensor]) -> Iterable[Tensor]:
+        if torch.is_grad_enabled() and any(shard.requires_grad for shard in shards):
+            return _Gather.apply(self, *shards)  # pyright: ignore[reportReturnType]
+        return self.whole(shards)
 
     def _pack(self, tensor: Tensor) -> Any:
         shard = self._gathered.get(StorageWeakRef(tensor.untyped_storage()))
@@ -106,7 +109,7 @@ class _Pass:
         if not isinstance(saved, _Saved):
             return saved
         self._check([saved.shard])
-        rows = self.whole(saved.shard)
+        (rows,) = self.whole([saved.shard])
         if (saved.shape, saved.stride) == (rows.shape, rows.stride()):
             return rows
         if rows.ndim == 2 and (saved.shape, saved.stride) == (rows.t().shape, rows.t().stride()):
@@ -115,13 +118,20 @@ class _Pass:
 
 
 class _Gather(torch.autograd.Function):
-    """All rows of a divided tensor; the gradient is summed over the processes and divided."""
+    """All rows of divided tensors; their gradients are summed over the processes and divided."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, run: _Pass) -> Tensor:
-        ctx.run, ctx.shard = run, shard.detach()
-        return run.whole(shard)
+    def forward(ctx: Any, run: _Pass, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.run, ctx.shards = run, {str(place): shard.detach() for place, shard in enumerate(shards)}
+        rows = run.whole(shards)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(row for row, needs in zip(rows, ctx.needs_input_grad[1:], strict=True) if not needs)
+        )
+        return tuple(rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.run.summed(grads[0], ctx.shard), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed = {place: grad for place, grad in zip(ctx.shards, grads, strict=True) if grad is not None}
+        own = ctx.run.summed(needed, ctx.shards) if needed else {}
+        return None, *(own.get(place) for place in ctx.shards)
