@@ -1,9 +1,11 @@
-"""Context managers: of several as one, and of the values of context variables."""
+"""Context managers: several as one, values of context variables, distributions that do not check their arguments."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
+
+from torch.distributions import Distribution
 
 
 _T = TypeVar("_T")
@@ -40,3 +42,17 @@ def _nested(scopes: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
         for scope in scopes:
             stack.enter_context(scope)
         yield
+
+
+@contextmanager
+def unvalidated() -> Iterator[None]:
+    """Return a scope in which distributions check their arguments only if they are made with `validate_args=True`.
+
+    The check reads whether all values are valid, which tensors without numbers, or of several members, cannot tell.
+    """
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.culprits import layer_of, line_of
-from purecompose._support.validation import unvalidated
+from purecompose._support.scopes import unvalidated
 from purecompose.core.state import State
 from purecompose.nn.keyed.modules import UnkeyedRandomError
 

@@ -61,7 +61,7 @@ def architecture(model: Model) -> list[str]:
         ['(root): Sequential()', '0: ReLU()', '1: Dropout(p=0.1, inplace=False)']
     """
     modules = model.module.named_modules(remove_duplicate=False)
-    return [f"{name or _ROOT}: {_without_addresses(_in_words(module))}" for name, module in modules]
+    return [f"{name or _ROOT}: {_ADDRESS.sub('', _in_words(module))}" for name, module in modules]
 
 
 def other_modules(saved: list[str], now: list[str], place: str) -> list[str]:
@@ -202,12 +202,8 @@ def _of_algorithms(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str
 
 
 def _words(thing: Any) -> str:
-    return _without_addresses(repr(thing))
-
-
-def _without_addresses(text: str) -> str:
-    """Return a text without memory addresses, which differ between processes."""
-    return _ADDRESS.sub("", text)
+    """Return a repr without memory addresses, which differ between processes."""
+    return _ADDRESS.sub("", repr(thing))
 
 
 def _short(value: Any) -> str:

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose import tree
 from purecompose._support.culprits import layer_of, line_of
-from purecompose._support.validation import unvalidated
+from purecompose._support.scopes import unvalidated
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.context import Static
 from purecompose.core.operation import NO_PURPOSE, Carry, Operation
