@@ -19,29 +19,10 @@ from torch import Tensor
 
 from purecompose._support.checks import shown
 from purecompose.random.emulation import PRECISION
-from purecompose.random.keys import Rng, as_rng, fold_in, key, salt, split
+from purecompose.random.keys import Rng, as_rng
 from purecompose.random.philox import WORD
 from purecompose.random.streams import numbers
 
-
-__all__ = [
-    "Rng",
-    "Shape",
-    "bernoulli",
-    "bits",
-    "box_muller",
-    "check_float",
-    "drawn",
-    "element_bits",
-    "fold_in",
-    "key",
-    "normal",
-    "open_unit",
-    "randint",
-    "salt",
-    "split",
-    "uniform",
-]
 
 Shape = int | Sequence[int]
 

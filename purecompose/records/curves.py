@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from purecompose._support.checks import check_flag, shown
-from purecompose.records.drawing import drawn
+from purecompose.records.drawing import drawn, save_figure
 from purecompose.records.panels import Panel, panels_of
 from purecompose.records.reading import RunRecords, read_run
 from purecompose.run.saving.folder import written
@@ -71,7 +71,7 @@ def _picture(
 ) -> bytes:
     buffer, panels = io.BytesIO(), panels_of(runs, x) if panels is None else panels
     names = [f"{name}{_members(panels, i)}" for i, name in enumerate(_names(runs))]
-    drawn(panels, names, _breaks(runs, x), x, dark, narrow).savefig(buffer, kind)
+    save_figure(drawn(panels, names, _breaks(runs, x), x, dark, narrow), buffer, kind)
     return buffer.getvalue()
 
 

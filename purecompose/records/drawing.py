@@ -25,24 +25,18 @@ _AXES = {
 }
 
 
-class Drawing:
-    """A finished figure."""
-
-    def __init__(self, figure: Any) -> None:
-        self._figure = figure
-
-    def savefig(self, file: Any, kind: str) -> None:
-        """Write the figure to a binary file."""
-        with warnings.catch_warnings():
-            # Matplotlib warns of characters in a run's name that the font lacks.
-            warnings.simplefilter("ignore", UserWarning)
-            self._figure.savefig(file, format=kind, dpi=_DPI, facecolor=self._figure.get_facecolor())
+def save_figure(figure: Any, file: Any, kind: str) -> None:
+    """Write a figure to a binary file."""
+    with warnings.catch_warnings():
+        # Matplotlib warns of characters in a run's name that the font lacks.
+        warnings.simplefilter("ignore", UserWarning)
+        figure.savefig(file, format=kind, dpi=_DPI, facecolor=figure.get_facecolor())
 
 
 def drawn(
     panels: Sequence[Panel], names: Sequence[str], breaks: Sequence[int], x: str, dark: bool, narrow: bool = False
-) -> Drawing:
-    """Return a picture of panels."""
+) -> Any:
+    """Return a figure of panels."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -75,7 +69,7 @@ def drawn(
             axes.set_xlabel(_AXES.get(x, x), fontsize=9, color=theme.faint)
     if legend_rows:
         _add_legend(figure, names, theme)
-    return Drawing(figure)
+    return figure
 
 
 def _legend_columns(names: Sequence[str]) -> int:

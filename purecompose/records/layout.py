@@ -6,24 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from purecompose.run.saving.folder import CHECKPOINTS, written
+from purecompose.run.saving.folder import CHECKPOINTS as CHECKPOINTS, written
 
-
-__all__ = [
-    "CHECKPOINTS",
-    "COMMAND",
-    "CONFIG",
-    "CURVES",
-    "HISTORY",
-    "LOCK",
-    "PLAN",
-    "RECORDS",
-    "REPORT",
-    "RESULT",
-    "VERSIONS",
-    "write_json",
-    "write_text",
-]
 
 CONFIG, VERSIONS, PLAN, COMMAND = "config.toml", "versions.json", "plan.txt", "command.txt"
 RECORDS, HISTORY = "records.jsonl", "history.json"

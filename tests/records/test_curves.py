@@ -18,8 +18,7 @@ NAN = {"loss": math.nan}
 
 
 def figure_of(*runs: RunRecords, x: str = "batch", narrow: bool = False) -> Any:
-    drawing = drawn(panels_of(runs, x), [run.name for run in runs], [], x, dark=False, narrow=narrow)
-    return drawing._figure
+    return drawn(panels_of(runs, x), [run.name for run in runs], [], x, dark=False, narrow=narrow)
 
 
 def size_of(png: bytes) -> tuple[int, int]:
