@@ -19,7 +19,7 @@ from torch import Tensor
 
 from purecompose._support.checks import shown
 from purecompose.random.emulation import PRECISION
-from purecompose.random.keys import Rng, as_rng
+from purecompose.random.keys import Rng, as_rng, key as key
 from purecompose.random.philox import WORD
 from purecompose.random.streams import numbers
 
