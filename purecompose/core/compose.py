@@ -228,7 +228,7 @@ class Step:
                 end = self.run_checked(prepared.bits, prepared.start(), observe, frees_fields=purpose.frees_fields)
             else:
                 end = self.operation(prepared.bits)(Carry(prepared.start()), purpose).state
-        if (is_first or (self.has_advance and is_due(state.timestamp.batch))) and grad_mode is not NOTHING:
+        if is_first or (self.has_advance and is_due(state.timestamp.batch)):
             self.check_separable(prepared)
         if checked is not context:  # from now on this object is recognized without a comparison
             self._cache.checked[case] = context

@@ -298,3 +298,10 @@ def test_a_check_copies_no_donated_state() -> None:
     for _ in range(3):  # it is repeated in the second batch
         states.append(step(states[-1], make_batch()))
     assert [state.lease.is_read for state in states[1:]] == [False, False, False]
+
+
+def test_a_step_that_is_differentiated_is_checked() -> None:
+    state = make_state(loss=centred, optimizer=pc.optim.sgd(pc.hparam("lr", 0.1)))
+    state = state.replace(hparams={"lr": torch.tensor(0.1, requires_grad=True)})
+    with pytest.raises(ValueError, match=APART):
+        compose(loop_events, microbatches=2)(state, make_batch())
