@@ -70,7 +70,8 @@ def run_loss(
     """See `State.call_loss`."""
     context = state.context
     if state.denominators is not None:
-        fn = _with_denominators(fn, state.denominators)
+        plain, denominators = fn, state.denominators
+        fn = lambda loss: plain(functools.partial(loss, denominators=denominators))  # noqa: E731
     if context.loss_scalars:
         inner, dtype = fn, context.loss_dtype  # schedules are in float64, and would change the loss's dtype
         scalars = {
@@ -86,10 +87,6 @@ def run_loss(
         return _keyed(state, state.rng(".loss"), rows)
 
     return call_model(context.loss_model, state.params, state.buffers, [fn], train=train, keyed=keyed)
-
-
-def _with_denominators(fn: Callable[[Callable[..., Any]], Any], denominators: Any) -> Callable[..., Any]:
-    return lambda loss: fn(functools.partial(loss, denominators=denominators))
 
 
 def _keyed(state: Any, rng: random.Rng, num_examples: int | None) -> modules.Keyed:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from purecompose import batch as batches, tree
+from purecompose._support.scopes import during
 from purecompose._support.shards import is_shard
 from purecompose.core.again import repeatable
 from purecompose.core.compose import Step
@@ -119,11 +120,8 @@ class Shared(Scope):
             if not self.is_checked and not is_known:
                 check_alike(ranks, step, state, batch)
             compared |= {"epoch": now.epoch, "model": state.model, "batch": now.batch}
-            token = WATCHES.set(is_first and not self.is_checked)
-            try:
+            with during(WATCHES, is_first and not self.is_checked):
                 yield
-            finally:
-                WATCHES.reset(token)
 
     @property
     def gathers_at_once(self) -> bool:
