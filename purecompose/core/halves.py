@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from purecompose import batch as batches
+from purecompose._support.autograd import graph_of
 from purecompose.core.means import part_of
 from purecompose.core.state import State
 
@@ -197,15 +198,11 @@ _BATCH_NORM = tuple(inspect.signature(F.batch_norm).parameters)
 
 def coarsest(loss: Tensor) -> float:
     """Return the relative precision of the coarsest dtype on the way from what is differentiated to a loss."""
-    eps, known, waiting = torch.finfo(loss.dtype).eps, set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in known:
-            known.add(node)
-            saved = (getattr(node, name) for name in _saved_by(type(node)))  # what it multiplies by or divides by
-            numbers = [one for one in saved if isinstance(one, Tensor) and is_differentiable(one)]
-            eps = max([eps, *(torch.finfo(form.dtype).eps for form in (*node._input_metadata, *numbers))])
-            waiting += [following for following, _ in node.next_functions]
+    eps = torch.finfo(loss.dtype).eps
+    for node in graph_of(loss):
+        saved = (getattr(node, name) for name in _saved_by(type(node)))  # what it multiplies by or divides by
+        numbers = [one for one in saved if isinstance(one, Tensor) and is_differentiable(one)]
+        eps = max([eps, *(torch.finfo(form.dtype).eps for form in (*node._input_metadata, *numbers))])
     return eps
 
 
