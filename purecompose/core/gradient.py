@@ -98,14 +98,15 @@ def differentiate(
     state = carry.state
     # A step turns grad mode off unless it is differentiated through; a population is not by being mapped.
     is_differentiated = torch.is_grad_enabled() or (is_transforming() and not only_maps())
-    engine, is_watched = (_with_functorch, False) if is_transforming() else (_with_autograd, is_first_run())
+    engine = _with_functorch if is_transforming() else _with_autograd
+    inner = functools.partial(own.run, body, is_watched=is_first_run())
     # Parameters stay in the skeleton for the whole scope: activation checkpointing runs forward again in it.
     kernels = Once()
     if is_differentiated:
         kernels = plain_operations(refuses=any(map(is_tracked, state.params.values())))
     with GradMode(True), state.model.skeleton(train=True).held(), kernels:
         try:
-            end, values, grads = own.run(engine, body, carry, names, is_differentiated, shared, is_watched=is_watched)
+            end, values, grads = engine(inner, carry, names, is_differentiated, shared)
         except RuntimeError as error:
             if "nference tensor" not in str(error):
                 raise
@@ -178,7 +179,7 @@ def _with_autograd(
 
 
 def _with_functorch(
-    body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...], is_differentiated: bool, shared: None
+    body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...], is_differentiated: bool, shared: Any
 ) -> _Differentiated:
     del shared  # forward passes are shared outside of transforms only
     state, ends = carry.state, []

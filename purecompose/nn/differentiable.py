@@ -92,11 +92,13 @@ class OwnDerivatives:
             with plain_operations() if self.need_plain else _Watching():
                 return function(*arguments)
         except _UnsupportedError:
+            if is_transforming():
+                raise
             self.need_plain = True
         return self.run(function, *arguments, is_watched=False)
 
 
-class _UnsupportedError(Exception):
+class _UnsupportedError(RuntimeError):
     """A gradient is about to be differentiated that torch cannot differentiate."""
 
 
@@ -107,8 +109,11 @@ class _Watching(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (torch.autograd.grad, Tensor.backward) and kwargs.get("create_graph"):
             given = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-            if any(_UNSUPPORTED.search(node.name()) for node in graph_of(*given)):
-                raise _UnsupportedError
+            if found := [node.name() for node in graph_of(*given) if _UNSUPPORTED.search(node.name())]:
+                raise _UnsupportedError(
+                    f"torch cannot differentiate {found[0]}: in a population, take inner derivatives by "
+                    "torch.func.grad, or step the members one after the other (unstack_states)"
+                )
         return func(*args, **kwargs)
 
 

@@ -625,3 +625,15 @@ def test_third_derivatives_outside_of_steps_equal_differences(norm: str) -> None
         inside = of_network.call(INPUTS)[0]
     for third in (found, inside, of_network.call(INPUTS)[0]):
         torch.testing.assert_close((third * INPUTS).sum(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_population_takes_the_same_derivatives_or_none(norm: str) -> None:
+    program, state = physics(norm, "network")
+    step, pair = population(compose(program), 2), stack_states([state, state])
+    if norm != "GroupNorm":
+        with pytest.raises(RuntimeError, match="torch.func.grad, or step|must implement either the backward"):
+            step(pair, (INPUTS, TARGETS))
+        return
+    found, wanted = step(pair, (INPUTS, TARGETS)).params, compose(program)(state, (INPUTS, TARGETS)).params
+    torch.testing.assert_close({name: param[1] for name, param in found.items()}, wanted, rtol=1e-9, atol=1e-12)
