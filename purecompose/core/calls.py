@@ -47,8 +47,13 @@ def run_model(state: Any, inputs: Any, *, train: bool, rng_name: str | None = No
         if part is not None:
             part.check_replayable()
         sizes = leading_sizes(inputs) if context.layout.has_rows(state.batch) else []
-        has_shared = len(sizes) > 1 and state.batch is not None  # what all examples share is among the inputs
-        num_examples = state.num_examples if has_shared else sizes[0] if len(sizes) == 1 else None
+        num_examples = sizes[0] if len(sizes) == 1 else None
+        if state.batch is not None and sizes:
+            num = state.num_examples
+            if len(sizes) > 1 or sizes[0] > num:  # what all examples share is among the inputs; or several views
+                num_examples = num
+            if num not in sizes and current is not None and current.passes is not None:
+                num_examples = None  # which rows belong to an example of a slice is not known
         return _keyed(state, _shared_rng(state, name), num_examples)
 
     def call(inputs: Any = inputs) -> _Result:
