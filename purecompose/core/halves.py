@@ -62,7 +62,7 @@ def check_halves(
         for is_moved in (True, False):
             try:
                 with Adapted(is_double):
-                    parts = [find(part, Given(rows, is_moved, is_double)) for part, rows in _with_halves(state)]
+                    parts = [find(part, Given(rows, is_moved, is_double)) for part, rows in with_halves(state)]
             except Exception as error:
                 if is_moved and not isinstance(error, NotMeanError):
                     continue  # the others are not such as the network might return
@@ -81,7 +81,7 @@ def check_halves(
         return compare(state, False)
 
 
-def _with_halves(state: State) -> Iterator[tuple[State, range]]:
+def with_halves(state: State) -> Iterator[tuple[State, range]]:
     """Yield the state, and with each half of its batch, each with its examples."""
     layout, num, first = state.context.layout, state.num_examples, 0
     yield state, range(num)

@@ -117,10 +117,14 @@ class ForwardPasses:
             return found._replace(inputs=[tensor.detach() for tensor in inputs])
         for whole, ours in zip(found.inputs, inputs, strict=True):
             theirs = whole[given.rows.start : given.rows.stop] if whole.shape[:1] == (self._num,) else whole
+            if theirs.shape != ours.shape:
+                raise RuntimeError(
+                    "another shape of inputs"
+                )  # such as sequences that are cut to the longest of a batch
             tolerance = torch.finfo(ours.dtype).eps ** 0.5 * largest(theirs) if is_differentiable(ours) else 0
-            if theirs.shape != ours.shape or largest((ours - theirs) if tolerance else (ours != theirs)) > tolerance:
+            if largest(ours - theirs if is_differentiable(ours) else (ours != theirs).float()) > tolerance:
                 raise NotMeanError(
-                    f"the stage {self._stage} gives the network other inputs for an example when other examples are in "
+                    f"{self._stage} gives the network other inputs for an example when other examples are in "
                     "the batch, and so others in microbatches, on several processes and with gradient_accumulation: "
                     "let it compute them from the example itself, and draw by state.example_rng; or write "
                     "losses.over_batch(stage)"

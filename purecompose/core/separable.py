@@ -22,7 +22,16 @@ from purecompose._support.functorch import has_values, is_transforming
 from purecompose._support.warnings import warn
 from purecompose.core.coupling import targets_of_loss
 from purecompose.core.cut import Cut
-from purecompose.core.halves import Adapted, Found, Given, NotMeanError, check_halves, coarsest, is_differentiable
+from purecompose.core.halves import (
+    Adapted,
+    Found,
+    Given,
+    NotMeanError,
+    check_halves,
+    coarsest,
+    is_differentiable,
+    with_halves,
+)
 from purecompose.core.means import denominators, num_terms
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation
 from purecompose.core.recorded import ForwardPasses
@@ -52,10 +61,17 @@ def check_operations(ways: Iterable[Callable[[], Sequence[Lowered]]], start: Sta
         return
 
     def check(operations: Sequence[Lowered]) -> None:
-        earlier = [one.run for one in itertools.takewhile(lambda one: one.separable is None, operations)]
-        for one in operations:
+        first = [one.run for one in itertools.takewhile(lambda one: one.separable is None, operations)]
+        for index, one in enumerate(operations):
             if one.separable is not None:
-                one.separable(Carry(start), earlier)
+                try:
+                    one.separable(Carry(start), first)
+                except (NotMeanError, Warning):
+                    raise
+                except Exception:  # for example because it reads what an earlier scope has set
+                    if index == len(first):
+                        raise
+                    one.separable(Carry(start), [earlier.run for earlier in operations[:index]])
 
     _first_of([lambda way=way: check(way()) for way in ways], start)
 
@@ -119,11 +135,22 @@ def check_scope(
     is_model_loss = until_loss is not None and isinstance(state.context.loss, losses.ModelLoss)
     carry = carry._replace(state=state.replace(denominators=denominators(state, count)))
     if until_loss is not None and not is_model_loss and layout.has_rows(state.batch):
+        passes = ForwardPasses(state.num_examples, "a stage before the loss")
+        purpose = NO_PURPOSE._replace(passes=passes)
         with Adapted():
-            end = until_loss(carry, NO_PURPOSE._replace(passes=ForwardPasses(state.num_examples))).state
+            end = until_loss(carry, purpose).state
+            if _have_rows(end):
+                for part, rows in with_halves(state):
+                    passes.begin(Given(rows, is_moved=False, is_double=False))
+                    until_loss(carry._replace(state=part), purpose)
         if _have_rows(end):
-            check_outputs(end)
-            return
+            try:
+                check_outputs(end)
+                return
+            except (NotMeanError, Warning):
+                raise
+            except Exception:  # for example because outputs are an object that keeps its size
+                pass
     if until_loss is not None and losses.couples_examples(state.context.loss):
         return
     try:
@@ -205,7 +232,7 @@ def _check_stage(body: Operation, until_loss: Operation | None, stage: str, carr
     subject = f"the loss of the stage {stage}" if until_loss is None else _subject(state)
 
     def check(may_replace: bool) -> None:
-        passes = ForwardPasses(state.num_examples, stage, may_replace=may_replace)
+        passes = ForwardPasses(state.num_examples, f"the stage {stage}", may_replace=may_replace)
 
         def find(inner: State, given: Given | None) -> Found:
             passes.begin(given)
@@ -242,12 +269,15 @@ def _have_rows(state: State) -> bool:
 def _spread(state: State, most: int) -> Tensor:
     """Return the indices of a few examples from the first to the last, since batches may be sorted.
 
-    They and their halves are not as many as the rows of a tensor that all examples share, which would be cut, too.
+    They and their halves are not as many as the rows of a tensor that all examples share, which would be cut, too; and
+    they are not as many as the steps of sequences, if possible, which would be taken for them where they come first.
     """
-    num = state.num_examples
-    shared = {one.shape[0] for one in batches.tensors(state.batch) if one.ndim and one.shape[0] not in (1, num)}
+    num, given = state.num_examples, batches.tensors(state.batch)
+    shared = {one.shape[0] for one in given if one.ndim and one.shape[0] not in (1, num)}
+    steps = {one.shape[1] for one in given if one.ndim > 2 or (one.ndim == 2 and not is_differentiable(one))}
     sizes = [size for size in range(2, min(num, most) + 1) if shared.isdisjoint((size, -(-size // 2), size // 2))]
-    return torch.linspace(0, num - 1, sizes[-1] if sizes else 1, device=state.device).long()
+    best = max(sizes, key=lambda size: (size not in steps, size), default=1)
+    return torch.linspace(0, num - 1, best, device=state.device).long()
 
 
 def _subject(state: State) -> str:

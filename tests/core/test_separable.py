@@ -305,3 +305,55 @@ def test_a_step_that_is_differentiated_is_checked() -> None:
     state = state.replace(hparams={"lr": torch.tensor(0.1, requires_grad=True)})
     with pytest.raises(ValueError, match=APART):
         compose(loop_events, microbatches=2)(state, make_batch())
+
+
+class Players(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, player: str, inputs: Tensor) -> Tensor:
+        return self.get_submodule(player)(inputs)
+
+
+@pytest.mark.parametrize("is_coupled", [False, True])
+def test_a_scope_that_reads_what_an_earlier_one_sets_is_checked(is_coupled: bool) -> None:
+    def first(state: State) -> State:
+        outputs, state = state.call(["first", state.batch[0]])
+        loss = F.cross_entropy(outputs, state.batch[1])
+        return state.replace(loss=loss, metrics={**state.metrics, "first": loss.detach()})
+
+    def second(state: State) -> State:
+        outputs, state = state.call(["second", state.batch[0]])
+        loss = centred(outputs, state.batch[1]) if is_coupled else F.cross_entropy(outputs, state.batch[1])
+        return state.replace(loss=loss, metrics={**state.metrics, "gap": state.metrics["first"] - loss.detach()})
+
+    players = (("first.*", first), ("second.*", second))
+    nodes = [(pc.loop.Microbatches(pc.loop.Grad(stage, wrt=wrt)), pc.loop.update(wrt=wrt)) for wrt, stage in players]
+    step, state = compose([*nodes[0], *nodes[1], pc.loop.advance], microbatches=2), make_state(Players())
+    if not is_coupled:  # without the warning that it is not known
+        assert "gap" in step(state, make_batch()).metrics
+        return
+    with pytest.raises(ValueError, match=APART):
+        step(state, make_batch())
+
+
+def test_slices_share_no_draws_where_the_network_has_two_views_of_each_example() -> None:
+    class Masks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(32))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return F.dropout(self.weight.expand(len(inputs), 32), 0.5)
+
+    seen: list[Tensor] = []
+
+    def views(state: State) -> State:
+        outputs, state = state.call(torch.cat([state.batch[0], state.batch[0]]))
+        seen.append(outputs.detach())
+        return state.replace(loss=outputs.mean())
+
+    compose(of_stage(views), microbatches=4)(make_state(Masks()), make_batch(size=8))
+    rows = torch.cat(seen[:4])  # the step's, before those of its check
+    assert rows.shape == (16, 32) and len(rows.unique(dim=0)) == 16

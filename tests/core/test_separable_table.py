@@ -203,6 +203,86 @@ def own_denominators(count: Callable[[Tensor], Tensor], *, is_used: bool = True)
     return stage
 
 
+def time_first(term: Callable[[Tensor], Tensor], loss: Callable[..., Tensor] = F.mse_loss) -> Callable[[State], State]:
+    """Return a stage whose network has sequences (T, N, 4)."""
+
+    def stage(state: State) -> State:
+        outputs, state = state.call(state.batch[0].transpose(0, 1))
+        return state.replace(loss=loss(outputs.transpose(0, 1), state.batch[1]) + 0.1 * term(outputs))
+
+    return stage
+
+
+def up_to_the_longest(change: Callable[[Tensor], Tensor]) -> Callable[[State], State]:
+    """Return a stage whose network has sequences that are cut to the longest of the batch."""
+
+    def stage(state: State) -> State:
+        inputs, lengths = state.batch
+        longest = int(lengths.max())
+        outputs, state = state.call(change(inputs[:, :longest]))
+        is_inside = torch.arange(longest) < lengths[:, None]
+        return state.replace(loss=((outputs.square().mean(2) * is_inside).sum(1) / lengths).mean())
+
+    return stage
+
+
+def two_views(term: Callable[[Tensor], Tensor]) -> Callable[[State], State]:
+    """Return a stage that gives the network two views of each example at once."""
+
+    def stage(state: State) -> State:
+        inputs, targets = state.batch
+        outputs, state = state.call(torch.cat([inputs, 0.9 * inputs]))
+        return state.replace(loss=F.mse_loss(outputs, targets.repeat(2, 1)) + 0.1 * term(outputs))
+
+    return stage
+
+
+def ranked(state: State) -> State:
+    """Give the network the places of the examples in the batch, integers."""
+    outputs, state = state.call(state.batch[1][:, 0].argsort().argsort())
+    return state.replace(loss=F.mse_loss(outputs, state.batch[1]))
+
+
+def batch_before_forward(change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a program's stages, of which the first changes the inputs."""
+
+    def augment(state: State) -> State:
+        return state.replace(batch=(change(state.batch[0]), state.batch[1]))
+
+    return augment, loop.forward, loop.loss
+
+
+def weeks(seed: int) -> tuple[Tensor, Tensor]:
+    """Return sequences as long as the number of examples that the check takes."""
+    return rand(seed, N, 7, 4), rand(seed + 1, N, 7, C)
+
+
+def lengths(seed: int) -> tuple[Tensor, Tensor]:
+    return rand(seed, N, T, 4), torch.arange(N) % T + 1
+
+
+class Transposed(nn.Module):
+    """Outputs (T, N, C) of sequences (N, T, 4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, C)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs.transpose(0, 1))
+
+
+class Spread(nn.Module):
+    """A distribution of each output, an object that keeps its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, C)
+
+    def forward(self, inputs: Tensor) -> torch.distributions.Normal:
+        return torch.distributions.Normal(self.linear(inputs), 1.0)
+
+
 class Named(nn.Module):
     def forward(self, outputs: Tensor) -> dict[str, Tensor]:
         return {"a": outputs[:, :2], "b": outputs[:, 2:]}
@@ -349,6 +429,20 @@ COUPLED: dict[str, Case] = {
     ),
     "own stage, adapted to the batch": Case(stage=adapted),
     "own stage, centred by a teacher": Case(stage=with_teacher(lambda o: o - o.mean(0))),
+    "own stage, time first": Case(stage=time_first(lambda o: o.std(1).mean()), batch=weeks),
+    "own stage, two views": Case(stage=two_views(lambda o: o.std(0).mean())),
+    "own stage, cut to the longest and centred": Case(
+        stage=up_to_the_longest(lambda inputs: inputs - inputs.mean(0)), batch=lengths
+    ),
+    "own stage, places in the batch": Case(stage=ranked, net=lambda: nn.Embedding(N, C)),
+    "inputs normalised before forward": Case(stage=batch_before_forward(lambda x: x / x.std(0))),
+    "inputs normalised before a declared loss": Case(
+        losses.over_batch(info_nce), stage=batch_before_forward(lambda x: x / x.std(0))
+    ),
+    "time first": Case(
+        lambda o, t: F.mse_loss(o.transpose(0, 1), t) + 0.1 * o.std(1).mean(), net=Transposed, batch=weeks
+    ),
+    "distributions": Case(lambda o, t: -o.log_prob(t).mean() + 0.1 * o.mean.std(0).mean(), net=Spread),
     "own stage, batch maximum": Case(stage=stage_of(lambda o, t: (o - t).abs().max())),
 }
 
@@ -534,6 +628,17 @@ SEPARABLE: dict[str, Case] = {
         stage=stage_of(lambda o, t: F.mse_loss(o[0], t) + 0.01 * o[1]),
         net=lambda: With(lambda linear, o: o.square().mean()),
     ),
+    "own stage, time first": Case(stage=time_first(lambda o: o.diff(dim=0).square().mean()), batch=weeks),
+    "own stage, two views": Case(stage=two_views(lambda o: o.square().mean())),
+    "own stage, two views with dropout": Case(
+        stage=two_views(lambda o: o.square().mean()), net=lambda: MLP(nn.Dropout(0.3))
+    ),
+    "own stage, cut to the longest": Case(stage=up_to_the_longest(lambda inputs: inputs), batch=lengths),
+    "inputs changed before forward": Case(stage=batch_before_forward(lambda x: x - x.mean(1, keepdim=True))),
+    "time first": Case(
+        lambda o, t: F.mse_loss(o.transpose(0, 1), t) + 0.1 * o.diff(dim=0).square().mean(), Transposed, weeks
+    ),
+    "distributions": Case(lambda o, t: -o.log_prob(t).mean(), Spread),
     "own stage, declared": Case(stage=losses.over_batch(stage_of(info_nce))),
     "declared": Case(losses.over_batch(info_nce)),
     "nothing counts": Case(losses.CrossEntropy(), batch=lambda seed: (rand(seed, N, 4), torch.full((N,), -100))),
@@ -551,7 +656,8 @@ def take_steps(case: Case, num: int = 4) -> None:
     state = State.create(case.net(), loss=case.loss, optimizer=optim.sgd(0.01), key=0, **(case.options or {}))
     program: Any = loop_events
     if case.stage is not None:
-        program = (loop.Microbatches(loop.Grad(case.stage)), loop.update, loop.advance)
+        stages = case.stage if isinstance(case.stage, tuple) else (case.stage,)
+        program = (loop.Microbatches(loop.Grad(*stages)), loop.update, loop.advance)
     step = compose(program, microbatches=3)
     for seed in range(num):
         state = step(state, case.batch(seed))
@@ -580,7 +686,9 @@ def check_alone(case: Case) -> None:
 
 def can_be_alone(case: Case) -> bool:
     """Return whether a loss depends on outputs with a row for each example, and on nothing else."""
-    if case.stage is not None or case is COUPLED["sum for its parameter"]:  # whose gradient is zero at its start
+    if (
+        case.stage is not None or case.net is Spread or case is COUPLED["sum for its parameter"]
+    ):  # without gradient at first
         return False
     with torch.no_grad():
         return all(one.shape[:1] == (N,) for one in tensors(case.net()(case.batch(5)[0])))
