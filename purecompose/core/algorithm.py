@@ -52,7 +52,6 @@ class Trait(enum.Enum):
     COLLECTS_GRADIENTS = "adds up the gradients of several batches, and keeps them for later"
     CLIPS_GRADIENTS = "bounds the gradients: comes after whatever computes or collects them"
     AVERAGES_WEIGHTS = "averages weights: comes after what moves them once the optimizer has"
-    MAY_LEAVE_UNUSED = "may leave parameters without a gradient"
     SETS_BUFFERS = "replaces the network's buffers on purpose: averages, re-estimated statistics"
     STOPS_GRADIENTS = "stops gradients on purpose: targets from its own outputs, straight-through estimates"
     SECOND_ORDER = "needs gradients of gradients"
