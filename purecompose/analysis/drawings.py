@@ -9,12 +9,13 @@ from typing import Any
 from purecompose._support.checks import check_flag
 from purecompose.analysis.effects import Ablation, Effect
 from purecompose.analysis.rates import LearningRateRange
+from purecompose.records.drawing import new_figure, save_figure
 from purecompose.records.theme import DARK, LIGHT, Theme
 from purecompose.run.saving.folder import written
 
 
 _FORMATS = (".png", ".svg", ".pdf")
-_SIZE, _DPI = (7.2, 4.4), 160
+_SIZE = 7.2, 4.4
 _OFFSETS = [(dx, dy) for dy in (4, -12, 16, -24, 28, -36, 60, -68) for dx in (6, -6, 24, -24)]
 """Places of a label relative to its point, in points (1/72 inch), the preferred one first."""
 
@@ -153,16 +154,8 @@ def _figure(path: str | os.PathLike[str], dark: bool, where: str) -> tuple[Any, 
     check_flag(dark, f"{where}: dark")
     if Path(path).suffix.lower() not in _FORMATS:
         raise ValueError(f"{where}: expected a file name that ends in {', '.join(_FORMATS)}, got {str(path)!r}")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise ImportError("drawing needs matplotlib; install it with `pip install 'purecompose[run]'`") from error
     theme = DARK if dark else LIGHT
-    figure = Figure(figsize=_SIZE, layout=ConstrainedLayoutEngine())
-    FigureCanvasAgg(figure)
-    figure.set_facecolor(theme.back)
+    figure = new_figure(_SIZE, theme)
     axes = figure.add_subplot()
     axes.set_facecolor(theme.back)
     axes.grid(True, color=theme.grid, linewidth=0.8)
@@ -176,5 +169,5 @@ def _figure(path: str | os.PathLike[str], dark: bool, where: str) -> tuple[Any, 
 def _saved(figure: Any, path: str | os.PathLike[str]) -> Path:
     target = Path(path)
     with written(target) as new, new.open("wb") as file:
-        figure.savefig(file, format=target.suffix.lower()[1:], dpi=_DPI, facecolor=figure.get_facecolor())
+        save_figure(figure, file, target.suffix.lower()[1:])
     return target

@@ -33,25 +33,35 @@ def save_figure(figure: Any, file: Any, kind: str) -> None:
         figure.savefig(file, format=kind, dpi=_DPI, facecolor=figure.get_facecolor())
 
 
-def drawn(
-    panels: Sequence[Panel], names: Sequence[str], breaks: Sequence[int], x: str, dark: bool, narrow: bool = False
-) -> Any:
-    """Return a figure of panels."""
+def new_figure(size: tuple[float, float], theme: Theme, **spaces: Any) -> Any:
+    """Return an empty figure of a size in inches, with spaces between its panels.
+
+    Raises:
+        ImportError: Matplotlib is not installed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise ImportError("drawing needs matplotlib; install it with `pip install 'purecompose[run]'`") from error
+    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(**spaces))
+    FigureCanvasAgg(figure)
+    figure.set_facecolor(theme.back)
+    return figure
+
+
+def drawn(
+    panels: Sequence[Panel], names: Sequence[str], breaks: Sequence[int], x: str, dark: bool, narrow: bool = False
+) -> Any:
+    """Return a figure of panels."""
     theme = DARK if dark else LIGHT
     columns = 1 if narrow else min(len(panels), 2)
     rows = math.ceil(len(panels) / columns)
     legend_rows = 0 if len(names) < 2 else math.ceil(len(names) / _legend_columns(names))
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, hspace=0.02, wspace=0.02)
     width, row_height = (_NARROW, _NARROW_ROW) if narrow else (_WIDTH, _ROW)
-    figure = Figure(figsize=(width, rows * row_height + 0.24 * legend_rows + 0.1), layout=layout)
-    FigureCanvasAgg(figure)
-    figure.set_facecolor(theme.back)
+    size = width, rows * row_height + 0.24 * legend_rows + 0.1
+    figure = new_figure(size, theme, w_pad=0.12, h_pad=0.1, hspace=0.02, wspace=0.02)
     end = max((max(one.x) for panel in panels for one in panel.series), default=1.0) or 1.0
     grid = figure.add_gridspec(rows, columns)
     # If the number of panels is odd, the first one, the loss, is as wide as two.

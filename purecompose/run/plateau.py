@@ -14,9 +14,8 @@ from torch import Tensor
 from purecompose._support.checks import check_number
 from purecompose._support.keywords import suggests_keywords
 from purecompose.core.state import State
-from purecompose.run.stopping import UNITS, check_metric, counts, mode_of
-from purecompose.time import Time, TimeUnit
-from purecompose.time.intervals import checked_interval
+from purecompose.run.stopping import UNITS, check_metric, checked_patience, counts, is_better
+from purecompose.time import Time
 
 
 class Adjuster(Protocol):
@@ -86,9 +85,7 @@ class ReduceOnPlateau:
     def __post_init__(self) -> None:
         where = "ReduceOnPlateau"
         check_metric(self.metric, self.mode, where)
-        patience = checked_interval(self.patience, f"{where}: patience")
-        if patience.unit is TimeUnit.DURATION:
-            raise ValueError(f"{where}: patience={self.patience!r}: expected epochs, batches, samples or tokens")
+        patience = checked_patience(self.patience, where)
         cooldown = Time(0, patience.unit) if self.cooldown is None else Time.of(self.cooldown)
         if cooldown.unit is not patience.unit or cooldown.value < 0:
             raise ValueError(f"{where}: cooldown={self.cooldown!r}: expected a time in the unit of patience={patience}")
@@ -128,14 +125,13 @@ class ReduceOnPlateau:
         best, since = state.slots[self.name]["best"], state.slots[self.name]["since"]
         value = torch.as_tensor(metrics[self.metric], dtype=torch.float32, device=state.device)
         now, unit = counts(state.timestamp).to(state.device), UNITS.index(self.patience.unit)
-        gain = best - value if mode_of(self.metric, self.mode) == "min" else value - best
-        is_better = ~value.isnan() & (best.isnan() | (gain > self.min_delta))
-        since = torch.where(is_better[..., None], since.maximum(now), since)
+        better = is_better(self, value, best)
+        since = torch.where(better[..., None], since.maximum(now), since)
         is_due = (now - since)[..., unit] >= self.patience.value
         pause = torch.zeros_like(now)
         pause[unit] = int(self.cooldown.value)
         memory = {
-            "best": torch.where(is_better, value, best),
+            "best": torch.where(better, value, best),
             "since": torch.where(is_due[..., None], now + pause, since),
         }
         return state.replace(

@@ -5,7 +5,6 @@ They are checked after each evaluation and, for a metric that the step's algorit
 an algorithm's, so a run resumed from a checkpoint stops where the uninterrupted one would have stopped.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -75,10 +74,7 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         check_metric(self.metric, self.mode, "EarlyStopping")
-        patience = checked_interval(self.patience, "EarlyStopping: patience")
-        if patience.unit is TimeUnit.DURATION:
-            raise ValueError(f"EarlyStopping: patience={self.patience!r}: expected epochs, batches, samples or tokens")
-        object.__setattr__(self, "patience", patience)
+        object.__setattr__(self, "patience", checked_patience(self.patience, "EarlyStopping"))
         object.__setattr__(self, "min_delta", check_number(self.min_delta, "EarlyStopping: min_delta", 0))
 
     @property
@@ -92,15 +88,10 @@ class EarlyStopping:
 
     def see(self, memory: dict[str, Tensor], now: Timestamp, metrics: Mapping[str, float]) -> dict[str, Tensor]:
         """See `Stopper`. NaN is never better, so it uses up the patience."""
-        best = memory["best"].item()
-        value = torch.tensor(metrics[self.metric], dtype=torch.float32).item()  # rounded like the best value
-        gain = best - value if mode_of(self.metric, self.mode) == "min" else value - best
-        is_better = not math.isnan(value) and (math.isnan(best) or gain > self.min_delta)
-        return {
-            "best": torch.tensor(value if is_better else best, dtype=torch.float32),
-            "at": counts(now) if is_better else memory["at"],
-            "last": counts(now),
-        }
+        value = torch.tensor(metrics[self.metric], dtype=torch.float32)  # rounded like the best value
+        better = is_better(self, value, memory["best"])
+        new = {"best": value, "at": counts(now)}
+        return {**{name: torch.where(better, one, memory[name]) for name, one in new.items()}, "last": counts(now)}
 
     def is_over(self, memory: dict[str, Tensor]) -> bool:
         """Return whether the patience was used up at the last evaluation."""
@@ -206,6 +197,20 @@ def check_metric(metric: Any, mode: Any, where: str) -> None:
         raise TypeError(f"{where}: metric={metric!r}: expected a metric's name, such as 'eval/loss'")
     if mode not in (None, "min", "max"):
         raise ValueError(f"{where}: mode={mode!r}: expected 'min' or 'max'")
+
+
+def checked_patience(patience: Any, where: str) -> Time:
+    """Return a patience in one of `UNITS`, or raise."""
+    time = checked_interval(patience, f"{where}: patience")
+    if time.unit is TimeUnit.DURATION:
+        raise ValueError(f"{where}: patience={patience!r}: expected epochs, batches, samples or tokens")
+    return time
+
+
+def is_better(rule: Any, value: Tensor, best: Tensor) -> Tensor:
+    """Return whether a value is better than the best one by more than the rule's `min_delta`; NaN never is."""
+    gain = best - value if mode_of(rule.metric, rule.mode) == "min" else value - best
+    return ~value.isnan() & (best.isnan() | (gain > rule.min_delta))
 
 
 def mode_of(metric: str, mode: str | None, reporters: Iterable[Any] = ()) -> str:
