@@ -21,8 +21,8 @@ from purecompose.core.means import part_of
 from purecompose.core.state import State
 
 
-class Given(NamedTuple):
-    """The form in which the network's outputs are given."""
+class Variant(NamedTuple):
+    """A variant of the network's outputs, which a run is given."""
 
     rows: range
     """The examples."""
@@ -43,13 +43,13 @@ class Given(NamedTuple):
 
 
 def check_halves(
-    find: Callable[[State, Given], "Found | None"], state: State, subject: str, names: Collection[str]
+    find: Callable[[State, Variant], "Found | None"], state: State, subject: str, names: Collection[str]
 ) -> bool:
     """Raise a `NotMeanError` unless the loss and its gradients are the means over two halves of the examples.
 
     Args:
-        find: Function that evaluates the loss and its gradients, given a state with a part of the batch, and the form
-            of the network's outputs; it returns `None` if they cannot be compared.
+        find: Function that evaluates the loss and its gradients, given a state with a part of the batch, and the
+            variant of the network's outputs; it returns `None` if they cannot be compared.
         state: The state, with the examples that are compared.
         subject: Description of the loss, for errors.
         names: Parameters and buffers that take part, which are converted to double precision.
@@ -61,8 +61,8 @@ def check_halves(
     def compare(state: State, is_double: bool) -> bool:
         for is_moved in (True, False):
             try:
-                with Adapted(is_double):
-                    parts = [find(part, Given(rows, is_moved, is_double)) for part, rows in with_halves(state)]
+                with Comparison(is_double):
+                    parts = [find(part, Variant(rows, is_moved, is_double)) for part, rows in with_halves(state)]
             except Exception as error:
                 if is_moved and not isinstance(error, NotMeanError):
                     continue  # the others are not such as the network might return
@@ -141,10 +141,10 @@ def _compare(found: Sequence[Found], state: State, subject: str) -> None:
             together, apart = (tensor.flatten()[worst].item() for tensor in (one, mean))
             raise NotMeanError(
                 f"{subject if one is whole.loss else f'the gradient of {subject}'} is {together:.6g} for "
-                f"{state.num_examples} examples together, but {apart:.6g} as the mean over 2 slices of them, as which "
-                "microbatches, several processes, gradient_accumulation and evaluation compute it. If it is a sum over "
-                "examples, make it a mean (reduction='mean'); if it is a mean over some positions, let it report their "
-                "number in a method num_terms(outputs, targets), or num_terms(state) of a stage; if it compares "
+                f"{state.num_examples} examples together, but {apart:.6g} as the mean over 2 slices of them, which is "
+                "how microbatches, several processes, gradient_accumulation and evaluation compute it. If it is a sum "
+                "over examples, make it a mean (reduction='mean'); if it is a mean over some positions, let it report "
+                "their number in a method num_terms(outputs, targets), or num_terms(state) of a stage; if it compares "
                 "examples with each other, as contrastive losses do, write losses.over_batch(loss), also for a stage; "
                 "if it adds means with different denominators, give it a method denominators(targets), or "
                 "denominators(state) of a stage, or write losses.over_batch(loss). Stages draw by state.example_rng, "
@@ -169,8 +169,8 @@ def _doubled(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float64)) if is_differentiable(tensor) else tensor
 
 
-class Adapted(TorchFunctionMode):
-    """A mode with constants as the statistics of batch normalisation, which is meant to mix examples.
+class Comparison(TorchFunctionMode):
+    """Mode of runs that are compared: batch normalisation, which mixes examples on purpose, has constant statistics.
 
     Args:
         is_double: True to leave out conversions from double precision.

@@ -9,7 +9,7 @@ from torch import Tensor
 from purecompose import batch as batches
 from purecompose._support.functorch import is_transforming
 from purecompose._support.warnings import warn
-from purecompose.core.halves import Given, NotMeanError, coarsest, is_differentiable, largest
+from purecompose.core.halves import NotMeanError, Variant, coarsest, is_differentiable, largest
 from purecompose.core.state import State
 
 
@@ -46,7 +46,7 @@ class ForwardPasses:
         self._recorded: list[_Recorded | None] = []
         self.begin(None)
 
-    def begin(self, given: Given | None) -> None:
+    def begin(self, given: Variant | None) -> None:
         """Begin a run: the first one, or one in which the outputs are given."""
         self._given, self._index, self._leaves = given, 0, list[Tensor]()
         self.are_replaced, self.grads, self.eps = self._may_replace, list[Tensor](), 0.0
@@ -67,7 +67,7 @@ class ForwardPasses:
         has_grad = iter(found.has_grad)
         return batches.map_tensors(lambda tensor: self._leaf(tensor, next(has_grad)), found.outputs), found.buffers
 
-    def look(self, loss: Tensor) -> None:
+    def differentiate(self, loss: Tensor) -> None:
         """Differentiate a loss with respect to the outputs that replaced passes."""
         self.eps = max(self.eps, coarsest(loss))
         if self._leaves:
@@ -111,8 +111,8 @@ class ForwardPasses:
                 )
                 return
 
-    def _with_inputs(self, found: _Recorded, given: Given, inputs: list[Tensor]) -> _Recorded:
-        """Compare the inputs with those of all examples; return the pass with these if they are."""
+    def _with_inputs(self, found: _Recorded, given: Variant, inputs: list[Tensor]) -> _Recorded:
+        """Return the pass with its inputs if these are of all examples; otherwise compare them with recorded ones."""
         if len(given.rows) == self._num:
             return found._replace(inputs=[tensor.detach() for tensor in inputs])
         for whole, ours in zip(found.inputs, inputs, strict=True):

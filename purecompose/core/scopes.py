@@ -108,7 +108,7 @@ class Grad(Scope):
                 def inside(inner: Carry) -> Carry:
                     end = body(inner, purpose)
                     if purpose.passes is not None:
-                        purpose.passes.look(end.state.loss)
+                        purpose.passes.differentiate(end.state.loss)
                     return end
 
                 after = differentiate(inside, carry, names, own)

@@ -23,10 +23,10 @@ from purecompose._support.warnings import warn
 from purecompose.core.coupling import targets_of_loss
 from purecompose.core.cut import Cut
 from purecompose.core.halves import (
-    Adapted,
+    Comparison,
     Found,
-    Given,
     NotMeanError,
+    Variant,
     check_halves,
     coarsest,
     is_differentiable,
@@ -53,7 +53,7 @@ def check_operations(ways: Iterable[Callable[[], Sequence[Lowered]]], start: Sta
     """Check all scopes of a step that compute means over parts of the batch.
 
     Args:
-        ways: Functions that return the step's operations, of which the first that do not fail count: without
+        ways: Functions that return the step's operations; the first that can be run is checked. They are without
             algorithms, and with those whose work the network or the loss needs.
         start: The state at the step's start.
     """
@@ -77,7 +77,7 @@ def check_operations(ways: Iterable[Callable[[], Sequence[Lowered]]], start: Sta
 
 
 def _first_of(attempts: Sequence[Callable[[], Any]], state: State) -> None:
-    """Make the first attempt at a check that does not fail; warn if all do, unless for lack of memory."""
+    """Attempt a check in several ways until one does not fail; warn if all do, unless for lack of memory."""
     error: Exception | None = None
     with torch.inference_mode(False), torch.no_grad():
         for attempt in attempts:
@@ -137,11 +137,11 @@ def check_scope(
     if until_loss is not None and not is_model_loss and layout.has_rows(state.batch):
         passes = ForwardPasses(state.num_examples, "a stage before the loss")
         purpose = NO_PURPOSE._replace(passes=passes)
-        with Adapted():
+        with Comparison():
             end = until_loss(carry, purpose).state
             if _have_rows(end):
                 for part, rows in with_halves(state):
-                    passes.begin(Given(rows, is_moved=False, is_double=False))
+                    passes.begin(Variant(rows, is_moved=False, is_double=False))
                     until_loss(carry._replace(state=part), purpose)
         if _have_rows(end):
             try:
@@ -186,7 +186,7 @@ def check_outputs(state: State, *, train: bool = True) -> bool:
         hparams = {name: torch.where(value == 0, 1.0, value) for name, value in state.hparams.items()}
         state = state.replace(clock=state.clock.without_zeros(), hparams=hparams)
 
-    def find(inner: State, given: Given) -> Found | None:
+    def find(inner: State, given: Variant) -> Found | None:
         outputs = batches.map_tensors(lambda tensor: given.part(tensor, num), state.outputs)
         return _of_outputs(inner.replace(outputs=outputs), train)
 
@@ -234,7 +234,7 @@ def _check_stage(body: Operation, until_loss: Operation | None, stage: str, carr
     def check(may_replace: bool) -> None:
         passes = ForwardPasses(state.num_examples, f"the stage {stage}", may_replace=may_replace)
 
-        def find(inner: State, given: Given | None) -> Found:
+        def find(inner: State, given: Variant | None) -> Found:
             passes.begin(given)
             after, _, terms = body(carry._replace(state=inner), NO_PURPOSE._replace(passes=passes))
             assert after.loss is not None
@@ -245,7 +245,7 @@ def _check_stage(body: Operation, until_loss: Operation | None, stage: str, carr
             tolerance = eps**0.5 if named else 256 * eps
             return Found(after.loss, [*passes.grads, *named], len(passes.grads), float(terms), eps, tolerance)
 
-        with Adapted():
+        with Comparison():
             find(state, None)
         check_halves(find, state, subject, () if passes.are_replaced else (*state.params, *state.buffers))
 

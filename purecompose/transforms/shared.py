@@ -76,13 +76,7 @@ class Shared(Scope):
 
         def with_slices(transform: Callable[[Operation], Operation]) -> Operation:
             on_part = build(transform if layers is None else _layer_by_layer(transform, layers, is_whole))
-            shared = _OnPart(
-                on_part,
-                ranks,
-                wrt,
-                is_whole=is_whole,
-                is_by_layer=layers is not None,
-            )
+            shared = _OnPart(on_part, ranks, wrt, is_whole=is_whole, is_by_layer=layers is not None)
             on_whole = on_part if layers is None else build(transform)
             run = shared if placing is None else functools.partial(_run_placed, shared, on_whole, placing)
             return repeatable(with_own_gradients(run), self.body, ranks, separable)
