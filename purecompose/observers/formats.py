@@ -44,7 +44,7 @@ class JsonLines:
     def scan(file: BinaryIO, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
         """See `Format`."""
         yield 0, {}
-        with _line_told(name) as at:
+        with _naming_line(name) as at:
             for end, line in _whole_lines(file, at):
                 yield end, _checked(_from_json(json.loads(line)))
 
@@ -65,7 +65,7 @@ class Csv:
     @staticmethod
     def scan(file: BinaryIO, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
         """See `Format`."""
-        with _line_told(name) as at:
+        with _naming_line(name) as at:
             lines = _whole_lines(file, at)
             end, header = next(lines, (0, b"batch"))
             columns = _cells(header)
@@ -109,7 +109,7 @@ def _whole_lines(file: BinaryIO, at: list[Any]) -> Iterator[tuple[int, bytes]]:
 
 
 @contextlib.contextmanager
-def _line_told(name: str) -> Iterator[list[Any]]:
+def _naming_line(name: str) -> Iterator[list[Any]]:
     """Return a scope that names the line of a file at which an error occurs, which is noted in a list."""
     at: list[Any] = [1, b""]
     try:

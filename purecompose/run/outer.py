@@ -160,7 +160,7 @@ class Run:
         def obey(at: Event, _: State) -> None:
             if at is Event.EVAL_BATCH_END and self._common_end is None and self._interrupts.received is not None:
                 self._left = {"left": {"event": event.name, "before": time_to_plain(before)}}
-                self._obey(state, saves=event is not Event.FIT_END)  # the state before which is saved
+                self._obey(state, saves=event is not Event.FIT_END)  # before that event it was saved
 
         current, found = self._fire(Event.EVAL_BEFORE_ALL, state), {}
         for evaluator in due:

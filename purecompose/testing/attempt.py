@@ -1,4 +1,4 @@
-"""Trial of one law in one case after the other, and its outcome; before, of whether the algorithm works on a task."""
+"""Trials of a law on one case after the other, with their outcome, and the test whether an algorithm fits a task."""
 
 import time
 from collections.abc import Callable

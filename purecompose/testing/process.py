@@ -92,7 +92,7 @@ def elsewhere(seed: int, *, pace: int = 0) -> Iterator[None]:
 
 def _modules() -> list[Any]:
     """Return the modules of the clocks, and those of users, which may have imported one."""
-    known = {*sys.stdlib_module_names, "torch", "purecompose"} - {"__main__"}
+    known = {*sys.stdlib_module_names, "torch", "purecompose"}
     others = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] not in known]
     return [os, time, datetime, *(one for one in others if "site-packages" not in (getattr(one, "__file__", "") or ""))]
 
@@ -119,8 +119,8 @@ _CLOCKS = (time.time, time.monotonic, time.perf_counter, time.time_ns, time.mono
 _CLOCKS += (*_READ_AT, datetime.datetime)
 
 
-class _Kind(type):
-    """The class of a class whose instances are those of its base."""
+class _LikeBase(type):
+    """Metaclass of a class whose instances are those of its base."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, cls.__mro__[1])
@@ -135,7 +135,7 @@ def _shifted(clock: Any, shift: Callable[[], int]) -> Any:
         def ahead(name: str) -> Any:
             return staticmethod(lambda *zone, **tz: getattr(clock, name)(*zone, **tz) + datetime.timedelta(0, shift()))
 
-        return _Kind("datetime", (clock,), {name: ahead(name) for name in ("now", "utcnow")})
+        return _LikeBase("datetime", (clock,), {name: ahead(name) for name in ("now", "utcnow")})
     unit = 10**9 if isinstance(clock(), int) else 1
     return lambda: clock() + shift() * unit
 

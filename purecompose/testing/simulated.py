@@ -30,7 +30,7 @@ _C10D: Any = getattr(torch._C, "_distributed_c10d", None)
 
 
 _PATIENCE = 120.0
-"""Seconds of one turn after which all threads end: one holds a lock, perhaps, that another needs."""
+"""Seconds of one turn after which all threads end: perhaps one holds a lock that another needs."""
 
 
 class Turns:
