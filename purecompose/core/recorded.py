@@ -118,9 +118,7 @@ class ForwardPasses:
         for whole, ours in zip(found.inputs, inputs, strict=True):
             theirs = whole[given.rows.start : given.rows.stop] if whole.shape[:1] == (self._num,) else whole
             if theirs.shape != ours.shape:
-                raise RuntimeError(
-                    "another shape of inputs"
-                )  # such as sequences that are cut to the longest of a batch
+                raise RuntimeError("other shapes")  # such as of sequences that are cut to the longest of a batch
             tolerance = torch.finfo(ours.dtype).eps ** 0.5 * largest(theirs) if is_differentiable(ours) else 0
             if largest(ours - theirs if is_differentiable(ours) else (ours != theirs).float()) > tolerance:
                 raise NotMeanError(

@@ -246,8 +246,9 @@ def _check_stage(body: Operation, until_loss: Operation | None, stage: str, carr
             return Found(after.loss, [*passes.grads, *named], len(passes.grads), float(terms), eps, tolerance)
 
         with Comparison():
-            find(state, None)
-        check_halves(find, state, subject, () if passes.are_replaced else (*state.params, *state.buffers))
+            found = find(state, None)
+        is_replaced = passes.are_replaced and 0 < found.num_rows == len(found.grads)  # nothing else reads parameters
+        check_halves(find, state, subject, () if is_replaced else (*state.params, *state.buffers))
 
     if layout.has_rows(state.batch):
         try:
@@ -270,13 +271,15 @@ def _spread(state: State, most: int) -> Tensor:
     """Return the indices of a few examples from the first to the last, since batches may be sorted.
 
     They and their halves are not as many as the rows of a tensor that all examples share, which would be cut, too; and
-    they are not as many as the steps of sequences, if possible, which would be taken for them where they come first.
+    they are not as many as the steps of sequences or as the rows of parameters, if possible, which would be taken for
+    them where a network returns them.
     """
     num, given = state.num_examples, batches.tensors(state.batch)
     shared = {one.shape[0] for one in given if one.ndim and one.shape[0] not in (1, num)}
     steps = {one.shape[1] for one in given if one.ndim > 2 or (one.ndim == 2 and not is_differentiable(one))}
     sizes = [size for size in range(2, min(num, most) + 1) if shared.isdisjoint((size, -(-size // 2), size // 2))]
-    best = max(sizes, key=lambda size: (size not in steps, size), default=1)
+    fixed = {size for one in state.params.values() for size in one.shape[:2]}
+    best = max(sizes, key=lambda size: (size not in steps, size > 3 and size not in fixed, size), default=1)
     return torch.linspace(0, num - 1, best, device=state.device).long()
 
 

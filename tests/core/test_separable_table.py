@@ -71,9 +71,9 @@ class Tokens(nn.Module):
 class With(nn.Module):
     """Outputs of a linear layer, and a function of it and them."""
 
-    def __init__(self, second: Callable[..., Any]) -> None:
+    def __init__(self, second: Callable[..., Any], width: int = C) -> None:
         super().__init__()
-        self.linear, self.second = nn.Linear(4, C), second
+        self.linear, self.second = nn.Linear(4, width), second
 
     def forward(self, inputs: Tensor) -> Any:
         outputs = self.linear(inputs)
@@ -157,6 +157,17 @@ def by_functional_call(loss: Callable[..., Tensor]) -> Callable[[State], State]:
     def stage(state: State) -> State:
         outputs = torch.func.functional_call(linear, dict(state.params), (state.batch[0],))
         return state.replace(loss=loss(outputs, state.batch[1]))
+
+    return stage
+
+
+def in_both_ways(term: Callable[[Tensor], Tensor]) -> Callable[[State], State]:
+    linear = nn.Linear(4, C)
+
+    def stage(state: State) -> State:
+        outputs, state = state.call(state.batch[0])
+        others = torch.func.functional_call(linear, dict(state.params), (0.9 * state.batch[0],))
+        return state.replace(loss=F.mse_loss(outputs, others) + F.mse_loss(outputs, state.batch[1]) + term(others))
 
     return stage
 
@@ -443,6 +454,11 @@ COUPLED: dict[str, Case] = {
         lambda o, t: F.mse_loss(o.transpose(0, 1), t) + 0.1 * o.std(1).mean(), net=Transposed, batch=weeks
     ),
     "distributions": Case(lambda o, t: -o.log_prob(t).mean() + 0.1 * o.mean.std(0).mean(), net=Spread),
+    **{
+        f"own stage, network called as a function, balance {w}": Case(stage=by_functional_call(plus(w, balance)))
+        for w in (1e-2, 1e-4)
+    },
+    "own stage, network called in both ways": Case(stage=in_both_ways(lambda o: 1e-4 * o.std(0).mean())),
     "own stage, batch maximum": Case(stage=stage_of(lambda o, t: (o - t).abs().max())),
 }
 
@@ -601,6 +617,10 @@ SEPARABLE: dict[str, Case] = {
     "shared weights": Case(
         lambda o, t: F.mse_loss(o[0], t) + 1e-3 * o[1].square().sum(), lambda: With(lambda linear, o: linear.weight)
     ),
+    "shared weights, as many as examples are taken": Case(
+        lambda o, t: F.mse_loss(o[0][:, :C], t) + 1e-3 * o[1].norm(),
+        lambda: With(lambda linear, outputs: linear.weight, 7),
+    ),
     "shared temperature": Case(
         lambda o, t: F.mse_loss(o[0] * o[1].exp(), t), lambda: With(lambda linear, o: linear.bias.mean())
     ),
@@ -622,6 +642,7 @@ SEPARABLE: dict[str, Case] = {
         stage=with_gradient_penalty(lambda found: (found.norm(dim=1) - 1).square().mean())
     ),
     "own stage, network as a function": Case(stage=by_functional_call(F.mse_loss)),
+    "own stage, network called in both ways": Case(stage=in_both_ways(lambda o: o.square().mean())),
     "own stage, weight penalty": Case(stage=penalised(lambda state: state.params["weight"].square().sum())),
     "own stage, teacher": Case(stage=with_teacher(lambda o: o)),
     "own stage, mean of the batch beside rows": Case(
