@@ -43,20 +43,20 @@ def run_model(state: Any, inputs: Any, *, train: bool, rng_name: str | None = No
     if state.clock is None:  # outside of a step, whose batch consists of aliases already
         inputs = aliases(inputs)
 
-    def keyed() -> modules.Keyed:
-        if part is not None:
-            part.check_replayable()
-        sizes = leading_sizes(inputs) if context.layout.has_rows(state.batch) else []
-        num_examples = sizes[0] if len(sizes) == 1 else None
-        if state.batch is not None and sizes:
-            num = state.num_examples
-            if len(sizes) > 1 or sizes[0] > num:  # what all examples share is among the inputs; or several views
-                num_examples = num
-            if num not in sizes and current is not None and current.passes is not None:
-                num_examples = None  # which rows belong to an example of a slice is not known
-        return _keyed(state, _shared_rng(state, name), num_examples)
+    def call(inputs: Any = inputs, skipped: int = 0) -> _Result:
+        def keyed() -> modules.Keyed:
+            if part is not None:
+                part.check_replayable()
+            sizes = leading_sizes(inputs) if context.layout.has_rows(state.batch) else []
+            num_examples = sizes[0] if len(sizes) == 1 else None
+            if state.batch is not None and sizes:
+                num = state.num_examples - skipped
+                if len(sizes) > 1 or sizes[0] > num:  # what all examples share is among the inputs; or several views
+                    num_examples = num
+                if num not in sizes and current is not None and current.passes is not None:
+                    num_examples = None  # which rows belong to an example of a slice is not known
+            return _keyed(state, _shared_rng(state, name), num_examples, skipped)
 
-    def call(inputs: Any = inputs) -> _Result:
         return call_model(
             context.model, state.params, state.buffers, inputs, train=train, keyed=keyed, precision=context.precision
         )
@@ -94,8 +94,8 @@ def run_loss(
     return call_model(context.loss_model, state.params, state.buffers, [fn], train=train, keyed=keyed)
 
 
-def _keyed(state: Any, rng: random.Rng, num_examples: int | None) -> modules.Keyed:
-    first_example = 0 if state.first_example is None else state.first_example
+def _keyed(state: Any, rng: random.Rng, num_examples: int | None, skipped: int = 0) -> modules.Keyed:
+    first_example = skipped + (0 if state.first_example is None else state.first_example)
     scope, part = modules.keyed(rng, num_examples=num_examples, first_example=first_example), CURRENT.get()
     scope.is_compared = part is not None and part.passes is not None
     return scope

@@ -45,7 +45,7 @@ def _eval_forward(state: State) -> State:
     try:
         outputs, _ = state.run_model(state.inputs, train=False)
     except (NotImplementedError, TypeError) as error:
-        if "forward" in str(error):
+        if not str(error) or "forward" in str(error):
             error.add_note(
                 "evaluate and predict call forward(inputs): a network of several players gives the argument that "
                 "selects one a default, as in forward(self, inputs, player='G')"

@@ -51,7 +51,7 @@ class ForwardPasses:
         self._given, self._index, self._leaves = given, 0, list[Tensor]()
         self.are_replaced, self.grads, self.eps = self._may_replace, list[Tensor](), 0.0
 
-    def run(self, call: Callable[[Any], _Result], inputs: Any, state: State) -> _Result:
+    def run(self, call: Callable[..., _Result], inputs: Any, state: State) -> _Result:
         """Return the outputs of a forward pass, a function of its inputs, and the buffers after it."""
         if not self._may_replace or is_transforming():
             self.are_replaced = False
@@ -76,7 +76,7 @@ class ForwardPasses:
             )
             self.grads += grads
 
-    def _record(self, call: Callable[[Any], _Result], inputs: Any, state: State) -> _Recorded | None:
+    def _record(self, call: Callable[..., _Result], inputs: Any, state: State) -> _Recorded | None:
         given, known = batches.tensors(inputs), set(map(id, self._leaves))
         if any(one.requires_grad and one.is_leaf and id(one) not in known for one in given):
             return None
@@ -91,25 +91,33 @@ class ForwardPasses:
         outputs = batches.map_tensors(lambda tensor: tensor.detach(), outputs)
         return _Recorded(outputs, [one.requires_grad for one in tensors], buffers, given)
 
-    def _compare_mixed(self, call: Callable[[Any], _Result], inputs: Any, ours: list[Tensor]) -> None:
-        """Warn if outputs of the last examples change when two of them take the places of the first ones."""
+    def _compare_mixed(self, call: Callable[..., _Result], inputs: Any, ours: list[Tensor]) -> None:
+        """Warn if outputs of the last examples change when two of them take the places of the others, or without these.
+
+        Without the others, the batch is smaller and so rounded otherwise: only large changes count, as by a capacity.
+        """
         num, half = self._num, -(-self._num // 2)
         rows = torch.arange(num, device=ours[0].device)
         rows[:half], rows[:half:2] = num - 1, half
 
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.index_select(0, rows) if tensor.shape[:1] == (num,) else tensor
+        def is_mixed(rows: Tensor, tolerance: float, **skipped: int) -> bool:
+            def taken(tensor: Tensor) -> Tensor:
+                return tensor.index_select(0, rows) if tensor.shape[:1] == (num,) else tensor
 
-        theirs = batches.tensors(call(batches.map_tensors(moved, inputs))[0])
-        for our, their in zip(ours, theirs, strict=True):
-            if is_differentiable(our) and largest(our[half:] - their[half:]) > 1e-5 * largest(our):
-                warn(
-                    "the network's outputs for an example depend on the other examples of the batch, and so differ in "
-                    "microbatches, on several processes and with gradient_accumulation. Let it compute them from the "
-                    "example itself (a capacity for each sequence, not for the batch); batch normalisation is an "
-                    "exception"
-                )
-                return
+            theirs = batches.tensors(call(batches.map_tensors(taken, inputs), **skipped)[0])
+            pairs = [(one[half:], other[half - num :]) for one, other in zip(ours, theirs, strict=True)]
+            return any(
+                is_differentiable(one) and largest(one - other) > tolerance * largest(our)
+                for our, (one, other) in zip(ours, pairs, strict=True)
+            )
+
+        if is_mixed(rows, 1e-5) or is_mixed(rows.new_tensor(range(half, num)), 0.05, skipped=half):
+            warn(
+                "the network's outputs for an example depend on the other examples of the batch, and so differ in "
+                "microbatches, on several processes and with gradient_accumulation. Let it compute them from the "
+                "example itself (a capacity for each sequence, not for the batch); batch normalisation is an "
+                "exception"
+            )
 
     def _with_inputs(self, found: _Recorded, given: Variant, inputs: list[Tensor]) -> _Recorded:
         """Return the pass with its inputs if these are of all examples; otherwise compare them with recorded ones."""

@@ -249,6 +249,10 @@ def _with_parts(
     """Return the means of the loss, called "", and of its parts, with one more batch."""
     assert loss_fn is not None
     loss, parts = evaluate_parts(loss_fn, outputs, targets)
+    if loss.ndim:
+        raise ValueError(
+            f"expected the mean over the batch, a 0-d tensor, from the loss {loss_fn!r}, got shape {tuple(loss.shape)}"
+        )
     check_pairs(loss_fn, outputs, targets)
     terms, found = num_terms(loss_fn, outputs, targets, num_examples), dict(acc)
     for name, value in {"": loss, **parts}.items():

@@ -192,15 +192,16 @@ def test_batches_without_rows_are_checked(form, how):
 
 
 class Capacity(nn.Module):
-    """A mixture of experts, each of which takes at most two examples of a batch, the first ones."""
+    """A mixture of experts, each of which takes the first examples: `least`, or a share of the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, least: int = 2, share: float = 0.0) -> None:
         super().__init__()
+        self.least, self.share = least, share
         self.router, self.experts = nn.Linear(4, 2), nn.Linear(4, 6)
 
     def forward(self, inputs: Tensor) -> Tensor:
         chosen = F.one_hot(self.router(inputs).argmax(1), 2)
-        is_taken = (chosen.cumsum(0) <= 2) & (chosen > 0)
+        is_taken = (chosen.cumsum(0) <= max(self.least, int(self.share * len(inputs)))) & (chosen > 0)
         return (self.experts(inputs).unflatten(1, (2, 3)) * is_taken[..., None]).sum(1)
 
 
@@ -210,6 +211,16 @@ def test_a_forward_pass_that_mixes_examples_is_reported():
     with pytest.warns(UserWarning, match=r"outputs for an example depend on the other examples.*a capacity for each"):
         for seed in range(4):
             state = step(state, make_batch(seed, size=16))
+
+
+def test_a_capacity_is_reported_whatever_the_batch_and_draws_are_not():
+    step = compose(loop_events, microbatches=2)
+    for seed in range(10):
+        torch.manual_seed(seed)
+        net = Capacity(1, 0.25)
+        with pytest.warns(UserWarning, match="outputs for an example depend on the other examples"):
+            step(make_state(net), make_batch(seed, size=16))
+        step(make_state(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))), make_batch(seed, size=16))
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled", "population", "accumulation"])

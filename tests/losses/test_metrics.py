@@ -150,6 +150,8 @@ def test_mean_loss_takes_any_loss():
     assert metric.compute(acc).item() == 2.0
     with pytest.raises(TypeError, match="expected a loss"):
         mean_loss(CrossEntropy)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"expected the mean over the batch, a 0-d tensor.*got shape \(3, 2\)"):
+        run(mean_loss(lambda outputs, targets: (outputs - targets).square()), outputs, targets, 3)
 
 
 @given(problems())

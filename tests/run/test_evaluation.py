@@ -430,8 +430,13 @@ class UsualPlayers(Players):
         return self.both[player](inputs)
 
 
+class UnusualPlayers(Players):
+    def forward(self, inputs):  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise NotImplementedError
+
+
 def test_a_network_of_several_players_needs_a_usual_one():
-    for net in (Players(), Players().both):
+    for net in (Players(), Players().both, UnusualPlayers()):
         with pytest.raises((TypeError, NotImplementedError)) as caught:
             pc.evaluate(make_state(net), [make_batch()])
         assert any("forward(self, inputs, player='G')" in note for note in caught.value.__notes__)
