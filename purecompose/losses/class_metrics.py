@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import check_whole
-from purecompose._support.functorch import is_plain
+from purecompose._support.functorch import has_values, is_transforming
 from purecompose.losses.metric import Device, Mean, Metric, init_mean
 from purecompose.losses.targets import Mixture, check_classes, has_index_targets
 
@@ -33,7 +33,7 @@ def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
     Outputs are (N, C, ...); targets are indices (N, ...), dense (N, C, ...) or a `Mixture`, and in the last two cases
     the class with the largest weight is used. Positions with a negative index, with `ignore_index`, or with a dense
     row of zeros do not count. The order of equal outputs is torch's. Several labels at a position, dense rows that add
-    up to more than 1, are an error; looking for them in dense targets waits for the device.
+    up to more than 1, are an error, for which compiled steps and populations do not look; others wait for the device.
 
     Args:
         k: Number of guesses allowed, at least 1.
@@ -211,12 +211,12 @@ def _classes(name: str, outputs: Any, targets: Any, ignore_index: int) -> tuple[
             f"{{'accuracy': lambda outputs, targets: outputs[{first!r}].argmax(1) == targets}}"
         )
     check_classes(outputs, f"metrics.{name}")
-    is_mixture = isinstance(targets, Mixture)
+    may_read = not (isinstance(targets, Mixture) or torch.compiler.is_compiling() or is_transforming())
     if isinstance(targets, Mixture):
         targets = targets.soft(outputs, ignore_index=ignore_index)
     if has_index_targets(outputs, targets):
         return targets, (targets >= 0) & (targets != ignore_index)
-    if not is_mixture and is_plain(targets) and bool((targets.sum(dim=1) > 1 + 1e-3).any()):
+    if may_read and has_values(targets) and bool((targets.sum(dim=1) > 1 + 1e-3).any()):
         raise ValueError(
             f"metrics.{name}: expected one class for each position, got dense targets of several: count each of them, "
             "as by `lambda outputs, targets: (outputs > 0) == targets`, or only examples in which all are right, "

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, strategies as st
 from torch import Tensor
 
+import purecompose as pc
 from purecompose.losses import CrossEntropy, Mixture, cross_entropy, model_loss, mse, one_hot
 from purecompose.losses.metrics import (
     Metric,
@@ -235,6 +236,9 @@ def test_several_labels_at_a_position_are_refused(metric):
     outputs, labels = torch.zeros(2, 3), torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     with pytest.raises(ValueError, match=r"expected one class for each position, .*\(outputs > 0\) == targets"):
         metric.update(metric.init(), outputs, labels)
+    with pytest.raises(ValueError, match="expected one class for each position"):  # also in the first, watched call
+        state = pc.State.create(torch.nn.Linear(4, 3), loss=mse, optimizer=pc.optim.sgd(0.1))
+        pc.evaluate(state, [(torch.zeros(2, 4), labels)], {"metric": metric})
     metric.update(metric.init(), outputs, labels / labels.sum(1, keepdim=True))
 
 
