@@ -160,8 +160,8 @@ def check_interpolation(loss_fn: Callable[..., Tensor], outputs: Any, targets: A
 def check_pairs(fn: Callable[..., Any], outputs: Any, targets: Any, name: str = "") -> None:
     """Raise if a loss or metric compares each output with each target, as torch broadcasts (N, 1) and (N,).
 
-    Such a value remains if the examples of one tensor change places. If both have one shape it is another one, which
-    changes. It is examined with other numbers, and only where the shapes differ in dims of size 1.
+    Such a value stays the same if the examples of one tensor change places; the value for tensors of one shape is
+    another one, and changes. Both are computed from made-up numbers, where the shapes differ only in dims of size 1.
     """
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.shape == targets.shape:
         return
@@ -197,6 +197,7 @@ def check_pairs(fn: Callable[..., Any], outputs: Any, targets: Any, name: str = 
 
 
 def _numbers_like(tensor: Tensor) -> Tensor:
+    """Return a tensor of different numbers in [0, 1), or of integers 0 and 1, by multiples of the golden ratio."""
     numbers = torch.arange(tensor.numel(), device=tensor.device) * 0.6180339887 % 1
     return (numbers if tensor.is_floating_point() else numbers * 2).to(tensor.dtype).reshape(tensor.shape)
 

@@ -25,7 +25,8 @@ from purecompose._support.scopes import during
 
 
 _OWN: ContextVar[str | None] = ContextVar("own_levels", default=None)
-"""The transforms of a step that is not differentiated, in its gradient; `_PLAIN` where functions are replaced."""
+"""In the gradient of a step that is not differentiated: its `levels`, that of the gradient included. `_PLAIN` where
+functions are replaced; otherwise `None`."""
 _PLAIN = "plain"
 T = TypeVar("T")
 

@@ -186,7 +186,8 @@ def from_module(
         raise TypeError(f"expected an nn.Module, got {shown(module)}{called}")
     checks.check_modules(module)
     for name, child in module.named_modules():
-        check_hidden(child, f"the module {name!r} ({type(child).__name__})", (nn.Module,))
+        place = f"the module {name!r}" if name else "the network"
+        check_hidden(child, f"{place} ({type(child).__name__})", (nn.Module,))
     names: dict[int, str] = {}
     twins: dict[int, Tensor] = {}
     parts: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}

@@ -67,9 +67,9 @@ class Evaluator:
     """An evaluation during a run: its data, its metrics and how often it runs.
 
     Args:
-        data: Batches, iterated from the start at each evaluation. Endless data need `num_batches`. What may have an end
-            or not, such as a `DataLoader` of an `IterableDataset` without a length, is read to it, with a warning after
-            10,000 batches.
+        data: Batches, iterated from the start at each evaluation. Endless data need `num_batches`. Data that
+            may have no end, such as a `DataLoader` of an `IterableDataset` without a length, are read until they end,
+            with a warning after 10,000 batches.
         metrics: Metrics, or functions `(outputs, targets)` of one value for each example, by name; by default the mean
             loss, as `"loss"`. Values with further dimensions, (N, ...), are averaged over them.
         every: Interval between evaluations: a number of epochs, batches, samples or tokens, or a fraction of the run.

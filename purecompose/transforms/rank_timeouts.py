@@ -26,7 +26,7 @@ class RankTimeoutError(RuntimeError):
 def naming_late_ranks(ranks: Ranks, batch: int, words: str = "", *, is_new: bool = False) -> Iterator[None]:
     """Return a context manager in which unanswered messages raise an error with the ranks that are missing.
 
-    With `words`, all must run what they say; if `is_new`, they are compared before a message is sent.
+    `words`, if any, describe the step, and must be the same on all; if `is_new`, this is checked before any message.
     """
     start = time.monotonic()
     try:

@@ -49,7 +49,7 @@ def test_generators_of_a_module_are_refused(make):
     name = type(make()).__name__
     with pytest.raises(ValueError, match=rf"^the module 'kept' \(Keeping\) keeps its attribute kept, a {name}"):
         make_state(nn.ModuleDict({"kept": Keeping(make())}))
-    with pytest.raises(ValueError, match=r"^the module '' \(Keeping\) keeps its attribute kept\['rng'\], a"):
+    with pytest.raises(ValueError, match=r"^the network \(Keeping\) keeps its attribute kept\['rng'\], a"):
         make_state(Keeping({"rng": make()}))
 
 
