@@ -71,10 +71,7 @@ class ForwardPasses:
         """Differentiate a loss with respect to the outputs that replaced passes."""
         self.eps = max(self.eps, coarsest(loss))
         if self._leaves:
-            grads = torch.autograd.grad(
-                loss, self._leaves, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            self.grads += grads
+            self.grads += torch.autograd.grad(loss, self._leaves, retain_graph=True, materialize_grads=True)
 
     def _record(self, call: Callable[..., _Result], inputs: Any, state: State) -> _Recorded | None:
         given, known = batches.tensors(inputs), set(map(id, self._leaves))

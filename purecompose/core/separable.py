@@ -222,7 +222,7 @@ def _of_outputs(state: State, train: bool) -> Found | None:
         if not is_kept or not torch.equal(again.nan_to_num(), loss.nan_to_num()):
             return None
     eps = coarsest(loss)
-    grads = torch.autograd.grad(loss, [*rows, *params.values()], allow_unused=True, materialize_grads=True)
+    grads = torch.autograd.grad(loss, [*rows, *params.values()], materialize_grads=True)
     return Found(loss.detach(), grads, len(rows), float(num_terms(inner)), eps, max(32 * eps, 1e-12))
 
 
