@@ -37,6 +37,7 @@ class ForwardPasses:
 
     Attributes:
         are_replaced: False if a pass of the last run was not replaced.
+        have_rows: False if outputs of a recorded pass seem to have a row for each example, but have a fixed number.
         grads: Gradients of the losses with respect to the outputs that replaced passes, in the last run.
         eps: Relative precision of the coarsest dtype on the way to the losses of the last run.
     """
@@ -44,6 +45,7 @@ class ForwardPasses:
     def __init__(self, num_examples: int, stage: str = "", *, may_replace: bool = True) -> None:
         self._num, self._stage, self._may_replace = num_examples, stage, may_replace
         self._recorded: list[_Recorded | None] = []
+        self.have_rows = True
         self.begin(None)
 
     def begin(self, given: Variant | None) -> None:
@@ -84,37 +86,48 @@ class ForwardPasses:
         if not tensors or not all(one.shape[:1] == (self._num,) for one in tensors):
             return None
         with torch.no_grad():
-            self._compare_mixed(call, inputs, tensors)
+            self.have_rows &= (has_rows := self._compare_mixed(call, inputs, tensors))
+        if not has_rows:
+            return None
         outputs = batches.map_tensors(lambda tensor: tensor.detach(), outputs)
         return _Recorded(outputs, [one.requires_grad for one in tensors], buffers, given)
 
-    def _compare_mixed(self, call: Callable[..., _Result], inputs: Any, ours: list[Tensor]) -> None:
+    def _compare_mixed(self, call: Callable[..., _Result], inputs: Any, ours: list[Tensor]) -> bool:
         """Warn if outputs of the last examples change when two of them take the places of the others, or without these.
 
         Without the others, the batch is smaller and so rounded otherwise: only large changes count, as by a capacity.
+
+        Returns:
+            True; or False if outputs without the others are not fewer, such as those of the members of an ensemble.
         """
         num, half = self._num, -(-self._num // 2)
         rows = torch.arange(num, device=ours[0].device)
         rows[:half], rows[:half:2] = num - 1, half
 
-        def is_mixed(rows: Tensor, tolerance: float, **skipped: int) -> bool:
+        def run(rows: Tensor, **skipped: int) -> list[Tensor]:
             def taken(tensor: Tensor) -> Tensor:
                 return tensor.index_select(0, rows) if tensor.shape[:1] == (num,) else tensor
 
-            theirs = batches.tensors(call(batches.map_tensors(taken, inputs), **skipped)[0])
+            return batches.tensors(call(batches.map_tensors(taken, inputs), **skipped)[0])
+
+        def is_mixed(theirs: list[Tensor], tolerance: float) -> bool:
             pairs = [(one[half:], other[half - num :]) for one, other in zip(ours, theirs, strict=True)]
             return any(
                 is_differentiable(one) and largest(one - other) > tolerance * largest(our)
                 for our, (one, other) in zip(ours, pairs, strict=True)
             )
 
-        if is_mixed(rows, 1e-5) or is_mixed(rows.new_tensor(range(half, num)), 0.05, skipped=half):
+        fewer = run(rows.new_tensor(range(half, num)), skipped=half)
+        if not all(one.shape[:1] == (num - half,) for one in fewer):
+            return False
+        if is_mixed(run(rows), 1e-5) or is_mixed(fewer, 0.05):
             warn(
                 "the network's outputs for an example depend on the other examples of the batch, and so differ in "
                 "microbatches, on several processes and with gradient_accumulation. Let it compute them from the "
                 "example itself (a capacity for each sequence, not for the batch); batch normalisation is an "
                 "exception"
             )
+        return True
 
     def _with_inputs(self, found: _Recorded, given: Variant, inputs: list[Tensor]) -> _Recorded:
         """Return the pass with its inputs if these are of all examples; otherwise compare them with recorded ones."""

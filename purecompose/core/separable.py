@@ -139,11 +139,12 @@ def check_scope(
         purpose = NO_PURPOSE._replace(passes=passes)
         with Comparison():
             end = until_loss(carry, purpose).state
-            if _have_rows(end):
+            has_rows = passes.have_rows and _have_rows(end)
+            if has_rows:
                 for part, rows in with_halves(state):
                     passes.begin(Variant(rows, is_moved=False, is_double=False))
                     until_loss(carry._replace(state=part), purpose)
-        if _have_rows(end):
+        if has_rows:
             try:
                 check_outputs(end)
                 return
@@ -271,15 +272,13 @@ def _spread(state: State, most: int) -> Tensor:
     """Return the indices of a few examples from the first to the last, since batches may be sorted.
 
     They and their halves are not as many as the rows of a tensor that all examples share, which would be cut, too; and
-    they are not as many as the steps of sequences or as the rows of parameters, if possible, which would be taken for
-    them where a network returns them.
+    they are not as many as the steps of sequences, if possible, which would be taken for them where they come first.
     """
     num, given = state.num_examples, batches.tensors(state.batch)
     shared = {one.shape[0] for one in given if one.ndim and one.shape[0] not in (1, num)}
     steps = {one.shape[1] for one in given if one.ndim > 2 or (one.ndim == 2 and not is_differentiable(one))}
     sizes = [size for size in range(2, min(num, most) + 1) if shared.isdisjoint((size, -(-size // 2), size // 2))]
-    fixed = {size for one in state.params.values() for size in one.shape[:2]}
-    best = max(sizes, key=lambda size: (size not in steps, size > 3 and size not in fixed, size), default=1)
+    best = max(sizes, key=lambda size: (size not in steps, size), default=1)
     return torch.linspace(0, num - 1, best, device=state.device).long()
 
 

@@ -294,6 +294,22 @@ class Spread(nn.Module):
         return torch.distributions.Normal(self.linear(inputs), 1.0)
 
 
+class Samples(nn.Module):
+    """Seven outputs of each example, (7, N, C), as many as examples are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(4, C), nn.Dropout(0.5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.stack([self.dropout(self.linear(inputs)) for _ in range(7)])
+
+
+def of_samples(weight: float) -> Callable[..., Tensor]:
+    """Return a bound of several samples, plus a term of the batch."""
+    return lambda o, t: -(t - o).square().sum(2).neg().logsumexp(0).mean() + weight * o.std(1).mean()
+
+
 class Named(nn.Module):
     def forward(self, outputs: Tensor) -> dict[str, Tensor]:
         return {"a": outputs[:, :2], "b": outputs[:, 2:]}
@@ -459,6 +475,8 @@ COUPLED: dict[str, Case] = {
         for w in (1e-2, 1e-4)
     },
     "own stage, network called in both ways": Case(stage=in_both_ways(lambda o: 1e-4 * o.std(0).mean())),
+    "samples": Case(of_samples(1e-2), Samples),
+    "own stage, samples": Case(stage=stage_of(of_samples(1e-2)), net=Samples),
     "own stage, batch maximum": Case(stage=stage_of(lambda o, t: (o - t).abs().max())),
 }
 
@@ -643,6 +661,8 @@ SEPARABLE: dict[str, Case] = {
     ),
     "own stage, network as a function": Case(stage=by_functional_call(F.mse_loss)),
     "own stage, network called in both ways": Case(stage=in_both_ways(lambda o: o.square().mean())),
+    "samples": Case(of_samples(0), Samples),
+    "own stage, samples": Case(stage=stage_of(of_samples(0)), net=Samples),
     "own stage, weight penalty": Case(stage=penalised(lambda state: state.params["weight"].square().sum())),
     "own stage, teacher": Case(stage=with_teacher(lambda o: o)),
     "own stage, mean of the batch beside rows": Case(
