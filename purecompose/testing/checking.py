@@ -196,8 +196,8 @@ def check_loss(loss: Callable[..., Any], outputs: Any, targets: Any) -> bool:
         targets: Targets, likewise.
 
     Returns:
-        True; or False if it cannot be checked: the loss draws by key, writes into buffers, is not a single number, has
-        no gradient with respect to the outputs, or is declared by `losses.over_batch`.
+        True; or False if it cannot be checked: the loss draws by key, writes into buffers, is not a single finite
+        number, has no gradient with respect to the outputs, or is declared by `losses.over_batch`.
 
     Raises:
         ValueError: It is not the mean over examples, weighted by its `num_terms` or divided by its `denominators`.
