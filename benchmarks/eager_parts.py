@@ -23,6 +23,7 @@ from purecompose.core import loop
 from purecompose.core.gradient import differentiate
 from purecompose.core.loop import Carry
 from purecompose.core.operation import NO_PURPOSE
+from purecompose.nn.differentiable import OwnDerivatives
 
 
 # torch.optim itself is built on the `_foreach` functions, but torch exports them under private names.
@@ -71,9 +72,11 @@ def ladder(subject: Subject) -> dict[str, Callable[[], object]]:
         assert loss is not None
         return loss
 
+    own = OwnDerivatives()
+
     def with_grad(state: State) -> State:
         body = lambda carry: carry._replace(state=loop.loss.fn(loop.forward.fn(carry.state)))  # noqa: E731
-        end = differentiate(body, Carry(state), state.context.trainable).state
+        end = differentiate(body, Carry(state), state.context.trainable, own).state
         assert end.grads is not None
         return updated(end, end.grads).replace(grads=None)
 

@@ -9,10 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward  # which `torch.autograd.grad` and `Tensor.backward` call
 
 
-_ENGINE = torch.autograd.Variable._execution_engine
+try:  # private: what `torch.autograd.grad` and `Tensor.backward` call, and what that calls after it has copied the
+    # context to the engine's threads, which the CPU does not need
+    from torch.autograd.graph import _engine_run_backward as _run_backward
+
+    _run_on_cpu = torch.autograd.Variable._execution_engine.run_backward
+except (ImportError, AttributeError):  # pragma: no cover
+    _run_backward = _run_on_cpu = None
+
+
 _PLAIN = (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
 """`__torch_function__` of tensors, and of subclasses that torch's functions take like tensors."""
 
@@ -23,9 +30,9 @@ def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]
     # backward pass runs, in which layers may be computed again.
     kinds = {type(loss), *map(type, leaves)}
     is_plain = loss.is_floating_point() and all(kind.__torch_function__ in _PLAIN for kind in kinds - {Tensor})
-    if not is_plain or torch.compiler.is_compiling():
+    run = _run_on_cpu if loss.is_cpu else _run_backward
+    if run is None or not is_plain or torch.compiler.is_compiling():
         return torch.autograd.grad(loss, leaves, allow_unused=True)
-    run = _ENGINE.run_backward if loss.is_cpu else _engine_run_backward  # which copies the context to its threads
     # By position: grad_outputs, retain_graph, create_graph, inputs, allow_unused.
     return run((loss,), (torch.ones_like(loss),), False, False, tuple(leaves), True, accumulate_grad=False)
 

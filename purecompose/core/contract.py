@@ -10,6 +10,7 @@ from purecompose._support.checks import shown
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.edits import Edits
 from purecompose.core.given import ContractError, Marks, Named, watched
+from purecompose.core.loss import changed_constant, constants_of
 from purecompose.core.state import State, fields_where
 from purecompose.time.event import Event
 
@@ -58,7 +59,8 @@ class Contract:
             InPlaceError, GlobalDrawError: The algorithm wrote into what it was given, or drew without a key.
         """
         followed = lambda: self.edits.followed(algorithm, event, before, apply)  # noqa: E731
-        return watched(followed, f"{algorithm.name} at {event}", self._marks_of(before), event)
+        where = f"{algorithm.name} at {event}"
+        return self._kept(followed, algorithm.apply, where, before, event, may_change=algorithm.host)
 
     def note(self, algorithm: Algorithm, event: Event, before: State, after: State, exit_code: int | None) -> None:
         """Record one application of an algorithm."""
@@ -105,7 +107,27 @@ class Contract:
 
     def run_stage(self, stage: Any, state: State) -> Any:
         """Return the result of a stage; raise as `apply` does."""
-        return watched(lambda: stage.fn(state), f"the stage {stage!r}", self._marks_of(state))
+        return self._kept(lambda: stage.fn(state), stage.fn, f"the stage {stage!r}", state)
+
+    def _kept(
+        self,
+        call: Callable[[], Any],
+        fn: Any,
+        what: str,
+        state: State,
+        event: Event | None = None,
+        may_change: bool = False,
+    ) -> Any:
+        """Return the result of a call of user code, which leaves what it is given, and what it reads, as they are."""
+        constants = () if may_change else constants_of(fn)
+        result = watched(call, what, self._marks_of(state), event)
+        if changed := changed_constant(constants):
+            raise ContractError(
+                f"{what} changes {changed}: it would have another result each time, and compiled code would keep one. "
+                "Remember values in state.slots[name], and count batches by state.timestamp",
+                event,
+            )
+        return result
 
     def _marks_of(self, state: State) -> list[Marks]:
         """Return the marks of the step's input, and of what an earlier part of the step has computed."""

@@ -9,7 +9,7 @@ All of them are found by following references from the loss; see `purecompose._s
 import copy
 import functools
 import types
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -130,19 +130,19 @@ def with_scalars(loss: Any, values: Mapping[str, Any]) -> Any:
     return changed
 
 
-def constants_of(loss: Any) -> tuple[Constant, ...]:
-    """Return the values that a loss reads from places where they can change, except `None`, which it may fill in."""
+def constants_of(fn: Any) -> tuple[Constant, ...]:
+    """Return what a loss, or another function, reads from places that can change, except `None`, to be filled in."""
 
     def may_change(place: Place) -> bool:
         if isinstance(place.value, Tensor):
             return not place.value.is_meta  # as the twins of the loss's own tensors are
         return place.read is not None and place.value is not None
 
-    return tuple((place, _version(place.value)) for place in reached(loss, _SCALARS) if may_change(place))
+    return tuple((place, _version(place.value)) for place in reached(fn, _SCALARS) if may_change(place))
 
 
-def check_constants(loss: Any, constants: tuple[Constant, ...]) -> None:
-    """Raise a `ValueError` if a constant of a loss has changed."""
+def changed_constant(constants: Iterable[Constant]) -> str | None:
+    """Return a description of the first constant that has changed, such as "g[0], which was 0 and is 1 now"."""
     for (where, value, read), version in constants:
         try:
             now = value if read is None else read()
@@ -154,11 +154,17 @@ def check_constants(loss: Any, constants: tuple[Constant, ...]) -> None:
             is_same = not isinstance(value, Tensor) and fingerprint(now) == fingerprint(value)
         if not is_same:
             changed = "has been written into" if now is value else f"was {value!r:.60} and is {now!r:.60} now"
-            raise ValueError(
-                f"the loss {shown(loss)} reads {where}, which {changed}, but a loss must not change during a run: make "
-                "it a schedule or a named scalar, as in functools.partial(loss, weight=hparam('weight', 1.0)), or a "
-                "buffer of an nn.Module"
-            )
+            return f"{where}, which {changed}"
+    return None
+
+
+def check_constants(loss: Any, constants: tuple[Constant, ...]) -> None:
+    """Raise a `ValueError` if a constant of a loss has changed."""
+    if changed := changed_constant(constants):
+        raise ValueError(
+            f"the loss {shown(loss)} reads {changed}, but a loss must not change during a run: make it a schedule or a "
+            "named scalar, as in functools.partial(loss, weight=hparam('weight', 1.0)), or a buffer of an nn.Module"
+        )
 
 
 _SCALARS = (Hparam, Schedule, Product)

@@ -86,16 +86,18 @@ class ForwardPasses:
         if not tensors or not all(one.shape[:1] == (self._num,) for one in tensors):
             return None
         with torch.no_grad():
-            self.have_rows &= (has_rows := self._compare_mixed(call, inputs, tensors))
+            draws = state.context.model.skeleton(train=True).draws
+            self.have_rows &= (has_rows := self._compare_mixed(call, inputs, tensors, draws=bool(draws)))
         if not has_rows:
             return None
         outputs = batches.map_tensors(lambda tensor: tensor.detach(), outputs)
         return _Recorded(outputs, [one.requires_grad for one in tensors], buffers, given)
 
-    def _compare_mixed(self, call: Callable[..., _Result], inputs: Any, ours: list[Tensor]) -> bool:
+    def _compare_mixed(self, call: Callable[..., _Result], inputs: Any, ours: list[Tensor], *, draws: bool) -> bool:
         """Warn if outputs of the last examples change when two of them take the places of the others, or without these.
 
         Without the others, the batch is smaller and so rounded otherwise: only large changes count, as by a capacity.
+        None count if the network draws, as it may draw for all examples in the shape that those of a few have.
 
         Returns:
             True; or False if outputs without the others are not fewer, such as those of the members of an ensemble.
@@ -120,7 +122,7 @@ class ForwardPasses:
         fewer = run(rows.new_tensor(range(half, num)), skipped=half)
         if not all(one.shape[:1] == (num - half,) for one in fewer):
             return False
-        if is_mixed(run(rows), 1e-5) or is_mixed(fewer, 0.05):
+        if is_mixed(run(rows), 1e-5) or (not draws and is_mixed(fewer, 0.05)):
             warn(
                 "the network's outputs for an example depend on the other examples of the batch, and so differ in "
                 "microbatches, on several processes and with gradient_accumulation. Let it compute them from the "
@@ -135,8 +137,8 @@ class ForwardPasses:
             return found._replace(inputs=[tensor.detach() for tensor in inputs])
         for whole, ours in zip(found.inputs, inputs, strict=True):
             theirs = whole[given.rows.start : given.rows.stop] if whole.shape[:1] == (self._num,) else whole
-            if theirs.shape != ours.shape:
-                raise RuntimeError("other shapes")  # such as of sequences that are cut to the longest of a batch
+            if theirs.shape != ours.shape:  # such as of sequences that are cut to the longest of a batch
+                raise RuntimeError("other shapes")
             tolerance = torch.finfo(ours.dtype).eps ** 0.5 * largest(theirs) if is_differentiable(ours) else 0
             if largest(ours - theirs if is_differentiable(ours) else (ours != theirs).float()) > tolerance:
                 raise NotMeanError(

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import purecompose as pc
-from purecompose import Event, State, compose, hparam, loop_events, losses, optim
+from purecompose import Algorithm, Event, State, compose, hparam, loop, loop_events, losses, on, optim
 from purecompose.errors import ContractError, GlobalDrawError, InPlaceError, UnkeyedRandomError
 from purecompose.run import totals
 from purecompose.transforms.compilation.step import CompiledStep
-from tests.helpers import changing, loss_of
+from tests.helpers import changing, loss_of, make_batch, make_state
 
 
 class Force(nn.Module):
@@ -239,3 +239,39 @@ def test_metrics_are_watched_in_the_first_evaluation_of_a_run_only(monkeypatch):
     evaluators = [pc.Evaluator(data, {"accuracy": pc.metrics.accuracy}, label=label) for label in ("one", "two")]
     pc.fit(compose(loop_events), state, data, evaluate=evaluators)
     assert culprits == ["the metric 'accuracy'"] * 2
+
+
+def in_a_list(box: list[int]) -> Any:
+    def fn(event: Event, state: State) -> State:
+        box[0] += 1
+        return state.replace(inputs=state.inputs * box[0])
+
+    return fn
+
+
+class InAnAttribute:
+    def __init__(self) -> None:
+        self.num = 0
+
+    def __call__(self, event: Event, state: State) -> State:
+        self.num += 1
+        return state.replace(inputs=state.inputs * self.num)
+
+
+@pytest.mark.parametrize(("fn", "where"), [(in_a_list([0]), r"box\[0\]"), (InAnAttribute(), "its attribute num")])
+def test_a_method_that_counts_outside_of_the_state_is_an_error(fn: Any, where: str) -> None:
+    step = compose(loop_events, [Algorithm("counts", on(Event.BEFORE_FORWARD), fn)])
+    with pytest.raises(ContractError, match=f"counts at Event.BEFORE_FORWARD changes .*{where}, which was 0 and is 1"):
+        step(step.init(make_state()), make_batch())
+
+
+def test_a_stage_that_counts_outside_of_the_state_is_an_error() -> None:
+    box = [0]
+
+    def stage(state: State) -> State:
+        box[0] += 1
+        outputs, state = state.call(state.batch[0])
+        return state.replace(loss=outputs.square().mean() * box[0])
+
+    with pytest.raises(ContractError, match=r"the stage stage changes .*box\[0\]"):
+        compose((loop.Grad(stage), loop.update, loop.advance))(make_state(), make_batch())

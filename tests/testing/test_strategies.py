@@ -179,7 +179,7 @@ def test_states_contain_the_slots_of_algorithms():
 # Algorithms and programs
 
 
-@pytest.mark.filterwarnings("ignore:.*replaces the gradients")
+@pytest.mark.filterwarnings("ignore:.*replaces the gradients", "ignore:gradient_accumulation. the run has ended within")
 @given(strategy.algorithm_lists(), st.integers(1, 2))
 def test_lists_of_algorithms_compose(algorithms, k):
     case = Case(num_batches=2, microbatches=k)
