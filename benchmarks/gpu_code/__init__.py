@@ -1,0 +1,13 @@
+"""The GPU code of a training step, written, checked and run on a machine without a GPU.
+
+Inductor writes the Triton kernels and library calls of a step for an H100 whose driver is a stand-in. `report` counts
+kernels, bytes and peak memory, and predicts times by a written model, for the step and for the loop that people write
+and compile. `assemble` compiles every kernel to machine code. `numbers` runs the code on the CPU, kernels in Triton's
+interpreter, and compares it with the eager step.
+
+    bash benchmarks/gpu_code/run report mlp gpt resnet18 --methods plain sam
+    bash benchmarks/gpu_code/run numbers mlp --methods plain mixup+label_smoothing ema sam
+    bash benchmarks/gpu_code/run assemble mlp
+
+What a GPU alone can tell, these cannot: real bandwidth and launch times, and which kernels cuBLAS and cuDNN choose.
+"""

@@ -1,0 +1,122 @@
+"""The networks and methods whose code is written, as steps of ours and as loops that people write."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from purecompose import Algorithm, State, Step, algorithms as alg, compose, loop_events, losses, optim
+from purecompose.nn import layers, models
+
+
+class Case(NamedTuple):
+    """A network with a batch, and how it is trained."""
+
+    net: nn.Module
+    batch: tuple[Tensor, Tensor]
+    precision: str = "fp32"
+    optimizer: str = "sgd"
+
+
+def mlp() -> Case:
+    """An MLP 64-128-128-10 and a batch of 64, in float32."""
+    net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    return Case(net, (torch.randn(64, 64), torch.randint(10, (64,))))
+
+
+def gpt() -> Case:
+    """A GPT of two blocks of width 512 with a vocabulary of 8,192, and 16 sequences of 512 tokens."""
+    return _gpt(8192, 512, 16, width=512, num_heads=8, depth=2)
+
+
+def small_gpt() -> Case:
+    """A GPT of one block of width 16 with a vocabulary of 64, and 4 sequences of 8 tokens."""
+    return _gpt(64, 8, 4, width=16, num_heads=2, depth=1)._replace(precision="fp32")
+
+
+def gpt2() -> Case:
+    """GPT-2 small, tied, with AdamW, and 8 sequences of 1,024 tokens."""
+    case = _gpt(50257, 1024, 8, width=768, num_heads=12, depth=12, is_tied=True)
+    return case._replace(optimizer="adamw")
+
+
+def resnet18() -> Case:
+    """A ResNet-18 in the form for small images and a batch of 512 images of 32x32."""
+    return _images(models.resnet18(3, 10, width=64, small_images=True), 512, 32, 10)
+
+
+def small_resnet() -> Case:
+    """A ResNet-8 and a batch of 8 images of 8x8, in float32."""
+    return _images(models.build("resnet8", in_shape=(3, 8, 8), num_classes=10, seed=0), 8, 8, 10)._replace(
+        precision="fp32"
+    )
+
+
+def resnet50() -> Case:
+    """A ResNet-50 and a batch of 128 images of 224x224."""
+    return _images(models.resnet50(3, 1000), 128, 224, 1000)
+
+
+def vit_s() -> Case:
+    """A ViT-S/16 with AdamW and a batch of 128 images of 224x224."""
+    net = models.build(
+        "vit", in_shape=(3, 224, 224), num_classes=1000, seed=0, width=384, num_heads=6, depth=12, patch_size=16
+    )
+    images, classes = torch.randn(128, 3, 224, 224), torch.randint(1000, (128,))
+    return Case(net, (images, classes), "bf16", "adamw")
+
+
+def _gpt(vocabulary: int, length: int, num: int, *, is_tied: bool = False, **sizes: int) -> Case:
+    net = layers.ClassesSecond(models.gpt(vocabulary, length, is_tied=is_tied, **sizes))
+    ids = torch.randint(vocabulary, (num, length + 1))
+    return Case(net, (ids[:, :-1].contiguous(), ids[:, 1:].contiguous()), "bf16")
+
+
+def _images(net: nn.Module, num: int, size: int, num_classes: int) -> Case:
+    net = net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    images = torch.randn(num, 3, size, size).contiguous(memory_format=torch.channels_last)
+    return Case(net, (images, torch.randint(num_classes, (num,))), "bf16")
+
+
+NETWORKS: dict[str, Callable[[], Case]] = {
+    "mlp": mlp,
+    "gpt": gpt,
+    "resnet18": resnet18,
+    "resnet50": resnet50,
+    "vit_s": vit_s,
+    "gpt2": gpt2,
+    "small_gpt": small_gpt,
+    "small_resnet": small_resnet,
+}
+
+METHODS: dict[str, Callable[[], list[Algorithm]]] = {
+    "plain": list,
+    "label_smoothing": lambda: [alg.label_smoothing(0.1)],
+    "mixup+label_smoothing": lambda: [alg.mixup(0.2), alg.label_smoothing(0.1)],
+    "ema": lambda: [alg.ema()],
+    "sam": lambda: [alg.sam(0.05)],
+}
+
+
+def build(network: str) -> Case:
+    """Return a network with its batch, the same in every call."""
+    torch.manual_seed(0)
+    return NETWORKS[network]()
+
+
+def ours(case: Case, methods: str) -> tuple[Step, State]:
+    """Return the step of a case with methods, and the state at its start."""
+    optimizer = optim.adamw(1e-3) if case.optimizer == "adamw" else optim.sgd(0.01, momentum=0.9)
+    settings: dict[str, Any] = {"precision": case.precision, "duration": "2ep", "batches_per_epoch": 100}
+    state = State.create(case.net, loss=losses.cross_entropy, optimizer=optimizer, key=0, **settings)
+    step = compose(loop_events, METHODS[methods]())
+    return step, step.init(state)
+
+
+def optimizer_by_hand(case: Case) -> torch.optim.Optimizer:
+    """Return torch's optimizer with the settings of `ours`."""
+    params = case.net.parameters()
+    if case.optimizer == "adamw":
+        return torch.optim.AdamW(params, lr=1e-3)
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)

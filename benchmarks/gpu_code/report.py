@@ -1,0 +1,62 @@
+"""A table of the code of steps, ours and by hand: kernels, calls, bytes, peaks, and predicted times."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch.nn import functional as F
+
+from benchmarks.gpu_code.cases import build, optimizer_by_hand, ours
+from benchmarks.gpu_code.devices import DEVICES
+from benchmarks.gpu_code.graphs import Graph, graphs_by_hand, graphs_of
+from benchmarks.gpu_code.timing import times
+from benchmarks.gpu_code.writing import Code, code_of, violations
+
+
+Row = dict[str, Any]
+MIB = 2**20
+
+
+def row_of(network: str, methods: str, side: str, codes: Sequence[Code]) -> Row:
+    """Return the figures of a step whose graphs run one after the other."""
+    row: Row = {
+        "network": network,
+        "methods": methods,
+        "side": side,
+        "kernels": sum(len(code.kernels) for code in codes),
+        "calls": sum(len(code.library_calls) + len(code.fallbacks) for code in codes),
+        "MiB": round(sum(code.num_bytes for code in codes) / MIB, 1),
+        "peak MiB": round(max(code.peak for code in codes) / MIB, 1),
+    }
+    for name, device in DEVICES.items():
+        found = times(codes, device)
+        row[f"{name} ms"] = f"{found.without_graphs * 1e3:.3f} / {found.with_graphs * 1e3:.3f}"
+    return row
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return the rows, which have the same keys, as a table in Markdown."""
+    rows = list(rows)
+    head = list(rows[0])
+    lines = [head, ["---"] * len(head), *[[str(row[key]) for key in head] for row in rows]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def rows_of(network: str, methods: str) -> list[Row]:
+    """Return the rows of a network with methods; the loop by hand is written for plain steps."""
+    case = build(network)
+    graphs = graphs_of(*ours(case, methods), case.batch)
+    rows = [row_of(network, methods, "ours", _codes(graphs))]
+    if methods == "plain":
+        is_autocast = case.precision == "bf16"
+        graphs = graphs_by_hand(case.net, F.cross_entropy, case.batch, optimizer_by_hand(case), autocast=is_autocast)
+        rows.append(row_of(network, methods, "by hand", _codes(graphs)))
+    return rows
+
+
+def _codes(graphs: Iterable[Graph]) -> list[Code]:
+    codes = []
+    for graph in graphs:
+        codes.append(code_of(graph))
+        for one in violations(codes[-1], graph.module):
+            print(f"{graph.name}: {one}")
+    return codes

@@ -1,0 +1,145 @@
+"""The GPU code that Inductor writes for a graph, with the figures of its kernels and checks of what it must not do."""
+
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch import _guards, fx
+
+from benchmarks.gpu_code.graphs import Graph
+from benchmarks.gpu_code.pretend import find
+from purecompose.transforms.compilation import backends
+
+
+class Node(NamedTuple):
+    """One launch of a kernel or call of a library."""
+
+    name: str
+    """Name of the kernel, or of the library's function."""
+    num_bytes: int
+    """Bytes read and written, each tensor once."""
+    flops: int
+    """Operations of matrix products and convolutions in it."""
+    dtype: torch.dtype
+    """Dtype of its first result, or of the first argument of a library call."""
+    reads: dict[str, int]
+    """Bytes of each buffer that it reads or writes."""
+
+
+class Code(NamedTuple):
+    """The code of one graph."""
+
+    source: str
+    kernels: tuple[str, ...]
+    """The names of the Triton kernels, in the order of their launches."""
+    library_calls: tuple[str, ...]
+    """The calls of cuBLAS and cuDNN."""
+    fallbacks: tuple[str, ...]
+    """The calls of torch's own kernels, such as attention."""
+    nodes: tuple[Node, ...]
+    input_bytes: int
+    peak: int
+    """The estimated peak of the memory that a call needs beside its inputs, in bytes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes read and written by all kernels and calls."""
+        return sum(node.num_bytes for node in self.nodes)
+
+    @property
+    def num_launches(self) -> int:
+        """Number of kernels and calls."""
+        return len(self.kernels) + len(self.library_calls) + len(self.fallbacks)
+
+
+def code_of(graph: Graph) -> Code:
+    """Return Inductor's code for a graph."""
+    found: list[Code] = []
+
+    def write(lowering: Any) -> Any:
+        written, _ = lowering.codegen()
+        found.append(_described(getattr(written, "value", written), lowering))
+        raise _Written
+
+    owner, config = find("torch._inductor.graph.GraphLowering"), find("torch._inductor.config")
+    compile_to_module = owner.compile_to_module
+    owner.compile_to_module = write
+    try:
+        with config.patch({"fx_graph_cache": False, "force_disable_caches": True}):
+            _compile(graph)
+    except _Written:
+        pass
+    finally:
+        owner.compile_to_module = compile_to_module
+    return found[0]
+
+
+class _Written(BaseException):
+    """Raised when the code is written, before it is compiled."""
+
+
+def _compile(graph: Graph) -> None:
+    if graph.is_ours:
+        backends._by_inductor(graph.module, None)
+        return
+    fakes = [node.meta["val"] for node in graph.module.graph.find_nodes(op="placeholder")]
+    mode = next(fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode"))
+    with _guards.tracing(_guards.TracingContext(mode)), mode:
+        find("torch._inductor.compile_fx.compile_fx_inner")(graph.module, fakes, is_backward=graph.is_backward)
+
+
+def _described(source: str, lowering: Any) -> Code:
+    from_call = source[source.index("def call(") :]
+    calls = re.findall(r"^ +(?:\w+ = )?(extern_kernels\.\w+|torch\.ops\.[\w.]+|(\w+)\.run)\(", from_call, re.M)
+    scheduler = lowering.scheduler
+    planning = find("torch._inductor.memory.prepare_planning_info")
+    inputs, outputs = set(lowering.graph_inputs), set(lowering.get_output_names())
+    peak, _ = planning(scheduler.nodes, scheduler.name_to_buf, scheduler.name_to_fused_node, inputs, outputs)
+    given = [value for value in lowering.example_inputs if isinstance(value, torch.Tensor)]
+    return Code(
+        source,
+        tuple(kernel for _, kernel in calls if kernel),
+        tuple(name for name, _ in calls if name.startswith("extern_kernels.")),
+        tuple(name for name, _ in calls if name.startswith("torch.ops.")),
+        tuple(map(_node, scheduler.nodes)),
+        sum(value.untyped_storage().nbytes() for value in given),
+        peak,
+    )
+
+
+def _node(node: Any) -> Node:
+    reads = dict(node.get_read_write_buffer_accesses(include_reads=True, include_writes=True))
+    operation = node.get_nodes()[0].node
+    if not node.is_extern():
+        origins = (getattr(part.node, "origin_node", None) for part in node.get_nodes())
+        name = " ".join(dict.fromkeys(origin.name for origin in origins if origin is not None))
+        return Node(name or node.get_name(), sum(reads.values()), 0, operation.get_dtype(), reads)
+    name = getattr(operation, "python_kernel_name", None) or type(operation).__name__
+    found = (value.maybe_get_dtype() for value in (*operation.inputs, operation) if hasattr(value, "maybe_get_dtype"))
+    dtype = next((dtype for dtype in found if dtype is not None), torch.float32)
+    return Node(name, sum(reads.values()), int(node.estimate_flops() or 0), dtype, reads)
+
+
+CHECKS = (
+    ("reads a value on the host", re.compile(r"\.item\(\)|_local_scalar_dense")),
+    ("copies between host and device", re.compile(r"device_put|empty_strided_cpu\(|\.cpu\(\)|_to_copy.*cpu")),
+    ("runs a kernel of the host", re.compile(r"cpp_fused|device_str='cpu'|async_compile\.cpp")),
+)
+
+
+def violations(code: Code, graph: fx.GraphModule) -> list[str]:
+    """Return what a step on a GPU must not do and this code does, each with the line of the code."""
+    body = code.source[code.source.index("def call(") :]
+    found = [
+        f"{what}: {line.strip()[:120]}"
+        for what, pattern in CHECKS
+        for line in body.splitlines()
+        if pattern.search(line) and not line.strip().startswith("#")
+    ]
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            found.append(f"has a tensor of the host: {node.name}")
+        if isinstance(value, torch.SymInt | torch.SymFloat):
+            found.append(f"passes a size by value: {node.name}")
+    return found

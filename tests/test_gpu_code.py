@@ -1,0 +1,104 @@
+"""The harness that writes GPU code without a GPU: what of it needs no CUDA build of torch, and one run of the rest."""
+
+import os
+import pathlib
+import subprocess
+
+import pytest
+import torch
+
+from benchmarks.gpu_code.devices import DEVICES, H100, L4
+from benchmarks.gpu_code.pretend import InterfaceError, find, pretend, replace
+from benchmarks.gpu_code.report import row_of, table
+from benchmarks.gpu_code.timing import node_time, times
+from benchmarks.gpu_code.writing import Code, Node, violations
+
+
+RUN = pathlib.Path(__file__).parents[1] / "benchmarks" / "gpu_code" / "run"
+
+needs_cuda_wheel = pytest.mark.skipif(
+    "GPU_CODE_PYTHON" not in os.environ, reason="GPU_CODE_PYTHON names no Python with a CUDA build of torch"
+)
+
+
+def make_node(num_bytes: int = 0, flops: int = 0, dtype: torch.dtype = torch.float32) -> Node:
+    return Node("kernel", num_bytes, flops, dtype, {"buf0": num_bytes})
+
+
+def make_code(*nodes: Node, kernels: int = 0, source: str = "def call(args):\n    pass\n") -> Code:
+    return Code(source, ("kernel",) * kernels, (), (), nodes, 0, 2**20)
+
+
+def test_a_kernel_takes_the_longer_of_its_bytes_and_its_operations() -> None:
+    assert node_time(make_node(3_350_000_000), H100) == pytest.approx(1e-3)
+    assert node_time(make_node(8, 989 * 10**9, torch.bfloat16), H100) == pytest.approx(1e-3)
+    single = make_node(8, 495 * 10**9)
+    assert node_time(single, H100, allows_tf32=True) == pytest.approx(1e-3)
+    assert node_time(single, H100) == pytest.approx(495 / 67 * 1e-3)
+
+
+def test_without_cuda_graphs_a_step_of_short_kernels_takes_its_launches() -> None:
+    short = times([make_code(make_node(1000), kernels=100)], H100)
+    assert short.without_graphs == pytest.approx(600e-6)
+    assert short.with_graphs == pytest.approx(50e-6, rel=0.01)
+    long = times([make_code(make_node(3 * 10**9), kernels=10)], L4)
+    assert long.without_graphs == long.with_graphs == pytest.approx(10e-3, rel=0.01)
+
+
+def test_several_codes_run_one_after_the_other() -> None:
+    code = make_code(make_node(10**9), kernels=3)
+    one, two = times([code], H100), times([code, code], H100)
+    assert two.with_graphs == pytest.approx(2 * one.with_graphs)
+
+
+def test_a_table_has_a_line_for_each_step_and_a_time_for_each_device() -> None:
+    rows = [row_of("mlp", "plain", side, [make_code(make_node(2**20), kernels=2)]) for side in ("ours", "by hand")]
+    lines = table(rows).splitlines()
+    assert lines[0].startswith("| network | methods | side | kernels | calls | MiB | peak MiB |")
+    assert all(f"{name} ms" in lines[0] for name in DEVICES)
+    assert lines[2].startswith("| mlp | plain | ours | 2 | 0 | 1.0 | 1.0 | 0.012 / 0.001 |")
+    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    "line, what",
+    [
+        ("zuf0 = buf3.item()", "reads a value"),
+        ("buf1 = empty_strided_cpu((2,), (1,), torch.float32)", "copies between"),
+        ("cpp_fused_add_0(buf1)", "runs a kernel of the host"),
+    ],
+)
+def test_work_on_the_host_is_reported_with_its_line(line: str, what: str) -> None:
+    graph = torch.fx.symbolic_trace(torch.nn.Identity())
+    clean = "def call(args):\n    buf0 = empty_strided_cuda((2,), (1,), torch.float32)\n"
+    assert violations(make_code(source=clean), graph) == []
+    (found,) = violations(make_code(source=f"{clean}    {line}\n"), graph)
+    assert found.startswith(what) and line in found
+
+
+def test_host_tensors_and_sizes_of_a_graph_are_reported() -> None:
+    graph = torch.fx.symbolic_trace(torch.nn.Identity())
+    next(iter(graph.graph.nodes)).meta["val"] = torch.ones(2)
+    assert violations(make_code(), graph) == ["has a tensor of the host: input_1"]
+
+
+def test_a_moved_interface_is_named() -> None:
+    with pytest.raises(InterfaceError, match=r"no torch\.cuda\.is_there, which the harness replaces; adapt"):
+        replace("torch.cuda.is_there", None)
+    with pytest.raises(InterfaceError, match=r"no torch\._inductor\.elsewhere\.Graph, which the harness needs"):
+        find("torch._inductor.elsewhere.Graph")
+    assert find("torch.nn.Linear.forward") is torch.nn.Linear.forward
+
+
+def test_a_torch_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(InterfaceError, match=r"bash benchmarks/gpu_code/run`, with GPU_CODE_PYTHON"):
+        pretend()
+
+
+@pytest.mark.slow
+@needs_cuda_wheel
+def test_the_code_of_an_mlp_is_written() -> None:
+    done = subprocess.run(["bash", str(RUN), "report", "mlp"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "| mlp | plain | ours | 10 | 8 |" in done.stdout and "| mlp | plain | by hand |" in done.stdout
