@@ -17,6 +17,7 @@ from purecompose.algorithms._parts.gyro_masks import (
 )
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
+from purecompose.nn.keyed.parts import is_compared
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
@@ -65,7 +66,7 @@ class GyroDropout(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Drop elements in training."""
-        if not self.training:
+        if not self.training or is_compared():  # a row's mask depends on its place in the batch
             return input
         place = _Place.read(self.get_buffer(_BUFFER))
         rng = random.Rng(place.key, draw=self.draw)

@@ -13,7 +13,7 @@ from purecompose.batch.leaves import aliases, tensors
 from purecompose.core.given import Marks, watched
 from purecompose.core.loss import with_scalars
 from purecompose.nn.keyed import modules
-from purecompose.nn.keyed.parts import CURRENT
+from purecompose.nn.keyed.parts import CURRENT, is_compared
 from purecompose.nn.network import call_model
 
 
@@ -96,6 +96,6 @@ def run_loss(
 
 def _keyed(state: Any, rng: random.Rng, num_examples: int | None, skipped: int = 0) -> modules.Keyed:
     first_example = skipped + (0 if state.first_example is None else state.first_example)
-    scope, part = modules.keyed(rng, num_examples=num_examples, first_example=first_example), CURRENT.get()
-    scope.is_compared = part is not None and part.passes is not None
+    scope = modules.keyed(rng, num_examples=num_examples, first_example=first_example)
+    scope.is_compared = is_compared()
     return scope

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
+from purecompose._support.functorch import has_values
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.edits import Edits
 from purecompose.core.given import ContractError, Marks, Named, watched
@@ -118,12 +119,15 @@ class Contract:
         event: Event | None = None,
         may_change: bool = False,
     ) -> Any:
-        """Return the result of a call of user code, which leaves what it is given, and what it reads, as they are."""
-        constants = () if may_change else constants_of(fn)
+        """Return the result of a call of user code, which leaves what it is given as it is.
+
+        Where a graph is captured, it must also leave what it reads outside of the state.
+        """
+        constants = () if may_change or has_values(state.key) else constants_of(fn)
         result = watched(call, what, self._marks_of(state), event)
         if changed := changed_constant(constants):
             raise ContractError(
-                f"{what} changes {changed}: it would have another result each time, and compiled code would keep one. "
+                f"{what} changes {changed}, which compiled code would not do again: it keeps the values of one call. "
                 "Remember values in state.slots[name], and count batches by state.timestamp",
                 event,
             )

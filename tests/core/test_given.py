@@ -259,13 +259,13 @@ class InAnAttribute:
 
 
 @pytest.mark.parametrize(("fn", "where"), [(in_a_list([0]), r"box\[0\]"), (InAnAttribute(), "its attribute num")])
-def test_a_method_that_counts_outside_of_the_state_is_an_error(fn: Any, where: str) -> None:
-    step = compose(loop_events, [Algorithm("counts", on(Event.BEFORE_FORWARD), fn)])
+def test_a_compiled_method_that_counts_outside_of_the_state_is_an_error(fn: Any, where: str) -> None:
+    step = pc.compile(compose(loop_events, [Algorithm("counts", on(Event.BEFORE_FORWARD), fn)]), backend="eager")
     with pytest.raises(ContractError, match=f"counts at Event.BEFORE_FORWARD changes .*{where}, which was 0 and is 1"):
         step(step.init(make_state()), make_batch())
 
 
-def test_a_stage_that_counts_outside_of_the_state_is_an_error() -> None:
+def test_a_compiled_stage_that_counts_outside_of_the_state_is_an_error() -> None:
     box = [0]
 
     def stage(state: State) -> State:
@@ -273,5 +273,6 @@ def test_a_stage_that_counts_outside_of_the_state_is_an_error() -> None:
         outputs, state = state.call(state.batch[0])
         return state.replace(loss=outputs.square().mean() * box[0])
 
+    step = pc.compile(compose((loop.Grad(stage), loop.update, loop.advance)), backend="eager")
     with pytest.raises(ContractError, match=r"the stage stage changes .*box\[0\]"):
-        compose((loop.Grad(stage), loop.update, loop.advance))(make_state(), make_batch())
+        step(make_state(), make_batch())

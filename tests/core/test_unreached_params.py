@@ -171,6 +171,7 @@ def test_compiled_mapped_and_differentiated_steps_do_as_eager_ones():
     assert slope.item() == 1
 
 
+@pytest.mark.filterwarnings("ignore:the network's outputs for an example depend:UserWarning")
 def test_a_gradient_waits_in_a_mapped_accumulation_until_its_parameter_is_reached_again():
     class BySize(Routed):
         def forward(self, inputs: Tensor) -> Tensor:

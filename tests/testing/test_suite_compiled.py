@@ -124,11 +124,11 @@ def test_untraceable_code_is_reported_with_its_event_and_torchs_reason():
 
 
 def test_a_small_difference_is_seen():
-    count = [0]
+    calls = []
 
     def slightly(state):
-        count[0] += 1
-        return scaled(state, 1 - 1e-5 * count[0])
+        calls.append(state)
+        return scaled(state, 1 - 1e-5 * len(calls))
 
     with pytest.raises(LawViolation) as caught:
         compiled_agrees(at(Event.BATCH_END, slightly), Case())
@@ -139,11 +139,11 @@ def test_a_small_difference_is_seen():
 
 
 def test_integers_agree_exactly():
-    count = [1000]
+    calls = []
 
     def report(state):
-        count[0] += 1
-        value = torch.full((), count[0], dtype=torch.int64)
+        calls.append(state)
+        value = torch.full((), 1000 + len(calls), dtype=torch.int64)
         return state.replace(metrics={**state.metrics, "value": value})
 
     with pytest.raises(LawViolation) as caught:

@@ -22,16 +22,24 @@ class Part:
         num_passes: Number of passes so far.
         turn: Number of earlier stages of the same name in the program.
         passes: Recorder that runs the passes in a check of gradients, or `None`.
+        is_compared: True if slices of a batch are compared, so that draws must not depend on their sizes.
     """
 
-    __slots__ = ("_hooks", "name", "num_passes", "passes", "turn")
+    __slots__ = ("_hooks", "is_compared", "name", "num_passes", "passes", "turn")
 
     def __init__(self, name: str, num_passes: int = 0, turn: int = 0, passes: Any = None) -> None:
         self.name: str = name
         self.num_passes: int = num_passes
         self.turn: int = turn
         self.passes: Any = passes
+        self.is_compared: bool = passes is not None
         self._hooks = top_hooks()
+
+    def region(self, num_passes: int) -> Part:
+        """Return a part of this one whose passes are counted separately, beginning with a number."""
+        part = Part(self.name, num_passes, self.turn)
+        part.is_compared = self.is_compared
+        return part
 
     def next_pass(self) -> str:
         """Return the name of the next pass's draws."""
@@ -54,3 +62,9 @@ CURRENT: ContextVar[Part | None] = ContextVar("part", default=None)
 def running(part: Part | None) -> AbstractContextManager[Any]:
     """Return a scope in which this is the current part."""
     return during(CURRENT, part)
+
+
+def is_compared() -> bool:
+    """Return whether the current part is one in which slices of a batch are compared."""
+    part = CURRENT.get()
+    return part is not None and part.is_compared
