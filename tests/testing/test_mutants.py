@@ -25,7 +25,7 @@ PLACES = {
     (Event.INIT, "the process's random generator"): "seeds_python_in_apply",
     (Event.INIT, "slots['inference_slot']['0.weight']"): "inference_slot",
     (Event.EPOCH_START, "key"): "splits_the_key_each_epoch",
-    (Event.AFTER_DATALOADER, ""): "torch_noise constant_key weights_in_a_cache",
+    (Event.AFTER_DATALOADER, ""): "torch_noise constant_key weights_in_a_cache inputs_in_a_global",
     (Event.AFTER_DATALOADER, INPUTS): "noise_into_batch numpy_mixing caches_statistics mixes_with_last_batch",
     (Event.AFTER_DATALOADER, WEIGHT): (
         "rounds_when_neutral permutes_when_neutral normalises_by_the_first_batch salts_by_hash seeds_by_process "
@@ -54,7 +54,7 @@ PLACES = {
     (Event.AFTER_BACKWARD, "slots['mean_kept_as_a_mean'][0]"): "mean_kept_as_a_mean",
     (Event.AFTER_TRAIN_BATCH, ""): (
         "matches_by_loss reads_timestamp loss_read_as_number large_gradients_by_mask ignores_batch_number "
-        "fades_by_a_number inputs_in_a_global average_of_whole_tensors"
+        "fades_by_a_number average_of_whole_tensors"
     ),
     (Event.AFTER_TRAIN_BATCH, "buffers['1.running_mean']"): "resets_statistics statistics_in_place",
     (Event.AFTER_TRAIN_BATCH, GRAD): (
