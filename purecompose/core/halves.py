@@ -61,8 +61,7 @@ def check_halves(
     def compare(state: State, is_double: bool) -> bool:
         for is_moved in (True, False):
             try:
-                with Comparison(is_double):
-                    parts = [find(part, Variant(rows, is_moved, is_double)) for part, rows in with_halves(state)]
+                parts = [find(part, Variant(rows, is_moved, is_double)) for part, rows in with_halves(state)]
             except Exception as error:
                 if is_moved and not isinstance(error, NotMeanError):
                     continue  # the others are not such as the network might return

@@ -189,7 +189,11 @@ def lift(
         # Not a `with` block, which would cost three times as much, in every step.
         token = CURRENT.set(Part(pass_name, turn=turn, passes=purpose.passes))
         try:
-            new_state = fn(state, purpose.watch)
+            if purpose.passes is None:
+                new_state = fn(state, purpose.watch)
+            else:
+                with purpose.passes.compared():
+                    new_state = fn(state, purpose.watch)
         finally:
             CURRENT.reset(token)
         if may_set_gradients and used and new_state.grads and new_state.grads is not state.grads:

@@ -9,7 +9,7 @@ from torch import Tensor
 from purecompose import batch as batches
 from purecompose._support.functorch import is_transforming
 from purecompose._support.warnings import warn
-from purecompose.core.halves import NotMeanError, Variant, coarsest, is_differentiable, largest
+from purecompose.core.halves import Comparison, NotMeanError, Variant, coarsest, is_differentiable, largest
 from purecompose.core.state import State
 
 
@@ -38,8 +38,9 @@ class ForwardPasses:
     Attributes:
         are_replaced: False if a pass of the last run was not replaced.
         have_rows: False if outputs of a recorded pass seem to have a row for each example, but have a fixed number.
-        grads: Gradients of the losses with respect to the outputs that replaced passes, in the last run.
-        eps: Relative precision of the coarsest dtype on the way to the losses of the last run.
+        leaves: The tensors that replaced outputs of passes, in the last run.
+        grads: Gradients of the losses with respect to them.
+        eps: Relative precision of the coarsest dtype on the way to the losses of all examples, in the last run.
     """
 
     def __init__(self, num_examples: int, stage: str = "", *, may_replace: bool = True) -> None:
@@ -50,8 +51,12 @@ class ForwardPasses:
 
     def begin(self, given: Variant | None) -> None:
         """Begin a run: the first one, or one in which the outputs are given."""
-        self._given, self._index, self._leaves = given, 0, list[Tensor]()
+        self._given, self._index, self.leaves = given, 0, list[Tensor]()
         self.are_replaced, self.grads, self.eps = self._may_replace, list[Tensor](), 0.0
+
+    def compared(self) -> Comparison:
+        """Return a scope in which a stage or a method runs."""
+        return Comparison(self._given is not None and self._given.is_double)
 
     def run(self, call: Callable[..., _Result], inputs: Any, state: State) -> _Result:
         """Return the outputs of a forward pass, a function of its inputs, and the buffers after it."""
@@ -71,12 +76,15 @@ class ForwardPasses:
 
     def differentiate(self, loss: Tensor) -> None:
         """Differentiate a loss with respect to the outputs that replaced passes."""
-        self.eps = max(self.eps, coarsest(loss))
-        if self._leaves:
-            self.grads += torch.autograd.grad(loss, self._leaves, retain_graph=True, materialize_grads=True)
+        if self._given is None:  # only the outputs are needed
+            return
+        if len(self._given.rows) == self._num:
+            self.eps = max(self.eps, coarsest(loss))
+        if self.leaves:
+            self.grads += torch.autograd.grad(loss, self.leaves, retain_graph=True, materialize_grads=True)
 
     def _record(self, call: Callable[..., _Result], inputs: Any, state: State) -> _Recorded | None:
-        given, known = batches.tensors(inputs), set(map(id, self._leaves))
+        given, known = batches.tensors(inputs), set(map(id, self.leaves))
         if any(one.requires_grad and one.is_leaf and id(one) not in known for one in given):
             return None
         if not all(param.is_leaf for param in state.params.values()):
@@ -139,6 +147,8 @@ class ForwardPasses:
             theirs = whole[given.rows.start : given.rows.stop] if whole.shape[:1] == (self._num,) else whole
             if theirs.shape != ours.shape:  # such as of sequences that are cut to the longest of a batch
                 raise RuntimeError("other shapes")
+            if torch.equal(theirs, ours):
+                continue
             tolerance = torch.finfo(ours.dtype).eps ** 0.5 * largest(theirs) if is_differentiable(ours) else 0
             if largest(ours - theirs if is_differentiable(ours) else (ours != theirs).float()) > tolerance:
                 raise NotMeanError(
@@ -154,5 +164,5 @@ class ForwardPasses:
             tensor = self._given.part(tensor, self._num)
         if not has_grad:
             return tensor
-        self._leaves.append(tensor.detach().requires_grad_())
-        return self._leaves[-1]
+        self.leaves.append(tensor.detach().requires_grad_())
+        return self.leaves[-1]

@@ -137,13 +137,12 @@ def check_scope(
     if until_loss is not None and not is_model_loss and layout.has_rows(state.batch):
         passes = ForwardPasses(state.num_examples, "a stage before the loss")
         purpose = NO_PURPOSE._replace(passes=passes)
-        with Comparison():
-            end = until_loss(carry, purpose).state
-            has_rows = passes.have_rows and _have_rows(end)
-            if has_rows:
-                for part, rows in with_halves(state):
-                    passes.begin(Variant(rows, is_moved=False, is_double=False))
-                    until_loss(carry._replace(state=part), purpose)
+        end = until_loss(carry, purpose).state
+        has_rows = passes.have_rows and _have_rows(end)
+        if has_rows:
+            for part, rows in with_halves(state):
+                passes.begin(Variant(rows, is_moved=False, is_double=False))
+                until_loss(carry._replace(state=part), purpose)
         if has_rows:
             try:
                 check_outputs(end)
@@ -189,7 +188,7 @@ def check_outputs(state: State, *, train: bool = True) -> bool:
 
     def find(inner: State, given: Variant) -> Found | None:
         outputs = batches.map_tensors(lambda tensor: given.part(tensor, num), state.outputs)
-        return _of_outputs(inner.replace(outputs=outputs), train)
+        return _of_outputs(inner.replace(outputs=outputs), train, given.is_double)
 
     names = *context.loss_param_names, *context.loss_buffer_names
     return check_halves(find, state, _subject(state), names)
@@ -200,7 +199,7 @@ def check_evaluated(state: State) -> None:
     _first_of([lambda: check_outputs(state, train=False)], state)
 
 
-def _of_outputs(state: State, train: bool) -> Found | None:
+def _of_outputs(state: State, train: bool, is_double: bool) -> Found | None:
     """Differentiate the loss of a state's outputs; `None` if it draws, changes buffers, or has no gradient."""
     context = state.context
     given = [tensor.detach().requires_grad_(is_differentiable(tensor)) for tensor in batches.tensors(state.outputs)]
@@ -211,7 +210,8 @@ def _of_outputs(state: State, train: bool) -> Found | None:
     targets = targets_of_loss(state)
 
     def evaluate(state: State) -> tuple[Tensor, dict[str, Tensor]]:
-        return state.call_loss(lambda fn: losses.evaluate_loss(fn, state.outputs, targets), train=train)
+        with Comparison(is_double):
+            return state.call_loss(lambda fn: losses.evaluate_loss(fn, state.outputs, targets), train=train)
 
     with torch.enable_grad():
         loss, buffers = evaluate(inner)
@@ -246,9 +246,8 @@ def _check_stage(body: Operation, until_loss: Operation | None, stage: str, carr
             tolerance = eps**0.5 if named else 256 * eps
             return Found(after.loss, [*passes.grads, *named], len(passes.grads), float(terms), eps, tolerance)
 
-        with Comparison():
-            found = find(state, None)
-        is_replaced = passes.are_replaced and 0 < found.num_rows == len(found.grads)  # nothing else reads parameters
+        found = find(state, None)
+        is_replaced = passes.are_replaced and bool(passes.leaves) and not found.grads  # nothing else reads parameters
         check_halves(find, state, subject, () if is_replaced else (*state.params, *state.buffers))
 
     if layout.has_rows(state.batch):
