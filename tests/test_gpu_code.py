@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from benchmarks.gpu_code.devices import DEVICES, H100, L4
+from benchmarks.gpu_code.interpreting import empty, load
+from benchmarks.gpu_code.numbers import difference
 from benchmarks.gpu_code.pretend import InterfaceError, find, pretend, replace
 from benchmarks.gpu_code.report import row_of, table
 from benchmarks.gpu_code.timing import node_time, times
@@ -96,9 +98,41 @@ def test_a_torch_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         pretend()
 
 
+def test_a_difference_is_relative_to_large_numbers_and_nan_is_infinite() -> None:
+    ones = torch.ones(2, 2)
+    assert difference(ones, ones) == 0
+    assert difference(100 * ones, 101 * ones) == pytest.approx(1 / 101)
+    assert difference(0.1 * ones, 0.2 * ones) == pytest.approx(0.1)
+    assert difference(ones, ones * float("nan")) == difference(ones * float("nan"), ones) == float("inf")
+    assert difference(torch.tensor([1, 2]), torch.tensor([1, 3])) == float("inf")
+    assert difference(ones, ones.double()) == difference(ones, ones[0]) == float("inf")
+    assert difference(torch.empty(0), torch.empty(0)) == 0
+
+
+def test_memory_that_nothing_has_written_holds_no_usual_number() -> None:
+    assert empty((2, 3), (4, 1), torch.bfloat16).isnan().all()
+    assert (empty((2,), (1,), torch.int64) == 2**63 - 1).all() and empty((2,), (1,), torch.bool).all()
+    assert empty((2, 3), (1, 2), torch.float32).stride() == (1, 2)
+
+
+def test_kernels_are_interpreted_only_in_a_process_started_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(InterfaceError, match="started with TRITON_INTERPRET=1"):
+        load("")
+
+
 @pytest.mark.slow
 @needs_cuda_wheel
-def test_the_code_of_an_mlp_is_written() -> None:
-    done = subprocess.run(["bash", str(RUN), "report", "mlp"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "| mlp | plain | ours | 10 | 8 |" in done.stdout and "| mlp | plain | by hand |" in done.stdout
+@pytest.mark.parametrize(
+    "command, lines",
+    [
+        ("report", ["| mlp | plain | ours | 10 | 8 |", "| mlp | plain | by hand |"]),
+        ("assemble", ["mlp plain: 16 of 16 assembled, for sm_80 and sm_90"]),
+        ("numbers", ["mlp plain: equal after 3 steps", "mlp sam: equal after 3 steps"]),
+    ],
+)
+def test_the_code_of_an_mlp_is_written_assembled_and_right(command: str, lines: list[str]) -> None:
+    methods = ["--methods", "plain", "sam"] if command == "numbers" else []
+    done = subprocess.run(["bash", str(RUN), command, "mlp", *methods], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(line in done.stdout for line in lines), done.stdout

@@ -1,5 +1,6 @@
 """A table of the code of steps, ours and by hand: kernels, calls, bytes, peaks, and predicted times."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -44,8 +45,7 @@ def table(rows: Iterable[Row]) -> str:
 def rows_of(network: str, methods: str) -> list[Row]:
     """Return the rows of a network with methods; the loop by hand is written for plain steps."""
     case = build(network)
-    graphs = graphs_of(*ours(case, methods), case.batch)
-    rows = [row_of(network, methods, "ours", _codes(graphs))]
+    rows = [row_of(network, methods, "ours", codes_of(network, methods))]
     if methods == "plain":
         is_autocast = case.precision == "bf16"
         graphs = graphs_by_hand(case.net, F.cross_entropy, case.batch, optimizer_by_hand(case), autocast=is_autocast)
@@ -53,10 +53,16 @@ def rows_of(network: str, methods: str) -> list[Row]:
     return rows
 
 
+def codes_of(network: str, methods: str) -> list[Code]:
+    """Return the code of our step."""
+    case = build(network)
+    return _codes(graphs_of(*ours(case, methods), case.batch))
+
+
 def _codes(graphs: Iterable[Graph]) -> list[Code]:
     codes = []
     for graph in graphs:
         codes.append(code_of(graph))
         for one in violations(codes[-1], graph.module):
-            print(f"{graph.name}: {one}")
+            print(f"{graph.name}: {one}", file=sys.stderr)
     return codes
