@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from purecompose._support.device import keep_freed_memory, return_freed_memory
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
+from purecompose.transforms.compilation.decompositions import DECOMPOSITIONS
 from purecompose.transforms.compilation.draws import open_draws, replace_draws
 from purecompose.transforms.compilation.inductor import inductor_for
 from purecompose.transforms.compilation.layouts import with_channels_last
@@ -92,7 +93,7 @@ def _explained() -> Iterator[None]:
 def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
     inductor = inductor_for(_placeholders(graph)[0].meta["val"].device)
     config = inductor.package.config
-    decompositions = inductor.decomposition.select_decomp_table()
+    decompositions = {**inductor.decomposition.select_decomp_table(), **DECOMPOSITIONS}
     options = dict(inductor.package.list_mode_options(mode)) if mode not in (None, "default") else {}
     options["triton.cudagraphs"] = False  # CUDA graphs are captured around the whole call, by `Replay`
     # The look-up key has compared sizes already.
