@@ -35,6 +35,11 @@ def small_gpt() -> Case:
     return _gpt(64, 8, 4, width=16, num_heads=2, depth=1)._replace(precision="fp32")
 
 
+def small_gpt_bf16() -> Case:
+    """The same under autocast."""
+    return small_gpt()._replace(precision="bf16")
+
+
 def gpt2() -> Case:
     """GPT-2 small, tied, with AdamW, and 8 sequences of 1,024 tokens."""
     case = _gpt(50257, 1024, 8, width=768, num_heads=12, depth=12, is_tied=True)
@@ -87,6 +92,7 @@ NETWORKS: dict[str, Callable[[], Case]] = {
     "vit_s": vit_s,
     "gpt2": gpt2,
     "small_gpt": small_gpt,
+    "small_gpt_bf16": small_gpt_bf16,
     "small_resnet": small_resnet,
 }
 
@@ -95,6 +101,7 @@ METHODS: dict[str, Callable[[], list[Algorithm]]] = {
     "label_smoothing": lambda: [alg.label_smoothing(0.1)],
     "mixup+label_smoothing": lambda: [alg.mixup(0.2), alg.label_smoothing(0.1)],
     "ema": lambda: [alg.ema()],
+    "ema+sam": lambda: [alg.ema(), alg.sam(0.05)],
     "sam": lambda: [alg.sam(0.05)],
 }
 

@@ -1,8 +1,9 @@
 """Flat graphs of training steps on fake tensors of a GPU: a step's, and those of the loop that people write."""
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from benchmarks.gpu_code.pretend import CUDA, find
 from purecompose import State, Step
 from purecompose._support.device import arithmetic
 from purecompose.transforms.compilation import building
+from purecompose.transforms.compilation.backends import Compiled
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary
 from purecompose.transforms.compilation.capture import Captured
 from purecompose.transforms.signature import Signature
@@ -30,28 +32,48 @@ class Graph(NamedTuple):
     is_backward: bool = False
 
 
-def captured_parts(step: Step, state: State, batch: Any, device: torch.device = CUDA) -> list[Captured]:
-    """Return the graphs of a compiled step's parts as if state and batch were on a device.
+@contextlib.contextmanager
+def compiling_for_gpu(compile_: Callable[[fx.GraphModule], Compiled]) -> Iterator[None]:
+    """Return a scope in which parts of compiled steps are traced as if on `cuda:0`, and compiled by a function."""
+    capture, compile_graph = building.capture, building.compile_graph
 
-    The step's own planning builds them, up to the first host algorithm; nothing is compiled or run.
+    def captured(body: Any, boundary: Boundary, **kwargs: Any) -> Captured:
+        found, device = capture(body, _on_device(boundary, CUDA), **kwargs), boundary.device
+        reads = {name: on_device(signature, device) for name, signature in found.reads.items()}
+        writes = {name: (on_device(signature, device), where) for name, (signature, where) in found.writes.items()}
+        return found._replace(reads=reads, writes=writes)
+
+    def compiled(graph: fx.GraphModule, backend: Any, mode: Any) -> Compiled:
+        del backend, mode
+        is_empty = all(node.op in ("placeholder", "output") for node in graph.graph.nodes)
+        return compile_graph(graph, "eager", None) if is_empty else compile_(graph)
+
+    building.capture, building.compile_graph = captured, compiled
+    try:
+        yield
+    finally:
+        building.capture, building.compile_graph = capture, compile_graph
+
+
+def graphs_of(step: Step, state: State, batch: Any) -> list[Graph]:
+    """Return the graphs of a compiled step for Inductor, as if state and batch were on `cuda:0`.
+
+    The step's own planning makes them, up to the first host algorithm; nothing is compiled or run. A graph that is
+    called for each of several slices of the batch is there once.
     """
     prepared = step.prepare(state, batch)
     start = prepared.start()
-    signatures = {name: on_device(Signature.of(getattr(start, name))[0], device) for name in FIELDS}
-    found: list[Captured] = []
-    capture, compile_graph = building.capture, building.compile_graph
+    signatures = {name: on_device(Signature.of(getattr(start, name))[0], CUDA) for name in FIELDS}
+    found: list[Graph] = []
 
-    def captured(*args: Any, **kwargs: Any) -> Captured:
-        found.append(capture(*args, **kwargs))
-        return found[-1]
+    def keep(graph: fx.GraphModule) -> Compiled:
+        found.append(Graph(f"part {len(found)}", graph, True))
+        return lambda args: []
 
-    building.capture, building.compile_graph = captured, lambda *args: lambda given: []
-    try:
-        compiled = pc.compile(step, quiet=True)
-        with arithmetic(state.context.precision, device):
-            compiled._graphs.plan(Boundary.start(start.static, signatures, is_donated=True), prepared.bits)
-    finally:
-        building.capture, building.compile_graph = capture, compile_graph
+    with compiling_for_gpu(keep), arithmetic(state.context.precision, CUDA):
+        pc.compile(step, quiet=True)._graphs.plan(
+            Boundary.start(start.static, signatures, is_donated=True), prepared.bits
+        )
     return found
 
 
@@ -60,9 +82,10 @@ def on_device(signature: Signature, device: torch.device) -> Signature:
     return signature.with_specs(spec._replace(device=device) for spec in signature.specs)
 
 
-def graphs_of(step: Step, state: State, batch: Any) -> list[Graph]:
-    """Return the graphs of a step for Inductor; a step in one part has one."""
-    return [Graph(f"part {i}", part.graph, True) for i, part in enumerate(captured_parts(step, state, batch))]
+def _on_device(boundary: Boundary, device: torch.device) -> Boundary:
+    signatures = {name: on_device(signature, device) for name, signature in boundary.signatures.items()}
+    donated = boundary.donated and {name: on_device(one, device) for name, one in boundary.donated.items()}
+    return replace(boundary, signatures=signatures, donated=donated)
 
 
 def graphs_by_hand(
@@ -88,7 +111,7 @@ def graphs_by_hand(
     net = copy.deepcopy(net).to("meta").train()
 
     def forward(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *batch: Tensor) -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext():
+        with torch.autocast("cuda", torch.bfloat16) if autocast else contextlib.nullcontext():
             outputs = torch.func.functional_call(net, (dict(params), dict(buffers)), batch[:-1])
         return loss(outputs.float(), batch[-1])
 

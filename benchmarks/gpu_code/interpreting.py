@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_code.attention import register
 from benchmarks.gpu_code.pretend import InterfaceError, find, replace
 
 
@@ -54,6 +55,7 @@ def load(source: str) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     replace("torch._C._dynamo.guards._empty_strided_cuda", empty)
     replace("torch._C._dynamo.guards.copy_if_misaligned", lambda tensor: tensor)
     replace("torch._C._cuda_getCurrentRawStream", lambda device: 0)
+    register()
     return executed(source)["call"]
 
 

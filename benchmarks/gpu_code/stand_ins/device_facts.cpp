@@ -1,4 +1,5 @@
 // What torch's C++ asks of a device, answered for one H100; preloaded, so that it comes before torch's own functions.
+#include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <driver_types.h>
 
 #include <cstring>
@@ -38,11 +39,13 @@ cudaDeviceProp* getCurrentDeviceProperties() { return properties(); }
 cudaDeviceProp* getDeviceProperties(signed char) { return properties(); }
 }  // namespace at::cuda
 
-// The choice of attention's kernel: flash attention.
+// The choice of attention's kernel: flash attention for half precision without a mask, otherwise the other fused one.
 namespace sdp {
-struct sdp_params;
 bool can_use_cudnn_attention(const sdp_params&, bool) { return false; }
-bool can_use_flash_attention(const sdp_params&, bool) { return true; }
+bool can_use_flash_attention(const sdp_params& params, bool) {
+  const auto dtype = params.query.scalar_type();
+  return (dtype == at::kHalf || dtype == at::kBFloat16) && !params.attn_mask.has_value();
+}
 bool can_use_mem_efficient_attention(const sdp_params&, bool) { return true; }
 bool is_flash_attention_available() { return true; }
 }  // namespace sdp

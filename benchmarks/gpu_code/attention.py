@@ -1,0 +1,106 @@
+"""The fused attention of GPUs on the CPU: by torch's kernels for the CPU, with results in the GPU's layout."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+
+_aten = torch.ops.aten
+_flash = _aten._scaled_dot_product_flash_attention.default
+_flash_backward = _aten._scaled_dot_product_flash_attention_backward.default
+_efficient = _aten._scaled_dot_product_efficient_attention.default
+_efficient_backward = _aten._scaled_dot_product_efficient_attention_backward.default
+_forward, _backward = (
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+
+
+@functools.cache
+def register() -> torch.library.Library:
+    """Register the operators for the CPU, once; they are there as long as the returned library is."""
+    library = torch.library.Library("aten", "IMPL")
+    for operator, function in ((_flash, flash), (_efficient, efficient)):
+        library.impl(operator, function, "CPU")
+    for operator, function in ((_flash_backward, flash_backward), (_efficient_backward, efficient_backward)):
+        library.impl(operator, function, "CPU")
+    return library
+
+
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, is_causal: bool = False, *rest: Any, scale: Any = None
+):
+    """Compute attention as `_scaled_dot_product_flash_attention` does."""
+    _check(dropout)
+    results = _alike(_flash, q, k, v, dropout, is_causal, scale=scale)
+    return _filled(results, _forward(q, k, v, 0.0, is_causal, scale=scale))
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, *rest: Any, scale: Any = None
+):
+    """Compute the gradients as `_scaled_dot_product_flash_attention_backward` does."""
+    results = _alike(_flash_backward, grad, q, k, v, out, logs, *rest, scale=scale)
+    return _filled(results, _backward(grad, q, k, v, out, logs, 0.0, rest[5], scale=scale))
+
+
+def efficient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    keeps_logs: bool,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: Any = None,
+):
+    """Compute attention as `_scaled_dot_product_efficient_attention` does."""
+    _check(dropout)
+    results = _alike(_efficient, q, k, v, bias, keeps_logs, dropout, is_causal, scale=scale)
+    return _filled(results, _forward(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale))
+
+
+def efficient_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    out: Tensor,
+    logs: Tensor,
+    *rest: Any,
+    scale: Any = None,
+):
+    """Compute the gradients as `_scaled_dot_product_efficient_attention_backward` does, that of the bias left out."""
+    if rest[3][3]:
+        raise NotImplementedError("a gradient of attention's bias has no kernel on the CPU")
+    logs, is_causal, mask = logs[..., : q.shape[-2]], rest[4], bias if bias is not None and bias.numel() else None
+    grads = _backward(grad, q, k, v, out, logs, 0.0, is_causal, attn_mask=mask, scale=scale)
+    results = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v)]
+    return *_filled(results, grads), None
+
+
+def _check(dropout: float) -> None:
+    if dropout:
+        raise NotImplementedError("dropout within fused attention has other draws on each device")
+
+
+def _alike(operator: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    """Return uninitialised results with the shapes and strides that the operator has on other devices."""
+    meta = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
+    return [
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) if isinstance(x, Tensor) else x
+        for x in operator(*meta[0], **meta[1])
+    ]
+
+
+def _filled(results: list[Any], values: Any) -> tuple[Any, ...]:
+    """Return the results with values in the first of them, which may have room for more rows."""
+    for result, value in zip(results, values, strict=False):
+        if result.numel():
+            result[tuple(slice(size) for size in value.shape)].copy_(value)
+    return tuple(results)
