@@ -1,6 +1,7 @@
 """The GPU code that Inductor writes for a graph, with the figures of its kernels and checks of what it must not do."""
 
 import re
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -101,14 +102,18 @@ def _described(source: str, lowering: Any) -> Code:
         tuple(kernel for _, kernel in calls if kernel),
         tuple(name for name, _ in calls if name.startswith("extern_kernels.")),
         tuple(name for name, _ in calls if name.startswith("torch.ops.")),
-        tuple(map(_node, scheduler.nodes)),
+        tuple(_node(node, lowering.removed_buffers) for node in scheduler.nodes),
         sum(value.untyped_storage().nbytes() for value in given),
         peak,
     )
 
 
-def _node(node: Any) -> Node:
-    reads = dict(node.get_read_write_buffer_accesses(include_reads=True, include_writes=True))
+def _node(node: Any, removed: Collection[str]) -> Node:
+    # Inductor also counts buffers that stay in registers, and those that must only be read before this node writes.
+    weak = find("torch._inductor.dependencies.WeakDep")
+    real = {dep.name for dep in node.read_writes.reads | node.read_writes.writes if not isinstance(dep, weak)}
+    accesses = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    reads = {name: size for name, size in accesses.items() if name in real and name not in removed}
     operation = node.get_nodes()[0].node
     if not node.is_extern():
         origins = (getattr(part.node, "origin_node", None) for part in node.get_nodes())
