@@ -10,6 +10,7 @@ import torch
 from benchmarks.gpu_code.devices import DEVICES, H100, L4
 from benchmarks.gpu_code.interpreting import empty, load
 from benchmarks.gpu_code.numbers import difference
+from benchmarks.gpu_code.peaks import peak_of
 from benchmarks.gpu_code.pretend import InterfaceError, find, pretend, replace
 from benchmarks.gpu_code.report import row_of, table
 from benchmarks.gpu_code.timing import node_time, times
@@ -82,6 +83,28 @@ def test_host_tensors_and_sizes_of_a_graph_are_reported() -> None:
     graph = torch.fx.symbolic_trace(torch.nn.Identity())
     next(iter(graph.graph.nodes)).meta["val"] = torch.ones(2)
     assert violations(make_code(), graph) == ["has a tensor of the host: input_1"]
+
+
+def test_the_peak_counts_allocations_aliases_and_saved_values_until_they_are_deleted() -> None:
+    source = """
+    def call(self, args):
+        primals_1, relu, mm = args
+        args.clear()
+        mm = copy_if_misaligned(mm)
+        buf0 = empty_strided_cuda((2,), (1,), torch.float32)
+        del relu
+        buf1 = buf0; del buf0  # reuse
+        buf2 = reinterpret_tensor(buf1, (1, 2), (2, 1), 0); del buf1  # reuse
+        buf3 = torch.ops.aten.convolution_backward.default(buf2, mm)
+        buf4 = buf3[0]
+        del buf2, buf3
+        buf5 = extern_kernels.convolution(buf4)
+        return (buf5, )
+    def other(self): buf6 = buf7
+    """
+    sizes = {"primals_1": 1000, "relu": 8, "mm": 4, "buf0": 16, "buf1": 16, "buf2": 16, "buf4": 32, "buf5": 1}
+    assert peak_of(source, lambda name: sizes.get(name, 0)) == 4 + 16 + 32
+    assert peak_of(source, lambda name: {**sizes, "buf5": 30}.get(name, 0)) == 4 + 32 + 30
 
 
 def test_a_moved_interface_is_named() -> None:

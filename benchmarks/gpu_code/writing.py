@@ -1,5 +1,6 @@
 """The GPU code that Inductor writes for a graph, with the figures of its kernels and checks of what it must not do."""
 
+import math
 import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ import torch
 from torch import _guards, fx
 
 from benchmarks.gpu_code.graphs import Graph
+from benchmarks.gpu_code.peaks import peak_of
 from benchmarks.gpu_code.pretend import find
 from purecompose.transforms.compilation import backends
 
@@ -40,7 +42,7 @@ class Code(NamedTuple):
     nodes: tuple[Node, ...]
     input_bytes: int
     peak: int
-    """The estimated peak of the memory that a call needs beside its inputs, in bytes."""
+    """The peak of the memory beside parameters and batch, in bytes."""
 
     @property
     def num_bytes(self) -> int:
@@ -93,9 +95,6 @@ def _described(source: str, lowering: Any) -> Code:
     from_call = source[source.index("def call(") :]
     calls = re.findall(r"^ +(?:\w+ = )?(extern_kernels\.\w+|torch\.ops\.[\w.]+|(\w+)\.run)\(", from_call, re.M)
     scheduler = lowering.scheduler
-    planning = find("torch._inductor.memory.prepare_planning_info")
-    inputs, outputs = set(lowering.graph_inputs), set(lowering.get_output_names())
-    peak, _ = planning(scheduler.nodes, scheduler.name_to_buf, scheduler.name_to_fused_node, inputs, outputs)
     given = [value for value in lowering.example_inputs if isinstance(value, torch.Tensor)]
     return Code(
         source,
@@ -104,8 +103,17 @@ def _described(source: str, lowering: Any) -> Code:
         tuple(name for name, _ in calls if name.startswith("torch.ops.")),
         tuple(_node(node, lowering.removed_buffers) for node in scheduler.nodes),
         sum(value.untyped_storage().nbytes() for value in given),
-        peak,
+        peak_of(source, lambda name: _size(name, lowering)),
     )
+
+
+def _size(name: str, lowering: Any) -> int:
+    """Return the bytes of a buffer or an input, 0 for other names and for several results together."""
+    buffer = lowering.try_get_buffer(name)
+    layout: Any = buffer.maybe_get_layout() if buffer is not None else None
+    if layout is None or not hasattr(layout, "size"):
+        return 0
+    return math.prod(map(int, layout.size)) * layout.dtype.itemsize
 
 
 def _node(node: Any, removed: Collection[str]) -> Node:
