@@ -162,10 +162,11 @@ def _fold_constants_on_host() -> None:
 
     class OnHost(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            return func(
-                *args, **({**kwargs, "device": torch.device("cpu")} if kwargs.get("device") == CUDA else kwargs)
-            )
+            def on_host(value: Any) -> Any:
+                return torch.device("cpu") if isinstance(value, torch.device) else value
+
+            given = kwargs or {}
+            return func(*map(on_host, args), **{name: on_host(value) for name, value in given.items()})
 
     path = "torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder._deduce_value"
     deduce = find(path)

@@ -4,11 +4,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch.nn import functional as F
-
-from benchmarks.gpu_code.cases import build, optimizer_by_hand, ours
+from benchmarks.gpu_code import by_hand
+from benchmarks.gpu_code.cases import build, ours
 from benchmarks.gpu_code.devices import DEVICES
-from benchmarks.gpu_code.graphs import Graph, graphs_by_hand, graphs_of
+from benchmarks.gpu_code.graphs import Graph, graphs_of
 from benchmarks.gpu_code.timing import times
 from benchmarks.gpu_code.writing import Code, code_of, violations
 
@@ -43,13 +42,11 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def rows_of(network: str, methods: str) -> list[Row]:
-    """Return the rows of a network with methods; the loop by hand is written for plain steps."""
-    case = build(network)
+    """Return the rows of a network with methods, by hand only for some."""
     rows = [row_of(network, methods, "ours", codes_of(network, methods))]
-    if methods == "plain":
-        is_autocast = case.precision == "bf16"
-        graphs = graphs_by_hand(case.net, F.cross_entropy, case.batch, optimizer_by_hand(case), autocast=is_autocast)
-        rows.append(row_of(network, methods, "by hand", _codes(graphs)))
+    if methods in by_hand.METHODS:
+        codes = _codes(by_hand.graphs_by_hand(build(network), methods))
+        rows.append(row_of(network, methods, "by hand", codes))
     return rows
 
 
@@ -60,9 +57,12 @@ def codes_of(network: str, methods: str) -> list[Code]:
 
 
 def _codes(graphs: Iterable[Graph]) -> list[Code]:
-    codes = []
+    """Return the code of each graph, written once for one that is called several times."""
+    codes: dict[int, Code] = {}
+    graphs = list(graphs)
     for graph in graphs:
-        codes.append(code_of(graph))
-        for one in violations(codes[-1], graph.module):
-            print(f"{graph.name}: {one}", file=sys.stderr)
-    return codes
+        if id(graph) not in codes:
+            codes[id(graph)] = code_of(graph)
+            for one in violations(codes[id(graph)], graph.module):
+                print(f"{graph.name}: {one}", file=sys.stderr)
+    return [codes[id(graph)] for graph in graphs]

@@ -94,14 +94,14 @@ def _compile(graph: Graph) -> None:
 def _described(source: str, lowering: Any) -> Code:
     from_call = source[source.index("def call(") :]
     calls = re.findall(r"^ +(?:\w+ = )?(extern_kernels\.\w+|torch\.ops\.[\w.]+|(\w+)\.run)\(", from_call, re.M)
-    scheduler = lowering.scheduler
+    scheduler, local = lowering.scheduler, {*lowering.removed_buffers, *lowering.inplaced_to_remove}
     given = [value for value in lowering.example_inputs if isinstance(value, torch.Tensor)]
     return Code(
         source,
         tuple(kernel for _, kernel in calls if kernel),
         tuple(name for name, _ in calls if name.startswith("extern_kernels.")),
         tuple(name for name, _ in calls if name.startswith("torch.ops.")),
-        tuple(_node(node, lowering.removed_buffers) for node in scheduler.nodes),
+        tuple(_node(node, local) for node in scheduler.nodes),
         sum(value.untyped_storage().nbytes() for value in given),
         peak_of(source, lambda name: _size(name, lowering)),
     )
@@ -116,12 +116,12 @@ def _size(name: str, lowering: Any) -> int:
     return math.prod(map(int, layout.size)) * layout.dtype.itemsize
 
 
-def _node(node: Any, removed: Collection[str]) -> Node:
+def _node(node: Any, local: Collection[str]) -> Node:
     # Inductor also counts buffers that stay in registers, and those that must only be read before this node writes.
     weak = find("torch._inductor.dependencies.WeakDep")
     real = {dep.name for dep in node.read_writes.reads | node.read_writes.writes if not isinstance(dep, weak)}
     accesses = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
-    reads = {name: size for name, size in accesses.items() if name in real and name not in removed}
+    reads = {name: size for name, size in accesses.items() if name in real and name not in local}
     operation = node.get_nodes()[0].node
     if not node.is_extern():
         origins = (getattr(part.node, "origin_node", None) for part in node.get_nodes())
