@@ -1,4 +1,4 @@
-"""Decompositions for Inductor that move fewer bytes than its own."""
+"""Decompositions for Inductor that move fewer bytes than its own, or none between host and device."""
 
 from typing import Any
 
@@ -45,8 +45,29 @@ def nll_loss_backward(
     return chosen * torch.where(is_counted, grad_output, 0)
 
 
+def foreach_lerp(starts: list[Tensor], ends: list[Tensor], weight: float) -> list[Tensor]:
+    """Return `start + weight (end - start)` for each pair, as `_foreach_lerp` does, in operations over all pairs.
+
+    Inductor's decomposition, from torch 2.14 on, makes a tensor of the weight on the host, which a step on a GPU would
+    copy to the device each time: `torch.compile` folds it, in a pass over the joint graph.
+    """
+    wide = [torch.float32 if start.dtype in (torch.float16, torch.bfloat16) else start.dtype for start in starts]
+    if wide == [start.dtype for start in starts]:
+        return _lerp(starts, ends, weight)
+    wide_starts, wide_ends = ([x.to(dtype) for x, dtype in zip(xs, wide, strict=True)] for xs in (starts, ends))
+    return [x.to(start.dtype) for x, start in zip(_lerp(wide_starts, wide_ends, weight), starts, strict=True)]
+
+
+def _lerp(starts: list[Tensor], ends: list[Tensor], weight: float) -> list[Tensor]:
+    differences = _aten._foreach_sub.List(ends, starts)
+    if abs(weight) < 0.5:
+        return _aten._foreach_add.List(starts, _aten._foreach_mul.Scalar(differences, weight))
+    return _aten._foreach_sub.List(ends, _aten._foreach_mul.Scalar(differences, 1 - weight))
+
+
 DECOMPOSITIONS: dict[Any, Any] = {
     _aten.nll_loss_backward.default: nll_loss_backward,
     _aten.nll_loss2d_backward.default: nll_loss_backward,
+    _aten._foreach_lerp.Scalar: foreach_lerp,
 }
 """Decompositions in place of Inductor's."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose.transforms.compilation.decompositions import DECOMPOSITIONS
 
@@ -62,3 +63,17 @@ def test_infinite_gradients_are_those_of_torchs_decomposition() -> None:
         args = (torch.tensor(value), torch.randn(2, 3), target, None, 1, -100, torch.tensor(2.0))
         ours, torchs = DECOMPOSITIONS[operator](*args), get_decompositions([operator])[operator](*args)
         assert torch.equal(bits(ours), bits(torchs))
+
+
+@pytest.mark.parametrize("weight", [0.1, 0.5, 0.9, -0.7, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_foreach_lerp_is_torchs_without_a_tensor_of_the_weight(weight: float, dtype: torch.dtype) -> None:
+    starts, ends = ([torch.randn(4, 3).to(dtype), torch.randn(5).to(dtype)] for _ in range(2))
+    operator = _aten._foreach_lerp.Scalar
+    torch.testing.assert_close(DECOMPOSITIONS[operator](starts, ends, weight), operator(starts, ends, weight))
+
+    def call(*tensors: Tensor) -> list[Tensor]:
+        return operator(list(tensors[:2]), list(tensors[2:]), weight)
+
+    graph = make_fx(call, decomposition_table=DECOMPOSITIONS)(*starts, *ends).graph
+    assert not graph.find_nodes(op="get_attr") and not graph.find_nodes(op="call_function", target=operator)
