@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from benchmarks.gpu_code.cases import Case, optimizer_by_hand
 from benchmarks.gpu_code.graphs import Graph
 from benchmarks.gpu_code.pretend import CUDA, find
+from purecompose.transforms.compilation.decompositions import foreach_lerp
 
 
 _torch: Any = torch  # type checkers do not know its private names
@@ -71,6 +72,10 @@ def graphs_by_hand(case: Case, methods: str) -> list[Graph]:
     return kept.graphs
 
 
+# Its tensor of the weight cannot be made here; on a GPU, torch.compile folds it to a number.
+_HOSTLESS = {torch.ops.aten._foreach_lerp.Scalar: foreach_lerp}
+
+
 class _Kept:
     """A collection of the graphs that `torch.compile` would pass to Inductor."""
 
@@ -95,14 +100,13 @@ class _Kept:
             bw_compiler=compiler(backward, is_backward=True),
             inference_compiler=compiler(name, is_joint=True),
             partition_fn=find("torch._inductor.compile_fx.partition_fn"),
-            decompositions=find("torch._inductor.decomposition.select_decomp_table")(),
+            decompositions={**find("torch._inductor.decomposition.select_decomp_table")(), **_HOSTLESS},
             keep_inference_input_mutations=True,
         )
 
 
 def _ema(averages: list[Tensor], params: list[Tensor]) -> None:
-    _torch._foreach_mul_(averages, 0.999)
-    _torch._foreach_add_(averages, params, alpha=0.001)
+    _torch._foreach_lerp_(averages, params, 0.001)
 
 
 def _trace_sam(kept: _Kept, params: list[Tensor]) -> None:
@@ -116,7 +120,8 @@ def _trace_sam(kept: _Kept, params: list[Tensor]) -> None:
         return moves
 
     moves = kept.traced(up, "up")(params, _empty(params))
-    kept.graphs += passes
+    held = sum(move.numel() * move.element_size() for move in moves)
+    kept.graphs += [graph._replace(held=held) for graph in passes]
     kept.traced(lambda params, moves: _torch._foreach_sub_(params, moves), "back")(params, list(moves))
 
 

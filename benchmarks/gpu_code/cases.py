@@ -25,6 +25,11 @@ def mlp() -> Case:
     return Case(net, (torch.randn(64, 64), torch.randint(10, (64,))))
 
 
+def mlp_adamw() -> Case:
+    """The same with AdamW."""
+    return mlp()._replace(optimizer="adamw")
+
+
 def gpt() -> Case:
     """A GPT of two blocks of width 512 with a vocabulary of 8,192, and 16 sequences of 512 tokens."""
     return _gpt(8192, 512, 16, width=512, num_heads=8, depth=2)
@@ -86,6 +91,7 @@ def _images(net: nn.Module, num: int, size: int, num_classes: int) -> Case:
 
 NETWORKS: dict[str, Callable[[], Case]] = {
     "mlp": mlp,
+    "mlp_adamw": mlp_adamw,
     "gpt": gpt,
     "resnet18": resnet18,
     "resnet50": resnet50,
@@ -101,9 +107,18 @@ METHODS: dict[str, Callable[[], list[Algorithm]]] = {
     "label_smoothing": lambda: [alg.label_smoothing(0.1)],
     "mixup+label_smoothing": lambda: [alg.mixup(0.2), alg.label_smoothing(0.1)],
     "ema": lambda: [alg.ema()],
-    "ema+sam": lambda: [alg.ema(), alg.sam(0.05)],
     "sam": lambda: [alg.sam(0.05)],
+    "ema+sam": lambda: [alg.ema(), alg.sam(0.05)],
+    "cutmix": lambda: [alg.cutmix()],
+    "selective_backprop": lambda: [alg.selective_backprop(start=0.0, end=1.0)],
+    "clipping": lambda: [alg.gradient_clipping("norm", 0.1)],
+    "loss_scaling": lambda: [alg.loss_scaling()],
+    "overflow": lambda: [alg.loss_scaling(init_scale=2.0**127)],
+    "microbatches": list,
 }
+
+OPTIONS: dict[str, dict[str, Any]] = {"microbatches": {"microbatches": 4}}
+"""Options of `compose`."""
 
 
 def build(network: str) -> Case:
@@ -117,7 +132,7 @@ def ours(case: Case, methods: str) -> tuple[Step, State]:
     optimizer = optim.adamw(1e-3) if case.optimizer == "adamw" else optim.sgd(0.01, momentum=0.9)
     settings: dict[str, Any] = {"precision": case.precision, "duration": "2ep", "batches_per_epoch": 100}
     state = State.create(case.net, loss=losses.cross_entropy, optimizer=optimizer, key=0, **settings)
-    step = compose(loop_events, METHODS[methods]())
+    step = compose(loop_events, METHODS[methods](), **OPTIONS.get(methods, {}))
     return step, step.init(state)
 
 

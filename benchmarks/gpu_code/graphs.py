@@ -27,6 +27,8 @@ class Graph(NamedTuple):
     is_ours: bool
     """True if our backend passes it to Inductor, False if `torch.compile` would."""
     is_backward: bool = False
+    held: int = 0
+    """Bytes that the loop keeps for later while the graph runs, beside parameters, optimizer and averages."""
 
 
 @contextlib.contextmanager

@@ -61,8 +61,9 @@ def _codes(graphs: Iterable[Graph]) -> list[Code]:
     codes: dict[int, Code] = {}
     graphs = list(graphs)
     for graph in graphs:
-        if id(graph) not in codes:
-            codes[id(graph)] = code_of(graph)
-            for one in violations(codes[id(graph)], graph.module):
+        if id(graph.module) not in codes:
+            codes[id(graph.module)] = code_of(graph)
+            for one in violations(codes[id(graph.module)], graph.module):
                 print(f"{graph.name}: {one}", file=sys.stderr)
-    return [codes[id(graph)] for graph in graphs]
+    found = [codes[id(graph.module)] for graph in graphs]
+    return [code._replace(peak=code.peak + graph.held) for code, graph in zip(found, graphs, strict=True)]
