@@ -5,6 +5,8 @@ order or two values in the same memory show in the results. Both sides take seve
 same keys and batches.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, fx
 
@@ -18,16 +20,32 @@ from purecompose.transforms.donation import LASTING
 from purecompose.transforms.signature import Signature
 
 
-def differences(case: Case, methods: str, num_steps: int = 3) -> dict[str, float]:
+def interpreted(graph: fx.GraphModule) -> Compiled:
+    """Return the function of a graph's GPU code, run on the CPU."""
+    return load(code_of(Graph("part", graph, True)).source)
+
+
+def differences(
+    case: Case,
+    methods: str,
+    num_steps: int = 3,
+    compile_: Callable[[fx.GraphModule], Compiled] = interpreted,
+) -> dict[str, float]:
     """Return for each field of the state the largest difference between GPU code and eager step, over all steps.
 
     A difference of floats is relative to the largest number of the tensor, if that is above 1; other tensors, such as
     keys and counts, differ by 0 or by infinity.
+
+    Args:
+        case: The network with its batch.
+        methods: The methods of the step.
+        num_steps: Number of steps.
+        compile_: What makes GPU code of a graph and runs it.
     """
     eager, state = ours(case, methods)
     compiled, found = pc.compile(eager, quiet=True), dict.fromkeys((*LASTING, "key", "loss"), 0.0)
     own = state
-    with compiling_for_gpu(interpreted):
+    with compiling_for_gpu(compile_):
         for number in range(num_steps):
             batch = tuple(tensor.roll(number, 0) for tensor in case.batch)
             own, state = compiled(own, batch), eager(state, batch)
@@ -35,11 +53,6 @@ def differences(case: Case, methods: str, num_steps: int = 3) -> dict[str, float
                 ours_, theirs = (Signature.of(getattr(one, name))[1] for one in (own, state))
                 found[name] = max([found[name], *(difference(a, b) for a, b in zip(ours_, theirs, strict=True))])
     return found
-
-
-def interpreted(graph: fx.GraphModule) -> Compiled:
-    """Return the function of a graph's GPU code, run on the CPU."""
-    return load(code_of(Graph("part", graph, True)).source)
 
 
 def difference(a: Tensor, b: Tensor) -> float:
