@@ -25,6 +25,7 @@ from purecompose.transforms.compilation.draws import open_draws, replace_draws
 from purecompose.transforms.compilation.inductor import inductor_for
 from purecompose.transforms.compilation.layouts import with_channels_last
 from purecompose.transforms.compilation.ordering import write_early
+from purecompose.transforms.compilation.rematerialization import recompute_signs, storing_by_bytes
 from purecompose.transforms.compilation.updates import accumulate_rows, update_in_place
 
 
@@ -91,7 +92,8 @@ def _explained() -> Iterator[None]:
 
 
 def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
-    inductor = inductor_for(_placeholders(graph)[0].meta["val"].device)
+    device = _placeholders(graph)[0].meta["val"].device
+    inductor, is_gpu = inductor_for(device), device.type != "cpu"
     config = inductor.package.config
     decompositions = {**inductor.decomposition.select_decomp_table(), **DECOMPOSITIONS}
     options = dict(inductor.package.list_mode_options(mode)) if mode not in (None, "default") else {}
@@ -101,10 +103,13 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
     mode_of_fakes = _placeholders(graph)[0].meta["val"].fake_mode
     # Without a tracing context nothing would be kept on disk.
     context = _guards.tracing(_guards.TracingContext(mode_of_fakes))
-    with config.patch(options), context, mode_of_fakes:
+    by_bytes = storing_by_bytes(inductor.ir, inductor.virtualized.V) if is_gpu else contextlib.nullcontext()
+    with config.patch(options), context, mode_of_fakes, by_bytes:
         graph = _functional(graph, decompositions | open_draws(graph))
         replace_draws(graph, decompositions)
         accumulate_rows(graph)
+        if is_gpu:
+            recompute_signs(graph)
         update_in_place(graph)
         # Inductor keeps its copies at the end, and most of the order of operations that it does not compile.
         write_early(graph, [torch.ops.purecompose.adam_.default])

@@ -21,6 +21,8 @@ class Inductor(NamedTuple):
     compile_fx: Any
     decomposition: Any
     graph: Any
+    ir: Any
+    virtualized: Any
 
 
 def start_inductor(device: torch.device) -> Inductor:
@@ -70,7 +72,7 @@ def _import_modules() -> Inductor:
 
 
 _BUILDER = ("config", "cpu_vec_isa", "codecache")
-_MODULES = ("", ".compile_fx", ".decomposition", ".graph")
+_MODULES = ("", ".compile_fx", ".decomposition", ".graph", ".ir", ".virtualized")
 
 
 @functools.cache
@@ -120,7 +122,7 @@ def _keep_headers_private(cache: Any) -> None:
 
 def _cache_folder() -> pathlib.Path:
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "purecompose" / f"torch-{torch.__version__}-2"
+    return pathlib.Path(base) / "purecompose" / f"torch-{torch.__version__}-3"
 
 
 def _is_torchs_default(folder: str) -> bool:
