@@ -14,7 +14,7 @@ from purecompose._support.keywords import suggests_keywords
 from purecompose.optim.base import ByGroup, OptState, Value, read, wide_dtype
 from purecompose.optim.checks import Groups, checked_constant, checked_groups, checked_scalar
 from purecompose.optim.decay import decayed
-from purecompose.optim.lists import add, mean_squares, multiply, unbound
+from purecompose.optim.lists import add, increment, mean_squares, multiply, unbound
 from purecompose.schedule import Scalar
 
 
@@ -132,7 +132,7 @@ class Adafactor(ByGroup):
         self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
     ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         dtype = wide_dtype(params)
-        steps = [step + 1 for step in slots["step"]]
+        steps = increment(slots["step"])
         count = torch.stack(steps).to(dtype)
         lr = read(self.lr, value)
         rates = count.rsqrt()

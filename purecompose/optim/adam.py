@@ -22,7 +22,7 @@ from purecompose.optim.checks import (
 )
 from purecompose.optim.decay import Decay, decayed, shrinkage, warn_if_strong
 from purecompose.optim.fused import adam as fused_adam, can_fuse
-from purecompose.optim.lists import lerp, maximum, multiply, root_plus, subtract_ratio, unbound
+from purecompose.optim.lists import increment, lerp, maximum, multiply, root_plus, subtract_ratio, unbound
 from purecompose.schedule import Scalar
 
 
@@ -198,7 +198,7 @@ class Adam(ByGroup):
             return fused_adam(params, grads, slots, lr=lr, shrinkage=decoupled, betas=(beta1, beta2), eps=self.eps)
 
         grads, params = decayed(self.decay, grads, params, self.weight_decay, self.lr, value)
-        steps = [step + 1 for step in slots["step"]]
+        steps = increment(slots["step"])
         averages = lerp(slots["exp_avg"], grads, 1 - beta1)
         squares = lerp(slots["exp_avg_sq"], multiply(grads, grads), 1 - beta2)
         new_slots = {"step": steps, "exp_avg": averages, "exp_avg_sq": squares}

@@ -56,6 +56,16 @@ def add(xs: list[Tensor], ys: list[Tensor], scale: float | Tensor) -> list[Tenso
     return list(torch._foreach_add(xs, ys, alpha=scale))
 
 
+def increment(xs: list[Tensor]) -> list[Tensor]:
+    """Return x + 1, for the counts of many parameters in one kernel on a GPU.
+
+    Example:
+        >>> increment([torch.tensor(1.0)])
+        [tensor(2.)]
+    """
+    return list(torch._foreach_add(xs, 1)) if is_plain() else [x + 1 for x in xs]
+
+
 def multiply(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
     """Return x * y; y may be 0-d, of any dtype."""
     if not is_plain():

@@ -14,7 +14,7 @@ from purecompose._support.keywords import suggests_keywords
 from purecompose.optim.base import ByGroup, Value, read, wide_dtype
 from purecompose.optim.checks import Groups, checked_groups, checked_scalar
 from purecompose.optim.decay import Decay, decayed, warn_if_strong
-from purecompose.optim.lists import add, multiply, unbound
+from purecompose.optim.lists import add, increment, multiply, unbound
 from purecompose.schedule import Scalar
 
 
@@ -171,4 +171,4 @@ def _dampened(steps: list[Tensor], dampening: float | Tensor, dtype: torch.dtype
     The count is per parameter: one that is thawed late has its first update late.
     """
     started = (torch.stack(steps) > 0).to(dtype)
-    return [step + 1 for step in steps], unbound(1 - started * dampening)
+    return increment(steps), unbound(1 - started * dampening)

@@ -15,6 +15,7 @@ HALF = torch.tensor(0.5)
 CASES: dict[str, tuple[Callable[..., list[Tensor]], tuple[Any, ...], Tensor]] = {
     "add number": (lists.add, ([X], [Y], 0.3), X + 0.3 * Y),
     "add tensor": (lists.add, ([X], [Y], HALF), X + Y / 2),
+    "increment": (lists.increment, ([X],), X + 1),
     "multiply": (lists.multiply, ([X], [Y]), X * Y),
     "multiply 0-d": (lists.multiply, ([X], [HALF]), X / 2),
     "divide": (lists.divide, ([X], [Y]), X / Y),
