@@ -52,6 +52,7 @@ def test_a_row_is_complete(row):
     assert {name for name in row.accepted if not TASKS[name].is_half} <= set(row.tasks)
 
 
+@pytest.mark.filterwarnings("ignore:gradient_accumulation. the run has ended within a group:UserWarning")
 @pytest.mark.parametrize(("row", "source"), examples())
 def test_examples_act_on_all_accepted_tasks(row, source):
     subject = Subject.of(source)
@@ -98,6 +99,7 @@ def test_valid_settings_build_print_and_run(row, data):
     assert torch.isfinite(loss_after_a_step(algorithm, case))
 
 
+@pytest.mark.filterwarnings("ignore:gradient_accumulation. the run has ended within a group:UserWarning")
 @pytest.mark.parametrize("row", one_in(4, SHIPPED.values(), lambda row: row.name))
 @settings(max_examples=3)
 @given(data=st.data())
