@@ -37,6 +37,8 @@ def graphs_by_hand(case: Case, methods: str) -> list[Graph]:
     net = copy.deepcopy(case.net).to("meta").train()
     params = {name: _fake(p, mode).requires_grad_() for name, p in case.net.named_parameters()}
     buffers = {name: _fake(b, mode) for name, b in case.net.named_buffers()}
+    first = {id(p): name for name, p in case.net.named_parameters()}
+    tied = {name: first[id(p)] for name, p in case.net.named_parameters(remove_duplicate=False)}
     batch = [_fake(tensor, mode) for tensor in case.batch]
     smoothing = 0.1 if "label_smoothing" in methods else 0.0
 
@@ -49,7 +51,8 @@ def graphs_by_hand(case: Case, methods: str) -> list[Graph]:
         with contextlib.ExitStack() as stack:
             if case.precision == "bf16":
                 stack.enter_context(torch.autocast("cuda", torch.bfloat16))
-            outputs = torch.func.functional_call(net, (dict(params), dict(buffers)), (inputs,)).float()
+            tensors = {**buffers, **{name: params[own] for name, own in tied.items()}}
+            outputs = torch.func.functional_call(net, tensors, (inputs,)).float()
         loss = F.cross_entropy(outputs, targets, label_smoothing=smoothing)
         if share is None:
             return loss
