@@ -47,7 +47,7 @@ def recompute_signs(graph: fx.GraphModule) -> int:
             continue
         argument = found.args[0]
         chain, sources = _chain(argument)
-        large = [one for one in sources if _numel(one) * 16 > _numel(argument)]
+        large = [one for one in sources if _is_large(one, argument)]
         if len(chain) <= _LONGEST and len(large) == 1 and _is_used_after(large[0], order[sign], order):
             with graph.graph.inserting_before(sign):
                 copies = _copied(graph.graph, sorted(chain, key=order.__getitem__))
@@ -75,7 +75,7 @@ def _copied(graph: fx.Graph, nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
 
 
 def _chain(end: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return the elementwise operations from which a node is computed, with itself, and what these are given."""
+    """Return the large elementwise operations from which a node is computed, with itself, and what these are given."""
     chain, sources, left = set[fx.Node](), set[fx.Node](), [end]
     while left and len(chain) <= _LONGEST:
         node = left.pop()
@@ -83,7 +83,8 @@ def _chain(end: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
             continue
         target: Any = node.target
         is_elementwise = node.op == "call_function" and isinstance(target, torch._ops.OpOverload)
-        if is_elementwise and (target is _CONVERT or target.is_view or torch.Tag.pointwise in target.tags):
+        is_elementwise = is_elementwise and (target is _CONVERT or target.is_view or torch.Tag.pointwise in target.tags)
+        if is_elementwise and _is_large(node, end):
             chain.add(node)
             left += node.all_input_nodes
         else:
@@ -91,9 +92,10 @@ def _chain(end: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
     return chain, sources
 
 
-def _numel(node: fx.Node) -> int:
+def _is_large(node: fx.Node, other: fx.Node) -> bool:
+    """Return whether reading a node takes long, compared with another one."""
     value = node.meta.get("val")
-    return value.numel() if isinstance(value, Tensor) else 0
+    return isinstance(value, Tensor) and 16 * value.numel() > other.meta["val"].numel()
 
 
 @contextlib.contextmanager
