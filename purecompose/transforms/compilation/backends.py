@@ -93,11 +93,13 @@ def _explained() -> Iterator[None]:
 
 def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
     device = _placeholders(graph)[0].meta["val"].device
-    inductor, is_gpu = inductor_for(device), device.type != "cpu"
+    inductor, is_gpu = inductor_for(device), device.type == "cuda"
     config = inductor.package.config
     decompositions = {**inductor.decomposition.select_decomp_table(), **DECOMPOSITIONS}
     options = dict(inductor.package.list_mode_options(mode)) if mode not in (None, "default") else {}
     options["triton.cudagraphs"] = False  # CUDA graphs are captured around the whole call, by `Replay`
+    if is_gpu and hasattr(config, "combo_kernels"):
+        options["combo_kernels"] = True  # kernels that need not wait for each other are one
     # The look-up key has compared sizes already.
     options |= {name: False for name in ("size_asserts", "alignment_asserts") if hasattr(config, name)}
     mode_of_fakes = _placeholders(graph)[0].meta["val"].fake_mode
