@@ -86,14 +86,13 @@ class Builder:
                 start_inductor(boundary.device)
         captured, form = self._traced(variant, of_chunk(boundary, num_chunks), is_last, body)
         whole, for_all = in_chunks(captured, boundary, num_chunks)
-        can_replay = options.mode == "reduce-overhead" and boundary.device.type == "cuda"
         part = CompiledPart(
             whole,
             lambda: for_all(compile_graph(captured.graph, options.backend, options.mode)),
             variant,
             form=form,
             awaited=None if background is None else background.submit(captured.graph, options.mode),
-            replays=can_replay and captured.sizes is None and form is None,
+            replays=options.mode == "reduce-overhead" and boundary.device.type == "cuda",
         )
         if background is None:
             part.compile()

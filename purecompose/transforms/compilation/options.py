@@ -9,7 +9,9 @@ import torch
 
 from purecompose._support.checks import check_flag, check_whole, shown
 from purecompose.core.compose import Step
+from purecompose.core.program import events_in
 from purecompose.time import Time, Timestamp
+from purecompose.time.predicates import NEVER
 from purecompose.time.units import named_point
 from purecompose.transforms.compilation.backends import BACKENDS, MODES
 
@@ -37,7 +39,31 @@ class Options:
             raise TypeError(f"compile: dynamic: expected True, False or 'all', got {shown(self.dynamic)}")
         check_whole(self.max_variants, "compile: max_variants", 1)
         check_whole(self.eager_below, "compile: eager_below", 0)
+        if self.mode == "reduce-overhead":
+            self._check_replay(step)
         return replace(self, tiered=_checked_tiers(self.tiered, step, self.backend))
+
+    def _check_replay(self, step: Step) -> None:
+        """Raise a `ValueError` for a step that a CUDA graph cannot repeat; see `replay.Replay`."""
+        events = events_in(step.program)
+        hosts = [
+            one.name
+            for one in step.algorithms
+            if one.host and any(one.predicate.at(event) != NEVER for event in events)
+        ]
+        reasons = {
+            "donate=False, with which new values are in other memory after each step": not self.donate,
+            f"dynamic={self.dynamic!r}, since its sizes are fixed": self.dynamic,
+            "microbatches, which are cut and averaged on the host": step.cut.may_slice,
+            "several processes, whose messages are not recorded": step.ranks is not None,
+            f"algorithms that run on the host between kernels ({', '.join(hosts)})": hosts,
+        }
+        found = next((reason for reason, is_given in reasons.items() if is_given), None)
+        if found is not None:
+            raise ValueError(
+                "compile: mode='reduce-overhead' records a step as a CUDA graph, which repeats the same kernels at the "
+                f"same addresses; it cannot be used with {found}. Leave the mode out"
+            )
 
     @property
     def words(self) -> str:

@@ -1,8 +1,4 @@
-"""Compiled parts of a step, and the execution plans that chain them.
-
-The step of a small network is a hundred short kernels, and launching them costs more than running them. Nothing in a
-step reads a host clock or a generator, and donated buffers keep their addresses, so CUDA graphs record the launches.
-"""
+"""Compiled parts of a step, and the execution plans that chain them."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +6,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from purecompose._support.warnings import warn
@@ -21,6 +16,7 @@ from purecompose.transforms.compilation.background import BackgroundError
 from purecompose.transforms.compilation.boundary import Boundary, Source
 from purecompose.transforms.compilation.capture import Captured
 from purecompose.transforms.compilation.messages import GraphForm
+from purecompose.transforms.compilation.replay import Replay
 from purecompose.transforms.compilation.sizes import OPEN_FIELDS
 from purecompose.transforms.compilation.variants import Variant
 from purecompose.transforms.donation import LASTING, StateBuffers
@@ -249,56 +245,3 @@ class Entry:
     context: Context
     signatures: dict[str, Signature]
     plans: dict[Any, ExecutionPlan] = field(default_factory=dict)
-
-
-class Replay:
-    """A compiled part, recorded at its second call: the first one loads kernels and chooses algorithms.
-
-    Args:
-        call: The part.
-        num_bound: The number of leading arguments that are the same tensors in every call. The others are copied to
-            fixed places.
-    """
-
-    def __init__(self, call: Compiled, num_bound: int) -> None:
-        self._call, self._num_bound = call, num_bound
-        self._is_warm = False
-        self._graph: Any = None
-        self._inputs: list[Tensor] = []
-        self._outputs: list[Tensor] = []
-
-    def __call__(self, args: list[Tensor]) -> list[Tensor]:
-        """Return the part's results, in new memory."""
-        if self._graph is None:
-            if not self._is_warm:
-                self._is_warm = True
-                return list(self._call(args))
-            self._record(args)
-        else:
-            for place, value in zip(self._inputs, args[self._num_bound :], strict=True):
-                _memory_of(place).copy_(_memory_of(value), non_blocking=True)
-        self._graph.replay()  # pyright: ignore[reportOptionalMemberAccess]
-        return [output.clone() for output in self._outputs]
-
-    def _record(self, args: list[Tensor]) -> None:
-        """Record the launches with their addresses; this runs nothing."""
-        self._inputs = [_alike(tensor) for tensor in args[self._num_bound :]]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._outputs = list(self._call([*args[: self._num_bound], *self._inputs]))
-        self._graph = graph
-
-
-def _alike(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides, which the part relies on; `clone` would close gaps and copy repeats."""
-    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    _memory_of(copy).copy_(_memory_of(tensor))
-    return copy
-
-
-def _memory_of(tensor: Tensor) -> Tensor:
-    """Return the memory between a tensor's first and last element, which can be copied for any strides."""
-    if tensor.is_contiguous():
-        return tensor
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((last + 1,), (1,))
