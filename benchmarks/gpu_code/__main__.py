@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
+from benchmarks.gpu_code import shipped
 from benchmarks.gpu_code.assembling import assembled
 from benchmarks.gpu_code.cases import METHODS, NETWORKS, build
 from benchmarks.gpu_code.faults import FAULTS, with_fault
@@ -18,6 +19,8 @@ TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2}
 
 def main() -> int:
     """Run a command; return 1 if kernels were not assembled or numbers differ."""
+    if sys.argv[1:2] == ["shipped"]:
+        return shipped.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="benchmarks/gpu_code/run")
     parser.add_argument("command", choices=["report", "code", "assemble", "numbers", "faults"])
     parser.add_argument("networks", nargs="+", choices=list(NETWORKS), metavar="network", help=", ".join(NETWORKS))

@@ -78,7 +78,8 @@ def efficient_backward(
     """Compute the gradients as `_scaled_dot_product_efficient_attention_backward` does, that of the bias left out."""
     if rest[3][3]:
         raise NotImplementedError("a gradient of attention's bias has no kernel on the CPU")
-    logs, is_causal, mask = logs[..., : q.shape[-2]], rest[4], bias if bias is not None and bias.numel() else None
+    logs, is_causal = logs[..., : q.shape[-2]], len(rest) > 4 and rest[4]
+    mask = bias if bias is not None and bias.numel() else None
     grads = _backward(grad, q, k, v, out, logs, 0.0, is_causal, attn_mask=mask, scale=scale)
     results = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v)]
     return *_filled(results, grads), None

@@ -6,6 +6,7 @@ shows in the results. The process must be started with TRITON_INTERPRET=1.
 """
 
 import functools
+import itertools
 import os
 import pathlib
 import tempfile
@@ -70,8 +71,8 @@ def run_in_place_of_autotuner(kernel: type) -> None:
 
 
 def executed(source: str, name: str = "code") -> dict[str, Any]:
-    """Run source from a file, which Triton reads again, and return its names."""
-    path = _FOLDER / f"{name}.py"
+    """Run source from a file of its own, which Triton reads again later, and return its names."""
+    path = _FOLDER / f"{name}_{next(_NUMBERS)}.py"
     path.write_text(source)
     names: dict[str, Any] = {"__file__": str(path), "__name__": name}
     exec(compile(source, str(path), "exec"), names)
@@ -83,6 +84,7 @@ def _compiled(self: Any, name: str, source: str, **rest: Any) -> Any:
     return executed(source, name)[name]
 
 
+_NUMBERS = itertools.count()
 _FOLDER = pathlib.Path(tempfile.mkdtemp(prefix="gpu_code_"))
 
 

@@ -5,7 +5,8 @@ order or two values in the same memory show in the results. Both sides take seve
 same keys and batches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -15,6 +16,7 @@ from benchmarks.gpu_code.cases import Case, ours
 from benchmarks.gpu_code.graphs import Graph, compiling_for_gpu
 from benchmarks.gpu_code.interpreting import load
 from benchmarks.gpu_code.writing import code_of
+from purecompose import State, Step
 from purecompose.transforms.compilation.backends import Compiled
 from purecompose.transforms.donation import LASTING
 from purecompose.transforms.signature import Signature
@@ -31,10 +33,7 @@ def differences(
     num_steps: int = 3,
     compile_: Callable[[fx.GraphModule], Compiled] = interpreted,
 ) -> dict[str, float]:
-    """Return for each field of the state the largest difference between GPU code and eager step, over all steps.
-
-    A difference of floats is relative to the largest number of the tensor, if that is above 1; other tensors, such as
-    keys and counts, differ by 0 or by infinity.
+    """Return the largest differences between GPU code and eager step of a case, as `largest` finds them.
 
     Args:
         case: The network with its batch.
@@ -42,12 +41,34 @@ def differences(
         num_steps: Number of steps.
         compile_: What makes GPU code of a graph and runs it.
     """
-    eager, state = ours(case, methods)
-    compiled, found = pc.compile(eager, quiet=True), dict.fromkeys((*LASTING, "key", "loss"), 0.0)
+    step, state = ours(case, methods)
+    batches = [tuple(tensor.roll(number, 0) for tensor in case.batch) for number in range(num_steps)]
+    return largest(step, pc.compile(step, quiet=True), state, batches, compile_)
+
+
+def largest(
+    eager: Step,
+    compiled: Step,
+    state: State,
+    batches: Iterable[Any],
+    compile_: Callable[[fx.GraphModule], Compiled] = interpreted,
+) -> dict[str, float]:
+    """Return for each field of the state the largest difference between GPU code and eager step, over all steps.
+
+    A difference of floats is relative to the largest number of the tensor, if that is above 1; other tensors, such as
+    keys and counts, differ by 0 or by infinity.
+
+    Args:
+        eager: The step as composed.
+        compiled: The same step, compiled.
+        state: The state at the start of both.
+        batches: A batch for each step.
+        compile_: What makes GPU code of a graph and runs it.
+    """
+    found = dict.fromkeys((*LASTING, "key", "loss", "metrics"), 0.0)
     own = state
     with compiling_for_gpu(compile_):
-        for number in range(num_steps):
-            batch = tuple(tensor.roll(number, 0) for tensor in case.batch)
+        for batch in batches:
             own, state = compiled(own, batch), eager(state, batch)
             for name in found:
                 ours_, theirs = (Signature.of(getattr(one, name))[1] for one in (own, state))

@@ -148,9 +148,10 @@ def _replace_cudnn() -> None:
     """Let cuDNN compute all convolutions, in channels-last where an image or a filter is."""
 
     def memory_format(image: Tensor, weight: Tensor, backend: Any) -> torch.memory_format:
-        is_last = any(x.is_contiguous(memory_format=torch.channels_last) for x in (image, weight))
+        is_last = any(suggested(x) is torch.channels_last for x in (image, weight))
         return torch.channels_last if is_last else torch.contiguous_format
 
+    suggested = find("torch._prims_common.suggest_memory_format")
     cudnn = find("torch._C._ConvBackend.Cudnn")
     replace("torch._C._select_conv_backend", lambda *args, **kwargs: cudnn)
     replace("torch._C._conv_determine_backend_memory_format", memory_format)

@@ -149,9 +149,9 @@ def violations(code: Code, graph: fx.GraphModule) -> list[str]:
         for line in body.splitlines()
         if pattern.search(line) and not line.strip().startswith("#")
     ]
-    for node in graph.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+    for node in graph.graph.nodes:  # numbers that become constants are tensors of the host, too
+        value, is_given = node.meta.get("val"), node.op in ("placeholder", "get_attr")
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and is_given:
             found.append(f"has a tensor of the host: {node.name}")
         if isinstance(value, torch.SymInt | torch.SymFloat):
             found.append(f"passes a size by value: {node.name}")

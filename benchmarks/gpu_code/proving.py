@@ -1,0 +1,204 @@
+"""A trial's proof: its GPU code is written, keeps the rules, is assembled, and has the eager step's numbers."""
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+import purecompose as pc
+from benchmarks.gpu_code.assembling import Assembled, assembled
+from benchmarks.gpu_code.graphs import Graph, graphs_of
+from benchmarks.gpu_code.interpreting import load
+from benchmarks.gpu_code.numbers import largest
+from benchmarks.gpu_code.pretend import pretend
+from benchmarks.gpu_code.rules import broken
+from benchmarks.gpu_code.trials import Run
+from benchmarks.gpu_code.writing import Code, code_of, violations
+from purecompose.transforms.compilation.backends import Compiled
+from purecompose.transforms.compilation.plan_parts import ExecutionPlan
+from purecompose.transforms.signature import Signature
+
+
+TOLERANCE, HALF_TOLERANCE = 1e-5, 2e-2
+"""Largest differences in full and in half precision, where GPU code rounds at other places than an eager step."""
+
+
+class Proof(NamedTuple):
+    """What was found out about a trial."""
+
+    name: str
+    kernels: int = 0
+    calls: int = 0
+    fallbacks: tuple[str, ...] = ()
+    """Names of torch's own kernels that the code calls."""
+    faults: tuple[str, ...] = ()
+    """Broken rules."""
+    binaries: int = 0
+    difference: float | None = None
+    """The largest one; `None` if the code could not be run."""
+    tolerance: float = TOLERANCE
+    reason: str = ""
+    """Why the code could not be run, or the field with the largest difference."""
+
+    @property
+    def has_numbers(self) -> bool:
+        """True if the code has the eager step's numbers."""
+        return self.difference is not None and self.difference <= self.tolerance
+
+    def __str__(self) -> str:
+        what = f"{self.kernels} kernels, {self.calls} calls"
+        if self.fallbacks:
+            what += f", of torch: {' '.join(self.fallbacks)}"
+        if self.difference is None:
+            numbers = f"NOT RUN ({self.reason})"
+        elif self.has_numbers:
+            numbers = f"equal to {self.difference:.0e}"
+        else:
+            numbers = f"DIFFERENT: {self.reason} by {self.difference:.1e}"
+        rules = f"BREAKS: {'; '.join(self.faults)}" if self.faults else "keeps the rules"
+        return f"{self.name}: {what}; {rules}; {self.binaries} assembled; {numbers}"
+
+    @classmethod
+    def read(cls, line: str) -> "Proof":
+        """Return a proof from a line of JSON that `written` returned."""
+        values = json.loads(line)
+        return cls(**{**values, "fallbacks": tuple(values["fallbacks"]), "faults": tuple(values["faults"])})
+
+    @property
+    def written(self) -> str:
+        """The proof as a line of JSON."""
+        return json.dumps(self._asdict())
+
+
+class _Unrunnable(Exception):
+    """The interpreter cannot run a kernel."""
+
+
+class Prover:
+    """A prover of trials, with a process that assembles kernels; this one interprets them."""
+
+    def __init__(self) -> None:
+        with _not_interpreting():
+            self._pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=pretend)
+            self._pool.submit(int).result()
+
+    def prove(self, name: str, make: Callable[[], Run]) -> Proof:
+        """Return the proof of a trial."""
+        torch._dynamo.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _Trial(make(), lambda code: self._pool.submit(assembled, [code])).proof(name)
+
+    def close(self) -> None:
+        """End the process that assembles."""
+        self._pool.shutdown()
+
+
+@contextmanager
+def _not_interpreting() -> Iterator[None]:
+    interpret = os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        yield
+    finally:
+        if interpret is not None:
+            os.environ["TRITON_INTERPRET"] = interpret
+
+
+class _Trial:
+    """One trial's code."""
+
+    def __init__(self, run: Run, assemble: Callable[[Code], "Future[list[Assembled]]"]) -> None:
+        self.run, self.assemble = run, assemble
+        self.codes: list[Code] = []
+        self.faults: dict[str, None] = {}
+        self.binaries: list[Future[list[Assembled]]] = []
+
+    def proof(self, name: str) -> Proof:
+        step, tolerance = self.run.step, HALF_TOLERANCE if self.run.is_half else TOLERANCE
+        compiled = pc.compile(step, quiet=True)
+        difference, reason = None, ""
+        try:
+            found = largest(step, compiled, self.run.state, self.run.batches, self._runnable)
+            reason = max(found, key=lambda field: found[field])
+            difference = found[reason]
+        except _Unrunnable as error:
+            reason = str(error)
+            self._write_all()
+        except Exception as error:
+            reason = "it does not compile"
+            self._break(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        self._check_plans(compiled)
+        binaries = [one for future in self.binaries for one in future.result()]
+        for one in binaries:
+            if one.error:
+                self._break(f"{one.kernel} fails to be assembled for sm_{one.target}: {one.error}")
+        return Proof(
+            name,
+            sum(len(code.kernels) for code in self.codes),
+            sum(len(code.library_calls) for code in self.codes),
+            tuple(dict.fromkeys(name for code in self.codes for name in code.fallbacks)),
+            tuple(self.faults),
+            len(binaries),
+            difference,
+            tolerance,
+            reason,
+        )
+
+    def _break(self, rule: str) -> None:
+        self.faults[rule] = None
+
+    def _written(self, graph: fx.GraphModule) -> Code:
+        code = code_of(Graph("part", graph, True))
+        self.codes.append(code)
+        self.binaries.append(self.assemble(code))
+        for rule in (*violations(code, graph), *broken(code)):
+            self._break(rule)
+        return code
+
+    def _runnable(self, graph: fx.GraphModule) -> Compiled:
+        source = self._written(graph).source
+        try:
+            call = load(source)
+        except Exception as error:
+            raise _unrunnable(error) from error
+
+        def run(args: list[Tensor]) -> Any:
+            try:
+                return call(args)
+            except Exception as error:
+                raise _unrunnable(error) from error
+
+        return run
+
+    def _write_all(self) -> None:
+        """Write the code of all schedules, from the states of eager steps."""
+        state, step, seen = self.run.state, self.run.step, set()
+        self.codes.clear()
+        for batch in self.run.batches:
+            form = step.prepare(state, batch).bits, Signature.of(batch)[0]
+            if form not in seen:
+                for graph in graphs_of(step, state, batch):
+                    self._written(graph.module)
+            seen.add(form)
+            state = step(state, batch)
+
+    def _check_plans(self, compiled: Any) -> None:
+        """Check that a step is one graph, or one for each segment, which `segments` cuts to have fewer variants."""
+        if not self.run.is_one_graph:
+            return
+        graphs = compiled._graphs
+        plans: list[ExecutionPlan] = [plan for one in graphs._entries.values() for plan in one.plans.values()]
+        for plan in plans:
+            if len(plan.parts) > graphs.segments.num or plan.host is not None:
+                self._break(f"takes {len(plan.parts)} graphs in {graphs.segments.num} segments")
+
+
+def _unrunnable(error: Exception) -> _Unrunnable:
+    return _Unrunnable(f"{type(error).__name__}: {error}".splitlines()[0][:300])

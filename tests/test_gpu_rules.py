@@ -1,0 +1,146 @@
+"""Rules for the GPU code of whole steps, and the list of what is tried; the code itself needs a CUDA build of torch."""
+
+import inspect
+import pathlib
+
+import pytest
+import torch
+
+from benchmarks.gpu_code.proving import Proof
+from benchmarks.gpu_code.rules import broken, races, unfit_for_replay, ungrouped
+from benchmarks.gpu_code.shipped import recorded, summary
+from benchmarks.gpu_code.trials import LOSSES, NETWORKS, OPTIMIZERS, trials
+from benchmarks.gpu_code.writing import Code
+from purecompose import losses, optim
+from purecompose.nn import models
+from purecompose.testing import SHIPPED
+
+
+def make_code(kernel: str = "", *calls: str, fallbacks: tuple[str, ...] = ()) -> Code:
+    body = "\n".join(f"        {call}" for call in calls)
+    return Code(f"{kernel}\ndef call(args):\n{body}\n", (), (), fallbacks, (), 0, 0)
+
+
+GROUP = """
+def triton_for_fused_0(in_ptr0, in_ptr1, in_ptr2, out_ptr0, out_ptr1):
+    pid = tl.program_id(0)
+    if pid < num_xblocks_0:
+        tmp0 = tl.load(in_ptr0 + (x0), xmask)
+        tmp1 = tl.load(in_ptr1 + (x0), xmask)
+        tl.store(out_ptr0 + (x0), tmp0 + tmp1, xmask)
+    elif pid < num_xblocks_1:
+        tmp2 = tl.load(in_ptr2 + (x1), xmask)
+        tl.store(out_ptr1 + (x1), tmp2, xmask)
+    else:
+        pass
+''', device_str='cuda')
+"""
+
+
+def test_a_group_must_not_write_what_another_part_of_the_kernel_reads() -> None:
+    launch = "triton_for_fused_0.run(arg0_1, {}, buf1, arg0_1, {}, stream=raw_stream0)"
+    assert races(make_code(GROUP, launch.format("buf0", "arg1_1"))) == []
+    (found,) = races(make_code(GROUP, launch.format("arg1_1", "arg1_1")))
+    assert found == "triton_for_fused_0 writes arg1_1 while it is read"
+    assert races(make_code(GROUP, launch.format("buf0", "arg0_1"))), "two parts write the same memory"
+
+
+POINTWISE = """
+def triton_poi_fused_add_0(in_out_ptr0, in_ptr0, xnumel, XBLOCK : tl.constexpr):
+    tmp0 = tl.load({pointer} + ({index}), xmask)
+    tl.store(in_out_ptr0 + (x0 + 3*(x1 // 2)), tmp0, xmask)
+''', device_str='cuda')
+"""
+
+
+@pytest.mark.parametrize(
+    "pointer, index, is_broken",
+    [
+        ("in_out_ptr0", "x0 + 3*(x1 // 2)", False),
+        ("in_out_ptr0", "x1", True),
+        ("in_ptr0", "x1", True),  # the same memory under another name
+    ],
+)
+def test_memory_is_written_where_it_was_read(pointer: str, index: str, is_broken: bool) -> None:
+    kernel = POINTWISE.format(pointer=pointer, index=index)
+    launch = "triton_poi_fused_add_0.run(arg0_1, arg0_1, 12, stream=raw_stream0)"
+    assert bool(races(make_code(kernel, launch))) is is_broken
+
+
+def test_a_number_is_at_place_0_in_every_spelling() -> None:
+    kernel = """
+def triton_poi_fused_1(in_out_ptr0, xnumel):
+    tmp0 = tl.load(in_out_ptr0 + (0))
+    tl.store(in_out_ptr0 + (tl.full([1, 1], 0, tl.int32).broadcast_to(XBLOCK, 1)), tmp0, None)
+''', device_str='cuda')
+"""
+    assert races(make_code(kernel, "triton_poi_fused_1.run(buf0, 1, stream=raw_stream0)")) == []
+
+
+def test_updates_of_several_parameters_are_one_kernel() -> None:
+    launch = "triton_poi_fused_add_{0}.run(arg{0}_1, buf{0}, arg{0}_1, 12, stream=raw_stream0)"
+    assert ungrouped(make_code("", launch.format(0))) == []
+    assert ungrouped(make_code("", launch.format(0), launch.format(1))) == ["updates by 2 kernels triton_poi_fused_add"]
+    reduction = launch.replace("poi", "per")
+    assert ungrouped(make_code("", reduction.format(0), reduction.format(1))) == []
+
+
+@pytest.mark.parametrize(
+    "call, what",
+    [
+        ("triton_poi_fused_0.run(arg0_1, s0, stream=raw_stream0)", "passes s0 to triton_poi_fused_0 by value"),
+        ("triton_poi_fused_0.run(arg0_1, 0.5, stream=raw_stream0)", "passes 0.5 to triton_poi_fused_0 by value"),
+        ("buf0 = empty_strided_cuda((s0, 2), (2, 1), torch.float32)", "allocates memory of an open size"),
+        ("inductor_seeds(buf0)", "draws from a generator of torch"),
+    ],
+)
+def test_what_a_cuda_graph_would_not_repeat_is_named(call: str, what: str) -> None:
+    fixed = (
+        "buf0 = empty_strided_cuda((3, 2), (2, 1), torch.float32)",
+        "triton_poi_fused_0.run(arg0_1, buf0, workspace_0, _tensor_constant0, 12, stream=raw_stream0)",
+    )
+    assert unfit_for_replay(make_code("", *fixed)) == []
+    (found,) = unfit_for_replay(make_code("", *fixed, call))
+    assert found.startswith(what)
+
+
+def test_an_operator_that_waits_for_the_device_is_named() -> None:
+    assert broken(make_code(fallbacks=("torch.ops.purecompose.ctc.default",))) == [
+        "reads values in torch.ops.purecompose.ctc.default"
+    ]
+
+
+def test_everything_that_ships_is_tried() -> None:
+    names = [name.split() for name in trials()]
+    tried = {kind: {words[1] for words in names if words[0] == kind} for kind in ("method", "optimizer")}
+    assert tried["method"] == set(SHIPPED)
+    factories = {name for name in optim.__all__ if name.islower()}
+    assert tried["optimizer"] == factories - {"from_torch"}, "what runs as composed only"
+    own = {name for name in losses.__all__ if not inspect.isroutine(getattr(losses, name)) and name.islower()}
+    assert {name.split()[0] for name in LOSSES} >= own | {"over_batch"} and "cross_entropy" in own
+    assert set(NETWORKS) == set(models.MODELS)
+    assert "muon" in OPTIMIZERS and len(trials()) == len(names)
+
+
+def test_runs_know_what_may_have_several_graphs_and_rounds() -> None:
+    made = trials()
+    plain, host = made["method mixup vectors"](), made["method seq_length_warmup tokens"]()
+    assert plain.is_one_graph and not host.is_one_graph and not made["microbatches vectors"]().is_one_graph
+    assert not plain.is_half and made["precision bf16 vectors"]().is_half
+    assert made["method mixup bf16_weights"]().is_half
+    assert len(plain.batches) == 4 and plain.state.params["0.weight"].dtype is torch.float32
+
+
+def test_a_summary_counts_and_lists_and_a_record_is_read_again(tmp_path: pathlib.Path) -> None:
+    good = Proof("a", 3, 2, binaries=6, difference=1e-7, reason="loss")
+    bad = Proof("b", 3, 2, ("torch.ops.x",), ("reads a value",), 6, None, reason="no kernel")
+    other = Proof("c", difference=1e-3, reason="params")
+    path = tmp_path / "record"
+    path.write_text("".join(f"{proof.written}\n" for proof in (good, bad, other)))
+    assert list(recorded(path).values()) == [good, bad, other] and recorded(None) == {}
+    lines = summary([good, bad, other]).splitlines()
+    assert lines[0].startswith("3 trials: 2 (66.7%) compile under the rules, 1 (33.3%) have the eager")
+    assert lines[1:] == [f"  {bad}", f"  {other}"]
+    assert str(good) == "a: 3 kernels, 2 calls; keeps the rules; 6 assembled; equal to 1e-07"
+    assert "BREAKS: reads a value" in str(bad) and "NOT RUN (no kernel)" in str(bad)
+    assert "DIFFERENT: params by 1.0e-03" in str(other)
