@@ -33,6 +33,7 @@ Compiled: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
 """A compiled graph. It may empty the list passed to it."""
 
 BACKENDS = ("inductor", "eager")
+_COMBINING = {"combo_kernels": True, "combo_kernel_peak_memory_pct_threshold": 0.0}
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -98,8 +99,8 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
     decompositions = {**inductor.decomposition.select_decomp_table(), **DECOMPOSITIONS}
     options = dict(inductor.package.list_mode_options(mode)) if mode not in (None, "default") else {}
     options["triton.cudagraphs"] = False  # CUDA graphs are captured around the whole call, by `Replay`
-    if is_gpu and hasattr(config, "combo_kernels"):
-        options["combo_kernels"] = True  # kernels that need not wait for each other are one
+    if is_gpu:  # kernels that need not wait for each other are one, unless that takes more memory
+        options |= {name: value for name, value in _COMBINING.items() if hasattr(config, name)}
     # The look-up key has compared sizes already.
     options |= {name: False for name in ("size_asserts", "alignment_asserts") if hasattr(config, name)}
     mode_of_fakes = _placeholders(graph)[0].meta["val"].fake_mode
