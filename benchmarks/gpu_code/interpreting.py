@@ -56,6 +56,7 @@ def load(source: str) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     replace("torch._C._dynamo.guards._empty_strided_cuda", empty)
     replace("torch._C._dynamo.guards.copy_if_misaligned", lambda tensor: tensor)
     replace("torch._C._cuda_getCurrentRawStream", lambda device: 0)
+    replace("purecompose._support.device._kept", lambda numbers, dtype, device: torch.tensor(numbers, dtype=dtype))
     register()
     return executed(source)["call"]
 

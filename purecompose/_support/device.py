@@ -1,6 +1,7 @@
 """Device helpers: numbers sent without waiting, the precision of products, where modules are built, freed memory."""
 
 import ctypes
+import functools
 import os
 import platform
 import sys
@@ -58,6 +59,34 @@ def sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Te
         return torch.tensor(numbers, dtype=dtype, device="cpu")
     host = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=device.type != "mps")
+
+
+def constants(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers that never change as a tensor on a device, to which they are copied only once.
+
+    In a compiled step, `sent` would copy from the host in every step, and a CUDA graph could not repeat that.
+
+    Example:
+        >>> constants([0.5, 2.0], torch.float32, torch.device("cpu"))
+        tensor([0.5000, 2.0000])
+    """
+    if device.type == "cpu":
+        return torch.tensor(numbers, dtype=dtype, device="cpu")
+    return _constants(list(numbers), dtype, device)
+
+
+@torch.library.custom_op("purecompose::constants", mutates_args=())
+def _constants(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _kept(tuple(numbers), dtype, device).clone()  # results must not share memory
+
+
+_constants.register_fake(lambda numbers, dtype, device: torch.empty(len(numbers), dtype=dtype, device=device))
+
+
+@functools.lru_cache(256)
+def _kept(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return sent(numbers, dtype, device)
 
 
 def bfloat16_units() -> str | None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purecompose._support.checks import check_number, check_whole
-from purecompose._support.device import sent
+from purecompose._support.device import constants
 from purecompose.losses.reduction import mean_of, reduced
 from purecompose.losses.targets import Mixture, check_classes, has_index_targets, one_hot, per_row, wide_dtype
 
@@ -125,7 +125,7 @@ class CrossEntropy:
                 f"losses.CrossEntropy: weight has {len(weight)} numbers, expected one for each of the "
                 f"{outputs.shape[1]} classes of outputs of shape {tuple(outputs.shape)}"
             )
-        return sent(weight, dtype, outputs.device)
+        return constants(weight, dtype, outputs.device)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import shown
-from purecompose._support.device import sent
+from purecompose._support.device import constants
 from purecompose.random.draws import drawn, open_unit, randint, uniform
 from purecompose.random.keys import Rng, as_rng
 
@@ -110,7 +110,7 @@ def _weights(p: Tensor | Sequence[float], n: int, k: int, replace: bool, device:
         positive = sum(weight > 0 for weight in values)
         if len(values) == n and positive < (min(k, 1) if replace else k):
             raise ValueError(f"choice: cannot choose k={k}, only {positive} of the weights are above 0")
-        weights = sent(values, torch.float64, device)
+        weights = constants(values, torch.float64, device)
     else:
         weights = p.detach().to(device=device, dtype=torch.float64)
     if weights.shape != (n,):

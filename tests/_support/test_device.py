@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose import Event, State, compose, loop_events, optim, tree
-from purecompose._support.device import PRECISIONS, arithmetic, sent
+from purecompose._support.device import PRECISIONS, arithmetic, constants, sent
 from tests.helpers import changing, make_batch, make_batches, make_cnn, make_state, run_steps
 
 
@@ -223,3 +224,21 @@ def test_bf16_computes_forward_in_bfloat16_and_keeps_everything_else_in_float32(
     for name, param in narrow.params.items():
         assert not torch.equal(param, wide.params[name])
         torch.testing.assert_close(param, wide.params[name], rtol=0.05, atol=0.05)
+
+
+def test_constants_of_other_devices_are_copied_once_and_an_operation_of_graphs() -> None:
+    device = torch.device("meta")
+    graph = make_fx(lambda x: x * constants([1.0, 2.0], torch.float32, device))(torch.ones(2, device=device))
+    assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.purecompose.constants.default)) == 1
+    assert not graph.graph.find_nodes(op="get_attr"), "nothing of the host"
+    found = [torch.ops.purecompose.constants([0.5, 2.0], torch.float64, CPU) for _ in range(2)]
+    assert all(one.tolist() == [0.5, 2.0] and one.dtype is torch.float64 for one in found)
+    assert found[0].data_ptr() != found[1].data_ptr(), "users may write into one"
+
+
+def test_constants_first_used_in_inference_can_be_saved_for_a_gradient() -> None:
+    with torch.inference_mode():
+        torch.ops.purecompose.constants([0.25, 3.0], torch.float32, CPU)
+    x = torch.ones(2, requires_grad=True)
+    (x * torch.ops.purecompose.constants([0.25, 3.0], torch.float32, CPU)).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [0.25, 3.0]
