@@ -79,10 +79,9 @@ def triton_poi_fused_1(in_out_ptr0, xnumel):
 
 def test_updates_of_several_parameters_are_one_kernel() -> None:
     launch = "triton_poi_fused_add_{0}.run(arg{0}_1, buf{0}, arg{0}_1, 12, stream=raw_stream0)"
-    assert ungrouped(make_code("", launch.format(0))) == []
-    assert ungrouped(make_code("", launch.format(0), launch.format(1))) == ["updates by 2 kernels triton_poi_fused_add"]
-    reduction = launch.replace("poi", "per")
-    assert ungrouped(make_code("", reduction.format(0), reduction.format(1))) == []
+    assert ungrouped(make_code("", *map(launch.format, range(2)))) == []
+    assert ungrouped(make_code("", *map(launch.format, range(3)))) == ["updates by 3 kernels triton_poi_fused_add"]
+    assert ungrouped(make_code("", *map(launch.replace("poi", "per").format, range(3)))) == []
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from purecompose._support.device import keep_freed_memory, return_freed_memory
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
 from purecompose.transforms.compilation.decompositions import DECOMPOSITIONS
 from purecompose.transforms.compilation.draws import open_draws, replace_draws
+from purecompose.transforms.compilation.grouping import write_together
 from purecompose.transforms.compilation.inductor import inductor_for
 from purecompose.transforms.compilation.layouts import with_channels_last
 from purecompose.transforms.compilation.ordering import write_early
@@ -116,6 +117,8 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
         update_in_place(graph)
         # Inductor keeps its copies at the end, and most of the order of operations that it does not compile.
         write_early(graph, [torch.ops.purecompose.adam_.default])
+        if is_gpu:
+            write_together(graph)
         if inductor.graph.GraphLowering.decide_layout_opt(graph, is_inference=False):
             graph = with_channels_last(graph)
         # The code after the graph reads each result by its traced strides. Inductor keeps the strides of the results
