@@ -123,7 +123,7 @@ def test_a_torch_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         pretend()
 
 
-def test_a_difference_is_relative_to_large_numbers_and_nan_is_infinite() -> None:
+def test_a_difference_is_relative_to_large_numbers_and_of_one_nan_is_infinite() -> None:
     ones = torch.ones(2, 2)
     assert difference(ones, ones) == 0
     assert difference(100 * ones, 101 * ones) == pytest.approx(1 / 101)
@@ -132,6 +132,9 @@ def test_a_difference_is_relative_to_large_numbers_and_nan_is_infinite() -> None
     assert difference(torch.tensor([1, 2]), torch.tensor([1, 3])) == float("inf")
     assert difference(ones, ones.double()) == difference(ones, ones[0]) == float("inf")
     assert difference(torch.empty(0), torch.empty(0)) == 0
+    special = torch.tensor([float("nan"), float("inf"), 4.0])
+    assert difference(special, special) == 0 and difference(special, special.roll(1)) == float("inf")
+    assert difference(special + torch.tensor([0, 0, 1]), special) == 0.25
 
 
 def test_memory_that_nothing_has_written_holds_no_usual_number() -> None:

@@ -80,7 +80,12 @@ def difference(a: Tensor, b: Tensor) -> float:
     """Return the largest difference, as `differences` measures it."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
-    if not a.dtype.is_floating_point or not a.numel():
+    if not a.dtype.is_floating_point:
         return 0.0 if torch.equal(a, b) else float("inf")
-    found = float(((a - b).abs().max() / b.abs().max().clamp(min=1)).detach())
+    a, b = a.detach(), b.detach()
+    differs = (a != b) & ~(a.isnan() & b.isnan())
+    if not differs.any():
+        return 0.0
+    scale = b[b.isfinite()].abs().max().clamp(min=1) if b.isfinite().any() else 1
+    found = float(((a - b)[differs].abs() / scale).max())
     return float("inf") if found != found else found
