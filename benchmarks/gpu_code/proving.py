@@ -26,8 +26,9 @@ from purecompose.transforms.compilation.plan_parts import ExecutionPlan
 from purecompose.transforms.signature import Signature
 
 
-TOLERANCE, HALF_TOLERANCE = 1e-5, 2e-2
-"""Largest differences in full and in half precision, where GPU code rounds at other places than an eager step."""
+TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
+"""Largest differences in full and in half precision, where GPU code rounds at other places than an eager step. In full
+precision only quotients of differences, such as gradient noise scales, come near to it; others are equal to 1e-6."""
 
 
 class Proof(NamedTuple):
