@@ -17,6 +17,7 @@ READ_VALUES = ("torch.ops.purecompose.ctc.default",)
 _LAUNCH = re.compile(r"^ +(triton_\w+)\.run\((.*), stream=\w+\)", re.M)
 _KERNEL = re.compile(r"^def (triton_\w+)\(([^)]*)\):\n(.*?)^'''", re.M | re.S)
 _ACCESS = re.compile(r"tl\.(load|store)\((\w+) \+ \((.*)")
+_ALIAS = re.compile(r"^ +(foreach_arg\d+) = (\w+)$", re.M)
 _BRANCH = re.compile(r"^    (?:el)?if pid .*:$", re.M)
 _CONSTANT = re.compile(r"(arg|buf|workspace_|\w*constant)\w*|\d+")
 
@@ -60,6 +61,7 @@ def races(code: Code) -> list[str]:
         read: dict[str, set[tuple[int, str]]] = {}
         written: dict[str, set[tuple[int, str]]] = {}
         for part, lines in enumerate(_BRANCH.split(body)):
+            memory |= {name: memory[other] for name, other in _ALIAS.findall(lines)}
             for kind, pointer, index in _ACCESS.findall(lines):
                 places = read if kind == "load" else written
                 places.setdefault(memory[pointer], set()).add((part, _place(index)))

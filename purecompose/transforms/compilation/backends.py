@@ -22,7 +22,7 @@ from purecompose._support.device import keep_freed_memory, return_freed_memory
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
 from purecompose.transforms.compilation.decompositions import DECOMPOSITIONS
 from purecompose.transforms.compilation.draws import open_draws, replace_draws
-from purecompose.transforms.compilation.grouping import write_together
+from purecompose.transforms.compilation.fusing import fusing_within_lists
 from purecompose.transforms.compilation.inductor import inductor_for
 from purecompose.transforms.compilation.layouts import with_channels_last
 from purecompose.transforms.compilation.ordering import write_early
@@ -107,8 +107,12 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
     mode_of_fakes = _placeholders(graph)[0].meta["val"].fake_mode
     # Without a tracing context nothing would be kept on disk.
     context = _guards.tracing(_guards.TracingContext(mode_of_fakes))
-    by_bytes = storing_by_bytes(inductor.ir, inductor.virtualized.V) if is_gpu else contextlib.nullcontext()
-    with config.patch(options), context, mode_of_fakes, by_bytes:
+    with contextlib.ExitStack() as stack:
+        for scope in (config.patch(options), context, mode_of_fakes):
+            stack.enter_context(scope)
+        if is_gpu:
+            stack.enter_context(storing_by_bytes(inductor.ir, inductor.virtualized.V))
+            stack.enter_context(fusing_within_lists(inductor.scheduler))
         graph = _functional(graph, decompositions | open_draws(graph))
         replace_draws(graph, decompositions)
         accumulate_rows(graph)
@@ -117,8 +121,6 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
         update_in_place(graph)
         # Inductor keeps its copies at the end, and most of the order of operations that it does not compile.
         write_early(graph, [torch.ops.purecompose.adam_.default])
-        if is_gpu:
-            write_together(graph)
         if inductor.graph.GraphLowering.decide_layout_opt(graph, is_inference=False):
             graph = with_channels_last(graph)
         # The code after the graph reads each result by its traced strides. Inductor keeps the strides of the results

@@ -22,6 +22,7 @@ class Inductor(NamedTuple):
     decomposition: Any
     graph: Any
     ir: Any
+    scheduler: Any
     virtualized: Any
 
 
@@ -72,7 +73,7 @@ def _import_modules() -> Inductor:
 
 
 _BUILDER = ("config", "cpu_vec_isa", "codecache")
-_MODULES = ("", ".compile_fx", ".decomposition", ".graph", ".ir", ".virtualized")
+_MODULES = ("", ".compile_fx", ".decomposition", ".graph", ".ir", ".scheduler", ".virtualized")
 
 
 @functools.cache
