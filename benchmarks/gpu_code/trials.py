@@ -88,7 +88,7 @@ OPTIMIZERS: Mapping[str, Callable[[], Any]] = {
     "adafactor": lambda: optim.adafactor(1e-2),
     "rmsprop": lambda: optim.rmsprop(1e-2, momentum=0.9),
     "lion": lambda: optim.lion(1e-3),
-    "muon": lambda: optim.by_pattern({"*": optim.muon(1e-2)}, optim.adamw(1e-3)),
+    "muon": lambda: optim.by_pattern({"*": optim.muon(1e-2, ns_precision="full")}, optim.adamw(1e-3)),
     "by_pattern": lambda: optim.by_pattern({"*weight": optim.sgd(0.1, momentum=0.9)}, optim.adamw(1e-3)),
     "layerwise": lambda: optim.adamw(1e-2, groups=optim.layerwise(_blocks(0), 1e-2, 0.5)),
 }
