@@ -59,7 +59,7 @@ def graphs_by_hand(case: Case, methods: str) -> list[Graph]:
         return (1 - share) * loss + share * F.cross_entropy(outputs, targets[order], label_smoothing=smoothing)
 
     kept, tensors = _Kept(), [param.detach() for param in params.values()]
-    with mode:
+    with mode, find("torch._inductor.virtualized.V").set_fake_mode(mode):
         if "mixup" in methods:
             size = len(batch[0])
             batch += [torch.empty(size, dtype=torch.int64, device=CUDA), torch.empty((), device=CUDA)]

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from purecompose import Algorithm, State, Step, algorithms as alg, compose, loop_events, losses, optim
 from purecompose.nn import layers, models
@@ -77,6 +78,36 @@ def vit_s() -> Case:
     return Case(net, (images, classes), "bf16", "adamw")
 
 
+class Encoder(nn.Module):
+    """A transformer encoder of post-norm blocks that predicts a token at each position: `(N, T) -> (N, V, T)`."""
+
+    def __init__(self, vocabulary: int, length: int, width: int, depth: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Parameter(torch.zeros(length, width))
+        block = nn.TransformerEncoderLayer(width, width // 64, 4 * width, dropout, F.gelu, batch_first=True)
+        self.blocks = nn.TransformerEncoder(block, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the logits."""
+        return self.head(self.blocks(self.tokens(ids) + self.positions)).movedim(-1, 1)
+
+
+def bert() -> Case:
+    """An encoder of BERT-base's size, with dropout outside of attention and AdamW, and 16 sequences of 512 tokens."""
+    case = bert_dropout()
+    for module in case.net.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+    return case
+
+
+def bert_dropout() -> Case:
+    """The same encoder, with dropout in attention, too."""
+    ids = torch.randint(30522, (16, 512))
+    return Case(Encoder(30522, 512, 768, 12, 0.1), (ids, ids), "bf16", "adamw")
+
+
 def _gpt(vocabulary: int, length: int, num: int, *, is_tied: bool = False, **sizes: int) -> Case:
     net = layers.ClassesSecond(models.gpt(vocabulary, length, is_tied=is_tied, **sizes))
     ids = torch.randint(vocabulary, (num, length + 1))
@@ -97,6 +128,8 @@ NETWORKS: dict[str, Callable[[], Case]] = {
     "resnet50": resnet50,
     "vit_s": vit_s,
     "gpt2": gpt2,
+    "bert": bert,
+    "bert_dropout": bert_dropout,
     "small_gpt": small_gpt,
     "small_gpt_bf16": small_gpt_bf16,
     "small_resnet": small_resnet,

@@ -100,7 +100,8 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
     decompositions = {**inductor.decomposition.select_decomp_table(), **DECOMPOSITIONS}
     options = dict(inductor.package.list_mode_options(mode)) if mode not in (None, "default") else {}
     options["triton.cudagraphs"] = False  # CUDA graphs are captured around the whole call, by `Replay`
-    if is_gpu:  # kernels that need not wait for each other are one, unless that takes more memory
+    is_fixed = all(type(size) is int for node in _placeholders(graph) for size in node.meta["val"].shape)
+    if is_gpu and is_fixed:  # kernels that need not wait for each other are one, unless that takes more memory
         options |= {name: value for name, value in _COMBINING.items() if hasattr(config, name)}
     # The look-up key has compared sizes already.
     options |= {name: False for name in ("size_asserts", "alignment_asserts") if hasattr(config, name)}
@@ -209,10 +210,10 @@ def _functional(graph: fx.GraphModule, decompositions: Any) -> fx.GraphModule:
 
 
 class _AsTraced(fx.Interpreter):
-    """An interpreter whose results have the strides that were traced.
+    """An interpreter whose results have the dtypes and strides that were traced.
 
-    A decomposition may return other strides than the kernel (`cat` of one tensor that is not empty, torch 2.13), which
-    later views, chosen for the kernel's strides, do not fit.
+    A decomposition may return another dtype than the kernel (the gradient of a softmax from bfloat16 to float32, torch
+    2.14), or other strides (`cat` of one tensor that is not empty, torch 2.13), which later operations do not fit.
 
     Custom operators that write into arguments run on copies, which are copied back: `functionalize` rejects them.
     """
@@ -235,6 +236,7 @@ class _AsTraced(fx.Interpreter):
         result, traced = super().run_node(n), n.meta.get("val")
         if not isinstance(result, Tensor) or not isinstance(traced, Tensor):
             return result
+        result = result.to(traced.dtype)
         with disable_proxy_modes_tracing():  # a comparison of open sizes is not an operation of the graph
             is_same = result.stride() == traced.stride()
         if not is_same:

@@ -484,6 +484,20 @@ def test_views_fit_the_strides_that_were_traced(cache: None) -> None:
     torch.testing.assert_close(found, attend(*args))
 
 
+def test_results_have_the_dtype_that_was_traced() -> None:
+    """Decompositions may return another one: that of a softmax's gradient in bfloat16 forgets to round (torch 2.14)."""
+
+    def multiply(weights: Tensor, values: Tensor) -> list[Tensor]:
+        return [torch.sigmoid(weights) @ values]
+
+    args = [torch.randn(4, 4).bfloat16(), torch.randn(4, 2).bfloat16()]
+    graph = traced(multiply, args)
+    wide = {torch.ops.aten.sigmoid.default: lambda x: 1 / (1 + (-x.float()).exp())}
+    (found,) = backends._functional(graph, wide)(*args)
+    torch.testing.assert_close(found, multiply(*args)[0], rtol=0.02, atol=0.02)
+    assert found.dtype is torch.bfloat16
+
+
 @pytest.mark.slow
 def test_a_real_ctrl_c_while_inductor_works_leaves_the_step_usable(tmp_path: pathlib.Path) -> None:
     result = subprocess.run(
