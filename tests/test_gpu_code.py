@@ -181,7 +181,7 @@ def test_faults_are_put_where_the_memory_is_still_in_use() -> None:
         ("numbers --methods plain sam", ["mlp plain: equal after 3 steps", "mlp sam: equal after 3 steps"]),
         ("faults --methods mixup+label_smoothing", ["memory: found", "write: found", "draws: found"]),
         (
-            "shipped 'method ema vectors' 'microbatches vectors' 'loss CrossEntropy weight' 'precision overflow*vectors'",
+            "shipped 'method ema vectors' 'microbatches vectors' 'loss CrossEntropy weight' 'precision over*vectors'",
             ["4 trials: 4 (100.0%) compile under the rules, 4 (100.0%) have"],
         ),
     ],
