@@ -51,7 +51,7 @@ def recompute_signs(graph: fx.GraphModule) -> int:
         if len(chain) <= _LONGEST and len(large) == 1 and _is_used_after(large[0], order[sign], order):
             with graph.graph.inserting_before(sign):
                 copies = _copied(graph.graph, sorted(chain, key=order.__getitem__))
-            sign.args = (copies[argument], 0)
+            sign.args = (copies.get(argument, argument), 0)
             num += 1
     graph.recompile()
     return num

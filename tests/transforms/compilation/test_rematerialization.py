@@ -47,6 +47,20 @@ def test_signs_from_the_argument_give_the_same_bits(dtype: torch.dtype) -> None:
         assert torch.equal(old.nan_to_num(nan=7.0), new.nan_to_num(nan=7.0))
 
 
+def test_an_argument_that_is_kept_is_read_itself() -> None:
+    def both(x: Tensor, y: Tensor) -> Tensor:
+        product = x @ y
+        return product.sin() + F.relu(product)
+
+    x = torch.randn(8, 8)
+    graph = gradients_of(both, x, x.clone())
+    before = graph(x, x)
+    assert recompute_signs(graph) == 1
+    assert all(map(torch.equal, graph(x, x), before))
+    (sign,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.le.Scalar)
+    assert sign.args[0].target is torch.ops.aten.mm.default
+
+
 @pytest.mark.parametrize(
     "function",
     [lambda x, y: F.relu(x @ y), lambda x, y: F.relu(x.exp() + y.exp()), lambda x, y: torch.sigmoid(x + y)],
