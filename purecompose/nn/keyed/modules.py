@@ -33,7 +33,7 @@ from purecompose._support.functorch import is_transforming
 from purecompose.nn.differentiable import plain_operations, replaces_functions
 from purecompose.nn.keyed.functions import FUNCTIONS
 from purecompose.nn.keyed.layers import LAYERS
-from purecompose.nn.keyed.parts import CURRENT, is_compared, running
+from purecompose.nn.keyed.parts import CURRENT, running
 from purecompose.nn.keyed.scope import Handler, Scope, UnkeyedRandomError, unkeyed
 from purecompose.nn.skeleton import replay
 from purecompose.random.keys import Rng
@@ -214,8 +214,8 @@ def _replayable(fn: Callable[..., Any], scope: Keyed | None) -> Callable[..., An
         region = None if part is None else part.region(num_passes)
         if not is_first:
             draws = scope and Keyed(scope.rng, scope.num_examples, scope.first_example, draws=start)
-            if draws is not None:
-                draws.is_compared = is_compared()
+            if scope and draws:
+                draws.is_compared = scope.is_compared
             with bound_again(), plain(), running(region), draws or nullcontext():
                 return fn(*args, **kwargs)
         is_first = False
