@@ -5,8 +5,7 @@ kernels, bytes and peak memory, and predicts times by a written model, for the s
 and compile. `assemble` compiles every kernel to machine code. `numbers` runs the code on the CPU, kernels in Triton's
 interpreter, and compares it with the eager step; `faults` shows that it would find a wrong alias, order or draw.
 `shipped` does all of this for everything that ships, in small steps (`trials`), and checks rules for their code
-(`rules`): the proof that each compiles for a GPU, with the eager step's numbers. It takes about an hour on one core, in
-pieces as small as wanted.
+(`rules`): the proof that each compiles for a GPU, with the eager step's numbers. It takes hours, and runs in parts.
 
     bash benchmarks/gpu_code/run report mlp gpt resnet18 --methods plain sam
     bash benchmarks/gpu_code/run numbers mlp --methods plain mixup+label_smoothing ema sam
@@ -15,5 +14,5 @@ pieces as small as wanted.
     bash benchmarks/gpu_code/run code mlp
     bash benchmarks/gpu_code/run shipped "method mixup*" "loss *" --record proofs.jsonl
 
-What a GPU alone can tell, these cannot: real bandwidth and launch times, and which kernels cuBLAS and cuDNN choose.
+None of them tells what needs a GPU: real bandwidth and launch times, and which kernels cuBLAS and cuDNN choose.
 """

@@ -72,7 +72,7 @@ def run_in_place_of_autotuner(kernel: type) -> None:
 
 
 def executed(source: str, name: str = "code") -> dict[str, Any]:
-    """Run source from a file of its own, which Triton reads again later, and return its names."""
+    """Run source from a separate file, which Triton reads again later, and return its names."""
     path = _FOLDER / f"{name}_{next(_NUMBERS)}.py"
     path.write_text(source)
     names: dict[str, Any] = {"__file__": str(path), "__name__": name}

@@ -1,6 +1,6 @@
 """Answers to what torch, Inductor and Triton ask of a device, so that they write code for one that is not there.
 
-The answers replace functions of torch and Triton for the rest of the process, which is therefore one of its own.
+The answers replace functions of torch and Triton for the rest of the process, which should do nothing else.
 """
 
 import contextlib

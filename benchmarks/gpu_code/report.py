@@ -42,7 +42,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def rows_of(network: str, methods: str) -> list[Row]:
-    """Return the rows of a network with methods, by hand only for some."""
+    """Return the row of our step, and that of the loop by hand if it is written for these methods."""
     rows = [row_of(network, methods, "ours", codes_of(network, methods))]
     if methods in by_hand.METHODS:
         codes = _codes(by_hand.graphs_by_hand(build(network), methods))
