@@ -65,15 +65,51 @@ def largest(
         batches: A batch for each step.
         compile_: What makes GPU code of a graph and runs it.
     """
-    found = dict.fromkeys((*LASTING, "key", "loss", "metrics"), 0.0)
+    found = dict.fromkeys(_FIELDS, 0.0)
     own = state
     with compiling_for_gpu(compile_):
         for batch in batches:
             own, state = compiled(own, batch), eager(state, batch)
-            for name in found:
-                ours_, theirs = (Signature.of(getattr(one, name))[1] for one in (own, state))
-                found[name] = max([found[name], *(difference(a, b) for a, b in zip(ours_, theirs, strict=True))])
+            found = _larger(found, own, state)
     return found
+
+
+def largest_of_half(
+    eager: Step, compiled: Step, state: State, batches: Iterable[Any], compile_: Callable[[fx.GraphModule], Compiled]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the differences of `largest` for steps in half precision, and those of eager steps to float32.
+
+    Rounding moves the argument of a ReLU across zero, or changes what is left of two numbers that are nearly equal, so
+    that the numbers of two correct steps differ by as much as a step in half precision differs from one in float32.
+    After each step the numbers of the eager one are written into the memory of the other, so that differences do not
+    grow from step to step.
+    """
+    found, rounding = dict.fromkeys(_FIELDS, 0.0), dict.fromkeys(_FIELDS, 0.0)
+    own = state
+    with compiling_for_gpu(compile_):
+        for batch in batches:
+            full = state.replace(precision="fp32")
+            own, full, state = compiled(own, batch), eager(full, batch), eager(state, batch)
+            found, rounding = _larger(found, own, state), _larger(rounding, full, state)
+            for name in found:
+                for a, b in zip(*(Signature.of(getattr(one, name))[1] for one in (own, state)), strict=True):
+                    a.detach().copy_(b)
+    return found, rounding
+
+
+_FIELDS = (*LASTING, "key", "loss", "metrics")
+
+
+def _larger(found: dict[str, float], own: State, state: State) -> dict[str, float]:
+    return {
+        name: max(
+            [
+                found[name],
+                *map(difference, *(Signature.of(getattr(one, name))[1] for one in (own, state))),
+            ]
+        )
+        for name in found
+    }
 
 
 def difference(a: Tensor, b: Tensor) -> float:

@@ -33,15 +33,15 @@ def reads(code: Code) -> list[str]:
 
 
 def ungrouped(code: Code) -> list[str]:
-    """Return the number of pointwise kernels that each update one parameter or memory, though one could update all.
+    """Return the number of pointwise kernels that each update one parameter or memory, though one could update more.
 
     A kernel that also reduces is left out: the gradient that it computes is read where it is. Two are allowed: counters
     are updated where they are read.
     """
     found: Counter[str] = Counter()
     for name, args in _launches(code):
-        memories = [arg for arg in args if arg.startswith("arg")]
-        if name.startswith("triton_poi") and len(memories) > len(set(memories)):
+        memories = Counter(arg for arg in args if arg.startswith("arg"))
+        if name.startswith("triton_poi") and sum(number > 1 for number in memories.values()) == 1:
             found[re.sub(r"_?\d+$", "", name)] += 1
     return [f"updates by {number} kernels {name}" for name, number in found.items() if number > 2]
 

@@ -24,9 +24,9 @@ from torch import Tensor
 
 
 WORD = 0xFFFFFFFF  # the mask of a word
-_ROUNDS = 10
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 Lanes = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -75,9 +75,9 @@ def philox_lanes(
         k0: Lane 0 of the key; only its low 32 bits are read.
         k1: Lane 1, likewise.
     """
-    for key0, key1 in zip(_round_keys(k0, _KEY_STEPS[0]), _round_keys(k1, _KEY_STEPS[1]), strict=True):
-        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
-        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+    for key0, key1 in zip(_round_keys(k0, KEY_STEPS[0]), _round_keys(k1, KEY_STEPS[1]), strict=True):
+        high0, low0 = _multiply(c0, MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, MULTIPLIERS[1])
         c0 = (high1 ^ (c1 ^ key0)) & WORD
         c2 = (high0 ^ (c3 ^ key1)) & WORD
         c1, c3 = low1, low0
@@ -86,7 +86,7 @@ def philox_lanes(
 
 def _round_keys(lane: Tensor, step: int) -> tuple[Tensor, ...]:
     """Return the key lane's word for each round; the mask of the round removes the carry above 32 bits."""
-    steps = torch.arange(0, _ROUNDS * step, step, dtype=torch.int64, device=lane.device)
+    steps = torch.arange(0, ROUNDS * step, step, dtype=torch.int64, device=lane.device)
     return (lane.unsqueeze(-1) + steps).unbind(-1)
 
 
@@ -112,10 +112,10 @@ def philox_on_host(seeds: Sequence[int], offsets: Sequence[int], blocks: int) ->
     position = (offset & mask) + numbers
     k0, k1 = seed & mask, (seed >> 32) & mask
     c0, c1, c2, c3 = position & mask, (position >> 32 & mask) + (offset >> 32 & mask), 0, 0
-    step0, step1 = (ones * step for step in _KEY_STEPS)
-    for _ in range(_ROUNDS):
+    step0, step1 = (ones * step for step in KEY_STEPS)
+    for _ in range(ROUNDS):
         # Lanes 1 and 3 and the key are correct only in their low 32 bits: the masks below drop the rest.
-        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1 = ((product1 >> 32) ^ c1 ^ k0) & mask, product1
         c2, c3 = ((product0 >> 32) ^ c3 ^ k1) & mask, product0
         k0 += step0

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from purecompose._support.device import keep_freed_memory, return_freed_memory
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
 from purecompose.transforms.compilation.decompositions import DECOMPOSITIONS
-from purecompose.transforms.compilation.draws import open_draws, replace_draws
-from purecompose.transforms.compilation.fusing import fusing_within_lists
+from purecompose.transforms.compilation.draws import draw_in_kernels
+from purecompose.transforms.compilation.fusing import fusing_near, fusing_within_lists
 from purecompose.transforms.compilation.inductor import inductor_for
 from purecompose.transforms.compilation.layouts import with_channels_last
 from purecompose.transforms.compilation.ordering import write_early
@@ -114,10 +114,11 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
         if is_gpu:
             stack.enter_context(storing_by_bytes(inductor.ir, inductor.virtualized.V))
             stack.enter_context(fusing_within_lists(inductor.scheduler))
-        graph = _functional(graph, decompositions | open_draws(graph))
-        replace_draws(graph, decompositions)
+            stack.enter_context(fusing_near(inductor.scheduler))
+        graph = _functional(graph, decompositions)
         accumulate_rows(graph)
         if is_gpu:
+            draw_in_kernels(graph, inductor)
             recompute_signs(graph)
         update_in_place(graph)
         # Inductor keeps its copies at the end, and most of the order of operations that it does not compile.

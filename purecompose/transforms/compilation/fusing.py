@@ -1,8 +1,59 @@
 """Limits on what Inductor fuses for a GPU."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
+
+
+@contextlib.contextmanager
+def fusing_near(scheduler: Any) -> Iterator[None]:
+    """Return a scope in which Inductor does not fuse what is far apart if that keeps more memory than it saves.
+
+    The loss of the first of two passes, for example, is needed only for a difference at the end of the step. In one
+    kernel with the loss of the second pass it would keep the logits of the first one until then.
+
+    Args:
+        scheduler: The module `torch._inductor.scheduler`.
+    """
+    owner = scheduler.Scheduler
+    plain = owner.can_fuse
+
+    def can_fuse(self: Any, one: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
+        return plain(self, one, other, *args, **kwargs) and not _keeps_more(self, one, other)
+
+    owner.can_fuse = can_fuse
+    try:
+        yield
+    finally:
+        owner.can_fuse = plain
+
+
+_FAR = 64
+"""The distance, in operations, from which Inductor, too, takes nodes that do not depend on each other for far apart."""
+
+
+def _keeps_more(scheduler: Any, one: Any, other: Any) -> bool:
+    """Return whether the earlier of two nodes far apart, done with the later one, keeps more bytes than are saved."""
+    early, late = sorted((one, other), key=lambda node: node.min_order)
+    if late.min_order - early.max_order < _FAR:
+        return False
+    read = (scheduler.name_to_buf.get(name) for name in {dep.name for dep in early.read_writes.reads})
+    ended = [buffer for buffer in read if buffer is not None and _is_over(buffer, late.min_order)]
+    try:
+        kept = sum(map(_bytes, ended)) - sum(map(_bytes, early.get_outputs()))
+    except TypeError:  # a size is left open
+        return False
+    return kept > scheduler.score_fusion_memory(one, other)
+
+
+def _is_over(buffer: Any, place: int) -> bool:
+    """Return whether all readers of a buffer come before a place."""
+    return all(getattr(user.node, "min_order", place) < place for user in buffer.users)
+
+
+def _bytes(buffer: Any) -> int:
+    return math.prod(map(int, buffer.node.get_size())) * buffer.node.get_dtype().itemsize
 
 
 @contextlib.contextmanager

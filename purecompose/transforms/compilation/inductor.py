@@ -15,13 +15,15 @@ import torch
 
 
 class Inductor(NamedTuple):
-    """The modules of `torch._inductor` that compile a graph."""
+    """The modules of torch that compile a graph."""
 
     package: Any
     compile_fx: Any
     decomposition: Any
+    functions: Any
     graph: Any
     ir: Any
+    lowering: Any
     scheduler: Any
     virtualized: Any
 
@@ -69,11 +71,21 @@ def _import_builder() -> tuple[Any, Any, Any]:
 
 
 def _import_modules() -> Inductor:
-    return Inductor(*(importlib.import_module(f"torch._inductor{name}") for name in _MODULES))
+    return Inductor(*(importlib.import_module(f"torch{name}") for name in _MODULES))
 
 
 _BUILDER = ("config", "cpu_vec_isa", "codecache")
-_MODULES = ("", ".compile_fx", ".decomposition", ".graph", ".ir", ".scheduler", ".virtualized")
+_MODULES = (
+    "._inductor",
+    "._inductor.compile_fx",
+    "._inductor.decomposition",
+    ".utils._sympy.functions",
+    "._inductor.graph",
+    "._inductor.ir",
+    "._inductor.lowering",
+    "._inductor.scheduler",
+    "._inductor.virtualized",
+)
 
 
 @functools.cache
@@ -123,7 +135,7 @@ def _keep_headers_private(cache: Any) -> None:
 
 def _cache_folder() -> pathlib.Path:
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "purecompose" / f"torch-{torch.__version__}-3"
+    return pathlib.Path(base) / "purecompose" / f"torch-{torch.__version__}-4"
 
 
 def _is_torchs_default(folder: str) -> bool:
