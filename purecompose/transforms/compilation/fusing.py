@@ -53,6 +53,8 @@ def _is_over(buffer: Any, place: int) -> bool:
 
 
 def _bytes(buffer: Any) -> int:
+    if not buffer.node.has_tensor_output():
+        return 0
     return math.prod(map(int, buffer.node.get_size())) * buffer.node.get_dtype().itemsize
 
 
