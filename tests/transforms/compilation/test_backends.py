@@ -192,7 +192,7 @@ def home(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "x")  # so that it is restored
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    return tmp_path / "purecompose" / f"torch-{torch.__version__}-3"
+    return tmp_path / "purecompose" / f"torch-{torch.__version__}-4"
 
 
 def test_the_cache_is_private_to_the_user(home: pathlib.Path) -> None:

@@ -1,59 +1,145 @@
-"""Draws of compiled graphs where torch has no kernels for them."""
+"""Draws of compiled graphs for a GPU."""
 
+import itertools
+import operator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose.random import bernoulli, key
 from purecompose.random.native import DTYPES
 from purecompose.random.streams import numbers
-from purecompose.transforms.compilation import draws
-from purecompose.transforms.compilation.backends import compile_graph
 from purecompose.transforms.compilation.draws import draw_in_kernels
 from purecompose.transforms.compilation.inductor import inductor_for
-from tests.helpers import make_batches, make_state
-from tests.transforms.compilation.compile_helpers import assert_runs_agree, made
 
 
-def drawing(root: Tensor) -> list[Tensor]:
-    """Draw in every dtype, from one key and from several, with and without a comparison of the bits."""
-    bits = numbers(root[0], (3, 7), torch.int32)
-    draws = [numbers(root[i], (2, 5), dtype) for i, dtype in enumerate(DTYPES)]
-    draws += [numbers(root, (len(DTYPES), 3, 2), dtype) for dtype in DTYPES]
-    return [*draws, bits < 77, bits < -5, bernoulli(root[1], 0.3, (9,)), bernoulli(root[2], 1.0, (3,))]
+KEYS = torch.tensor([[5, -1], [5 + (7 << 40), 2**32 - 1], [-3, 2**33], [0, 0], [1, 2], [2**63 - 1, -(2**63)]])
+
+
+class Ops:
+    """Inductor's operations, on Python's numbers."""
+
+    add, mul = staticmethod(lambda a, b: (a + b) % 2**64), staticmethod(lambda a, b: wrapped(a * b))
+    bitwise_and, bitwise_or, bitwise_xor = operator.and_, operator.or_, operator.xor
+    bitwise_left_shift, bitwise_right_shift = operator.lshift, operator.rshift
+    eq, lt = operator.eq, operator.lt
+
+    @staticmethod
+    def where(condition: bool, a: Any, b: Any) -> Any:
+        return a if condition else b
+
+    @staticmethod
+    def constant(value: Any, dtype: torch.dtype) -> Any:
+        del dtype
+        return value
+
+    @staticmethod
+    def index_expr(value: int, dtype: torch.dtype) -> int:
+        del dtype
+        return value
+
+    @staticmethod
+    def to_dtype(value: Any, dtype: torch.dtype) -> Any:
+        if dtype == torch.uint64:
+            return value % 2**64
+        if dtype.is_floating_point:
+            return torch.tensor(value, dtype=dtype).item()
+        bits = torch.iinfo(dtype).bits
+        return (value + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
+
+
+def wrapped(value: Any) -> Any:
+    return value % 2**64 if isinstance(value, int) else value
+
+
+class Key:
+    """A key as Inductor passes it to a lowering."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def make_loader(self) -> Any:
+        return lambda index: self.tensor[tuple(index)].item()
+
+    def get_size(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def get_device(self) -> torch.device:
+        return self.tensor.device
+
+
+class Pointwise:
+    """What a lowering creates; it is computed at once."""
+
+    @staticmethod
+    def create(device: torch.device, dtype: torch.dtype, inner_fn: Any, ranges: list[int]) -> Any:
+        places = itertools.product(*map(range, ranges))
+        found = [inner_fn(list(place)) for place in places]
+        if dtype == torch.int64:
+            found = [Ops.to_dtype(value, dtype) for value in found]
+        tensor = torch.tensor(found, dtype=dtype, device=device).reshape(ranges)
+        return SimpleNamespace(realize=lambda: None, tensor=tensor)
+
+
+def traced(draw: Any) -> tuple[Any, Any, list[Any]]:
+    """Return the graph of a draw, the lowering of its operation, and the nodes that draw."""
+    with torch.no_grad():
+        module = make_fx(draw, tracing_mode="fake")(key(3))
+    lowerings: dict[Any, Any] = {}
+    draw_in_kernels(
+        module,
+        SimpleNamespace(  # pyright: ignore[reportArgumentType]
+            lowering=SimpleNamespace(
+                lowerings=lowerings,
+                register_lowering=lambda target, **options: lambda lower: lowerings.setdefault(target, lower),
+            ),
+            functions=SimpleNamespace(FloorDiv=operator.floordiv, ModularIndexing=lambda e, by, n: e // by % n),
+            virtualized=SimpleNamespace(ops=Ops),
+            ir=SimpleNamespace(Pointwise=Pointwise),
+        ),
+    )
+    module.graph.lint()
+    (lower,) = lowerings.values()
+    return module, lower, module.graph.find_nodes(op="call_function", target=next(iter(lowerings)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5,), (3, 7), ()], ids=str)
+def test_kernels_draw_the_bits_of_eager_code(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    _, lower, _ = traced(lambda root: numbers(root, (2,), torch.int32))
+    for root in KEYS:
+        assert torch.equal(lower(Key(root), shape, dtype, None).tensor, numbers(root, shape, dtype))
+    several = lower(Key(KEYS), (len(KEYS), *shape), dtype, None).tensor
+    assert torch.equal(several, numbers(KEYS, (len(KEYS), *shape), dtype))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.25, 0.7])
+def test_a_comparison_is_part_of_a_draw(p: float) -> None:
+    module, lower, (drawn,) = traced(lambda root: bernoulli(root, p, (9,)))
+    assert [node.op for node in module.graph.nodes] == ["placeholder", "call_function", "output"]
+    assert drawn.meta["val"].dtype == torch.bool
+    for root in KEYS:
+        assert torch.equal(lower(Key(root), *drawn.args[1:]).tensor, bernoulli(root, p, (9,)))
+
+
+def test_bits_that_are_compared_twice_are_drawn_once() -> None:
+    def draw(root: Tensor) -> list[Tensor]:
+        bits = numbers(root, (4,), torch.int32)
+        return [bits < 5, bits < 6]
+
+    _, _, (drawn,) = traced(draw)
+    assert drawn.args[1:] == ([4], torch.int32, None)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("mode", ["fake", "symbolic"])
-def test_inductor_draws_the_bits_of_eager_code(monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
-    monkeypatch.setattr(draws, "has_kernels", lambda device: False)
-    keys = torch.tensor([[5, -1], [5 + (7 << 40), 2**32 - 1], [-3, 2**33], [0, 0], [1, 2], [2**63 - 1, -(2**63)]])
-    with torch.no_grad():
-        module = make_fx(drawing, tracing_mode=mode)(torch.zeros_like(keys))
-    compiled = compile_graph(module, "inductor", None)
-    for found, expected in zip(compiled([keys]), drawing(keys), strict=True):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-
-
-def test_a_comparison_is_part_of_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draws, "has_kernels", lambda device: False)
+def test_inductor_knows_the_operation() -> None:
     with torch.no_grad():
         module = make_fx(lambda root: bernoulli(root, 0.25, (5,)), tracing_mode="fake")(key(3))
-    draw_in_kernels(module, inductor_for(torch.device("cpu")))
+    inductor = inductor_for(torch.device("cpu"))
+    draw_in_kernels(module, inductor)
     (drawn,) = (node for node in module.graph.nodes if node.op == "call_function")
-    assert drawn.args[1:] == ([5], torch.int32, -(2**30))
-    assert drawn.meta["val"].dtype == torch.bool
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_inductor_draws_for_many_dropouts_what_eager_code_draws(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
-    monkeypatch.setattr(draws, "has_kernels", lambda device: False)
-    net = nn.Sequential(*[layer for _ in range(5) for layer in (nn.Linear(4, 4), nn.Dropout(0.5))], nn.Linear(4, 3))
-    step, fast = made(backend="inductor", dynamic=dynamic)
-    assert_runs_agree(step, fast, make_state(net), make_batches(3))
+    assert drawn.target in inductor.lowering.lowerings
