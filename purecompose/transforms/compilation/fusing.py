@@ -36,10 +36,12 @@ _FAR = 64
 def _keeps_more(scheduler: Any, one: Any, other: Any) -> bool:
     """Return whether the earlier of two nodes far apart, done with the later one, keeps more bytes than are saved."""
     early, late = sorted((one, other), key=lambda node: node.min_order)
-    if late.min_order - early.max_order < _FAR:
+    place = max((scheduler.name_to_node[name].min_order for name in late.ancestors), default=0)
+    """The place from which on the later one can be done."""
+    if place - early.max_order < _FAR:
         return False
     read = (scheduler.name_to_buf.get(name) for name in {dep.name for dep in early.read_writes.reads})
-    ended = [buffer for buffer in read if buffer is not None and _is_over(buffer, late.min_order)]
+    ended = [buffer for buffer in read if buffer is not None and _is_over(buffer, place)]
     try:
         kept = sum(map(_bytes, ended)) - sum(map(_bytes, early.get_outputs()))
     except TypeError:  # a size is left open
