@@ -83,7 +83,7 @@ def _constants(numbers: Sequence[float], dtype: torch.dtype, device: torch.devic
 _constants.register_fake(lambda numbers, dtype, device: torch.empty(len(numbers), dtype=dtype, device=device))
 
 
-@functools.lru_cache(256)
+@functools.cache  # a CUDA graph reads the address of the tensor
 def _kept(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return sent(numbers, dtype, device)

@@ -61,9 +61,9 @@ def translated(state: Any, changes: Mapping[str, Any], fields: Collection[str]) 
 
 
 def as_hparams(values: Mapping[str, Any], key: Tensor, device: torch.device) -> Mapping[str, Any]:
-    """Return named scalars as tensors: numbers become 0-d float32."""
+    """Return named scalars as tensors on a device: numbers become 0-d float32."""
     num_dims = key.ndim - 1  # a population has a key for each member
-    if all(isinstance(value, Tensor) and value.ndim <= num_dims for value in values.values()):
+    if all(_is_scalar(value, num_dims) and value.device == device for value in values.values()):
         return values
     return {name: _scalar(name, value, num_dims, device) for name, value in values.items()}
 
@@ -113,9 +113,13 @@ def _check_trainable(names: Iterable[str], params: Mapping[str, Tensor]) -> None
         )
 
 
+def _is_scalar(value: Any, num_dims: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim <= num_dims
+
+
 def _scalar(name: str, value: Any, num_dims: int, device: torch.device) -> Tensor:
-    if isinstance(value, Tensor) and value.ndim <= num_dims:
-        return value
+    if _is_scalar(value, num_dims):
+        return value.to(device)
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return torch.full((), float(value), dtype=torch.float32, device=device)
     raise TypeError(

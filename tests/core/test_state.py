@@ -16,6 +16,7 @@ from torch.utils import _pytree as torch_pytree
 
 from purecompose import losses, optim, random, schedule, tree
 from purecompose.core.algorithm import Algorithm
+from purecompose.core.changes import as_hparams
 from purecompose.core.clock import Clock
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events
@@ -584,6 +585,12 @@ def test_forward_runs_in_evaluation_mode_by_default_and_keeps_the_buffers():
 def test_forward_takes_lists_as_arguments_and_mappings_as_keywords(arguments):
     state = start(seeded(lambda: Linear(Output)))
     assert torch.equal(state.forward(arguments(*batch())).logits, state.forward(batch()[0]))
+
+
+def test_hparams_are_on_the_device_of_the_state():
+    key, given = torch.zeros(2, dtype=torch.int64), {"a": torch.tensor(0.5), "b": 2.0}
+    for values in (given, {"a": given["a"]}):
+        assert {value.device.type for value in as_hparams(values, key, torch.device("meta")).values()} == {"meta"}
 
 
 def test_hparams_start_with_their_defaults_and_are_read_in_place_of_constants():

@@ -8,6 +8,11 @@ changes, `torch.compile` of the same graph is used instead.
 
 import contextlib
 import copy
+import functools
+import hashlib
+import importlib
+import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -19,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.utils._pytree import tree_leaves
 
 from purecompose._support.device import keep_freed_memory, return_freed_memory
+from purecompose.transforms.compilation import draws, fusing, rematerialization
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
 from purecompose.transforms.compilation.decompositions import DECOMPOSITIONS
 from purecompose.transforms.compilation.draws import draw_in_kernels
@@ -67,7 +73,7 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
             "torch.compile instead, which is right but slower to call",
             stacklevel=2,
         )
-        return _by_torch_compile(graph, backend, mode)
+        return _by_torch_compile(graph, backend, "max-autotune-no-cudagraphs" if "autotune" in str(mode) else None)
     return_freed_memory()  # of the compiler
     keep_freed_memory()  # of steps
     return compiled
@@ -78,9 +84,11 @@ def _explained() -> Iterator[None]:
     """Return a scope that replaces Inductor's own errors; those of a changed interface pass unchanged."""
     try:
         yield
-    except (ImportError, AttributeError, TypeError, OSError):
-        raise
     except Exception as error:
+        # Inductor wraps errors that were raised while it lowers a graph.
+        inner = getattr(error, "inner_exception", error)
+        if isinstance(inner, (ImportError, AttributeError, TypeError, OSError)):
+            raise inner from error
         cause = f"{type(error).__name__}: {error}"
         if "InvalidCxxCompiler" in cause:
             raise RuntimeError(
@@ -101,15 +109,15 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
     options = dict(inductor.package.list_mode_options(mode)) if mode not in (None, "default") else {}
     options["triton.cudagraphs"] = False  # CUDA graphs are captured around the whole call, by `Replay`
     is_fixed = all(type(size) is int for node in _placeholders(graph) for size in node.meta["val"].shape)
-    if is_gpu and is_fixed:  # kernels that need not wait for each other are one, unless that takes more memory
-        options |= {name: value for name, value in _COMBINING.items() if hasattr(config, name)}
+    if is_gpu and is_fixed and all(hasattr(config, name) for name in _COMBINING):
+        options |= _COMBINING  # kernels that need not wait for each other are one, unless that takes more memory
     # The look-up key has compared sizes already.
     options |= {name: False for name in ("size_asserts", "alignment_asserts") if hasattr(config, name)}
     mode_of_fakes = _placeholders(graph)[0].meta["val"].fake_mode
     # Without a tracing context nothing would be kept on disk.
     context = _guards.tracing(_guards.TracingContext(mode_of_fakes))
     with contextlib.ExitStack() as stack:
-        for scope in (config.patch(options), context, mode_of_fakes):
+        for scope in (config.patch(options), _tagged_cache(), context, mode_of_fakes):
             stack.enter_context(scope)
         if is_gpu:
             stack.enter_context(storing_by_bytes(inductor.ir, inductor.virtualized.V))
@@ -119,7 +127,8 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
         accumulate_rows(graph)
         if is_gpu:
             draw_in_kernels(graph, inductor)
-            recompute_signs(graph)
+            if is_fixed:  # it compares sizes
+                recompute_signs(graph)
         update_in_place(graph)
         # Inductor keeps its copies at the end, and most of the order of operations that it does not compile.
         write_early(graph, [torch.ops.purecompose.adam_.default])
@@ -133,6 +142,18 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
         ]
         compiled = inductor.compile_fx.compile_fx_inner(graph, [node.meta["val"] for node in _placeholders(graph)])
     return getattr(compiled, "current_callable", None) or compiled
+
+
+def _tagged_cache() -> contextlib.AbstractContextManager[None]:
+    """Return a scope in which the keys of Inductor's cache also stand for what is done here beside the graph."""
+    config = importlib.import_module("torch.compiler.config")
+    return config.patch(cache_key_tag=f"{config.cache_key_tag} {_tag()}")
+
+
+@functools.cache
+def _tag() -> str:
+    modules = (sys.modules[__name__], draws, fusing, rematerialization)
+    return hashlib.sha256("".join(map(inspect.getsource, modules)).encode()).hexdigest()
 
 
 def _by_torch_compile(graph: fx.GraphModule, backend: Any, mode: str | None) -> Compiled:

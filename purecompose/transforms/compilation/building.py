@@ -29,6 +29,7 @@ from purecompose.transforms.compilation.messages import GraphForm
 from purecompose.transforms.compilation.options import Options
 from purecompose.transforms.compilation.ordering import write_early
 from purecompose.transforms.compilation.plan_parts import CompiledPart
+from purecompose.transforms.compilation.replay import check_on_device
 from purecompose.transforms.compilation.segments import Stretch
 from purecompose.transforms.compilation.sizes import can_open
 from purecompose.transforms.compilation.variants import Variant, too_many
@@ -86,13 +87,16 @@ class Builder:
                 start_inductor(boundary.device)
         captured, form = self._traced(variant, of_chunk(boundary, num_chunks), is_last, body)
         whole, for_all = in_chunks(captured, boundary, num_chunks)
+        replays = options.mode == "reduce-overhead" and boundary.device.type == "cuda"
+        if replays:
+            check_on_device(captured.graph, boundary.device)
         part = CompiledPart(
             whole,
             lambda: for_all(compile_graph(captured.graph, options.backend, options.mode)),
             variant,
             form=form,
             awaited=None if background is None else background.submit(captured.graph, options.mode),
-            replays=options.mode == "reduce-overhead" and boundary.device.type == "cuda",
+            replays=replays,
         )
         if background is None:
             part.compile()

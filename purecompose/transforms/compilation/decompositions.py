@@ -1,5 +1,6 @@
 """Decompositions for Inductor that move fewer bytes than its own, or none between host and device."""
 
+import struct
 from typing import Any
 
 import torch
@@ -51,18 +52,16 @@ def foreach_lerp(starts: list[Tensor], ends: list[Tensor], weight: float) -> lis
     Inductor's decomposition, from torch 2.14 on, makes a tensor of the weight on the host, which a step on a GPU would
     copy to the device each time: `torch.compile` folds it, in a pass over the joint graph.
     """
-    wide = [torch.float32 if start.dtype in (torch.float16, torch.bfloat16) else start.dtype for start in starts]
-    if wide == [start.dtype for start in starts]:
-        return _lerp(starts, ends, weight)
+    wide = [torch.float64 if start.dtype == torch.float64 else torch.float32 for start in starts]
     wide_starts, wide_ends = ([x.to(dtype) for x, dtype in zip(xs, wide, strict=True)] for xs in (starts, ends))
-    return [x.to(start.dtype) for x, start in zip(_lerp(wide_starts, wide_ends, weight), starts, strict=True)]
-
-
-def _lerp(starts: list[Tensor], ends: list[Tensor], weight: float) -> list[Tensor]:
-    differences = _aten._foreach_sub.List(ends, starts)
+    if torch.float64 not in wide:
+        weight = struct.unpack("f", struct.pack("f", weight))[0]  # as the kernel rounds it
+    differences = _aten._foreach_sub.List(wide_ends, wide_starts)
     if abs(weight) < 0.5:
-        return _aten._foreach_add.List(starts, _aten._foreach_mul.Scalar(differences, weight))
-    return _aten._foreach_sub.List(ends, _aten._foreach_mul.Scalar(differences, 1 - weight))
+        results = _aten._foreach_add.List(wide_starts, _aten._foreach_mul.Scalar(differences, weight))
+    else:
+        results = _aten._foreach_sub.List(wide_ends, _aten._foreach_mul.Scalar(differences, 1 - weight))
+    return [x.to(start.dtype) for x, start in zip(results, starts, strict=True)]
 
 
 DECOMPOSITIONS: dict[Any, Any] = {

@@ -30,6 +30,8 @@ def draw_in_kernels(module: fx.GraphModule, inductor: Inductor) -> None:
     """
     for node in module.graph.find_nodes(op="call_function", target=_philox):
         key, shape, dtype = node.args
+        if node.meta["val"].device.type == "cpu":
+            continue
         _register(inductor)
         compared = [user for user in node.users if user.target is _below]
         thresholds = {user.args[1] for user in compared}

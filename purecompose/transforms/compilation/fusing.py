@@ -1,13 +1,13 @@
 """Limits on what Inductor fuses for a GPU."""
 
-import contextlib
 import math
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
+from purecompose.transforms.compilation.inductor import replaced
 
-@contextlib.contextmanager
-def fusing_near(scheduler: Any) -> Iterator[None]:
+
+def fusing_near(scheduler: Any) -> AbstractContextManager[None]:
     """Return a scope in which Inductor does not fuse what is far apart if that keeps more memory than it saves.
 
     The loss of the first of two passes, for example, is needed only for a difference at the end of the step. In one
@@ -16,17 +16,11 @@ def fusing_near(scheduler: Any) -> Iterator[None]:
     Args:
         scheduler: The module `torch._inductor.scheduler`.
     """
-    owner = scheduler.Scheduler
-    plain = owner.can_fuse
 
-    def can_fuse(self: Any, one: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
+    def can_fuse(plain: Any, self: Any, one: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
         return plain(self, one, other, *args, **kwargs) and not _keeps_more(self, one, other)
 
-    owner.can_fuse = can_fuse
-    try:
-        yield
-    finally:
-        owner.can_fuse = plain
+    return replaced(scheduler.Scheduler, "can_fuse", can_fuse)
 
 
 _FAR = 64
@@ -60,8 +54,7 @@ def _bytes(buffer: Any) -> int:
     return math.prod(map(int, buffer.node.get_size())) * buffer.node.get_dtype().itemsize
 
 
-@contextlib.contextmanager
-def fusing_within_lists(scheduler: Any) -> Iterator[None]:
+def fusing_within_lists(scheduler: Any) -> AbstractContextManager[None]:
     """Return a scope in which Inductor fuses into an operation on a list only what one tensor of it depends on.
 
     It fuses what several tensors of a list depend on into the part of the kernel for the first one (torch 2.14), and
@@ -70,10 +63,8 @@ def fusing_within_lists(scheduler: Any) -> Iterator[None]:
     Args:
         scheduler: The module `torch._inductor.scheduler`.
     """
-    owner = scheduler.ForeachKernelSchedulerNode
-    plain = owner.__dict__["can_fuse"]
 
-    def can_fuse(cls: Any, producer: Any, consumer: Any) -> bool:
+    def can_fuse(plain: Any, cls: Any, producer: Any, consumer: Any) -> bool:
         pairs = [(producer, None)]
         if producer.is_foreach():
             pairs = list(zip(producer.snodes, consumer.snodes, strict=False)) if consumer.is_foreach() else []
@@ -82,10 +73,6 @@ def fusing_within_lists(scheduler: Any) -> Iterator[None]:
             readers = [one for one in consumer.snodes if any(dep.name in names for dep in one.read_writes.reads)]
             if len(readers) > 1 or (own is not None and any(reader is not own for reader in readers)):
                 return False
-        return plain.__get__(None, cls)(producer, consumer)
+        return plain(cls, producer, consumer)
 
-    owner.can_fuse = classmethod(can_fuse)
-    try:
-        yield
-    finally:
-        owner.can_fuse = plain
+    return replaced(scheduler.ForeachKernelSchedulerNode, "can_fuse", can_fuse)

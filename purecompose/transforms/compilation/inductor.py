@@ -8,6 +8,7 @@ import pathlib
 import stat
 import tempfile
 import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -135,7 +136,7 @@ def _keep_headers_private(cache: Any) -> None:
 
 def _cache_folder() -> pathlib.Path:
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "purecompose" / f"torch-{torch.__version__}-4"
+    return pathlib.Path(base) / "purecompose" / f"torch-{torch.__version__}"
 
 
 def _is_torchs_default(folder: str) -> bool:
@@ -144,12 +145,27 @@ def _is_torchs_default(folder: str) -> bool:
     return place == tempfile.gettempdir() and name.startswith("torchinductor_")
 
 
+@contextlib.contextmanager
+def replaced(owner: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Return a scope in which a method of a class of Inductor is another function, which gets the method first."""
+    plain: Any = owner.__dict__[name]
+    is_of_class = isinstance(plain, classmethod)
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        return function(plain.__func__ if is_of_class else plain, *args, **kwargs)
+
+    try:
+        setattr(owner, name, classmethod(changed) if is_of_class else changed)
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
 def ensure_cache() -> None:
     """Set Inductor's cache on disk to a folder that only this user can write to, unless the user has named one.
 
     Code found in the cache is run. By default the cache has a fixed name under the shared temporary folder, where
-    another user could have placed files first. Entries are keyed by the graph and the versions of torch and compiler,
-    but not by the options for results that are passed to Inductor: a number in the folder's name stands for these.
+    another user could have placed files first.
     """
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if named is not None and not _is_torchs_default(named):

@@ -91,6 +91,8 @@ class Options:
 def _check_backend(backend: Any, mode: Any) -> None:
     if mode not in MODES:
         raise ValueError(f"compile: mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
+    if mode is not None and backend != "inductor":
+        raise ValueError(f"compile: mode={mode!r} is an option of backend='inductor'; got backend={backend!r}")
     if not isinstance(backend, str) and not callable(backend):
         raise TypeError(f"compile: backend: expected a name or a function (graph, inputs) -> function, got {backend!r}")
     if isinstance(backend, str) and backend not in BACKENDS and backend not in torch.compiler.list_backends(()):

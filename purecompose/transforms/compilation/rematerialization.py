@@ -9,13 +9,14 @@ For a ResNet-18 in bfloat16 this moves 0.94 of the bytes (`benchmarks/gpu_code`)
 takes as long either way.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from purecompose.transforms.compilation.inductor import replaced
 
 
 _aten = torch.ops.aten
@@ -28,8 +29,9 @@ _LONGEST = 32
 def recompute_signs(graph: fx.GraphModule) -> int:
     """Let comparisons of a ReLU with 0 read the argument of the ReLU, computed again from one tensor.
 
-    The numbers stay the same: `relu(x) <= 0` where `x <= 0`, also for NaN. It is done where the tensor from which the
-    argument is computed, by elementwise operations with small tensors, is in memory at that time anyway.
+    The numbers of the graph stay the same: `relu(x) <= 0` where `x <= 0`, also for NaN. A fused kernel does not round
+    the argument to half precision, so that the sign of a number next to 0 may be another. It is done where the tensor
+    from which the argument is computed, by elementwise operations with small tensors, is in memory at that time anyway.
 
     Args:
         graph: A functional graph, whose nodes carry fake tensors (`meta["val"]`).
@@ -98,17 +100,15 @@ def _is_large(node: fx.Node, other: fx.Node) -> bool:
     return isinstance(value, Tensor) and 16 * value.numel() > other.meta["val"].numel()
 
 
-@contextlib.contextmanager
-def storing_by_bytes(ir: Any, graphs: Any) -> Iterator[None]:
+def storing_by_bytes(ir: Any, graphs: Any) -> AbstractContextManager[None]:
     """Return a scope in which Inductor stores a value that several operations use if that moves fewer bytes.
 
     Args:
         ir: The module `torch._inductor.ir`.
         graphs: `torch._inductor.virtualized.V`, whose `graph` is the one being compiled.
     """
-    plain = ir.StorageBox.should_realize_on_reuse
 
-    def is_stored(self: Any, users: int, **options: Any) -> bool:
+    def is_stored(plain: Any, self: Any, users: int, **options: Any) -> bool:
         is_asked = plain(self, users, **options)
         data = self.data
         if users < 2 or not isinstance(data, ir.Pointwise) or ir.is_cpu(data) or self.has_large_inner_fn():
@@ -124,8 +124,4 @@ def storing_by_bytes(ir: Any, graphs: Any) -> Iterator[None]:
         written = size * data.get_dtype().itemsize
         return options.get("graph_reuse", True) and users * read > read + written + users * written
 
-    ir.StorageBox.should_realize_on_reuse = is_stored
-    try:
-        yield
-    finally:
-        ir.StorageBox.should_realize_on_reuse = plain
+    return replaced(ir.StorageBox, "should_realize_on_reuse", is_stored)

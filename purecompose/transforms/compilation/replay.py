@@ -7,9 +7,28 @@ step reads a host clock or a generator, and donated buffers keep their addresses
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from purecompose.transforms.compilation.backends import Compiled
+
+
+def check_on_device(graph: fx.GraphModule, device: torch.device) -> None:
+    """Raise a `ValueError` if a graph computes with tensors on the host, whose numbers a recording would repeat.
+
+    Args:
+        graph: A graph whose nodes carry fake tensors (`meta["val"]`).
+        device: The device of the state.
+    """
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.device != device:
+            what = "an argument" if node.op == "placeholder" else f"the result of {node.target}"
+            raise ValueError(
+                f"compile: mode='reduce-overhead': {what}, {value.dtype} of shape {tuple(value.shape)}, is on "
+                f"{value.device}, and the state on {device}; a CUDA graph would repeat the numbers that it had when "
+                "recorded. Create it on the device of the inputs, as in torch.rand((), device=x.device), or leave the "
+                "mode out"
+            )
 
 
 class Replay:
@@ -46,8 +65,9 @@ class Replay:
         """Return the part's results, in new memory."""
         if self._graph is None:
             if not self._is_warm:
+                results = list(self._call(args))
                 self._is_warm = True
-                return list(self._call(args))
+                return results
             self._record(args)
         else:
             for place, value in zip(self._inputs, args[self._num_bound :], strict=True):
@@ -59,7 +79,9 @@ class Replay:
         """Record the launches with their addresses; this runs nothing."""
         self._inputs = [_alike(tensor) for tensor in args[self._num_bound :]]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # The current device may be another one; a thread that pins batches, say, does not disturb the recording.
+        stream = torch.cuda.Stream(args[0].device)
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self._outputs = list(self._call([*args[: self._num_bound], *self._inputs]))
         self._graph = graph
 

@@ -192,7 +192,7 @@ def home(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "x")  # so that it is restored
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    return tmp_path / "purecompose" / f"torch-{torch.__version__}-4"
+    return tmp_path / "purecompose" / f"torch-{torch.__version__}"
 
 
 def test_the_cache_is_private_to_the_user(home: pathlib.Path) -> None:
@@ -270,9 +270,14 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_a_changed_inductor_falls_back_to_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_changed_inductor_falls_back_to_torch_compile(is_wrapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = importlib.import_module("torch._inductor.compile_fx")
-    monkeypatch.setattr(inner, "compile_fx_inner", None)
+
+    def fail(*args: Any) -> None:
+        raise importlib.import_module("torch._inductor.exc").InductorError(TypeError("no such argument"), None)
+
+    monkeypatch.setattr(inner, "compile_fx_inner", fail if is_wrapped else None)
     monkeypatch.setattr(backends, "_by_torch_compile", lambda graph, backend, mode: lambda args: graph(*args))
     step, fast = made(backend="inductor")
     with pytest.warns(UserWarning, match="torch.compile instead"):

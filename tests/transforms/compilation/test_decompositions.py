@@ -65,6 +65,11 @@ def test_infinite_gradients_are_those_of_torchs_decomposition() -> None:
         assert torch.equal(bits(ours), bits(torchs))
 
 
+def test_foreach_lerp_rounds_the_weight_as_torch_does() -> None:
+    operator, starts, ends = _aten._foreach_lerp.Scalar, [torch.ones(1)], [torch.zeros(1)]
+    assert DECOMPOSITIONS[operator](starts, ends, 0.999) == operator(starts, ends, 0.999)
+
+
 @pytest.mark.parametrize("weight", [0.1, 0.5, 0.9, -0.7, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_foreach_lerp_is_torchs_without_a_tensor_of_the_weight(weight: float, dtype: torch.dtype) -> None:

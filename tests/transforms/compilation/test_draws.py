@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from purecompose.random import bernoulli, key
+from purecompose.random import bernoulli
 from purecompose.random.native import DTYPES
 from purecompose.random.streams import numbers
 from purecompose.transforms.compilation.draws import draw_in_kernels
@@ -88,7 +88,7 @@ class Pointwise:
 def traced(draw: Any) -> tuple[Any, Any, list[Any]]:
     """Return the graph of a draw, the lowering of its operation, and the nodes that draw."""
     with torch.no_grad():
-        module = make_fx(draw, tracing_mode="fake")(key(3))
+        module = make_fx(draw, tracing_mode="fake")(torch.zeros(2, dtype=torch.int64, device="meta"))
     lowerings: dict[Any, Any] = {}
     draw_in_kernels(
         module,
@@ -138,8 +138,16 @@ def test_bits_that_are_compared_twice_are_drawn_once() -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_inductor_knows_the_operation() -> None:
     with torch.no_grad():
-        module = make_fx(lambda root: bernoulli(root, 0.25, (5,)), tracing_mode="fake")(key(3))
+        root = torch.zeros(2, dtype=torch.int64, device="meta")
+        module = make_fx(lambda root: bernoulli(root, 0.25, (5,)), tracing_mode="fake")(root)
     inductor = inductor_for(torch.device("cpu"))
     draw_in_kernels(module, inductor)
     (drawn,) = (node for node in module.graph.nodes if node.op == "call_function")
     assert drawn.target in inductor.lowering.lowerings
+
+
+def test_draws_on_the_host_stay_calls() -> None:
+    with torch.no_grad():
+        module = make_fx(lambda root: bernoulli(root, 0.25, (5,)), tracing_mode="fake")(KEYS[0])
+    draw_in_kernels(module, SimpleNamespace())  # pyright: ignore[reportArgumentType]
+    assert module.graph.find_nodes(op="call_function", target=torch.ops.purecompose.philox.default)

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import purecompose as pc
 from purecompose import Algorithm, Event, Step, compose, every, hparam, loop_events, on, optim
-from purecompose.transforms.compilation.replay import Replay
+from purecompose.transforms.compilation.replay import Replay, check_on_device
 from tests.helpers import make_batch, make_batches, make_cnn, make_state, noise
 from tests.transforms.compilation.compile_helpers import (
     LIBRARY,
@@ -74,7 +75,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made_up = Device()
 
     @contextmanager
-    def record(graph: Graph) -> Iterator[None]:
+    def record(graph: Graph, stream: torch.device, capture_error_mode: str) -> Iterator[None]:
+        assert (stream, capture_error_mode) == (torch.device("cpu"), "thread_local")
         made_up.recording = graph.launches
         try:
             yield
@@ -84,6 +86,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(Graph, "device", made_up, raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)  # the one on which the arguments are
     return made_up
 
 
@@ -165,6 +168,36 @@ def test_a_failed_recording_is_repeated(device: Device) -> None:
     assert replay([torch.ones(1)])[0].item() == 2
 
 
+def test_a_first_run_that_fails_is_repeated(device: Device) -> None:
+    errors = [RuntimeError("no room")]
+
+    def part(args: list[Tensor]) -> list[Tensor]:
+        if errors:
+            raise errors.pop()
+        return [args[0] + 1]
+
+    replay = Replay(device.launch(part), 0)
+    with pytest.raises(RuntimeError, match="no room"):
+        replay([torch.zeros(1)])
+    assert replay([torch.ones(1)])[0].item() == 2
+    assert "written down" not in device.log
+
+
+def test_numbers_of_the_host_are_refused() -> None:
+    def scaled(x: Tensor, rate: Tensor) -> Tensor:
+        return x * rate.to("cpu").to(x.device)
+
+    with torch.no_grad():
+        graph = make_fx(scaled, tracing_mode="fake")(torch.ones(2, device="meta"), torch.ones((), device="meta"))
+    with pytest.raises(ValueError, match=r"mode='reduce-overhead': the result of aten\._to_copy\.default.* is on cpu"):
+        check_on_device(graph, torch.device("meta"))
+    with torch.no_grad():
+        graph = make_fx(torch.mul, tracing_mode="fake")(torch.ones(2), torch.ones(()))
+    check_on_device(graph, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"an argument, torch.float32 of shape \(2,\), is on cpu"):
+        check_on_device(graph, torch.device("meta"))
+
+
 # Whole steps
 
 
@@ -220,10 +253,12 @@ def test_without_donation_nothing_is_recorded(replayed: Device) -> None:
     assert replayed.log == ["run"] * 4
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_other_modes_and_devices_record_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     breaking(monkeypatch, [])
-    step = compose(loop_events)
-    _, fast = made(mode="reduce-overhead")  # on the CPU
+    compile_graph = LIBRARY.compile_graph
+    monkeypatch.setattr(LIBRARY, "compile_graph", lambda graph, backend, mode: compile_graph(graph, "eager", None))
+    step, fast = made(mode="reduce-overhead", backend="inductor")  # on the CPU
     assert_agree(step(make_state(), make_batch()), fast(make_state(), make_batch()))
     assert device.log == []
 
