@@ -18,7 +18,11 @@ from purecompose.testing import SHIPPED
 
 def make_code(kernel: str = "", *calls: str, fallbacks: tuple[str, ...] = ()) -> Code:
     body = "\n".join(f"        {call}" for call in calls)
-    return Code(f"{kernel}\ndef call(args):\n{body}\n", (), (), fallbacks, (), 0, 0)
+    kernels = tuple(call.partition(".run(")[0] for call in calls if ".run(" in call)
+    return Code(f"{kernel}\ndef call(args):\n{body}\n", kernels, (), fallbacks, (), 0, 0)
+
+
+GRAPH = torch.fx.symbolic_trace(torch.nn.Identity())
 
 
 GROUP = """
@@ -70,6 +74,7 @@ def test_memory_is_written_where_it_was_read(pointer: str, index: str, is_broken
 def test_a_number_is_at_place_0_in_every_spelling() -> None:
     kernel = """
 def triton_poi_fused_1(in_out_ptr0, xnumel):
+    xnumel = 1
     tmp0 = tl.load(in_out_ptr0 + (0))
     tl.store(in_out_ptr0 + (tl.full([1, 1], 0, tl.int32).broadcast_to(XBLOCK, 1)), tmp0, None)
 ''', device_str='cuda')
@@ -77,11 +82,53 @@ def triton_poi_fused_1(in_out_ptr0, xnumel):
     assert races(make_code(kernel, "triton_poi_fused_1.run(buf0, 1, stream=raw_stream0)")) == []
 
 
-def test_updates_of_several_parameters_are_one_kernel() -> None:
-    launch = "triton_poi_fused_add_{0}.run(arg{0}_1, buf{0}, arg{0}_1, 12, stream=raw_stream0)"
-    assert ungrouped(make_code("", *map(launch.format, range(2)))) == []
-    assert ungrouped(make_code("", *map(launch.format, range(3)))) == ["updates by 3 kernels triton_poi_fused_add"]
-    assert ungrouped(make_code("", *map(launch.replace("poi", "per").format, range(3)))) == []
+@pytest.mark.parametrize(
+    "access, numel, is_broken",
+    [
+        ("tl.store({} + (0), tmp0, None)", "xnumel = 1", False),
+        ("tl.store({} + (0), tmp0, None)", "xnumel = 128", True),
+        ("tl.atomic_add({} + (x0), tmp0, xmask)", "xnumel = 128", False),
+        ("tl.atomic_add({} + (x1), tmp0, xmask)", "xnumel = 128", True),
+    ],
+)
+def test_blocks_do_not_share_what_they_read_and_write(access: str, numel: str, is_broken: bool) -> None:
+    index = "0" if "(0)" in access else "x0"
+    kernel = f"""
+def triton_poi_fused_1(in_ptr0, out_ptr0, xnumel):
+    {numel}
+    tmp0 = tl.load(in_ptr0 + ({index}))
+    {access.format("out_ptr0")}
+''', device_str='cuda')
+"""
+    calls = (
+        "buf1 = reinterpret_tensor(buf0, (2,), (1,), 0); del buf0",
+        "triton_poi_fused_1.run(buf0, buf1, 1, stream=s)",
+    )
+    assert bool(races(make_code(kernel, *calls))) is is_broken
+    elsewhere = calls[0].replace(", 0)", ", 64)"), calls[1]
+    assert races(make_code(kernel, *elsewhere)) == []
+
+
+UPDATE = """
+def triton_{kind}_fused_add_{number}(in_ptr0, in_ptr1, out_ptr0, out_ptr1):
+    tl.store(out_ptr0 + (x0), tmp0, xmask)
+    tl.store(out_ptr1 + (x0), tmp1, xmask)
+''', device_str='cuda')
+"""
+
+
+@pytest.mark.parametrize(
+    "kind, num, found", [("poi", 2, []), ("poi", 4, ["updates by 4 pointwise kernels"]), ("per", 4, [])]
+)
+def test_updates_of_several_parameters_are_one_kernel(kind: str, num: int, found: list[str]) -> None:
+    kernels = "".join(UPDATE.format(kind=kind, number=number) for number in range(num))
+    launch = f"triton_{kind}_fused_add_{{0}}.run(arg{{0}}_1, buf{{0}}, arg{{0}}_1, arg5{{0}}_1, stream=raw_stream0)"
+    assert ungrouped(make_code(kernels, *map(launch.format, range(num)))) == found
+
+
+def test_a_launch_in_another_form_is_an_error() -> None:
+    with pytest.raises(ValueError, match="1 kernels are launched, and 0 of them in the form"):
+        races(make_code("", "other_kernel.run(buf0)"))
 
 
 @pytest.mark.parametrize(
@@ -94,19 +141,20 @@ def test_updates_of_several_parameters_are_one_kernel() -> None:
     ],
 )
 def test_what_a_cuda_graph_would_not_repeat_is_named(call: str, what: str) -> None:
+    kernel = "\ndef triton_poi_fused_0(a, b, c, d, xnumel):\n    pass\n''', device_str='cuda')\n"
     fixed = (
         "buf0 = empty_strided_cuda((3, 2), (2, 1), torch.float32)",
         "triton_poi_fused_0.run(arg0_1, buf0, workspace_0, _tensor_constant0, 12, stream=raw_stream0)",
     )
-    assert unfit_for_replay(make_code("", *fixed)) == []
-    (found,) = unfit_for_replay(make_code("", *fixed, call))
+    assert unfit_for_replay(make_code(kernel, *fixed)) == []
+    (found,) = unfit_for_replay(make_code(kernel, *fixed, call))
     assert found.startswith(what)
 
 
 def test_an_operator_that_waits_for_the_device_is_named() -> None:
-    assert broken(make_code(fallbacks=("torch.ops.purecompose.ctc.default",))) == [
-        "reads values in torch.ops.purecompose.ctc.default"
-    ]
+    assert broken(make_code(fallbacks=("torch.ops.aten.convolution_backward.default",)), GRAPH) == []
+    for name in ("torch.ops.purecompose.ctc.default", "torch.ops.aten.multinomial.default"):
+        assert broken(make_code(fallbacks=(name,)), GRAPH) == [f"calls {name}"]
 
 
 def test_everything_that_ships_is_tried() -> None:
@@ -135,7 +183,7 @@ def test_a_summary_counts_and_lists_and_a_record_is_read_again(tmp_path: pathlib
     bad = Proof("b", 3, 2, ("torch.ops.x",), ("reads a value",), 6, None, reason="no kernel")
     other = Proof("c", difference=1e-3, reason="params")
     path = tmp_path / "record"
-    path.write_text("".join(f"{proof.written}\n" for proof in (good, bad, other)))
+    path.write_text("".join(f"{proof.as_json}\n" for proof in (good, bad, other)))
     assert list(recorded(path).values()) == [good, bad, other] and recorded(None) == {}
     lines = summary([good, bad, other]).splitlines()
     assert lines[0].startswith("3 trials: 2 (66.7%) compile under the rules, 1 (33.3%) have the eager")

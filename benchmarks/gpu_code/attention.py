@@ -1,6 +1,8 @@
 """The fused attention of GPUs on the CPU: by torch's kernels for the CPU, with results in the GPU's layout."""
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,8 +83,24 @@ def efficient_backward(
     logs, is_causal = logs[..., : q.shape[-2]], len(rest) > 4 and rest[4]
     mask = bias if bias is not None and bias.numel() else None
     grads = _backward(grad, q, k, v, out, logs, 0.0, is_causal, attn_mask=mask, scale=scale)
-    results = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v)]
+    shapes = [x.transpose(1, 2).shape for x in (q, k, v)]
+    results = [empty(shape, _contiguous(shape), q.dtype).transpose(1, 2) for shape in shapes]
     return *_filled(results, grads), None
+
+
+def _contiguous(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+
+
+def empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return memory in which every number is NaN, or the largest there is."""
+    tensor = torch.empty_strided(shape, stride, dtype=dtype)
+    storage = torch.empty(0, dtype=dtype).set_(tensor.untyped_storage())
+    if dtype.is_floating_point or dtype.is_complex:
+        storage.fill_(float("nan"))
+    else:
+        storage.fill_(True if dtype is torch.bool else torch.iinfo(dtype).max)
+    return tensor
 
 
 def _check(dropout: float) -> None:
@@ -91,12 +109,9 @@ def _check(dropout: float) -> None:
 
 
 def _alike(operator: Any, *args: Any, **kwargs: Any) -> list[Any]:
-    """Return uninitialised results with the shapes and strides that the operator has on other devices."""
+    """Return results that nothing has written, with the shapes and strides that the operator has on other devices."""
     meta = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
-    return [
-        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) if isinstance(x, Tensor) else x
-        for x in operator(*meta[0], **meta[1])
-    ]
+    return [empty(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in operator(*meta[0], **meta[1])]
 
 
 def _filled(results: list[Any], values: Any) -> tuple[Any, ...]:

@@ -26,24 +26,9 @@ def mlp() -> Case:
     return Case(net, (torch.randn(64, 64), torch.randint(10, (64,))))
 
 
-def mlp_adamw() -> Case:
-    """The same with AdamW."""
-    return mlp()._replace(optimizer="adamw")
-
-
 def gpt() -> Case:
     """A GPT of two blocks of width 512 with a vocabulary of 8,192, and 16 sequences of 512 tokens."""
     return _gpt(8192, 512, 16, width=512, num_heads=8, depth=2)
-
-
-def small_gpt() -> Case:
-    """A GPT of one block of width 16 with a vocabulary of 64, and 4 sequences of 8 tokens."""
-    return _gpt(64, 8, 4, width=16, num_heads=2, depth=1)._replace(precision="fp32")
-
-
-def small_gpt_bf16() -> Case:
-    """The same under autocast."""
-    return small_gpt()._replace(precision="bf16")
 
 
 def gpt2() -> Case:
@@ -55,13 +40,6 @@ def gpt2() -> Case:
 def resnet18() -> Case:
     """A ResNet-18 in the form for small images and a batch of 512 images of 32x32."""
     return _images(models.resnet18(3, 10, width=64, small_images=True), 512, 32, 10)
-
-
-def small_resnet() -> Case:
-    """A ResNet-8 and a batch of 8 images of 8x8, in float32."""
-    return _images(models.build("resnet8", in_shape=(3, 8, 8), num_classes=10, seed=0), 8, 8, 10)._replace(
-        precision="fp32"
-    )
 
 
 def resnet50() -> Case:
@@ -122,7 +100,6 @@ def _images(net: nn.Module, num: int, size: int, num_classes: int) -> Case:
 
 NETWORKS: dict[str, Callable[[], Case]] = {
     "mlp": mlp,
-    "mlp_adamw": mlp_adamw,
     "gpt": gpt,
     "resnet18": resnet18,
     "resnet50": resnet50,
@@ -130,9 +107,6 @@ NETWORKS: dict[str, Callable[[], Case]] = {
     "gpt2": gpt2,
     "bert": bert,
     "bert_dropout": bert_dropout,
-    "small_gpt": small_gpt,
-    "small_gpt_bf16": small_gpt_bf16,
-    "small_resnet": small_resnet,
 }
 
 METHODS: dict[str, Callable[[], list[Algorithm]]] = {
@@ -141,17 +115,7 @@ METHODS: dict[str, Callable[[], list[Algorithm]]] = {
     "mixup+label_smoothing": lambda: [alg.mixup(0.2), alg.label_smoothing(0.1)],
     "ema": lambda: [alg.ema()],
     "sam": lambda: [alg.sam(0.05)],
-    "ema+sam": lambda: [alg.ema(), alg.sam(0.05)],
-    "cutmix": lambda: [alg.cutmix()],
-    "selective_backprop": lambda: [alg.selective_backprop(start=0.0, end=1.0)],
-    "clipping": lambda: [alg.gradient_clipping("norm", 0.1)],
-    "loss_scaling": lambda: [alg.loss_scaling()],
-    "overflow": lambda: [alg.loss_scaling(init_scale=2.0**127)],
-    "microbatches": list,
 }
-
-OPTIONS: dict[str, dict[str, Any]] = {"microbatches": {"microbatches": 4}}
-"""Options of `compose`."""
 
 
 def build(network: str) -> Case:
@@ -165,7 +129,7 @@ def ours(case: Case, methods: str) -> tuple[Step, State]:
     optimizer = optim.adamw(1e-3) if case.optimizer == "adamw" else optim.sgd(0.01, momentum=0.9)
     settings: dict[str, Any] = {"precision": case.precision, "duration": "2ep", "batches_per_epoch": 100}
     state = State.create(case.net, loss=losses.cross_entropy, optimizer=optimizer, key=0, **settings)
-    step = compose(loop_events, METHODS[methods](), **OPTIONS.get(methods, {}))
+    step = compose(loop_events, METHODS[methods]())
     return step, step.init(state)
 
 

@@ -1,14 +1,46 @@
 """Faults put into GPU code on purpose, to show that a comparison of numbers finds each of them."""
 
+import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import fx
 
+import purecompose as pc
 from benchmarks.gpu_code.graphs import Graph
 from benchmarks.gpu_code.interpreting import load
+from benchmarks.gpu_code.numbers import largest
+from benchmarks.gpu_code.pretend import pretend
+from benchmarks.gpu_code.proving import TOLERANCE
+from benchmarks.gpu_code.trials import trials
 from benchmarks.gpu_code.writing import code_of
 from purecompose.transforms.compilation.backends import Compiled
+
+
+def main(args: Sequence[str]) -> int:
+    """Put each fault into the code of trials, and print whether it is found; return 1 if one is not."""
+    parser = argparse.ArgumentParser(prog="benchmarks/gpu_code/run faults")
+    parser.add_argument("trials", nargs="*", default=["method mixup vectors"], help="names, as `shipped --list` prints")
+    pretend()
+    are_found = True
+    for name in parser.parse_args(args).trials:
+        run = trials()[name]()
+        for fault_name, fault in FAULTS.items():
+            torch._dynamo.reset()
+            found = largest(
+                run.step,
+                pc.compile(run.step, quiet=True),
+                run.state,
+                run.batches,
+                with_fault(fault),
+                is_half=run.is_half,
+            )
+            difference = max(found.values())
+            is_found = not difference <= (1 if run.is_half else TOLERANCE)
+            print(f"{name}, {fault_name}: {'found' if is_found else 'NOT FOUND'}, {difference:.1e}", flush=True)
+            are_found = are_found and is_found
+    return int(not are_found)
 
 
 def with_fault(fault: Callable[[str], str]) -> Callable[[fx.GraphModule], Compiled]:
@@ -16,7 +48,7 @@ def with_fault(fault: Callable[[str], str]) -> Callable[[fx.GraphModule], Compil
     return lambda graph: load(fault(code_of(Graph("part", graph, True)).source))
 
 
-def shared_memory(source: str) -> str:
+def aliased_memory(source: str) -> str:
     """Let a buffer be in the memory of another one that is still to be read."""
     start = source.index("def call(")
     allocations = list(re.finditer(r"(\w+) = empty_strided_cuda\((.*)\)", source[start:]))
@@ -55,4 +87,4 @@ def other_draws(source: str) -> str:
 PHILOX = "3528531795"
 """A multiplier of Philox 4x32."""
 
-FAULTS = {"shared memory": shared_memory, "early write": early_write, "other draws": other_draws}
+FAULTS = {"aliased memory": aliased_memory, "early write": early_write, "other draws": other_draws}

@@ -11,39 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import purecompose as pc
-from benchmarks.gpu_code.cases import Case, ours
-from benchmarks.gpu_code.graphs import Graph, compiling_for_gpu
-from benchmarks.gpu_code.interpreting import load
-from benchmarks.gpu_code.writing import code_of
+from benchmarks.gpu_code.graphs import compiling_for_gpu
 from purecompose import State, Step
 from purecompose.transforms.compilation.backends import Compiled
 from purecompose.transforms.donation import LASTING
 from purecompose.transforms.signature import Signature
 
 
-def interpreted(graph: fx.GraphModule) -> Compiled:
-    """Return the function of a graph's GPU code, run on the CPU."""
-    return load(code_of(Graph("part", graph, True)).source)
-
-
-def differences(
-    case: Case,
-    methods: str,
-    num_steps: int = 3,
-    compile_: Callable[[fx.GraphModule], Compiled] = interpreted,
-) -> dict[str, float]:
-    """Return the largest differences between GPU code and eager step of a case, as `largest` finds them.
-
-    Args:
-        case: The network with its batch.
-        methods: The methods of the step.
-        num_steps: Number of steps.
-        compile_: What makes GPU code of a graph and runs it.
-    """
-    step, state = ours(case, methods)
-    batches = [tuple(tensor.roll(number, 0) for tensor in case.batch) for number in range(num_steps)]
-    return largest(step, pc.compile(step, quiet=True), state, batches, compile_)
+FIELDS = (*LASTING, "key", "loss", "metrics")
 
 
 def largest(
@@ -51,12 +26,16 @@ def largest(
     compiled: Step,
     state: State,
     batches: Iterable[Any],
-    compile_: Callable[[fx.GraphModule], Compiled] = interpreted,
+    compile_: Callable[[fx.GraphModule], Compiled],
+    *,
+    is_half: bool,
 ) -> dict[str, float]:
     """Return for each field of the state the largest difference between GPU code and eager step, over all steps.
 
-    A difference of floats is relative to the largest number of the tensor, if that is above 1; other tensors, such as
-    keys and counts, differ by 0 or by infinity.
+    In half precision, rounding moves the argument of a ReLU across zero, or changes what is left of two numbers that
+    are nearly equal, so that the numbers of two correct steps differ as a step in half precision differs from one in
+    float32. There a difference is a share of what is allowed (`allowed`), and after each step the numbers of the eager
+    one are written into the memory of the other, so that differences do not grow from step to step.
 
     Args:
         eager: The step as composed.
@@ -64,56 +43,32 @@ def largest(
         state: The state at the start of both.
         batches: A batch for each step.
         compile_: What makes GPU code of a graph and runs it.
+        is_half: Whether numbers are rounded to half precision.
     """
-    found = dict.fromkeys(_FIELDS, 0.0)
+    found = dict.fromkeys(FIELDS, 0.0)
     own = state
     with compiling_for_gpu(compile_):
         for batch in batches:
+            before, full = state, eager(state.replace(precision="fp32"), batch) if is_half else state
             own, state = compiled(own, batch), eager(state, batch)
-            found = _larger(found, own, state)
+            for name in FIELDS:
+                a, b, c, d = (Signature.of(getattr(one, name))[1] for one in (own, state, before, full))
+                for place, (ours, theirs) in enumerate(zip(a, b, strict=True)):
+                    measured = difference(ours, theirs)
+                    if is_half and measured < float("inf"):
+                        old, exact = (side[place] if len(side) == len(b) else theirs for side in (c, d))
+                        measured /= allowed(theirs, old, exact, computed_in_half=name in ("loss", "metrics"))
+                        ours.detach().copy_(theirs)
+                    found[name] = max(found[name], measured)
     return found
 
 
-def largest_of_half(
-    eager: Step, compiled: Step, state: State, batches: Iterable[Any], compile_: Callable[[fx.GraphModule], Compiled]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the differences of `largest` for steps in half precision, and those of eager steps to float32.
-
-    Rounding moves the argument of a ReLU across zero, or changes what is left of two numbers that are nearly equal, so
-    that the numbers of two correct steps differ by as much as a step in half precision differs from one in float32.
-    After each step the numbers of the eager one are written into the memory of the other, so that differences do not
-    grow from step to step.
-    """
-    found, rounding = dict.fromkeys(_FIELDS, 0.0), dict.fromkeys(_FIELDS, 0.0)
-    own = state
-    with compiling_for_gpu(compile_):
-        for batch in batches:
-            full = state.replace(precision="fp32")
-            own, full, state = compiled(own, batch), eager(full, batch), eager(state, batch)
-            found, rounding = _larger(found, own, state), _larger(rounding, full, state)
-            for name in found:
-                for a, b in zip(*(Signature.of(getattr(one, name))[1] for one in (own, state)), strict=True):
-                    a.detach().copy_(b)
-    return found, rounding
-
-
-_FIELDS = (*LASTING, "key", "loss", "metrics")
-
-
-def _larger(found: dict[str, float], own: State, state: State) -> dict[str, float]:
-    return {
-        name: max(
-            [
-                found[name],
-                *map(difference, *(Signature.of(getattr(one, name))[1] for one in (own, state))),
-            ]
-        )
-        for name in found
-    }
-
-
 def difference(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference, as `differences` measures it."""
+    """Return the largest difference of two tensors.
+
+    That of floats is relative to the largest number of the second tensor, if that is above 1; other tensors, such as
+    keys and counts, differ by 0 or by infinity.
+    """
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
     if not a.dtype.is_floating_point:
@@ -122,6 +77,28 @@ def difference(a: Tensor, b: Tensor) -> float:
     differs = (a != b) & ~(a.isnan() & b.isnan())
     if not differs.any():
         return 0.0
-    scale = b[b.isfinite()].abs().max().clamp(min=1) if b.isfinite().any() else 1
-    found = float(((a - b)[differs].abs() / scale).max())
+    found = float(((a - b)[differs].abs() / _scale(b)).max())
     return float("inf") if found != found else found
+
+
+def _scale(tensor: Tensor) -> float:
+    finite = tensor[tensor.isfinite()]
+    return max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
+
+
+def allowed(new: Tensor, old: Tensor, exact: Tensor, *, computed_in_half: bool) -> float:
+    """Return the difference, as `difference` measures it, that rounding in half precision explains.
+
+    It is the largest of: four times what the step in half precision differs from one in float32; a tenth of the change
+    in the step; and an ulp of half precision, for numbers stored or computed in it, or else of single precision.
+
+    Args:
+        new: The tensor after the step.
+        old: The tensor before it.
+        exact: The tensor after the step in float32.
+        computed_in_half: Whether it is a result of the forward pass.
+    """
+    is_half = new.element_size() < 4 or computed_in_half
+    ulp = 2.0**-7 if is_half else 2.0**-22
+    rounded, changed = difference(exact, new), difference(old, new)
+    return max(ulp, 0.1 * changed if changed < float("inf") else 0.0, 4 * rounded if rounded < float("inf") else 0.0)

@@ -16,20 +16,19 @@ import purecompose as pc
 from benchmarks.gpu_code.assembling import Assembled, assembled
 from benchmarks.gpu_code.graphs import Graph, graphs_of
 from benchmarks.gpu_code.interpreting import load
-from benchmarks.gpu_code.numbers import largest, largest_of_half
+from benchmarks.gpu_code.numbers import largest
 from benchmarks.gpu_code.pretend import find, pretend
 from benchmarks.gpu_code.rules import broken
 from benchmarks.gpu_code.trials import Run
-from benchmarks.gpu_code.writing import Code, code_of, violations
+from benchmarks.gpu_code.writing import Code, code_of
 from purecompose.transforms.compilation.backends import Compiled
 from purecompose.transforms.compilation.plan_parts import ExecutionPlan
 from purecompose.transforms.signature import Signature
 
 
-TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
-"""Largest differences in full and in half precision, where GPU code rounds at other places than an eager step. In full
-precision only quotients of differences, such as gradient noise scales, come near to it; others are equal to 1e-6. In
-half precision it is twice what an eager step differs from one in float32, if that is more."""
+TOLERANCE = 1e-4
+"""Largest difference in full precision. Only quotients of differences, such as gradient noise scales, come near to it;
+others are equal to 1e-6. In half precision a difference is a share of what rounding explains, at most 1."""
 
 
 class Proof(NamedTuple):
@@ -61,7 +60,7 @@ class Proof(NamedTuple):
         if self.difference is None:
             numbers = f"NOT RUN ({self.reason})"
         elif self.has_numbers:
-            numbers = f"equal to {self.difference:.0e}"
+            numbers = f"equal to {self.difference:.0e}{' of rounding' if self.tolerance == 1 else ''}"
         else:
             numbers = f"DIFFERENT: {self.reason} by {self.difference:.1e}"
         rules = f"BREAKS: {'; '.join(self.faults)}" if self.faults else "keeps the rules"
@@ -69,12 +68,12 @@ class Proof(NamedTuple):
 
     @classmethod
     def read(cls, line: str) -> "Proof":
-        """Return a proof from a line of JSON that `written` returned."""
+        """Return a proof from a line of JSON that `as_json` returned."""
         values = json.loads(line)
         return cls(**{**values, "fallbacks": tuple(values["fallbacks"]), "faults": tuple(values["faults"])})
 
     @property
-    def written(self) -> str:
+    def as_json(self) -> str:
         """The proof as a line of JSON."""
         return json.dumps(self._asdict())
 
@@ -84,7 +83,7 @@ class _Unrunnable(Exception):
 
 
 class Prover:
-    """A prover of trials, with a process that assembles kernels; this one interprets them."""
+    """Runs trials and collects proofs; a process of its own assembles kernels, this one interprets them."""
 
     def __init__(self) -> None:
         with _not_interpreting():
@@ -124,14 +123,13 @@ class _Trial:
         self.binaries: list[Future[list[Assembled]]] = []
 
     def proof(self, name: str) -> Proof:
-        step, tolerance = self.run.step, HALF_TOLERANCE if self.run.is_half else TOLERANCE
+        step, tolerance = self.run.step, 1.0 if self.run.is_half else TOLERANCE
         compiled = pc.compile(step, quiet=True)
         difference, reason = None, ""
         try:
-            given = step, compiled, self.run.state, self.run.batches, self._runnable
-            found, rounding = largest_of_half(*given) if self.run.is_half else (largest(*given), {})
+            given = self.run.state, self.run.batches, self._runnable
+            found = largest(step, compiled, *given, is_half=self.run.is_half)
             reason = max(found, key=lambda field: found[field])
-            tolerance = max(tolerance, 2 * rounding.get(reason, 0.0))
             difference = found[reason]
         except _Unrunnable as error:
             reason = str(error)
@@ -163,7 +161,7 @@ class _Trial:
         code = code_of(Graph("part", graph, True))
         self.codes.append(code)
         self.binaries.append(self.assemble(code))
-        for rule in (*violations(code, graph), *broken(code)):
+        for rule in broken(code, graph):
             self._break(rule)
         return code
 
@@ -186,6 +184,7 @@ class _Trial:
         """Write the code of all schedules, from the states of eager steps."""
         state, step, seen = self.run.state, self.run.step, set()
         self.codes.clear()
+        self.binaries.clear()
         for batch in self.run.batches:
             form = step.prepare(state, batch).bits, Signature.of(batch)[0]
             if form not in seen:

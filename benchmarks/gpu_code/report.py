@@ -8,8 +8,9 @@ from benchmarks.gpu_code import by_hand
 from benchmarks.gpu_code.cases import build, ours
 from benchmarks.gpu_code.devices import DEVICES
 from benchmarks.gpu_code.graphs import Graph, graphs_of
+from benchmarks.gpu_code.rules import host_work
 from benchmarks.gpu_code.timing import times
-from benchmarks.gpu_code.writing import Code, code_of, violations
+from benchmarks.gpu_code.writing import Code, code_of
 
 
 Row = dict[str, Any]
@@ -63,7 +64,7 @@ def _codes(graphs: Iterable[Graph]) -> list[Code]:
     for graph in graphs:
         if id(graph.module) not in codes:
             codes[id(graph.module)] = code_of(graph)
-            for one in violations(codes[id(graph.module)], graph.module):
+            for one in host_work(codes[id(graph.module)], graph.module):
                 print(f"{graph.name}: {one}", file=sys.stderr)
     found = [codes[id(graph.module)] for graph in graphs]
     return [code._replace(peak=code.peak + graph.held) for code, graph in zip(found, graphs, strict=True)]

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
-from torch import _guards, fx
+from torch import _guards
 
 from benchmarks.gpu_code.graphs import Graph
 from benchmarks.gpu_code.peaks import peak_of
@@ -131,28 +131,3 @@ def _node(node: Any, local: Collection[str]) -> Node:
     found = (value.maybe_get_dtype() for value in (*operation.inputs, operation) if hasattr(value, "maybe_get_dtype"))
     dtype = next((dtype for dtype in found if dtype is not None), torch.float32)
     return Node(name, sum(reads.values()), int(node.estimate_flops() or 0), dtype, reads)
-
-
-CHECKS = (
-    ("reads a value on the host", re.compile(r"\.item\(\)|_local_scalar_dense")),
-    ("copies between host and device", re.compile(r"device_put|empty_strided_cpu\(|\.cpu\(\)|_to_copy.*cpu")),
-    ("runs a kernel of the host", re.compile(r"cpp_fused|device_str='cpu'|async_compile\.cpp")),
-)
-
-
-def violations(code: Code, graph: fx.GraphModule) -> list[str]:
-    """Return what a step on a GPU must not do and this code does, each with the line of the code."""
-    body = code.source[code.source.index("def call(") :]
-    found = [
-        f"{what}: {line.strip()[:120]}"
-        for what, pattern in CHECKS
-        for line in body.splitlines()
-        if pattern.search(line) and not line.strip().startswith("#")
-    ]
-    for node in graph.graph.nodes:  # numbers that become constants are tensors of the host, too
-        value, is_given = node.meta.get("val"), node.op in ("placeholder", "get_attr")
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and is_given:
-            found.append(f"has a tensor of the host: {node.name}")
-        if isinstance(value, torch.SymInt | torch.SymFloat):
-            found.append(f"passes a size by value: {node.name}")
-    return found
