@@ -4,6 +4,7 @@ Some faults show only on a device: the interpreter runs the blocks of a kernel o
 reads what another block has written too early, and nothing waits for a device.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -75,7 +76,7 @@ def ungrouped(code: Code) -> list[str]:
         num = sum(arg.startswith("arg") for arg in stored)
         if num and name.startswith("triton_poi"):
             kernels, tensors = kernels + 1, tensors + num
-    return [f"updates by {kernels} pointwise kernels"] if kernels > 2 + tensors // 8 else []
+    return [f"updates by {kernels} pointwise kernels"] if kernels > 2 + math.ceil(tensors / 8) else []
 
 
 def races(code: Code) -> list[str]:

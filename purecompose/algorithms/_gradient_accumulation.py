@@ -14,6 +14,7 @@ from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.means import num_terms
 from purecompose.core.state import State
+from purecompose.optim import lists
 from purecompose.optim.guarded import Guarded, all_finite
 from purecompose.surgery.weights import wide
 from purecompose.time.event import Event
@@ -58,11 +59,13 @@ class AccumulatedGradients(NamedTuple):
         if is_good is not None:
             num = torch.where(is_good, num, 0)
 
-        def with_one(total: Tensor, grad: Tensor) -> Tensor:
-            share = num.to(total.dtype) * grad.to(total.dtype)
-            return total + torch.where(num > 0, share, 0)  # the mean over no terms may be NaN
+        def share(name: str) -> Tensor:
+            dtype = self.sums[name].dtype
+            return torch.where(num > 0, num.to(dtype) * grads[name].to(dtype), 0)  # the mean over no terms may be NaN
 
-        sums = {name: with_one(total, grads[name]) if name in grads else total for name, total in self.sums.items()}
+        names = [name for name in self.sums if name in grads]
+        added = lists.add([self.sums[name] for name in names], [share(name) for name in names], 1.0)
+        sums = self.sums | dict(zip(names, added, strict=True))
         reached = self._where(grads)
         is_reached = self.is_reached | (reached if is_good is None else reached & is_good)
         nothing = torch.zeros_like(self.current), torch.zeros_like(self.is_counted)
