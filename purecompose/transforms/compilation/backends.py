@@ -24,11 +24,12 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.utils._pytree import tree_leaves
 
 from purecompose._support.device import keep_freed_memory, return_freed_memory
-from purecompose.transforms.compilation import draws, fusing, rematerialization
+from purecompose.transforms.compilation import fusing, gpu_draws, rematerialization
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
 from purecompose.transforms.compilation.decompositions import DECOMPOSITIONS
-from purecompose.transforms.compilation.draws import draw_in_kernels
+from purecompose.transforms.compilation.draws import open_draws, replace_draws
 from purecompose.transforms.compilation.fusing import fusing_near, fusing_within_lists
+from purecompose.transforms.compilation.gpu_draws import draw_in_kernels
 from purecompose.transforms.compilation.inductor import inductor_for
 from purecompose.transforms.compilation.layouts import with_channels_last
 from purecompose.transforms.compilation.ordering import write_early
@@ -123,7 +124,8 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
             stack.enter_context(storing_by_bytes(inductor.ir, inductor.virtualized.V))
             stack.enter_context(fusing_within_lists(inductor.scheduler))
             stack.enter_context(fusing_near(inductor.scheduler))
-        graph = _functional(graph, decompositions)
+        graph = _functional(graph, decompositions | open_draws(graph))
+        replace_draws(graph, decompositions)
         accumulate_rows(graph)
         if is_gpu:
             draw_in_kernels(graph, inductor)
@@ -152,7 +154,7 @@ def _tagged_cache() -> contextlib.AbstractContextManager[None]:
 
 @functools.cache
 def _tag() -> str:
-    modules = (sys.modules[__name__], draws, fusing, rematerialization)
+    modules = (sys.modules[__name__], fusing, gpu_draws, rematerialization)
     return hashlib.sha256("".join(map(inspect.getsource, modules)).encode()).hexdigest()
 
 
