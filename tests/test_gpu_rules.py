@@ -19,7 +19,7 @@ from purecompose.testing import SHIPPED
 def make_code(kernel: str = "", *calls: str, fallbacks: tuple[str, ...] = ()) -> Code:
     body = "\n".join(f"        {call}" for call in calls)
     kernels = tuple(call.partition(".run(")[0] for call in calls if ".run(" in call)
-    return Code(f"{kernel}\ndef call(args):\n{body}\n", kernels, (), fallbacks, (), 0, 0)
+    return Code(f"{kernel}\ndef call(args):\n{body}\n", kernels, (), fallbacks, (), 0)
 
 
 GRAPH = torch.fx.symbolic_trace(torch.nn.Identity())

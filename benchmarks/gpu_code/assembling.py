@@ -13,13 +13,10 @@ TARGETS = (80, 90)
 
 
 class Assembled(NamedTuple):
-    """A kernel's machine code."""
+    """A kernel that was assembled for a target, or was not."""
 
     kernel: str
     target: int
-    num_bytes: int
-    shared_memory: int
-    """Bytes of shared memory that a block uses."""
     error: str = ""
 
 
@@ -37,17 +34,17 @@ class _Kernel:
         options = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
         gpu = find("triton.backends.compiler.GPUTarget")("cuda", target, 32)
         try:
-            binary = find("triton.compile")(source, target=gpu, options=options)
+            find("triton.compile")(source, target=gpu, options=options)
         except Exception as error:
-            return Assembled(name, target, 0, 0, f"{type(error).__name__}: {error}".splitlines()[0])
-        return Assembled(name, target, len(binary.asm["cubin"]), binary.metadata.shared)
+            return Assembled(name, target, f"{type(error).__name__}: {error}".splitlines()[0])
+        return Assembled(name, target)
 
 
-def assembled(codes: Iterable[Code], targets: Sequence[int] = TARGETS) -> list[Assembled]:
-    """Return the machine code of each kernel for each target; what fails has an error."""
+def assembled(codes: Iterable[Code]) -> list[Assembled]:
+    """Assemble each kernel for each target; what fails has an error."""
     run_in_place_of_autotuner(_Kernel)
     kernels: dict[str, _Kernel] = {}
     for i, code in enumerate(codes):
         found = executed(code.source, f"code_{i}")
         kernels |= {f"{name} of code {i}": value for name, value in found.items() if isinstance(value, _Kernel)}
-    return [kernel.assembled(name, target) for name, kernel in kernels.items() for target in targets]
+    return [kernel.assembled(name, target) for name, kernel in kernels.items() for target in TARGETS]

@@ -29,8 +29,6 @@ class Device:
     """Bytes per second."""
     rates: dict[torch.dtype, float]
     """Operations per second of matrix products, by dtype."""
-    tf32_rate: float
-    """Operations per second of float32 products where TensorFloat-32 is allowed."""
     l2_cache: int
     """Bytes."""
     shared_memory: int
@@ -75,7 +73,6 @@ H100 = Device(
     80 * 2**30,
     3.35e12,
     _rates(989e12, 67e12, 67e12),
-    495e12,
     50 * 2**20,
     227 * 2**10,
 )
@@ -86,12 +83,9 @@ A100 = Device(
     80 * 2**30,
     2.039e12,
     _rates(312e12, 19.5e12, 19.5e12),
-    156e12,
     40 * 2**20,
     163 * 2**10,
 )
-L4 = Device(
-    "NVIDIA L4", (8, 9), 58, 24 * 2**30, 0.3e12, _rates(121e12, 30.3e12, 0.47e12), 60e12, 48 * 2**20, 99 * 2**10
-)
+L4 = Device("NVIDIA L4", (8, 9), 58, 24 * 2**30, 0.3e12, _rates(121e12, 30.3e12, 0.47e12), 48 * 2**20, 99 * 2**10)
 
 DEVICES = {"H100": H100, "A100": A100, "L4": L4}

@@ -60,7 +60,7 @@ def find(path: str) -> Any:
 
 
 def pretend(device: Device = H100) -> None:
-    """Let torch, Inductor and Triton believe in a device.
+    """Let torch, Inductor and Triton behave as if a device were present.
 
     Raises:
         InterfaceError: torch is not a CUDA build, the stand-ins are missing, or an interface has moved.

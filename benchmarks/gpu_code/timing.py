@@ -28,24 +28,21 @@ class Times(NamedTuple):
     without_graphs: float
 
 
-def times(codes: Iterable[Code], device: Device, *, allows_tf32: bool = False) -> Times:
+def times(codes: Iterable[Code], device: Device) -> Times:
     """Return the predicted times of a step that runs these codes one after the other.
 
     Args:
         codes: The codes.
         device: The device.
-        allows_tf32: True if products of float32 may use TensorFloat-32.
     """
     codes = list(codes)
     launches = sum(code.num_launches for code in codes)
-    work = sum(node_time(node, device, allows_tf32=allows_tf32) for code in codes for node in code.nodes)
+    work = sum(node_time(node, device) for code in codes for node in code.nodes)
     on_device = work + launches * device.gap
     return Times(on_device, max(on_device, launches * device.launch))
 
 
-def node_time(node: Node, device: Device, *, allows_tf32: bool = False) -> float:
+def node_time(node: Node, device: Device) -> float:
     """Return the predicted seconds of one kernel, without its launch."""
     rate = device.rates.get(node.dtype, device.rates[torch.float32])
-    if node.dtype == torch.float32 and allows_tf32:
-        rate = device.tf32_rate
     return max(node.num_bytes / device.bandwidth, node.flops / rate)

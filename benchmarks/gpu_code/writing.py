@@ -25,8 +25,6 @@ class Node(NamedTuple):
     """Operations of matrix products and convolutions in it."""
     dtype: torch.dtype
     """Dtype of its first result, or of the first argument of a library call."""
-    reads: dict[str, int]
-    """Bytes of each buffer that it reads or writes."""
 
 
 class Code(NamedTuple):
@@ -40,7 +38,6 @@ class Code(NamedTuple):
     fallbacks: tuple[str, ...]
     """The calls of torch's own kernels, such as attention."""
     nodes: tuple[Node, ...]
-    input_bytes: int
     peak: int
     """The peak of the memory beside parameters and batch, in bytes."""
 
@@ -95,14 +92,12 @@ def _described(source: str, lowering: Any) -> Code:
     from_call = source[source.index("def call(") :]
     calls = re.findall(r"^ +(?:\w+ = )?(extern_kernels\.\w+|torch\.ops\.[\w.]+|(\w+)\.run)\(", from_call, re.M)
     scheduler, local = lowering.scheduler, {*lowering.removed_buffers, *lowering.inplaced_to_remove}
-    given = [value for value in lowering.example_inputs if isinstance(value, torch.Tensor)]
     return Code(
         source,
         tuple(kernel for _, kernel in calls if kernel),
         tuple(name for name, _ in calls if name.startswith("extern_kernels.")),
         tuple(name for name, _ in calls if name.startswith("torch.ops.")),
         tuple(_node(node, local) for node in scheduler.nodes),
-        sum(value.untyped_storage().nbytes() for value in given),
         peak_of(source, lambda name: _size(name, lowering)),
     )
 
@@ -121,13 +116,13 @@ def _node(node: Any, local: Collection[str]) -> Node:
     weak = find("torch._inductor.dependencies.WeakDep")
     real = {dep.name for dep in node.read_writes.reads | node.read_writes.writes if not isinstance(dep, weak)}
     accesses = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
-    reads = {name: size for name, size in accesses.items() if name in real and name not in local}
+    num_bytes = sum(size for name, size in accesses.items() if name in real and name not in local)
     operation = node.get_nodes()[0].node
     if not node.is_extern():
         origins = (getattr(part.node, "origin_node", None) for part in node.get_nodes())
         name = " ".join(dict.fromkeys(origin.name for origin in origins if origin is not None))
-        return Node(name or node.get_name(), sum(reads.values()), 0, operation.get_dtype(), reads)
+        return Node(name or node.get_name(), num_bytes, 0, operation.get_dtype())
     name = getattr(operation, "python_kernel_name", None) or type(operation).__name__
     found = (value.maybe_get_dtype() for value in (*operation.inputs, operation) if hasattr(value, "maybe_get_dtype"))
     dtype = next((dtype for dtype in found if dtype is not None), torch.float32)
-    return Node(name, sum(reads.values()), int(node.estimate_flops() or 0), dtype, reads)
+    return Node(name, num_bytes, int(node.estimate_flops() or 0), dtype)
