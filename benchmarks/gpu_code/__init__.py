@@ -2,14 +2,13 @@
 
 Inductor writes the Triton kernels and library calls of a step for an H100 whose driver is a stand-in. `report` counts
 kernels, bytes and peak memory, and predicts times by a written model, for the step and for the loop that people write
-and compile. `assemble` compiles every kernel to machine code. `numbers` runs the code on the CPU, kernels in Triton's
-interpreter, and compares it with the eager step; `faults` shows that it would find a wrong alias, order or draw.
-`shipped` does all of this for everything that ships, in small steps (`trials`), and checks rules for their code
-(`rules`): the proof that each compiles for a GPU, with the eager step's numbers. It takes hours, and runs in parts.
+and compile; `code` prints the source. `assemble` compiles every kernel to machine code. `shipped` tries everything that
+ships, in small steps (`trials`): it checks rules for their code (`rules`), assembles it, runs it on the CPU, kernels in
+Triton's interpreter, and compares the numbers with those of the eager step (`numbers`). `faults` shows that this would
+find a wrong alias, order or draw. All trials take two hours on two cores; a record lets them run in parts.
 
     bash benchmarks/gpu_code/run report mlp gpt resnet18 --methods plain sam
-    bash benchmarks/gpu_code/run numbers mlp --methods plain mixup+label_smoothing ema sam
-    bash benchmarks/gpu_code/run faults mlp --methods mixup+label_smoothing
+    bash benchmarks/gpu_code/run faults "method mixup vectors"
     bash benchmarks/gpu_code/run assemble mlp
     bash benchmarks/gpu_code/run code mlp
     bash benchmarks/gpu_code/run shipped "method mixup*" "loss *" --record proofs.jsonl
