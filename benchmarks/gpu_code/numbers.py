@@ -53,11 +53,12 @@ def largest(
             own, state = compiled(own, batch), eager(state, batch)
             for name in FIELDS:
                 a, b, c, d = (Signature.of(getattr(one, name))[1] for one in (own, state, before, full))
+                rounded = _finite(max(map(difference, d, b), default=0.0)) if len(d) == len(b) else 0.0
                 for place, (ours, theirs) in enumerate(zip(a, b, strict=True)):
                     measured = difference(ours, theirs)
                     if is_half and measured < float("inf"):
-                        old, exact = (side[place] if len(side) == len(b) else theirs for side in (c, d))
-                        measured /= allowed(theirs, old, exact, computed_in_half=name in ("loss", "metrics"))
+                        old = c[place] if len(c) == len(b) else theirs
+                        measured /= allowed(theirs, old, rounded, computed_in_half=name in ("loss", "metrics"))
                         ours.detach().copy_(theirs)
                     found[name] = max(found[name], measured)
     return found
@@ -86,19 +87,21 @@ def _scale(tensor: Tensor) -> float:
     return max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
 
 
-def allowed(new: Tensor, old: Tensor, exact: Tensor, *, computed_in_half: bool) -> float:
+def allowed(new: Tensor, old: Tensor, rounded: float, *, computed_in_half: bool) -> float:
     """Return the difference, as `difference` measures it, that rounding in half precision explains.
 
-    It is the largest of: four times what the step in half precision differs from one in float32; a tenth of the change
-    in the step; and an ulp of half precision, for numbers stored or computed in it, or else of single precision.
+    It is the largest of: twice what the step in half precision differs from one in float32; a tenth of the change in
+    the step; and two ulps of half precision, for numbers stored or computed in it, or else of single precision.
 
     Args:
         new: The tensor after the step.
         old: The tensor before it.
-        exact: The tensor after the step in float32.
+        rounded: The largest difference of a tensor of the same field from a step in float32.
         computed_in_half: Whether it is a result of the forward pass.
     """
     is_half = new.element_size() < 4 or computed_in_half
-    ulp = 2.0**-7 if is_half else 2.0**-22
-    rounded, changed = difference(exact, new), difference(old, new)
-    return max(ulp, 0.1 * changed if changed < float("inf") else 0.0, 4 * rounded if rounded < float("inf") else 0.0)
+    return max(2.0**-6 if is_half else 2.0**-21, 0.1 * _finite(difference(old, new)), 2 * rounded)
+
+
+def _finite(number: float) -> float:
+    return number if number < float("inf") else 0.0
