@@ -9,7 +9,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, random
 from purecompose._support.checks import check_flag, check_number, check_whole, frozen, is_number, shown
-from purecompose._support.device import sent
+from purecompose._support.device import constants
 from purecompose.algorithms._parts.checks import needed_rng
 from purecompose.algorithms._parts.images import image_method
 from purecompose.algorithms.images.samples import SampleTransform
@@ -207,7 +207,7 @@ def _in_reach(middles: Tensor, half: int, size: int) -> Tensor:
 
 def _filled(images: Tensor, is_hole: Tensor, fill: Fill) -> Tensor:
     if isinstance(fill, Sequence):
-        return torch.where(is_hole, sent(fill, images.dtype, images.device).view(-1, 1, 1), images)
+        return torch.where(is_hole, constants(fill, images.dtype, images.device).view(-1, 1, 1), images)
     return torch.where(is_hole, images.new_full((), fill), images)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import is_number, shown
-from purecompose._support.device import sent
+from purecompose._support.device import constants
 from purecompose.algorithms.images.sizes import check_image_tensor
 
 
@@ -157,4 +157,4 @@ def _wide(images: Tensor) -> Tensor:
 
 def _bound(bound: Bound, images: Tensor) -> Tensor:
     values = bound if isinstance(bound, tuple | list) else (bound,)
-    return sent(values, torch.float32, images.device).view(-1, 1, 1)
+    return constants(values, torch.float32, images.device).view(-1, 1, 1)
