@@ -53,12 +53,28 @@ def load(source: str) -> Callable[[list[Tensor]], Sequence[Tensor]]:
         raise InterfaceError("kernels are interpreted in a process that was started with TRITON_INTERPRET=1")
     run_in_place_of_autotuner(InterpretedKernel)
     replace("torch._inductor.runtime.triton_helpers.libdevice", _libdevice())
+    _pack_operands_of_atomics()
     replace("torch._C._dynamo.guards._empty_strided_cuda", empty)
     replace("torch._C._dynamo.guards.copy_if_misaligned", lambda tensor: tensor)
     replace("torch._C._cuda_getCurrentRawStream", lambda device: 0)
     replace("purecompose._support.device._kept", lambda numbers, dtype, device: torch.tensor(numbers, dtype=dtype))
     register()
     return executed(source)["call"]
+
+
+@functools.cache
+def _pack_operands_of_atomics() -> None:
+    """Let atomic operations of the interpreter read broadcast operands, which it takes for dense (Triton 3.8)."""
+    path = "triton.runtime.interpreter.InterpreterBuilder.create_atomic_rmw"
+    plain = find(path)
+
+    def packed(self: Any, operation: Any, *operands: Any) -> Any:
+        for one in operands:
+            if hasattr(one, "data"):
+                one.data = np.ascontiguousarray(one.data)
+        return plain(self, operation, *operands)
+
+    replace(path, packed)
 
 
 def run_in_place_of_autotuner(kernel: type) -> None:
