@@ -5,7 +5,7 @@ kernels, bytes and peak memory, and predicts times by a written model, for the s
 and compile; `code` prints the source. `assemble` compiles every kernel to machine code. `shipped` tries everything that
 ships, in small steps (`trials`): it checks rules for their code (`rules`), assembles it, runs it on the CPU, kernels in
 Triton's interpreter, and compares the numbers with those of the eager step (`numbers`). `faults` shows that this would
-find a wrong alias, order or draw. All trials take two hours on two cores; a record lets them run in parts.
+find a wrong alias, order or draw. All trials take about two hours on two cores; a record lets them run in parts.
 
     bash benchmarks/gpu_code/run report mlp gpt resnet18 --methods plain sam
     bash benchmarks/gpu_code/run faults "method mixup vectors"

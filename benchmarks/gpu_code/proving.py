@@ -83,7 +83,7 @@ class _Unrunnable(Exception):
 
 
 class Prover:
-    """Runs trials and collects proofs; a process of its own assembles kernels, this one interprets them."""
+    """Runs trials and collects their proofs. Kernels are interpreted here and assembled in another process."""
 
     def __init__(self) -> None:
         with _not_interpreting():

@@ -41,7 +41,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def recorded(path: pathlib.Path | None) -> dict[str, Proof]:
-    """Return the proofs in a file by name; if there is no file, an empty dictionary."""
+    """Return the proofs that a file records, by name; none if there is no file."""
     if path is None or not path.exists():
         return {}
     return {proof.name: proof for proof in map(Proof.read, path.read_text().splitlines())}
