@@ -9,7 +9,7 @@ A public name is imported when it is first used, so that a program loads the par
 import importlib
 from typing import TYPE_CHECKING
 
-from purecompose._support.version import __version__
+from purecompose._support import __version__
 
 
 if TYPE_CHECKING:  # what `__getattr__` returns

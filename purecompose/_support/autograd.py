@@ -48,6 +48,11 @@ def graph_of(*tensors: Tensor) -> Iterator[Any]:
             waiting += [following for following, _ in node.next_functions]
 
 
+def is_in_backward() -> bool:
+    """Return whether autograd's engine runs the caller, in a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class GradMode:
     """Context manager that sets whether operations are recorded, as `torch.set_grad_enabled` does."""
 

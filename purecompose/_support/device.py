@@ -1,11 +1,11 @@
-"""Device helpers: numbers sent without waiting, the precision of products, where modules are built, freed memory."""
+"""Devices: numbers sent without waiting, precision, freed memory, and torch's settings of the process."""
 
 import ctypes
 import functools
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -105,7 +105,7 @@ def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[N
     switches are restored afterwards. They belong to the process: to train in several threads, set them beforehand,
     since switches that already have the right values are not changed. Other devices than CUDA have no such switch.
     """
-    if torch._C._is_any_autocast_enabled():
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return _without_autocast(precision, device)
     if device.type != "cuda":
         return NOTHING
@@ -154,6 +154,17 @@ def _read(switch: Callable[[], Any]) -> Any:
         return None
 
 
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Disable oneDNN; `torch.backends.mkldnn.flags(enabled=False)` warns about settings that it does not change."""
+    before = torch._C._get_mkldnn_enabled()  # private; the public function would do, with its warnings suppressed
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
 def processor() -> str:
     """Return the processor's name, which `platform` does not report on Linux."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
@@ -165,7 +176,7 @@ def processor() -> str:
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's `mallopt`."""
-_SETTINGS = {f"MALLOC_{name}_" for name in ("TRIM_THRESHOLD", "MMAP_THRESHOLD", "MMAP_MAX", "TOP_PAD")}
+_OF_MALLOC = {f"MALLOC_{name}_" for name in ("TRIM_THRESHOLD", "MMAP_THRESHOLD", "MMAP_MAX", "TOP_PAD")}
 """glibc's variables in the environment that decide which memory is kept."""
 LARGEST_KEPT = 2**25
 """The size in bytes of a tensor from which on it is mapped separately: glibc's own largest value."""
@@ -188,7 +199,7 @@ def keep_freed_memory() -> None:
     out the heap, and takes page faults for it in the next step: up to a third of a step's time. Settings in the
     environment are left as they are.
     """
-    if not _SETTINGS.isdisjoint(os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    if not _OF_MALLOC.isdisjoint(os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     if (set_option := _of_glibc("mallopt")) is not None:
         set_option(M_MMAP_THRESHOLD, LARGEST_KEPT)
@@ -199,3 +210,68 @@ def _of_glibc(name: str) -> Callable[..., int] | None:
     """Return a function of the C library, or `None` if that is not glibc."""
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     return getattr(library, name, None) if hasattr(library, "gnu_get_libc_version") else None
+
+
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""Functions to read and to set a setting."""
+
+
+def read_settings() -> dict[str, Any]:
+    """Return torch's own settings by name, as values that can be sent to another process."""
+    return read(_SETTINGS)
+
+
+def write_settings(settings: Mapping[str, Any]) -> None:
+    """Set those of torch's settings that differ from the given ones; see `read_settings`."""
+    write(_SETTINGS, settings)
+
+
+def read(table: Mapping[str, Setting]) -> dict[str, Any]:
+    """Return the values of the settings in a table."""
+    return {name: get() for name, (get, _) in table.items()}
+
+
+def write(table: Mapping[str, Setting], values: Mapping[str, Any]) -> None:
+    """Set those settings of a table that differ from the given values."""
+    for name, value in values.items():
+        get, put = table[name]
+        if get() != value:
+            put(value)
+
+
+def _attribute(owner: Any, name: str) -> Setting:
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+_SETTINGS: dict[str, Setting] = {
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    # One value for two switches: 0 for off, 1 for warnings only, 2 for errors.
+    "deterministic algorithms": (
+        torch.get_deterministic_debug_mode,
+        lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
+    ),
+    "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "anomaly detection": (
+        lambda: torch.is_anomaly_enabled() and ("with check_nan" if torch.is_anomaly_check_nan_enabled() else "on"),
+        lambda mode: torch.set_anomaly_enabled(bool(mode), mode != "on"),
+    ),
+    "autocast": (
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda enabled: torch.set_autocast_enabled("cpu", enabled),
+    ),
+    "autocast dtype": (
+        lambda: torch.get_autocast_dtype("cpu"),
+        lambda dtype: torch.set_autocast_dtype("cpu", dtype),
+    ),
+    "default device": (
+        torch.get_default_device,
+        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    ),
+    "mkldnn": _attribute(torch.backends.mkldnn, "enabled"),
+    "cudnn benchmark": _attribute(torch.backends.cudnn, "benchmark"),
+    "cudnn deterministic": _attribute(torch.backends.cudnn, "deterministic"),
+    "cudnn allow_tf32": _attribute(torch.backends.cudnn, "allow_tf32"),
+}
+"""Functions to read and to set each of torch's settings, by name."""

@@ -1,8 +1,13 @@
-"""Queries and settings of transforms of `torch.func` and of tracing for which torch has no public functions."""
+"""Queries and settings of transforms of `torch.func` and of tracing for which torch has no public functions.
+
+Everything here is private in torch. Without it the queries would answer as outside of transforms, so that steps run
+eagerly, and `vmap`, `grad` and tracing of steps would have to be refused.
+"""
 
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +54,11 @@ only_maps._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMember
 is_mapped_gradient._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
+def is_watched() -> bool:
+    """Return whether a mode sees the operations of the caller, as while a step is traced."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Return whether a tensor is fake (without numbers), as while a step is traced, also inside transforms."""
     return isinstance(unwrapped(tensor), FakeTensor)
@@ -60,7 +70,7 @@ def is_plain(tensor: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and type(tensor) is Tensor
         and peek_interpreter_stack() is None
-        and torch._C._len_torch_dispatch_stack() == 0
+        and not is_watched()
         and not tensor.is_meta
     )
 
@@ -104,6 +114,11 @@ def allowing_requires_grad() -> AbstractContextManager[None]:
     the innermost gradient, as in a gradient penalty.
     """
     return enable_inplace_requires_grad(True)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Return a context manager in which no mode sees operations, so that those on real tensors run while tracing."""
+    return _disable_current_modes()
 
 
 @contextmanager

@@ -23,6 +23,31 @@ def may_be_shards() -> bool:
     return _MODULE in sys.modules
 
 
+def all_gather(own: Tensor, size: int, group: str) -> Tensor:
+    """Return the tensors of all processes of a group, of the same shape, one after the other in dimension 0."""
+    return _MESSAGES.wait_tensor(_MESSAGES.all_gather_into_tensor(own, size, group))
+
+
+def reduce_scatter(own: Tensor, size: int, group: str) -> Tensor:
+    """Return this process's part of the sum over a group, which is cut into equal parts in dimension 0."""
+    return _MESSAGES.wait_tensor(_MESSAGES.reduce_scatter_tensor(own, "sum", size, group))
+
+
+def all_reduce(own: Tensor, how: str, group: str) -> Tensor:
+    """Return the "sum", "min" or "max" over a group."""
+    return _MESSAGES.wait_tensor(_MESSAGES.all_reduce(own, how, group))
+
+
+# Private: the public functions, such as `torch.distributed.all_reduce`, write into an argument, which a graph of pure
+# functions cannot contain. For a torch without these operations, wrap the public ones in custom operators.
+_MESSAGES: Any = torch.ops._c10d_functional
+
+
+def is_wait(target: Any) -> bool:
+    """Return whether an operation in a graph waits for a message."""
+    return target is _MESSAGES.wait_tensor.default
+
+
 def check_alike(message: str, group: str, like: Tensor) -> None:
     """Raise on all processes of a group if their next messages, described in words, differ.
 
@@ -36,8 +61,7 @@ def check_alike(message: str, group: str, like: Tensor) -> None:
     # Where the group also has a transport for the CPU, this does not wait for a GPU.
     device = "cpu" if torch.device("cpu") in getattr(found, "_device_types", ()) else like.device
     own = torch.tensor([zlib.crc32(message.encode())], device=device)
-    sent = torch.ops._c10d_functional.all_gather_into_tensor(own, found.size(), group)
-    if len(set(torch.ops._c10d_functional.wait_tensor(sent).tolist())) > 1:
+    if len(set(all_gather(own, found.size(), group).tolist())) > 1:
         raise RuntimeError(
             f"the processes read different parameters at the same time, this one {message}: where they are gathered "
             "layer by layer, all must call the same layers in the same order. Call each layer whatever the examples "

@@ -6,13 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import (  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
-)
 from torch.overrides import TorchFunctionMode
 
 from purecompose._support.dynamo import DispatchMode
+from purecompose._support.functorch import unwrapped
 
 
 class WriteGuard(DispatchMode):
@@ -112,8 +109,7 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def storage_of(tensor: Tensor) -> int:
     """Return a number that is equal for tensors on the same memory; valid while one of them exists."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
+    tensor = unwrapped(tensor)
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse tensors have no storage

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from purecompose._support.checks import check_whole
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.algorithms._parts.checks import checked_patterns, checked_where
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from purecompose._support.checks import check_whole
 from purecompose._support.functorch import is_fake, is_transforming
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.means import num_terms
 from purecompose.core.state import State

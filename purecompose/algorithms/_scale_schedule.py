@@ -1,7 +1,7 @@
 """Scale schedule: shortens or prolongs a run, scaling its length and all of its schedules together."""
 
 from purecompose._support.checks import check_flag, check_number, shown
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.core.state import State
 from purecompose.schedule import Schedule, collect, scaled
 from purecompose.time import RunLength, Time, TimeUnit

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import check_number, check_whole
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.algorithms._parts.averages import Turns, between, gone, turns
 from purecompose.algorithms._parts.checks import check_one_of
 from purecompose.core.algorithm import Algorithm, Trait, factory

@@ -103,7 +103,7 @@ The algorithms call these functions, with the key `state.rng(name)` where they d
 import sys
 from typing import Any
 
-from purecompose._support.keywords import suggests_keywords
+from purecompose._support.checks import suggests_keywords
 from purecompose.algorithms._alibi import alibi_rules, apply_alibi
 from purecompose.algorithms._augmix import augmix_batch, augmix_transform
 from purecompose.algorithms._batch_size_warmup import warmup_batch_size

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from purecompose._support.table import table
+from purecompose._support.tables import table
 from purecompose.analysis.intervals import MOST_SEEDS, Interval, fewest_seeds, seeds_needed, simultaneous_intervals
 from purecompose.analysis.subsets import Pairs
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from purecompose import batch as batches, losses, tree
 from purecompose._support.checks import shown
 from purecompose._support.device import arithmetic
-from purecompose._support.table import table
+from purecompose._support.tables import table
 from purecompose.algorithms._parts.model_losses import model_losses
 from purecompose.analysis.pictures import Shown, shown_as
 from purecompose.analysis.recorded import RecordedRun

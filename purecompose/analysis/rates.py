@@ -16,7 +16,7 @@ import torch
 
 from purecompose import batch as batches
 from purecompose._support.checks import check_number, check_whole
-from purecompose._support.table import table
+from purecompose._support.tables import table
 from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single
 from purecompose.data.checks import StateStream, check_batches

@@ -10,8 +10,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from purecompose._support.checks import shown
+from purecompose._support.messages import warn
 from purecompose._support.urls import is_remote
-from purecompose._support.warnings import warn
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.identity import describe_data, differences as data_differences

@@ -13,7 +13,7 @@ import torch
 
 from purecompose import random
 from purecompose._support.checks import check_flag, check_number, check_whole, shown
-from purecompose._support.table import table
+from purecompose._support.tables import table
 from purecompose.analysis.cells import first_batch, population_of
 from purecompose.analysis.halving import SuccessiveHalving
 from purecompose.analysis.rates import with_named_rate

@@ -7,8 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from purecompose._support.graphs import is_graphs
-from purecompose.batch.leaves import with_items
+from purecompose.batch.leaves import is_graphs, with_items
 
 
 Field: TypeAlias = int | str | list[Any] | tuple[Any, ...] | Callable[[Any], Any]

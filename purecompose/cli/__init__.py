@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from purecompose import __version__
 from purecompose._support import specs
-from purecompose._support.terminal import say
+from purecompose._support.messages import say
 from purecompose.algorithms import FACTORIES, GROUPS
 from purecompose.cli.analysis import COMMANDS as ANALYSIS, EXAMPLES as ANALYSIS_EXAMPLES
 from purecompose.cli.completion import SHELLS, script

@@ -10,7 +10,7 @@ import torch
 
 from purecompose import analysis
 from purecompose._support import specs
-from purecompose._support.terminal import say
+from purecompose._support.messages import say
 from purecompose.analysis import RecordedRun, predicates
 from purecompose.cli.loading import settings_for
 from purecompose.cli.own import allowed_by, imported, is_own

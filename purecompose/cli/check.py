@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 
-from purecompose._support.terminal import say
+from purecompose._support.messages import say
 from purecompose.cli.own import allowed_by
 from purecompose.cli.resolve import listed, notes_elsewhere, one_line, subject
 from purecompose.cli.settings import UsageError, check_target

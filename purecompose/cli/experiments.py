@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from purecompose import analysis
 from purecompose._support import specs
-from purecompose._support.terminal import say
+from purecompose._support.messages import say
 from purecompose.algorithms import FACTORIES
 from purecompose.analysis.rates import with_named_rate
 from purecompose.cli.analysis import opened, usage_errors

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from purecompose._support.terminal import say
+from purecompose._support.messages import say
 from purecompose.cli.kinds import TEXT
 from purecompose.cli.own import allowed_by
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, prepare, reported_as

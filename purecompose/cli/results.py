@@ -14,7 +14,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, random
 from purecompose._support.device import AUTOCAST, arithmetic
-from purecompose._support.terminal import say
+from purecompose._support.messages import say
 from purecompose._support.urls import with_urls
 from purecompose.cli.kinds import TEXT, load as load_data
 from purecompose.cli.loading import Trained, index_of, settings_for, trained

@@ -14,7 +14,7 @@ import torch
 from purecompose import data as datasets, optim, schedule
 from purecompose._support import specs
 from purecompose._support.device import PRECISIONS
-from purecompose._support.terminal import say
+from purecompose._support.messages import say
 from purecompose.algorithms import FACTORIES, scale_schedule
 from purecompose.algorithms.recipes import recipe
 from purecompose.cli.kinds import TEXT, Data, Kind, check_model, fitting, kind_of, load

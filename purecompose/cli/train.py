@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from purecompose._support import specs
-from purecompose._support.terminal import say
+from purecompose._support.messages import say
 from purecompose.cli.kinds import TEXT, follows
 from purecompose.cli.own import allowed_by
 from purecompose.cli.processes import Processes, processes_here

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from purecompose._support.checks import shown
+from purecompose._support.messages import warn
 from purecompose._support.references import check_hidden
-from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.cut import Cut
 from purecompose.core.layout import Layout

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from purecompose import batch as batches
 from purecompose._support.dynamo import DispatchMode
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose._support.writes import storage_of
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.state import State, fields_where

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from purecompose import batch as batches
 from purecompose._support.autograd import GradMode, gradients
-from purecompose._support.culprits import layer_of, line_of
 from purecompose._support.functorch import allowing_requires_grad, is_tracked, is_transforming, only_maps
+from purecompose._support.messages import layer_of, line_of
 from purecompose._support.scopes import NOTHING
 from purecompose.core.operation import Carry
 from purecompose.core.shared_part import SHARED_PART
@@ -98,7 +98,7 @@ def differentiate(
     state = carry.state
     # A step turns grad mode off unless it is differentiated through; a population is not by being mapped.
     is_differentiated = torch.is_grad_enabled() or (is_transforming() and not only_maps())
-    engine = _with_functorch if is_transforming() else _with_autograd
+    engine = _with_torch_func if is_transforming() else _with_autograd
     inner = functools.partial(own.run, body, is_watched=is_first_run())
     # Parameters stay in the skeleton for the whole scope: activation checkpointing runs forward again in it.
     kernels = Once()
@@ -178,7 +178,7 @@ def _with_autograd(
     return end, {name: batches.map_tensors(_cut_off, value) for name, value in values.items()}, grads
 
 
-def _with_functorch(
+def _with_torch_func(
     body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...], is_differentiated: bool, shared: Any
 ) -> _Differentiated:
     del shared  # forward passes are shared outside of transforms only

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.html import columns, fragment, note
+from purecompose._support.tables import columns, fragment, note
 
 
 _HEAD = ("field", "tensors", "numbers", "dtype", "shapes")

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.time.event import Event
 

@@ -4,8 +4,7 @@ import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from purecompose._support.html import columns, fragment, note
-from purecompose._support.table import table
+from purecompose._support.tables import columns, fragment, note, table
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.loop import loop_events
 from purecompose.core.overview import describe_replaced, listed

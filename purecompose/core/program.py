@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.core.contract import Contract
 from purecompose.core.coupling import check_passes_agree
 from purecompose.core.given import ContractError

@@ -16,6 +16,7 @@ from torch import Tensor
 from purecompose import tree
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.scopes import during
+from purecompose._support.shards import all_gather, all_reduce, reduce_scatter
 from purecompose.core.layout import Layout
 
 
@@ -104,14 +105,12 @@ class Ranks:
     def gather(self, own: Tensor) -> Tensor:
         """Return the tensors of all ranks, of the same shape and dtype on each, one after the other in dimension 0."""
         self._check_plain([own])
-        sent = torch.ops._c10d_functional.all_gather_into_tensor(own.contiguous(), self.size, self.group)
-        return torch.ops._c10d_functional.wait_tensor(sent)
+        return all_gather(own.contiguous(), self.size, self.group)
 
     def scatter_sum(self, own: Tensor) -> Tensor:
         """Return this rank's part of the sum over all ranks, which is cut into equal parts in dimension 0."""
         self._check_plain([own])
-        sent = torch.ops._c10d_functional.reduce_scatter_tensor(own.contiguous(), "sum", self.size, self.group)
-        return torch.ops._c10d_functional.wait_tensor(sent)
+        return reduce_scatter(own.contiguous(), self.size, self.group)
 
     def agree(self, numbers: Sequence[Tensor]) -> list[bool]:
         """Return for each of these numbers, 0-d int64, whether it is the same on all ranks."""
@@ -145,9 +144,7 @@ class Ranks:
     def _sum(self, flat: Tensor, how: str) -> Tensor:
         if flat.is_complex():
             return torch.view_as_complex(self._sum(torch.view_as_real(flat.resolve_conj()), how))
-        # torch.distributed.all_reduce writes into its argument, which a graph of pure functions cannot contain.
-        sent = torch.ops._c10d_functional.all_reduce(flat, how, self.group)
-        return torch.ops._c10d_functional.wait_tensor(sent)
+        return all_reduce(flat, how, self.group)
 
     def _check_plain(self, tensors: Sequence[Tensor]) -> None:
         if is_transforming() or any(tensor.requires_grad for tensor in tensors):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from purecompose import batch as batches
 from purecompose._support.functorch import is_transforming
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.core.halves import Comparison, NotMeanError, Variant, coarsest, is_differentiable, largest
 from purecompose.core.state import State
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from purecompose import batch as batches, losses, tree
 from purecompose._support.checks import shown
 from purecompose._support.functorch import has_values, is_transforming
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.core.coupling import targets_of_loss
 from purecompose.core.cut import Cut
 from purecompose.core.halves import (

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset, TensorDataset, default_collate
 
+from purecompose import tree
 from purecompose.data.order import seed_words
 from purecompose.data.reader import naming
 from purecompose.data.seeding import SEED_WORDS, Draws
@@ -168,7 +168,7 @@ def is_plain(dataset: Any) -> bool:
     if type(dataset) is Subset:
         return is_plain(dataset.dataset)
     if type(dataset) in (list, tuple):
-        return all(type(leaf) in _PLAIN for leaf in tree_leaves(dataset[0]))
+        return all(type(leaf) in _PLAIN for leaf in tree.leaves(dataset[0]))
     return type(dataset) in (Tensor, TensorDataset, range)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
+from purecompose._support.shards import all_gather
 from purecompose.data.map_style import Loader
 from purecompose.data.reader import Reader
 from purecompose.data.samples import Request
@@ -78,8 +79,7 @@ class _Group(NamedTuple):
 
     def gather(self, own: Tensor) -> Tensor:
         """Return the tensors of all processes, of the same size, one after the other."""
-        sent = torch.ops._c10d_functional.all_gather_into_tensor(own, self.size, self.name)
-        return torch.ops._c10d_functional.wait_tensor(sent)
+        return all_gather(own, self.size, self.name)
 
 
 def _group_of(mesh: Any) -> _Group:

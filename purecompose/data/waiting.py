@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.data.arrays import Arrays
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from purecompose._support.checks import shown
+from purecompose._support.functorch import without_modes
 from purecompose.losses.from_model import ModelLoss
 from purecompose.losses.reduction import mean_of, reduced
 from purecompose.losses.targets import Mixture, num_examples, per_row, wide_dtype
@@ -182,7 +182,7 @@ def check_pairs(fn: Callable[..., Any], outputs: Any, targets: Any, name: str = 
     def differ(*pair: Tensor) -> bool:
         return not torch.allclose(*pair, rtol=1e-4, equal_nan=True)
 
-    with torch.no_grad(), warnings.catch_warnings(action="ignore"), _disable_current_modes():  # also while tracing
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"), without_modes():  # also while tracing
         value, moved = rows(0), rows(1)
         if value is None or moved is None or differ(value, moved):
             return

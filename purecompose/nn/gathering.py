@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from purecompose._support.autograd import is_in_backward
 from purecompose._support.functorch import is_transforming, unwrapped
 from purecompose._support.scopes import NOTHING, during
 from purecompose._support.shards import check_alike, is_shard, local, may_be_shards, names_by_memory, whole
@@ -49,7 +50,7 @@ class GatheredOnUse(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _acts_on(self, func: Any, args: tuple[Any, ...]) -> bool:
-        is_in_engine = torch._C._current_graph_task_id() != -1
+        is_in_engine = is_in_backward()
         if not is_in_engine:
             return torch.is_grad_enabled() or not self._only_recorded or _IS_IN_NETWORK.get()
         # The engine adds two gradients of one parameter, which are divided like it. It calls no function of torch, but

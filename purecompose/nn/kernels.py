@@ -2,8 +2,8 @@
 
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from purecompose import tree
+from purecompose._support.device import without_onednn
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.scopes import NOTHING, together
 from purecompose._support.shards import local
@@ -135,7 +136,7 @@ class _Traced(TorchFunctionMode):
             return False
         if func is torch.nn.functional.group_norm and isinstance(args[0], Tensor) and args[0].shape[0] == 1:
             args = (args[0].contiguous(), *args[1:])
-        with _without_onednn() if func is torch.lstm else NOTHING:
+        with without_onednn() if func is torch.lstm else NOTHING:
             return func(*args, **kwargs or {})
 
 
@@ -154,17 +155,6 @@ def _asks_if_a_mask_is_needed() -> bool:
         or (frame.f_code.co_name in _IGNORES_MASK and frame.f_globals["__name__"] == "transformers.masking_utils")
         for frame, _ in traceback.walk_stack(None)
     )
-
-
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    """Disable oneDNN; `torch.backends.mkldnn.flags(enabled=False)` warns about settings that it does not change."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
 
 
 class _CumulativeNorms(TorchFunctionMode):

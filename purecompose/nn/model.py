@@ -17,8 +17,8 @@ from torch.nn.utils import parametrize
 
 from purecompose._support.checks import shown
 from purecompose._support.fingerprint import fingerprint
+from purecompose._support.messages import warn
 from purecompose._support.references import check_hidden
-from purecompose._support.warnings import warn
 from purecompose.nn.modes import set_modes
 from purecompose.nn.skeleton import Member, Sharing, Skeleton, checks, places
 

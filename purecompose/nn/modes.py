@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from purecompose._support.checks import shown
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 
 
 def set_modes(root: nn.Module, eval_mode: Sequence[str], train_mode: Sequence[str]) -> None:

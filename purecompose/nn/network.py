@@ -11,9 +11,9 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 from purecompose._support.autograd import GradMode
 from purecompose._support.device import AUTOCAST, arithmetic
-from purecompose._support.functorch import is_fake, is_transforming
+from purecompose._support.functorch import is_fake, is_transforming, is_watched
+from purecompose._support.messages import warn
 from purecompose._support.scopes import NOTHING, during, together
-from purecompose._support.warnings import warn
 from purecompose._support.writes import DataGuard, WriteGuard, kept_in_place
 from purecompose.nn.differentiable import OwnDerivatives, is_in_gradient
 from purecompose.nn.gathering import gathered_on_use
@@ -277,7 +277,7 @@ def _without_aliases(buffers: dict[str, Tensor], own: Mapping[str, Tensor]) -> d
 
 def _is_hidden() -> bool:
     """Return whether generator states reveal nothing, because tensors are traced or a CUDA graph is being captured."""
-    if torch._C._len_torch_dispatch_stack():
+    if is_watched():
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 

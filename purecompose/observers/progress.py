@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol, TextIO, TypeAlias
 
 from torch import Tensor
 
-from purecompose._support.html import fragment, note
-from purecompose._support.terminal import say
+from purecompose._support.messages import say
+from purecompose._support.tables import fragment, note
 from purecompose.core.overview import describe_replaced
 from purecompose.core.state import State
 from purecompose.observers.stopwatch import Pace, Stopwatch

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from purecompose._support.files import opened, sync
-from purecompose._support.terminal import escaped
-from purecompose._support.warnings import warn
+from purecompose._support.messages import escaped, warn
 from purecompose.core.state import State
 from purecompose.observers.formats import FORMATS, Format
 from purecompose.observers.recorder import Image, Monitor, Recorder

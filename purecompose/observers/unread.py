@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.core.state import State
 from purecompose.time.event import Event
 

@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from purecompose._support.checks import shown
-from purecompose._support.keywords import suggests_keywords
+from purecompose._support.checks import shown, suggests_keywords
 from purecompose.optim.base import Optimizer, OptState, Value, can_move
 from purecompose.optim.checks import match_or_raise
 from purecompose.optim.protocol import check_optimizer

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.optim.base import Value, read
 from purecompose.optim.checks import known_part
 from purecompose.optim.lists import add

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
+from purecompose._support.functorch import is_watched
 from purecompose._support.shards import is_shard, local, sum_of_shards
 from purecompose.optim.base import Optimizer, Value, can_move
 from purecompose.optim.lists import is_plain
@@ -104,7 +105,7 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
         return sum_of_shards((~own).float(), shards) == 0
     if not found:
         return torch.ones((), dtype=torch.bool)
-    if is_plain() and not torch._C._len_torch_dispatch_stack():
+    if is_plain() and not is_watched():
         # One call computes the largest magnitudes. Not used in a traced graph, whose kernels are fused anyway.
         return torch.stack(list(torch._foreach_norm(found, math.inf))).isfinite().all()
     return torch.stack([tensor.isfinite().all() for tensor in found]).all()

@@ -4,8 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from purecompose._support.checks import check_number
-from purecompose._support.keywords import suggests_keywords
+from purecompose._support.checks import check_number, suggests_keywords
 from purecompose.optim.checks import checked_scalar
 from purecompose.schedule import Scalar
 

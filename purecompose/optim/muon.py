@@ -10,8 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_flag, check_number, check_whole, shown
-from purecompose._support.keywords import suggests_keywords
+from purecompose._support.checks import check_flag, check_number, check_whole, shown, suggests_keywords
 from purecompose.optim.base import ByGroup, OptState, Value, read
 from purecompose.optim.checks import Groups, checked_constant, checked_groups, checked_scalar
 from purecompose.optim.decay import decayed

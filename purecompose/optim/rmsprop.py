@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from purecompose._support.checks import check_flag
-from purecompose._support.keywords import suggests_keywords
+from purecompose._support.checks import check_flag, suggests_keywords
 from purecompose.optim.base import ByGroup, Value, read
 from purecompose.optim.checks import Groups, checked_constant, checked_groups, checked_scalar
 from purecompose.optim.decay import decayed

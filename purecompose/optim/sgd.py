@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_flag
-from purecompose._support.keywords import suggests_keywords
+from purecompose._support.checks import check_flag, suggests_keywords
 from purecompose.optim.base import ByGroup, Value, read, wide_dtype
 from purecompose.optim.checks import Groups, checked_groups, checked_scalar
 from purecompose.optim.decay import Decay, decayed, warn_if_strong

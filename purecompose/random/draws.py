@@ -4,7 +4,7 @@ Element e of a draw depends only on (key, name, example, e): not on the number o
 the shorter one), and not on the number of examples. In a draw per example, of shape (n, *rest), e counts within `rest`.
 Integers, `uniform` on [0, 1) and `bernoulli` have equal bits on every device and with every torch, in eager, compiled
 and under vmap; draws that compute logarithms and cosines agree up to the last few bits. `bits` and `uniform` of a key
-equal those of `torch.func._random`, and `normal` up to rounding.
+equal those of torch's own Philox kernels, and `normal` up to rounding.
 
 Every draw takes a key (int64 of shape (2,)) or an `Rng` as its first argument, creates its result on the key's
 device, and does not use torch's global generators. Two draws from one key read the same words: split the key, or

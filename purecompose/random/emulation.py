@@ -9,7 +9,7 @@ A key is (seed, offset), two 64-bit numbers in an int64 tensor. Block b of its s
     float64    the low 53 bits of w0 << 32 | w1, times 2**-53
     next key   seed w1 << 32 | w0, offset w3 << 32 | w2
 
-These are the bits of `torch.func._random` in torch 2.15. The tensor operations work on every device, traced and under
+These are the bits of torch's own Philox kernels (2.15). The tensor operations work on every device, traced and under
 transforms; they define the bits here, and every other path is tested against them.
 """
 

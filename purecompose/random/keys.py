@@ -1,6 +1,6 @@
 """Keys: make, split and fold them, and name a draw.
 
-A key is an int64 tensor of shape (2,), a seed and an offset, as in `torch.func._random`, where it is uint64. It is the
+A key is an int64 tensor of shape (2,), a seed and an offset, as in torch's own kernels, where it is uint64. It is the
 start of a stream of blocks of four words: a draw reads the first of them, and `fold_in(key, data)` takes block `data`
 as the new key. So use a key for one of these only: for draws, or as the parent of other keys. The draws of an `Rng`
 have streams of their own, one for each name and each example.

@@ -9,8 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from purecompose._support.terminal import escaped
-from purecompose._support.warnings import warn
+from purecompose._support.messages import escaped, warn
 from purecompose.records.layout import LOCK, write_json
 from purecompose.records.reading import read_json
 from purecompose.run.saving.process import is_alive, place, token

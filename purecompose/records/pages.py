@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader
 from markupsafe import Markup, escape
 
-from purecompose._support.html import breakable, columns, printable
+from purecompose._support.tables import breakable, columns, printable
 from purecompose.records.layout import write_text
 
 

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import torch
 
 from purecompose._support.checks import check_whole, is_callable_with, shown
+from purecompose._support.messages import warn
 from purecompose._support.references import check_hidden
 from purecompose._support.shards import whole
-from purecompose._support.warnings import warn
 from purecompose.core.compose import Step, compose
 from purecompose.core.loop import eval_events, predict_events
 from purecompose.core.separable import check_evaluated, is_due

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from purecompose._support.keywords import check_keywords
+from purecompose._support.checks import check_keywords
+from purecompose._support.messages import warn
 from purecompose._support.urls import naming_urls
-from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
 from purecompose.core.state import State

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_number
-from purecompose._support.keywords import suggests_keywords
+from purecompose._support.checks import check_number, suggests_keywords
 from purecompose.core.state import State
 from purecompose.run.stopping import UNITS, check_metric, checked_patience, counts, is_better
 from purecompose.time import Time

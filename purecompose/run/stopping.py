@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_number
-from purecompose._support.keywords import suggests_keywords
+from purecompose._support.checks import check_number, suggests_keywords
 from purecompose.core.state import State
 from purecompose.losses.metrics import is_lower_better
 from purecompose.time import Time, Timestamp, TimeUnit

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.optim.base import ByGroup, cells
 from purecompose.optim.by_pattern import ByPattern
 from purecompose.optim.nested import map_leaves

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from purecompose import batch as batches, tree
-from purecompose._support.table import table
+from purecompose._support.tables import table
 from purecompose.core.state import State, check_single
 from purecompose.surgery.weights import to_module
 

@@ -11,7 +11,7 @@ from torch import nn
 from purecompose import random
 from purecompose._support.checks import shown
 from purecompose._support.device import building
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.nn.skeleton import OWN
 from purecompose.optim.checks import match_or_raise, matched
 from purecompose.surgery.originals import Originals, Snapshot

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack
 
-from purecompose._support.table import table, terminal_width
+from purecompose._support.tables import table, terminal_width
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.loop import loop_events

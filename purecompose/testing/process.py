@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from purecompose._support.settings import Setting, read, read_settings, write, write_settings
+from purecompose._support.device import Setting, read, read_settings, write, write_settings
 
 
 def process_settings() -> dict[str, Any]:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from purecompose._support.html import Toned, columns, fragment, note, preformatted
-from purecompose._support.table import table, terminal_width
+from purecompose._support.tables import Toned, columns, fragment, note, preformatted, table, terminal_width
 from purecompose.testing.law import LawViolation
 from purecompose.testing.rows import Row, coloured, hung, plain
 

@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import IO, Any, NamedTuple, NoReturn
 
-from purecompose._support.settings import read_settings, write_settings
+from purecompose._support.device import read_settings, write_settings
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.testing.case import Case

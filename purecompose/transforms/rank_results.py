@@ -8,8 +8,8 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.functorch import is_fake
+from purecompose._support.messages import warn
 from purecompose._support.shards import is_shard, local
-from purecompose._support.warnings import warn
 from purecompose.core.means import has_mean
 from purecompose.core.ranks import Ranks
 from purecompose.core.shared_part import scaled, scaled_with_statistics

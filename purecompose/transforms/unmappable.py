@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.culprits import layer_of, line_of
+from purecompose._support.messages import layer_of, line_of
 from purecompose._support.scopes import unvalidated
 from purecompose.core.state import State
 from purecompose.nn.keyed.modules import UnkeyedRandomError

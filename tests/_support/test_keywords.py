@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import purecompose as pc
-from purecompose._support.keywords import check_keywords, suggests_keywords
+from purecompose._support.checks import check_keywords, suggests_keywords
 from purecompose.algorithms import functional
 
 

@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 import purecompose as pc
-from purecompose._support.terminal import escaped, say
+from purecompose._support.messages import escaped, say
 from purecompose.cli import main
 from purecompose.records import RunFolder
 from purecompose.run.saving.process import place

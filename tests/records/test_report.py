@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from purecompose._support.html import breakable
+from purecompose._support.tables import breakable
 from purecompose.records import write_report
 from purecompose.records.words import duration, number
 from tests.markup import HOSTILE, Checker, parsed

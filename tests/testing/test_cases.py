@@ -10,7 +10,7 @@ import torch
 from hypothesis import find, given, settings, strategies as st
 
 from purecompose import Algorithm, Event, after, every, on
-from purecompose._support.settings import read_settings, write_settings
+from purecompose._support.device import read_settings, write_settings
 from purecompose.testing.case import Case
 from purecompose.testing.law import LawViolation
 from purecompose.testing.moments import find_moments

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, losses, random, tree
 from purecompose._support.checks import frozen, shown
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.algorithms._parts.checks import check_can_write, check_scalar, given_fields
 from purecompose.algorithms.images import Primitive, Scale, Strength
 from purecompose.algorithms.images.assignment import treated

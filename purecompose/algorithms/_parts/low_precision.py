@@ -2,7 +2,7 @@
 
 from purecompose import surgery
 from purecompose._support.device import AUTOCAST
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.state import State
 from purecompose.time.event import Event

@@ -7,7 +7,7 @@ from typing import Any, Concatenate, ParamSpec
 from torch import Tensor, nn
 
 from purecompose import surgery
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.algorithms._parts.checks import checked_where
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.state import State

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from purecompose._support.functorch import is_fake
 from purecompose.nn.keyed.scope import Handler, Scope, unkeyed
 from purecompose.random.draws import bernoulli, uniform
 from purecompose.random.keys import Rng
@@ -118,7 +118,7 @@ def _attention(
         return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if is_causal and attn_mask is not None:
         raise ValueError("scaled_dot_product_attention takes `attn_mask` or `is_causal=True`, not both.")
-    if attn_mask is not None and type(attn_mask) not in (Tensor, torch.nn.Parameter, FakeTensor):
+    if not (attn_mask is None or type(attn_mask) in (Tensor, torch.nn.Parameter) or is_fake(attn_mask)):
         advice = "Pass the mask as a plain tensor, or set dropout_p=0."
         raise unkeyed(func, f"has no keyed dropout for a mask of type {type(attn_mask).__name__}", advice)
     if enable_gqa:

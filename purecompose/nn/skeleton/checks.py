@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from purecompose._support.messages import warn
 from purecompose._support.references import read_by
 from purecompose._support.shards import is_shard
-from purecompose._support.warnings import warn
 from purecompose.nn.skeleton.guards import CACHES, is_users_object
 from purecompose.nn.skeleton.places import HOOKS, OWN, places
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from purecompose._support.messages import warn
 from purecompose._support.shards import local
-from purecompose._support.warnings import warn
 from purecompose._support.writes import memory_of, storage_of
 
 

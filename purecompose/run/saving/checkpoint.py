@@ -10,9 +10,9 @@ from torch import Tensor
 
 from purecompose._support.checks import shown
 from purecompose._support.fingerprint import in_words
+from purecompose._support.messages import warn
 from purecompose._support.shards import local, place_of, span_of
 from purecompose._support.urls import is_remote, present
-from purecompose._support.warnings import warn
 from purecompose.core.context import Static
 from purecompose.core.state import State
 from purecompose.run.saving import extra as extras, folder, together

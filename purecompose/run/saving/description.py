@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import nn
 
-from purecompose._support.version import __version__
+from purecompose._support import __version__
 from purecompose.core.state import State
 from purecompose.nn.model import Model
 from purecompose.schedule import Hparam, collect

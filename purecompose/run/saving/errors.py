@@ -1,6 +1,6 @@
 """Errors of checkpoints."""
 
-from purecompose._support.terminal import escaped
+from purecompose._support.messages import escaped
 
 
 class CheckpointError(RuntimeError):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.fingerprint import in_words
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.core.changes import memory_for
 from purecompose.core.context import Static
 from purecompose.core.state import State, fields_where

@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from purecompose._support.messages import warn
 from purecompose._support.urls import is_remote, with_urls
-from purecompose._support.warnings import warn
 from purecompose.core.state import State
 from purecompose.run.saving import folder as disk, together
 from purecompose.run.saving.checkpoint import Snapshot, snapshot

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from purecompose._support.messages import warn
 from purecompose._support.urls import forget, know
-from purecompose._support.warnings import warn
 from purecompose.run.saving import folder as disk
 from purecompose.run.saving.copies import WRITER, clear_copies, copy_named, new_name, note_sent, note_user
 from purecompose.run.saving.errors import CheckpointWarning, UploadError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.core.state import State
 from purecompose.run.saving import folder as disk
 from purecompose.run.saving.checkpoint import outside_of, read, restored

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from purecompose import tree
 from purecompose._support.fingerprint import in_words
+from purecompose._support.messages import warn
 from purecompose._support.shards import is_shard
-from purecompose._support.warnings import warn
 from purecompose.core.state import State
 from purecompose.run.saving.description import KEPT, architecture, listed, other_modules, other_settings, other_tensors
 from purecompose.run.saving.errors import CheckpointWarning, DamagedError, MismatchError

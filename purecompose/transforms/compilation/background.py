@@ -25,7 +25,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 from torch import Tensor, fx
 
-from purecompose._support.settings import read_settings, write_settings
+from purecompose._support.device import read_settings, write_settings
 from purecompose.transforms.compilation.backends import compile_graph
 from purecompose.transforms.compilation.capture import fake_mode
 from purecompose.transforms.compilation.inductor import ensure_cache

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.core.compose import Step
 from purecompose.core.members import Members
 from purecompose.core.operation import Operation

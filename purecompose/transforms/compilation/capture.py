@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose import tree
-from purecompose._support.culprits import layer_of, line_of
+from purecompose._support.messages import layer_of, line_of
 from purecompose._support.scopes import unvalidated
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.context import Static

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.transforms.compilation.backends import BACKENDS, MODES

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Purpose, in_order

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.core.context import Context
 from purecompose.core.operation import Lowered
 from purecompose.transforms.compilation.backends import Compiled

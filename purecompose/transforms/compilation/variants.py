@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from purecompose._support.table import table
+from purecompose._support.tables import table
 
 
 class VariantLimitError(RuntimeError):

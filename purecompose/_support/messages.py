@@ -1,18 +1,53 @@
-"""The origin of an error in the user's terms: the line of their code, and the layer that was running."""
+"""Messages to users: safe to print, with the line and the layer of their own code that they are about."""
 
+import inspect
 import linecache
 import pathlib
 import random
+import re
 import sys
 import traceback
+import warnings
 from types import FrameType
+from typing import Any
 
 import torch
+
+from purecompose._support.urls import with_urls
 
 
 _OURS = str(pathlib.Path(__file__).parents[1])
 _ALGORITHMS = str(pathlib.Path(_OURS, "algorithms"))
-_TORCH = str(pathlib.Path(torch.__file__).parent)
+_TORCH = str(pathlib.Path(inspect.getfile(torch)).parent)
+
+
+# Control characters, except tabs and ends of lines; marks of the direction of writing; halves of surrogate pairs.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def escaped(text: object) -> str:
+    """Return a text with escapes of Python for what would control a terminal.
+
+    Example:
+        >>> escaped("red: " + chr(27) + "[31m")
+        'red: \\\\x1b[31m'
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+
+
+def say(*values: object, file: Any = None, **settings: Any) -> None:
+    """Print, escaped for standard output and standard error; files get the values as they are."""
+    is_shown = file in (None, sys.stdout, sys.stderr)
+    print(*(map(escaped, values) if is_shown else values), file=file, **settings)
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn with the innermost line outside of the library and torch, and with URLs for the paths of local copies."""
+    level, frame = 1, sys._getframe(0)
+    # torch's decorators, such as no_grad, stand between the library's functions.
+    while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(escaped(with_urls(text)), category, stacklevel=level)
 
 
 def line_of(error: BaseException) -> str:

@@ -1,4 +1,0 @@
-"""The library's version."""
-
-__version__ = "0.1.0"
-"""The version of the library, MAJOR.MINOR.PATCH."""
