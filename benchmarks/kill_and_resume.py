@@ -42,7 +42,8 @@ from purecompose import (
     schedule,
     tree,
 )
-from purecompose.run.saving import CheckpointError, CheckpointWarning, folder, newest
+from purecompose.errors import CheckpointError, CheckpointWarning
+from purecompose.run.saving import folder, newest
 from purecompose.run.saving.tensors import check_files
 from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.subject import Subject

@@ -17,11 +17,12 @@ from purecompose.core.state import State
 from purecompose.data.identity import describe_data, differences as data_differences
 from purecompose.data.loaders import own_order
 from purecompose.data.position import position_holder
+from purecompose.errors import CheckpointWarning, MismatchError
 from purecompose.observers import read_records
 from purecompose.records.layout import RECORDS
 from purecompose.run.evaluation import Evaluator
 from purecompose.run.plateau import Adjuster
-from purecompose.run.saving import Checkpoints, CheckpointWarning, MismatchError
+from purecompose.run.saving import Checkpoints
 from purecompose.run.saving.checkpoint import outside_of, restore_extra, restored
 from purecompose.run.saving.code import code_differences, describe_code
 from purecompose.run.saving.description import describe, differences, environment, listed

@@ -17,9 +17,9 @@ from purecompose.analysis.recorded import Loaded, RecordedRun
 from purecompose.core.state import State
 from purecompose.data.checks import StateStream
 from purecompose.data.loaders import epoch_batches
+from purecompose.errors import MismatchError
 from purecompose.run.evaluation import Observer
 from purecompose.run.outer import Run
-from purecompose.run.saving import MismatchError
 from purecompose.run.saving.leaves import leaves_of
 from purecompose.run.start import evaluation_step
 from purecompose.time import RunLength, Time, TimeLike, TimeUnit

@@ -27,7 +27,7 @@ from purecompose.cli.processes import SHARDINGS, reporting
 from purecompose.cli.settings import UsageError, add_allow_imports, add_settings, named, whole
 from purecompose.cli.setup import reported_as
 from purecompose.cli.train import RunError, train as run_training
-from purecompose.run.saving import CheckpointError
+from purecompose.errors import CheckpointError
 
 
 __all__ = ["LoadedRun", "load_run", "main"]

@@ -17,7 +17,8 @@ from purecompose.cli.own import allowed_by, imported, is_own
 from purecompose.cli.settings import UsageError, check_target, named
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, prepare, reported_as
 from purecompose.data import TextData
-from purecompose.run.saving import CheckpointError, MismatchError, save
+from purecompose.errors import CheckpointError, MismatchError
+from purecompose.run.saving import save
 
 
 def _add_replay_options(command: argparse.ArgumentParser) -> None:

@@ -16,8 +16,9 @@ from purecompose.cli.sources import settings_of
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data import Arrays
+from purecompose.errors import CheckpointWarning
 from purecompose.records.layout import COMMAND, CONFIG, HISTORY, PLAN, RECORDS, RESULT, VERSIONS
-from purecompose.run.saving import CheckpointWarning, load, newest
+from purecompose.run.saving import load, newest
 from purecompose.run.saving.fetching import fetched
 from purecompose.run.saving.folder import CHECKPOINTS, INDEX, all_in, read_index
 from purecompose.run.saving.index import Index

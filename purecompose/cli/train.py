@@ -19,11 +19,12 @@ from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warn
 from purecompose.cli.sources import chosen, command_of, read_config
 from purecompose.cli.telling import checksum, describe, print_results
 from purecompose.core.state import State
+from purecompose.errors import CheckpointError, MismatchError
 from purecompose.nn.models import MODELS
 from purecompose.observers import History, NaNs, Progress, Stopwatch
 from purecompose.records import RunFolder
 from purecompose.run.fit import fit
-from purecompose.run.saving import CheckpointError, Checkpoints, MismatchError
+from purecompose.run.saving import Checkpoints
 from purecompose.run.saving.folder import CHECKPOINTS, name_at
 from purecompose.surgery.summary import summary
 from purecompose.transforms.population import unstack_states

@@ -7,10 +7,10 @@ from typing import Any
 from purecompose._support.functorch import is_fake
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.context import Static
-from purecompose.core.contract import Contract, FormError
-from purecompose.core.given import ContractError
+from purecompose.core.contract import Contract
 from purecompose.core.operation import Operation, lift
 from purecompose.core.state import State
+from purecompose.errors import ContractError, FormError
 from purecompose.time.event import Event
 
 

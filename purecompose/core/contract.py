@@ -10,17 +10,14 @@ from purecompose._support.checks import shown
 from purecompose._support.functorch import has_values
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.edits import Edits
-from purecompose.core.given import ContractError, Marks, Named, watched
+from purecompose.core.given import Marks, Named, watched
 from purecompose.core.loss import changed_constant, constants_of
 from purecompose.core.state import State, fields_where
+from purecompose.errors import ContractError, FormError
 from purecompose.time.event import Event
 
 
 _KEEP_FORM = fields_where(keeps_form=True)
-
-
-class FormError(ContractError):
-    """A value that outlives a step changed its structure, shape or dtype, or has the wrong type."""
 
 
 class Observe(Protocol):

@@ -18,34 +18,15 @@ from purecompose._support.functorch import has_values, plainly, unwrapped
 from purecompose._support.scopes import NOTHING
 from purecompose._support.shards import local
 from purecompose._support.writes import storage_of
+from purecompose.errors import GlobalDrawError, InPlaceError
 from purecompose.nn.keyed.modules import BY_KEY
-from purecompose.nn.keyed.scope import UnkeyedRandomError, called_from
+from purecompose.nn.keyed.scope import called_from
 from purecompose.time.event import Event
 
 
 T = TypeVar("T")
 Named = list[tuple[str, Tensor]]
 """Tensors, each with its path."""
-
-
-class ContractError(RuntimeError):
-    """User code violated the contract of a step or an evaluation; the subclasses say how.
-
-    Attributes:
-        event: The event at which it happened, if known.
-    """
-
-    def __init__(self, message: str, event: Event | None = None) -> None:
-        super().__init__(message)
-        self.event = event
-
-
-class InPlaceError(ContractError):
-    """Code wrote into the values that it was given, which belong to the caller."""
-
-
-class GlobalDrawError(ContractError, UnkeyedRandomError):
-    """Code drew from the global generator of Python's random or of NumPy."""
 
 
 class Marks:

@@ -12,22 +12,11 @@ from typing import Any, NamedTuple
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.sealed import SealedState, ValueReadError
 from purecompose.core.state import State
+from purecompose.errors import MatchError
 from purecompose.schedule import collect
 from purecompose.time import RunLength, Time, Timestamp
 from purecompose.time.event import Event
 from purecompose.time.predicates import ALWAYS, NEVER, Predicate
-
-
-class MatchError(RuntimeError):
-    """A `match` failed, or read something that is not known before the step.
-
-    Attributes:
-        event: The event for which it was evaluated.
-    """
-
-    def __init__(self, message: str, event: Event) -> None:
-        super().__init__(message)
-        self.event = event
 
 
 class Question(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from purecompose._support.messages import warn
 from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.errors import MixedLossWarning, OrderError
 from purecompose.time.event import Event
 
 
@@ -34,14 +35,6 @@ __all__ = [
 T = TypeVar("T")
 Pass: TypeAlias = Callable[[Sequence[Algorithm], Event], Sequence[Algorithm]]
 """A function `(algorithms, event) -> algorithms`: the order in which those act that act at an event."""
-
-
-class OrderError(ValueError):
-    """Constraints contradict each other."""
-
-
-class MixedLossWarning(UserWarning):
-    """Two algorithms each replace the loss, so that the second undoes the first."""
 
 
 def compose_passes(*passes: Pass) -> Pass:

@@ -30,15 +30,12 @@ from purecompose.data.position import PositionedBatches, has_shuffle_buffer, nee
 from purecompose.data.reader import Reader, naming
 from purecompose.data.samples import read_columns, reads_whole_batches
 from purecompose.data.seeding import Draws, Stream, load_numpy
+from purecompose.errors import SkippingWarning
 from purecompose.random import fold_in, salt
 
 
 _SAMPLER, _BATCH, _WORKERS, _STREAM = (salt(name) for name in ("data sampler", "data batch", "workers", "data stream"))
 _EVAL = salt("evaluation")
-
-
-class SkippingWarning(UserWarning):
-    """Warning that a run resumes in the middle of an epoch by reading the epoch from its start."""
 
 
 def epoch_batches(data: Any, key: Tensor, epoch: int, start: int = 0, position: Any = None) -> Iterator[Any]:

@@ -21,7 +21,8 @@ from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.checks import StateStream
 from purecompose.data.identity import describe_data, differences
-from purecompose.data.loaders import SkippingWarning, own_order
+from purecompose.data.loaders import own_order
+from purecompose.errors import CheckpointWarning, MismatchError, SkippingWarning
 from purecompose.run.arguments import (
     as_evaluators,
     as_observers,
@@ -36,7 +37,6 @@ from purecompose.run.outer import Run
 from purecompose.run.plateau import Adjuster
 from purecompose.run.reading import EpochData
 from purecompose.run.saving.checkpoint import restore_extra
-from purecompose.run.saving.errors import CheckpointWarning, MismatchError
 from purecompose.run.saving.extra import POSITION
 from purecompose.run.saving.fetching import fetched
 from purecompose.run.saving.keeping import Keeper

@@ -18,6 +18,7 @@ from purecompose._support.urls import with_urls
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.identity import describe_data
+from purecompose.errors import SpentStateError
 from purecompose.run.ending import CommonEnd, Interrupts
 from purecompose.run.evaluation import Evaluator, Observer, run_evaluator, tell
 from purecompose.run.microbatching import Adaptive
@@ -30,7 +31,6 @@ from purecompose.run.stopping import Stopper, is_over, seen
 from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.intervals import has_passed
-from purecompose.transforms.donation import SpentStateError
 
 
 @dataclass

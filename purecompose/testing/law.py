@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from purecompose.core.algorithm import Algorithm
-from purecompose.core.contract import FormError
 from purecompose.core.loop import loop_events
 from purecompose.core.program import events_in
+from purecompose.errors import FormError
 from purecompose.testing.case import Case
 from purecompose.testing.process import process_restored
 from purecompose.testing.subject import Subject

@@ -13,8 +13,8 @@ from hypothesis import assume
 
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.loop import loop_events
-from purecompose.core.matching import MatchError
 from purecompose.core.program import events_in
+from purecompose.errors import MatchError
 from purecompose.testing.case import Case
 from purecompose.testing.chosen import chosen
 from purecompose.testing.faults import broken_company, first_line

@@ -6,8 +6,8 @@ Loading executes no code: the bytes contain tensors, plain values and strings, w
 import struct
 
 from purecompose.core.state import State
+from purecompose.errors import CheckpointError
 from purecompose.run.saving.checkpoint import assembled, snapshot
-from purecompose.run.saving.errors import CheckpointError
 from purecompose.run.saving.fitting import template
 from purecompose.run.saving.index import from_json, to_json
 from purecompose.run.saving.leaves import Spec, mismatches, stored

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from purecompose._support.functorch import plainly
 from purecompose.core.state import fields_where
+from purecompose.errors import SpentStateError
 from purecompose.time import Timestamp
 from purecompose.transforms.signature import Signature
 
@@ -24,10 +25,6 @@ LASTING = fields_where(keeps_form=True)
 
 _SPENDING = threading.Lock()
 """Held while a step takes buffers over: two threads must not write into the same ones."""
-
-
-class SpentStateError(RuntimeError):
-    """A later step has overwritten the memory of the state that was read."""
 
 
 class StateBuffers:

@@ -10,16 +10,13 @@ from typing import Any
 import torch.distributed as dist
 
 from purecompose.core.ranks import Ranks
+from purecompose.errors import RankTimeoutError
 from purecompose.transforms.rank_comparison import SAME_BATCH
 
 
 _GIVEN_UP = re.compile(r"[Tt]imed? ?out|[Cc]onnection (was )?(closed|reset)|[Bb]roken pipe")
 _ROLL_CALL = 5.0
 """Seconds in which processes must report that they are running, once one has given up."""
-
-
-class RankTimeoutError(RuntimeError):
-    """A process has not answered within the process group's timeout, or has ended."""
 
 
 @contextmanager

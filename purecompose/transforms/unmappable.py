@@ -10,7 +10,7 @@ from purecompose import tree
 from purecompose._support.messages import layer_of, line_of
 from purecompose._support.scopes import unvalidated
 from purecompose.core.state import State
-from purecompose.nn.keyed.modules import UnkeyedRandomError
+from purecompose.errors import UnkeyedRandomError
 
 
 _REFUSED = (

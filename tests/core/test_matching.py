@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from purecompose import losses, optim
 from purecompose.core.algorithm import Algorithm
-from purecompose.core.matching import Matcher, MatchError
+from purecompose.core.matching import Matcher
 from purecompose.core.state import State
+from purecompose.errors import MatchError
 from purecompose.time import RunLength, Timestamp
 from purecompose.time.event import Event
 from purecompose.time.predicates import ALWAYS, NEVER, Predicate, after, before, epoch_ends, every, on

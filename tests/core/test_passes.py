@@ -11,8 +11,6 @@ from hypothesis import assume, given, strategies as st
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.passes import (
     DEFAULT_PASSES,
-    MixedLossWarning,
-    OrderError,
     compose_passes,
     order_by_constraints,
     set_filo_order,
@@ -22,6 +20,7 @@ from purecompose.core.passes import (
     sort_to_front,
     warn_if_multiple_loss_interpolation,
 )
+from purecompose.errors import MixedLossWarning, OrderError
 from purecompose.time.event import Event
 from purecompose.time.predicates import ALWAYS
 

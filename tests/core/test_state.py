@@ -21,7 +21,7 @@ from purecompose.core.clock import Clock
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events
 from purecompose.core.state import State
-from purecompose.nn.keyed.modules import UnkeyedRandomError
+from purecompose.errors import UnkeyedRandomError
 from purecompose.surgery.weights import to_module
 from purecompose.time import RunLength, Timestamp
 from purecompose.time.event import Event

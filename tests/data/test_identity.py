@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from purecompose import Checkpoints, compose, data as pc_data, fit, loop_events
 from purecompose.data.identity import describe_data, differences
-from purecompose.run.saving import CheckpointWarning
+from purecompose.errors import CheckpointWarning
 from tests.helpers import make_mlp, make_state
 
 

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import purecompose as pc
 from purecompose import compose, fit, loop_events
-from purecompose.data import SkippingWarning, epoch_batches
+from purecompose.data import epoch_batches
 from purecompose.data.loaders import draws_globally, keyed_batches
+from purecompose.errors import SkippingWarning
 from tests.helpers import assert_same, make_batch, make_state
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import purecompose as pc
 from purecompose import Algorithm, State, algorithms, compose, evaluate, loop_events, tree
-from purecompose.nn.keyed.modules import UnkeyedRandomError
+from purecompose.errors import UnkeyedRandomError
 from purecompose.testing.case import Case
 from purecompose.testing.companions import noise, shrink
 from purecompose.testing.law import Law

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from purecompose import DEFAULT_PASSES, compose, loop_events
 from purecompose.algorithms import label_smoothing, mixup, selective_backprop
 from purecompose.core.algorithm import Algorithm, identity
-from purecompose.core.passes import OrderError
 from purecompose.core.state import State
+from purecompose.errors import OrderError
 from purecompose.testing.companions import bystander, noise, shrink
 from purecompose.testing.conflicts import Conflicts, OrderWarning, conflicts, warn_of_conflicts
 from purecompose.testing.order import Commutation, commutes, meeting_events

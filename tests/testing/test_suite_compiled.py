@@ -9,9 +9,9 @@ from torch import nn
 import purecompose as pc
 from purecompose import Algorithm, Event, State, algorithms as alg, between, every, on, random
 from purecompose.core.algorithm import identity
+from purecompose.errors import SpentStateError
 from purecompose.testing import TASKS, Case, LawViolation, Subject, Task
 from purecompose.testing.suite import compiled, compiled_agrees
-from purecompose.transforms.donation import SpentStateError
 from tests.sampling import one_in
 from tests.testing.mutants import MUTANTS
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from purecompose.core.algorithm import Algorithm, identity
 from purecompose.core.context import SealedTimeError
-from purecompose.core.matching import MatchError
+from purecompose.errors import MatchError
 from purecompose.testing.case import Case
 from purecompose.testing.law import Law, LawViolation
 from purecompose.testing.strategies import cases

@@ -30,11 +30,12 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from purecompose._support.checks import shown
 from purecompose._support.dynamo import DispatchMode
 from purecompose._support.functorch import is_transforming
+from purecompose.errors import UnkeyedRandomError
 from purecompose.nn.differentiable import plain_operations, replaces_functions
 from purecompose.nn.keyed.functions import FUNCTIONS
 from purecompose.nn.keyed.layers import LAYERS
 from purecompose.nn.keyed.parts import CURRENT, running
-from purecompose.nn.keyed.scope import Handler, Scope, UnkeyedRandomError, unkeyed
+from purecompose.nn.keyed.scope import Handler, Scope, unkeyed
 from purecompose.nn.skeleton import replay
 from purecompose.random.keys import Rng
 

@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
-from purecompose._support.messages import calling_frames
+from purecompose._support.culprits import calling_frames
+from purecompose.errors import UnkeyedRandomError
 from purecompose.random.keys import Rng
 
 
@@ -30,10 +31,6 @@ Sampler = Callable[[Rng, tuple[int, ...]], Tensor]
 
 Handler = Callable[..., Any]
 """`(scope, func, *args, **kwargs) -> result`: a function that replaces a random call."""
-
-
-class UnkeyedRandomError(RuntimeError):
-    """Error for a random function that would use hidden state: it has no key, or its key cannot be replayed."""
 
 
 def unkeyed(func: Any, why: str, advice: str) -> UnkeyedRandomError:

@@ -1,7 +1,7 @@
 """Checkpoints: states on disk, complete or absent, verified when read; and the rules for keeping them."""
 
+from purecompose.errors import CheckpointError, CheckpointWarning, DamagedError, MismatchError, UploadError
 from purecompose.run.saving.checkpoint import load, save
-from purecompose.run.saving.errors import CheckpointError, CheckpointWarning, DamagedError, MismatchError, UploadError
 from purecompose.run.saving.folder import read_index
 from purecompose.run.saving.index import Index
 from purecompose.run.saving.keeping import newest

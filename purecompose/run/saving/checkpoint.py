@@ -15,9 +15,9 @@ from purecompose._support.shards import local, place_of, span_of
 from purecompose._support.urls import is_remote, present
 from purecompose.core.context import Static
 from purecompose.core.state import State
+from purecompose.errors import CheckpointWarning, DamagedError
 from purecompose.run.saving import extra as extras, folder, together
 from purecompose.run.saving.description import describe, environment
-from purecompose.run.saving.errors import CheckpointWarning, DamagedError
 from purecompose.run.saving.fetching import fetched
 from purecompose.run.saving.fitting import BASE, TIME, check_fits, param_leaf, template, unwritten, without
 from purecompose.run.saving.index import Index, time_from_plain, time_to_plain

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import shown
-from purecompose.run.saving.errors import MismatchError
+from purecompose.errors import MismatchError
 
 
 EXTRA, POSITION = "extra", "position"

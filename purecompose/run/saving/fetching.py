@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from purecompose._support.urls import forget, is_remote, know, naming_urls
+from purecompose.errors import CheckpointError
 from purecompose.run.saving.copies import clear_copies, copy_named, new_name, note_user
-from purecompose.run.saving.errors import CheckpointError
 from purecompose.run.saving.folder import INDEX
 from purecompose.run.saving.storage import download, file_system, files_in
 

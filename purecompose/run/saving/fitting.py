@@ -14,6 +14,7 @@ from purecompose._support.messages import warn
 from purecompose.core.changes import memory_for
 from purecompose.core.context import Static
 from purecompose.core.state import State, fields_where
+from purecompose.errors import CheckpointWarning, MismatchError
 from purecompose.optim.checks import match_or_raise, matched
 from purecompose.run.saving.description import (
     KEPT,
@@ -27,7 +28,6 @@ from purecompose.run.saving.description import (
     other_tensors,
     overruled_hparams,
 )
-from purecompose.run.saving.errors import CheckpointWarning, MismatchError
 from purecompose.run.saving.index import Index
 from purecompose.run.saving.leaves import Spec, leaves_of, mismatches
 

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from purecompose._support.files import read_whole, sync
-from purecompose.run.saving.errors import CheckpointError, DamagedError
+from purecompose.errors import CheckpointError, DamagedError
 from purecompose.run.saving.index import Index, from_json, to_json
 from purecompose.run.saving.process import is_alive, owner, short_place
 from purecompose.run.saving.tensors import digest, file_name, is_file_name, save_tensors

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from purecompose._support.files import PLAIN, is_count, is_nested_deeper, is_numbers, misfit
-from purecompose.run.saving.errors import CheckpointError, DamagedError
+from purecompose.errors import CheckpointError, DamagedError
 from purecompose.run.saving.leaves import Spec
 from purecompose.time import RunLength, Time, Timestamp
 

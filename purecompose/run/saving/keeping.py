@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from purecompose._support.messages import warn
 from purecompose._support.urls import is_remote, with_urls
 from purecompose.core.state import State
+from purecompose.errors import CheckpointWarning
 from purecompose.run.saving import folder as disk, together
 from purecompose.run.saving.checkpoint import Snapshot, snapshot
-from purecompose.run.saving.errors import CheckpointWarning, cause_of
 from purecompose.run.saving.extra import EXTRA, POSITION, pack
 from purecompose.run.saving.leaves import leaves_of
 from purecompose.run.saving.remote import Mirror
@@ -21,7 +21,7 @@ from purecompose.run.saving.resuming import Resumed
 from purecompose.run.saving.room import Room, is_disk_full
 from purecompose.run.saving.settings import Checkpoints, rating_of, surplus
 from purecompose.run.saving.tensors import library
-from purecompose.run.saving.together import Writers, in_all, mirror_of, writers_of
+from purecompose.run.saving.together import Writers, cause_of, in_all, mirror_of, writers_of
 from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.intervals import has_passed
 

@@ -13,7 +13,7 @@ from purecompose import tree
 from purecompose._support.shards import local, place_of, placed, span_of
 from purecompose.core.context import SealedTime, Static
 from purecompose.core.state import NO_TEMPORARY, State
-from purecompose.run.saving.errors import CheckpointError, DamagedError
+from purecompose.errors import CheckpointError, DamagedError
 from purecompose.run.saving.extra import is_extra
 
 

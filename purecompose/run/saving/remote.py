@@ -16,9 +16,10 @@ from pathlib import Path
 
 from purecompose._support.messages import warn
 from purecompose._support.urls import forget, know
+from purecompose._support.warnings import warn
+from purecompose.errors import CheckpointWarning, UploadError
 from purecompose.run.saving import folder as disk
 from purecompose.run.saving.copies import WRITER, clear_copies, copy_named, new_name, note_sent, note_user
-from purecompose.run.saving.errors import CheckpointWarning, UploadError
 from purecompose.run.saving.storage import download, file_system, files_in, tried
 from purecompose.run.saving.tensors import is_file_name, is_whole
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from purecompose._support.messages import warn
 from purecompose.core.state import State
+from purecompose.errors import CheckpointError, CheckpointWarning, DamagedError
 from purecompose.run.saving import folder as disk
 from purecompose.run.saving.checkpoint import outside_of, read, restored
-from purecompose.run.saving.errors import CheckpointError, CheckpointWarning, DamagedError
 from purecompose.run.saving.index import Index
 from purecompose.run.saving.together import Writers, in_all, writers_of
 from purecompose.time.event import Event

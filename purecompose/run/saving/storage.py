@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from purecompose.run.saving.errors import DamagedError
+from purecompose.errors import DamagedError
 
 
 T = TypeVar("T")

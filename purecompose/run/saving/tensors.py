@@ -15,7 +15,7 @@ from torch import Tensor
 
 from purecompose._support.files import opened
 from purecompose._support.urls import present
-from purecompose.run.saving.errors import CheckpointError, DamagedError
+from purecompose.errors import CheckpointError, DamagedError
 from purecompose.run.saving.index import Index
 from purecompose.run.saving.leaves import Spec
 

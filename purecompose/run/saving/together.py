@@ -25,7 +25,6 @@ from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
 from purecompose.run.saving import folder
 from purecompose.run.saving.copies import new_name
-from purecompose.run.saving.errors import cause_of
 from purecompose.run.saving.index import Index
 from purecompose.run.saving.process import owner
 from purecompose.run.saving.remote import Mirror
@@ -254,3 +253,8 @@ def _handed_in(writers: Writers, number: int, other: int, file: Path) -> dict[st
 
 def _place(writers: Writers, number: int, other: int) -> str:
     return f"purecompose/written/{writers.run}/{writers.session}/{number}/{other}"
+
+
+def cause_of(error: Exception) -> str:
+    """Return an error as text, without the name of the file, so that it is the same for each checkpoint."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose.core.algorithm import Algorithm, Trait
-from purecompose.core.contract import FormError
 from purecompose.core.loop import eval_events, loop_events, loss, predict_events
 from purecompose.core.operation import Node
 from purecompose.core.program import StateFn, events_in
 from purecompose.core.state import State
+from purecompose.errors import FormError
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.outer import after_batch, begun, ended, fired

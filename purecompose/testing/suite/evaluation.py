@@ -8,11 +8,11 @@ from torch import Tensor
 from purecompose import tree
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step, compose
-from purecompose.core.given import InPlaceError
 from purecompose.core.loop import eval_events, loop_events, predict_events, update
 from purecompose.core.operation import Node, walk
 from purecompose.core.program import StateFn, events_in
 from purecompose.core.state import State
+from purecompose.errors import InPlaceError
 from purecompose.losses.metrics import mean_loss
 from purecompose.run.evaluation import Evaluator, evaluate, predict, run_evaluator
 from purecompose.testing.case import Case

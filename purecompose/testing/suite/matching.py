@@ -9,8 +9,9 @@ from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.context import SealedTime, SealedTimeError, Static
 from purecompose.core.loop import eval_events, predict_events
-from purecompose.core.matching import Matcher, MatchError
+from purecompose.core.matching import Matcher
 from purecompose.core.state import State
+from purecompose.errors import MatchError
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.process import process_settings

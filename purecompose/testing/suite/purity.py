@@ -5,9 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from purecompose import batch as batches, tree
-from purecompose.core.given import GlobalDrawError, InPlaceError
 from purecompose.core.state import State
-from purecompose.nn.keyed.modules import UnkeyedRandomError
+from purecompose.errors import GlobalDrawError, InPlaceError, UnkeyedRandomError
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.outer import after_batch, begun, ended

@@ -5,9 +5,9 @@ compiles the graph, `background` lets another process compile it ahead, `graph_c
 `execution` runs one step. `dynamo` serves calls of a step within `torch.compile`.
 """
 
-from purecompose.transforms.compilation.capture import TraceError
+from purecompose.errors import TraceError, VariantLimitError
 from purecompose.transforms.compilation.step import CompiledStep, compile, swaps_of
-from purecompose.transforms.compilation.variants import Variant, VariantLimitError, Variants
+from purecompose.transforms.compilation.variants import Variant, Variants
 
 
 __all__ = ["CompiledStep", "TraceError", "Variant", "VariantLimitError", "Variants", "compile", "swaps_of"]

@@ -24,8 +24,9 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.utils._pytree import tree_leaves
 
 from purecompose._support.device import keep_freed_memory, return_freed_memory
+from purecompose.errors import TraceError
 from purecompose.transforms.compilation import fusing, gpu_draws, rematerialization
-from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError
+from purecompose.transforms.compilation.capture import FALLBACK_ADVICE
 from purecompose.transforms.compilation.decompositions import DECOMPOSITIONS
 from purecompose.transforms.compilation.draws import open_draws, replace_draws
 from purecompose.transforms.compilation.fusing import fusing_near, fusing_within_lists

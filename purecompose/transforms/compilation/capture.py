@@ -25,10 +25,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from purecompose import tree
 from purecompose._support.messages import layer_of, line_of
 from purecompose._support.scopes import unvalidated
-from purecompose.core.algorithm import Algorithm
 from purecompose.core.context import Static
 from purecompose.core.operation import NO_PURPOSE, Carry, Operation
 from purecompose.core.state import State, fields_where
+from purecompose.errors import TraceError
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source, Writes
 from purecompose.transforms.compilation.messages import drop_unread
 from purecompose.transforms.compilation.sizes import OPEN_FIELDS, Sizes
@@ -37,15 +37,6 @@ from purecompose.transforms.signature import Signature, Spec
 
 FALLBACK_ADVICE = "; or let such steps run eagerly with compile(step, fallback=True)"
 _LEFT_AT_THE_END = fields_where(persists=True)
-
-
-class TraceError(RuntimeError):
-    """A part of a step cannot be compiled: it reads a number, or does something else that a graph cannot express, or
-    the compiler fails on its graph.
-    """
-
-    algorithm: Algorithm | None = None
-    """The algorithm that cannot be traced, if it is known."""
 
 
 class Captured(NamedTuple):

@@ -19,12 +19,13 @@ from purecompose.core.context import Context
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Purpose, in_order
 from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
+from purecompose.errors import TraceError
 from purecompose.nn.network import looking_for_draws
 from purecompose.time import Timestamp
 from purecompose.time.predicates import NEVER
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary
 from purecompose.transforms.compilation.building import Builder
-from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, TraceError, explained, fake_mode, state_of
+from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, explained, fake_mode, state_of
 from purecompose.transforms.compilation.messages import check_alike
 from purecompose.transforms.compilation.options import Options
 from purecompose.transforms.compilation.plan_parts import EAGER, CompiledPart, Entry, ExecutionPlan, PlanPart

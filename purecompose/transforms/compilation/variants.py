@@ -4,11 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from purecompose._support.tables import table
-
-
-class VariantLimitError(RuntimeError):
-    """A step needs more compiled variants than its limit."""
+from purecompose._support.table import table
+from purecompose.errors import VariantLimitError
 
 
 @dataclass

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from purecompose.nn.keyed.modules import UnkeyedRandomError, detect, keyed
+from purecompose.errors import UnkeyedRandomError
+from purecompose.nn.keyed.modules import detect, keyed
 from purecompose.random.keys import Rng, key
 from tests.nn.keyed.module_helpers import Fn, images, seeded, sequences
 

@@ -11,7 +11,8 @@ from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from purecompose.nn.keyed.modules import UnkeyedRandomError, detect, keyed
+from purecompose.errors import UnkeyedRandomError
+from purecompose.nn.keyed.modules import detect, keyed
 from purecompose.random.keys import Rng, fold_in, key, split
 from tests.nn.keyed.module_helpers import Fn, images, seeded, sequences
 

@@ -10,7 +10,8 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from purecompose.nn.keyed.modules import UnkeyedRandomError, checkpoint, detect, keyed
+from purecompose.errors import UnkeyedRandomError
+from purecompose.nn.keyed.modules import checkpoint, detect, keyed
 from purecompose.random.keys import Rng, key, split
 
 

@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import HashStore
 
 import purecompose as pc
 from purecompose.core.ranks import Ranks
+from purecompose.errors import CheckpointError
 from purecompose.run.saving import checkpoint, together
 from purecompose.run.saving.checkpoint import snapshot
-from purecompose.run.saving.errors import CheckpointError
 from purecompose.run.saving.folder import read_index
 from purecompose.run.saving.tensors import is_whole
 from tests.run.saving import together_scenarios
