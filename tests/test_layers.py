@@ -45,7 +45,7 @@ MODULES = {module_of(file): file for file in FILES}
 
 
 def imports_in(source: str) -> Iterator[Import]:
-    """Yield all imports from the package."""
+    """Yield all imports from the package, also those by a string."""
     module = ast.parse(source)
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
@@ -53,6 +53,8 @@ def imports_in(source: str) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"line {node.lineno}: a relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [ast.literal_eval(one) for one in node.args if isinstance(one, ast.Constant)]
         else:
             continue
         for name in names:
@@ -61,7 +63,7 @@ def imports_in(source: str) -> Iterator[Import]:
                 # Any other name is one of the public names.
                 entry = rest[0] if rest and rest[0] in ENTRIES else "__init__"
                 imported = name if name in MODULES else name.rpartition(".")[0]
-                yield Import(entry, imported, node.lineno, node in module.body)
+                yield Import(entry, imported, node.lineno, node in module.body or isinstance(node, ast.Call))
 
 
 def complaints(entry: str, source: str) -> list[str]:
@@ -120,6 +122,7 @@ def test_no_modules_import_each_other() -> None:
     [
         ("time", "from purecompose.core.state import State", "time of layer 2 imports core of layer 5"),
         ("time", "import purecompose.random", "time of layer 2 imports random of layer 2"),
+        ("core", "importlib.import_module('purecompose.run.fit')", "core of layer 5 imports run of layer 7"),
         ("core", "from purecompose import losses, algorithms", "imports algorithms of layer 7"),
         ("run", "from purecompose import State", "imports __init__ of layer 11"),
         ("run", "def fit():\n    from purecompose.core.state import State", "line 2: imports core elsewhere"),

@@ -43,14 +43,14 @@ def called_by_dynamo(reason: str) -> Callable[[Fn], Fn]:
 
 
 @called_by_dynamo("it turns Dynamo off")
-def without_dynamo(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn(*args, backend)` with Dynamo turned off, where `backend` is that of the `torch.compile` around it."""
+def without_dynamo(fn: Callable[[Any], Any]) -> Any:
+    """Call `fn(backend)` with Dynamo turned off, where `backend` is that of the `torch.compile` around it."""
     callback = _dynamo.set_eval_frame(None)
     backend: Any = callback
     try:
         while hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
-        return fn(*args, backend)
+        return fn(backend)
     finally:
         _dynamo.set_eval_frame(callback)
 

@@ -4,11 +4,10 @@ The step is a fold. For each schedule (which algorithms act at which events) the
 once, with the algorithms in the order determined by the passes; a step looks up this function and runs it.
 """
 
-import importlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -101,8 +100,6 @@ class _Cache:
     """The numbers and tensors that this loss reads from Python, as they were at its first step."""
     loss_editors: dict[str, bool] = field(default_factory=dict)
     """The algorithms that changed the loss at AFTER_LOSS in a first run, and whether an evaluation has said so."""
-    in_torch_compile: list[tuple[Any, "Step"]] = field(default_factory=list)
-    """The backends of `torch.compile` within which the step was called, with the compiled step for each."""
 
 
 class Step:
@@ -123,6 +120,12 @@ class Step:
         step = compose(loop_events, [alg.mixup(0.2)])
         state = step(step.init(state), batch)
     """
+
+    within_torch_compile: ClassVar[Callable[["Step", State, Any, Any], State]] = staticmethod(
+        lambda step, state, batch, backend: step(state, batch)
+    )
+    """How a step runs that is called within `torch.compile`, whose backend is the last argument. The package's public
+    names set it to a function of `purecompose.transforms`, which the core does not know."""
 
     def __init__(
         self,
@@ -182,17 +185,10 @@ class Step:
             ContractError: An algorithm changed a structure, shape or dtype that must stay the same.
         """
         if get_eval_frame_callback() is not None:
-            return without_dynamo(Step.call_in_torch_compile, self, state, batch)
+            return without_dynamo(lambda backend: Step.within_torch_compile(self, state, batch, backend))
         end = self.finish(self.fold(state, batch, keeps_fields=False))
         # `state` may hold a lease of a compiled step, which ends with that step's next call: read its fields now.
         return end if end.lease is None else end.unleased()
-
-    @staticmethod
-    def call_in_torch_compile(step: "Step", state: State, batch: Any, backend: Any) -> State:
-        """Return the state after one batch, for a call within `torch.compile`: compiled, with its backend."""
-        # Of a higher layer, which only such a call needs.
-        dynamo = importlib.import_module("purecompose.transforms.compilation.dynamo")
-        return dynamo.call_in_torch_compile(step, state, batch, backend)
 
     def fold(
         self,

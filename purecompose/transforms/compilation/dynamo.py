@@ -2,6 +2,7 @@
 
 import importlib
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from purecompose._support.messages import warn
 from purecompose.core.compose import Step
@@ -10,22 +11,24 @@ from purecompose.transforms.compilation.backends import BACKENDS, MODES
 from purecompose.transforms.compilation.step import CompiledStep, compile
 
 
+_COMPILED: WeakKeyDictionary[Step, list[tuple[Any, CompiledStep]]] = WeakKeyDictionary()
+"""The backends within which a step was called, with the compiled step for each."""
+
+
 def call_in_torch_compile(step: Step, state: State, batch: Any, backend: Any) -> State:
     """Return the state after one batch.
 
     Args:
-        step: The step, composed or compiled. A composed one is compiled once for each backend.
+        step: A composed step; it is compiled once for each backend.
         state: The state.
         batch: The batch.
         backend: The backend of the `torch.compile` around the call, as `torch.compile` wraps it.
     """
-    if isinstance(step, CompiledStep):
-        return step(state, batch)
-    for known, compiled in step._cache.in_torch_compile:
-        if known is backend or known == backend:
-            return compiled(state, batch)
-    compiled = compile(step, donate=False, fallback=True, quiet=True, **_options(backend))
-    step._cache.in_torch_compile.append((backend, compiled))
+    known = _COMPILED.setdefault(step, [])
+    compiled = next((one for given, one in known if given is backend or given == backend), None)
+    if compiled is None:
+        compiled = compile(step, donate=False, fallback=True, quiet=True, **_options(backend))
+        known.append((backend, compiled))
     return compiled(state, batch)
 
 

@@ -132,7 +132,7 @@ class CompiledStep(Step):
             VariantLimitError: The step needs more variants than `max_variants`.
         """
         if get_eval_frame_callback() is not None:
-            return without_dynamo(Step.call_in_torch_compile, self, state, batch)
+            return without_dynamo(lambda _: self(state, batch))
         if not isinstance(state, State):
             raise TypeError(f"step(state, batch): expected a State first, got {type(state).__name__}")
         lease: BufferLease | None = state.lease
