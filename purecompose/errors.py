@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from purecompose._support.terminal import escaped
+from purecompose._support.messages import escaped
 
 
 __all__ = [

@@ -114,13 +114,6 @@ SETTINGS = {
         ),
         Setting("precision", str, None, "fp32, tf32, bf16 or fp16 (default: fp32)", "fp32"),
         Setting("compile", bool, None, "compile the step; pays off on a GPU and for long runs", False),
-        Setting(
-            "tiered",
-            str,
-            "WHEN",
-            "with --compile: train uncompiled at first, while another process compiles: until that is ready with auto "
-            "(bits then depend on timing), or until a fixed time such as 500ba (default: wait for the compilation)",
-        ),
         Setting("device", str, None, "cpu, cuda, mps, ... (default: cpu)", "cpu"),
         Setting("threads", int, "N", "CPU threads; other numbers give other bits (default: depends on the data)"),
         Setting("eval_every", str, "TIME", "how often to evaluate: 1ep, 100ba, 0.1dur (default: 1ep)", "1ep"),

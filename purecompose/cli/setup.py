@@ -32,7 +32,6 @@ from purecompose.random import key
 from purecompose.run.evaluation import Evaluator
 from purecompose.run.stopping import EarlyStopping, Stopper
 from purecompose.time import Time, TimeUnit
-from purecompose.time.units import named_point
 from purecompose.transforms.compilation import CompiledStep, compile
 from purecompose.transforms.population import population, stack_states
 
@@ -192,10 +191,7 @@ def prepare(
     state = stack_states(states) if len(states) > 1 else states[0]
     with reported_as("--shard"):
         many, state = _shared(settings, processes, many, state, sharding)
-    with reported_as("--tiered"):
-        if settings["tiered"] is not None and not settings["compile"]:
-            raise ValueError("it sets when a step begins to run compiled; add --compile, or leave it out")
-        run = compile(many, tiered=_tiered(settings)) if settings["compile"] else many
+    run = compile(many) if settings["compile"] else many
     auto = "auto" if settings["microbatches"] == "auto" else None
     return Setup(run, state, train_data.to(device), test_data, evaluators, watched, data, kind, stop, auto)
 
@@ -221,14 +217,6 @@ def _divided(settings: Mapping[str, Any], data: Data) -> tuple[torch.Tensor, ...
             return data.train_inputs, data.train_targets
         # The same examples for every seed of the run, so that runs are comparable.
         return tuple(datasets.split(data.train_inputs, data.train_targets, share, seed=0))
-
-
-def _tiered(settings: Mapping[str, Any]) -> bool | str:
-    """Return the argument `tiered` of `compile`."""
-    when = settings["tiered"]
-    if when is None:
-        return False
-    return True if when == "auto" else f"at {named_point(when, 'time')}"
 
 
 def _limited(limit: str | None, length: int) -> int:

@@ -19,7 +19,7 @@ from purecompose.data import TextData
 from purecompose.observers import History, Stopwatch
 from purecompose.records.layout import CHECKPOINTS, REPORT
 from purecompose.run.saving.folder import all_in
-from purecompose.transforms.compilation import CompiledStep, swaps_of
+from purecompose.transforms.compilation import CompiledStep
 
 
 def describe(setup: Setup, settings: Mapping[str, Any]) -> list[str]:
@@ -115,9 +115,6 @@ def print_results(
         table.add_row("stopped early", f"the loss has not improved for {settings['patience']}")
     table.add_row("time", f"{stopwatch.seconds:.1f} s ({', '.join(spent)})")
     table.add_row("steps", f"{stopwatch.batches:,}, {rate:.1f} per second{' after compiling' if compiling else ''}")
-    if settings["tiered"] is not None:
-        batches = ", ".join(str(batch) for batch in sorted({batch for batch, _ in swaps_of(setup.step)}))
-        table.add_row("compiled from", f"batch {batches}" if batches else "never, the run ended before")
     table.add_row("parameters' checksum", f"{checksum(state.params)} ({on})")
     if out is not None and REPORT not in missing:
         table.add_row("report", f"{named}/{REPORT}")

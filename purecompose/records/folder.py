@@ -43,7 +43,6 @@ from purecompose.run.saving import Checkpoints
 from purecompose.run.saving.description import describe, environment
 from purecompose.run.saving.folder import clear
 from purecompose.time import TimeLike
-from purecompose.transforms.compilation import swaps_of
 
 
 class RunFolder:
@@ -55,7 +54,7 @@ class RunFolder:
     | `command.txt` | command that reproduces the run |
     | `versions.json` | everything else that the bits of the run depend on: versions, device, threads |
     | `plan.txt` | algorithms that act at each event, with the reasons for their order |
-    | `history.json` | when the run started, continued and, in a tiered step, began to run compiled; how long it took |
+    | `history.json` | when the run started and continued, and how long it took |
     | `records.jsonl` | records, with learning rate, speed and memory |
     | `checkpoints/` | checkpoints |
     | `result.json` | after the run: the last metrics, batches, seconds |
@@ -211,7 +210,6 @@ class RunFolder:
             "duration": None if run.duration is None else str(run.duration),
         }
         self._when_trained(lambda: setattr(self._watch, "trained", trained))
-        self._watch.swaps = lambda: swaps_of(step)
         if not self.goes_on:
             self._watch.note()
 

@@ -31,9 +31,6 @@ class Start:
     changed: dict[str, Any] = field(default_factory=dict)
     """Differences to the previous start: the old and the new value of each changed setting or version."""
 
-    compiled: list[list[Any]] = field(default_factory=list)
-    """For a tiered step, the batches from which on its parts have run compiled: number of batches before, and part."""
-
     @property
     def training_seconds(self) -> float:
         """Seconds of wall-clock time without evaluations."""

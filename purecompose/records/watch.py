@@ -34,7 +34,6 @@ class Watch:
 
     Attributes:
         trained: Description of the training, for the history.
-        swaps: Function that returns the batches from which on parts of the step have run compiled.
         is_noted: True if the last attempt to write the history succeeded.
     """
 
@@ -51,7 +50,6 @@ class Watch:
     ) -> None:
         self.trained = trained
         self._waits = waits
-        self.swaps: Callable[[], list[tuple[int, str]]] = list
         self.is_noted = True
         self._records, self._path, self._starts = records, folder / HISTORY, starts
         self._new_start, self._on_first_batch = new_start, on_first_batch
@@ -105,7 +103,6 @@ class Watch:
         self._noted_at = time.monotonic()
         if self._start is not None:
             self._start.seconds = self._stopwatch.seconds
-            self._start.compiled = [list(swap) for swap in self.swaps() if swap[0] >= self._start.batch]
             self._start.evaluation_seconds = self._stopwatch.seconds - self._stopwatch.training_seconds
         try:
             write_json(self._path, {"trained": self.trained, "starts": [start.to_plain() for start in self._starts]})

@@ -129,7 +129,7 @@ def test_the_table_at_the_end_has_the_best_number(
     setup: Any = SimpleNamespace(kind=IMAGES, watched="val", stop=None, step=None, evaluators=(test,), test_data=[1, 2])
     history: Any = SimpleNamespace(series=lambda name: (list(range(1, len(values) + 1)), list(values)))
     stopwatch: Any = SimpleNamespace(seconds=1.0, training_seconds=1.0, batches=3, batches_per_second=3.0)
-    settings = {"seeds": 1, "threads": 1, "limit_batches": None, "tiered": None}
+    settings = {"seeds": 1, "threads": 1, "limit_batches": None}
     print_results(setup, make_state(), history, stopwatch, settings, None)
     out = capsys.readouterr().out
     assert told in out if told is not None else "best validation" not in out

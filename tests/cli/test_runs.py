@@ -2,7 +2,6 @@
 
 import csv
 import errno
-import functools
 import json
 import os
 import pathlib
@@ -14,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from purecompose import Event, compile, evaluate, fit, metrics, to_module, tree
-from purecompose.cli import load_run, main, setup
+from purecompose import Event, evaluate, fit, metrics, to_module, tree
+from purecompose.cli import load_run, main
 from purecompose.cli.settings import UsageError
 from purecompose.records import RunFolder
 from purecompose.run.saving import folder
@@ -261,30 +260,6 @@ def test_compiled_and_in_half_precision(run: Run) -> None:
     assert status == 2 and "--precision: fp8: expected one of fp32" in err
     status, _, err = run("train", *SMALL, "--microbatches", "few")
     assert status == 2 and "expected a number of slices, or auto" in err
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_a_tiered_run_resumes_with_its_fixed_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "compile", functools.partial(compile, backend="eager"))
-    tiered = ("--algorithms", "none", "--schedule", "constant", "--compile", "--tiered", "30ba")
-    status, first, err = run("train", *SMALL, *tiered, "--duration", "1ep", "--out", "a")
-    assert status == 0 and "never, the run ended before" in first, err
-    status, resumed, err = run("train", "--resume", "--out", "a", "--duration", "2ep")
-    assert status == 0 and re.search(r"compiled from\W+batch 30\b", resumed), err
-    assert "from batch 30 on, part 0" in err
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (("--tiered", "30ba"), "--tiered: it sets when a step begins to run compiled; add --compile"),
-        (("--compile", "--tiered", "soon"), "--tiered: time='soon': cannot read the time 'soon'"),
-        (("--compile", "--tiered", "5s"), "--tiered: time='5s': wall-clock time is not part of a state"),
-    ],
-)
-def test_a_wrong_time_of_compiling_is_an_error(run: Run, options: tuple[str, ...], words: str) -> None:
-    status, _, err = run("train", *SMALL, *options)
-    assert status == 2 and words in err
 
 
 def test_cards(run: Run) -> None:

@@ -16,7 +16,6 @@ from purecompose import (
     Algorithm,
     Event,
     State,
-    compile,
     compose,
     fit,
     loop_events,
@@ -270,19 +269,6 @@ def test_two_calls_of_fit_are_two_starts(tmp_path: Path) -> None:
         fit(STEP, state, make_batches(), duration="2ep", observers=run.observer)
     starts = read_run(run.path).starts
     assert [(start.batch, start.until, start.outcome) for start in starts] == [(0, 4, "finished"), (4, 8, "finished")]
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_the_history_tells_when_a_tiered_step_began_to_run_compiled(tmp_path: Path) -> None:
-    for resume, duration in ((False, "1ep"), (True, "2ep"), (True, "3ep")):
-        step = compile(STEP, backend="eager", tiered="at 6ba", quiet=True)
-        with RunFolder(tmp_path, resume=resume) as run:
-            run.begin(step, make_state(duration))
-            settings = {"checkpoints": run.checkpoints(), "resume": run.resume}
-            fit(step, make_state(duration), make_batches(), observers=run.observer, **settings)
-    starts = read_run(tmp_path).starts
-    assert [(start.batch, [batch for batch, _ in start.compiled]) for start in starts] == [(0, []), (4, [6]), (8, [8])]
-    assert starts[1].compiled[0][1].startswith("part 0 of the step (label_smoothing at")
 
 
 @pytest.mark.usefixtures("no_pictures")

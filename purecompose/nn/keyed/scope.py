@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
-from purecompose._support.culprits import calling_frames
+from purecompose._support.messages import calling_frames
 from purecompose.errors import UnkeyedRandomError
 from purecompose.random.keys import Rng
 

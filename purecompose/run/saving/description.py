@@ -117,7 +117,7 @@ def environment(state: State, step: Any = None) -> dict[str, Any]:
         return reported
     options = getattr(step, "options", None)
     processes = 1 if step.ranks is None else step.ranks.size
-    return {**reported, "processes": processes, "compiled": options.words if options is not None else "no"}
+    return {**reported, "processes": processes, "compiled": str(options.backend) if options is not None else "no"}
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from purecompose._support.messages import warn
 from purecompose._support.urls import forget, know
-from purecompose._support.warnings import warn
 from purecompose.errors import CheckpointWarning, UploadError
 from purecompose.run.saving import folder as disk
 from purecompose.run.saving.copies import WRITER, clear_copies, copy_named, new_name, note_sent, note_user

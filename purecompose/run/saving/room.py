@@ -5,7 +5,7 @@ import errno
 import time
 from pathlib import Path
 
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.errors import CheckpointWarning
 from purecompose.run.saving import folder as disk
 from purecompose.run.saving.settings import Checkpoints, of_newest, surplus_before

@@ -1,4 +1,4 @@
-"""The building of a step's compiled parts: each is traced, and compiled here or in another process.
+"""The building of a step's compiled parts: each is traced and compiled.
 
 For a population in chunks, the graph of a chunk of members is built once and called for each chunk. On a CPU a chunk
 whose tensors fit into the cache is faster per member than all members together.
@@ -6,7 +6,6 @@ whose tensors fit into the cache is faster per member than all members together.
 
 import contextlib
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,6 @@ from purecompose.core.operation import Operation
 from purecompose.core.program import events_in
 from purecompose.core.ranks import noting_shares
 from purecompose.transforms.compilation.backends import Compiled, compile_graph
-from purecompose.transforms.compilation.background import Background
 from purecompose.transforms.compilation.boundary import Boundary, Source
 from purecompose.transforms.compilation.capture import Captured, capture, fake_mode
 from purecompose.transforms.compilation.inductor import start_inductor
@@ -49,9 +47,6 @@ class Builder:
         self.step, self.options = step, options
         self.variants: list[Variant] = []
         self._ranks = step.ranks
-        self._background = Background() if options.is_tiered and options.backend == "inductor" else None
-        if self._background is not None:
-            weakref.finalize(self, self._background.stop)
 
     def part(self, stretch: Stretch, boundary: Boundary, is_last: bool, body: Operation | None = None) -> CompiledPart:
         """Return the compiled graph of a stretch, or of a body within it.
@@ -80,9 +75,7 @@ class Builder:
     ) -> CompiledPart:
         options = self.options
         options.announce(f"purecompose: compiling {variant.title} ...")
-        # A step whose time has come would only wait for the other process.
-        background = None if options.is_due(boundary.static.opened(later=False)) else self._background
-        if background is None and options.backend == "inductor":
+        if options.backend == "inductor":
             with contextlib.suppress(ImportError, AttributeError, TypeError):  # reported by compile_graph
                 start_inductor(boundary.device)
         captured, form = self._traced(variant, of_chunk(boundary, num_chunks), is_last, body)
@@ -90,20 +83,11 @@ class Builder:
         replays = options.mode == "reduce-overhead" and boundary.device.type == "cuda"
         if replays:
             check_on_device(captured.graph, boundary.device)
-        part = CompiledPart(
-            whole,
-            lambda: for_all(compile_graph(captured.graph, options.backend, options.mode)),
-            variant,
-            form=form,
-            awaited=None if background is None else background.submit(captured.graph, options.mode),
-            replays=replays,
-        )
-        if background is None:
-            part.compile()
-            options.announce(f" {variant.nodes} operations, {variant.seconds:.1f} s\n")
-        else:
-            options.announce(f" {variant.nodes} operations, in the background\n")
-        return part
+        start = time.perf_counter()
+        call = for_all(compile_graph(captured.graph, options.backend, options.mode))
+        variant.compile_seconds = time.perf_counter() - start
+        options.announce(f" {variant.nodes} operations, {variant.seconds:.1f} s\n")
+        return CompiledPart(whole, call, variant, form=form, replays=replays)
 
     def _members(self, boundary: Boundary) -> tuple[Members, int]:
         """Return the members whose operations are one graph, and the number of times that it is called.

@@ -70,7 +70,7 @@ def _through(
     graphs: GraphCache, own: BufferLease, state: State, prepared: Prepared, values: Values, plan: ExecutionPlan
 ) -> State:
     """Return the state after several parts, with host algorithms between them."""
-    buffers, now, start = own.buffers, state.timestamp, prepared.start()
+    buffers, start = own.buffers, prepared.start()
     values = {**_EMPTY, **buffers.values, **values}
     if plan.takes_clock:
         values["clock"] = [start.clock.table]  # pyright: ignore[reportOptionalMemberAccess]
@@ -85,7 +85,7 @@ def _through(
             break
         next_stretch = plan.next_stretch
         plan, state, used = _host(graphs, plan, static, buffers, values, prepared.bits)
-        if not graphs.make_ready(plan, now):
+        if plan.is_refused:
             rest = graphs.operation(prepared.bits, next_stretch)
             return graphs.step.finish(rest(Carry(state, used), NO_PURPOSE).state).unleased()
         static, from_buffers = state.static, False

@@ -21,7 +21,6 @@ from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
 from purecompose.errors import TraceError
 from purecompose.nn.network import looking_for_draws
-from purecompose.time import Timestamp
 from purecompose.time.predicates import NEVER
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary
 from purecompose.transforms.compilation.building import Builder
@@ -132,50 +131,6 @@ class GraphCache:
         except TraceError as error:
             self.fall_back(error)
             return EAGER
-
-    def is_ready(self, plan: ExecutionPlan, now: Timestamp) -> bool:
-        """Return whether a step at this time runs the plan, if it can be compiled, and not as composed."""
-        if plan.is_refused or not self.options.is_tiered:
-            return not plan.is_refused
-        if self.options.tiered is True:
-            return not any(part.is_awaited for part in plan.waiting)
-        return self.options.is_due(now)
-
-    def make_ready(self, plan: ExecutionPlan, now: Timestamp) -> bool:
-        """Make a plan ready for a step at this time, or return False if the step has to run as composed."""
-        if not self.is_ready(plan, now):
-            return False
-        return not self.options.is_tiered or plan.has_swapped or self._swap(plan, now)
-
-    def load(self, plan: ExecutionPlan) -> bool:
-        """Compile all parts of a plan, or return False if that fails and `fallback` is set.
-
-        Processes that share a batch must all call it, and have the same result.
-        """
-        if plan.end is None:
-            return False
-        try:
-            with failing_together(self.ranks, plan.end.device):
-                for part in plan.waiting:
-                    if part.is_awaited:
-                        self.options.announce(f"purecompose: waiting for {part.variant.title} ...\n")
-                    with _BUILDING:
-                        part.compile()
-        except TraceError as error:
-            self.fall_back(error)
-            plan.is_refused = True
-        return not plan.is_refused
-
-    def _swap(self, plan: ExecutionPlan, now: Timestamp) -> bool:
-        """Let the plan replace the composed step from this batch on; return False if it cannot be compiled."""
-        if not self.load(plan):
-            return False
-        for part in plan.waiting:
-            if part.variant.from_batch is None:
-                part.variant.from_batch = now.batch
-                self.options.announce(f"purecompose: from batch {now.batch} on, {part.variant.title} runs compiled\n")
-        plan.has_swapped = True
-        return True
 
     def fall_back(self, error: Exception) -> None:
         """Warn once that steps, or an algorithm in them, run eagerly, or raise the error."""

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -10,9 +10,7 @@ import torch
 from purecompose._support.checks import check_flag, check_whole, shown
 from purecompose.core.compose import Step
 from purecompose.core.program import events_in
-from purecompose.time import Time, Timestamp
 from purecompose.time.predicates import NEVER
-from purecompose.time.units import named_point
 from purecompose.transforms.compilation.backends import BACKENDS, MODES
 
 
@@ -27,11 +25,10 @@ class Options:
     eager_below: int
     dynamic: bool | Literal["all"]
     max_variants: int
-    tiered: bool | str | Time
     quiet: bool
 
     def checked(self, step: Step) -> "Options":
-        """Return the options if they are valid for a step, or raise; a text in `tiered` becomes a time."""
+        """Return the options if they are valid for a step, or raise."""
         _check_backend(self.backend, self.mode)
         for name in ("donate", "fallback", "quiet"):
             check_flag(getattr(self, name), f"compile: {name}")
@@ -41,7 +38,7 @@ class Options:
         check_whole(self.eager_below, "compile: eager_below", 0)
         if self.mode == "reduce-overhead":
             self._check_replay(step)
-        return replace(self, tiered=_checked_tiers(self.tiered, step, self.backend))
+        return self
 
     def _check_replay(self, step: Step) -> None:
         """Raise a `ValueError` for a step that a CUDA graph cannot repeat; see `replay.Replay`."""
@@ -65,22 +62,6 @@ class Options:
                 f"same addresses; it cannot be used with {found}. Leave the mode out"
             )
 
-    @property
-    def words(self) -> str:
-        """The options on which the bits of a run depend, such as "inductor from 500ba"."""
-        if isinstance(self.tiered, Time):
-            return f"{self.backend} from {self.tiered}"
-        return f"{self.backend} when ready" if self.tiered else str(self.backend)
-
-    @property
-    def is_tiered(self) -> bool:
-        """True if steps run as composed at first."""
-        return self.tiered is not False  # a time of 0 is false
-
-    def is_due(self, now: Timestamp) -> bool:
-        """Return whether a fixed time is given and has been reached."""
-        return isinstance(self.tiered, Time) and now.reached(self.tiered)
-
     def announce(self, text: str) -> None:
         """Write a text to standard error, unless the step is quiet."""
         if not self.quiet:
@@ -98,24 +79,3 @@ def _check_backend(backend: Any, mode: Any) -> None:
     if isinstance(backend, str) and backend not in BACKENDS and backend not in torch.compiler.list_backends(()):
         known = ", ".join(dict.fromkeys([*BACKENDS, *torch.compiler.list_backends()]))
         raise ValueError(f"compile: backend={backend!r}: expected one of {known}")
-
-
-def _checked_tiers(tiered: Any, step: Step, backend: Any) -> bool | Time:
-    """Return `tiered` with the time of the swap, if one is given."""
-    if tiered is False:
-        return False
-    if tiered is not True and not (isinstance(tiered, str) and tiered.startswith("at ")):
-        raise TypeError(f"compile: tiered: expected True, False or a fixed time such as 'at 500ba', got {tiered!r}")
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"compile: tiered={tiered!r}: only Inductor, backend='inductor', can compile in the background, since it "
-            f"keeps its results on disk; got backend={backend!r}"
-        )
-    if tiered is not True:
-        return named_point(tiered.removeprefix("at "), "compile: tiered")
-    if step.ranks is not None:
-        raise ValueError(
-            "compile: tiered=True: processes that share their batches would begin to run compiled at different ones, "
-            "and their weights would drift apart; give a fixed time, such as tiered='at 500ba'"
-        )
-    return True

@@ -1,18 +1,14 @@
 """Compiled parts of a step, and the execution plans that chain them."""
 
-import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from purecompose._support.messages import warn
 from purecompose.core.context import Context
 from purecompose.core.operation import Lowered
 from purecompose.transforms.compilation.backends import Compiled
-from purecompose.transforms.compilation.background import BackgroundError
 from purecompose.transforms.compilation.boundary import Boundary, Source
 from purecompose.transforms.compilation.capture import Captured
 from purecompose.transforms.compilation.messages import GraphForm
@@ -42,9 +38,7 @@ class CompiledPart:
         "takes_clock",
         "is_plain",
         "writes_buffers",
-        "_awaited",
-        "_call",
-        "_compile",
+        "call",
         "_replays",
         "_sizes",
     )
@@ -52,27 +46,22 @@ class CompiledPart:
     def __init__(
         self,
         captured: Captured,
-        compile_: Callable[[], Compiled],
+        call: Compiled,
         variant: Variant,
         *,
         form: GraphForm | None = None,
-        awaited: "Future[float] | None" = None,
         replays: bool = False,
     ) -> None:
-        """Store the traced part; `compile` makes it ready to run.
+        """Store the part.
 
         Args:
             captured: The graph.
-            compile_: Function that compiles it.
+            call: The compiled graph.
             variant: Its entry in the table of variants.
-            form: What the graph has in common with those of other processes, if several share each batch.
-            awaited: The compilation in another process, if there is one, as a future of its seconds. Afterwards
-                `compile_` finds the results on disk.
+            form: The parts of the graph that must match on all ranks, if several processes share each batch.
             replays: True if it is recorded as a CUDA graph, one for each set of buffers.
         """
-        self._call: Compiled | None = None
-        self._compile: Callable[[], Compiled] | None = compile_
-        self.form, self.variant, self._awaited, self._replays = form, variant, awaited, replays
+        self.call, self.form, self.variant, self._replays = call, form, variant, replays
         self.takes, self.targets, self.reads = captured.takes, captured.targets, captured.reads
         self.writes, self.copies, self.used = captured.writes, captured.copies, captured.used
         self._sizes, self.writes_buffers = captured.sizes, captured.writes_buffers
@@ -80,36 +69,6 @@ class CompiledPart:
         taken = {source.field for source in (*captured.takes, *passed)}
         self.takes_clock = "clock" in taken
         self.is_plain = taken <= {"", *LASTING, "key", "loss", "batch"}
-
-    @property
-    def call(self) -> Compiled:
-        """The compiled graph; it is compiled now if it has not been."""
-        if self._call is None:
-            self.compile()
-            assert self._call is not None
-        return self._call
-
-    @property
-    def is_awaited(self) -> bool:
-        """True while another process compiles it."""
-        return self._awaited is not None and not self._awaited.done()
-
-    def compile(self) -> None:
-        """Compile the graph, after the compilation in another process if there is one."""
-        if self._compile is None:
-            return
-        start = time.perf_counter()
-        if self._awaited is not None:
-            try:
-                self.variant.background_seconds = self._awaited.result()
-            except BackgroundError as error:
-                warn(
-                    f"{self.variant.title} could not be compiled in the background ({error}), and is compiled in this "
-                    "process"
-                )
-            self._awaited = None
-        self._call, self._compile = self._compile(), None
-        self.variant.compile_seconds = time.perf_counter() - start
 
     def compiled_parts(self) -> "Iterable[CompiledPart]":
         """Return the part itself."""
@@ -219,18 +178,12 @@ class ExecutionPlan:
     """The entry of the next step, once it is known."""
     is_refused: bool = False
     """True if the step runs as composed, because it cannot be compiled."""
-    waiting: "list[CompiledPart]" = field(default_factory=list)
-    """In a tiered step, the parts that had not run compiled when the plan was built."""
-    has_swapped: bool = False
-    """True if the plan of a tiered step has replaced the composed step."""
-
     plain: "PlanPart | None" = None
     """The only part, if it takes only buffers, key, loss and batch, and writes into the buffers."""
 
     def __post_init__(self) -> None:
         if self.writes_buffers and len(self.parts) == 1 and self.parts[0].is_plain:
             self.plain = self.parts[0]
-        self.waiting = [one for part in self.parts for one in part.compiled_parts() if one.variant.from_batch is None]
         self.takes_clock = any(part.takes_clock for part in self.parts) or self.host is not None
 
 

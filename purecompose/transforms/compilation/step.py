@@ -37,7 +37,6 @@ def compile(  # noqa: A001
     eager_below: int = 0,
     dynamic: bool | Literal["all"] = False,
     max_variants: int = 32,
-    tiered: bool | str = False,
     quiet: bool = False,
 ) -> "CompiledStep":
     """Return a step that computes the same in compiled code.
@@ -51,11 +50,6 @@ def compile(  # noqa: A001
     *spent* if it was returned by this step: reading its `params`, `buffers`, `opt_state`, `slots` or `hparams` raises a
     `SpentStateError`. The first state is not affected, nor is any tensor that was read from a state, because reading
     returns a copy. `state.copy()` keeps a state.
-
-    With `tiered`, steps run as composed at first, while another process compiles. With True, a step runs compiled as
-    soon as all its parts are ready, so that the bits of a run depend on timing; `variants()` lists the batches. With a
-    fixed time, such as `"at 500ba"`, all steps before it run as composed and all others compiled, after waiting if
-    necessary: the bits depend only on the arguments, also in a run that is resumed.
 
     Under a transform of `torch.func`, and if a leaf requires a gradient, the step runs as composed.
 
@@ -74,18 +68,13 @@ def compile(  # noqa: A001
             sequences, as far as the step does not require a certain one. Useful for batches whose size changes often;
             code for a fixed size is faster.
         max_variants: Number of parts that may be compiled before a `VariantLimitError` reports the cause of so many.
-        tiered: True, or `"at "` and a time of the run, to train while another process compiles.
         quiet: True to suppress announcements of compilations on standard error.
 
     Returns:
         The same step with additional methods `variants()` and `warmup(state, batch)`.
 
     Raises:
-        TypeError, ValueError: An argument is of the wrong kind; or `tiered` is given with a backend that keeps nothing
-            on disk, or is True for a step of several processes.
-
-    Warns:
-        UserWarning: In a step: the other process failed, so that the step compiles by itself.
+        TypeError, ValueError: An argument is of the wrong kind.
 
     Example:
         >>> from purecompose import State, compose, loop_events, losses, optim
@@ -99,7 +88,7 @@ def compile(  # noqa: A001
         raise TypeError("compile: the step is compiled already; compile(step.step, ...) compiles it again")
     if not isinstance(step, Step):
         raise TypeError(f"compile: expected a step, as compose(...) gives it, got {shown(step)}")
-    options = Options(donate, backend, mode, fallback, eager_below, dynamic, max_variants, tiered, quiet)
+    options = Options(donate, backend, mode, fallback, eager_below, dynamic, max_variants, quiet)
     return CompiledStep(step, options.checked(step))
 
 
@@ -158,7 +147,7 @@ class CompiledStep(Step):
         context = state.static.context
         with arithmetic(context.precision, state.key.device), self.guarded(state, batch, is_first=False):
             plan = plan or self._find(launch.entry, plan_key, prepared)
-            if self._graphs.make_ready(plan, state.timestamp):
+            if not plan.is_refused:
                 return execute(self._graphs, launch, prepared, tensors, plan)
         if self._graphs.successor is not None:
             self._met.add((prepared.bits, prepared.num_examples))  # this run is watched
@@ -168,7 +157,7 @@ class CompiledStep(Step):
 
     def variants(self) -> Variants:
         """Return what has been compiled so far; it prints as a table."""
-        return Variants.of(self._graphs.variants, is_tiered=self.options.is_tiered)
+        return Variants(self._graphs.variants)
 
     def warmup(self, state: State, *examples: Any) -> Variants:
         """Compile all variants that a run from this state will need.
@@ -200,7 +189,7 @@ class CompiledStep(Step):
                     plan_key = (prepared.bits, info, environment())
                     with arithmetic(state.static.context.precision, state.key.device):
                         if plan_key not in launch.entry.plans:
-                            self._graphs.load(self._find(launch.entry, plan_key, prepared))
+                            self._find(launch.entry, plan_key, prepared)
         return self.variants()
 
     def replace(self, **changes: Any) -> "CompiledStep":
@@ -238,7 +227,7 @@ class CompiledStep(Step):
     def _is_still_eager(self, plan_key: Any, state: State) -> bool:
         """Return whether a step that ran as composed does so again, which is known before its buffers are set up."""
         context, plan = self._eager[plan_key]
-        if context is state.static.context and not self._graphs.is_ready(plan, state.timestamp):
+        if context is state.static.context and plan.is_refused:
             return True
         del self._eager[plan_key]
         return False
@@ -305,12 +294,6 @@ class CompiledStep(Step):
     def _with_entry(self, buffers: StateBuffers, state: State, **rest: Any) -> Launch:
         signatures = {**buffers.signatures, "key": Signature.of(state.key)[0], "loss": Signature.of(state.loss)[0]}
         return Launch(buffers, self._graphs.entry(state.context, signatures), state, **rest)
-
-
-def swaps_of(step: Step) -> list[tuple[int, str]]:
-    """Return the batches from which on parts of a tiered step have run compiled, each with the part."""
-    variants = step.variants() if isinstance(step, CompiledStep) else ()
-    return [(variant.from_batch, variant.title) for variant in variants if variant.from_batch is not None]
 
 
 class _BatchInfo(NamedTuple):

@@ -1,10 +1,10 @@
 """Variants: the table of compiled parts, and the error for too many of them."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from purecompose._support.table import table
+from purecompose._support.tables import table
 from purecompose.errors import VariantLimitError
 
 
@@ -22,15 +22,10 @@ class Variant:
     """Number of operations in its graph."""
     trace_seconds: float = 0.0
     compile_seconds: float = 0.0
-    """Seconds for which the run waited for the compilation."""
-    background_seconds: float = 0.0
-    """Seconds for which it was compiled in another process, while the run continued."""
     hits: int = 0
     """Number of times it has run."""
-    from_batch: int | None = None
-    """In a tiered step, the number of batches of the run before it first ran compiled; `None` if it has not."""
     why_fixed: str = ""
-    """The error because of which its sizes could not be left open, if they were to be."""
+    """Why its sizes could not be left open, if they were to be."""
 
     @property
     def seconds(self) -> float:
@@ -45,20 +40,7 @@ class Variant:
 
 
 class Variants(tuple[Variant, ...]):
-    """All variants of a compiled step; prints as a table.
-
-    Attributes:
-        is_tiered: True if the table shows when variants were compiled in the background.
-    """
-
-    is_tiered: bool = False
-
-    @classmethod
-    def of(cls, variants: Iterable[Variant], *, is_tiered: bool) -> "Variants":
-        """Return the variants of a step."""
-        found = cls(variants)
-        found.is_tiered = is_tiered
-        return found
+    """All variants of a compiled step; prints as a table."""
 
     @property
     def seconds(self) -> float:
@@ -68,17 +50,13 @@ class Variants(tuple[Variant, ...]):
     def __str__(self) -> str:
         if not self:
             return "nothing is compiled yet"
-        tiers = ["background s", "from batch"] if self.is_tiered else []
-        head = ["part", "batch", "operations", "trace s", "compile s", *tiers, "hits", "acting"]
-        return table(head, [_row(variant, is_tiered=self.is_tiered) for variant in self])
+        return table(["part", "batch", "operations", "trace s", "compile s", "hits", "acting"], map(_row, self))
 
 
-def _row(variant: Variant, *, is_tiered: bool) -> list[str]:
-    cells = [str(variant.segment), variant.batch, str(variant.nodes)]
-    cells += [f"{variant.trace_seconds:.2f}", f"{variant.compile_seconds:.2f}"]
-    if is_tiered:
-        cells += [f"{variant.background_seconds:.2f}", "-" if variant.from_batch is None else str(variant.from_batch)]
-    return [*cells, str(variant.hits), ", ".join(variant.acting) or "-"]
+def _row(variant: Variant) -> list[str]:
+    seconds = f"{variant.trace_seconds:.2f}", f"{variant.compile_seconds:.2f}"
+    acting = ", ".join(variant.acting) or "-"
+    return [str(variant.segment), variant.batch, str(variant.nodes), *seconds, str(variant.hits), acting]
 
 
 def too_many(variants: Sequence[Variant], refused: Variant, limit: int) -> VariantLimitError:

@@ -124,21 +124,11 @@ def failures() -> dict[str, Any]:
     building.compile_graph = compile_graph
     try:
         return {
-            "at once": warned(fallback=True),
-            "at its time": warned(fallback=True, tiered="at 1ba"),
+            "fallback": warned(fallback=True),
             **errors_of({"no fallback": lambda: _compiled([])(make_state(), make_batch())}),
         }
     finally:
         building.compile_graph = original
-
-
-def tiered() -> dict[str, Any]:
-    """Return the end of a run that begins as composed while another process compiles."""
-    step, state = pc.compile(pc.data_parallel(compose(loop_events)), tiered="at 2ba", quiet=True), make_state()
-    for batch in make_batches(4):
-        state = step(state, batch)
-    found = [(variant.from_batch, variant.hits, variant.background_seconds > 0) for variant in step.variants()]
-    return {"state": told(state.copy()), "variants": found}
 
 
 def has_read() -> bool:
@@ -170,8 +160,6 @@ def main(store: str, rank: int, size: int, folder: str, backend: str) -> None:
             scenario: Scenario = SCENARIOS[name]
             ways = [scenario._replace(is_compiled=is_compiled) for is_compiled in (False, True)]
             found[name] = [[told(state) for state in run(way, pc.data_parallel)] for way in ways]
-    else:
-        found["tiered"] = tiered()
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
