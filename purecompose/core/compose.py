@@ -453,7 +453,7 @@ def compose(
     Warns:
         UserWarning: An algorithm acts at an event of a training step which the program lacks, or batches are to be cut
             and the program has no `Microbatches`. In the first step: the program has a `Grad` and no `update`, and no
-            parameter has changed; it trains, draws and has no `advance`; or an algorithm replaces gradients that
+            parameter has changed; it trains, draws and has no `advance`; or an algorithm computes gradients again that
             another one has edited at the same event.
 
     Example:

@@ -8,8 +8,8 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
 from purecompose._support.functorch import has_values
-from purecompose.core.algorithm import Algorithm
-from purecompose.core.edits import Edits
+from purecompose._support.messages import warn
+from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.given import Marks, Named, watched
 from purecompose.core.loss import changed_constant, constants_of
 from purecompose.core.state import State, fields_where
@@ -39,11 +39,12 @@ class Contract:
             observe: Called with each application of an algorithm.
         """
         self._start, self._observe = start, observe
-        self.edits: Edits = Edits()
         self.loss_editors: list[str] = []
         """The algorithms that have changed the loss at AFTER_LOSS."""
         self.unapplied: list[str] = []
         """The algorithms that have changed gradients since the last update, each with the event."""
+        self._editors: list[tuple[Event, str]] = []
+        """The algorithms that have changed the gradients since the event last fired; see `_note_gradients`."""
         self._history: list[tuple[str, Event, set[str]]] = []
         """The applications: algorithm and event in words, event, and the paths of changed forms and new metrics."""
         self._marks = Marks(lambda: _lasting(start))
@@ -56,9 +57,8 @@ class Contract:
         Raises:
             InPlaceError, GlobalDrawError: The algorithm wrote into what it was given, or drew without a key.
         """
-        followed = lambda: self.edits.followed(algorithm, event, before, apply)  # noqa: E731
         where = f"{algorithm.name} at {event}"
-        return self._kept(followed, algorithm.apply, where, before, event, may_change=algorithm.host)
+        return self._kept(apply, algorithm.apply, where, before, event, may_change=algorithm.host)
 
     def note(self, algorithm: Algorithm, event: Event, before: State, after: State, exit_code: int | None) -> None:
         """Record one application of an algorithm."""
@@ -71,8 +71,21 @@ class Contract:
             self.loss_editors.append(algorithm.name)
         if after.grads and after.grads is not before.grads:
             self.unapplied.append(where)
+            self._note_gradients(algorithm, event)
         if self._observe is not None:
             self._observe(algorithm, event, before, after, exit_code)
+
+    def _note_gradients(self, algorithm: Algorithm, event: Event) -> None:
+        """Warn if an algorithm computes the gradients again after others have changed them at the same event."""
+        if (event, algorithm.name) in self._editors or any(earlier is not event for earlier, _ in self._editors):
+            self._editors = []  # another event, or the next microbatch
+        if self._editors and Trait.RENEWS_GRADIENTS in algorithm.traits:
+            earlier = ", ".join(name for _, name in self._editors)
+            warn(
+                f"{algorithm.name} at {event} computes the gradients again: what {earlier} did to them is lost; leave "
+                "one of them out, or combine them in one method"
+            )
+        self._editors.append((event, algorithm.name))
 
     def refuse_observer(self, reason: str) -> None:
         """Raise a `TypeError` if the run is observed."""

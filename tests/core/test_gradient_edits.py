@@ -64,42 +64,28 @@ def test_accumulation_collects_the_gradients_of_an_own_method(first: bool) -> No
     assert pc.tree.diff(middle.params, step(middle, make_batch(1)).params)
 
 
-@pytest.mark.parametrize("listed", [["own", "sam"], ["sam", "own"]])
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-def test_a_method_that_replaces_gradients_is_recognised_and_its_conflict_reported(
-    listed: list[str], is_compiled: bool
-) -> None:
-    found = {"own": method("own", ones), "sam": alg.sam(0.05)}
+def test_gradients_that_are_computed_twice_are_reported(is_compiled: bool) -> None:
+    own = method("own", ones, Trait.RENEWS_GRADIENTS)
     wrap = (lambda step: pc.compile(step, backend="eager")) if is_compiled else lambda step: step
-    (message,) = messages([found[name] for name in listed], wrap)
-    assert "own at Event.AFTER_TRAIN_BATCH replaces the gradients: what sam did to them is lost" in message
+    (message,) = messages([own, alg.sam(0.05)], wrap)
+    assert "own at Event.AFTER_TRAIN_BATCH computes the gradients again: what sam did to them is lost" in message
+    (message,) = messages([alg.sam(0.05), own], wrap)
+    assert "sam at Event.AFTER_TRAIN_BATCH computes the gradients again: what own did to them is lost" in message
 
 
 def test_a_population_reports_the_same_conflict() -> None:
-    step = compose(loop_events, [method("own", ones), alg.sam(0.05)])
+    step = compose(loop_events, [method("own", ones, Trait.RENEWS_GRADIENTS), alg.sam(0.05)])
     states = pc.stack_states([step.init(make_state(key=key)) for key in range(2)])
-    with pytest.warns(UserWarning, match="own .* replaces the gradients: what sam did"):
+    with pytest.warns(UserWarning, match="what sam did to them is lost"):
         pc.population(step, 2)(states, make_batch())
 
 
-def test_gradients_computed_again_undo_those_that_replaced_the_first_ones() -> None:
-    own = method("own", ones, Trait.RENEWS_GRADIENTS)
-    assert "what sam did to them is lost; leave one" in messages([own, alg.sam(0.05)])[0]
-    assert "sam at Event.AFTER_TRAIN_BATCH computes" in messages([alg.sam(0.05), own])[0]
-
-
-def test_an_edit_before_a_replacement_of_the_same_event_is_reported_with_a_remedy() -> None:
-    own, noise = method("own", ones), method("noise", doubled)
-    assert "give own traits=[Trait.RENEWS_GRADIENTS]" in messages([own, noise])[0]
-    assert messages([method("own", ones, Trait.RENEWS_GRADIENTS), noise]) == []
-    inside = [method("own", ones, event=Event.AFTER_BACKWARD), method("noise", doubled, event=Event.AFTER_BACKWARD)]
-    assert len(messages(inside)) == 2  # one in each microbatch
-
-
-def test_edits_that_use_the_gradients_are_not_reported() -> None:
+def test_gradients_that_are_computed_before_they_are_edited_are_not_reported() -> None:
     edits = [method("a", doubled), method("b", doubled), alg.gradient_accumulation(2), alg.skip_nonfinite()]
     assert messages([*edits, alg.sam(0.05), alg.gradient_clipping("norm", 1.0)]) == []
-    assert messages([method("before", doubled, event=Event.AFTER_BACKWARD), method("own", ones)]) == []
+    renewed = method("own", ones, Trait.RENEWS_GRADIENTS)
+    assert messages([method("before", doubled, event=Event.AFTER_BACKWARD), renewed]) == []
 
 
 @pytest.mark.parametrize(
