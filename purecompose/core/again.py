@@ -10,14 +10,12 @@ from purecompose import losses, tree
 from purecompose._support.checks import shown
 from purecompose._support.functorch import is_transforming
 from purecompose.core.context import Context, Static
-from purecompose.core.divided import sharing as sharing_batch
 from purecompose.core.loss import check_reads, scalars_of
 from purecompose.core.operation import Carry, Lowered, Node, Operation, Purpose, walk
-from purecompose.core.ranks import Ranks
+from purecompose.core.ranks import Ranks, Sharing
 from purecompose.core.separable import Check, check_operations
-from purecompose.core.shared_part import Sharing
 from purecompose.core.state import State
-from purecompose.nn.network import is_first_run
+from purecompose.nn.keyed.parts import current_run
 from purecompose.schedule import Hparam, Schedule, collect
 
 
@@ -64,7 +62,7 @@ class _Again:
         self.separable = separable
 
     def __call__(self, params: dict[str, Tensor], sharing: Sharing = "all") -> tuple[dict[str, Tensor], Tensor]:
-        return self._run(self.state, params, Purpose(sharing, is_again=True))
+        return self._run(self.state, params, _purpose(sharing))
 
     def gradients(
         self, of: Sequence[Callable[..., Any]], params: dict[str, Tensor], sharing: Sharing
@@ -77,13 +75,15 @@ class _Again:
             )
         found = []
         # The checks of a first run need a whole run for each loss, and a transform one graph for each.
-        purpose = Purpose(sharing, is_again=True, forwards=None if is_first_run() or is_transforming() else {})
+        purpose = _purpose(sharing)
+        if not purpose.is_first and not is_transforming():
+            purpose = purpose._replace(forwards={})
         for loss_fn in of:
-            if is_first_run():
+            if purpose.is_first:
                 _check_reads(loss_fn, self.state)
             static = Static(_with_loss(self.state.context, loss_fn), self.state.static.timestamp)
             marks, state = _marks_of_buffers(loss_fn), self.state.replace(static=static)
-            if is_first_run() and self.separable is not None:
+            if purpose.is_first and self.separable is not None:
                 check_operations([lambda: [Lowered(self.run_once, separable=self.separable)]], state)
             found.append(self._run(state, params, purpose))
             if _marks_of_buffers(loss_fn) != marks:
@@ -98,8 +98,7 @@ class _Again:
         if purpose.sharing not in get_args(Sharing):
             raise ValueError(f"state.gradient: sharing={purpose.sharing!r}: expected 'all', 'own' or 'none'")
         carry = Carry(state.replace(params=params, grads=None), self.used)
-        with sharing_batch(None, None):
-            end = self.run_once(carry, purpose).state
+        end = self.run_once(carry, purpose).state
         if end.grads is None or end.loss is None:
             raise RuntimeError("state.gradient(params): the program has no Grad with a loss")
         earlier = {*(state.grads or ())} - self.used - end.grads.keys()
@@ -110,6 +109,14 @@ class _Again:
                 "with respect to all parameters in one Grad"
             )
         return end.grads, end.loss
+
+
+def _purpose(sharing: Sharing) -> Purpose:
+    """Return the purpose of a gradient that is computed again, within the run that the caller belongs to."""
+    outer = current_run()
+    if outer is None:
+        return Purpose(sharing, is_again=True)
+    return Purpose(sharing, is_again=True, is_first=outer.is_first, shares=outer.shares)
 
 
 tree.register_node(

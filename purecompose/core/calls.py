@@ -4,16 +4,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from purecompose import random
+from purecompose import batch as batches, random, tree
+from purecompose._support.checks import shown
 from purecompose._support.device import as_scalar
 from purecompose.batch.examples import leading_sizes
 from purecompose.batch.leaves import aliases, tensors
 from purecompose.core.given import Marks, watched
 from purecompose.core.loss import with_scalars
+from purecompose.core.ranks import Ranks, SharedPart
 from purecompose.nn.keyed import modules
-from purecompose.nn.keyed.parts import CURRENT, is_compared
+from purecompose.nn.keyed.parts import CURRENT, current_run, is_compared, running
 from purecompose.nn.network import call_model
 
 
@@ -69,6 +72,26 @@ def run_model(state: Any, inputs: Any, *, train: bool, rng_name: str | None = No
     return watched(call, "the network", [marks])
 
 
+def per_example(state: Any, fn: Callable[[Any], Any]) -> Any:
+    """See `State.per_example`."""
+    current, num = CURRENT.get(), state.num_examples
+    purpose = current_run()
+    with torch.no_grad():
+        if current is None or purpose is None or purpose.whole_batch is None:
+            return _checked(fn(state), num)
+        ranks = purpose.whole_batch
+        share = purpose.take_share(ranks, state)
+        part = SharedPart(ranks, share, num, state.batch, state.device, shares_statistics=True)
+        inner = current.region(current.num_passes, purpose._replace(part=part, whole_batch=None))
+        first = share.first_example + (0 if state.first_example is None else state.first_example)
+        with running(inner):
+            own = fn(state.replace(batch=share.batch, first_example=first))
+        current.num_passes = inner.num_passes
+        own = _checked(own, max(share.num_examples, 1))
+        bounds = batches.bounds(num, min(ranks.size, num))
+        return tree.map(lambda rows: _joined(rows[: share.num_examples], bounds, ranks), own)
+
+
 def run_loss(
     state: Any, fn: Callable[[Callable[..., Any]], Any], *, train: bool, num_examples: int | None = None
 ) -> _Result:
@@ -99,3 +122,21 @@ def _keyed(state: Any, rng: random.Rng, num_examples: int | None, skipped: int =
     scope = modules.keyed(rng, num_examples=num_examples, first_example=first_example)
     scope.is_compared = is_compared()
     return scope
+
+
+def _joined(own: Tensor, bounds: list[int], ranks: Ranks) -> Tensor:
+    """Return the rows of all processes, one after the other; the first has the most."""
+    most = bounds[1]
+    padded = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])]) if len(own) < most else own
+    rows = ranks.gather(padded).split(most)
+    return torch.cat([part[: stop - start] for part, start, stop in zip(rows, bounds, bounds[1:], strict=False)])
+
+
+def _checked(values: Any, num_examples: int) -> Any:
+    for leaf in tree.leaves(values):
+        if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != num_examples:
+            raise ValueError(
+                f"state.per_example: expected tensors with one row for each of {num_examples} examples, got "
+                f"{tree.describe(leaf) if isinstance(leaf, Tensor) else shown(leaf)}"
+            )
+    return values

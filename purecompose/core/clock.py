@@ -6,8 +6,6 @@ at that time, so that traced code contains no changing Python number.
 
 import math
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.device import sent
-from purecompose._support.scopes import during
+from purecompose.nn.keyed.parts import current_run
 from purecompose.random.keys import fold_in
 from purecompose.schedule import Schedule
 from purecompose.time import Timestamp
@@ -102,21 +100,21 @@ class Clock:
     @property
     def draw(self) -> Tensor:
         """The number of this step's draws, 0-d int64: the same before and after `advance`, so that no draw repeats."""
-        self._note_reader()
+        self._note_draw()
         return self.values[6].to(torch.int64)
 
     def key_of_draws(self, key: Tensor) -> Tensor:
         """Return `fold_in(key, draw)`, the key of this step's draws, derived once per step."""
-        self._note_reader()
+        self._note_draw()
         known = self._source.folded
         if known is None or known[0] is not key:
             known = self._source.folded = key, fold_in(key, self._source.draw)
         return known[1]
 
-    def _note_reader(self) -> None:
-        readers = _READERS.get()
-        if readers is not None:
-            readers.append(self)
+    def _note_draw(self) -> None:
+        run = current_run()
+        if run is not None and run.watch is not None:
+            run.watch.has_drawn = True
 
     def scheduled(self, schedule: Schedule) -> Tensor:
         """Return the schedule's multiplier now, 0-d float64.
@@ -144,14 +142,6 @@ class Clock:
         counters, values = self.table.split([len(_FIELDS), len(self.schedules)], dim=1)
         table = torch.cat([counters, torch.where(values == 0, 1.0, values)], dim=1)
         return Clock(_Source(table=table), self.schedules, self.domain, self._row)
-
-
-_READERS: ContextVar[list["Clock"] | None] = ContextVar("readers_of_draws", default=None)
-
-
-def noting_draws() -> AbstractContextManager[list["Clock"]]:
-    """Return a scope that yields a list of the clocks whose `draw` is read in it: empty if nothing is drawn."""
-    return during(_READERS, [])
 
 
 class _Source:

@@ -9,8 +9,7 @@ from purecompose._support.checks import shown
 from purecompose._support.messages import warn
 from purecompose._support.references import check_hidden
 from purecompose.core.algorithm import Algorithm, Trait
-from purecompose.core.cut import Cut
-from purecompose.core.layout import Layout
+from purecompose.core.layout import Cut, Layout
 from purecompose.core.loop import advance, eval_forward, forward, loss
 from purecompose.core.operation import Node, walk
 from purecompose.core.passes import Pass, order_by_constraints

@@ -36,15 +36,14 @@ from purecompose.core.composable import (
 )
 from purecompose.core.context import Context, SealedTime, Static
 from purecompose.core.contract import Contract, Observe
-from purecompose.core.cut import Cut
-from purecompose.core.divided import with_whole_batch
 from purecompose.core.first_run import run_checked
 from purecompose.core.gradient import wants_outer_gradient
+from purecompose.core.layout import Cut
 from purecompose.core.loop import advance
 from purecompose.core.loss import Constant, check_constants, constants_of
 from purecompose.core.matching import Matcher
 from purecompose.core.members import SINGLE, Members
-from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Node, Operation, Place, Purpose, walk
+from purecompose.core.operation import Carry, Lowered, Node, Operation, Place, Purpose, walk
 from purecompose.core.outside import Outside
 from purecompose.core.overview import describe_moment
 from purecompose.core.passes import DEFAULT_PASSES, Pass, compose_passes
@@ -152,6 +151,7 @@ class Step:
         self._guards = [
             node.guard for node in walk(program) if isinstance(node, Scope) and type(node).guard is not Scope.guard
         ]
+        self._purpose = Purpose(whole_batch=self.ranks)
         self._cache = _Cache()
 
     @property
@@ -218,10 +218,10 @@ class Step:
         is_first = checked is not context and checked != context
         grad_mode = NOTHING if wants_outer_gradient(state, batch) else GradMode(False)
         guarded = self.guarded(state, batch, is_first=is_first)
-        purpose = NO_PURPOSE if keeps_fields else self.purpose(prepared.bits)
+        purpose = self.purpose(None if keeps_fields else prepared.bits)
         with together(guarded, arithmetic(context.precision, state.device), grad_mode):
             if is_first:
-                end = self.run_checked(prepared.bits, prepared.start(), observe, frees_fields=purpose.frees_fields)
+                end = self.run_checked(prepared.bits, prepared.start(), purpose, observe)
             else:
                 end = self.operation(prepared.bits)(Carry(prepared.start()), purpose).state
         if is_first or (self.has_advance and is_due(state.timestamp.batch)):
@@ -285,13 +285,11 @@ class Step:
                 check_no_host(event, acting)
             return [Lowered(application(one, event, pass_name), one, is_host=one.host) for one in acting]
 
-        known, found, ranks = self._cache.lowered, [], self.ranks
+        known, found = self._cache.lowered, []
         for index, (node, mask) in enumerate(zip(self.program, self._masks, strict=True)):
             if (index, bits & mask) not in known:
                 place = Place(at, self.cut, accumulates=self._accumulates, earlier=self.program[:index])
                 ops = [self.members.adapt(lowered._replace(node=index)) for lowered in node.lower(place)]
-                if ranks is not None and not isinstance(node, Scope):
-                    ops = [one._replace(run=with_whole_batch(one.run, ranks)) for one in ops]
                 known[index, bits & mask] = ops
             found += known[index, bits & mask]
         return tuple(found)
@@ -302,21 +300,21 @@ class Step:
             self._cache.operations[bits] = self.members.in_order(self.lowered(bits))
         return self._cache.operations[bits]
 
-    def purpose(self, bits: int) -> Purpose:
-        """Return the purpose of a step whose temporary fields are read by the algorithms of this schedule only."""
+    def purpose(self, bits: int | None = None) -> Purpose:
+        """Return the purpose of a step; with a schedule, of one whose temporary fields only its algorithms read."""
+        if bits is None:
+            return self._purpose
         if bits not in self._cache.purposes:
-            self._cache.purposes[bits] = _purpose_of(self.program, self.lowered(bits))
+            self._cache.purposes[bits] = _purpose_of(self._purpose, self.program, self.lowered(bits))
         return self._cache.purposes[bits]
 
-    def run_checked(
-        self, bits: int, start: State, observe: Observe | None = None, *, frees_fields: bool = False
-    ) -> State:
+    def run_checked(self, bits: int, start: State, purpose: Purpose, observe: Observe | None = None) -> State:
         """Run a schedule and check the contract of a step, as in the first run of each schedule."""
         contract = Contract(start, observe)
         end = run_checked(
             self.operation(bits),
             start,
-            Purpose(watch=contract, frees_fields=frees_fields),
+            purpose._replace(is_first=True, watch=contract, replaces_gradients=False),
             program=self.program,
             has_algorithms=bool(self.algorithms),
             times=self.matcher.times,
@@ -473,7 +471,7 @@ def compose(
     return step
 
 
-def _purpose_of(program: Program, lowered: Sequence[Lowered]) -> Purpose:
+def _purpose_of(plain: Purpose, program: Program, lowered: Sequence[Lowered]) -> Purpose:
     """Return the purpose of a step of these operations, of which only the result of the clean-up is read."""
     nodes = [program[one.node] for one in lowered]
     last_scope = max((place for place, node in enumerate(nodes) if isinstance(node, Scope)), default=len(nodes))
@@ -481,7 +479,7 @@ def _purpose_of(program: Program, lowered: Sequence[Lowered]) -> Purpose:
     while nodes and nodes[-1] == advance:
         nodes.pop()
     num_updates = sum(isinstance(node, Update) for node in walk(program))
-    return Purpose(
+    return plain._replace(
         replaces_gradients=any(Trait.REPLACES_GRADIENTS in algorithm.traits for algorithm in following),
         frees_fields=num_updates == 1 and bool(nodes) and isinstance(nodes[-1], Update),
     )

@@ -43,6 +43,8 @@ class Contract:
         """The algorithms that have changed the loss at AFTER_LOSS."""
         self.unapplied: list[str] = []
         """The algorithms that have changed gradients since the last update, each with the event."""
+        self.has_drawn = False
+        """True if a key of the step's draws has been read."""
         self._editors: list[tuple[Event, str]] = []
         """The algorithms that have changed the gradients since the event last fired; see `_note_gradients`."""
         self._history: list[tuple[str, Event, set[str]]] = []

@@ -18,7 +18,7 @@ from purecompose._support.checks import shown
 from purecompose._support.functorch import has_values, is_any
 from purecompose.core.gradient import value_and_grads
 from purecompose.core.operation import Carry, Purpose
-from purecompose.core.shared_part import Shard
+from purecompose.core.ranks import SharedPart
 from purecompose.core.state import State
 
 
@@ -128,18 +128,18 @@ def joined(parts: Sequence[Any], sizes: Sequence[int], where: str, batch: Any = 
     )
 
 
-def gathered(tree: Any, shard: Shard) -> Any:
+def gathered(tree: Any, shared: SharedPart) -> Any:
     """Return a pytree of tensors joined along the examples of all ranks, the same on each; see `joined`."""
-    whole = set(map(id, batches.tensors(shard.batch)))
+    whole = set(map(id, batches.tensors(shared.batch)))
 
     def padded(tensor: Tensor) -> Tensor:
         # The same shapes on all ranks, so that their graphs are alike.
-        zeros, end = tensor.new_zeros(shard.total, *tensor.shape[1:]), shard.start + shard.size
-        return zeros.slice_scatter(tensor[: shard.size], 0, shard.start, end)
+        zeros, end = tensor.new_zeros(shared.total, *tensor.shape[1:]), shared.start + shared.size
+        return zeros.slice_scatter(tensor[: shared.size], 0, shared.start, end)
 
     leaves = [leaf for leaf in batches.tensors(tree) if id(leaf) not in whole]
     sent = [padded(leaf.to(torch.uint8) if leaf.dtype is torch.bool else leaf) for leaf in leaves]
-    found = iter(shard.ranks.reduced(sent, "sum"))
+    found = iter(shared.ranks.reduced(sent, "sum"))
     return batches.map_tensors(lambda leaf: leaf if id(leaf) in whole else next(found).to(leaf.dtype), tree)
 
 

@@ -2,15 +2,13 @@
 
 from collections.abc import Collection
 
-from purecompose._support.messages import warn
-from purecompose.core.clock import noting_draws
+from purecompose._support.warnings import warn
 from purecompose.core.loop import advance
 from purecompose.core.operation import Carry, Operation, Purpose, walk
 from purecompose.core.program import Program, Update
 from purecompose.core.scopes import Grad
 from purecompose.core.state import State
 from purecompose.nn.keyed.modules import detect
-from purecompose.nn.network import looking_for_draws
 from purecompose.schedule import collect
 from purecompose.time import Time, TimeUnit
 
@@ -28,7 +26,7 @@ def run_checked(
     contract = purpose.watch
     assert contract is not None
     _warn_of_standing_time(start, times)
-    with looking_for_draws(), noting_draws() as draws, detect():
+    with detect():
         end = operation(Carry(start), purpose).state
     contract.check(end)
     nodes = list(walk(program))
@@ -45,7 +43,7 @@ def run_checked(
             f"{', '.join(contract.unapplied)} changed the gradients after the program's last update, which does not "
             "apply them: put `update` after the event, as loop_events does"
         )
-    if draws and is_trained and not has_advance:
+    if contract.has_drawn and is_trained and not has_advance:
         warn(
             "every step will repeat the draws of this one (dropout, noise, ...): the program has no `advance`, by "
             "which draws are numbered. Put `advance` after the update, as loop_events does"

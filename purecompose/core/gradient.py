@@ -23,11 +23,10 @@ from purecompose._support.autograd import GradMode, gradients
 from purecompose._support.functorch import allowing_requires_grad, is_tracked, is_transforming, only_maps
 from purecompose._support.messages import layer_of, line_of
 from purecompose._support.scopes import NOTHING
-from purecompose.core.operation import Carry
-from purecompose.core.shared_part import SHARED_PART
+from purecompose.core.operation import Carry, Purpose
+from purecompose.core.ranks import SharedPart
 from purecompose.core.state import State, fields_where
 from purecompose.nn.differentiable import Once, OwnDerivatives, plain_operations
-from purecompose.nn.network import is_first_run
 
 
 def wants_outer_gradient(state: State, batch: Any) -> bool:
@@ -69,6 +68,7 @@ def differentiate(
     carry: Carry,
     names: tuple[str, ...],
     own: OwnDerivatives,
+    purpose: Purpose,
     shared: Forward | None = None,
 ) -> Carry:
     """Run the body and add the gradients of its loss with respect to those named parameters that it reaches.
@@ -78,6 +78,7 @@ def differentiate(
         carry: Start of the body; the parameters and batch of its state are kept in the result.
         names: Names of the parameters to differentiate with respect to, at least one.
         own: The derivatives that the body takes, which are found in a first run.
+        purpose: The purpose of the run.
         shared: The forward pass of this body, if it was run before or will be run again.
 
     Returns:
@@ -98,15 +99,15 @@ def differentiate(
     state = carry.state
     # A step turns grad mode off unless it is differentiated through; a population is not by being mapped.
     is_differentiated = torch.is_grad_enabled() or (is_transforming() and not only_maps())
-    engine = _with_torch_func if is_transforming() else _with_autograd
-    inner = functools.partial(own.run, body, is_watched=is_first_run())
+    engine = _with_functorch if is_transforming() else _with_autograd
+    inner = functools.partial(own.run, body, is_watched=purpose.is_first)
     # Parameters stay in the skeleton for the whole scope: activation checkpointing runs forward again in it.
     kernels = Once()
     if is_differentiated:
         kernels = plain_operations(refuses=any(map(is_tracked, state.params.values())))
     with GradMode(True), state.model.skeleton(train=True).held(), kernels:
         try:
-            end, values, grads = engine(inner, carry, names, is_differentiated, shared)
+            end, values, grads = engine(inner, carry, names, is_differentiated, purpose.part, shared)
         except RuntimeError as error:
             if "nference tensor" not in str(error):
                 raise
@@ -158,6 +159,7 @@ def _with_autograd(
     carry: Carry,
     names: tuple[str, ...],
     is_differentiated: bool,
+    part: SharedPart | None,
     shared: Forward | None,
 ) -> _Differentiated:
     state, used, terms = carry
@@ -167,7 +169,6 @@ def _with_autograd(
         keeps_graph = is_differentiated and param.requires_grad
         leaves[name] = param.view_as(param) if keeps_graph else param.detach().requires_grad_()
     end = body(Carry(state.replace(params={**state.params, **leaves}, loss=None), used, terms))
-    part = SHARED_PART.get()
     if part is not None and end.terms is not None:
         # 0 as a function of the terms, on which later messages depend on the other ranks as well.
         part.weight = end.terms * 0 if part.is_empty else end.terms
@@ -178,10 +179,10 @@ def _with_autograd(
     return end, {name: batches.map_tensors(_cut_off, value) for name, value in values.items()}, grads
 
 
-def _with_torch_func(
-    body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...], is_differentiated: bool, shared: Any
+def _with_functorch(
+    body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...], is_differentiated: bool, *unused: Any
 ) -> _Differentiated:
-    del shared  # forward passes are shared outside of transforms only
+    del unused  # forward passes and batches are shared outside of transforms only
     state, ends = carry.state, []
 
     def run(leaves: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.contract import Contract
-from purecompose.core.cut import Cut
-from purecompose.core.shared_part import Shard, Sharing
+from purecompose.core.layout import Cut
+from purecompose.core.ranks import Ranks, Share, SharedPart, Sharing
 from purecompose.core.state import State
 from purecompose.nn.keyed.parts import CURRENT, Part
-from purecompose.nn.network import is_first_run
 from purecompose.time.event import Event
 
 
@@ -36,16 +35,22 @@ class Carry(NamedTuple):
 
 
 class Purpose(NamedTuple):
-    """The purpose of a run."""
+    """The purpose of a run, and what its parts have in common; user code finds it by `nn.keyed.parts.current_run`."""
 
     sharing: Sharing = "all"
     """Part of the batch whose gradients are computed, if several processes share it."""
     is_again: bool = False
     """True for `state.gradient`, which needs only gradients and loss."""
+    is_first: bool = False
+    """True in the first run of a schedule, and within it also for `state.gradient`."""
     watch: Contract | None = None
     """Contract that checks each operation, in the first run of a schedule."""
-    shard: Shard | None = None
-    """The part of the batch that is run, if several processes share it."""
+    whole_batch: Ranks | None = None
+    """The processes that all have the whole batch here, of which each may compute a part; see `state.per_example`."""
+    part: SharedPart | None = None
+    """The part of the batch that this process runs, if several processes share it."""
+    shares: list[int] | None = None
+    """Record of the numbers of examples in the parts that this process has taken, while a graph is traced."""
     replaces_gradients: bool = False
     """True if a method replaces all gradients before anything reads them, so that processes need not send them."""
     passes: Any = None
@@ -56,9 +61,16 @@ class Purpose(NamedTuple):
     """True if nothing reads gradients and outputs after the update, so that their memory is free for the new values."""
 
     @property
-    def is_first(self) -> bool:
-        """True in the first run of a schedule, and within it also for `state.gradient`, which is not watched."""
-        return self.watch is not None or is_first_run()
+    def shared_batch(self) -> SharedPart | None:
+        """This process's part, if batch normalisation uses the statistics of the whole batch."""
+        return self.part if self.part is not None and self.part.shares_statistics else None
+
+    def take_share(self, ranks: Ranks, state: State) -> Share:
+        """Return this process's part of the state's batch."""
+        share = ranks.share(state.batch, state.context.layout)
+        if self.shares is not None:
+            self.shares.append(share.num_examples)
+        return share
 
 
 NO_PURPOSE = Purpose()
@@ -187,7 +199,7 @@ def lift(
     def run(carry: Carry, purpose: Purpose) -> Carry:
         state, used, terms = carry
         # Not a `with` block, which would cost three times as much, in every step.
-        token = CURRENT.set(Part(pass_name, turn=turn, passes=purpose.passes))
+        token = CURRENT.set(Part(pass_name, purpose, turn))
         try:
             if purpose.passes is None:
                 new_state = fn(state, purpose.watch)

@@ -1,23 +1,24 @@
-"""Ranks: processes that each compute a part of the batch and reduce the results.
+"""Ranks: processes that each compute a part of the batch, the weight of each part, and messages that reduce results.
 
 Messages between them use `torch.distributed`, in the functional form that traced code can contain.
 """
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.functorch import is_fake, is_transforming
-from purecompose._support.scopes import during
-from purecompose._support.shards import all_gather, all_reduce, reduce_scatter
-from purecompose.core.layout import Layout
+from purecompose.core.layout import Cut, Layout
+
+
+Sharing: TypeAlias = Literal["all", "own", "none"]
+"""Part of the batch that a gradient is of: the mean over all ranks' parts; this rank's part only; or the whole batch,
+computed by every rank for itself."""
 
 
 class Share(NamedTuple):
@@ -49,30 +50,32 @@ class Ranks:
         group: The name of the process group, by which traced code finds it.
         rank: This process, from 0.
         size: The number of processes.
+        compares: True to compare messages before they are sent, as in the first step of its kind.
     """
 
     group: str
     rank: int
     size: int
+    compares: bool = False
 
     @staticmethod
     def of(group: Any) -> "Ranks":
         """Return the processes of a `torch.distributed.ProcessGroup`."""
         return Ranks(group.group_name, group.rank(), group.size())
 
+    def comparing(self) -> "Ranks":
+        """Return the same processes, which compare messages before they are sent."""
+        return replace(self, compares=True)
+
     def share(self, batch: Any, layout: Layout) -> Share:
         """Return this rank's part: consecutive examples; the sizes of parts differ by one at most."""
         num_examples = layout.num_examples(batch)
         num_parts = min(self.size, num_examples)
         if self.rank >= num_parts:
-            share = Share(layout.split(batch, num_examples)[0], 0, 0)
-        else:
-            parts = layout.split(batch, num_parts)
-            sizes = [layout.num_examples(part) for part in parts]
-            share = Share(parts[self.rank], sum(sizes[: self.rank]), sizes[self.rank])
-        if (found := _SHARES.get()) is not None:
-            found.append(share.num_examples)
-        return share
+            return Share(layout.split(batch, num_examples)[0], 0, 0)
+        parts = layout.split(batch, num_parts)
+        sizes = [layout.num_examples(part) for part in parts]
+        return Share(parts[self.rank], sum(sizes[: self.rank]), sizes[self.rank])
 
     def weigh(self, weight: int | Tensor, flags: Tensor | None = None, *, device: torch.device | None = None) -> Weight:
         """Return this rank's share in means over ranks, and on how many ranks each flag is set.
@@ -97,7 +100,7 @@ class Ranks:
         found: dict[int, Tensor] = {}
         for bucket in _buckets(tensors):
             own = [*bucket.values()]
-            if WATCHES.get() and not is_fake(own[0]):
+            if self.compares and not is_fake(own[0]):
                 self._check_alike(own)
             found |= zip(bucket, self.exchange(own, how), strict=True)
         return [found[place] for place in range(len(found))]
@@ -164,15 +167,95 @@ class Ranks:
             )
 
 
-WATCHES: ContextVar[bool] = ContextVar("watches", default=False)
-"""True while messages are compared before they are sent, in the first step of its kind."""
+class SharedPart:
+    """This rank's part of a batch, or a slice of it, within the pass that computes its gradient; a `SharedBatch`.
 
-_SHARES: ContextVar[list[int] | None] = ContextVar("shares", default=None)
+    The loss of a part may count nothing, as if all its targets are ignored. Its examples still reach the losses of
+    other ranks, by the statistics that all share. So its gradients, which are those of the other losses, count in full;
+    what its own loss makes of them, 0 or NaN, does not.
+
+    Attributes:
+        ranks: The processes.
+        start: Index of the first example in the batch of all ranks.
+        size: Number of examples; 0 for a rank without a part.
+        total: Number of examples in the batch.
+        batch: The batch of all ranks.
+        shares_statistics: True if batch normalisation uses the statistics of all ranks' parts.
+        is_cut_alike: True if all ranks cut their parts into equally many slices, because each slice sends messages.
+        weight: The weight of this rank's loss; known after the loss.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        share: Share,
+        total: int,
+        batch: Any,
+        device: torch.device,
+        *,
+        shares_statistics: bool,
+        is_cut_alike: bool = False,
+    ) -> None:
+        self.ranks, self.start, self.size = ranks, share.first_example, share.num_examples
+        self.total, self.batch = total, batch
+        self.shares_statistics, self.is_cut_alike = shares_statistics, is_cut_alike
+        self.weight: int | Tensor = self.size
+        self._share, self._device = share, device
+        self._known: Weight | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if this rank has no examples, and what it computes does not count."""
+        return self.size == 0
+
+    def of_slice(self, num_examples: int) -> "SharedPart":
+        """Return a slice of this part."""
+        share = self._share._replace(num_examples=0 if self.is_empty else num_examples)
+        return SharedPart(self.ranks, share, self.total, self.batch, self._device, shares_statistics=False)
+
+    def num_slices(self, cut: Cut, num_examples: int) -> int:
+        """Return into how many slices this rank cuts its part."""
+        if not self.is_cut_alike:
+            return cut.num_slices(num_examples)
+        fewest, most = self.total // self.ranks.size, -(-self.total // self.ranks.size)
+        return min(cut.num_slices(most), max(fewest, 1))
+
+    def sum(self, own: Tensor) -> Tensor:
+        """Return the sum over ranks."""
+        return self.ranks.reduced([own], "sum")[0]
+
+    def gradient_share(self) -> Tensor:
+        """Return the number by which this rank's gradients are multiplied before they are summed, 0-d, not 0."""
+        share = self.weighed().share
+        return torch.where(share > 0, share, 1)
+
+    def counted(self, grad: Tensor) -> Tensor:
+        """Return a gradient, without what comes from a loss that does not count."""
+        if self.is_empty:  # as a function of the gradient, on which later messages depend on the other ranks as well
+            return torch.where(torch.full((), False, device=grad.device), grad, 0)
+        return _counted(grad, self.weighed().share)
+
+    def weighed(self) -> Weight:
+        """Return the weight of this rank's loss among those of all, which are asked for once."""
+        if self._known is None:
+            self._known = self.ranks.weigh(self.weight, device=self._device)
+        return self._known
 
 
-def noting_shares() -> AbstractContextManager[list[int]]:
-    """Return a scope that yields a list of the numbers of examples in the shares that are taken in it."""
-    return during(_SHARES, [])
+def scaled(tensors: Sequence[Tensor], share: Tensor) -> list[Tensor]:
+    """Return a rank's part of a mean over ranks: the tensors times its share, and 0 for NaN whose share is 0."""
+    return [torch.where(share > 0, tensor * share, 0).to(tensor.dtype) for tensor in tensors]
+
+
+def scaled_with_statistics(grads: Sequence[Tensor], share: Tensor) -> list[Tensor]:
+    """Return this rank's part of the sum of gradients, if its examples reach other ranks' losses; see `SharedPart`."""
+    factor = torch.where(share > 0, share, 1)
+    return [(_counted(grad, share) * factor).to(grad.dtype) for grad in grads]
+
+
+def _counted(grad: Tensor, share: Tensor) -> Tensor:
+    """Return a gradient with 0 for NaN, if the rank's own loss has no share in the mean; see `SharedPart`."""
+    return torch.where(share > 0, grad, grad.nan_to_num(0.0, 0.0, 0.0))
 
 
 _BUCKET = 25 * 2**20

@@ -14,8 +14,8 @@ from torch import Tensor
 from purecompose import losses
 from purecompose.core.again import repeatable
 from purecompose.core.coupling import with_whole_loss
-from purecompose.core.cut import Cut
 from purecompose.core.gradient import Forward, differentiate
+from purecompose.core.layout import Cut
 from purecompose.core.means import denominators
 from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose, in_order, walk
 from purecompose.core.program import Program, Stage, Update, as_nodes, matching_params
@@ -111,11 +111,11 @@ class Grad(Scope):
                         purpose.passes.differentiate(end.state.loss)
                     return end
 
-                after = differentiate(inside, carry, names, own)
+                after = differentiate(inside, carry, names, own, purpose)
             else:
                 one = forwards.setdefault(forward, Forward())
                 first = lambda inner: one.run(lambda inner: forward(inner, purpose), inner)  # noqa: E731
-                after = differentiate(lambda inner: rest(first(inner), purpose), carry, names, own, one)
+                after = differentiate(lambda inner: rest(first(inner), purpose), carry, names, own, purpose, one)
             return Carry(after.state, after.used.difference(names), after.terms) if after.used else after
 
         is_host, to_loss = any(lowered.is_host for lowered in inner), until_loss(inner)

@@ -21,7 +21,6 @@ from purecompose._support.checks import shown
 from purecompose._support.functorch import has_values, is_transforming
 from purecompose._support.messages import warn
 from purecompose.core.coupling import targets_of_loss
-from purecompose.core.cut import Cut
 from purecompose.core.halves import (
     Comparison,
     Found,
@@ -32,6 +31,7 @@ from purecompose.core.halves import (
     is_differentiable,
     with_halves,
 )
+from purecompose.core.layout import Cut
 from purecompose.core.means import denominators, num_terms
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation
 from purecompose.core.recorded import ForwardPasses

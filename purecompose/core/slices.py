@@ -7,11 +7,11 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose.core.coupling import gathered, joined, part_of_loss, targets_of_loss
-from purecompose.core.cut import Cut
+from purecompose.core.layout import Cut
 from purecompose.core.means import averaged, averaged_grads, denominators, has_mean, part_of
 from purecompose.core.operation import Carry, Operation, Purpose
+from purecompose.core.ranks import SharedPart
 from purecompose.core.sealed import SealedOutputs
-from purecompose.core.shared_part import Shard
 from purecompose.core.state import State
 
 
@@ -21,11 +21,11 @@ class _Slice(NamedTuple):
     size: int
 
 
-def _slices(state: State, cut: Cut, shard: Shard | None) -> Iterator[_Slice]:
+def _slices(state: State, cut: Cut, shared: SharedPart | None) -> Iterator[_Slice]:
     # A ragged last batch, or one that a method made smaller, may have fewer examples than slices.
     layout, num, offset = state.context.layout, state.num_examples, 0
     whole = denominators(state)
-    for part in layout.split(state.batch, cut.num_slices(num) if shard is None else shard.num_slices(cut, num)):
+    for part in layout.split(state.batch, cut.num_slices(num) if shared is None else shared.num_slices(cut, num)):
         size = layout.num_examples(part)
         yield _Slice(
             {
@@ -59,11 +59,11 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut) -> Car
     mean_grads: dict[str, Tensor] | None = None
     mean_metrics: dict[str, Tensor] = {}
     metric_totals: dict[str, Any] = {}  # a metric may be that of some slices only
-    for fields, size in _slices(state, cut, purpose.shard):
+    for fields, size in _slices(state, cut, purpose.part):
         try:
             current = body(Carry(current.state.replace(**fields), current.used), purpose)
         except (IndexError, RuntimeError) as error:
-            _note_members(error, state.batch if purpose.shard is None else purpose.shard.batch, fields)
+            _note_members(error, state.batch if purpose.part is None else purpose.part.batch, fields)
             raise
         after, weight = current.state, size if current.terms is None else current.terms
         total, num_slices = total + weight, num_slices + 1
@@ -100,7 +100,7 @@ def run_until_loss(
     Raises:
         ValueError: The scope has no loss stage or several, or outputs or targets are not per example.
     """
-    state, shard = carry.state, purpose.shard
+    state, shared = carry.state, purpose.part
     if state.whole_loss is not None:  # in a slice of a slice
         return carry
     if body is None or evaluate is None or not state.context.layout.has_rows(state.batch):
@@ -111,23 +111,23 @@ def run_until_loss(
         )
     current = carry
     outputs, targets, sizes = [], [], []
-    for fields, size in _slices(state, cut, shard):
+    for fields, size in _slices(state, cut, shared):
         current = body(Carry(current.state.replace(**fields), current.used), purpose._replace(watch=None))
         outputs.append(current.state.outputs)
         targets.append(targets_of_loss(current.state))
         sizes.append(size)
     given = (
         joined(outputs, sizes, "the network's outputs"),
-        joined(targets, sizes, "the targets", state.batch if shard is None else shard.batch),
+        joined(targets, sizes, "the targets", state.batch if shared is None else shared.batch),
     )
     whole = state
-    if shard is not None:
-        given = gathered(given, shard)
-        whole = state.replace(first_example=state.first_example - shard.start)
+    if shared is not None:
+        given = gathered(given, shared)
+        whole = state.replace(first_example=state.first_example - shared.start)
     whole = whole.replace(outputs=given[0], batch=given[1], loss=None, grads=None)
     whole = evaluate(carry._replace(state=whole), purpose).state
-    if shard is not None:
-        whole = whole.replace(whole_loss=part_of_loss(whole, shard.start, max(shard.size, 1), shard.total))
+    if shared is not None:
+        whole = whole.replace(whole_loss=part_of_loss(whole, shared.start, max(shared.size, 1), shared.total))
     return carry._replace(state=state.replace(whole_loss=whole.whole_loss, buffers=whole.buffers))
 
 

@@ -8,7 +8,7 @@ so that states of different times and seeds can be mapped, stacked and subtracte
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from purecompose import batch as batches, losses, random, tree
 from purecompose._support.checks import shown, suggests_keywords
 from purecompose._support.device import PRECISIONS
-from purecompose.core.calls import rng_of_turn, run_loss, run_model
+from purecompose._support.keywords import suggests_keywords
+from purecompose.core.calls import per_example, rng_of_turn, run_loss, run_model
 from purecompose.core.changes import as_hparams, check_params, translated
 from purecompose.core.clock import Clock
 from purecompose.core.context import Context, Static
-from purecompose.core.divided import per_example
 from purecompose.core.fields import DONATED, HIDDEN, REPORT, TEMPORARY, FieldInfo, Leasable, none, state_field
 from purecompose.core.layout import Splitter
 from purecompose.core.loss import joined, scalars_of
 from purecompose.core.overview import describe_moment, state_as_html
-from purecompose.core.shared_part import Regrad, Sharing
+from purecompose.core.ranks import Ranks, Sharing
 from purecompose.nn.model import Model, from_module
 from purecompose.nn.modes import warn_of_idle_parts
 from purecompose.nn.network import warn_of_dropped
@@ -34,6 +34,21 @@ from purecompose.random.keys import as_rng
 from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
 from purecompose.time import RunLength, Time, Timestamp
 from purecompose.time.units import named_time
+
+
+class Regrad(Protocol):
+    """The part of the running step that computes the gradient; see `State.gradient`."""
+
+    ranks: Ranks | None
+    """The processes that share its batch, if there are several."""
+
+    def __call__(self, params: dict[str, Tensor], sharing: Sharing = "all", /) -> tuple[dict[str, Tensor], Tensor]: ...
+
+    def gradients(
+        self, of: Sequence[Callable[..., Tensor]], params: dict[str, Tensor], sharing: Sharing
+    ) -> list[tuple[dict[str, Tensor], Tensor]]:
+        """Return the gradients and the loss of each of these losses, in place of the state's own."""
+        ...
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from purecompose._support.autograd import is_in_backward
 from purecompose._support.functorch import is_transforming, unwrapped
-from purecompose._support.scopes import NOTHING, during
+from purecompose._support.scopes import NOTHING
 from purecompose._support.shards import check_alike, is_shard, local, may_be_shards, names_by_memory, whole
 
 
@@ -37,7 +36,8 @@ class GatheredOnUse(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._gather, self._check, self._only_recorded = gather, check, only_recorded
-        self._tokens: list[Token[bool]] = []
+        self._networks = 0
+        """Number of forward passes that are running."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -52,18 +52,19 @@ class GatheredOnUse(TorchFunctionMode):
     def _acts_on(self, func: Any, args: tuple[Any, ...]) -> bool:
         is_in_engine = is_in_backward()
         if not is_in_engine:
-            return torch.is_grad_enabled() or not self._only_recorded or _IS_IN_NETWORK.get()
+            return torch.is_grad_enabled() or not self._only_recorded or self._networks > 0
         # The engine adds two gradients of one parameter, which are divided like it. It calls no function of torch, but
         # a dispatch mode, such as that which watches a first run, calls the operation again.
         return func is not torch.ops.aten.add.Tensor or not all(map(is_shard, args))
 
-    def __enter__(self) -> "GatheredOnUse":
-        self._tokens.append(_IS_ACTIVE.set(True))
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        _IS_ACTIVE.reset(self._tokens.pop())
+    @contextmanager
+    def in_network(self) -> Iterator[None]:
+        """Return a scope of a forward pass, which may compute with its parameters under no_grad, too."""
+        self._networks += 1
+        try:
+            yield
+        finally:
+            self._networks -= 1
 
 
 def gathered_on_use(params: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
@@ -77,8 +78,9 @@ def gathered_on_use(params: Mapping[str, Tensor]) -> AbstractContextManager[Any]
     divided = {name: param for name, given in params.items() if is_shard(param := unwrapped(given))}
     if not divided:
         return NOTHING
-    if _IS_ACTIVE.get() and (torch.is_grad_enabled() or is_transforming()):
-        return during(_IS_IN_NETWORK, True)  # a network may compute with its parameters under no_grad, too
+    active = next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, GatheredOnUse)), None)
+    if active is not None and (torch.is_grad_enabled() or is_transforming()):
+        return active.in_network()
     if is_transforming() or torch.is_grad_enabled() and any(param.requires_grad for param in divided.values()):
         raise RuntimeError(
             "each process holds only some rows of the parameters, and no gradient or map goes through the messages "
@@ -101,9 +103,6 @@ def _compared(divided: Mapping[str, Any]) -> Iterator[None]:
         yield
     check_alike("has left the network", group, local(like))
 
-
-_IS_ACTIVE: ContextVar[bool] = ContextVar("is_gathered_on_use", default=False)
-_IS_IN_NETWORK: ContextVar[bool] = ContextVar("is_in_network", default=False)
 
 _DESCRIBING = {
     getattr(Tensor, name)

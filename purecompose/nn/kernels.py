@@ -19,7 +19,8 @@ from purecompose._support.shards import local
 from purecompose.nn.differentiable import normalize, plain_operations, replaces_functions, wants_plain
 from purecompose.nn.fused_attention import fused_attention
 from purecompose.nn.keyed.layers import past_dispatch
-from purecompose.nn.shared_batch import SHARED_BATCH, SharedBatchNorms
+from purecompose.nn.keyed.parts import shared_batch
+from purecompose.nn.shared_batch import SharedBatchNorms
 from purecompose.nn.short_attention import short_attention
 from purecompose.nn.skeleton import Skeleton
 
@@ -44,7 +45,7 @@ def kernels(
         return together(plain, sdpa_kernel(SDPBackend.MATH), _Transformed(narrow), narrowed, cumulative)
     is_slow = skeleton.may_attend and (device, narrow) in _ATTENTION
     attention = _Attention(narrow, device, by_products=True) if narrow is not None and is_slow else NOTHING
-    batch_norms = SharedBatchNorms() if skeleton.has_batch_norms and SHARED_BATCH.get() is not None else NOTHING
+    batch_norms = SharedBatchNorms() if skeleton.has_batch_norms and shared_batch() is not None else NOTHING
     if params and type(first := next(iter(params.values()))) is not Tensor and is_fake(local(first)):
         return together(_Traced(), batch_norms, attention, cumulative)
     group_norms = _GroupNormOfData() if skeleton.has_group_norms and torch.is_grad_enabled() else NOTHING

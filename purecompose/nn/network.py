@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -11,35 +10,20 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 from purecompose._support.autograd import GradMode
 from purecompose._support.device import AUTOCAST, arithmetic
-from purecompose._support.functorch import is_fake, is_transforming, is_watched
-from purecompose._support.messages import warn
-from purecompose._support.scopes import NOTHING, during, together
+from purecompose._support.functorch import is_fake, is_transforming
+from purecompose._support.scopes import NOTHING, together
+from purecompose._support.warnings import warn
 from purecompose._support.writes import DataGuard, WriteGuard, kept_in_place
 from purecompose.nn.differentiable import OwnDerivatives, is_in_gradient
 from purecompose.nn.gathering import gathered_on_use
 from purecompose.nn.kernels import kernels
 from purecompose.nn.keyed import modules
+from purecompose.nn.keyed.parts import is_first_run
 from purecompose.nn.model import Model
 from purecompose.nn.skeleton import Skeleton
 
 
-_LOOKING: ContextVar[bool] = ContextVar("looking_for_draws", default=False)
 _CPU = torch.device("cpu")
-
-
-def looking_for_draws() -> AbstractContextManager[Any]:
-    """Return a scope in which every forward pass is watched for random functions and for writes into parameters.
-
-    Watching costs more than a small network's forward, so a step does it once per schedule. In between, torch's own
-    modules are assumed to behave the same; for a user's own modules, which may behave differently, the generators and
-    the parameters' versions are compared.
-    """
-    return during(_LOOKING, True)
-
-
-def is_first_run() -> bool:
-    """Return whether this is within `looking_for_draws`, the first run of a step."""
-    return _LOOKING.get()
 
 
 def call_model(
@@ -53,6 +37,10 @@ def call_model(
     precision: str = "fp32",
 ) -> tuple[Any, dict[str, Tensor]]:
     """Run the network; no argument is modified.
+
+    In the first run of a schedule, a pass is watched for random functions and for writes into parameters, which costs
+    more than a small network's forward. Later torch's own modules are assumed to behave the same; for a user's own
+    modules, which may behave differently, the generators and the parameters' versions are compared.
 
     Args:
         model: The architecture.
@@ -84,7 +72,7 @@ def call_model(
     autocast = NOTHING if narrow is None else torch.autocast(device.type, narrow, cache_enabled=False)
 
     def run() -> _Result:
-        looking = _LOOKING.get()
+        looking = is_first_run()
         if skeleton.draws is False and skeleton.is_fixed and not looking:
             return _run(skeleton, params, buffers, inputs)
         is_watched = looking or skeleton.draws is None
@@ -101,7 +89,7 @@ def call_model(
 
 
 def warn_of_dropped(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Warn, within `looking_for_draws`, that a pass wrote into buffers, for a caller that drops them.
+    """Warn, in the first run of a step, that a pass wrote into buffers, for a caller that drops them.
 
     Args:
         before: The buffers given to `call_model`.

@@ -5,15 +5,13 @@ over the processes give the statistics of the whole batch, by which all normalis
 statistics as in one process. The backward pass adds up two numbers for each channel, too.
 """
 
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from purecompose._support.scopes import during
+from purecompose.nn.keyed.parts import shared_batch
 
 
 class SharedBatch(Protocol):
@@ -35,20 +33,11 @@ class SharedBatch(Protocol):
         ...
 
 
-SHARED_BATCH: ContextVar[SharedBatch | None] = ContextVar("shared_batch", default=None)
-"""The processes that share the batch of the running pass; `None` if there is only one."""
-
-
-def apart() -> AbstractContextManager[Any]:
-    """Return a scope in which batch normalisation uses the statistics of this process's part."""
-    return during(SHARED_BATCH, None)
-
-
 class SharedBatchNorms(TorchFunctionMode):
     """Mode in which batch normalisation in training mode uses the statistics of all processes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        shared = SHARED_BATCH.get()
+        shared = shared_batch()
         if func is not torch.nn.functional.batch_norm or shared is None:
             return func(*args, **kwargs or {})
         return _batch_norm(func, shared, *args, **kwargs or {})

@@ -11,8 +11,7 @@ from purecompose._support.functorch import is_fake
 from purecompose._support.messages import warn
 from purecompose._support.shards import is_shard, local
 from purecompose.core.means import has_mean
-from purecompose.core.ranks import Ranks
-from purecompose.core.shared_part import scaled, scaled_with_statistics
+from purecompose.core.ranks import Ranks, scaled, scaled_with_statistics
 from purecompose.core.state import State
 from purecompose.nn.model import STATISTICS
 from purecompose.optim.checks import matched

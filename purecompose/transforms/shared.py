@@ -4,26 +4,23 @@ import functools
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from purecompose import batch as batches, tree
-from purecompose._support.scopes import during
 from purecompose._support.shards import is_shard
 from purecompose.core.again import repeatable
 from purecompose.core.compose import Step
-from purecompose.core.divided import sharing
 from purecompose.core.means import denominators, part_of
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Place, Purpose, walk
 from purecompose.core.program import Program, matching_params
-from purecompose.core.ranks import WATCHES, Ranks, Share
+from purecompose.core.ranks import Ranks, Share, SharedPart
 from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradients
 from purecompose.core.sealed import SealedOutputs
 from purecompose.core.separable import Check
-from purecompose.core.shared_part import Shard, SharedPart
 from purecompose.core.state import State
 from purecompose.transforms.rank_comparison import check_alike
 from purecompose.transforms.rank_results import (
@@ -79,6 +76,8 @@ class Shared(Scope):
             shared = _OnPart(on_part, ranks, wrt, is_whole=is_whole, is_by_layer=layers is not None)
             on_whole = on_part if layers is None else build(transform)
             run = shared if placing is None else functools.partial(_run_placed, shared, on_whole, placing)
+            if not self.is_checked:
+                run = _comparing(run, replace(shared, ranks=ranks.comparing()), on_whole, placing)
             return repeatable(with_own_gradients(run), self.body, ranks, separable)
 
         lowered = inner._replace(
@@ -114,8 +113,7 @@ class Shared(Scope):
             if not self.is_checked and not is_known:
                 check_alike(ranks, step, state, batch)
             compared |= {"epoch": now.epoch, "model": state.model, "batch": now.batch}
-            with during(WATCHES, is_first and not self.is_checked):
-                yield
+            yield
 
     @property
     def gathers_at_once(self) -> bool:
@@ -159,6 +157,19 @@ def shared_program(
 def undivided(program: Program) -> Program:
     """Return the program of one process, the inverse of `shared_program`."""
     return tuple(inner for node in program for inner in (node.body if isinstance(node, Shared) else (node,)))
+
+
+def _comparing(run: Operation, shared: "_OnPart", on_whole: Operation, placing: Placing | None) -> Operation:
+    """Return an operation whose processes compare messages before they are sent, in first runs.
+
+    Args:
+        run: The operation.
+        shared: What several processes share, with processes that compare.
+        on_whole: The same for whole parameters, in each process by itself.
+        placing: How parameters are divided, if they are.
+    """
+    compared = shared if placing is None else functools.partial(_run_placed, shared, on_whole, placing.comparing())
+    return lambda carry, purpose: (compared if purpose.is_first else run)(carry, purpose)
 
 
 def _layer_by_layer(
@@ -276,13 +287,11 @@ class _OnPart:
     def _run(self, carry: Carry, purpose: Purpose) -> tuple[Share, Carry]:
         """Return this rank's share of the batch, and the end of its part, where the batch is whole again."""
         state, ranks = carry.state, self.ranks
-        share, start = _start_of_part(state, ranks)
+        share, start = _start_of_part(state, ranks, purpose)
+        purpose = purpose._replace(whole_batch=None)
         if purpose.sharing == "all":
-            sizes = share.first_example, share.num_examples, state.num_examples
-            shard = Shard(ranks, *sizes, state.batch, is_cut_alike=self.is_by_layer)
-            part = SharedPart(ranks, share.num_examples, state.device)
-            with sharing(part if self.is_whole else None, part if self.is_whole or self.is_by_layer else None):
-                end = self.operation(Carry(start, carry.used), purpose._replace(shard=shard))
+            part = _part(share, state, ranks, shares_statistics=self.is_whole, is_cut_alike=self.is_by_layer)
+            end = self.operation(Carry(start, carry.used), purpose._replace(part=part))
         else:
             end = self.operation(Carry(start.replace(denominators=state.denominators), carry.used), purpose)
         after = end.state.replace(batch=state.batch, first_example=state.first_example, denominators=state.denominators)
@@ -301,19 +310,22 @@ def _check_part(to_loss: Operation, ranks: Ranks, placing: Placing | None, carry
         carry: Input of the part of the step that the processes share.
     """
     state = carry.state
-    share, start = _start_of_part(state, ranks)
+    share, start = _start_of_part(state, ranks, NO_PURPOSE)
     is_by_layer = placing is not None and placing.is_by_layer
     if placing is not None and not is_by_layer:
         start = start.replace(params=placing.gathered(state.params))
-    part = SharedPart(ranks, share.num_examples, state.device)
-    with sharing(part, part):
-        end = to_loss(Carry(start, carry.used), NO_PURPOSE).state
+    part = _part(share, state, ranks, shares_statistics=True)
+    end = to_loss(Carry(start, carry.used), Purpose(part=part, is_first=True)).state
     warn_of_different_buffers(state, end, ranks)
 
 
-def _start_of_part(state: State, ranks: Ranks) -> tuple[Share, State]:
+def _part(share: Share, state: State, ranks: Ranks, **how: bool) -> SharedPart:
+    return SharedPart(ranks, share, state.num_examples, state.batch, state.device, **how)
+
+
+def _start_of_part(state: State, ranks: Ranks, purpose: Purpose) -> tuple[Share, State]:
     """Return this rank's share of the batch, and the state at the start of its part."""
-    share = ranks.share(state.batch, state.context.layout)
+    share = purpose.take_share(ranks, state)
     first = share.first_example if state.first_example is None else state.first_example + share.first_example
     own = part_of(denominators(state), max(share.num_examples, 1), state.num_examples)
     return share, state.replace(batch=share.batch, first_example=first, denominators=own)

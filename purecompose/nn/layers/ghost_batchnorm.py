@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from purecompose._support.checks import check_whole, shown
+from purecompose.nn.keyed.parts import apart
 from purecompose.nn.layers._forms import Wrapping, is_plain
-from purecompose.nn.shared_batch import apart
 
 
 _KINDS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d

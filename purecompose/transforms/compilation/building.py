@@ -16,9 +16,8 @@ from torch import Tensor
 from purecompose._support.messages import warn
 from purecompose.core.compose import Step
 from purecompose.core.members import Members
-from purecompose.core.operation import Operation
+from purecompose.core.operation import Operation, Purpose
 from purecompose.core.program import events_in
-from purecompose.core.ranks import noting_shares
 from purecompose.transforms.compilation.backends import Compiled, compile_graph
 from purecompose.transforms.compilation.boundary import Boundary, Source
 from purecompose.transforms.compilation.capture import Captured, capture, fake_mode
@@ -104,9 +103,8 @@ class Builder:
     ) -> tuple[Captured, GraphForm | None]:
         """Return the graph of a body and its form, if several processes share the batch; describe it in its variant."""
         start = time.perf_counter()
-        with noting_shares() as shares:
-            captured = self._captured(variant, boundary, is_last, body)
-        form = None
+        shares, form = list[int](), None
+        captured = self._captured(variant, boundary, is_last, body, self.step.purpose()._replace(shares=shares))
         if self._ranks is not None:
             write_early(captured.graph, ())
             form = GraphForm.of(captured.graph.graph, variant.title, shares)
@@ -116,14 +114,16 @@ class Builder:
         variant.nodes = len(captured.graph.graph.nodes)
         return captured, form
 
-    def _captured(self, variant: Variant, boundary: Boundary, is_last: bool, body: Operation) -> Captured:
+    def _captured(
+        self, variant: Variant, boundary: Boundary, is_last: bool, body: Operation, purpose: Purpose
+    ) -> Captured:
         dynamic, layout = self.options.dynamic, boundary.static.context.layout
         if dynamic and can_open(boundary.signatures, layout, is_all=dynamic == "all"):
             try:
-                return capture(body, boundary, is_last=is_last, dynamic=dynamic)
+                return capture(body, boundary, purpose, is_last=is_last, dynamic=dynamic)
             except Exception as error:  # if a fixed size fails too, that error is raised
                 variant.why_fixed = f"{type(error).__name__}: {error}".splitlines()[0]
-        return capture(body, boundary, is_last=is_last)
+        return capture(body, boundary, purpose, is_last=is_last)
 
     def _acting(self, stretch: Stretch) -> tuple[str, ...]:
         """Return the algorithms that act in a stretch, as `name at event`."""

@@ -26,7 +26,7 @@ from purecompose import tree
 from purecompose._support.messages import layer_of, line_of
 from purecompose._support.scopes import unvalidated
 from purecompose.core.context import Static
-from purecompose.core.operation import NO_PURPOSE, Carry, Operation
+from purecompose.core.operation import NO_PURPOSE, Carry, Operation, Purpose
 from purecompose.core.state import State, fields_where
 from purecompose.errors import TraceError
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source, Writes
@@ -91,13 +91,19 @@ def state_of(static: Static, reader: Any, fields: Mapping[str, Any] | None = Non
 
 
 def capture(
-    body: Operation, boundary: Boundary, *, is_last: bool = False, dynamic: "bool | Literal['all']" = False
+    body: Operation,
+    boundary: Boundary,
+    purpose: Purpose = NO_PURPOSE,
+    *,
+    is_last: bool = False,
+    dynamic: "bool | Literal['all']" = False,
 ) -> Captured:
     """Trace a part of a step.
 
     Args:
         body: The part.
         boundary: The incoming state. If its fields are in donated buffers, the last part writes there.
+        purpose: The purpose of the run.
         is_last: True if the step ends here: temporary fields are left out.
         dynamic: True to leave the number of examples open, "all" for all sizes of the batch.
 
@@ -118,7 +124,7 @@ def capture(
             by_field[place.field].append(given[source])
         recorder = _Recorder(signatures, by_field)
         with torch.no_grad():
-            end = body(Carry(state_of(boundary.static, recorder), boundary.used), NO_PURPOSE)
+            end = body(Carry(state_of(boundary.static, recorder), boundary.used), purpose)
         incoming = {id(tensor): source for source, tensor in given.items()}
         ends.append(_End(end.state, recorder, incoming, end.used, is_last=is_last))
         return ends[-1].results

@@ -9,7 +9,7 @@ from torch import Tensor
 from purecompose._support.device import return_freed_memory
 from purecompose.core.compose import Prepared
 from purecompose.core.context import Static
-from purecompose.core.operation import NO_PURPOSE, Carry
+from purecompose.core.operation import Carry
 from purecompose.core.state import State
 from purecompose.time import Timestamp
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source
@@ -87,7 +87,7 @@ def _through(
         plan, state, used = _host(graphs, plan, static, buffers, values, prepared.bits)
         if plan.is_refused:
             rest = graphs.operation(prepared.bits, next_stretch)
-            return graphs.step.finish(rest(Carry(state, used), NO_PURPOSE).state).unleased()
+            return graphs.step.finish(rest(Carry(state, used), graphs.step.purpose()).state).unleased()
         static, from_buffers = state.static, False
     return _finished(graphs, plan, static, own, values, prepared.later)
 
@@ -167,7 +167,7 @@ def _host(
         name: [t.clone() if id(t) in in_buffers and name != "regrad" else t for t in values[name]] for name in others
     }
     given = {name: plan.end.signatures[name].build(tensors) for name, tensors in seen.items()}
-    state, used, _ = plan.host.run(Carry(state_of(static, lease, given), plan.end.used), NO_PURPOSE)
+    state, used, _ = plan.host.run(Carry(state_of(static, lease, given), plan.end.used), graphs.step.purpose())
     signatures, fields = dict(plan.end.signatures), state.__dict__
     for name in FIELDS:
         if name not in fields or (name in given and fields[name] is given[name]):

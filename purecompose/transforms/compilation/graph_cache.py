@@ -6,7 +6,7 @@ other messages, would wait for the others forever.
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,11 +16,10 @@ import torch
 from purecompose._support.messages import warn
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
-from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Purpose, in_order
+from purecompose.core.operation import Carry, Operation, Purpose, in_order
 from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
 from purecompose.errors import TraceError
-from purecompose.nn.network import looking_for_draws
 from purecompose.time.predicates import NEVER
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary
 from purecompose.transforms.compilation.building import Builder
@@ -95,7 +94,7 @@ class GraphCache:
                 return ExecutionPlan(parts, boundary, stretch.lowered[0], stretch.number + 1)
             is_last = stretch is stretches[-1]
             if stretch.kind == "sliced":
-                purpose = Purpose(replaces_gradients=self.step.purpose(bits).replaces_gradients)
+                purpose = self.step.purpose(bits)._replace(frees_fields=False)
                 parts.append(self._sliced(stretch, boundary, is_last, purpose))
             else:
                 parts.append(self._compiled_part(stretch, boundary, is_last))
@@ -224,9 +223,9 @@ def _watch(step: Step, start: State, signatures: Mapping[str, Signature], bits: 
         fields = {
             name: signature.build([spec.empty() for spec in signature.specs]) for name, signature in signatures.items()
         }
-        step.run_checked(bits, state_of(start.static, None, fields))
+        step.run_checked(bits, state_of(start.static, None, fields), step.purpose())
     if ranks is not None:
-        _check_values(step.lowered(bits), start)
+        _check_values(step, bits, start)
 
 
 def _fill_caches(start: State) -> None:
@@ -238,13 +237,15 @@ def _fill_caches(start: State) -> None:
         one.run_model(one.inputs, train=True)
 
 
-def _check_values(operations: Sequence[Lowered], start: State) -> None:
+def _check_values(step: Step, bits: int, start: State) -> None:
     """Run a step up to the operation that has a check, and check its input."""
+    operations = step.lowered(bits)
     places = [place for place, lowered in enumerate(operations) if lowered.check is not None]
     if not places:
         return
-    with looking_for_draws(), torch.no_grad():
-        carry = in_order(lowered.run for lowered in operations[: places[0]])(Carry(start), NO_PURPOSE)
+    with torch.no_grad():
+        before = in_order(lowered.run for lowered in operations[: places[0]])
+        carry = before(Carry(start), step.purpose()._replace(is_first=True))
         check = operations[places[0]].check
         assert check is not None
         check(carry)

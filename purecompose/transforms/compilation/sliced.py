@@ -8,8 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
 from purecompose._support.functorch import is_transforming
-from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Purpose
-from purecompose.core.shared_part import SHARED_PART
+from purecompose.core.operation import Carry, Lowered, Operation, Purpose
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source, Writes
 from purecompose.transforms.compilation.capture import explained, fake_mode, state_of
 from purecompose.transforms.compilation.plan_parts import CompiledPart, Values
@@ -35,7 +34,7 @@ class SlicedPart:
         scope: Lowered,
         boundary: Boundary,
         find: Callable[[Operation, Boundary], CompiledPart],
-        purpose: Purpose = NO_PURPOSE,
+        purpose: Purpose,
     ) -> None:
         """Build the slices' graphs for an incoming state.
 
@@ -111,11 +110,10 @@ class SlicedPart:
             boundary = Boundary(
                 self._boundary.static, {name: signature for name, (signature, _) in found.items()}, carry.used
             )
-            shared = SHARED_PART.get()
-            is_empty = None if shared is None else shared.is_empty
+            is_empty = None if purpose.part is None else purpose.part.is_empty
             body_key = body, tuple(boundary.signatures.values()), boundary.used, is_empty
             if body_key not in self._compiled_parts:
-                self._compiled_parts[body_key] = self._built(with_terms, boundary)
+                self._compiled_parts[body_key] = self._built(with_terms, boundary, purpose)
             part, num_terms = self._compiled_parts[body_key]
             if self._is_building:
                 return body(carry._replace(state=state), purpose)
@@ -130,11 +128,11 @@ class SlicedPart:
 
         return run
 
-    def _built(self, body: Operation, boundary: Boundary) -> tuple[CompiledPart, int | None]:
+    def _built(self, body: Operation, boundary: Boundary, slices: Purpose) -> tuple[CompiledPart, int | None]:
         counts: list[int | None] = []
 
         def counted(carry: Carry, purpose: Purpose) -> Carry:
-            end = body(carry, purpose)
+            end = body(carry, slices._replace(shares=purpose.shares))
             counts.append(None if isinstance(end.terms, Tensor) else end.terms)
             return end
 

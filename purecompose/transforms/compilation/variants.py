@@ -50,7 +50,7 @@ class Variants(tuple[Variant, ...]):
     def __str__(self) -> str:
         if not self:
             return "nothing is compiled yet"
-        return table(["part", "batch", "operations", "trace s", "compile s", "hits", "acting"], map(_row, self))
+        return table(["part", "batch", "operations", "trace s", "compile s", "hits", "acting"], [*map(_row, self)])
 
 
 def _row(variant: Variant) -> list[str]:

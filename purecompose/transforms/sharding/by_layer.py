@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from purecompose._support.scopes import during
 from purecompose._support.shards import check_alike, is_shard, local, names_by_memory
 from purecompose.core.operation import Carry, Operation, Purpose
-from purecompose.core.shared_part import SHARED_PART, SharedPart, scaled, scaled_with_statistics
+from purecompose.core.ranks import SharedPart, scaled, scaled_with_statistics
 from purecompose.nn.gathering import GatheredOnUse
 from purecompose.transforms.rank_results import with_means
 from purecompose.transforms.sharding.gathering import Placing
@@ -31,13 +30,13 @@ def by_layer(body: Operation, placing: Placing, *, shares_statistics: bool) -> O
     """
 
     def run(carry: Carry, purpose: Purpose) -> Carry:
-        state, whole_part = carry.state, SHARED_PART.get()
+        state, whole_part = carry.state, purpose.part
         assert whole_part is not None, "runs within Shared"
         part = whole_part if shares_statistics else whole_part.of_slice(state.num_examples)
         has_shared_statistics = shares_statistics and state.model.skeleton(train=True).has_batch_norms
         running = _Pass(placing, part, state.params, has_shared_statistics=has_shared_statistics)
-        with during(SHARED_PART, part), running.running():
-            end = body(carry, purpose)
+        with running.running():
+            end = body(carry, purpose._replace(part=part))
         after = end.state
         if after.grads is None:
             return end

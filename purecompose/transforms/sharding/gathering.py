@@ -1,7 +1,7 @@
 """Messages of sharded states: parameters are gathered, and gradients summed and divided."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ class Placing:
     owners: Ranks
     copies: tuple[Ranks, ...] = ()
     is_by_layer: bool = False
+
+    def comparing(self) -> "Placing":
+        """Return the same placing, whose processes compare messages before they are sent."""
+        return replace(self, owners=self.owners.comparing(), copies=tuple(one.comparing() for one in self.copies))
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors whole, on each process."""

@@ -1,14 +1,11 @@
 """Values of each example, which several processes compute together."""
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
 
 from purecompose import Event, State, algorithms as alg, compose, loop_events, tree
-from purecompose.core.divided import with_whole_batch
-from purecompose.core.ranks import Ranks
 from purecompose.testing.ranks import played
 from tests.helpers import changing, make_batch, make_mlp, make_state
 
@@ -52,17 +49,6 @@ def test_in_one_process_it_is_the_function_without_a_gradient():
     found = state.per_example(values)
     assert not found["outputs"].requires_grad
     assert tree.equal(found, values(state))
-
-
-def test_nothing_holds_what_an_operation_drops():
-    def operation(carry: Any, purpose: Any) -> bool:
-        del purpose
-        last = weakref.ref(carry)
-        del carry
-        return last() is None
-
-    dropped = with_whole_batch(operation, Ranks("nowhere", 0, 2))(make_state(), None)
-    assert dropped
 
 
 @pytest.mark.parametrize("wrong", [lambda state: state.inputs.sum(), lambda state: state.inputs[1:], lambda state: 3])
