@@ -27,6 +27,7 @@ from purecompose.core.operation import Carry, Purpose
 from purecompose.core.ranks import SharedPart
 from purecompose.core.state import State, fields_where
 from purecompose.nn.differentiable import Once, OwnDerivatives, plain_operations
+from purecompose.nn.keyed.parts import Part, running
 
 
 def wants_outer_gradient(state: State, batch: Any) -> bool:
@@ -105,7 +106,9 @@ def differentiate(
     kernels = Once()
     if is_differentiated:
         kernels = plain_operations(refuses=any(map(is_tracked, state.params.values())))
-    with GradMode(True), state.model.skeleton(train=True).held(), kernels:
+    # What the backward pass computes again is watched as in the forward pass.
+    around = running(Part(".gradient", purpose)) if purpose.is_first else NOTHING
+    with GradMode(True), state.model.skeleton(train=True).held(), kernels, around:
         try:
             end, values, grads = engine(inner, carry, names, is_differentiated, purpose.part, shared)
         except RuntimeError as error:
