@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.core.loop import advance
 from purecompose.core.operation import Carry, Operation, Purpose, walk
 from purecompose.core.program import Program, Update

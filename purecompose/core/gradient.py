@@ -100,7 +100,7 @@ def differentiate(
     state = carry.state
     # A step turns grad mode off unless it is differentiated through; a population is not by being mapped.
     is_differentiated = torch.is_grad_enabled() or (is_transforming() and not only_maps())
-    engine = _with_functorch if is_transforming() else _with_autograd
+    engine = _with_torch_func if is_transforming() else _with_autograd
     inner = functools.partial(own.run, body, is_watched=purpose.is_first)
     # Parameters stay in the skeleton for the whole scope: activation checkpointing runs forward again in it.
     kernels = Once()
@@ -182,7 +182,7 @@ def _with_autograd(
     return end, {name: batches.map_tensors(_cut_off, value) for name, value in values.items()}, grads
 
 
-def _with_functorch(
+def _with_torch_func(
     body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...], is_differentiated: bool, *unused: Any
 ) -> _Differentiated:
     del unused  # forward passes and batches are shared outside of transforms only

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.functorch import is_fake, is_transforming
+from purecompose._support.shards import all_gather, all_reduce, reduce_scatter
 from purecompose.core.layout import Cut, Layout
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from purecompose import batch as batches, losses, random, tree
 from purecompose._support.checks import shown, suggests_keywords
 from purecompose._support.device import PRECISIONS
-from purecompose._support.keywords import suggests_keywords
 from purecompose.core.calls import per_example, rng_of_turn, run_loss, run_model
 from purecompose.core.changes import as_hparams, check_params, translated
 from purecompose.core.clock import Clock
