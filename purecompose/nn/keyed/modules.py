@@ -157,7 +157,7 @@ def detect() -> Iterator[Detector]:
         >>> with detect():
         ...     torch.ops.aten.rand([2])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        purecompose.nn.keyed.scope.UnkeyedRandomError: `torch.rand` ... would draw from a generator (aten.rand.def...
+        purecompose.errors.UnkeyedRandomError: `torch.rand` ... would draw from a generator (aten.rand.def...
     """
     with Detector() as detector:
         yield detector
