@@ -4,12 +4,10 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIncompatibleMethodOverride=false
 
-import copy
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from tests.foreign.foreign_case import FUNCTION, READS, SHAPES, WRITES, Case, images, mapped, tokens, values, vectors
+from tests.foreign.foreign_case import FUNCTION, READS, SHAPES, WRITES, Case, mapped, tokens, values, vectors
 
 
 def built(forward: Callable[..., Any], **parts: Callable[[], Any]) -> Callable[[], nn.Module]:
@@ -67,11 +65,6 @@ def counts(self: Any, x: Tensor) -> Tensor:
     return x
 
 
-def counts_in_python(self: Any, x: Tensor) -> Tensor:
-    self.number = getattr(self, "number", 0) + 1
-    return x
-
-
 def averages(self: Any, x: Tensor) -> Tensor:
     if self.training:
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
@@ -97,30 +90,8 @@ def remembers(self: Any, x: Tensor) -> Tensor:
     return x
 
 
-def keeps_list(self: Any, x: Tensor) -> Tensor:
-    seen = []
-    for _ in range(3):
-        x = torch.sin(x)
-        seen.append(x)
-    return torch.stack(seen).sum(0)
-
-
 def branches_by_value(self: Any, x: Tensor) -> Tensor:
     return self.first(x) if x.mean() > 0 else self.second(x)
-
-
-def branches_by_mode(self: Any, x: Tensor) -> Tensor:
-    return self.first(x) if self.training else self.second(x)
-
-
-def asserts(self: Any, x: Tensor) -> Tensor:
-    assert not x.isnan().any(), "NaN"
-    return x
-
-
-def checks_shapes(self: Any, x: Tensor) -> Tensor:
-    assert x.dim() == 2 and x.shape[1] == 8 and x.dtype.is_floating_point
-    return x
 
 
 def reads_number(self: Any, x: Tensor) -> Tensor:
@@ -147,10 +118,6 @@ def permutes_batch(self: Any, x: Tensor) -> Tensor:
     return x + 0.1 * x[torch.randperm(len(x))] if self.training else x
 
 
-def rounds_straight_through(self: Any, x: Tensor) -> Tensor:
-    return x + (x.round() - x).detach()
-
-
 def penalised(self: Any, x: Tensor) -> Tensor:
     """Return the gradient of an inner scalar in the inputs, as in energy-based networks."""
     with torch.enable_grad():
@@ -162,14 +129,6 @@ def penalised(self: Any, x: Tensor) -> Tensor:
 
 def jacobian(self: Any, x: Tensor) -> Tensor:
     return torch.func.vmap(torch.func.jacrev(lambda row: self.inner(row).tanh().sum()))(x)
-
-
-def routes(self: Any, x: Tensor) -> Tensor:
-    """A mixture of experts: the best two, all computed and weighted."""
-    chosen, index = self.router(x).topk(2)
-    gates = torch.zeros(len(x), 4).to(x).scatter(1, index, chosen.softmax(1))
-    found = torch.stack([expert(x) for expert in self.experts], 1)
-    return (gates.unsqueeze(2) * found).sum(1)
 
 
 def routes_sparsely(self: Any, x: Tensor) -> Tensor:
@@ -196,53 +155,13 @@ def solves(self: Any, x: Tensor) -> Tensor:
     return torch.linalg.solve(self.matrix @ self.matrix.T + eye, x.T).T + torch.linalg.slogdet(self.matrix).logabsdet
 
 
-def decomposes(self: Any, x: Tensor) -> Tensor:
-    q, r = torch.linalg.qr(self.matrix)
-    return x @ q + torch.linalg.cholesky(r.T @ r + torch.eye(8).to(x)).sum()
-
-
 def in_frequency(self: Any, x: Tensor) -> Tensor:
     return torch.fft.irfft(torch.fft.rfft(x) * torch.complex(self.real, self.imaginary), 8)
-
-
-def sorts(self: Any, x: Tensor) -> Tensor:
-    ranked, index = x.sort(1)
-    return ranked.cumsum(1).gather(1, index)
-
-
-def integrates(self: Any, x: Tensor) -> Tensor:
-    for _ in range(4):
-        x = x + 0.25 * torch.tanh(self.inner(x))
-    return x
-
-
-def settles(self: Any, x: Tensor) -> Tensor:
-    z = torch.zeros_like(x)
-    with torch.no_grad():
-        for _ in range(10):
-            z = torch.tanh(0.3 * self.inner(z) + x)
-    return torch.tanh(0.3 * self.inner(z) + x)
-
-
-def settles_by_tolerance(self: Any, x: Tensor) -> Tensor:
-    z, change = torch.zeros_like(x), 1.0
-    while change > 1e-3:
-        new = torch.tanh(0.1 * self.inner(z) + x)
-        change, z = float((new - z).abs().max()), new
-    return z
-
-
-def generates_weights(self: Any, x: Tensor) -> Tensor:
-    return torch.einsum("ni,nij->nj", x, self.hyper(x).view(-1, 8, 8))
 
 
 def functional_inside(self: Any, x: Tensor) -> Tensor:
     scaled = {name: 1.1 * p for name, p in self.inner.named_parameters()}
     return torch.func.functional_call(self.inner, scaled, (x,))
-
-
-def adapts(self: Any, x: Tensor) -> Tensor:
-    return self.frozen(x) + x @ self.down @ self.up
 
 
 def quantizes(self: Any, x: Tensor) -> Tensor:
@@ -308,18 +227,6 @@ def casts_itself(self: Any, x: Tensor) -> Tensor:
     return found.to(x)
 
 
-def warns(self: Any, x: Tensor) -> Tensor:
-    warnings.warn("a warning of the network's own", stacklevel=1)
-    return x
-
-
-def catches(self: Any, x: Tensor) -> Tensor:
-    try:
-        return self.missing(x)
-    except AttributeError:
-        return x
-
-
 @functools.lru_cache(maxsize=4)
 def table(length: int) -> Tensor:
     return torch.linspace(-1, 1, length, dtype=torch.float64)
@@ -358,13 +265,6 @@ class Halved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return 0.5 * grad
-
-
-class Pair(NamedTuple):
-    """A named tuple returned by a network."""
-
-    logits: Tensor
-    hidden: Tensor
 
 
 @dataclasses.dataclass
@@ -412,120 +312,6 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.leave(torch.tanh(self.second(torch.tanh(self.first(x)))))
-
-
-class UNet(nn.Module):
-    """Down, up, and across."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)])
-        self.up = nn.ModuleDict({"deep": nn.ConvTranspose2d(8, 4, 2, 2), "last": nn.Conv2d(8, 3, 1)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = F.relu(self.down[0](x))
-        second = F.relu(self.down[1](F.max_pool2d(first, 2)))
-        return self.up["last"](torch.cat([first, self.up["deep"](second)], 1)).mean((2, 3))
-
-
-class Residual(nn.Module):
-    """A block with squeeze and excitation, its norms in groups."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.Conv2d(4, 4, 3, padding=1, bias=False)
-        self.norms = nn.ModuleList(nn.GroupNorm(2, 4) for _ in range(2))
-        self.squeeze = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 2, 1), nn.ReLU(), nn.Conv2d(2, 4, 1), nn.Sigmoid()
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.norms[1](self.second(F.relu(self.norms[0](self.first(x)), inplace=True)))
-        return F.relu_(found * self.squeeze(found) + x)
-
-
-class Mixer(nn.Module):
-    """Patches, mixed along positions and along channels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(2, 8, 4, 4)
-        self.places, self.channels = nn.Linear(4, 4), nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())
-        self.leave = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patches(x).flatten(2).transpose(1, 2)
-        x = x + self.places(x.mT).mT
-        return self.leave((x + self.channels(x)).mean(1))
-
-
-class Vision(nn.Module):
-    """A vision transformer with a class token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches, self.token = nn.Conv2d(2, 8, 4, 4), nn.Parameter(torch.zeros(1, 1, 8))
-        self.place = nn.Parameter(0.1 * torch.randn(1, 5, 8))
-        self.layer, self.leave = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patches(x).flatten(2).mT
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.place
-        return self.leave(self.layer(x)[:, 0])
-
-
-class Graph(nn.Module):
-    """Convolutions over a dense graph that is part of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
-
-    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
-        share = edges / edges.sum(-1, keepdim=True).clamp(min=1)
-        return self.second(share @ F.relu(self.first(share @ nodes))).mean(1)
-
-
-class Players(nn.Module):
-    """A generator and a critic in one network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator, self.critic = nn.Linear(6, 4), nn.Linear(4, 1)
-
-    def forward(self, noise: Tensor, real: Tensor) -> Tensor:
-        return torch.cat([self.critic(self.generator(noise)), self.critic(real)], 1)
-
-
-class Reversible(nn.Module):
-    """Two streams that take turns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.f, self.g = (
-            nn.ModuleList(nn.Linear(3, 3) for _ in range(2)),
-            nn.ModuleList(nn.Linear(3, 3) for _ in range(2)),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = x.chunk(2, 1)
-        for f, g in zip(self.f, self.g, strict=True):
-            first = first + torch.tanh(f(second))
-            second = second + torch.tanh(g(first))
-        return first + second
-
-
-def graphs(x: Tensor, y: Tensor) -> tuple[list[Tensor], Tensor]:
-    nodes = x.unsqueeze(1) * torch.arange(1, 5).view(1, 4, 1)
-    return [nodes, (nodes @ nodes.mT > 0).to(x)], y
-
-
-def noise_and_real(x: Tensor, y: Tensor) -> tuple[list[Tensor], Tensor]:
-    return [x, x[:, :4]], y
-
-
-def of_players(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.softplus(outputs[:, 0]).mean() + F.softplus(-outputs[:, 1]).mean()
 
 
 def doubles_inputs(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
@@ -589,11 +375,6 @@ def old_spectral_norm() -> nn.Module:
     return nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 3))
 
 
-def deep_copied() -> nn.Module:
-    layer = nn.Linear(6, 6)
-    return nn.Sequential(*(nn.Sequential(copy.deepcopy(layer), nn.Tanh()) for _ in range(3)), nn.Linear(6, 3))
-
-
 class LowRank(nn.Module):
     """A parametrization: the weight and a product of two thin matrices."""
 
@@ -629,19 +410,14 @@ SQUARE = linear(8, 8)
 CASES = [
     Case("counter in a buffer", built(body(counts), **BODY, calls=zeros(dtype=torch.int64)), vectors(),
          sliced="it counts slices"),
-    Case("counter in Python", built(body(counts_in_python), **BODY), vectors()),
     Case("moving average, rebound", built(body(averages), **BODY, mean=zeros(8)), vectors(),
          sliced="it averages slices"),
     Case("queue", built(body(enqueues), **BODY, queue=zeros(8, 8)), vectors(), sliced="it enqueues slices"),
     Case("queue with a pointer", built(body(points), **BODY, queue=zeros(16, 8), pointer=zeros(1, dtype=torch.int64)),
          vectors(), sliced="it enqueues slices", refused=READS),
     Case("remembered activation", built(body(remembers), **BODY), vectors()),
-    Case("list of activations", built(body(keeps_list), **BODY), vectors(), inductor=True),
     Case("branch by value", built(body(branches_by_value), **BODY, first=SQUARE, second=SQUARE), vectors(), adam=True,
          sliced="it chooses for a slice", refused=READS),
-    Case("branch by mode", built(body(branches_by_mode), **BODY, first=SQUARE, second=SQUARE), vectors(), adam=True),
-    Case("assertion on values", built(body(asserts), **BODY), vectors(), refused=READS),
-    Case("assertion on shapes", built(body(checks_shapes), **BODY), vectors()),
     Case("number of a tensor", built(body(reads_number), **BODY), vectors(), sliced="the maximum of a slice",
          refused=READS),
     Case("through NumPy", built(body(through_numpy), **BODY), vectors(), sliced="the mean of a slice",
@@ -650,11 +426,8 @@ CASES = [
     Case("mask by bernoulli", built(body(draws_choice), **BODY), vectors(), draws=True, inductor=True),
     Case("gumbel softmax", built(body(draws_gumbel), **BODY), vectors(), draws=True),
     Case("permuted batch", built(body(permutes_batch), **BODY), vectors(), draws=True, sliced="partners in the slice"),
-    Case("straight-through rounding", built(body(rounds_straight_through), **BODY), vectors()),
     Case("gradient in forward", built(body(penalised), **BODY, inner=SQUARE), vectors()),
     Case("jacobian in forward", built(body(jacobian), **BODY, inner=SQUARE), vectors()),
-    Case("mixture of experts, dense", built(body(routes), **BODY, router=linear(4, 8), experts=experts), vectors(),
-         inductor=True),
     Case("mixture of experts, sparse", built(body(routes_sparsely), **BODY, router=linear(4, 8), experts=experts),
          vectors(), adam=True, refused=SHAPES),
     Case("checkpointing", built(body(recomputes), **BODY, inner=inner), vectors(),
@@ -663,17 +436,8 @@ CASES = [
          refused={**dict.fromkeys(("eager", "microbatches", "compiled", "ranks"), "set use_reentrant=False"),
                   **FUNCTION}),
     Case("linear solve", built(body(solves), **BODY, matrix=param(8, 8)), vectors()),
-    Case("decompositions", built(body(decomposes), **BODY, matrix=param(8, 8)), vectors()),
     Case("fourier layer", built(body(in_frequency), **BODY, real=param(5), imaginary=param(5)), vectors()),
-    Case("sorting", built(body(sorts), **BODY), vectors()),
-    Case("differential equation", built(body(integrates), **BODY, inner=SQUARE), vectors(), inductor=True),
-    Case("equilibrium", built(body(settles), **BODY, inner=SQUARE), vectors()),
-    Case("equilibrium by tolerance", built(body(settles_by_tolerance), **BODY, inner=SQUARE), vectors(),
-         sliced="it settles for a slice", refused=READS),
-    Case("hypernetwork", built(body(generates_weights), **BODY, hyper=linear(64, 8)), vectors()),
     Case("functional_call inside", built(body(functional_inside), **BODY, inner=SQUARE), vectors()),
-    Case("low-rank adapter", built(body(adapts), **BODY, frozen=lambda: nn.Linear(8, 8).requires_grad_(False),
-         down=param(8, 2), up=param(2, 8)), vectors(), adam=True),
     Case("low-rank parametrization", low_rank, vectors()),
     Case("codebook", built(body(quantizes), **BODY, codebook=lambda: torch.randn(4, 8)), vectors(),
          sliced="its means are those of slices", refused={"population": READS["population"]}),
@@ -692,8 +456,6 @@ CASES = [
          rtol=2e-2),
     Case("autocast inside", built(body(casts_itself), **BODY, inner=lambda: nn.Linear(8, 8).float()), vectors(),
          rtol=2e-2),
-    Case("warning", built(body(warns), **BODY), vectors()),
-    Case("caught error", built(body(catches), **BODY), vectors()),
     Case("cached table", built(body(looks_up), **BODY), vectors()),
     Case("older autograd function", built(body(lambda self, x: Doubled.apply(x)), **BODY), vectors(),
          refused=FUNCTION),
@@ -703,14 +465,8 @@ CASES = [
     Case("unused parameter", built(body(lambda self, x: x), **BODY, idle=param(4)), vectors(), adam=True),
     Case("parameter list", built(body(lambda self, x: x * sum(self.scales)), **BODY,
          scales=lambda: nn.ParameterList([torch.ones(8), torch.randn(8)])), vectors()),
-    Case("parameter dictionary", built(body(lambda self, x: x * self.scales["a"] + self.scales["b"]), **BODY,
-         scales=lambda: nn.ParameterDict({"a": torch.ones(8), "b": torch.zeros(8)})), vectors()),
-    Case("scalar parameters", built(body(lambda self, x: x * self.scale.exp() + self.shift), **BODY, scale=param(),
-         shift=param()), vectors(), adam=True),
     Case("list of plain tensors", built(body(lambda self, x: x * self.plain[0]), **BODY,
          plain=lambda: [torch.linspace(0, 1, 8)]), vectors()),
-    Case("named tuple out", built(lambda self, x: Pair(self.leave(torch.tanh(self.enter(x))), x), **BODY), vectors(),
-         of_logits),
     Case("dataclass out", built(lambda self, x: Output(self.leave(torch.tanh(self.enter(x)))), **BODY), vectors(),
          of_logits),
     Case("dictionary out", built(lambda self, x: {"logits": self.leave(torch.tanh(self.enter(x))), "none": None},
@@ -728,14 +484,6 @@ CASES = [
     *(Case(f"tied by the {how}", functools.partial(Tied, how), vectors(), adam=how == "module")
       for how in ("module", "parameter", "data")),
     Case("tied by a view", functools.partial(Tied, "view"), vectors(), refused="share memory"),
-    Case("u-net", UNet, images(), inductor=True),
-    Case("residual block", lambda: nn.Sequential(nn.Conv2d(2, 4, 1), Residual(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-         nn.Linear(4, 3)), images(), inductor=True),
-    Case("mlp-mixer", Mixer, images(), adam=True),
-    Case("vision transformer", Vision, images(), adam=True),
-    Case("graph convolution", Graph, mapped(vectors(), graphs)),
-    Case("two players in one loss", Players, mapped(vectors(), noise_and_real), of_players),
-    Case("reversible streams", Reversible, vectors()),
     Case("hooks of modules", with_hooks, vectors()),
     Case("backward hook of a module", with_backward_hook, vectors(), refused=FUNCTION),
     Case("hook of a parameter", with_parameter_hook, vectors(), refused="weight has hooks"),
@@ -748,7 +496,6 @@ CASES = [
          refused="use the ones in torch.nn.utils.parametrizations"),
     Case("lazy layer", lambda: nn.Sequential(nn.LazyLinear(3)), vectors(),
          refused="run the module once on a batch first"),
-    Case("copied layers", deep_copied, vectors()),
     Case("bag of tokens in float32", lambda: nn.Sequential(nn.EmbeddingBag(7, 4), nn.Linear(4, 3)), tokens(),
          is_float=True),
     Case("everything in float32", lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), values(),

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, losses, optim, tree
-from purecompose.transforms.population import stack_states, unstack_states
 
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -74,7 +73,6 @@ def assert_near(one: State, other: State) -> None:
 
 
 EAGER = {"attn_implementation": "eager"}
-CASES = [(net, dropout, options) for net in (gpt2, bert) for dropout in (0.0, 0.2) for options in ({}, EAGER)]
 
 
 @pytest.mark.parametrize("options", [{}, EAGER], ids=["sdpa", "eager"])
@@ -107,16 +105,6 @@ def test_dropout_is_drawn_with_the_states_key(make_net):
     assert not tree.equal(other.params, first.params)
 
 
-@pytest.mark.parametrize(("make_net", "dropout", "options"), CASES)
-def test_a_population_of_two_equals_two_runs(make_net, dropout, options):
-    batch, step = batch_for(make_net), pc.compose(pc.loop_events, [])
-    alone = [step.init(make_state(make_net, dropout, key, **options)) for key in range(2)]
-    together = pc.population(step, 2)(stack_states(alone), batch)
-    alone = [step(state, batch) for state in alone]
-    for found, expected in zip(unstack_states(together), alone, strict=True):
-        assert_near(found, expected)
-
-
 def test_a_config_that_forward_completes_is_named():
     """BERT stores the kind of its loss in its config in the first pass, unless it is set before."""
     step = pc.compose(pc.loop_events, [])
@@ -137,14 +125,6 @@ def test_to_module_returns_the_trained_model(make_net):
 
 
 @pytest.mark.parametrize("make_net", [gpt2, bert])
-def test_two_microbatches_give_the_gradient_of_the_batch(make_net):
-    batch = batch_for(make_net)
-    steps = [pc.compose(pc.loop_events, [], microbatches=number) for number in (1, 2)]
-    one, two = (step(step.init(make_state(make_net)), batch) for step in steps)
-    assert_near(one, two)
-
-
-@pytest.mark.parametrize("make_net", [gpt2, bert])
 def test_gradients_of_examples_with_padding_are_clipped_together_as_one_by_one(make_net):
     """A mask of padding is read, to find out whether it is needed, and has no single value under vmap."""
     batch = batch_for(make_net)
@@ -159,18 +139,6 @@ def assert_compiled_is_eager(state: State, batch: dict[str, Tensor], backend: st
     state = step.init(state)
     compiled = pc.compile(step, backend=backend, donate=False, quiet=True)(state, batch)
     assert_near(compiled, step(state, batch))
-
-
-@pytest.mark.parametrize("make_net", [gpt2, bert])
-def test_traced_equals_eager(make_net):
-    assert_compiled_is_eager(make_state(make_net, 0.2), batch_for(make_net), "eager")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's compiler uses it
-@pytest.mark.parametrize("make_net", [gpt2, bert])
-def test_compiled_equals_eager(make_net):
-    assert_compiled_is_eager(make_state(make_net, 0.2), batch_for(make_net), "inductor")
 
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
