@@ -41,17 +41,46 @@ def run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run_script
 
 
-# torch.compile warns about its own code: deprecated modules, gradients that it accesses.
-@pytest.mark.slow
+QUICK = {"unmatched", "recording", "quality/ensemble", "quality/finetuning", "products"}
+SCRIPTS: list[tuple[str, str, Callable[[list[dict[str, Any]]], bool]]] = [
+    ("unmatched", "", lambda rows: [row["algorithms"] for row in rows] == ["none", "five", "none again"]),
+    ("recording", "", lambda rows: all(10 < row["checkpoints of 100,000 batches"] <= 20 for row in rows)),
+    ("quality/ensemble", "", lambda rows: rows[3]["parameters"] == 8 * rows[0]["parameters"]),
+    ("quality/finetuning", "", lambda rows: rows[0]["of plain"] == rows[0]["time to it, of plain"] == "1.00"),
+    ("products", "", lambda rows: rows[0]["side"] == "torch" and all(row["GFLOP/s"] > 0 for row in rows)),
+    ("step_overhead", "", lambda rows: all((row["of by hand"] == 1.0) >= (row["side"] == "by hand") for row in rows)),
+    ("run_overhead", "--examples 600", lambda rows: rows[-1]["what"] == "left over with a run's folder"),
+    ("loader", "", lambda rows: [row["workers"] for row in rows] == [0, 2] * (len(rows) // 2)),
+    # The graphs exist on one side and are removed on the other.
+    ("many_leaves", "", lambda rows: all(0 < row["hollow us"] < row["whole us"] for row in rows)),
+    ("layer_freezing", "", lambda rows: rows[0]["layers frozen"] == "9 of 19" and rows[0]["compiled ratio"] > 0),
+    ("surgery", "--blocks 2", lambda rows: 0 < rows[0]["new_mb"] <= rows[0]["peak_mb"] <= rows[0]["allocated_mb"]),
+    ("alibi_lengths", "", lambda rows: {row["loss_at_64"] is None for row in rows} == {True, False}),
+    ("algorithms_cost", "--algorithm label_smoothing", lambda rows: all(row["compiled ratio"] > 0 for row in rows)),
+    ("compile_time", "", lambda rows: rows[0]["from start s"] > rows[0]["from call s"] > 0),
+    ("real_sizes", "--network GPT", lambda rows: len(rows) == 5 and all(row["ms a step"] > 0 for row in rows)),
+    # It stops if two sides disagree about the loss.
+    ("peers", "--network MLP", lambda rows: rows[0]["side"] == "by hand" and all(row["us a step"] > 0 for row in rows)),
+    ("bf16", "", lambda rows: len(rows) == 8 and all(row["bf16 ms"] > 0 for row in rows)),
+]
+"""Scripts, their arguments, and what their rows must show."""
+
+
+# torch.compile warns about its own code; and the machine may have fewer processors than there are workers.
 @pytest.mark.filterwarnings("ignore")
-def test_step_overhead_measures_six_sides_without_and_with_methods(run: Run) -> None:
-    rows = run("step_overhead")
-    assert [row["methods"] for row in rows] == ["none"] * 6 + ["mixup + label smoothing"] * 6
-    assert len({row["side"] for row in rows}) == 6
-    for row in rows:
-        assert row["us a step"] > 0 and row["of by hand"] > 0
-        assert row["side"] != "by hand" or row["of by hand"] == 1.0
-        assert bool(row["of plain"]) is (row["methods"] != "none")
+@pytest.mark.parametrize(
+    ("name", "arguments", "is_right"),
+    [pytest.param(*one, id=one[0], marks=[] if one[0] in QUICK else pytest.mark.slow) for one in SCRIPTS],
+)
+def test_a_script_runs_in_its_short_form(
+    name: str, arguments: str, is_right: Any, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "quality/finetuning":
+        pytest.importorskip("transformers")
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *where: None, raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    rows = run(name, *arguments.split())
+    assert rows and is_right(rows), rows
 
 
 def test_eager_parts_adds_up_to_the_composed_step(run: Run) -> None:
@@ -68,11 +97,6 @@ def test_draws_count_operations_and_compare_two_emulations(run: Run) -> None:
     assert 1 <= counted["uniform, 64"] < counted["mixup_batch, 64 x 64"]
     assert counted["dropout, one more"] <= (5 if rows[0]["way"] == "kernels" else 160)
     assert [row["way"] for row in rows[-2:]] == ["Python's integers", "tensor operations"]
-
-
-def test_unmatched_compares_inactive_algorithms_with_none(run: Run) -> None:
-    rows = run("unmatched")
-    assert [row["algorithms"] for row in rows] == ["none", "five", "none again"]
 
 
 def test_mutants_change_one_place_each(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
@@ -127,21 +151,6 @@ def test_tasks_train_with_the_recipes_of_the_library(name: str, monkeypatch: pyt
     assert list(map(repr, parts.methods)) == list(map(repr, recipe.methods))
 
 
-def test_ensemble_compares_each_side_with_the_population(run: Run) -> None:
-    rows = run("quality/ensemble")
-    assert ["batches" in row for row in rows] == [True] * 4 + [False] * 3
-    one, _, wide, ensemble = rows[:4]
-    assert ensemble["parameters"] == 8 * one["parameters"] and wide["parameters"] > one["parameters"]
-    assert ensemble["batches"] == one["batches"]
-
-
-def test_finetuning_compares_each_side_with_plain_fine_tuning(run: Run) -> None:
-    pytest.importorskip("transformers")
-    rows = run("quality/finetuning")
-    assert [row["side"] for row in rows[:2]] == ["plain", "selective backprop"]
-    assert rows[0]["of plain"] == rows[0]["time to it, of plain"] == "1.00"
-
-
 @pytest.mark.slow
 def test_killed_runs_end_with_the_same_bits(run: Run) -> None:
     rows = run("kill_and_resume")
@@ -161,73 +170,6 @@ def test_messages_counts_what_processes_send_and_hold(run: Run) -> None:
     assert found["sharded by layer", 2]["sent"] > 1.2
 
 
-def test_recording_counts_checkpoints(run: Run) -> None:
-    rows = run("recording")
-    assert [row["network"] for row in rows] == ["cnn", "mlp"]
-    assert all(10 < row["checkpoints of 100,000 batches"] <= 20 for row in rows)
-
-
-@pytest.mark.slow
-def test_run_overhead_reports_the_remainder(run: Run) -> None:
-    rows = run("run_overhead", "--examples", "600")
-    timed = ["fit alone", "with both", "with a run's folder", "an evaluation", "a checkpoint"]
-    assert [row["what"] for row in rows] == [*timed, "left over with both", "left over with a run's folder"]
-
-
-# The machine may have fewer processors than there are workers.
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.slow
-def test_loader_reads_each_data_set_with_and_without_workers(run: Run) -> None:
-    rows = run("loader")
-    assert [row["workers"] for row in rows] == [0, 2] * (len(rows) // 2)
-    assert all(row["ours samples/s"] > 0 and row["DataLoader samples/s"] > 0 for row in rows)
-
-
-def test_products_measures_torch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *where: None, raising=False)
-    monkeypatch.setenv("XLA_FLAGS", "")
-    rows = run("products")
-    assert rows[0]["side"] == "torch" and all(row["GFLOP/s"] > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_many_leaves_measures_with_and_without_donation(run: Run) -> None:
-    rows = run("many_leaves")
-    assert [row["donated"] for row in rows] == [False, True]
-    # The graphs exist on one side and are removed on the other.
-    assert all(0 < row["hollow us"] < row["whole us"] and row["graphs alone us"] > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_layer_freezing_compares_frozen_steps_with_plain_ones(run: Run) -> None:
-    (row,) = run("layer_freezing")
-    assert row["layers frozen"] == "9 of 19" and row["eager ratio"] > 0 and row["compiled ratio"] > 0
-
-
-@pytest.mark.slow
-def test_surgery_reports_time_and_memory(run: Run) -> None:
-    (row,) = run("surgery", "--blocks", "2")
-    assert row["seconds"] > 0
-    assert 0 < row["new_mb"] <= row["peak_mb"] <= row["allocated_mb"]
-
-
-@pytest.mark.slow
-def test_alibi_lengths_evaluates_at_lengths_beyond_those_of_training(run: Run) -> None:
-    rows = {row["positions"]: row for row in run("alibi_lengths")}
-    assert rows["learned"]["loss_at_64"] is None and rows["alibi"]["loss_at_64"] > 0
-    assert all(rows[name]["loss_at_32"] > 0 for name in ("alibi", "learned", "learned, full length"))
-
-
-@pytest.mark.slow
-def test_algorithms_cost_has_rows_for_the_cost_of_each_algorithm(run: Run) -> None:
-    rows = run("algorithms_cost", "--algorithm", "label_smoothing")
-    assert [(row["algorithm"], row["network"].partition(" ")[0]) for row in rows] == [
-        ("label_smoothing(0.1)", "MLP"),
-        ("label_smoothing(0.1)", "CNN,"),
-    ]
-    assert all(row["eager ratio"] > 0 and row["compiled ratio"] > 0 for row in rows)
-
-
 def test_gallery_measures_programs_beside_plain_loops(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = run("gallery", "--program", "pcgrad")
     assert row["program"] == "pcgrad" and float(row["difference"]) < 1e-9
@@ -236,37 +178,6 @@ def test_gallery_measures_programs_beside_plain_loops(run: Run, monkeypatch: pyt
     table = runpy.run_path(str(FOLDER / "gallery.py"))["table"]
     results = json.loads((FOLDER / "results" / "gallery.json").read_text())
     assert table(results) in (FOLDER.parent / "docs" / "gallery.md").read_text()
-
-
-@pytest.mark.slow
-def test_compile_time_starts_two_processes(run: Run) -> None:
-    first, second = run("compile_time")
-    assert (first["process"], second["process"]) == ("first", "second")
-    assert first["from start s"] > first["from call s"] > 0
-    assert first["of first, from start"] == 1.0
-
-
-@pytest.mark.slow
-def test_real_sizes_measures_each_side_in_its_own_process(run: Run) -> None:
-    rows = run("real_sizes", "--network", "GPT")
-    assert [row["side"] for row in rows][:2] == ["by hand", "by hand + torch.compile"] and len(rows) == 5
-    assert all(row["ms a step"] > 0 and row["first s"] >= 0 and row["peak MB"] > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_peers_agree_with_each_other(run: Run) -> None:
-    rows = run("peers", "--network", "MLP")  # it stops if two sides disagree about the loss
-    assert [row["side"] for row in rows][:2] == ["by hand", "by hand + torch.compile"]
-    assert [row["methods"] for row in rows] == sorted(row["methods"] for row in rows)
-    assert all(row["us a step"] > 0 for row in rows)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_bf16_measures_four_sides_of_two_networks(run: Run) -> None:
-    rows = run("bf16")
-    assert len(rows) == 8
-    assert all(row["bf16 ms"] > 0 for row in rows)
 
 
 @pytest.mark.slow
