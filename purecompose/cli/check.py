@@ -19,7 +19,7 @@ from purecompose.cli.settings import UsageError, check_target
 from purecompose.cli.setup import completed, fixed_arithmetic, reported_as
 from purecompose.cli.sources import chosen, settings_of
 from purecompose.testing.checking import Trials, trials
-from purecompose.testing.conflicts import conflicts
+from purecompose.testing.order import conflicts
 from purecompose.testing.report import Report
 from purecompose.testing.shipped import SHIPPED
 

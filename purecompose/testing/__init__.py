@@ -10,13 +10,19 @@ Needs Hypothesis: `pip install "purecompose[testing]"`.
 """
 
 from purecompose.testing import strategies, suite
-from purecompose.testing.case import Case
-from purecompose.testing.checking import CheckOptions, check, check_loss
-from purecompose.testing.companions import COMPANIONS
-from purecompose.testing.conflicts import Conflicts, Meeting, OrderWarning, conflicts, warn_of_conflicts
+from purecompose.testing.case import COMPANIONS, Case
+from purecompose.testing.checking import CheckOptions, check, check_loss, laws
 from purecompose.testing.law import Broken, Law, LawViolation, NotJudged, acts_in_step, define_law, never_acts
-from purecompose.testing.order import Commutation, OrderOptions, commutes
-from purecompose.testing.plugin import laws
+from purecompose.testing.order import (
+    Commutation,
+    Conflicts,
+    Meeting,
+    OrderOptions,
+    OrderWarning,
+    commutes,
+    conflicts,
+    warn_of_conflicts,
+)
 from purecompose.testing.record import compare, intercepted, run
 from purecompose.testing.report import Outcome, Report, Status
 from purecompose.testing.shipped import SHIPPED

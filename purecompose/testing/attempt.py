@@ -1,11 +1,18 @@
-"""Trials of a law on one case after the other, with their outcome, and the test whether an algorithm fits a task."""
+"""Trials of a law on generated cases: the search for the simplest case that fails, and the outcome."""
 
+import inspect
+import pathlib
+import re
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from hypothesis.errors import UnsatisfiedAssumption
+import torch
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed as seeded, settings
+from hypothesis.errors import Unsatisfiable, UnsatisfiedAssumption
+from hypothesis.strategies import SearchStrategy
 
 from purecompose import batch as batches, tree
 from purecompose.core.algorithm import Algorithm
@@ -13,12 +20,12 @@ from purecompose.core.compose import Step
 from purecompose.core.loop import eval_events, predict_events
 from purecompose.core.state import State
 from purecompose.testing.case import Case
-from purecompose.testing.faults import fault_rows, first_line, is_refusal, one_line
 from purecompose.testing.law import (
     Broken,
     Law,
     LawViolation,
     NotJudged,
+    Row,
     acts_in_step,
     acts_outside,
     errors_named,
@@ -26,13 +33,212 @@ from purecompose.testing.law import (
 )
 from purecompose.testing.moments import find_moments
 from purecompose.testing.process import process_restored, process_settings
-from purecompose.testing.record import intercepted
+from purecompose.testing.record import intercepted, run
 from purecompose.testing.report import Outcome, Status
-from purecompose.testing.rows import Row
-from purecompose.testing.search import Search, Tried
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import Task
 from purecompose.time.event import Event
+
+
+SHRINK_TRIES = 120
+"""Number of tries after which shrinking ends, which makes it reproducible."""
+SHRINK_SECONDS = 7.0
+"""Seconds after which shrinking ends as well, for slow algorithms."""
+
+
+class Tried(NamedTuple):
+    """The result of a case."""
+
+    acted: bool = True
+    """True if there was something to judge."""
+    failure: Exception | None = None
+    """The failure, if any."""
+
+
+class Search(NamedTuple):
+    """The result of all cases."""
+
+    num_cases: int = 0
+    """Number of cases up to the first that fails, without those that an assumption rejects."""
+    num_acted: int = 0
+    """Number of these cases in which there was something to judge."""
+    case: Case | None = None
+    """The simplest case that fails."""
+    failure: Exception | None = None
+    """The failure in that case."""
+
+
+class Stop(BaseException):
+    """Raised by an attempt to end the search. A BaseException, because an `Exception` would mean a failing case."""
+
+
+class _Failed(Exception):
+    """Raised to report a failing case to Hypothesis."""
+
+
+def search(strategy: SearchStrategy[Case], attempt: Callable[[Case], Tried], *, max_examples: int, seed: int) -> Search:
+    """Try cases until one fails, and then search for a simpler one.
+
+    `Stop` ends the search; other errors that an attempt raises are raised again, except rejections by
+    `hypothesis.assume`.
+
+    Args:
+        strategy: The cases.
+        attempt: Function that tries a case. While shrinking, only failures of the first one's type count.
+        max_examples: Number of cases.
+        seed: Seed of the cases.
+    """
+    searching = _Searching(attempt)
+    quietly = settings(
+        max_examples=max_examples,
+        derandomize=False,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
+        report_multiple_bugs=False,
+        print_blob=False,
+        verbosity=Verbosity.quiet,
+    )
+    try:
+        seeded(seed)(quietly(given(strategy)(lambda case: searching.step(case))))()
+    except (Stop, Unsatisfiable):
+        pass
+    except Exception:
+        if searching.found.failure is None:
+            raise
+    return searching.found
+
+
+class _Searching:
+    """The result so far.
+
+    The failing case and its failure are stored here, not taken from Hypothesis's exception, because an algorithm with
+    hidden state in a closure may fail differently when it is tried again.
+    """
+
+    def __init__(self, attempt: Callable[[Case], Tried]) -> None:
+        self.attempt, self.found = attempt, Search()
+        self._tries_left, self._deadline = SHRINK_TRIES, 0.0
+
+    def step(self, case: Case) -> None:
+        """Try a case; raise if it fails."""
+        is_shrinking = self.found.failure is not None
+        if is_shrinking:
+            self._tries_left -= 1
+            if self._tries_left < 0 or time.perf_counter() > self._deadline:
+                raise Stop
+        acted, failure = self.attempt(case)
+        if not is_shrinking:
+            self.found = Search(self.found.num_cases + 1, self.found.num_acted + acted)
+            self._deadline = time.perf_counter() + SHRINK_SECONDS
+        if failure is None or (is_shrinking and type(failure) is not type(self.found.failure)):
+            return
+        self.found = self.found._replace(case=case, failure=failure)
+        raise _Failed
+
+
+_IN_COMPANION = re.compile(r"in companion\.(\w+) at (?:Event\.)?(\w+)")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the type and the first line of the message.
+
+    Example:
+        >>> first_line(ValueError("expected images\\nof four dimensions"))
+        'ValueError: expected images'
+    """
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": ")
+
+
+def one_line(error: Exception, algorithm: Algorithm) -> str:
+    """Describe an error in one line, with its place in the step and the author's line."""
+    lines = [line.partition(": ")[0] for line in _author_lines(error, algorithm)[-1:]]
+    places = [*_notes(error), *lines]
+    return " ".join([first_line(error), *([f"({'; '.join(places)})"] if places else [])])
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Return whether an error is an intended refusal.
+
+    That is a TypeError, ValueError, NotImplementedError, assertion or warning, raised explicitly and not by torch.
+
+    Example:
+        >>> try:
+        ...     int("a")
+        ... except ValueError as error:
+        ...     is_refusal(error)
+        False
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not isinstance(error, (TypeError, ValueError, NotImplementedError, AssertionError, Warning)):
+        return False
+    last = frames[-1]
+    is_torchs = pathlib.Path(last.filename).is_relative_to(_TORCH)
+    return not is_torchs and (last.line or "").startswith(("raise", "assert", "warn"))
+
+
+_TORCH = pathlib.Path(torch.__file__).parent
+
+
+def fault_rows(error: Exception, algorithm: Algorithm, case: Case) -> tuple[Row, ...]:
+    """Describe an error, its place and case, and what to do about it."""
+    own = _author_lines(error, algorithm)
+    notes = "; ".join(_notes(error))
+    return (
+        ("algorithm", repr(algorithm)),
+        ("raised", first_line(error)),
+        *([("where", notes)] if notes else []),
+        *(("line", line) for line in own or _lines(error)[-1:]),
+        ("case", repr(case)),
+        ("to do", _to_do(error, case, bool(own))),
+    )
+
+
+def broken_company(error: BaseException) -> str | None:
+    """Describe an error that was raised inside a companion; `None` for others."""
+    found = next((match for note in _notes(error) if (match := _IN_COMPANION.search(note))), None)
+    return None if found is None else f"broke its company: the companion {found[1]} fails at {found[2]}"
+
+
+def _to_do(error: Exception, case: Case, is_authors: bool) -> str:
+    company = broken_company(error)
+    if company is not None:
+        return f"it {company} on what the algorithm left there; keep the shapes and types that others rely on"
+    if is_authors:
+        return "make apply work on this case, or name the tasks it is for (tasks=...)"
+    if not _works(lambda: run(case.step(), case.state(), case.batches())):
+        return "the plain step fails on this case as well: look at the task's network and batches"
+    return "the plain step works on this case; look at what the algorithm returned"
+
+
+def _works(attempt: Callable[[], object]) -> bool:
+    try:
+        with process_restored():
+            attempt()
+    except Exception:
+        return False
+    return True
+
+
+def _notes(error: BaseException) -> list[str]:
+    return list(dict.fromkeys(getattr(error, "__notes__", ())))
+
+
+def _author_lines(error: Exception, algorithm: Algorithm) -> list[str]:
+    """Return the last frames of the traceback in the file that defines `apply`."""
+    try:
+        own = inspect.getsourcefile(inspect.unwrap(algorithm.apply))
+    except TypeError:  # a callable object
+        own = inspect.getsourcefile(type(algorithm.apply))
+    return _lines(error, own)[-3:]
+
+
+def _lines(error: Exception, filename: str | None = None) -> list[str]:
+    """Return the frames in a file, by default in all files, outermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    chosen = [frame for frame in frames if filename in (None, frame.filename)]
+    return [f"{pathlib.Path(f.filename).name}:{f.lineno} in {f.name}: {f.line}" for f in chosen]
 
 
 NEUTRAL = "neutral_setting"

@@ -1,29 +1,57 @@
-"""check: every law that applies to an algorithm, tried on generated cases."""
+"""check, and laws as pytest tests: every law that applies to an algorithm, tried on generated cases."""
 
+import functools
+import inspect
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import torch
 
 from purecompose import optim
 from purecompose._support.checks import check_whole
+from purecompose._support.specs import did_you_mean
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.separable import check_outputs
 from purecompose.core.state import State
-from purecompose.testing.attempt import NEUTRAL, Attempt, Refusal, refusal
+from purecompose.testing.attempt import NEUTRAL, Attempt, Refusal, refusal, search
 from purecompose.testing.case import COMPANY
-from purecompose.testing.chosen import chosen
 from purecompose.testing.law import Law
 from purecompose.testing.report import Outcome, Report, Status
-from purecompose.testing.search import search
 from purecompose.testing.strategies import cases
 from purecompose.testing.subject import Subject
 from purecompose.testing.suite import LAWS
 from purecompose.testing.tasks import TASKS, Task
+
+
+Named = TypeVar("Named", Law, Task)
+
+
+def chosen(kind: str, given: Iterable[Any], known: Mapping[str, Named], wanted: type[Named]) -> tuple[Named, ...]:
+    """Return the chosen laws or tasks, given as names or objects, in order, without duplicates."""
+    given = (given,) if isinstance(given, (str, wanted)) else tuple(given)
+    if not given:
+        raise ValueError(f"no {kind} given: expected at least one of {', '.join(known)}")
+    found = tuple(dict.fromkeys(_named(kind, item, known, wanted) for item in given))
+    twice = [name for name, count in Counter(item.name for item in found).items() if count > 1]
+    if twice:
+        raise ValueError(f"two different {kind}s are called {twice[0]!r}: give one of them another name")
+    return found
+
+
+def _named(kind: str, item: Any, known: Mapping[str, Named], wanted: type[Named]) -> Named:
+    if isinstance(item, wanted):
+        return item
+    if not isinstance(item, str):
+        raise TypeError(f"{item!r} ({type(item).__name__}): expected a {wanted.__name__} or the name of a {kind}")
+    if item not in known:
+        hint = did_you_mean(item, known)
+        raise ValueError(f"no {kind} is called {item!r};{hint} {'K' if hint else 'k'}nown: {', '.join(known)}")
+    return known[item]
 
 
 _NO_NEUTRAL = "no neutral settings given, such as neutral=mixup(0.0) in Python or --neutral 'mixup(0.0)'"
@@ -220,3 +248,97 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+_PARAMETER = "law"
+
+
+class LawTest:
+    """A function that tries a law on an algorithm, within one test.
+
+    Attributes:
+        name: The law's name.
+        outcome: The outcome, once it has been called.
+    """
+
+    def __init__(self, prepared: Trials, law: Law) -> None:
+        self._trials, self._law, self.name = prepared, law, law.name
+        self.outcome: Outcome | None = None
+
+    def __call__(self) -> Outcome:
+        """Try the law; a second call repeats the result of the first one."""
+        __tracebackhide__ = True
+        import pytest
+
+        if self._trials.failed_tasks:
+            pytest.fail(_refusals(self._trials), pytrace=False)
+        if self.outcome is None:
+            self.outcome = self._trials.judge(self._law)
+        outcome = self.outcome
+        if outcome.status is Status.SKIPPED:
+            pytest.skip(outcome.reason)
+        if outcome.status is Status.BROKEN and outcome.error is not None:
+            # Without the frames of Hypothesis and of the law, which are not the author's code.
+            raise outcome.error.with_traceback(None) from None
+        if not outcome.status.is_ok:
+            pytest.fail(f"{self.name}: {outcome.status.value}: {outcome.details or outcome.reason}", pytrace=False)
+        return outcome
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def laws(
+    algorithm: Algorithm | Subject | str, **options: Unpack[CheckOptions]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that turns a test function into tests of all laws, `test_my_algorithm[deterministic]` etc.::
+
+        from purecompose.testing import laws
+
+        @laws(my_algorithm)
+        def test_my_algorithm(law):
+            law()
+
+    The body may call `law()` itself, for example within a `with` statement or after its own preparations. If it does
+    not, the law is tried after the body, so an empty body is enough, and the parameter `law` may be left out. Other
+    parameters of the decorated function are fixtures, as in any test.
+
+    Args:
+        algorithm: As in `check`.
+        options: As in `check`: `neutral`, `tasks`, `laws`, `max_examples` and `seed`; see `CheckOptions`.
+
+    Raises:
+        TypeError, ValueError: As in `check`, when the test module is imported.
+    """
+    prepared = trials(algorithm, **options)
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
+        import pytest
+
+        if inspect.isclass(test) or inspect.iscoroutinefunction(test):
+            kind = "class: decorate its method" if inspect.isclass(test) else "coroutine: decorate a plain function"
+            raise TypeError(f"@laws on {test.__name__}, a {kind}")
+        signature = inspect.signature(test)
+        takes_law = _PARAMETER in signature.parameters
+
+        @functools.wraps(test)
+        def tried(*args: Any, **kwargs: Any) -> None:
+            __tracebackhide__ = True
+            one = LawTest(prepared, kwargs.pop(_PARAMETER))  # a new one each time, because a test may be run again
+            test(*args, **kwargs, **({_PARAMETER: one} if takes_law else {}))
+            if one.outcome is None:
+                one()
+
+        if not takes_law:
+            keyword = inspect.Parameter(_PARAMETER, inspect.Parameter.KEYWORD_ONLY)
+            parameters = [*signature.parameters.values(), keyword]
+            tried.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
+        names = [law.name for law in prepared.laws]
+        return pytest.mark.parametrize(_PARAMETER, prepared.laws, ids=names)(tried)
+
+    return decorate
+
+
+def _refusals(prepared: Trials) -> str:
+    said = [f"{prepared.subject.algorithm!r} does not work on"]
+    return "\n".join([*said, *(f"  {name}: {why}" for name, why in prepared.refused.items())])

@@ -1,10 +1,11 @@
-"""Laws, and the error that a broken law raises."""
+"""Laws, the error that a broken law raises, and its text."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import pathlib
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,40 @@ from purecompose.testing.tasks import Task
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 from purecompose.tree import Difference
+
+
+Row = tuple[str, str]
+"""A label and its text."""
+
+_NARROWEST = 20
+
+
+def labelled(title: str, rows: Sequence[Row] = (), width: int | None = None) -> str:
+    """Return the title with the rows indented below it.
+
+    Args:
+        title: The first line.
+        rows: Labels, which are aligned in a column, and their texts.
+        width: Number of columns, at which longer lines are wrapped; by default they are not.
+
+    Example:
+        >>> print(labelled("it broke", [("leaf", "['w']"), ("to do", "look at it once more, please")], width=30))
+        it broke
+          leaf   ['w']
+          to do  look at it once more,
+                 please
+    """
+    size = max((len(label) for label, _ in rows), default=0)
+    lines = [("", title), *((f"  {label.ljust(size)}  ", text) for label, text in rows)]
+    if width is None:
+        return "\n".join(f"{label}{text}".rstrip() for label, text in lines)
+    wrap = textwrap.TextWrapper(break_on_hyphens=False)
+    wrapped = []
+    for label, text in lines:
+        wrap.initial_indent, wrap.subsequent_indent = label, " " * (len(label) or 2)
+        wrap.width = max(width, len(label) + _NARROWEST)
+        wrapped.append(wrap.fill(text) or label.rstrip())
+    return "\n".join(wrapped)
 
 
 class LawViolation(AssertionError):
@@ -55,7 +90,7 @@ class LawViolation(AssertionError):
         self.values: dict[str, Any] = broken.values
         self.cause: str = broken.cause
         self.line: str = line_of(subject.algorithm.apply)
-        super().__init__(self._text())
+        super().__init__(labelled(f"the law {law.name} is broken: {law.promise}", self.rows))
 
     @property
     def rows(self) -> tuple[tuple[str, str], ...]:
@@ -74,18 +109,6 @@ class LawViolation(AssertionError):
             ("case", repr(self.case)),
             ("to do", self.law.remedy),
         )
-
-    def _text(self) -> str:
-        width = max(len(label) for label, _ in self.rows)
-        lines = [f"  {label.ljust(width)}  {value}" for label, value in self.rows]
-        return "\n".join([f"the law {self.law.name} is broken: {self.law.promise}", *lines])
-
-
-def _told(what: str, labels: tuple[str, str]) -> str:
-    """Return the text of a difference, with labels instead of "the first" and "the second"."""
-    for side, label in zip(("the first", "the second"), labels, strict=True):
-        what = what.replace(f"only in {side}", f"only there {label}")
-    return what
 
 
 class Broken(Exception):
@@ -118,8 +141,9 @@ class Broken(Exception):
         self.what: str = str(difference)
         self.values: dict[str, Any] = {}
         if not isinstance(difference, str):
-            self.path = f"{where}{difference.path}"
-            self.what = _told(difference.what, labels)
+            self.path, self.what = f"{where}{difference.path}", difference.what
+            for side, label in zip(("the first", "the second"), labels, strict=True):
+                self.what = self.what.replace(f"only in {side}", f"only there {label}")
             has_values = difference.first is not None or difference.second is not None
             self.values = dict(zip(labels, (difference.first, difference.second), strict=True)) if has_values else {}
 

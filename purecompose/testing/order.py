@@ -1,38 +1,47 @@
-"""Decide on generated cases whether the order of two algorithms matters.
+"""Pairs of algorithms: whether their order at an event matters, decided on generated cases, and what decides it.
 
 Two algorithms commute at an event if a training run ends in the same state whichever of them acts first there. Both
 orders are run with everything else unchanged, in float64, so that rounding does not look like a conflict.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypedDict
+from itertools import combinations
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
+import torch
 from hypothesis import assume
+from hypothesis.strategies import SearchStrategy
 
+from purecompose._support.tables import table
 from purecompose.core.algorithm import Algorithm
-from purecompose.core.loop import loop_events
+from purecompose.core.compose import Step
+from purecompose.core.loop import eval_events, loop_events, predict_events
+from purecompose.core.operation import walk
+from purecompose.core.passes import DEFAULT_PASSES, Pass, order_by_constraints, precedes, run_pass
 from purecompose.core.program import events_in
+from purecompose.core.state import State
 from purecompose.errors import MatchError
+from purecompose.testing.attempt import Search, Stop, Tried, broken_company, first_line, search
 from purecompose.testing.case import Case
-from purecompose.testing.chosen import chosen
-from purecompose.testing.faults import broken_company, first_line
-from purecompose.testing.law import Broken
+from purecompose.testing.checking import chosen
+from purecompose.testing.law import Broken, Row, labelled
 from purecompose.testing.moments import find_moments
-from purecompose.testing.pair_search import NoAnswer, Pair
-from purecompose.testing.rows import Row, plain
-from purecompose.testing.search import Search, Stop, Tried, search
+from purecompose.testing.record import LASTING, STEP_FIELDS, compare
+from purecompose.testing.strategies import cases
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import FULL_TASKS, TASKS, Task
 from purecompose.time.event import Event
 from purecompose.time.predicates import Predicate, on
 
 
-# Maximal number of tries for each of the `max_examples` cases.
+Composed = TypeVar("Composed", Step, Iterable[Algorithm])
+
+_LOOP = frozenset(events_in(loop_events))
 _MAX_TRIES = 3
-# Number of equal failures of a pair on a task, without a success, after which the task is left out.
-_MAX_ALIKE = 3
+"""Maximal number of tries for each of the `max_examples` cases, since some give no answer."""
 
 
 class OrderOptions(TypedDict, total=False):
@@ -79,16 +88,16 @@ class Commutation:
     @property
     def difference(self) -> str:
         """The first difference in one line; empty if there is none."""
-        texts = [f"{text} with {order}" for order, text in self._told_values()]
+        texts = [f"{text} with {order}" for order, text in self._labelled_values()]
         return ": ".join(part for part in (self.path, self.what, ", ".join(texts)) if part)
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """The parts of the first difference, each with a label."""
-        found = (("leaf", self.path), ("found", self.what), *self._told_values())
+        found = (("leaf", self.path), ("found", self.what), *self._labelled_values())
         return (*((label, text) for label, text in found if text), ("case", repr(self.counterexample)))
 
-    def _told_values(self) -> list[Row]:
+    def _labelled_values(self) -> list[Row]:
         texts = [f"{value:.6g}" if isinstance(value, float) else repr(value) for value in self.values.values()]
         if len(set(texts)) == 1:
             texts = [repr(value) for value in self.values.values()]
@@ -104,7 +113,7 @@ class Commutation:
             return f"{names}: undecided at {where}: {self.reason}"
         if self.commutes:
             return f"{names} commute: {self.reason}" if self.reason else f"{names} commute at {where}, in {cases}"
-        return plain(f"{names} do not commute at {where}", self.rows)
+        return labelled(f"{names} do not commute at {where}", self.rows)
 
 
 def commutes(
@@ -144,18 +153,18 @@ def commutes(
     first, second = Subject.of(a).algorithm, Subject.of(b).algorithm
     if first.name == second.name:
         raise ValueError(f"two algorithms called {first.name!r}; give one another name: mixup(..., name='other')")
-    names = (min(first.name, second.name), max(first.name, second.name))
+    pair = (first, second) if first.name < second.name else (second, first)
+    names = (pair[0].name, pair[1].name)
     asked = None if event is None else Event(event)
     events = [met for met in meeting_events(first, second) if asked in (None, met)]
     if not events:
         where = "the same event" if asked is None else asked.name
         return Commutation(names, True, () if asked is None else (asked,), 0, f"they never both act at {where}")
-    attempts = partial(_Attempts, Pair(first, second, tolerance), max_tries=_MAX_TRIES * max_examples)
-    chosen_tasks = chosen("task", FULL_TASKS if tasks is None else tasks, TASKS, Task)
+    given = chosen("task", FULL_TASKS if tasks is None else tasks, TASKS, Task)
     answers: list[Commutation] = []
     for one in events:
-        attempt = attempts(one)
-        found = search(attempt.pair.cases(one, chosen_tasks), attempt, max_examples=max_examples, seed=seed)
+        attempt = _Attempts(pair, one, tolerance, max_tries=_MAX_TRIES * max_examples)
+        found = search(attempt.cases(given), attempt, max_examples=max_examples, seed=seed)
         answers.append(_answer(names, attempt, found))
         if answers[-1].commutes is False:
             return answers[-1]
@@ -180,7 +189,7 @@ def meeting_events(a: Algorithm, b: Algorithm) -> tuple[Event, ...]:
 
 def _overlap(joint: Predicate, event: Event) -> bool:
     """Return whether a predicate about time is ever true at an event; True for events outside the step."""
-    if event not in events_in(loop_events):
+    if event not in _LOOP:
         return True
     return bool(find_moments(joint, batches_per_epoch=2, epochs=4).acting)
 
@@ -199,45 +208,109 @@ def _seen_together(a: Algorithm, b: Algorithm, events: Sequence[Event]) -> set[E
     return found
 
 
+class _NoAnswer(Exception):
+    """Raised for a case without an answer; its cause is the error of the usual order, if there was one."""
+
+
 class _Attempts:
-    """A function that tries a pair at an event in a case; each case runs once, because shrinking repeats cases.
+    """A function that tries a pair at an event in a case; each case runs once, because shrinking repeats cases."""
 
-    A task on which the pair fails in the same way in several cases, and succeeds in none, is given up.
-    """
+    def __init__(self, pair: tuple[Algorithm, Algorithm], event: Event, tolerance: float, max_tries: int) -> None:
+        self.pair, self.event, self.seen = pair, event, dict[Case, Broken | _NoAnswer | None]()
+        self._tolerance, self._tries_left = tolerance, max_tries
+        self._program = next((p for p in (eval_events, predict_events) if event in p), loop_events)
+        is_outside = event not in (*_LOOP, Event.INIT) and self._program is loop_events
+        self._fired = event if is_outside else None
 
-    def __init__(self, pair: Pair, event: Event, max_tries: int) -> None:
-        self.pair, self.event, self._tries_left = pair, event, max_tries
-        self.seen: dict[Case, Broken | NoAnswer | None] = {}
-        self._came_out: dict[Task, list[str]] = {}
+    def cases(self, tasks: Sequence[Task]) -> SearchStrategy[Case]:
+        """Return a strategy for cases; most begin where both act, as far as that follows from their predicates."""
+        one, other = self.pair
+        both = dataclasses.replace(one, match=on(self.event) & one.predicate & other.predicate)
+        return cases(tasks, algorithm=both if self.event in _LOOP else None)
 
     def __call__(self, case: Case) -> Tried:
         if case not in self.seen:
-            came_out = self._came_out.setdefault(case.task, [])
-            assume("" in came_out or max(map(came_out.count, came_out), default=0) < _MAX_ALIKE)
-            self._tries_left -= not self._has_difference
+            self._tries_left -= not any(isinstance(found, Broken) for found in self.seen.values())
             if self._tries_left < 0:
                 raise Stop
-            self.seen[case] = self._try(case)
-            error = getattr(self.seen[case], "__cause__", None)
-            came_out.append("" if error is None else first_line(error))
+            try:
+                self.seen[case] = self._difference(case)
+            except _NoAnswer as none:
+                self.seen[case] = none
         found = self.seen[case]
-        assume(not isinstance(found, NoAnswer))
+        assume(not isinstance(found, _NoAnswer))
         return Tried(True, found)
 
     @property
     def errors(self) -> list[BaseException]:
         """The errors of cases that failed in both orders."""
-        return [e.__cause__ for e in self.seen.values() if isinstance(e, NoAnswer) and e.__cause__ is not None]
+        return [e.__cause__ for e in self.seen.values() if isinstance(e, _NoAnswer) and e.__cause__ is not None]
 
-    @property
-    def _has_difference(self) -> bool:
-        return any(isinstance(found, Broken) for found in self.seen.values())
-
-    def _try(self, case: Case) -> Broken | NoAnswer | None:
+    def _difference(self, case: Case) -> Broken | None:
+        """Return the difference that the order at the event makes in a case."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings of the algorithms do not matter here
+            usual = self._run(case, is_swapped=False)
+            if not usual.have_met:
+                raise _NoAnswer from usual.error
+            swapped = self._run(case, is_swapped=True)
+        if usual.error is not None and swapped.error is not None:
+            raise _NoAnswer from usual.error
+        one, other = (algorithm.name for algorithm in _by_passes(DEFAULT_PASSES, self.pair, self.event))
+        labels = (f"{one} before {other}", f"{other} before {one}")
+        fields = LASTING if self._program is loop_events else STEP_FIELDS
         try:
-            return self.pair.difference(case, self.event)
-        except NoAnswer as none:
-            return none
+            for error, label in zip((usual.error, swapped.error), labels, strict=True):
+                if error is not None:
+                    text = " ".join(str(error).split())
+                    raise Broken(f"fails with {label} alone, with {type(error).__name__}: {text}", event=self.event)
+            for ours, theirs in zip(usual.states, swapped.states, strict=True):
+                compare(ours, theirs, labels, fields=fields, tolerance=self._tolerance, event=self.event)
+        except Broken as broken:
+            return broken
+        return None
+
+    def _run(self, case: Case, *, is_swapped: bool) -> "_Run":
+        run = _Run()
+
+        def order(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
+            """Set the order of the two in their places, as the only pass of the run."""
+            if not all(algorithm in algorithms for algorithm in self.pair):
+                return algorithms
+            run.have_met |= event is self.event
+            ordered = _by_passes(DEFAULT_PASSES, self.pair, event)
+            waiting = iter(ordered[::-1] if is_swapped and event is self.event else ordered)
+            return tuple(next(waiting) if algorithm in self.pair else algorithm for algorithm in algorithms)
+
+        try:
+            step = case.step(*self.pair, passes=[order], program=self._program)
+            for state in _states(step, case, self._fired):
+                run.states.append(state)
+        except Exception as failure:
+            run.error = failure
+        return run
+
+
+@dataclass
+class _Run:
+    """A run of a case: its states, whether the pair met at the event, and the error that ended it."""
+
+    states: list[State] = field(default_factory=list)
+    have_met: bool = False
+    error: Exception | None = None
+
+
+def _states(step: Step, case: Case, fired: Event | None) -> Iterator[State]:
+    """Yield the state after `init` and after each step, each time after firing an event outside the program, if any."""
+    state = step.init(case.state(dtype=torch.float64))
+    for batch in [None, *case.batches(torch.float64)]:
+        seen = state
+        if batch is not None:
+            seen = step.fold(state, batch)
+            state = step.finish(seen)
+        if fired is not None:
+            seen = state = step.fire(fired, state)
+        yield state if step.has_advance else seen  # the result of an evaluation is its outputs, which `finish` drops
 
 
 def _answer(names: tuple[str, str], attempt: _Attempts, found: Search) -> Commutation:
@@ -258,3 +331,224 @@ def _why_undecided(attempt: _Attempts) -> str:
     said = f"both orders failed in {len(errors)} of {tried} cases, the first with {first_line(errors[0])}"
     company = next(filter(None, map(broken_company, errors)), None)
     return said if company is None else f"{said}; the pair {company}"
+
+
+class OrderWarning(UserWarning):
+    """Two algorithms do not commute, and only the order of a list decides which acts first."""
+
+
+class Meeting(NamedTuple):
+    """A pair at an event where both may act."""
+
+    event: Event
+    """The event."""
+    order: tuple[str, str]
+    """The names in the order in which they act."""
+    decided_by: str | None
+    """The constraint or pass that decides the order, whichever is listed first; `None` if the list does."""
+    commutation: Commutation
+    """The answer to whether the order matters."""
+
+    @property
+    def is_open(self) -> bool:
+        """True if the order matters and only the list decides it."""
+        return self.commutation.commutes is False and self.decided_by is None
+
+
+@dataclass(frozen=True, repr=False)
+class Conflicts:
+    """The result of `conflicts`; `str` shows the matrix of pairs and the list of those that do not commute."""
+
+    algorithms: tuple[str, ...]
+    """The names, as listed."""
+    meetings: tuple[Meeting, ...]
+    """Each pair at each event where both may act."""
+
+    @property
+    def conflicting(self) -> tuple[Meeting, ...]:
+        """The meetings of pairs that do not commute."""
+        return tuple(meeting for meeting in self.meetings if meeting.commutation.commutes is False)
+
+    @property
+    def undecided(self) -> tuple[Meeting, ...]:
+        """The meetings of pairs that do not commute and whose order only the list decides."""
+        return tuple(meeting for meeting in self.meetings if meeting.is_open)
+
+    @property
+    def unknown(self) -> tuple[Meeting, ...]:
+        """The meetings for which no generated case shows whether the pair commutes."""
+        return tuple(meeting for meeting in self.meetings if meeting.commutation.commutes is None)
+
+    def cell(self, row: str, column: str) -> str:
+        """Return the matrix's entry for two names: one mark, or several where events differ.
+
+        `.`: they commute. `-`: they never meet. `<` or `>`: they do not commute, and the row acts before or after the
+        column. `!`: they do not commute, and only the list decides. `?`: no answer. Empty for a name and itself.
+        """
+        met = [meeting for meeting in self.meetings if set(meeting.order) == {row, column}]
+        if row == column:
+            return ""
+        marks = {_mark(meeting, row) for meeting in met}
+        return "".join(mark for mark in "!<>?" if mark in marks) or ("." if met else "-")
+
+    def __str__(self) -> str:
+        if not self.algorithms:
+            return "no algorithms"
+        parts = [table(*self._matrix()), _LEGEND]
+        if self.conflicting:
+            parts.append(table(["event", "order", "decided by"], self._decisions()))
+        else:
+            parts.append("no conflict found, but some gave no answer" if self.unknown else "they all commute")
+        parts += [
+            labelled(f"{' and '.join(m.order)} do not commute at {m.event.name}", m.commutation.rows)
+            for m in self.conflicting
+        ]
+        return "\n\n".join([*parts, *(str(meeting.commutation) for meeting in self.unknown)])
+
+    def __repr__(self) -> str:
+        return f"Conflicts({', '.join(self.algorithms)}; conflicting: {len(self.conflicting)})"
+
+    def _matrix(self) -> tuple[list[str], list[list[str]]]:
+        numbers = [str(number) for number in range(1, len(self.algorithms) + 1)]
+        rows = [
+            [number, name, *(self.cell(name, other) for other in self.algorithms)]
+            for number, name in zip(numbers, self.algorithms, strict=True)
+        ]
+        return ["", "algorithm", *numbers], rows
+
+    def _decisions(self) -> list[list[str]]:
+        return [[m.event.name, " < ".join(m.order), m.decided_by or self._listing(m)] for m in self.conflicting]
+
+    def _listing(self, meeting: Meeting) -> str:
+        first, second = map(self.algorithms.index, meeting.order)
+        return f"only the list ({'listed so' if first < second else 'listed, reversed'})"
+
+
+_LEGEND = (
+    ".  commute        <  row acts before column    !  do not commute, and only the order of the list decides\n"
+    "-  never meet     >  row acts after column     ?  no generated case gave an answer"
+)
+
+
+def conflicts(
+    algorithms: Iterable[Algorithm | Subject | str],
+    *,
+    passes: Iterable[Pass] = DEFAULT_PASSES,
+    **options: Unpack[OrderOptions],
+) -> Conflicts:
+    """Try all pairs of a list at all events where both may act; see `commutes` for the settings.
+
+    Each pair is tried without the others, with the events in the order of `loop_events`. If the passes drop one of a
+    pair, it does not meet.
+
+    Args:
+        algorithms: Algorithms, or texts as for `Subject.of`, with different names.
+        passes: The passes of the intended step.
+        options: `tasks`, `tolerance=1e-6`, `max_examples=25` and `seed=0`, as for `commutes`.
+
+    Raises:
+        TypeError, ValueError: Two algorithms have the same name, or there is no such algorithm or task.
+        OrderError: Constraints contradict each other.
+
+    Example:
+        >>> found = conflicts(["mixup(0)", "label_smoothing(0)"])  # neutral settings: neither ever acts
+        >>> print(found)
+           algorithm        1  2
+        -  ---------------  -  -
+        1  mixup               -
+        2  label_smoothing  -
+        <BLANKLINE>
+        .  commute        <  row acts before column    !  do not commute, and only the order of the list decides
+        -  never meet     >  row acts after column     ?  no generated case gave an answer
+        <BLANKLINE>
+        they all commute
+    """
+    listed, ordering = [Subject.of(given).algorithm for given in algorithms], tuple(passes)
+    names = tuple(algorithm.name for algorithm in listed)
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"the name {twice[0]!r} is used twice; give one another: mixup(..., name='other')")
+    meetings = []
+    for a, b in combinations(listed, 2):
+        for event in meeting_events(a, b):
+            decision = _decide(a, b, event, ordering)
+            if decision is not None:
+                meetings.append(Meeting(event, *decision, commutes(a, b, event, **options)))
+    return Conflicts(names, tuple(meetings))
+
+
+def warn_of_conflicts(composed: Composed, **settings: Any) -> Composed:
+    """Warn of each pair that does not commute and whose order only the list decides, while composing.
+
+    Args:
+        composed: A step, or a list of algorithms for a step with the default passes.
+        settings: Options of `conflicts`.
+
+    Returns:
+        The step or the algorithms, as given.
+
+    Example:
+        >>> from purecompose import algorithms as alg, compose, loop_events
+        >>> warn_of_conflicts(compose(loop_events, [alg.label_smoothing(0.1)]))
+        Step(label_smoothing(smoothing=0.1))
+    """
+    if isinstance(composed, Step):
+        algorithms, settings = composed.algorithms, {"passes": composed.passes, **settings}
+        absent = {node for node in walk(loop_events) if isinstance(node, Event)} - set(composed.events)
+    else:
+        composed = tuple(composed) if not isinstance(composed, Sequence) else composed  # pyright: ignore
+        algorithms, absent = composed, set()
+    for meeting in conflicts(algorithms, **settings).undecided:
+        if meeting.event not in absent:
+            warnings.warn(_advice(meeting), OrderWarning, stacklevel=2)
+    return composed
+
+
+def _advice(meeting: Meeting) -> str:
+    first, second = meeting.order
+    return (
+        f"{first} and {second} do not commute at {meeting.event.name}, and only the order of the list decides that "
+        f"{first} comes first there. They differ in {meeting.commutation.difference}. Decide it by a constraint, "
+        f"runs_before=({second!r},) on {first} or runs_after=({first!r},) on {second} (or the other way round); or by "
+        "a pass, a function (algorithms, event) -> algorithms in compose(..., passes=(*DEFAULT_PASSES, my_pass))"
+    )
+
+
+def _decide(
+    a: Algorithm, b: Algorithm, event: Event, passes: tuple[Pass, ...]
+) -> tuple[tuple[str, str], str | None] | None:
+    """Return the order of a pair at an event and the rule that decides it; `None` if the passes drop one of them."""
+    listed, reverse = (a, b), (b, a)
+    decided_by: str | None = None
+    for one_pass in passes:
+        listed, reverse = (_by_passes([one_pass], given, event) for given in (listed, reverse))
+        if len(listed) < 2 or len(reverse) < 2:
+            return None
+        if listed != reverse:
+            decided_by = None
+        elif decided_by is None:
+            decided_by = getattr(one_pass, "__name__", repr(one_pass))
+    first, second = listed
+    if decided_by is not None and order_by_constraints in passes and precedes(first, second):
+        decided_by = f"constraint: {first.name} before {second.name}"
+    return (first.name, second.name), decided_by
+
+
+def _by_passes(passes: Iterable[Pass], pair: Sequence[Algorithm], event: Event) -> tuple[Algorithm, ...]:
+    """Return what passes make of a pair, without their warnings, which come when the step itself is composed."""
+    ordered = pair
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for one_pass in passes:
+            ordered = run_pass(one_pass, ordered, event)
+    return tuple(algorithm for algorithm in ordered if algorithm in pair)
+
+
+def _mark(meeting: Meeting, row: str) -> str:
+    if meeting.commutation.commutes is None:
+        return "?"
+    if meeting.commutation.commutes:
+        return "."
+    if meeting.is_open:
+        return "!"
+    return "<" if meeting.order[0] == row else ">"

@@ -1,7 +1,7 @@
-"""Tools of the laws: comparison of states and trees, and observation of an algorithm while it acts."""
+"""Tools of the laws: runs with all events, comparison of states, and observation of an algorithm while it acts."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from purecompose import batch as batches, tree
@@ -14,9 +14,48 @@ from purecompose.core.program import Program, StateFn
 from purecompose.core.scopes import Grad, Microbatches
 from purecompose.core.state import State, fields_where
 from purecompose.testing.law import Broken
-from purecompose.testing.outer import after_batch, begun, ended
 from purecompose.testing.process import process_settings
 from purecompose.time.event import Event
+
+
+_BEGINNING = (Event.FIT_START, Event.ITERATION_START)
+_ENDING = (Event.ITERATION_END, Event.ITERATION_CHECKPOINT, Event.FIT_END)
+
+
+def begun(step: Step, state: State) -> State:
+    """Return the state after `step.init` and the events that `fit` fires before the first batch."""
+    return fired(step, _BEGINNING, step.init(state))
+
+
+def after_batch(step: Step, state: State, batch: Any) -> State:
+    """Return the state after a step and the events around it, including those of an epoch that begins or ends."""
+    before = opened(step, state)
+    return closed(step, before, step(before, batch))
+
+
+def opened(step: Step, state: State) -> State:
+    """Return the state after the events between steps that `fit` fires before a batch."""
+    opening = [Event.EPOCH_START] if state.timestamp.batch_in_epoch == 0 else []
+    return fired(step, [*opening, Event.BEFORE_DATALOADER], state)
+
+
+def closed(step: Step, before: State, state: State) -> State:
+    """Return the state after the events that `fit` fires after a step from the state `before`."""
+    closing = [Event.EPOCH_END, Event.EPOCH_CHECKPOINT] if state.timestamp.epoch != before.timestamp.epoch else []
+    return fired(step, [Event.BATCH_CHECKPOINT, *closing], state)
+
+
+def ended(step: Step, state: State) -> State:
+    """Return the state after the events that `fit` fires at the end of a run."""
+    return fired(step, _ENDING, state)
+
+
+def fired(step: Step, events: Iterable[Event], state: State) -> State:
+    """Return the state after these events; the states of evaluation and prediction are discarded."""
+    for event in events:
+        after = step.fire(event, state)
+        state = state if event.is_eval or event.is_predict else after
+    return state
 
 
 STEP_FIELDS = fields_where(holds_values=True)

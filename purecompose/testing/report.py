@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from purecompose._support.tables import Toned, columns, fragment, note, preformatted, table, terminal_width
-from purecompose.testing.law import LawViolation
-from purecompose.testing.rows import Row, coloured, hung, plain
+from purecompose.testing.law import LawViolation, Row, labelled
 
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.text import Text
 
 
 class Status(enum.Enum):
@@ -78,7 +77,7 @@ class Outcome:
     @property
     def details(self) -> str:
         """The full text of a violation or an error; empty for other outcomes."""
-        return plain(self.title, self.rows) if self.rows else ""
+        return labelled(self.title, self.rows) if self.rows else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; a violation is represented by its parts."""
@@ -142,7 +141,11 @@ class Report:
     def summary(self) -> str:
         """One line, such as "ok: 15 laws kept, 3 skipped (12.3 s)"."""
         counts = Counter(outcome.status for outcome in self.outcomes)
-        found = [f"{counts[status]} {_counted(status, counts[status])}" for status in Status if counts[status]]
+        found = [
+            f"{num} {status.value}{'s' * (status is Status.ERROR and num > 1)}"
+            for status in Status
+            if (num := counts[status])
+        ]
         num_tasks = len(self.tasks) + len(self.refused)
         refused = [f"refuses {len(self.refused)} of {num_tasks} tasks"] if self.refused else []
         refused += [f"fails on {', '.join(self.failed_tasks)}"] if self.failed_tasks else []
@@ -166,36 +169,29 @@ class Report:
             width: Number of columns; by default the terminal's, at most 110.
         """
         width = width or terminal_width()
-        parts = ["\n".join(hung("", line, width) for line in self._head())]
-        if self.outcomes:
-            rows = [(o.law, _shout(o.status), _acted(o), o.reason) for o in self.outcomes]
-            parts.append(table(_HEAD, rows, width=width))
-        parts += [plain(title, rows, width) for title, rows in self._details()]
-        parts += [hung("", line, width) for line in self._advice()]
-        return "\n\n".join([*parts, self.summary])
+        parts = ["\n".join(labelled(line, width=width) for line in self._head())]
+        parts += [table(_HEAD, self._table(), width=width)] if self.outcomes else []
+        parts += [labelled(title, rows, width) for title, rows in self._details()]
+        return "\n\n".join([*parts, *(labelled(line, width=width) for line in self._advice()), self.summary])
 
-    def __rich__(self) -> "Group":
-        from rich.console import Group
-        from rich.table import Table
+    def __rich__(self) -> "Text":
         from rich.text import Text
 
-        head = [Text(line) for line in self._head()]
-        head[0].stylize("bold")
-        grid = Table(*_HEAD, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for outcome in self.outcomes:
-            result = Text(_shout(outcome.status), style=_STYLES[outcome.status])
-            grid.add_row(outcome.law, result, _acted(outcome), Text(outcome.reason))
-        details = [part for title, rows in self._details() for part in (Text(), *coloured(title, rows))]
-        advice = [part for line in self._advice() for part in (Text(), Text(line, style="yellow"))]
-        summary = Text(self.summary, style="bold green" if self.ok else "bold red")
-        return Group(*head, Text(), *([grid] if self.outcomes else []), *details, *advice, Text(), summary)
+        text = Text(str(self))
+        for status in Status:
+            text.highlight_regex(rf"(?<=  ){_shout(status)}(?=  )", _STYLES[status])
+        text.highlight_words([self.summary], "bold green" if self.ok else "bold red")
+        return text
 
     def _repr_html_(self) -> str:
-        rows = [(o.law, Toned(_shout(o.status), _TONES[o.status]), _acted(o), o.reason) for o in self.outcomes]
+        rows = [
+            (name, Toned(result, _TONES[outcome.status]), acted, reason)
+            for outcome, (name, result, acted, reason) in zip(self.outcomes, self._table(), strict=True)
+        ]
         return fragment(
             *map(note, self._head()),
             *([columns(_HEAD, rows)] if rows else []),
-            *(preformatted(plain(title, rows, _WIDTH)) for title, rows in self._details()),
+            *(preformatted(labelled(title, rows, _WIDTH)) for title, rows in self._details()),
             *map(note, self._advice()),
             note(self.summary, "good" if self.ok else "bad"),
         )
@@ -222,6 +218,9 @@ class Report:
         on = f"on {', '.join(self.tasks)}" if self.tasks else "on no task"
         reasons = _grouped((why, name) for name, why in self.refused.items())
         return [f"{self.algorithm} {on}", *(f"not on {', '.join(names)}: {why}" for why, names in reasons.items())]
+
+    def _table(self) -> list[tuple[str, str, str, str]]:
+        return [(o.law, _shout(o.status), _acted(o), o.reason) for o in self.outcomes]
 
     def _details(self) -> list[tuple[str, tuple[Row, ...]]]:
         """Return the titles and rows below the table; equal errors are reported once, with the first case."""
@@ -273,18 +272,14 @@ def _cause(outcome: Outcome) -> Any:
     return tuple(row for row in outcome.rows if row[0] in ("raised", "line", "breaks"))
 
 
-def _counted(status: Status, count: int) -> str:
-    return "errors" if status is Status.ERROR and count > 1 else status.value
-
-
 def _shout(status: Status) -> str:
     """Return a status as text, in capitals if it is not ok, because a terminal may have no colours."""
     return status.value if status.is_ok else status.value.upper()
 
 
 def _acted(outcome: Outcome) -> str:
-    is_told = outcome.num_cases and outcome.status is not Status.BLOCKED
-    return f"{outcome.num_acted}/{outcome.num_cases}" if is_told else ""
+    has_acted = outcome.num_cases and outcome.status is not Status.BLOCKED
+    return f"{outcome.num_acted}/{outcome.num_cases}" if has_acted else ""
 
 
 def _versions() -> dict[str, str]:

@@ -59,14 +59,15 @@ class Subject(NamedTuple):
         """Return the subject with a changed algorithm."""
         return Subject(dataclasses.replace(self.algorithm, **changes), self.source)
 
-    def made_anew(self) -> Algorithm:
-        """Return a new algorithm from the source, at the same events; the same one if there is no source text."""
+    def rebuilt(self) -> Subject:
+        """Return a subject with a new algorithm, if there is a source text; otherwise the same one."""
+        return self if self.source is None else _rebuilt(self.source, self.algorithm.events)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the source text if there is one, since most algorithms are closures."""
         if self.source is None:
-            return self.algorithm
-        algorithm, events = Subject.of(self.source).algorithm, self.algorithm.events
-        if algorithm.events == events:
-            return algorithm
-        return dataclasses.replace(algorithm, match=algorithm.predicate & on(*events))
+            return Subject, (self.algorithm,)
+        return _rebuilt, (self.source, self.algorithm.events)
 
     def renamed(self, name: str) -> Subject | None:
         """Return the same algorithm with another name; `None` without a source text whose factory accepts a name."""
@@ -84,6 +85,14 @@ class Subject(NamedTuple):
     def only_at(self, event: Event) -> Subject:
         """Return the subject with an algorithm that acts only at INIT and at one event."""
         return self.changed(match=self.algorithm.predicate & on(Event.INIT, event))
+
+
+def _rebuilt(source: str, events: tuple[Event, ...]) -> Subject:
+    """Return a new subject from a source text, which may act at fewer events than the algorithm from the text."""
+    subject = Subject.of(source)
+    if subject.algorithm.events == events:
+        return subject
+    return subject.changed(match=subject.algorithm.predicate & on(*events))
 
 
 def _shipped(text: str) -> Algorithm:

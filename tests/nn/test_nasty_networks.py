@@ -14,10 +14,9 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import purecompose as pc
 from purecompose import Algorithm, State, algorithms, compose, evaluate, loop_events, tree
 from purecompose.errors import UnkeyedRandomError
-from purecompose.testing.case import Case
-from purecompose.testing.companions import noise, shrink
+from purecompose.testing import suite
+from purecompose.testing.case import Case, noise, shrink
 from purecompose.testing.law import Law
-from purecompose.testing.suite import absence, contract, numbers, parts, purity, resume
 from purecompose.testing.tasks import Task
 from tests.helpers import assert_close, assert_same
 from tests.nn.nasty_networks import NETWORKS, Around, RunningMean, vectors
@@ -158,15 +157,15 @@ def test_mapped_states_equal_single_states(name):
 
 # The laws
 
-PURE = (purity.input_untouched, purity.deterministic, purity.global_state_kept)
+PURE = (suite.input_untouched, suite.deterministic, suite.global_state_kept)
 OTHERS = (
-    contract.structure_kept,
-    contract.buffers_kept,
-    absence.absent_when_unmatched,
-    absence.draws_independent,
-    parts.microbatches_agree,
-    numbers.vmap_agrees,
-    resume.resume_exact,
+    suite.structure_kept,
+    suite.buffers_kept,
+    suite.absent_when_unmatched,
+    suite.draws_independent,
+    suite.microbatches_agree,
+    suite.vmap_agrees,
+    suite.resume_exact,
 )
 
 

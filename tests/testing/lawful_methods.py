@@ -10,17 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from purecompose import batch as batches, losses, random, tree
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.state import State
-from purecompose.losses.targets import Mixture
 from purecompose.nn.model import from_module
 from purecompose.schedule import hparam
 from purecompose.surgery.weights import to_module
 from purecompose.time.event import Event
-from purecompose.time.predicates import after, before, every, on
+from purecompose.time.predicates import on
 
 
 __all__ = ["LAWFUL"]
@@ -62,15 +60,6 @@ def report(state: State, name: str, value: Tensor) -> State:
 # Weights
 
 
-@lawful(on(Event.INIT, Event.BATCH_END, *_CLOSING), *_ALL)
-def ema(event: Event, state: State, name: str) -> State:
-    if event is Event.INIT:
-        return remember(state, name, dict(state.params))
-    if event is Event.BATCH_END:
-        return remember(state, name, {k: torch.lerp(v, state.params[k], 0.1) for k, v in state.slots[name].items()})
-    return state.replace(params=dict(state.slots[name]))
-
-
 @lawful(on(Event.INIT, Event.EPOCH_END, *_CLOSING))
 def ema_of_epochs(event: Event, state: State, name: str) -> State:
     if event is Event.INIT:
@@ -78,23 +67,6 @@ def ema_of_epochs(event: Event, state: State, name: str) -> State:
     if event is Event.EPOCH_END:
         return remember(state, name, {k: torch.lerp(v, state.params[k], 0.5) for k, v in state.slots[name].items()})
     return state.replace(params=dict(state.slots[name]))
-
-
-@lawful(on(Event.INIT) | on(Event.BATCH_END) & after(0.5), "images", traits=[Trait.SETS_BUFFERS])
-def swa_into_live_weights(event: Event, state: State, name: str) -> State:
-    if event is Event.INIT:
-        return remember(state, name, {"params": dict(state.params), "buffers": dict(state.buffers)})
-    now = {"params": state.params, "buffers": state.buffers}
-    mean = tree.map(lambda a, b: torch.lerp(a, b, 0.5) if a.is_floating_point() else b, state.slots[name], now)
-    return remember(state.replace(**mean), name, mean)
-
-
-@lawful(on(Event.INIT) | on(Event.BATCH_END) & every(2), "vectors", "frozen")
-def lookahead(event: Event, state: State, name: str) -> State:
-    if event is Event.INIT:
-        return remember(state, name, dict(state.params))
-    new = {k: torch.lerp(slow, state.params[k], 0.5) for k, slow in state.slots[name].items()}
-    return remember(state.replace(params=dict(new)), name, new)
 
 
 @lawful(on(Event.EVAL_START, Event.PREDICT_START))
@@ -116,19 +88,6 @@ def freezing_by_mask(event: Event, state: State, name: str) -> State:
 # Gradients
 
 
-@lawful(on(Event.AFTER_TRAIN_BATCH), *_ALL, runs_before=[Trait.CLIPS_GRADIENTS])
-def sam(event: Event, state: State, name: str) -> State:
-    grads = state.grads or {}
-    scale = 0.05 / (tree.global_norm(grads) + 1e-12)
-    return state.replace(grads=state.gradient({k: p + scale * grads.get(k, 0) for k, p in state.params.items()})[0])
-
-
-@lawful(on(Event.AFTER_TRAIN_BATCH), *_ALL, traits=[Trait.CLIPS_GRADIENTS])
-def clipping(event: Event, state: State, name: str) -> State:
-    factor = (0.1 / (tree.global_norm(state.grads) + 1e-6)).clamp(max=1.0)
-    return state.replace(grads={k: g * factor for k, g in (state.grads or {}).items()})
-
-
 def _row_norms(x: Tensor) -> Tensor:
     return x.abs() if x.ndim < 2 else x.flatten(1).norm(dim=1).reshape(-1, *[1] * (x.ndim - 1))
 
@@ -148,67 +107,7 @@ def gradient_noise(event: Event, state: State, name: str) -> State:
     return state.replace(grads={k: g + 0.01 * noise[k].to(g) for k, g in (state.grads or {}).items()})
 
 
-@lawful(on(Event.INIT, Event.AFTER_TRAIN_BATCH))
-def accumulation(event: Event, state: State, name: str) -> State:
-    if event is Event.INIT:
-        return remember(state, name, {k: torch.zeros_like(state.params[k]) for k in state.context.trainable})
-    assert state.clock is not None and state.grads is not None
-    total = {k: kept + state.grads[k] / 2 for k, kept in state.slots[name].items()}
-    is_due = (state.clock.batch + 1) % 2 == 0
-    state = state.replace(grads={k: torch.where(is_due, g, 0) for k, g in total.items()})
-    return remember(state, name, {k: torch.where(is_due, 0, g) for k, g in total.items()})
-
-
-@lawful(on(Event.AFTER_TRAIN_BATCH), "vectors", traits=[Trait.RENEWS_GRADIENTS])
-def per_example_clipping(event: Event, state: State, name: str) -> State:
-    def loss(params: dict[str, Tensor], x: Tensor, y: Any) -> Tensor:
-        outputs = state.replace(params={**state.params, **params}).forward(x[None])
-        return losses.evaluate_loss(state.context.loss, outputs, batches.map_tensors(lambda t: t[None], y))
-
-    trained = {k: state.params[k] for k in state.grads or {}}
-    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(trained, state.inputs, state.targets)
-    squares = torch.stack([g.flatten(1).pow(2).sum(1) for g in each.values()]).sum(0)
-    factor = (0.1 / (squares + 1e-12).sqrt()).clamp(max=1)
-    return state.replace(grads={k: torch.tensordot(factor.to(g), g, 1) / len(factor) for k, g in each.items()})
-
-
-@lawful(on(Event.INIT, Event.AFTER_TRAIN_BATCH, *_CLOSING))
-def schedule_free(event: Event, state: State, name: str) -> State:
-    if event is Event.INIT:
-        return remember(state, name, dict(state.params))
-    z = state.slots[name]
-    if event is not Event.AFTER_TRAIN_BATCH:
-        return state.replace(params={k: (p - 0.1 * z[k]) / 0.9 for k, p in state.params.items()})
-    steps = {k: state.hparams["lr"].to(g) * g for k, g in (state.grads or {}).items()}
-    return remember(state, name, {k: v - steps[k] if k in steps else v for k, v in z.items()})
-
-
 # Loss
-
-
-@lawful(on(Event.INIT, Event.BEFORE_BACKWARD, Event.AFTER_TRAIN_BATCH))
-def loss_scaling(event: Event, state: State, name: str) -> State:
-    if event is Event.INIT:
-        return remember(state, name, torch.full((), 256.0, device=state.device))
-    assert state.loss is not None
-    scale = state.slots[name]
-    if event is Event.BEFORE_BACKWARD:
-        return state.replace(loss=state.loss * scale.to(state.loss))
-    grads = {k: g / scale.to(g) for k, g in (state.grads or {}).items()}
-    is_finite = torch.stack([g.isfinite().all() for g in grads.values()]).all()
-    state = state.replace(grads={k: torch.where(is_finite, g, 0) for k, g in grads.items()})
-    state = state.replace(loss=state.loss / scale.to(state.loss))  # pyright: ignore[reportOptionalOperand]
-    return remember(state, name, torch.where(is_finite, scale, scale / 2))
-
-
-@lawful(on(Event.AFTER_TRAIN_BATCH, Event.BATCH_END))
-def skip_nonfinite(event: Event, state: State, name: str) -> State:
-    if event is Event.AFTER_TRAIN_BATCH:
-        return remember(state, name, {"params": state.params, "opt_state": state.opt_state})
-    assert state.loss is not None
-    is_fine, old = state.loss.isfinite(), state.slots[name]
-    new = {"params": state.params, "opt_state": state.opt_state}
-    return forget(state.replace(**tree.map(lambda o, n: torch.where(is_fine, n, o), old, new)), name)
 
 
 @lawful(on(Event.AFTER_LOSS), "vectors", traits=[Trait.EDITS_LOSS])
@@ -218,49 +117,6 @@ def weight_penalty(event: Event, state: State, name: str) -> State:
 
 
 # Data
-
-
-@lawful(on(Event.AFTER_DATALOADER), "images")
-def cutmix(event: Event, state: State, name: str) -> State:
-    num, _, height, width = state.inputs.shape
-    order = random.permutation(state.rng(f"{name}.order"), num)
-    top, left = (random.uniform(state.rng(f"{name}.{side}"), ()) for side in ("top", "left"))
-    rows, columns = torch.arange(height) >= top * height, torch.arange(width) >= left * width
-    mask = rows[:, None] & columns
-    mixed = torch.where(mask, state.inputs.index_select(0, order), state.inputs)
-    return state.replace(inputs=mixed, targets=Mixture.of(state.targets).mixed_with(order, mask.float().mean(), False))
-
-
-@lawful(on(Event.AFTER_DATALOADER), "images")
-def cutout(event: Event, state: State, name: str) -> State:
-    num, _, height, width = state.inputs.shape
-    y, x = (random.randint(state.example_rng(f"{name}.{axis}"), (num, 1), 0, height) for axis in "yx")
-    rows, columns = (torch.arange(height) - y).abs() <= 1, (torch.arange(width) - x).abs() <= 1
-    return state.replace(inputs=torch.where((rows[:, :, None] & columns[:, None])[:, None], 0, state.inputs))
-
-
-@lawful(on(Event.AFTER_DATALOADER), "images")
-def colout(event: Event, state: State, name: str) -> State:
-    kept = random.permutation(state.rng(name), state.inputs.shape[-1])[:5].sort()[0]
-    return state.replace(inputs=state.inputs.index_select(-1, kept))
-
-
-@lawful(on(Event.AFTER_DATALOADER), "images", host=True)
-def progressive_resizing(event: Event, state: State, name: str) -> State:
-    size = 3 if (state.timestamp.elapsed() or 0.0) < 0.5 else 6
-    return state.replace(inputs=F.interpolate(state.inputs, size=(size, size), mode="nearest"))
-
-
-@lawful(on(Event.AFTER_DATALOADER), "tokens", host=True)
-def length_warmup(event: Event, state: State, name: str) -> State:
-    length = min(5, 2 + int(4 * (state.timestamp.elapsed() or 0.0)))
-    return state.replace(batch=batches.map_tensors(lambda tokens: tokens[..., :length], state.batch))
-
-
-@lawful(on(Event.AFTER_DATALOADER) & before(0.5))
-def batch_warmup(event: Event, state: State, name: str) -> State:
-    num = state.num_examples
-    return state.replace(batch=batches.take(state.batch, torch.arange(max(1, num // 2)), num))
 
 
 @lawful(on(Event.BEFORE_LOSS, Event.AFTER_LOSS))
@@ -493,7 +349,7 @@ class _Scaling:
     __name__ = "scaling_object"
 
 
-lawful(on(Event.AFTER_TRAIN_BATCH), "vectors")(_Scaling(0.5))
+scaling_object = lawful(on(Event.AFTER_TRAIN_BATCH), "vectors")(_Scaling(0.5))
 
 
 @lawful(on(Event.AFTER_TRAIN_BATCH), "vectors", config={"strength": hparam("strength", 0.3)})

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 
 from purecompose import Algorithm, Event, State, on
 
@@ -36,17 +35,6 @@ def dies_elsewhere() -> Algorithm:
         return _plain(event, state)
 
     return Algorithm("dies_elsewhere", on(Event.BATCH_END), apply)
-
-
-def hangs_elsewhere() -> Algorithm:
-    """Never finishes."""
-
-    def apply(event: Event, state: State) -> State:
-        if _elsewhere():
-            time.sleep(600)
-        return _plain(event, state)
-
-    return Algorithm("hangs_elsewhere", on(Event.BATCH_END), apply)
 
 
 def talks() -> Algorithm:

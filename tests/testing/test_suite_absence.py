@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from purecompose import algorithms as alg
-from purecompose.core.algorithm import Algorithm, identity
+from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.nn.model import from_module
-from purecompose.testing.case import Case
-from purecompose.testing.companions import bystander
+from purecompose.testing.case import Case, bystander
 from purecompose.testing.law import LawViolation
 from purecompose.testing.suite.absence import absent_when_unmatched, draws_independent, neutral_setting
 from purecompose.time.event import Event
@@ -38,18 +37,6 @@ def test_an_algorithm_outside_its_period_is_absent_but_can_act() -> None:
     late = alg.selective_backprop(start=0.9, end=1.0, full_every=0)
     assert absent_when_unmatched(late, CASE)
     assert not draws_independent(bystander("late"), dataclasses.replace(CASE, num_batches=0))
-
-
-def test_the_law_of_absence_exempts_algorithms_that_never_match() -> None:
-    assert not absent_when_unmatched(identity(), CASE)
-    assert absent_when_unmatched.exempt(identity()) == draws_independent.exempt(identity())
-    assert neutral_setting.exempt(identity()) is None
-
-
-def test_an_algorithm_that_only_acts_at_init_is_exempt() -> None:
-    orthogonal = Algorithm("orthogonal", on(Event.INIT), lambda event, state: state)
-    assert "INIT only" in (absent_when_unmatched.exempt(orthogonal) or "")
-    assert absent_when_unmatched.exempt(alg.mixup()) is None
 
 
 @pytest.mark.parametrize("also_changes_lr", [False, True])

@@ -3,26 +3,21 @@
 import pytest
 import torch
 
-from purecompose.core.algorithm import Algorithm, identity
+from purecompose.core.algorithm import Algorithm
 from purecompose.schedule import hparam
 from purecompose.testing.case import Case
-from purecompose.testing.companions import bystander
 from purecompose.testing.law import LawViolation
-from purecompose.testing.suite.contract import buffers_kept, init_once, own_slot, structure_kept
+from purecompose.testing.suite.contract import init_once, own_slot, structure_kept
 from purecompose.testing.tasks import TASKS
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
 from tests.testing.mutants.contract import late_slot, widens_params
 
 
-LAWS = [structure_kept, own_slot, buffers_kept, init_once]
-
-
 def test_shapes_are_shown_before_and_after() -> None:
-    with pytest.raises(LawViolation) as caught:
+    with pytest.raises(LawViolation, match=r"float32\[6, 4\](.|\n)*float64\[6, 4\]"):
         structure_kept(widens_params(), Case())
-    assert caught.value.values == {"before": "float32[6, 4]", "after": "float64[6, 4]"}
-    with pytest.raises(LawViolation, match=r"slots\['late_slot'\](.|\n)*only there after"):
+    with pytest.raises(LawViolation, match=r"slots\['late_slot'\] from absent"):
         structure_kept(late_slot(), Case())
 
 
@@ -58,21 +53,6 @@ def test_an_algorithm_may_change_an_hparam_that_it_names() -> None:
     assert own_slot(make(rate=hparam("lr", 0.1)), Case())
     with pytest.raises(LawViolation, match="hparams"):
         own_slot(make(), Case())
-
-
-def test_the_companion_itself_keeps_the_laws() -> None:
-    case = Case(task=TASKS["images"], others=("noise",), num_batches=2)
-    assert all([law(bystander(), case) for law in LAWS])
-
-
-def test_algorithms_that_give_no_evidence() -> None:
-    idle = Algorithm("idle", on(Event.EVAL_BATCH_START), lambda event, state: state)
-    assert [law(idle, Case()) for law in (structure_kept, own_slot, buffers_kept)] == [False] * 3
-    shrinks = Algorithm("nothing", on(Event.BATCH_END), lambda event, state: state)
-    assert buffers_kept(shrinks, Case(task=TASKS["vectors"])) is False  # the network has no buffers
-    assert buffers_kept(shrinks, Case(task=TASKS["images"])) is True
-    assert init_once.exempt(shrinks) == "it does not act at INIT"
-    assert all(law.exempt(identity()) is not None for law in LAWS)
 
 
 def test_surgery_may_change_weights_at_init() -> None:

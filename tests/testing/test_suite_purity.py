@@ -1,31 +1,34 @@
-"""The laws of purity: their reports, and that they do not change the process."""
+"""The laws of purity and matching: their reports, what they allow, and that they do not change the process."""
 
 import os
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from purecompose import tree
-from purecompose.core.algorithm import Algorithm, identity
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.context import SealedTimeError
 from purecompose.core.state import State
+from purecompose.errors import MatchError
 from purecompose.testing.case import Case
 from purecompose.testing.law import Law, LawViolation
 from purecompose.testing.process import process_settings
-from purecompose.testing.suite.purity import deterministic, global_state_kept, input_untouched
+from purecompose.testing.suite.purity import (
+    deterministic,
+    global_state_kept,
+    input_untouched,
+    match_pure,
+    time_from_clock,
+)
 from purecompose.time.event import Event
-from purecompose.time.predicates import on
+from purecompose.time.predicates import ALWAYS, NEVER, Predicate, every, on
 from tests.testing.mutants import purity as wrong
 from tests.testing.mutants.mutant import Mutant
+from tests.testing.mutants.purity import matches_by_kept_loss, matches_by_key, matches_by_loss, reads_timestamp
 
 
 LAWS = [deterministic, global_state_kept, input_untouched]
-
-
-@pytest.mark.parametrize("law", LAWS, ids=repr)
-def test_neutral_algorithms_are_exempt_and_inactive_ones_give_no_evidence(law: Law) -> None:
-    assert law.exempt(identity()) is not None
-    assert law.exempt(Algorithm("idle", on(Event.FIT_END), lambda event, state: state)) is None
-    assert law(Algorithm("idle", on(Event.EVAL_START), lambda event, state: state), Case()) is False
 
 
 def test_the_values_before_and_after_are_shown() -> None:
@@ -77,3 +80,66 @@ def test_the_environment_is_reported_by_names_only_and_restored() -> None:
         text = str(caught.value)
         assert said in text and "secret" not in text and "PATH" not in text
     assert process_settings() == before
+
+
+def test_a_match_by_kept_losses_is_found_once_a_loss_rises() -> None:
+    algorithm, found = matches_by_kept_loss(), 0
+    for seed in range(6):
+        try:
+            match_pure(algorithm, Case(seed=seed, num_batches=3))
+        except LawViolation as violation:
+            found += 1
+            assert (violation.event, violation.path) == (Event.BATCH_END, "match")
+    assert found >= 2
+
+
+@pytest.mark.parametrize(
+    ("law", "wrong", "error"),
+    [(match_pure, matches_by_loss, MatchError), (time_from_clock, reads_timestamp, SealedTimeError)],
+    ids=["match", "apply"],
+)
+def test_reading_a_value_is_reported_by_the_librarys_errors(law: Law, wrong: Mutant, error: type[Exception]) -> None:
+    with pytest.raises(LawViolation) as caught:
+        law(wrong(), Case())
+    assert isinstance(caught.value.__cause__, error)
+
+
+def test_answers_are_shown_with_their_meaning() -> None:
+    with pytest.raises(LawViolation) as caught:
+        match_pure(matches_by_key(), Case(seed=4))
+    assert caught.value.values == {"for one state": True, "for another seed's, of equal shapes": False}
+    assert "the answer for the step after 0 batches" in str(caught.value)
+
+
+@dataclass(frozen=True)
+class _Forgetful(Predicate):
+    """A predicate for every second batch that wrongly reports each stretch of batches as constant."""
+
+    @property
+    def is_timed(self) -> bool:
+        return True
+
+    def __call__(self, event, state) -> bool:
+        return every(2)(event, state)
+
+    def at(self, event) -> Predicate:
+        return self if event is Event.BATCH_END else NEVER
+
+    def during(self, timestamp) -> tuple[Predicate, float]:
+        return (NEVER if timestamp.batch % 2 else ALWAYS), float("inf")
+
+
+def test_a_predicate_that_is_wrong_about_the_batches_to_come_is_found() -> None:
+    algorithm = Algorithm("forgetful", _Forgetful(), lambda event, state: state)
+    with pytest.raises(LawViolation) as caught:
+        match_pure(algorithm, Case(num_batches=2, batches_per_epoch=3))
+    assert caught.value.event is Event.BATCH_END
+
+
+def test_match_by_shapes_is_lawful() -> None:
+    def match(event, state) -> bool:
+        return event is Event.BATCH_START and state.inputs.shape[0] > 2
+
+    algorithm = Algorithm("wide", match, lambda event, state: state)
+    assert match_pure(algorithm, Case(batch_size=4)) is True
+    assert match_pure(algorithm, Case(batch_size=2)) is False

@@ -52,20 +52,6 @@ def test_together_the_tasks_have_the_features_that_break_algorithms():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", ["tuple", "dict"])
-def test_targets_fit_outputs(kind, form):
-    soft = make_task(kind, targets="soft", form=form, dropout=0.2)
-    batch = soft.make_batch(3, 5, torch.float64)
-    inputs, targets = batch if form == "tuple" else batch.values()
-    outputs = soft.make_net(0).eval().double()(inputs)
-    assert targets.shape == outputs.shape and targets.dtype == torch.float64
-    assert torch.allclose(targets.sum(1), torch.ones((), dtype=torch.float64))
-    batch = make_task(kind, form=form).make_batch(3, 5)
-    targets = batch[1] if form == "tuple" else batch["labels"]
-    assert targets.dtype == torch.int64 and targets.shape == outputs.select(1, 0).shape
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_only_applies_to_the_forward_pass(kind):
     task = make_task(kind, precision="bf16")
     assert task.is_half and not make_task(kind, precision="tf32").is_half and not make_task(kind).is_half
@@ -75,19 +61,6 @@ def test_half_precision_only_applies_to_the_forward_pass(kind):
     inputs = task.make_batch(0, 4)[0]
     ours, theirs = (state.forward(inputs) for state in (rounded, plain))
     assert not torch.equal(ours, theirs) and torch.allclose(ours, theirs, atol=0.05)
-
-
-def test_batches_of_different_seeds_differ_and_share_nothing():
-    task = TASKS["images"]
-    first, again, other = task.make_batch(0, 2), task.make_batch(0, 2), task.make_batch(1, 2)
-    assert torch.equal(first[0], again[0]) and not torch.equal(first[0], other[0])
-    first[0].zero_()
-    assert torch.equal(again[0], task.make_batch(0, 2)[0])
-
-
-def test_images_may_be_smaller():
-    net = make_task("images").make_net(0)
-    assert net(torch.zeros(2, 2, 3, 3)).shape == net(torch.zeros(2, 2, 6, 6)).shape == (2, 3)
 
 
 @pytest.mark.parametrize(

@@ -101,23 +101,10 @@ def resets_all_slots_each_epoch(state: State) -> State:
     return state.replace(slots=tree.map(torch.zeros_like, state.slots))
 
 
-@wrong("own_slot", at=Event.EPOCH_END)
-def decays_rate_each_epoch(state: State) -> State:
-    """Multiplies the optimizer's rate without naming the hparam."""
-    return state.replace(hparams={**state.hparams, "lr": state.hparams["lr"] * 0.9})
-
-
 @wrong("global_state_kept", at=Event.EPOCH_START)
 def seeds_each_epoch(state: State) -> State:
     """Seeds torch at each epoch, as samplers of old did."""
     torch.manual_seed(0)
-    return state
-
-
-@wrong("global_state_kept", at=Event.FIT_START)
-def benchmarks_cudnn(state: State) -> State:
-    """Switches cuDNN's benchmark mode on for speed, which is the program's choice."""
-    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
     return state
 
 
@@ -144,20 +131,6 @@ def ignores_numpy_errors(state: State) -> State:
     return state
 
 
-@wrong("buffers_kept", at=Event.EPOCH_END, task="images")
-def resets_statistics_each_epoch(state: State) -> State:
-    """Sets BatchNorm's statistics to zero at the end of each epoch, with no pass over the data to follow."""
-    return state.replace(buffers=tree.map(torch.zeros_like, state.buffers))
-
-
-@wrong("input_untouched", at=Event.EPOCH_END)
-def shrinks_in_place_each_epoch(state: State) -> State:
-    """Shrinks the weights in place at the end of each epoch."""
-    for param in state.params.values():
-        param.data.mul_(0.9)
-    return state
-
-
 @wrong("stays_finite", at=Event.EPOCH_START)
 def divides_by_elapsed(state: State) -> State:
     """Divides by the elapsed fraction of the run, which is 0 when the first epoch starts."""
@@ -175,20 +148,6 @@ def restarts_from_the_first_weights() -> Any:
         return state.replace(params={k: torch.lerp(p, first[k], 0.1) for k, p in state.params.items()})
 
     return change
-
-
-@wrong("draws_keyed", at=Event.EPOCH_START)
-def same_noise_each_epoch(state: State) -> State:
-    """Perturbs the weights by noise from a key of its own."""
-    keys = random.split(random.key(0), len(state.params))
-    noise = (random.normal(key, tuple(p.shape)).to(p) for key, p in zip(keys, state.params.values(), strict=True))
-    return state.replace(params={k: p + 0.01 * n for (k, p), n in zip(state.params.items(), noise, strict=True)})
-
-
-@wrong("list_position_free", at=Event.EPOCH_END)
-def counts_slots_each_epoch(state: State) -> State:
-    """Scales by the number of methods in the step."""
-    return scaled_params(state, 1 - 0.01 * len(state.slots))
 
 
 @wrong("match_pure")
@@ -210,18 +169,6 @@ def acts_while_matching() -> Algorithm:
 def normalises_each_gradient(state: State) -> State:
     """Divides each gradient by its norm, which is 0 below a head that starts at zero."""
     return state.replace(grads={k: g / g.norm() for k, g in (state.grads or {}).items()})
-
-
-@wrong("stays_finite", at=Event.AFTER_TRAIN_BATCH, task="zero_head")
-def trust_ratio_without_a_guard(state: State) -> State:
-    """LARS without its guard: the norm of the weights divided by the norm of the gradients, which may be 0."""
-    return state.replace(grads={k: g * (state.params[k].norm() / g.norm()) for k, g in (state.grads or {}).items()})
-
-
-@wrong("stays_finite", at=Event.AFTER_TRAIN_BATCH, task="zero_head")
-def log_of_the_norm(state: State) -> State:
-    """Scales by the logarithm of the gradient's norm, layer by layer."""
-    return state.replace(grads={k: g * torch.log(g.norm()) / (1 + g.norm()) for k, g in (state.grads or {}).items()})
 
 
 @wrong("stays_finite", at=Event.AFTER_DATALOADER)
@@ -249,12 +196,6 @@ def casts_to_float(state: State) -> State:
     return state.replace(params={k: p.float() * 0.99 for k, p in state.params.items()})
 
 
-@wrong("structure_kept", at=Event.BATCH_END, task="bf16_weights")
-def widens_half_weights(state: State) -> State:
-    """Averages with a float32 tensor: weights in half precision become float32."""
-    return state.replace(params={k: p * torch.full((1,), 0.99) for k, p in state.params.items()})
-
-
 @wrong("structure_kept", at=(Event.INIT, Event.AFTER_TRAIN_BATCH), task="double")
 def float_slot_for_double_gradients(event: Event, state: State) -> State:
     """Makes its slot in float32, whatever the weights are."""
@@ -269,12 +210,6 @@ def float_slot_for_double_gradients(event: Event, state: State) -> State:
 def floats_all_slots(state: State) -> State:
     """Makes every slot float32 before it is averaged over processes."""
     return state.replace(slots=tree.map(lambda leaf: leaf.float(), state.slots))
-
-
-@wrong("own_slot", at=Event.BATCH_END)
-def reduces_all_slots(state: State) -> State:
-    """Changes slots as a mean over two processes would, which corrupts integers."""
-    return state.replace(slots=tree.map(lambda leaf: leaf if leaf.is_floating_point() else leaf * 0 + 1, state.slots))
 
 
 @wrong("mixtures_taken", at=Event.AFTER_DATALOADER)
@@ -294,12 +229,6 @@ def weighs_by_the_target(state: State) -> State:
     """Weighs the loss by its targets' confidence, of which a Mixture has none."""
     assert state.loss is not None
     return state.replace(loss=state.loss * state.targets.max(1).values.mean())
-
-
-@wrong("mixtures_taken", at=Event.BEFORE_LOSS)
-def smooths_first_term_only(state: State) -> State:
-    """Takes the first element of the targets, which fails on a Mixture."""
-    return state.replace(targets=F.one_hot(state.targets, state.outputs.shape[1]) * 0.9 + 0.1 / 3)
 
 
 # Laws to the full extent of their text
@@ -337,19 +266,6 @@ def own_strength_detached() -> Algorithm:
         return state.replace(grads={k: g * (1 - strength.to(g)) for k, g in (state.grads or {}).items()})
 
     return Algorithm(name, on(Event.AFTER_TRAIN_BATCH), apply, config={"strength": hparam("strength", 0.3)})
-
-
-@wrong("gradient_exact")
-def own_strength_rounded() -> Algorithm:
-    """Rounds its own strength to a whole number of tenths."""
-    name = "own_strength_rounded"
-
-    def apply(event: Event, state: State) -> State:
-        strength = torch.round(state.hparams["pull"] * 10).detach() / 10 + 0 * state.hparams["pull"]
-        strength = strength + (state.hparams["pull"] - state.hparams["pull"].detach()) * 2
-        return scaled_params(state, 1 - 0.01 * strength.to(next(iter(state.params.values()))))
-
-    return Algorithm(name, on(Event.BATCH_END), apply, config={"pull": hparam("pull", 0.3)})
 
 
 @wrong("draws_keyed", at=Event.AFTER_TRAIN_BATCH)
@@ -403,19 +319,6 @@ def host_generator_by_batch() -> Algorithm:
     return Algorithm("host_generator_by_batch", on(Event.AFTER_DATALOADER), apply, host=True)
 
 
-@wrong("draws_keyed")
-def host_numpy_by_batch() -> Algorithm:
-    """Draws on the host from a NumPy generator that the batch's number seeds, not the run's key."""
-
-    def apply(event: Event, state: State) -> State:
-        import numpy
-
-        noise = numpy.random.default_rng(state.timestamp.batch).normal(size=tuple(state.inputs.shape))
-        return state.replace(inputs=state.inputs + 0.1 * torch.as_tensor(noise).to(state.inputs))
-
-    return Algorithm("host_numpy_by_batch", on(Event.AFTER_DATALOADER), apply, host=True)
-
-
 class _Wide(nn.Linear):
     """A linear layer of another type."""
 
@@ -437,39 +340,7 @@ def reinitialises_by_surgery(state: State) -> State:
     return surgery.operate(state, {nn.Linear: made}, name="wide")[0]
 
 
-@wrong("init_once", at=Event.INIT, task="images")
-def reinitialises_norms_by_surgery(state: State) -> State:
-    """Replaces BatchNorm by InstanceNorm-like group norms, and loses its scale."""
-
-    def made(norm: nn.BatchNorm2d, site: Any) -> nn.Module:
-        del site
-        new = nn.GroupNorm(1, norm.num_features)
-        with torch.no_grad():
-            new.weight.fill_(0.5)
-        return new
-
-    return surgery.operate(state, {nn.BatchNorm2d: made}, name="norms")[0]
-
-
-@wrong("match_pure")
-def matches_by_elapsed_calls() -> Algorithm:
-    """Counts the calls of match to act in every other batch."""
-    calls: list[int] = []
-
-    def match(event: Event, state: State) -> bool:
-        calls.append(1)
-        return event is Event.BATCH_END and len(calls) % 2 == 0
-
-    return Algorithm("matches_by_elapsed_calls", match, lambda event, state: scaled_params(state, 0.99))
-
-
 # The process
-
-
-@wrong("deterministic", at=Event.BATCH_END)
-def anneals_by_the_clock(state: State) -> State:
-    """Anneals by the hours since 1970."""
-    return scaled_params(state, 1 - 1e-6 * (time.time() // 3600 % 1000))
 
 
 @wrong("deterministic", at=Event.BATCH_START)
@@ -482,12 +353,6 @@ def warms_up_by_the_counter(state: State) -> State:
 def scales_by_the_rank(state: State) -> State:
     """Adds its decay only in the first process, identified by RANK."""
     return scaled_grads(state, 0.9 if os.environ.get("RANK", "0") == "0" else 1.0)
-
-
-@wrong("deterministic", at=Event.AFTER_TRAIN_BATCH)
-def salts_by_the_process(state: State) -> State:
-    """Draws different noise in each process, by the process id."""
-    return scaled_grads(state, 1 + 1e-3 * (os.getpid() % 7))
 
 
 @wrong("deterministic", at=Event.AFTER_TRAIN_BATCH)
@@ -505,19 +370,6 @@ def penalty_without_grad(state: State) -> State:
     with torch.no_grad():
         penalty = sum((p.pow(2).sum() for p in state.params.values()), torch.zeros(()))
     return state.replace(loss=state.loss + 0.1 * penalty.to(state.loss))
-
-
-@wrong("loss_differentiated", at=Event.AFTER_LOSS)
-def penalty_of_data(state: State) -> State:
-    """Adds a penalty on `param.data`."""
-    return state.replace(loss=state.loss + 0.1 * sum(p.data.abs().sum() for p in state.params.values()))
-
-
-@wrong("loss_differentiated", at=Event.AFTER_LOSS)
-def entropy_of_detached_outputs(state: State) -> State:
-    """Subtracts the entropy of outputs that it has detached for the record."""
-    logs = state.outputs.detach().log_softmax(1)
-    return state.replace(loss=state.loss + 0.1 * (logs.exp() * logs).sum(1).mean())
 
 
 @wrong("loss_differentiated", at=Event.BEFORE_BACKWARD)
@@ -553,12 +405,6 @@ def smooths_padding(state: State) -> State:
     """Smooths one-hot targets of clamped indices: ignored positions become class 0."""
     hot = F.one_hot(state.targets.clamp(min=0), state.outputs.shape[1]).movedim(-1, 1)
     return state.replace(targets=(0.9 * hot + 0.1 / state.outputs.shape[1]).to(state.outputs))
-
-
-@wrong("ignored_stay_ignored", at=Event.AFTER_LOSS, task="tokens")
-def z_loss_over_padding(state: State) -> State:
-    """PaLM's z-loss over all positions."""
-    return state.replace(loss=state.loss + 1e-2 * state.outputs.logsumexp(1).pow(2).mean())
 
 
 @wrong("evaluation_blind", at=(Event.INIT, Event.BATCH_END, Event.EVAL_START))
@@ -623,23 +469,6 @@ def cache_without_a_bound() -> Algorithm:
     return Algorithm("cache_without_a_bound", on(Event.BATCH_END), apply, host=True)
 
 
-class _Recorder:
-    """A method as an object that collects what it has seen."""
-
-    def __init__(self) -> None:
-        self.norms: list[Tensor] = []
-
-    def __call__(self, event: Event, state: State) -> State:
-        self.norms.append(tree.global_norm(state.params))
-        return state
-
-
-@wrong("memory_bounded")
-def collects_in_attributes() -> Algorithm:
-    """Keeps the norm of each step in an attribute."""
-    return Algorithm("collects_in_attributes", on(Event.BATCH_END), _Recorder())
-
-
 # Further mistakes of the same kinds at other places
 
 
@@ -647,12 +476,6 @@ def collects_in_attributes() -> Algorithm:
 def sum_over_the_slice(state: State) -> State:
     """Adds a sum over the slice's outputs where a mean was meant."""
     return state.replace(loss=state.loss + 0.01 * state.outputs.pow(2).sum())
-
-
-@wrong("microbatches_agree", at=Event.BEFORE_FORWARD)
-def standardises_the_slice(state: State) -> State:
-    """Centres inputs by the slice's mean."""
-    return state.replace(inputs=state.inputs - floats(state.inputs).mean(0, keepdim=True))
 
 
 @wrong("vmap_agrees", at=Event.AFTER_TRAIN_BATCH)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose._support.shards import whole
 from purecompose.core.ranks import Ranks
-from purecompose.testing.simulated import simulated
+from purecompose.testing.worker import in_process_group
+from tests.helpers import loss_of
 
 
 class _Scaled(nn.Linear):
@@ -55,7 +56,7 @@ class _ByFunction(nn.Linear):
         return _Product.apply(input, self.weight) + self.bias  # pyright: ignore[reportOperatorIssue]
 
 
-def _trained(kind: type[nn.Linear], mesh: Any = None) -> dict[str, Tensor]:
+def _trained(mesh: Any, kind: type[nn.Linear]) -> dict[str, Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(kind(4, 4), nn.Tanh(), nn.Linear(4, 4))
     state = pc.State.create(net, loss=pc.losses.mse, optimizer=pc.optim.sgd(0.1), duration="3ba")
@@ -70,43 +71,42 @@ def _trained(kind: type[nn.Linear], mesh: Any = None) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", [_Scaled, _ScaledByColumn, _Nearest, _ByFunction])
 def test_a_network_that_does_not_record_what_it_computes_gets_whole_parameters(kind: type[nn.Linear]) -> None:
-    expected = _trained(kind)
-    for found in simulated(2, lambda mesh: _trained(kind, mesh)):
+    expected = _trained(None, kind)
+    for found in in_process_group(_trained, 2, kind):
         for name, param in expected.items():
             torch.testing.assert_close(found[name], param, rtol=0, atol=2e-7)
+
+
+def _trained_counting_messages(mesh: Any, frozen: list[str]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the parameters after two steps, and the messages of the second one."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    state = pc.State.create(net, loss=pc.losses.mse, optimizer=pc.optim.sgd(0.1)).replace(frozen=frozen)
+    step: Any = pc.compose(pc.loop_events)
+    if mesh is not None:
+        step, state = pc.fully_sharded(step, mesh, "layer"), pc.shard(state, mesh)
+    batch, sent = (torch.randn(8, 4), torch.randn(8, 2)), list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("gather", "scatter_sum"):
+            send = getattr(Ranks, name)
+            counted = lambda ranks, own, name=name, send=send: (sent.append(name), send(ranks, own))[1]  # noqa: E731
+            patch.setattr(Ranks, name, counted)
+        state = step(state, batch)
+        sent.clear()
+        state = step(state, batch)
+        messages = sorted(sent)
+    return {name: whole(param).clone() for name, param in state.params.items()}, messages
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("frozen", [[], ["0.bias", "2.weight"]])
-def test_the_parameters_that_a_function_reads_travel_together(
-    size: int, frozen: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[str] = []
-    for name in ("gather", "scatter_sum"):
-        send = getattr(Ranks, name)
-        counted = lambda ranks, own, name=name, send=send: (sent.append(name), send(ranks, own))[1]  # noqa: E731
-        monkeypatch.setattr(Ranks, name, counted)
-
-    def trained(mesh: Any = None) -> tuple[dict[str, Tensor], list[str]]:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-        state = pc.State.create(net, loss=pc.losses.mse, optimizer=pc.optim.sgd(0.1)).replace(frozen=frozen)
-        step: Any = pc.compose(pc.loop_events)
-        if mesh is not None:
-            step, state = pc.fully_sharded(step, mesh, "layer"), pc.shard(state, mesh)
-        batch = torch.randn(8, 4), torch.randn(8, 2)
-        state = step(state, batch)
-        sent.clear()
-        state = step(state, batch)
-        # Two layers forward, the last one's weight backward, and gradients of two layers.
-        messages = sorted(sent)
-        return {name: whole(param).clone() for name, param in state.params.items()}, messages
-
-    expected, _ = trained()
-    for found, messages in simulated(size, trained):
+def test_the_parameters_that_a_function_reads_travel_together(size: int, frozen: list[str]) -> None:
+    expected, _ = _trained_counting_messages(None, frozen)
+    for found, messages in in_process_group(_trained_counting_messages, size, frozen):
         for name, param in expected.items():
             torch.testing.assert_close(found[name], param, rtol=0, atol=2e-7)
-        assert messages[: 3 * size] == ["gather"] * 3 * size and messages[3 * size :] == ["scatter_sum"] * 2 * size
+        # Two layers forward, the last one's weight backward, and gradients of two layers.
+        assert messages == ["gather"] * 3 + ["scatter_sum"] * 2
 
 
 class _Routed(nn.Module):
@@ -136,31 +136,33 @@ def _routed(widths: tuple[int, int], is_mixed: bool) -> tuple[pc.State, tuple[Te
     return state, (inputs, torch.randn(8, 4))
 
 
+def _attempts(mesh: Any, widths: tuple[int, int], is_mixed: bool) -> list[Any]:
+    """Return the losses of an evaluation and of a step, or their errors, first with gather="step"."""
+    own, batch = _routed(widths, is_mixed)
+    own, found = pc.shard(own, mesh), []
+    for gather in ("step", "layer"):
+        step = pc.fully_sharded(pc.compose(pc.loop_events), mesh, gather)
+        evaluated = lambda step=step: pc.evaluate(own, [batch], step=step)["loss"]  # noqa: E731
+        trained = lambda step=step: loss_of(step(own, batch)).item()  # noqa: E731
+        for attempt in (evaluated, trained):
+            try:
+                found.append(attempt())
+            except RuntimeError as error:
+                found.append(str(error))
+    return found
+
+
 @pytest.mark.parametrize("widths", [(4, 4), (4, 6)])
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_examples_that_take_other_layers_are_evaluated_right_or_refused(
     widths: tuple[int, int], is_mixed: bool
 ) -> None:
     state, batch = _routed(widths, is_mixed)
-    expected = pc.evaluate(state, [batch])["loss"]
-
-    def act(mesh: Any) -> list[Any]:
-        own, batch = _routed(widths, is_mixed)
-        own, found = pc.shard(own, mesh), []
-        for gather in ("step", "layer"):
-            step = pc.fully_sharded(pc.compose(pc.loop_events), mesh, gather)
-            for attempt in (lambda step=step: pc.evaluate(own, [batch], step=step)["loss"], lambda: step(own, batch)):  # noqa: B023
-                try:
-                    found.append(attempt())
-                except RuntimeError as error:
-                    found.append(str(error))
-        return found
-
-    for evaluated, trained, evaluated_by_layer, trained_by_layer in simulated(2, act):
-        assert evaluated == pytest.approx(expected) and isinstance(trained, pc.State)
+    expected = pytest.approx(pc.evaluate(state, [batch])["loss"])
+    for evaluated, trained, by_layer, trained_by_layer in in_process_group(_attempts, 2, widths, is_mixed):
+        assert evaluated == expected and trained == expected
         if is_mixed:
-            assert evaluated_by_layer == pytest.approx(expected)
-            torch.testing.assert_close(trained_by_layer.loss, trained.loss)
+            assert by_layer == expected and trained_by_layer == pytest.approx(trained)
         else:
-            assert "read different parameters at the same time, this one reads experts." in evaluated_by_layer
+            assert "read different parameters at the same time, this one reads experts." in by_layer
             assert "read different parameters at the same time, this one reads experts." in trained_by_layer

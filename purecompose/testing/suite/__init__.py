@@ -4,21 +4,35 @@ from purecompose.testing.law import Law
 from purecompose.testing.suite.absence import (
     absent_when_unmatched,
     draws_independent,
+    draws_keyed,
     list_position_free,
     neutral_setting,
 )
-from purecompose.testing.suite.compiled import compiled_agrees
-from purecompose.testing.suite.contract import buffers_kept, frozen_kept, init_once, own_slot, structure_kept
-from purecompose.testing.suite.draws import draws_keyed
-from purecompose.testing.suite.evaluation import evaluation_blind, pairs_undone
-from purecompose.testing.suite.fitting import fit_repeats, memory_bounded
-from purecompose.testing.suite.gradients import gradients_taken
-from purecompose.testing.suite.loss import ignored_stay_ignored, loss_differentiated, mixtures_taken
-from purecompose.testing.suite.matching import match_pure, time_from_clock
-from purecompose.testing.suite.numbers import gradient_exact, stays_finite, vmap_agrees
-from purecompose.testing.suite.parts import microbatches_agree, ranks_agree, shards_agree
-from purecompose.testing.suite.purity import deterministic, global_state_kept, input_untouched
-from purecompose.testing.suite.resume import resume_exact
+from purecompose.testing.suite.agreement import (
+    compiled_agrees,
+    microbatches_agree,
+    ranks_agree,
+    shards_agree,
+    stays_finite,
+    vmap_agrees,
+)
+from purecompose.testing.suite.contract import (
+    buffers_kept,
+    frozen_kept,
+    gradients_taken,
+    init_once,
+    own_slot,
+    structure_kept,
+)
+from purecompose.testing.suite.loss import gradient_exact, ignored_stay_ignored, loss_differentiated, mixtures_taken
+from purecompose.testing.suite.purity import (
+    deterministic,
+    global_state_kept,
+    input_untouched,
+    match_pure,
+    time_from_clock,
+)
+from purecompose.testing.suite.runs import evaluation_blind, fit_repeats, memory_bounded, pairs_undone, resume_exact
 
 
 __all__ = [

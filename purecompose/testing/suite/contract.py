@@ -13,20 +13,24 @@ from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.loop import eval_events, loop_events, loss, predict_events
 from purecompose.core.operation import Node
 from purecompose.core.program import StateFn, events_in
+from purecompose.core.scopes import Microbatches
 from purecompose.core.state import State
 from purecompose.errors import FormError
 from purecompose.testing.case import Case
-from purecompose.testing.law import Broken, define_law, never_acts
-from purecompose.testing.outer import after_batch, begun, ended, fired
+from purecompose.testing.law import Broken, acts_in_step, define_law, never_acts
 from purecompose.testing.record import (
     FORMED,
     LASTING,
     Act,
     Watched,
+    after_batch,
+    begun,
     changed_context,
     check_equal,
     compare,
     copied,
+    ended,
+    fired,
     inserted,
     run,
     snapshot,
@@ -51,39 +55,25 @@ _NOT_FIRED = frozenset(
     exempt=never_acts,
 )
 def structure_kept(subject: Subject, case: Case) -> bool:
-    """Compare the forms at the end of each step, before the step's own check, and around each outer event.
+    """Compare the forms before and after each step, beyond what the step checks itself, and around each outer event.
 
     Parameters and buffers that are contiguous at the start must remain so.
     """
-    log: list[tuple[Event, _Forms, _Forms]] = []
-    start: _Forms = {}
 
     def around(event: Event, state: State, act: Act) -> State:
-        before = _forms(state)
         after = act(state)
         if not subject.algorithm.host:
             _check_context(state, after, _LABELS, event)
-        forms = _forms(after)
         if event not in step.events:
-            _check_forms(before, forms, lambda field: event)
-        log.append((event, before, forms))
+            _check_forms(state, after, event)
         return after
 
-    def at_end(state: State) -> State:
-        def guilty(field: str) -> Event | None:
-            return next((event for event, before, after in reversed(log) if before[field] != after[field]), None)
-
-        _check_forms(start, _forms(state), guilty)
-        return state
-
     watched = Watched(subject.algorithm, around)
-    step = case.step(watched.algorithm, program=(*loop_events, at_end))
+    step, plain = case.step(watched.algorithm), case.step()
     outer = [event for event in Event if event not in step.events and event not in _NOT_FIRED]
     state = step.init(case.state())
     _check_not_inferred(state)
-    start.update(_forms(state))
     state = fired(step, [event for event in outer if event.is_before_event], state)
-    plain = case.step()
     for batch in case.batches():
         end = step.fold(state, batch)
         # Compared with the plain step: a new state's loss has the dtype of the weights, which the network's may not.
@@ -91,21 +81,21 @@ def structure_kept(subject: Subject, case: Case) -> bool:
         # With weights in half precision, losses of dense targets and of mixtures are float32 on purpose.
         if expected is None or torch.finfo(expected.dtype).bits >= 32:
             check_equal(_form(expected), _form(end.loss), ("without the algorithm", "with it"), "loss")
-        state = step.finish(end)
+        before, state = state, step.finish(end)
+        _check_forms(before, state)
     fired(step, [event for event in outer if not event.is_before_event], state)
     return watched.acted
 
 
-_Forms = dict[str, Any]
-"""For each field, the tree with descriptions instead of tensors; under "strided", weights that are not contiguous."""
-
-
-def _forms(state: State) -> _Forms:
-    forms: _Forms = {field: tree.map(_form, getattr(state, field)) for field in FORMED}
-    weights = {"params": state.params, "buffers": state.buffers}
-    return forms | {
-        "strided": {f"{field}[{k!r}]" for field, found in weights.items() for k, v in found.items() if _is_strided(v)}
-    }
+def _check_forms(first: State, second: State, event: Event | None = None) -> None:
+    for field in FORMED:
+        ours, theirs = getattr(first, field), getattr(second, field)
+        check_equal(tree.map(_form, ours), tree.map(_form, theirs), _LABELS, field, event=event)
+    for field in ("params", "buffers"):
+        ours, theirs = getattr(first, field), getattr(second, field)
+        for name, leaf in theirs.items():
+            if not leaf.is_contiguous() and ours[name].is_contiguous():
+                raise Broken("it was contiguous, and is strided now", where=f"{field}[{name!r}]", event=event)
 
 
 def _form(leaf: Any) -> str:
@@ -113,18 +103,6 @@ def _form(leaf: Any) -> str:
         return type(leaf).__name__
     marks = {" with requires_grad": leaf.requires_grad, " of inference_mode": leaf.is_inference()}
     return tree.describe(leaf) + "".join(mark for mark, holds in marks.items() if holds)
-
-
-def _is_strided(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not leaf.is_contiguous()
-
-
-def _check_forms(before: _Forms, after: _Forms, guilty: Callable[[str], Event | None]) -> None:
-    for field in FORMED:
-        if before[field] != after[field]:
-            check_equal(before[field], after[field], _LABELS, field, event=guilty(field))
-    for path in sorted(after["strided"] - before["strided"]):
-        raise Broken("it was contiguous, and is strided now", where=path, event=guilty("strided"))
 
 
 def _check_not_inferred(state: State) -> None:
@@ -157,16 +135,16 @@ def own_slot(subject: Subject, case: Case) -> bool:
     """
     if case.seed % 2:
         subject = subject.renamed("renamed") or subject
-    watched = Watched(subject.algorithm, watching_others(subject), with_init=True)
-    losses = _Losses()
+    watched, seen = Watched(subject.algorithm, watching_others(subject), with_init=True), dict[str, float]()
     # In one slice, so that its loss is the loss of the step.
-    step = _in_company(subject, case).step(watched.algorithm, microbatches=1, program=losses.program)
+    program = inserted(loop_events, lambda node: _loss_noted(node, seen))
+    step = _in_company(subject, case).step(watched.algorithm, microbatches=1, program=program)
     state = begun(step, case.state())
     for batch in case.batches():
-        losses.seen.clear()
+        seen.clear()
         state = after_batch(step, state, batch)
         if Trait.EDITS_LOSS not in subject.algorithm.traits:
-            losses.check(state)
+            _check_loss(state, list(seen.values()))
     ended(step, state)
     return watched.acted
 
@@ -196,35 +174,28 @@ def watching_others(subject: Subject) -> Callable[[Event, State, Act], State]:
     return around
 
 
-class _Losses:
-    """The values of the loss after it is computed and after it is differentiated."""
+def _loss_noted(node: Node, seen: dict[str, float]) -> StateFn | None:
+    """Return a stage that notes the loss after the stage `loss` and after the gradient; `None` for other nodes."""
+    if node is not loss and not isinstance(node, Microbatches):
+        return None
+    where = "computed" if node is loss else "differentiated"
 
-    def __init__(self) -> None:
-        self.seen: dict[str, float] = {}
-        self.program = inserted(loop_events, self._after)
+    def look(state: State) -> State:
+        if state.loss is not None and where not in seen:  # once, as further gradients are an algorithm's own
+            seen[where] = float(state.loss.detach())
+        return state
 
-    def _after(self, node: Node) -> StateFn | None:
-        if node is loss:
-            return self._noting("computed")
-        return self._noting("differentiated") if node in loop_events and not isinstance(node, Event) else None
+    return look
 
-    def _noting(self, where: str) -> StateFn:
-        def look(state: State) -> State:
-            if state.loss is not None and where not in self.seen:  # once, as further gradients are an algorithm's own
-                self.seen[where] = float(state.loss.detach())
-            return state
 
-        return look
-
-    def check(self, state: State) -> None:
-        """Raise `Broken` unless the final loss is one of the two values; a scaled loss may be scaled back."""
-        assert state.loss is not None
-        found = float(state.loss)
-        if not any(math.isclose(found, seen, rel_tol=1e-5, abs_tol=1e-6) for seen in self.seen.values()):
-            seen = self.seen["differentiated"]
-            if found == found or seen == seen:
-                labels = ("as it was differentiated", "at the end of the step")
-                raise Broken(tree.Difference("", "", seen, found), labels, where="loss")
+def _check_loss(state: State, seen: list[float]) -> None:
+    """Raise `Broken` unless the final loss was computed or differentiated; a scaled loss may be scaled back."""
+    assert state.loss is not None
+    found, differentiated = float(state.loss), seen[-1]
+    is_nan = found != found and differentiated != differentiated
+    if not is_nan and not any(math.isclose(found, one, rel_tol=1e-5, abs_tol=1e-6) for one in seen):
+        labels = ("as it was differentiated", "at the end of the step")
+        raise Broken(tree.Difference("", "", differentiated, found), labels, where="loss")
 
 
 def _sets_buffers(algorithm: Algorithm) -> str | None:
@@ -372,3 +343,48 @@ def _in_company(subject: Subject, case: Case) -> Case:
     if "bystander" in (*case.others, subject.name):
         return case
     return dataclasses.replace(case, others=(*case.others, "bystander"))
+
+
+# Signs and bounded gradients change with the first, and what depends on sizes with the second.
+_MOVES = (torch.neg, lambda grad: torch.ones_like(grad) - 2 * grad)
+
+
+def _sets_no_gradients(algorithm: Algorithm) -> str | None:
+    if Trait.RENEWS_GRADIENTS in algorithm.traits:
+        return "it computes the gradients again, before others edit them (Trait.RENEWS_GRADIENTS)"
+    return never_acts(algorithm) or (None if acts_in_step(algorithm) else "it never acts within a step")
+
+
+@define_law(
+    "a method that sets gradients builds on those that it is given, so that what others did to them is kept",
+    "start from state.grads; a method that computes them again from the batch, by state.gradient or state.gradients, "
+    "declares Trait.RENEWS_GRADIENTS, by which it acts before those that edit them",
+    exempt=_sets_no_gradients,
+    is_about_option=True,
+    idle="it sets no gradients",
+)
+def gradients_taken(subject: Subject, case: Case) -> bool:
+    """Apply the algorithm again to states with other gradients, wherever it sets gradients that are not zero.
+
+    Each of them must be another one in one of these, unless the given ones are in its slot, for a later step.
+    """
+    was_judged = False
+
+    def around(event: Event, state: State, act: Act) -> State:
+        nonlocal was_judged
+        after = act(state)
+        given, found = state.grads or {}, after.grads or {}
+        names = [name for name in found if name in given and found[name] is not given[name] and found[name].any()]
+        if names:
+            was_judged = True
+            others = [act(state.replace(grads={name: move(grad) for name, grad in given.items()})) for move in _MOVES]
+            slots = [one.slots.get(subject.name) for one in (after, *others)]
+            is_kept = not all(tree.equal(slots[0], slot) for slot in slots)
+            for name in names if not is_kept else ():
+                if all(tree.equal(found[name], (one.grads or {}).get(name)) for one in others):
+                    what = "it is the same whatever gradients are given, so edits of other methods are lost"
+                    raise Broken(what, event=event, where=f"grads[{name!r}]")
+        return after
+
+    run(case.step(Watched(subject.algorithm, around).algorithm), case.state(), case.batches())
+    return was_judged

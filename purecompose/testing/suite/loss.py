@@ -1,12 +1,14 @@
-"""Laws of the loss: its gradient is that of the reported loss, ignored positions have no part, mixtures are allowed."""
+"""Laws of the loss: its gradients, by finite differences; what it ignores; targets that are mixtures."""
 
 import dataclasses
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from purecompose import tree
+from purecompose import random, tree
 from purecompose._support.functorch import is_transforming
+from purecompose.core import loop
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.compose import Step
 from purecompose.core.loop import forward, loop_events
@@ -15,16 +17,158 @@ from purecompose.core.program import StateFn, events_in
 from purecompose.core.scopes import Grad, Microbatches
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
+from purecompose.testing.attempt import first_line, is_refusal
 from purecompose.testing.case import COMPANY, Case
-from purecompose.testing.faults import first_line, is_refusal
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.record import Watched, inserted
 from purecompose.testing.subject import Subject
-from purecompose.testing.suite.derivative import check_derivative
-from purecompose.testing.suite.judging import compare_rounded, judged, judged_in_double
+from purecompose.testing.suite.agreement import (
+    attempted,
+    compare_rounded,
+    judged,
+    judged_in_double,
+    with_frozen_statistics,
+)
 from purecompose.testing.tasks import Task
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
+
+
+Point = dict[str, dict[str, Tensor]]
+"""Leaves by field and name: {"hparams": ..., "params": ...}."""
+
+# The quotient's error is about EPS**2 times a third derivative, plus 1e-16 / EPS from rounding.
+_EPS, _RELATIVE, _ABSOLUTE = 1e-5, 1e-5, 1e-8
+# Not powers of two, with which the error of rounding to float32 may be proportional at each.
+_SIZES = (_EPS, 0.59 * _EPS, 0.37 * _EPS, 0.23 * _EPS)
+
+
+def check_derivative(
+    loss: Callable[[Point], Tensor],
+    point: Point,
+    grads: Point,
+    *,
+    seed: int,
+    what: str,
+    by: str,
+    value: Tensor | None = None,
+) -> bool:
+    """Compare a gradient with finite differences along a random direction.
+
+    Args:
+        loss: The function, which returns a 0-d float64 tensor.
+        point: The point.
+        grads: The gradient at the point.
+        seed: Seed of the direction.
+        what: Description of the derivative.
+        by: Description of how the gradient was computed.
+        value: The function's value at the point, if it is known.
+
+    Returns:
+        True if the gradient is correct, False if finite differences cannot decide it.
+    """
+    direction = _direction(point, seed)
+    found = _slopes(loss, point, grads, direction)
+    if _is_close(*found):
+        return True
+    value, gap = loss(point) if value is None else value, abs(found[0] - found[1])
+    if not value.isfinite() or not _is_smooth(
+        lambda size: loss(_moved(point, direction, size)).detach().item(), value.detach().item(), gap
+    ):
+        return False
+    halves = [_slopes(loss, point, grads, half)[1] for half in _halves(direction)]
+    if abs(sum(halves) - found[1]) > 0.1 * gap:  # no derivative exists, since the slopes along directions do not add up
+        return False
+    for part in _parts(direction):
+        by_leaf = _slopes(loss, point, grads, part)
+        if not _is_close(*by_leaf):
+            path, found = as_path(next(iter(tree.leaves_with_paths(part)))), by_leaf
+            break
+    else:
+        path = "params"  # no single leaf is wrong, only the sum of small errors
+    raise Broken(tree.Difference(path, what, *found), (by, "by finite differences"))
+
+
+def _direction(point: Point, seed: int) -> Point:
+    """Return a direction of 1 along each hparam, with a random direction of norm 1 in the params."""
+    # Keyed draws, since this may be called within a step, where generators raise.
+    rng = random.Rng(random.key(seed))
+    drawn = {
+        name: random.normal(rng.named(name), tuple(param.shape), dtype=torch.float64).to(param)
+        for name, param in point["params"].items()
+    }
+    norm = tree.global_norm(drawn)
+    along = {name: torch.ones_like(value) for name, value in point.get("hparams", {}).items()}
+    return {"hparams": along, "params": {name: value / norm for name, value in drawn.items()}}
+
+
+def _slopes(loss: Callable[[Point], Tensor], point: Point, grads: Point, direction: Point) -> tuple[float, float]:
+    """Return the derivative along a direction, by the gradient and by the central difference."""
+    by_grad = sum(
+        (grads[field][name] * value).sum().detach().item()
+        for field in direction
+        for name, value in direction[field].items()
+    )
+    ahead, behind = (loss(_moved(point, direction, size)).detach().item() for size in (_EPS, -_EPS))
+    return by_grad, (ahead - behind) / (2 * _EPS)
+
+
+def _is_close(first: float, second: float) -> bool:
+    return abs(first - second) <= _RELATIVE * max(abs(first), abs(second)) + _ABSOLUTE
+
+
+def _is_smooth(loss_at: Callable[[float], float], value: float, gap: float) -> bool:
+    """Return whether difference quotients are accurate enough to attribute a gap to the gradient.
+
+    With a jump or kink near the point, a large third derivative, or rounding to float32 inside the function, the
+    quotient changes with the step size. At a kink in the point itself, the one-sided quotients differ by an amount that
+    does not shrink with the step size, as it would for a smooth function.
+    """
+    quotients, jumps = [], []
+    for size in _SIZES:
+        ahead, behind = loss_at(size), loss_at(-size)
+        quotients.append((ahead - behind) / (2 * size))
+        jumps.append(abs(ahead - 2 * value + behind) / size)
+    if any(not abs(quotient - quotients[0]) <= 0.1 * gap for quotient in quotients):
+        return False
+    return not (jumps[0] > 0.1 * gap and jumps[1] > 0.8 * jumps[0])
+
+
+def _halves(direction: Point) -> tuple[Point, Point]:
+    """Return the direction in two parts, of every other element each."""
+
+    def half(value: Tensor, start: int) -> Tensor:
+        taken = torch.arange(value.numel(), device=value.device).reshape(value.shape) % 2 == start
+        return torch.where(taken, value, 0)
+
+    even, odd = (
+        {field: {name: half(v, start) for name, v in leaves.items()} for field, leaves in direction.items()}
+        for start in (0, 1)
+    )
+    return even, odd
+
+
+def _moved(point: Point, direction: Point, size: float) -> Point:
+    return {
+        field: {
+            name: value + size * direction[field][name] if name in direction[field] else value
+            for name, value in point[field].items()
+        }
+        for field in point
+    }
+
+
+def _parts(direction: Point) -> Iterator[Point]:
+    """Yield the direction restricted to one leaf at a time."""
+    for field, leaves in direction.items():
+        for name, value in leaves.items():
+            yield {field: {name: value}, **{other: {} for other in direction if other != field}}
+
+
+def as_path(path: str) -> str:
+    """Return a key path in the form of state fields, `params['0.weight']` for `['params']['0.weight']`."""
+    field, rest = path[2:].split("']", 1)
+    return field + rest
 
 
 _WITHIN = frozenset(event for node in walk(loop_events) if isinstance(node, Grad) for event in events_in(node.body))
@@ -203,3 +347,90 @@ def _mixer() -> Algorithm:
         return state.replace(targets=Mixture.of(state.targets).mixed_with(order, share, False))
 
     return Algorithm(f"{COMPANY}mixer", on(Event.AFTER_DATALOADER), apply)
+
+
+@define_law(
+    "the gradient through whole steps is finite and equals finite differences",
+    "leave the graph whole: no .detach(), .data, .item() or torch.no_grad() on the way from params and hparams to "
+    "what lasts; under a root or a norm, keep away from 0 (torch.where before it, or a small constant in it); what "
+    "the step's own gradient must not see, compute before the gradient, at AFTER_DATALOADER",
+    exempt=lambda algorithm: (
+        never_acts(algorithm)
+        or ("a host algorithm reads values, through which no gradient flows" if algorithm.host else None)
+        or ("it stops gradients on purpose (Trait.STOPS_GRADIENTS)" if _stops_gradients(algorithm) else None)
+    ),
+    unsuited=lambda task: "differences are lost in the rounding of half precision" if task.is_half else None,
+    is_about_option=True,
+    idle="it never acted, refuses float64, or has a jump or kink at the point",
+)
+def gradient_exact(subject: Subject, case: Case) -> bool:
+    """Differentiate the loss after two steps by "lr", the method's own hparams and the initial params.
+
+    The derivatives are taken along a random direction.
+
+    Nothing is judged if the loss has a jump or a kink within the difference, or is not finite; nor if the algorithm
+    does not accept float64, the only dtype in which differences are precise enough. BatchNorm's running statistics
+    carry no gradient from step to step, so a fault that only they cause does not count.
+    """
+    return judged_in_double(_judge_gradient, subject, case)
+
+
+def _judge_gradient(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
+    try:
+        return _judge_derivative(subject, case, dtype)
+    except Broken:
+        if not case.task.has_buffers:
+            raise
+        return _judge_derivative(subject, with_frozen_statistics(case), dtype)
+
+
+def _judge_derivative(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
+    if case.lr == 0:
+        # With a learning rate of 0, zeros remain zeros, at which a guard (torch.where) has a different derivative.
+        case = dataclasses.replace(case, lr=_SMALL_LR)
+    # Two slices are enough, and the gradient of each takes time.
+    watched = Watched(subject.algorithm)
+    step = case.step(watched.algorithm, microbatches=min(case.microbatches, 2))
+    start = step.init(case.state(dtype=dtype))
+    data = [case.batch(i, dtype) for i in range(2)]
+
+    def loss(point: Point) -> Tensor:
+        state = start.replace(hparams={**start.hparams, **point["hparams"]}, params={**start.params, **point["params"]})
+        for batch in data:
+            state = step(state, batch)
+        # In training mode, which does not read running statistics, because torch has no gradient for them.
+        end = loop.loss(loop.forward(state.replace(batch=data[0]))).loss
+        assert end is not None
+        return end
+
+    point = _point(start, {"lr", *(hparam.name for hparam in subject.algorithm.hparams)})
+    value = loss(point)
+    if not watched.acted or not value.isfinite():
+        return False
+    grads = attempted("raised only where a gradient is taken through the step", lambda: torch.func.grad(loss)(point))
+    for path, leaf in tree.leaves_with_paths(grads).items():
+        if not leaf.isfinite().all():
+            bad = leaf[~leaf.isfinite()][0].item()
+            raise Broken(tree.Difference(as_path(path), f"the gradient is not finite: {bad}"))
+    return check_derivative(
+        loss,
+        point,
+        grads,
+        seed=case.seed,
+        what="the derivative of the loss after 2 steps",
+        by="by torch.func.grad",
+        value=value,
+    )
+
+
+_SMALL_LR = 0.01
+
+
+def _stops_gradients(algorithm: Algorithm) -> bool:
+    return Trait.STOPS_GRADIENTS in algorithm.traits
+
+
+def _point(state: State, names: set[str]) -> Point:
+    """Return the inputs of the derivative: the floating params, and these hparams."""
+    hparams = {key: value.to(torch.float64) for key, value in state.hparams.items() if key in names}
+    return {"hparams": hparams, "params": {key: p for key, p in state.params.items() if p.is_floating_point()}}

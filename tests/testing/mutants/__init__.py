@@ -3,19 +3,7 @@
 They prove that each law can be broken, and help authors of new laws.
 """
 
-from tests.testing.mutants import (
-    absence,
-    compiled,
-    contract,
-    evaluation,
-    finite,
-    gradients,
-    matching,
-    numbers,
-    parts,
-    purity,
-    resume,
-)
+from tests.testing.mutants import absence, agreement, contract, purity, runs
 from tests.testing.mutants.mutant import Mutant
 
 
@@ -23,7 +11,7 @@ __all__ = ["MUTANTS", "Mutant"]
 
 MUTANTS: tuple[Mutant, ...] = tuple(
     found
-    for module in (purity, matching, contract, absence, evaluation, gradients, finite, parts, numbers, compiled, resume)
+    for module in (purity, contract, absence, runs, agreement)
     for found in vars(module).values()
     if isinstance(found, Mutant)
 )

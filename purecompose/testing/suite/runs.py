@@ -1,26 +1,49 @@
-"""Laws against leaks: from training into evaluation, from evaluation into training, out of before/after pairs."""
+"""Laws of whole runs: evaluation in between, pairs of events, `fit`, memory over many steps, and resuming."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import gc
+import tempfile
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from purecompose import tree
+from purecompose._support.references import read_by
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step, compose
 from purecompose.core.loop import eval_events, loop_events, predict_events, update
 from purecompose.core.operation import Node, walk
 from purecompose.core.program import StateFn, events_in
 from purecompose.core.state import State
-from purecompose.errors import InPlaceError
+from purecompose.errors import CheckpointError, InPlaceError
 from purecompose.losses.metrics import mean_loss
 from purecompose.run.evaluation import Evaluator, evaluate, predict, run_evaluator
+from purecompose.run.fit import fit
+from purecompose.run.saving.checkpoint import load, save
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
-from purecompose.testing.outer import after_batch, begun
-from purecompose.testing.process import ignoring_missing_terms
-from purecompose.testing.record import Act, Watched, check_equal, compare, copied, inserted, snapshot
+from purecompose.testing.process import elsewhere, ignoring_missing_terms, process_settings
+from purecompose.testing.record import (
+    LASTING,
+    Act,
+    Watched,
+    after_batch,
+    begun,
+    check_equal,
+    check_process,
+    compare,
+    copied,
+    inserted,
+    snapshot,
+)
 from purecompose.testing.subject import Subject
+from purecompose.testing.suite.contract import watching_others
+from purecompose.testing.worker import RemoteError, Unportable, in_new_processes
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 
@@ -271,3 +294,233 @@ def _is_among(kept: Sequence[Tensor], original: Any, now: Any) -> bool:
         if isinstance(leaf, Tensor) and not tree.equal(leaf, current.get(path))
     ]
     return any(tree.equal(leaf, other) for leaf in replaced for other in kept)
+
+
+_FIT_LABELS = ("in the first run", "in the second")
+_MOST_BATCHES = 8
+
+
+@define_law(
+    "two runs of fit from one state end alike, bit for bit, and leave the state, what is frozen, others' slots and the "
+    "process as they were",
+    "remember in state.slots[name], made at INIT, also from one epoch to the next; at events outside the step, too, "
+    "go over state.context.trainable, replace your own slot only, and leave global settings alone",
+    exempt=never_acts,
+    most_cases=8,
+)
+def fit_repeats(subject: Subject, case: Case) -> bool:
+    """Train twice with `fit`, including evaluation, and compare the final states and all metrics that observers see.
+
+    The second time the clocks, the global generators and the process's rank are different. A long run ends after a few
+    batches.
+    """
+    watched = Watched(subject.algorithm, watching_others(subject))
+    step = case.step(watched.algorithm)
+    start = step.init(case.state())
+    before = snapshot(start)
+    first, second = (_fitted(step, start, case, seed) for seed in (1, 2))
+    compare(before, start, ("before fit", "after it"))
+    check_equal(first.metrics, second.metrics, _FIT_LABELS, "metrics seen by observers")
+    compare(first.end, second.end, _FIT_LABELS)
+    frozen = sorted(start.context.frozen & first.end.context.frozen & first.end.params.keys())
+    ours, theirs = ({name: state.params[name] for name in frozen} for state in (start, first.end))
+    check_equal(ours, theirs, ("before fit", "after it"), "params")
+    return watched.acted
+
+
+class _Fitted:
+    """The final state of a run, and the metrics that it has shown to observers."""
+
+    def __init__(self) -> None:
+        self.end: State
+        self.metrics: list[dict[str, Any]] = []
+
+    def __call__(self, event: Event, state: State) -> None:
+        self.metrics.append(dict(state.metrics))
+
+
+def _fitted(step: Step, start: State, case: Case, seed: int) -> _Fitted:
+    data, evaluator = _Data(case), Evaluator([case.batch(0)], {"loss": mean_loss()})
+    total = case.epochs * case.batches_per_epoch
+    duration = f"{case.start + _MOST_BATCHES}ba" if total - case.start > _MOST_BATCHES else None
+    run = _Fitted()
+    with ignoring_missing_terms(), elsewhere(seed):
+        before = process_settings()
+        run.end = fit(step, start, data, duration=duration, evaluate=evaluator, observers=run)
+        check_process(before, ("before fit", "after it"))
+    return run
+
+
+class _Data:
+    """A case's batches, epoch by epoch."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def epoch(self, key: Tensor, epoch: int, start: int, /) -> Iterable[Any]:
+        """Return the batches of an epoch from batch `start` on."""
+        del key
+        first = epoch * self.case.batches_per_epoch - self.case.start
+        return [self.case.batch(first + index) for index in range(start, self.case.batches_per_epoch)]
+
+
+_STEPS, _MOST_GROWTH = 100, 50
+
+
+@define_law(
+    "what the algorithm keeps does not grow with the number of steps: neither slots and metrics nor memory on the host",
+    "append to no list, dictionary or attribute from step to step; keep sums or the last few values in "
+    "state.slots[name]; bound caches: functools.lru_cache(maxsize=...); leave histories to an observer",
+    exempt=never_acts,
+    most_cases=2,
+)
+def memory_bounded(subject: Subject, case: Case) -> bool:
+    """Count tensors in memory, leaves of the state, and objects held by `apply` and `match`, after 100 and 200 steps.
+
+    They hold the objects that can be reached from their closures, defaults, attributes and the globals that they name.
+    """
+    epochs = case.epochs + -(-2 * _STEPS // case.batches_per_epoch)
+    case = dataclasses.replace(case, epochs=epochs, others=(), microbatches=1)
+    watched, data = Watched(subject.algorithm), case.batches()
+    step = case.step(watched.algorithm)
+    state, counts, has_acted = begun(step, case.state()), [], False
+    for number in range(2 * _STEPS):
+        state = after_batch(step, state, data[number % len(data)])
+        has_acted = has_acted or watched.acted
+        watched.applications.clear()  # they contain states
+        if (number + 1) % _STEPS == 0:
+            counts.append(_counted(subject.algorithm, state))
+    earlier, later = counts
+    for what, count in earlier.items():
+        if later[what] - count >= _MOST_GROWTH:
+            labels = (f"after {_STEPS} steps", f"after {2 * _STEPS}")
+            raise Broken(tree.Difference("", f"{what} grow from step to step", count, later[what]), labels)
+    return has_acted
+
+
+def _counted(algorithm: Algorithm, state: State) -> dict[str, int]:
+    gc.collect()
+    return {
+        "leaves of the state": sum(len(tree.leaves(getattr(state, field))) for field in LASTING),
+        "things that the algorithm holds": sum(_sizes([algorithm.apply, algorithm.match])),
+        "tensors in memory": sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()),
+    }
+
+
+def _sizes(roots: Iterable[Any]) -> Iterator[int]:
+    """Yield the sizes of all containers reachable from functions and objects, but not through modules and classes."""
+    seen, waiting = set[int](), list(roots)
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen or isinstance(thing, (ModuleType, type, Tensor, CodeType, str)):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, FunctionType):
+            waiting += _held_by_function(thing)
+            continue
+        if isinstance(thing, (list, tuple, dict, set, frozenset, deque)):
+            yield len(thing)
+        waiting += gc.get_referents(thing)
+
+
+def _held_by_function(function: FunctionType) -> list[Any]:
+    """Return a function's closure, defaults and attributes, and its globals that are data or of its own module."""
+    data, home, read = (list, dict, set, deque), function.__module__, [place.value for place in read_by(function)]
+    own = [thing for thing in read if isinstance(thing, data) or getattr(thing, "__module__", None) == home]
+    return [function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function), *own]
+
+
+_RESUMED_LABELS = ("without a break", "resumed")
+
+
+@define_law(
+    "a run that is saved, loaded in a new process and continued ends bit for bit as one without a break",
+    "remember in state.slots[name], made at INIT, not in a closure, a list or a global; draw from state.rng(name), not "
+    "from a clock, a process number or hash(text); ask state.clock for the time, not a counter of calls; sets iterate "
+    "in another order in each process: sorted(...); an optimizer or precision that a host algorithm sets on the way is "
+    "not in the checkpoint: set it at INIT, or again in each step",
+    owns=(CheckpointError,),
+    exempt=never_acts,
+)
+def resume_exact(subject: Subject, case: Case) -> bool:
+    """Save in the middle of a run, within an epoch if its length allows, and continue in another process.
+
+    There the algorithm is created from the subject's source text, in a process in which it has not run before, and the
+    checkpoint is loaded into a state with other weights. A subject without such a text, or a case that cannot be
+    pickled (a task with a lambda), continues in this process instead, with a new step and template. This does not
+    detect values that were remembered at the first call and never changed, or that depend on the process.
+    """
+    first, num = case.num_batches + _more(case), case.num_batches
+    watched = Watched(subject.algorithm)
+    step = case.step(watched.algorithm)
+    middle = _after(step, begun(step, case.state()), case, range(first))
+    end = _after(step, middle, case, range(first, first + num))
+    acted = {event for event, _ in watched.applications}
+    # A single event needs no search for the guilty one, which hidden memory could mislead.
+    only = acted.pop() if len(acted) == 1 else None
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of settings that differ, such as the template's learning rate
+        path = save(middle, Path(folder, "middle"))
+        try:
+            resumed_end = _resumed_elsewhere(subject, case, path, end)
+        except RemoteError as error:
+            raise Broken(f"the run continues here, but fails in a new process: {error}", event=only) from error
+        try:
+            check_equal(vars(end.timestamp), vars(resumed_end.timestamp), _RESUMED_LABELS, "timestamp", event=only)
+            compare(end, resumed_end, _RESUMED_LABELS, event=only)
+        except Broken as broken:
+            broken.cause = _cause(subject, case, path, end)
+            raise
+    return watched.acted
+
+
+def _resumed_elsewhere(subject: Subject, case: Case, path: Path, end: State) -> State:
+    """Return the end of the resumed run, in a new process if the run can be sent there; `end` is its template."""
+    try:
+        in_new_processes(_save_end, [(subject, case, path)])
+    except Unportable:
+        return _resumed(subject, case, path)
+    return load(_end_of(path), like=end)
+
+
+def _save_end(subject: Subject, case: Case, path: Path) -> None:
+    save(_resumed(subject, case, path), _end_of(path))
+
+
+def _end_of(path: Path) -> Path:
+    return path.with_name("end")
+
+
+def _resumed(subject: Subject, case: Case, path: Path) -> State:
+    """Return the state at the end of a run that continues from a checkpoint, with a new step and a new template."""
+    step, first = case.step(subject.algorithm), case.num_batches + _more(case)
+    # A program that resumes a run first builds a network with other weights and rates, at time 0. Its values must not
+    # matter.
+    template = step.init(dataclasses.replace(case, seed=case.seed + 1, start=0, lr=2 * case.lr).state())
+    state = load(path, like=template, step=step)
+    return _after(step, state, case, range(first, first + case.num_batches))
+
+
+def _cause(subject: Subject, case: Case, path: Path, end: State) -> str:
+    """Return the cause of a difference as text: the process, or the algorithm's hidden memory; empty if unknown."""
+    if subject.source is None:
+        return ""
+    try:
+        compare(end, _resumed(subject.rebuilt(), case, path), _RESUMED_LABELS)
+    except Exception:
+        return "what it has kept outside of the state (a closure, an attribute, a counter), which a new one lacks"
+    return (
+        "the process: the same algorithm, made again in this one, agrees. Look for hash(text), id(), the order "
+        "of a set, a process number, a clock, or a global of the module that its first run fills"
+    )
+
+
+def _more(case: Case) -> int:
+    """Return 1 if the break would otherwise be between two epochs, to take one more step before it; else 0."""
+    return int((case.start + case.num_batches) % case.batches_per_epoch == 0 and case.batches_per_epoch > 1)
+
+
+def _after(step: Step, state: State, case: Case, indices: Iterable[int]) -> State:
+    for index in indices:
+        state = after_batch(step, state, case.batch(index))
+    return state
