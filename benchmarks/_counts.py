@@ -26,9 +26,8 @@ from purecompose._support.device import arithmetic
 from purecompose.nn import models
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary
 from purecompose.transforms.compilation.capture import capture, fake_mode
-from purecompose.transforms.compilation.messages import messages
-from purecompose.transforms.compilation.ordering import memories, write_early
-from purecompose.transforms.compilation.updates import update_in_place
+from purecompose.transforms.compilation.messages import memories, messages, write_early
+from purecompose.transforms.compilation.rewriting import update_in_place
 from purecompose.transforms.signature import Signature
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from benchmarks.gpu_code.cases import Case, optimizer_by_hand
 from benchmarks.gpu_code.graphs import Graph
 from benchmarks.gpu_code.pretend import CUDA, find
-from purecompose.transforms.compilation.decompositions import foreach_lerp
+from purecompose.transforms.compilation.rewriting import foreach_lerp
 
 
 _torch: Any = torch  # type checkers do not know its private names

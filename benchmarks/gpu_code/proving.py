@@ -22,7 +22,7 @@ from benchmarks.gpu_code.rules import broken
 from benchmarks.gpu_code.trials import Run
 from benchmarks.gpu_code.writing import Code, code_of
 from purecompose.transforms.compilation.backends import Compiled
-from purecompose.transforms.compilation.plan_parts import ExecutionPlan
+from purecompose.transforms.compilation.parts import ExecutionPlan
 from purecompose.transforms.signature import Signature
 
 

@@ -16,7 +16,7 @@ import torch
 
 import purecompose as pc
 from purecompose import algorithms as alg, loop
-from purecompose.transforms.compilation.segments import Segments
+from purecompose.transforms.compilation.graph_cache import Segments
 
 
 FOLDER = pathlib.Path(__file__).parent

@@ -2,7 +2,7 @@
 
 In a traced step the update of many tensors is one operation, `purecompose::adam`, where the formula is a dozen for each
 tensor. It returns new tensors; if these replace donated buffers, the graph gets `purecompose::adam_` instead, which
-writes into them (`transforms/compilation/updates.py`).
+writes into them (`transforms/compilation/rewriting.py`).
 """
 
 # torch.optim itself is built on the fused kernels, but torch exports them under private names.

@@ -4,8 +4,8 @@ torch's kernels where it has them (`native.py`); otherwise Python's integers for
 operations for all others (`emulation.py`).
 
 In a traced step a draw is one operation, `purecompose::philox`. It also has a rule for `torch.func.vmap`, which passes
-the keys of all members to torch's operations at once; these have no such rule. For CPUs without
-kernels `transforms/compilation/draws.py` replaces it by tensor operations before Inductor compiles the graph; for GPUs
+the keys of all members to torch's operations at once; these have no such rule. For CPUs without kernels
+`transforms/compilation/rewriting.py` replaces it by tensor operations before Inductor compiles the graph; for GPUs
 `transforms/compilation/gpu_draws.py` makes it part of the kernels.
 """
 

@@ -16,8 +16,7 @@ from purecompose.losses import couples_examples
 from purecompose.losses.metrics import Metric, counting, read_by
 from purecompose.nn.keyed.modules import detect
 from purecompose.transforms.members import mapped
-from purecompose.transforms.rank_comparison import digest
-from purecompose.transforms.rank_timeouts import naming_late_ranks
+from purecompose.transforms.rank_checks import digest, naming_late_ranks
 
 
 class Totals:

@@ -10,7 +10,7 @@ from torch import Tensor
 from purecompose.core.compose import Step
 from purecompose.core.ranks import Ranks
 from purecompose.testing.process import as_rank
-from purecompose.transforms.shared import shared_program
+from purecompose.transforms.data_parallel import shared_program
 
 
 T = TypeVar("T")

@@ -6,15 +6,352 @@ part. So examples may be drawn, mixed and selected as if there were one process,
 number of processes, as for any number of microbatches.
 """
 
+import functools
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
+from purecompose._support.shards import is_shard
+from purecompose.core.again import repeatable
 from purecompose.core.compose import Step
+from purecompose.core.means import denominators, part_of
 from purecompose.core.members import SINGLE
-from purecompose.core.ranks import Ranks
-from purecompose.transforms.shared import shared_program
+from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Place, Purpose, walk
+from purecompose.core.program import Program, matching_params
+from purecompose.core.ranks import Ranks, Share, SharedPart
+from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradients
+from purecompose.core.sealed import SealedOutputs
+from purecompose.core.separable import Check
+from purecompose.core.state import State
+from purecompose.transforms.rank_checks import check_alike, naming_late_ranks
+from purecompose.transforms.rank_results import (
+    SumGradients,
+    averaged,
+    warn_of_different_buffers,
+    with_buffers,
+    with_slots,
+)
+from purecompose.transforms.sharding.gathering import Placing, by_layer
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Shared(Scope):
+    """Run the body, a `Microbatches`, on this process's part of the batch, and average the results of all processes.
+
+    Args:
+        body: The `Microbatches` whose batch is divided.
+        ranks: The processes; `None` if there is only one.
+        is_checked: True if they are known to have the same states and batches, and to send messages of one form.
+        placing: How parameters are divided among the processes; `None` if each has all.
+    """
+
+    body: Program
+    ranks: Ranks | None
+    is_checked: bool
+    placing: Placing | None
+
+    def __init__(
+        self, *body: Any, ranks: Ranks | None, is_checked: bool = False, placing: Placing | None = None
+    ) -> None:
+        # What the last comparison was of; nothing in it changes a result.
+        super().__init__(*body, ranks=ranks, is_checked=is_checked or ranks is None, placing=placing, _compared={})
+
+    def lower(self, place: Place) -> Sequence[Lowered]:
+        """Return the scope as one operation."""
+        ranks = self.ranks
+        if ranks is None:
+            return place.lower(self.body)
+        (inner,) = place._replace(is_shared=True).lower(self.body)
+        is_whole = not any((node.cut or place.cut).may_slice for node in self.body if isinstance(node, Microbatches))
+        wrt = [node.wrt for node in walk(self.body) if isinstance(node, Grad)]
+        build, placing = inner.with_slices, self.placing
+        assert build is not None, "what several processes share is cut into slices"
+        layers = placing if placing is not None and placing.is_by_layer else None
+
+        separable = None if layers is not None else _on_whole_params(inner.separable, placing)
+
+        def with_slices(transform: Callable[[Operation], Operation]) -> Operation:
+            on_part = build(transform if layers is None else _layer_by_layer(transform, layers, is_whole))
+            shared = _OnPart(on_part, ranks, wrt, is_whole=is_whole, is_by_layer=layers is not None)
+            on_whole = on_part if layers is None else build(transform)
+            run = shared if placing is None else functools.partial(_run_placed, shared, on_whole, placing)
+            if not self.is_checked:
+                run = _comparing(run, replace(shared, ranks=ranks.comparing()), on_whole, placing)
+            return repeatable(with_own_gradients(run), self.body, ranks, separable)
+
+        lowered = inner._replace(
+            run=with_slices(lambda body: body), with_slices=with_slices, until_loss=None, separable=separable
+        )
+        if not is_whole or inner.until_loss is None:
+            return [lowered]
+        # A single slice is part of the graph around it, in which messages overlap with the backward pass.
+        check = functools.partial(_check_part, inner.until_loss, ranks, placing)
+        return [lowered._replace(with_slices=None, check=check)]
+
+    def guard(self, step: Step, state: State, batch: Any, *, is_first: bool) -> AbstractContextManager[Any] | None:
+        """Return a context manager that reports ranks that do not answer and, once per epoch, compares all ranks."""
+        if self.ranks is None:
+            return None
+        return self._guarded(self.ranks, step, state, batch, is_first)
+
+    @contextmanager
+    def _guarded(self, ranks: Ranks, step: Step, state: State, batch: Any, is_first: bool) -> Iterator[None]:
+        now, compared = state.timestamp, vars(self)["_compared"]
+        is_known = compared.get("epoch") == now.epoch and compared["model"] is state.model
+        is_known = is_known and compared["batch"] <= now.batch
+        tensors = batches.tensors(batch)
+        forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        is_new = not is_known or compared["forms"] != forms
+        if is_new:
+            words = f"{', '.join(map(tree.describe, tensors))} in epoch {now.epoch}"
+            # Simulated processes take turns, and cannot wait for each other here.
+            compared |= {"forms": forms, "words": "" if self.is_checked or dist.get_backend() == "threaded" else words}
+        if not is_known or state.lease is None:  # reading the parameters of a compiled step's own state copies them
+            _check_state(state, self.placing)
+        with naming_late_ranks(ranks, now.batch, compared["words"], is_new=is_new):
+            if not self.is_checked and not is_known:
+                check_alike(ranks, step, state, batch)
+            compared |= {"epoch": now.epoch, "model": state.model, "batch": now.batch}
+            yield
+
+    @property
+    def gathers_at_once(self) -> bool:
+        """True if parameters that are divided among the processes are gathered together, and not layer by layer."""
+        return self.placing is not None and not self.placing.is_by_layer
+
+    def describe(self, step: str) -> str:
+        """Return the printed form of a step whose program contains the scope."""
+        name = "data_parallel" if self.placing is None else "fully_sharded"
+        return f"{name}({step}, size={1 if self.ranks is None else self.ranks.size})"
+
+    def __repr__(self) -> str:
+        return f"Shared({', '.join(map(repr, self.body))}, size={1 if self.ranks is None else self.ranks.size})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise pickle.PicklingError(
+            "a data_parallel step cannot be pickled: it belongs to a process group. Pickle the step of one process, "
+            "and call data_parallel(step) in each process"
+        )
+
+
+def shared_program(
+    program: Program, ranks: Ranks | None, *, is_checked: bool = False, placing: Placing | None = None
+) -> Program:
+    """Return a program in which several processes share the batch of each `Microbatches`."""
+    if any(isinstance(node, Shared) for node in program):
+        raise ValueError("data_parallel: the step's batch is divided among processes already")
+    if any(isinstance(node, Grad) for node in program):
+        raise ValueError(
+            "data_parallel: a Grad in the program is not inside of Microbatches(...), which is what processes divide: "
+            "each would compute it for the whole batch. Put Microbatches around it"
+        )
+    if not any(isinstance(node, Microbatches) for node in program):
+        raise ValueError("data_parallel: the program has no Microbatches(...), so there is nothing to divide")
+    return tuple(
+        Shared(node, ranks=ranks, is_checked=is_checked, placing=placing) if isinstance(node, Microbatches) else node
+        for node in program
+    )
+
+
+def undivided(program: Program) -> Program:
+    """Return the program of one process, the inverse of `shared_program`."""
+    return tuple(inner for node in program for inner in (node.body if isinstance(node, Shared) else (node,)))
+
+
+def _comparing(run: Operation, shared: "_OnPart", on_whole: Operation, placing: Placing | None) -> Operation:
+    """Return an operation whose processes compare messages before they are sent, in first runs.
+
+    Args:
+        run: The operation.
+        shared: What several processes share, with processes that compare.
+        on_whole: The same for whole parameters, in each process by itself.
+        placing: How parameters are divided, if they are.
+    """
+    compared = shared if placing is None else functools.partial(_run_placed, shared, on_whole, placing.comparing())
+    return lambda carry, purpose: (compared if purpose.is_first else run)(carry, purpose)
+
+
+def _layer_by_layer(
+    transform: Callable[[Operation], Operation], placing: Placing, is_whole: bool
+) -> Callable[[Operation], Operation]:
+    """Return a transform of bodies that makes them run layer by layer, and then transforms them."""
+    return lambda body: transform(by_layer(body, placing, shares_statistics=is_whole))
+
+
+def _run_placed(
+    shared: Callable[..., Carry], on_whole: Operation, placing: Placing, carry: Carry, purpose: Purpose
+) -> Carry:
+    """Run a part of a step on divided parameters; its gradients are divided like them.
+
+    Args:
+        shared: What several processes share.
+        on_whole: The same for whole parameters, in each process by itself.
+        placing: How parameters are divided.
+        carry: Input of the part.
+        purpose: The purpose of the run.
+    """
+    if purpose.sharing == "own":
+        raise ValueError(
+            "fully_sharded: the gradient of one process's part, at parameters of its own, needs parameters that differ "
+            "between processes: use data_parallel"
+        )
+    if placing.is_by_layer and purpose.sharing == "all":
+        return shared(carry, purpose)
+    params = carry.state.params
+    gathered = carry._replace(state=carry.state.replace(params=placing.gathered(params)))
+    if purpose.sharing == "none":
+        end = on_whole(gathered, purpose)
+    else:
+        end = shared(gathered, purpose, functools.partial(placing.sum_gradients, like=params))
+    return end._replace(state=end.state.replace(params=params))
+
+
+def _on_whole_params(check: Check | None, placing: Placing | None) -> Check | None:
+    """Return the check of a scope, on divided parameters that are put together first."""
+    if check is None or placing is None:
+        return check
+
+    def run(carry: Carry, earlier: Iterable[Operation]) -> None:
+        check(carry._replace(state=carry.state.replace(params=placing.gathered(carry.state.params))), earlier)
+
+    return run
+
+
+def _check_state(state: State, placing: Placing | None) -> None:
+    """Raise a `ValueError` if the state is not divided among processes as the step expects, or synchronises itself."""
+    if any(isinstance(module, nn.SyncBatchNorm) for module in state.model.module.modules()):
+        raise ValueError(
+            "several processes: nn.SyncBatchNorm does not know how a batch's parts are weighted: keep nn.BatchNorm, "
+            "which has the statistics of the whole batch here"
+        )
+    is_divided = any(map(is_shard, state.params.values()))
+    if is_divided and placing is None:
+        raise ValueError(
+            "data_parallel: each process holds only some rows of the state's parameters; fully_sharded(step, mesh) "
+            "takes such a state, and pc.whole(state) puts it together"
+        )
+    if placing is not None and not is_divided and any(param.ndim for param in state.params.values()):
+        raise ValueError("fully_sharded: the state is not divided among the processes: call pc.shard(state, mesh)")
+
+
+@dataclass(frozen=True, eq=False)
+class _OnPart:
+    """An operation that runs another one on this rank's part of the batch, and combines the results of all ranks."""
+
+    operation: Operation
+    """The operation for a part of the batch."""
+    ranks: Ranks
+    wrt: Sequence[str | None]
+    """The patterns of the gradients that the operation computes."""
+    is_whole: bool
+    """True if the part is not cut into slices. Then all ranks run the network equally often, and batch normalisation
+    may use the statistics of the whole batch."""
+    is_by_layer: bool
+    """True if results of slices are means over the ranks already; see `by_layer`."""
+
+    def __call__(self, carry: Carry, purpose: Purpose, sum_gradients: SumGradients | None = None) -> Carry:
+        """Run the operation.
+
+        Args:
+            carry: Input of the operation, the same on all ranks.
+            purpose: The purpose of the run.
+            sum_gradients: See `averaged`.
+        """
+        if purpose.sharing == "none":
+            return self.operation(carry, purpose)
+        state, ranks = carry.state, self.ranks
+        share, end = self._run(carry, purpose)
+        if purpose.sharing == "own":
+            return end._replace(terms=carry.terms)
+        after, used, terms = end
+        _check_kept(state, after)
+        own = None if after.grads is None else dict(after.grads)
+        del end  # so that each gradient is freed when it has been sent
+        if not self.is_by_layer:
+            after = after.replace(grads=None)
+            names = [name for pattern in self.wrt for name in matching_params(state.context.trainable, pattern)]
+            has_shared = self.is_whole and share.num_examples > 0 and state.model.skeleton(train=True).has_batch_norms
+            sum_gradients = dict if purpose.replaces_gradients else sum_gradients
+            weight = _weight(share, terms)
+            after = averaged(state, after, own, names, weight, ranks, sum_gradients, shares_statistics=has_shared)
+        if not purpose.is_again:
+            if purpose.watch is not None:
+                warn_of_different_buffers(state, after, ranks)
+            after = after.replace(
+                buffers=with_buffers(ranks, state.buffers, after.buffers, share.num_examples),
+                slots=with_slots(ranks, state.slots, after.slots, counts=share.num_examples > 0),
+            )
+        return Carry(after, used, carry.terms)
+
+    def _run(self, carry: Carry, purpose: Purpose) -> tuple[Share, Carry]:
+        """Return this rank's share of the batch, and the end of its part, where the batch is whole again."""
+        state, ranks = carry.state, self.ranks
+        share, start = _start_of_part(state, ranks, purpose)
+        purpose = purpose._replace(whole_batch=None)
+        if purpose.sharing == "all":
+            part = _part(share, state, ranks, shares_statistics=self.is_whole, is_cut_alike=self.is_by_layer)
+            end = self.operation(Carry(start, carry.used), purpose._replace(part=part))
+        else:
+            end = self.operation(Carry(start.replace(denominators=state.denominators), carry.used), purpose)
+        after = end.state.replace(batch=state.batch, first_example=state.first_example, denominators=state.denominators)
+        if after.outputs is not state.outputs:
+            after = after.replace(outputs=SealedOutputs(ranks.size))
+        return share, end._replace(state=after)
+
+
+def _check_part(to_loss: Operation, ranks: Ranks, placing: Placing | None, carry: Carry) -> None:
+    """Check the buffers of this rank's part by their values, which a traced step does not have.
+
+    Args:
+        to_loss: The part of a step before its loss.
+        ranks: The processes.
+        placing: How parameters are divided among them.
+        carry: Input of the part of the step that the processes share.
+    """
+    state = carry.state
+    share, start = _start_of_part(state, ranks, NO_PURPOSE)
+    is_by_layer = placing is not None and placing.is_by_layer
+    if placing is not None and not is_by_layer:
+        start = start.replace(params=placing.gathered(state.params))
+    part = _part(share, state, ranks, shares_statistics=True)
+    end = to_loss(Carry(start, carry.used), Purpose(part=part, is_first=True)).state
+    warn_of_different_buffers(state, end, ranks)
+
+
+def _part(share: Share, state: State, ranks: Ranks, **how: bool) -> SharedPart:
+    return SharedPart(ranks, share, state.num_examples, state.batch, state.device, **how)
+
+
+def _start_of_part(state: State, ranks: Ranks, purpose: Purpose) -> tuple[Share, State]:
+    """Return this rank's share of the batch, and the state at the start of its part."""
+    share = purpose.take_share(ranks, state)
+    first = share.first_example if state.first_example is None else state.first_example + share.first_example
+    own = part_of(denominators(state), max(share.num_examples, 1), state.num_examples)
+    return share, state.replace(batch=share.batch, first_example=first, denominators=own)
+
+
+def _check_kept(before: State, after: State) -> None:
+    for name in ("params", "opt_state", "hparams", "key"):
+        if getattr(after, name) is not getattr(before, name):
+            raise RuntimeError(
+                f"data_parallel: {name} changed between BEFORE_FORWARD and AFTER_BACKWARD, where each process sees its "
+                "own part of the batch, and states would come apart: change it at AFTER_TRAIN_BATCH or later; an "
+                "update belongs after Microbatches"
+            )
+
+
+def _weight(share: Share, terms: int | Tensor | None) -> int | Tensor:
+    """Return the weight of a part of the batch: its number of terms of the loss, or of examples."""
+    if isinstance(terms, Tensor):  # counted even without a share, so that all ranks have the same graph
+        return terms * min(share.num_examples, 1)
+    return share.num_examples if terms is None or not share.num_examples else terms
 
 
 def data_parallel(step: Step, mesh: Any = None) -> Step:

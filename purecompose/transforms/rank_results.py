@@ -15,7 +15,7 @@ from purecompose.core.ranks import Ranks, scaled, scaled_with_statistics
 from purecompose.core.state import State
 from purecompose.nn.model import STATISTICS
 from purecompose.optim.checks import matched
-from purecompose.transforms.rank_comparison import digest
+from purecompose.transforms.rank_checks import digest
 
 
 SumGradients: TypeAlias = Callable[[dict[str, Tensor]], dict[str, Tensor]]

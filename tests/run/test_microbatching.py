@@ -61,9 +61,9 @@ def test_a_donating_step_survives_the_failure(monkeypatch: pytest.MonkeyPatch) -
     fast = pc.compile(compose(loop_events), backend="eager", quiet=True)
     adaptive = Adaptive(fast)
     state = adaptive(make_state(), BATCHES[0])
-    from purecompose.transforms.compilation import plan_parts
+    from purecompose.transforms.compilation import parts
 
-    run, failures = plan_parts.CompiledPart.run, [True]
+    run, failures = parts.CompiledPart.run, [True]
 
     def failing(self: Any, *arguments: Any, **options: Any) -> None:
         run(self, *arguments, **options)  # the step has already overwritten its buffers
@@ -71,7 +71,7 @@ def test_a_donating_step_survives_the_failure(monkeypatch: pytest.MonkeyPatch) -
             failures.pop()
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(plan_parts.CompiledPart, "run", failing)
+    monkeypatch.setattr(parts.CompiledPart, "run", failing)
     larger = tuple(torch.cat([member, member]) for member in BATCHES[1])
     with pytest.warns(UserWarning, match="2 microbatches"):
         state = adaptive(state, larger)

@@ -13,7 +13,7 @@ from purecompose._support import __version__
 from purecompose.core.state import State
 from purecompose.nn.model import Model
 from purecompose.schedule import Hparam, collect
-from purecompose.transforms.shared import undivided
+from purecompose.transforms.data_parallel import undivided
 
 
 _EVENT = re.compile(r"<Event\.(\w+): '\w+'>")

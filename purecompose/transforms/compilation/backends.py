@@ -25,17 +25,25 @@ from torch.utils._pytree import tree_leaves
 
 from purecompose._support.device import keep_freed_memory, return_freed_memory
 from purecompose.errors import TraceError
-from purecompose.transforms.compilation import fusing, gpu_draws, rematerialization
+from purecompose.transforms.compilation import fusing, gpu_draws
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE
-from purecompose.transforms.compilation.decompositions import DECOMPOSITIONS
-from purecompose.transforms.compilation.draws import open_draws, replace_draws
-from purecompose.transforms.compilation.fusing import fusing_near, fusing_within_lists
+from purecompose.transforms.compilation.fusing import (
+    fusing_near,
+    fusing_within_lists,
+    recompute_signs,
+    storing_by_bytes,
+)
 from purecompose.transforms.compilation.gpu_draws import draw_in_kernels
 from purecompose.transforms.compilation.inductor import inductor_for
-from purecompose.transforms.compilation.layouts import with_channels_last
-from purecompose.transforms.compilation.ordering import write_early
-from purecompose.transforms.compilation.rematerialization import recompute_signs, storing_by_bytes
-from purecompose.transforms.compilation.updates import accumulate_rows, update_in_place
+from purecompose.transforms.compilation.messages import write_early
+from purecompose.transforms.compilation.rewriting import (
+    DECOMPOSITIONS,
+    accumulate_rows,
+    open_draws,
+    replace_draws,
+    update_in_place,
+    with_channels_last,
+)
 
 
 Compiled: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -155,7 +163,7 @@ def _tagged_cache() -> contextlib.AbstractContextManager[None]:
 
 @functools.cache
 def _tag() -> str:
-    modules = (sys.modules[__name__], fusing, gpu_draws, rematerialization)
+    modules = (sys.modules[__name__], fusing, gpu_draws)
     return hashlib.sha256("".join(map(inspect.getsource, modules)).encode()).hexdigest()
 
 

@@ -15,7 +15,7 @@ from purecompose.time import Timestamp
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source
 from purecompose.transforms.compilation.capture import state_of
 from purecompose.transforms.compilation.graph_cache import GraphCache
-from purecompose.transforms.compilation.plan_parts import Entry, ExecutionPlan, Values
+from purecompose.transforms.compilation.parts import Entry, ExecutionPlan, Values
 from purecompose.transforms.donation import LASTING, BufferLease, StateBuffers
 from purecompose.transforms.signature import Signature, spec_of
 

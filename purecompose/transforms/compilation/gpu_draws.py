@@ -1,7 +1,7 @@
 """Draws of a flat graph for a GPU: one operation, `purecompose::draw`, computed in the kernel that uses the numbers.
 
 Dropout compares the bits with a threshold. The comparison is part of the draw, so that a byte for each element is kept
-for the backward pass, not four. On a CPU, GCC 12 compiles this code to other bits; see `draws.py` for what runs there.
+for the backward pass, not four. On a CPU, GCC 12 compiles this code to other bits: there `rewriting.py` draws.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The graph cache: a step's compiled graphs and the plans built from them, each checked in a first run.
+"""The graph cache: the graphs of a step and the plans built from them, each checked in a first run.
 
 Processes that share each batch agree on what is known, and on what fails: one that took another way, for which it sends
 other messages, would wait for the others forever.
@@ -22,14 +22,20 @@ from purecompose.core.state import State
 from purecompose.errors import TraceError
 from purecompose.time.predicates import NEVER
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary
-from purecompose.transforms.compilation.building import Builder
+from purecompose.transforms.compilation.building import Builder, SlicedPart
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, explained, fake_mode, state_of
 from purecompose.transforms.compilation.messages import check_alike
 from purecompose.transforms.compilation.options import Options
-from purecompose.transforms.compilation.plan_parts import EAGER, CompiledPart, Entry, ExecutionPlan, PlanPart
-from purecompose.transforms.compilation.segments import Segments, Stretch
-from purecompose.transforms.compilation.sliced import SlicedPart
-from purecompose.transforms.compilation.variants import Variant
+from purecompose.transforms.compilation.parts import (
+    EAGER,
+    CompiledPart,
+    Entry,
+    ExecutionPlan,
+    PlanPart,
+    Segments,
+    Stretch,
+    Variant,
+)
 from purecompose.transforms.donation import LASTING
 from purecompose.transforms.members import member
 from purecompose.transforms.signature import ABSENT, Signature

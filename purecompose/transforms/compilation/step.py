@@ -20,8 +20,7 @@ from purecompose.transforms.compilation.capture import state_of
 from purecompose.transforms.compilation.execution import Launch, execute
 from purecompose.transforms.compilation.graph_cache import GraphCache, environment
 from purecompose.transforms.compilation.options import Options
-from purecompose.transforms.compilation.plan_parts import Entry, ExecutionPlan
-from purecompose.transforms.compilation.variants import Variants
+from purecompose.transforms.compilation.parts import Entry, ExecutionPlan, Variants
 from purecompose.transforms.donation import LASTING, BufferLease, StateBuffers
 from purecompose.transforms.signature import Signature, spec_of
 

@@ -11,9 +11,9 @@ from purecompose.core.members import SINGLE
 from purecompose.core.operation import walk
 from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Microbatches
+from purecompose.transforms.data_parallel import shared_program
 from purecompose.transforms.sharding.gathering import Placing
 from purecompose.transforms.sharding.placing import check_mesh
-from purecompose.transforms.shared import shared_program
 
 
 def fully_sharded(step: Step, mesh: Any, gather: Literal["step", "layer"] = "step") -> Step:

@@ -10,7 +10,7 @@ from torch._decomp import get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from purecompose.transforms.compilation.updates import accumulate_rows
+from purecompose.transforms.compilation.rewriting import accumulate_rows
 
 
 aten = torch.ops.aten

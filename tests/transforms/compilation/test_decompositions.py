@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._decomp import get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from purecompose.transforms.compilation.decompositions import DECOMPOSITIONS
+from purecompose.transforms.compilation.rewriting import DECOMPOSITIONS
 
 
 _aten = torch.ops.aten

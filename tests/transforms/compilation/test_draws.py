@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose.random import key, uniform
-from purecompose.transforms.compilation import draws
-from purecompose.transforms.compilation.draws import replace_draws
+from purecompose.transforms.compilation import rewriting
+from purecompose.transforms.compilation.rewriting import replace_draws
 from tests.helpers import make_batches, make_state
 from tests.transforms.compilation.compile_helpers import assert_runs_agree, made
 
@@ -21,7 +21,7 @@ def draw(number: int) -> Any:
 
 @pytest.mark.parametrize("number, calls", [(3, 0), (4, 4)], ids=["few", "many"])
 def test_draws_of_one_shape_share_a_subgraph(monkeypatch: pytest.MonkeyPatch, number: int, calls: int) -> None:
-    monkeypatch.setattr(draws, "has_kernels", lambda device: False)
+    monkeypatch.setattr(rewriting, "has_kernels", lambda device: False)
     with torch.no_grad():
         module = make_fx(draw(number), tracing_mode="fake")(key(3))
     (root,) = module.graph.find_nodes(op="placeholder")

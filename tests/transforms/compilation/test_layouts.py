@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from purecompose.transforms.compilation.capture import fake_mode
-from purecompose.transforms.compilation.layouts import with_channels_last
+from purecompose.transforms.compilation.rewriting import with_channels_last
 
 
 aten = torch.ops.aten

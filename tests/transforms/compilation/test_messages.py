@@ -11,8 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose import tree
 from purecompose.core.ranks import Ranks
-from purecompose.transforms.compilation.messages import GraphForm, described, drop_unread
-from purecompose.transforms.compilation.ordering import write_early
+from purecompose.transforms.compilation.messages import GraphForm, described, drop_unread, write_early
 from tests.transforms.compilation import message_scenarios
 from tests.transforms.compilation.message_scenarios import SAME_BITS
 from tests.transforms.processes import run_processes

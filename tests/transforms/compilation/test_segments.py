@@ -4,7 +4,7 @@ import pytest
 
 import purecompose as pc
 from purecompose import Algorithm, Event, algorithms as alg, compose, every, loop_events
-from purecompose.transforms.compilation.segments import Segments
+from purecompose.transforms.compilation.parts import Segments
 from tests.helpers import changing, decay, make_batches, make_state, noise
 from tests.transforms.compilation.compile_helpers import assert_runs_agree, average, compiled, made, scaling, sharpness
 
