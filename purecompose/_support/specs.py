@@ -25,7 +25,7 @@ OWN_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _STRING_OR_TIME = re.compile(
     r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|"""
     rf"(?<![\w.])(?P<own>{OWN_NAME.pattern})|"
-    r"(?<![\w.])(?P<time>(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:iter|ep|ba|sp|tok|dur|sec)"
+    r"(?<![\w.])(?P<time>(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:ep|ba|sp|tok|dur|sec)"
     r"|(?=\d)(?:\d+h)?(?:\d+m)?(?:\d+s)?)(?![\w.]|\s*=)",
     re.ASCII | re.IGNORECASE,
 )
@@ -194,7 +194,7 @@ def _expression(line: str, indent: int) -> ast.expr:
 
 
 _HINTS = {
-    "invalid decimal literal": "; a time is a number and iter, ep, ba, sp, tok, dur or sec, other text wants quotes",
+    "invalid decimal literal": "; a time is a number and ep, ba, sp, tok, dur or sec, other text wants quotes",
     "invalid syntax": "; expected names separated by commas, each with or without arguments in parentheses",
 }
 

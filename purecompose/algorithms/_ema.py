@@ -91,8 +91,8 @@ def ema(
         smoothing: The factor s in [0, 1] for each update, instead of a half-life.
         start: The time at which averaging begins, a share of the run or a time.
         every: The interval between updates, counted from the beginning of the run, in any unit except seconds; by
-            default every batch. It should be much smaller than the half-life. Intervals in samples, tokens or
-            iterations are evaluated inside the step, which costs an update in every batch.
+            default every batch. It should be much smaller than the half-life. Intervals in samples or tokens
+            are evaluated inside the step, which costs an update in every batch.
         buffers: Patterns (`fnmatch`) of the names of buffers to average; by default running means and variances.
             `("*",)` averages all floating buffers, `()` none.
         where: Pattern or patterns of the names of parameters and buffers to average, such as "student.*"; by default

@@ -78,7 +78,7 @@ def scale_schedule(state: State, ratio: float, *, scale_warmup: bool = False) ->
             "schedule with absolute times; give State.create(..., duration='20ep')"
         )
     duration = None if run.duration is None else _scaled_duration(run.duration, ratio, optimizer)
-    length = RunLength(duration, run.batches_per_epoch, run.iteration_length)
+    length = RunLength(duration, run.batches_per_epoch)
     # Drop the old schedules: they are no longer used, and may have no value in a run of another length.
     schedules = collect(optimizer, Schedule)
     return state.replace(optimizer=optimizer, schedules=schedules, timestamp=state.timestamp.replace(run=length))

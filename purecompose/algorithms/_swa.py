@@ -106,8 +106,8 @@ def swa(
         end: The time of the last update, later than `start`; the following batches update the statistics. With a share
             of 1 no batches follow, which suits networks without batch statistics.
         every: The interval between updates, in any unit except seconds. The first update is at the first batch from
-            `start` on, or, with an interval in epochs, at the first that ends an epoch. Intervals in samples, tokens or
-            iterations are evaluated inside the step, which costs an update in every batch.
+            `start` on, or, with an interval in epochs, at the first that ends an epoch. Intervals in samples or tokens
+            are evaluated inside the step, which costs an update in every batch.
         swa_lr: The final learning rate, at least 0; by default the learning rate is not changed.
         anneal_strategy: The shape of the change to `swa_lr`, "linear" or "cosine".
         anneal_steps: The number of intervals over which the rate changes, at least 1.

@@ -206,7 +206,7 @@ def _settings(path_a: Path, path_b: Path, a: Found, b: Found) -> Iterator[str]:
         line = re.sub(r"\bin the checkpoint\b|\bby the run\b", "in a", line)
         yield re.sub(r"(?<!changed )\bhere\b", "in b", line).replace("changed since the run", "not the same in a and b")
     yield from _of_mappings(a.index.environment, b.index.environment)
-    lengths = ("duration", "batches_per_epoch", "iteration_length")
+    lengths = ("duration", "batches_per_epoch")
     yield from _of_mappings(*({name: one.index.time[name] for name in lengths} for one in (a, b)))
 
 

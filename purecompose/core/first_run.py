@@ -57,7 +57,7 @@ def _warn_of_standing_time(start: State, times: Collection[Time]) -> None:
     if run.batches_per_epoch is not None:
         return
     units = {time.unit for time in (*collect(start.context.schedules, Time), *times)}
-    in_epochs = run.duration is not None and run.duration.unit in (TimeUnit.EPOCH, TimeUnit.ITERATION)
+    in_epochs = run.duration is not None and run.duration.unit is TimeUnit.EPOCH
     if TimeUnit.EPOCH in units or (TimeUnit.DURATION in units and in_epochs):
         warn(
             "epochs have no known length: time moves only when an epoch ends, so schedules and predicates stand "

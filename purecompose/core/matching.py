@@ -102,15 +102,15 @@ class _Known:
     """The answers that are fixed for some consecutive batches, and the open questions; see `Predicate.during`."""
 
     __slots__ = (
-        "run", "epoch", "epoch_start", "iteration", "start", "end", "later_epoch", "later_iteration", "later_start",
-        "later_end", "bits", "timed", "custom",
+        "run", "epoch", "epoch_start", "start", "end", "later_epoch", "later_start", "later_end", "bits", "timed",
+        "custom",
     )  # fmt: skip
 
     def __init__(self, now: Timestamp, later: Timestamp) -> None:
         self.run: RunLength = now.run
-        self.epoch, self.iteration, self.start = now.epoch, now.iteration, now.batch
+        self.epoch, self.start = now.epoch, now.batch
         self.epoch_start = now.batch - now.batch_in_epoch  # differs where epochs of unknown length do
-        self.later_epoch, self.later_iteration, self.later_start = later.epoch, later.iteration, later.batch
+        self.later_epoch, self.later_start = later.epoch, later.batch
         self.end: float = math.inf
         self.later_end: float = math.inf
         self.bits = 0
@@ -124,8 +124,6 @@ class _Known:
             and self.epoch == now.epoch
             and self.epoch_start == now.batch - now.batch_in_epoch
             and self.later_epoch == later.epoch
-            and self.iteration == now.iteration
-            and self.later_iteration == later.iteration
             and self.run is now.run
         )
 

@@ -110,7 +110,6 @@ class State(Leasable):
         key: int | Tensor = 0,
         duration: Time | str | None = None,
         batches_per_epoch: int | None = None,
-        iteration_length: Time | str | None = None,
         input_field: batches.Field | None = None,
         target_field: batches.Field | None = 1,
         batch_dim: int = 0,
@@ -138,7 +137,6 @@ class State(Leasable):
             duration: The run's length, such as `"20ep"`; fractions of a run need one.
             batches_per_epoch: The epoch's length in batches; without it, times cannot be given in fractions of
                 an epoch.
-            iteration_length: The length of an iteration, a group of epochs or tokens.
             input_field: The field of a batch with the model's input; by default the first member, or the whole batch
                 for `losses.model_loss`. See `purecompose.batch`.
             target_field: The field of a batch with the target, which may be the input's, as for an autoencoder; `None`
@@ -189,11 +187,7 @@ class State(Leasable):
             loss_model=loss_model,
             loss_dtype=torch.float64 if is_double else torch.float32,
         ).with_settings(parts.buffers, {})
-        run = RunLength(
-            None if duration is None else named_time(duration, "State.create: duration"),
-            batches_per_epoch,
-            None if iteration_length is None else named_time(iteration_length, "State.create: iteration_length"),
-        )
+        length = None if duration is None else named_time(duration, "State.create: duration")
         tensors = (*parts.params.values(), *parts.buffers.values())
         state = cls(
             params=parts.params,
@@ -202,7 +196,7 @@ class State(Leasable):
             slots={},
             hparams={},
             key=as_rng(key, "State.create").key if isinstance(key, Tensor) else random.key(key),
-            static=Static(context, Timestamp(run=run)),
+            static=Static(context, Timestamp(run=RunLength(length, batches_per_epoch))),
             # There is no loss yet; NaN keeps the structure the same before and after the first step.
             loss=torch.full((), torch.nan, dtype=context.loss_dtype),
         )

@@ -28,8 +28,8 @@ class NaNs:
 
     Losses are read in groups, so that no batch waits for the device. The message is therefore late, at most by 100
     checked batches or until the first batch after two seconds, whichever comes first; it names the first bad batch. At
-    evaluations, at EPOCH_CHECKPOINT and ITERATION_CHECKPOINT, and at FIT_END all waiting losses are checked, so no
-    checkpoint of an epoch is written after a bad loss if this observer comes before the one that writes.
+    evaluations, at EPOCH_CHECKPOINT and at FIT_END all waiting losses are checked, so no checkpoint of an epoch is
+    written after a bad loss if this observer comes before the one that writes.
 
     Args:
         every: Interval between checked batches: "1ba", "10ba", "1ep", ...
@@ -151,4 +151,4 @@ def _bad_params(params: dict[str, list[bool]]) -> list[str]:
     return [f"not finite: {listed(bad, _SHOWN)} of {len(params)} parameters"] if bad else []
 
 
-_FLUSHES = frozenset({Event.EVAL_BEFORE_ALL, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT, Event.FIT_END})
+_FLUSHES = frozenset({Event.EVAL_BEFORE_ALL, Event.EPOCH_CHECKPOINT, Event.FIT_END})

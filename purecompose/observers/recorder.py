@@ -74,9 +74,9 @@ class Recorder:
     tokens), then the loss and the metrics of a batch with the values of the monitors, or the metrics of an evaluation.
 
     Values stay on the device until a group is passed on, so no batch waits for one. That happens when `group` records
-    wait, or after `seconds`; at the end of evaluations, at EPOCH_CHECKPOINT, ITERATION_CHECKPOINT and FIT_END; and when
-    `flush` is called. If the process is killed, the waiting records are lost, at most one group. An exception loses
-    nothing: the rest is passed on when the recorder is closed or deleted, at the latest when Python exits.
+    wait, or after `seconds`; at the end of evaluations, at EPOCH_CHECKPOINT and FIT_END; and when `flush` is called. If
+    the process is killed, the waiting records are lost, at most one group. An exception loses nothing: the rest is
+    passed on when the recorder is closed or deleted, at the latest when Python exits.
 
     If a sink raises `OSError` (a full disk, no network), there is one warning, and training continues. The records wait
     and are passed again with the next group.
@@ -299,4 +299,4 @@ def _checked(values: Mapping[str, Any], monitor: Monitor, state: State) -> dict[
 
 
 # Not BATCH_CHECKPOINT, which fires after every batch. EVAL_AFTER_ALL of the last evaluation comes after FIT_END.
-_FLUSHES = frozenset({Event.EVAL_AFTER_ALL, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT, Event.FIT_END})
+_FLUSHES = frozenset({Event.EVAL_AFTER_ALL, Event.EPOCH_CHECKPOINT, Event.FIT_END})

@@ -281,8 +281,6 @@ class Run:
     def _epoch(self, state: State) -> Iterator[State]:
         """Yield the states between the remaining batches of one epoch."""
         start = state.timestamp
-        if _begins_iteration(start):
-            state = self._fire(Event.ITERATION_START, state)
         if start.batch_in_epoch == 0:
             state = self._fire(Event.EPOCH_START, state)
         next_batch, self._position = reader(self.data, state, self.position)
@@ -305,8 +303,6 @@ class Run:
             yield state
             if state.timestamp.epoch != before.epoch or self._is_over(state):
                 return
-            if state.timestamp.iteration != before.iteration:
-                state = self._fire(Event.ITERATION_START, state)
 
     def _end_epoch(self, state: State, before: Timestamp) -> State:
         """Fire the events after an epoch; the state's time is already after it, `before` is still in it."""
@@ -323,22 +319,12 @@ class Run:
                 # As in an epoch of unknown length, where this event precedes the discovery that it is exhausted.
                 state = self._fire(Event.BEFORE_DATALOADER, state)
             return self._end_epoch(state, before)
-        # Iterations counted in tokens may end within an epoch.
-        if state.timestamp.iteration == before.iteration:
-            return state
-        state = self._fire(Event.ITERATION_END, state)
-        return self._fire(Event.ITERATION_CHECKPOINT, state)
-
-
-def _begins_iteration(now: Timestamp) -> bool:
-    length = now.run.iteration_length
-    may_begin = now.batch_in_epoch == 0 or (length is not None and length.unit is TimeUnit.TOKEN)
-    return may_begin and now.epoch_in_iteration == 0 and now.token_in_iteration == 0
+        return state
 
 
 def _counts_epochs(state: State) -> bool:
     duration = state.timestamp.run.duration
-    return duration is None or duration.unit in (TimeUnit.EPOCH, TimeUnit.ITERATION)
+    return duration is None or duration.unit is TimeUnit.EPOCH
 
 
 def _is_due(interval: Any, event: Event, before: Timestamp, now: Timestamp) -> bool:
@@ -351,10 +337,9 @@ def _is_due(interval: Any, event: Event, before: Timestamp, now: Timestamp) -> b
     unit = interval.unit
     if event is Event.EPOCH_END:
         # Fractions of the run, too, because in epochs of unknown length they change only here.
-        is_counted_here = unit in (TimeUnit.EPOCH, TimeUnit.ITERATION, TimeUnit.DURATION)
+        is_counted_here = unit in (TimeUnit.EPOCH, TimeUnit.DURATION)
     else:
-        is_inside_epoch = before.epoch == now.epoch
-        is_counted_here = unit is not TimeUnit.EPOCH and (unit is not TimeUnit.ITERATION or is_inside_epoch)
+        is_counted_here = unit is not TimeUnit.EPOCH
     return is_counted_here and has_passed(interval, before, now)
 
 

@@ -11,7 +11,7 @@ from purecompose.data.loaders import epoch_batches
 from purecompose.data.position import PositionedBatches, position_at
 from purecompose.data.prefetch import prefetch
 from purecompose.data.waiting import watched
-from purecompose.time import RunLength, Timestamp, TimeUnit
+from purecompose.time import Timestamp, TimeUnit
 
 
 class EpochData(Protocol):
@@ -65,20 +65,13 @@ def check_moved(before: Timestamp, now: Timestamp) -> None:
     if run.duration is None:
         return
     unit = run.duration.unit
-    if unit is TimeUnit.ITERATION and run.iteration_length is not None:
-        unit = run.iteration_length.unit
     if unit is TimeUnit.TOKEN and now.token == before.token:
         raise ValueError(
-            f"the run is counted in tokens ({_in_words(run)}), but batch {before.batch} has none: tokens are the "
-            "elements of a batch's 'input_ids'. Name the ids so, or give the duration in samples, batches or epochs"
+            f"the run is counted in tokens (duration {run.duration}), but batch {before.batch} has none: tokens are "
+            "the elements of a batch's 'input_ids'. Name the ids so, or give the duration in samples, batches or epochs"
         )
     if unit is TimeUnit.SAMPLE and now.sample == before.sample:
         raise ValueError(
-            f"the run is counted in samples ({_in_words(run)}), but batch {before.batch} has none; leave empty "
+            f"the run is counted in samples (duration {run.duration}), but batch {before.batch} has none; leave empty "
             "batches out of the data, or give the duration in batches or epochs"
         )
-
-
-def _in_words(run: RunLength) -> str:
-    in_iterations = run.duration is not None and run.duration.unit is TimeUnit.ITERATION
-    return f"duration {run.duration}" + (f" of {run.iteration_length}" if in_iterations else "")

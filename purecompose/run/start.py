@@ -53,7 +53,7 @@ def _with_duration(state: State, duration: Time | str | None) -> tuple[State, fl
         raise ValueError("no duration: give State.create or fit one, such as duration='20ep'")
     if wanted.unit is TimeUnit.SECOND:
         return state, float(wanted.value)
-    return with_run(state, RunLength(wanted, run.batches_per_epoch, run.iteration_length)), math.inf
+    return with_run(state, RunLength(wanted, run.batches_per_epoch)), math.inf
 
 
 def _with_epoch_length(state: State, data: Any) -> State:
@@ -63,13 +63,12 @@ def _with_epoch_length(state: State, data: Any) -> State:
     if length == 0:
         raise ValueError("the data has no batch: an epoch of length 0 would never end")
     if run.batches_per_epoch is None:
-        units = {length.unit for length in (run.duration, run.iteration_length) if length is not None}
-        if isinstance(data, StateStream) and TimeUnit.EPOCH in units:
+        if isinstance(data, StateStream) and run.duration is not None and run.duration.unit is TimeUnit.EPOCH:
             raise ValueError(
                 f"the run is counted in epochs ({run}), and data.stream has none: give State.create(batches_per_epoch="
                 '...), or a duration in batches, such as "1000ba"'
             )
-        return with_run(state, RunLength(run.duration, length, run.iteration_length))
+        return with_run(state, RunLength(run.duration, length))
     if length is not None and length < run.batches_per_epoch:
         raise ValueError(
             f"the data has {length} batches, but the state's batches_per_epoch is {run.batches_per_epoch}; "

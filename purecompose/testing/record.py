@@ -18,8 +18,8 @@ from purecompose.testing.process import process_settings
 from purecompose.time.event import Event
 
 
-_BEGINNING = (Event.FIT_START, Event.ITERATION_START)
-_ENDING = (Event.ITERATION_END, Event.ITERATION_CHECKPOINT, Event.FIT_END)
+_BEGINNING = (Event.FIT_START,)
+_ENDING = (Event.FIT_END,)
 
 
 def begun(step: Step, state: State) -> State:

@@ -89,8 +89,8 @@ def events(*, kind: str | None = None) -> st.SearchStrategy[Event]:
 
 
 @st.composite
-def runs(draw: st.DrawFn, *, units: Sequence[str | None] = ("ep", "ba", "sp", "tok", "iter")) -> RunLength:
-    """Generate lengths of runs, with and without known epochs and iterations, which shrink to one epoch.
+def runs(draw: st.DrawFn, *, units: Sequence[str | None] = ("ep", "ba", "sp", "tok")) -> RunLength:
+    """Generate lengths of runs, with and without known epochs, which shrink to one epoch.
 
     Args:
         units: Possible units of the duration; `None` means a run without end.
@@ -102,10 +102,8 @@ def runs(draw: st.DrawFn, *, units: Sequence[str | None] = ("ep", "ba", "sp", "t
     """
     unit = draw(st.sampled_from(list(units)))
     length = draw(st.integers(1, 60 if unit in ("sp", "tok", "sec") else 12))
-    # A run that is counted in iterations needs their length.
-    iterations = ["1ep", "2ep", "7tok"] if unit == "iter" else [None, "1ep", "2ep", "7tok"]
     duration = None if unit is None else f"{length}{unit}"
-    return RunLength(duration, draw(st.none() | st.integers(1, 5)), draw(st.sampled_from(iterations)))
+    return RunLength(duration, draw(st.none() | st.integers(1, 5)))
 
 
 @st.composite
@@ -124,7 +122,7 @@ def timestamps(draw: st.DrawFn, run: RunLength | None = None) -> Timestamp:
         def test_timestamps(timestamp): ...
     """
     if run is None:
-        run = draw(runs(units=("ep", "ba", "sp", "tok", "iter", None)))
+        run = draw(runs(units=("ep", "ba", "sp", "tok", None)))
     point = Timestamp(run=run)
     for _ in range(1 if run.batches_per_epoch else draw(st.integers(1, 3))):
         point = point if point.batch == 0 else point.advance_epoch()
@@ -157,7 +155,7 @@ def _joined(inner: st.SearchStrategy[Predicate]) -> st.SearchStrategy[Predicate]
 
 
 def _leaves(run: RunLength) -> list[st.SearchStrategy[Predicate]]:
-    points = st.builds("{}{}".format, st.integers(0, 12), st.sampled_from(["ba", "ep", "sp", "tok", "iter"]))
+    points = st.builds("{}{}".format, st.integers(0, 12), st.sampled_from(["ba", "ep", "sp", "tok"]))
     intervals: list[st.SearchStrategy[Any]] = [st.integers(1, 5)]
     leaves: list[st.SearchStrategy[Predicate]] = [
         st.just(on(Event.AFTER_DATALOADER)),

@@ -13,7 +13,7 @@ class Event(enum.Enum):
     """A named point of the loop; the value is the name in lower case.
 
     `Event(text)` looks a member up by its name in any case. Members are plain: hashable, printed as
-    `Event.INIT`, and not to be compared with strings (convert first). INIT and the three checkpoint events have
+    `Event.INIT`, and not to be compared with strings (convert first). INIT and the two checkpoint events have
     no partner; each other event opens or closes something, and the two halves of a pair share a `canonical_name`.
 
     Raises:
@@ -31,7 +31,6 @@ class Event(enum.Enum):
     BEFORE_LOAD = "before_load"
     AFTER_LOAD = "after_load"
     FIT_START = "fit_start"
-    ITERATION_START = "iteration_start"
     EPOCH_START = "epoch_start"
     BEFORE_DATALOADER = "before_dataloader"
     AFTER_DATALOADER = "after_dataloader"
@@ -48,8 +47,6 @@ class Event(enum.Enum):
     BATCH_CHECKPOINT = "batch_checkpoint"
     EPOCH_END = "epoch_end"
     EPOCH_CHECKPOINT = "epoch_checkpoint"
-    ITERATION_END = "iteration_end"
-    ITERATION_CHECKPOINT = "iteration_checkpoint"
     FIT_END = "fit_end"
 
     EVAL_BEFORE_ALL = "eval_before_all"
@@ -136,7 +133,7 @@ class Event(enum.Enum):
 
     @property
     def sees_new_time(self) -> bool:
-        """True if the timestamp has advanced past the batch, epoch or iteration that the event is about.
+        """True if the timestamp has advanced past the batch or epoch that the event is about.
 
         Evaluation and prediction do not advance the time of training, so it is False for their events.
         """

@@ -31,14 +31,11 @@ class RunLength:
     """The length of a run, and the lengths needed to count its times in batches.
 
     Args:
-        duration: The time at which the run is finished, in any unit but `dur`; None for never. In iterations it needs
-            an `iteration_length`.
+        duration: The time at which the run is finished, in any unit but `dur`; None for never.
         batches_per_epoch: Number of batches in an epoch; None if the loader does not know it.
-        iteration_length: Number of epochs or tokens in an iteration; None for a run without iterations.
 
     Raises:
-        TypeError, ValueError: A value is not of this kind or not positive, or the duration is in iterations
-            without their length.
+        TypeError, ValueError: A value is not of this kind or not positive.
 
     Example:
         >>> RunLength("2ep", batches_per_epoch=3).batches_per_epoch
@@ -47,16 +44,9 @@ class RunLength:
 
     duration: Time | None = None
     batches_per_epoch: int | None = None
-    iteration_length: Time | None = None
 
-    def __init__(
-        self,
-        duration: TimeLike | None = None,
-        batches_per_epoch: int | None = None,
-        iteration_length: TimeLike | None = None,
-    ) -> None:
+    def __init__(self, duration: TimeLike | None = None, batches_per_epoch: int | None = None) -> None:
         object.__setattr__(self, "duration", _positive("duration", duration))
-        object.__setattr__(self, "iteration_length", _positive("iteration_length", iteration_length))
         if self.duration is not None and self.duration.unit is TimeUnit.DURATION:
             raise ValueError(f"duration={self.duration}: a run cannot be a fraction of itself; write '20ep' or '500ba'")
         if batches_per_epoch is not None:
@@ -64,14 +54,6 @@ class RunLength:
             if batches_per_epoch < 1:
                 raise ValueError(f"expected batches_per_epoch >= 1 or None, got {batches_per_epoch}")
         object.__setattr__(self, "batches_per_epoch", batches_per_epoch)
-        length = self.iteration_length
-        if length is not None and length.unit not in (TimeUnit.EPOCH, TimeUnit.TOKEN):
-            raise ValueError(f"expected an iteration_length in ep or tok, got {length}")
-        if length is None and self.duration is not None and self.duration.unit is TimeUnit.ITERATION:
-            raise ValueError(
-                f"duration={self.duration} without an iteration_length: no iteration would ever end; "
-                "give iteration_length='2ep', say, or the duration in epochs or batches"
-            )
 
     @functools.cached_property
     def total_batches(self) -> float | None:
@@ -94,16 +76,12 @@ class RunLength:
             return float(time.value)
         if time.unit is TimeUnit.EPOCH and self.batches_per_epoch is not None:
             return float(time.value * self.batches_per_epoch)
-        if time.unit is TimeUnit.ITERATION and self.iteration_length is not None:
-            if self.iteration_length.unit is TimeUnit.EPOCH:
-                return self.in_batches(time.value * self.iteration_length)
         if time.unit is TimeUnit.DURATION and self.total_batches is not None:
             return snapped(time.value * self.total_batches)
         return None
 
 
 _COUNTERS = {
-    TimeUnit.ITERATION: "iteration",
     TimeUnit.EPOCH: "epoch",
     TimeUnit.BATCH: "batch",
     TimeUnit.SAMPLE: "sample",
@@ -119,8 +97,7 @@ class Timestamp:
     not counted: a training step reads no clock.
 
     Args:
-        iteration, epoch, batch, sample, token: Whole iterations, epochs, batches, samples and tokens so far.
-        epoch_in_iteration, token_in_iteration: Epochs and tokens since the start of the iteration.
+        epoch, batch, sample, token: Whole epochs, batches, samples and tokens so far.
         batch_in_epoch, sample_in_epoch, token_in_epoch: Batches, samples and tokens since the start of the epoch.
         run: The length of the run.
 
@@ -131,16 +108,13 @@ class Timestamp:
     Example:
         >>> Timestamp(run=RunLength("2ep", batches_per_epoch=3)).advance(samples=8)
         Timestamp(batch=1, sample=8, batch_in_epoch=1, sample_in_epoch=8, run=RunLength(duration=Time(2, \
-TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
+TimeUnit.EPOCH), batches_per_epoch=3))
     """
 
-    iteration: int = 0
     epoch: int = 0
     batch: int = 0
     sample: int = 0
     token: int = 0
-    epoch_in_iteration: int = 0
-    token_in_iteration: int = 0
     batch_in_epoch: int = 0
     sample_in_epoch: int = 0
     token_in_epoch: int = 0
@@ -157,8 +131,8 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         changed = (f"{name}={value!r}" for name, value in vars(self).items() if value != getattr(Timestamp, name))
         return f"Timestamp({', '.join(changed)})"
 
-    def to_next_batch(self, samples: int = 0, tokens: int = 0) -> Timestamp:
-        """Return the timestamp one batch later.
+    def advance(self, samples: int = 0, tokens: int = 0) -> Timestamp:
+        """Return the point after one more batch, with which an epoch of known length may end.
 
         Raises:
             ValueError: `samples` or `tokens` is negative.
@@ -170,35 +144,13 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         fields["batch_in_epoch"] += 1
         fields["sample"] += samples
         fields["sample_in_epoch"] += samples
-        if tokens:
-            fields["token"] += tokens
-            fields["token_in_epoch"] += tokens
-            fields["token_in_iteration"] += tokens
-        return new
-
-    def to_next_epoch(self) -> Timestamp:
-        """Return the timestamp one epoch later: the in-epoch counters start at 0 again."""
-        new, fields = self._copy()
-        fields["epoch"] += 1
-        fields["epoch_in_iteration"] += 1
-        fields.update(batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0)
-        return new
-
-    def advance(self, samples: int = 0, tokens: int = 0) -> Timestamp:
-        """Return the point after one more batch; the run's lengths determine whether an epoch or iteration ends.
-
-        An iteration of tokens may end within an epoch. The epoch's data continue, and so do the in-epoch counters.
-        """
-        new = self.to_next_batch(samples, tokens)
-        run = self.run
-        if run.batches_per_epoch is not None and new.batch_in_epoch >= run.batches_per_epoch:
-            return new.advance_epoch()
-        return new if run.iteration_length is None else new._roll_iteration(run.iteration_length)
+        fields["token"] += tokens
+        fields["token_in_epoch"] += tokens
+        length = self.run.batches_per_epoch
+        return new.advance_epoch() if length is not None and new.batch_in_epoch >= length else new
 
     def advance_by(self, batches: int, samples: int = 0, tokens: int = 0) -> Timestamp:
         """Return the point after `batches` more batches of `samples` and `tokens` each; see `advance`.
-
-        The cost grows with the number of batches only in runs with iterations.
 
         Raises:
             TypeError: `batches` is not a whole number.
@@ -213,17 +165,28 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         if not batches:
             return self
         # After one batch a point is within its epoch, wherever it was before.
-        point = self.advance(samples, tokens)
-        if self.run.iteration_length is None:
-            return point._jumped(batches - 1, samples, tokens)
-        for _ in range(batches - 1):
-            point = point.advance(samples, tokens)
-        return point
+        point, batches = self.advance(samples, tokens), batches - 1
+        new, fields = point._copy()
+        in_epoch, length = point.batch_in_epoch + batches, self.run.batches_per_epoch
+        epochs, in_epoch = (0, in_epoch) if length is None else divmod(in_epoch, length)
+        if epochs:
+            fields["epoch"] += epochs
+            fields.update(sample_in_epoch=0, token_in_epoch=0)
+        since_epoch = in_epoch if epochs else batches
+        fields["batch"] += batches
+        fields["batch_in_epoch"] = in_epoch
+        fields["sample"] += batches * samples
+        fields["sample_in_epoch"] += since_epoch * samples
+        fields["token"] += batches * tokens
+        fields["token_in_epoch"] += since_epoch * tokens
+        return new
 
     def advance_epoch(self) -> Timestamp:
         """Return the point after the end of an epoch, for loops in which only the loader knows where an epoch ends."""
-        new = self.to_next_epoch()
-        return new if self.run.iteration_length is None else new._roll_iteration(self.run.iteration_length)
+        new, fields = self._copy()
+        fields["epoch"] += 1
+        fields.update(batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0)
+        return new
 
     def get(self, unit: TimeUnit | str) -> int:
         """Return the counter of a unit.
@@ -280,9 +243,6 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         unit, value = self._point(time)
         if unit is TimeUnit.EPOCH:
             return (self.epoch, self.batch_in_epoch) > (value, 0)
-        if unit is TimeUnit.ITERATION:
-            within = self.epoch_in_iteration, self.batch_in_epoch, self.token_in_iteration
-            return self.iteration > value or (self.iteration == value and any(within))
         return self.get(unit) > value
 
     def _point(self, time: TimeLike) -> tuple[TimeUnit, float]:
@@ -347,31 +307,3 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         fields = new.__dict__
         fields.update(self.__dict__)
         return new, fields
-
-    def _jumped(self, batches: int, samples: int, tokens: int) -> Timestamp:
-        """Return the result of calling `advance` that many times, in a run without iterations."""
-        new, fields = self._copy()
-        in_epoch, length = self.batch_in_epoch + batches, self.run.batches_per_epoch
-        epochs, in_epoch = (0, in_epoch) if length is None else divmod(in_epoch, length)
-        if epochs:
-            fields["epoch"] += epochs
-            fields["epoch_in_iteration"] += epochs
-            fields.update(sample_in_epoch=0, token_in_epoch=0)
-        since_epoch = in_epoch if epochs else batches
-        fields["batch"] += batches
-        fields["batch_in_epoch"] = in_epoch
-        fields["sample"] += batches * samples
-        fields["sample_in_epoch"] += since_epoch * samples
-        fields["token"] += batches * tokens
-        fields["token_in_epoch"] += since_epoch * tokens
-        fields["token_in_iteration"] += batches * tokens
-        return new
-
-    def _roll_iteration(self, length: Time) -> Timestamp:
-        done = self.epoch_in_iteration if length.unit is TimeUnit.EPOCH else self.token_in_iteration
-        if done < length.value:
-            return self
-        new, fields = self._copy()
-        fields["iteration"] += 1
-        fields.update(epoch_in_iteration=0, token_in_iteration=0)
-        return new

@@ -34,7 +34,6 @@ class TimeUnit(enum.Enum):
         <TimeUnit.EPOCH: 'ep'>
     """
 
-    ITERATION = "iter"  # groups of epochs or tokens, of the length the run sets
     EPOCH = "ep"
     BATCH = "ba"  # optimisation steps
     SAMPLE = "sp"  # summed over ranks
@@ -51,7 +50,7 @@ class TimeUnit(enum.Enum):
                 return unit
         raise ValueError(
             f"no unit of time is called {value!r}; there are ep (epochs), ba (batches, one step each), sp (samples), "
-            "tok (tokens), dur (fraction of the run), sec (seconds) and iter (groups of epochs or tokens)"
+            "tok (tokens), dur (fraction of the run) and sec (seconds)"
         )
 
 
@@ -70,7 +69,7 @@ class Time:
 
     Args:
         value: An int, or a float for `dur`.
-        unit: A `TimeUnit` or its short name: "iter", "ep", "ba", "sp", "tok", "dur" or "sec".
+        unit: A `TimeUnit` or its short name: "ep", "ba", "sp", "tok", "dur" or "sec".
 
     Raises:
         TypeError: The value is not whole, in another unit than `dur`.
@@ -260,7 +259,7 @@ def named_time(value: Any, where: str, default_unit: TimeUnit | None = None, *, 
     Example:
         >>> named_time("soon", "ema: half_life")
         Traceback (most recent call last):
-        ValueError: ema: half_life='soon': cannot read the time 'soon'; write a number and a unit (iter, ep, ba, ...
+        ValueError: ema: half_life='soon': cannot read the time 'soon'; write a number and a unit (ep, ba, sp, ...
     """
     try:
         return Time.of(value, default_unit)

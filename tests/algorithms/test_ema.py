@@ -116,18 +116,17 @@ def test_the_method_is_the_closed_form_of_weights_and_statistics(smoothing):
         ("6ba", "1ep", 4, 4 / 6),
         ("16sp", "1ba", 1, 8 / 16),
         ("0.25dur", "1ba", 1, 1 / 3),
-        ("1iter", "1ba", 1, 1 / 8),
         ("2ba", "0.25dur", 3, 3 / 2),
         ("48sp", "0.5dur", 6, 1),
         ("3ba", "16sp", 2, 2 / 3),
         ("1ep", "32sp", 4, 1),
-        ("2ba", "1iter", 8, 4),
+        ("2ba", "2ep", 8, 4),
         (None, "5ba", 5, 5 / 1000),
     ],
 )
 def test_half_lives_in_every_unit_beside_intervals_in_another(half_life, interval, every, passed):
     method = ema(half_life, every=interval)
-    states = states_after(method, cnn_state(iteration_length="2ep"), BATCHES)
+    states = states_after(method, cnn_state(), BATCHES)
     samples = [weights_of(state) for state in states[every::every]]
     expected = expected_averages(samples, [2**-passed] * (len(samples) - 1))
     assert_near(averages_of(states[-1], "ema"), expected)

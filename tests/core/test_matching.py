@@ -59,13 +59,13 @@ def sibling(run: RunLength) -> RunLength:
     """Return another run in which the same predicates have an answer."""
     assert run.duration is not None
     epoch = None if run.batches_per_epoch is None else run.batches_per_epoch + 1
-    return RunLength(run.duration * 3, epoch, run.iteration_length)
+    return RunLength(run.duration * 3, epoch)
 
 
 @st.composite
 def visits(draw: st.DrawFn, run: RunLength) -> list[tuple[Timestamp, Timestamp]]:
     """Draw steps (now, later) along walks in several runs: forwards, backwards, in jumps, from run to run."""
-    twin = RunLength(run.duration, run.batches_per_epoch, run.iteration_length)
+    twin = RunLength(run.duration, run.batches_per_epoch)
     points = [point for each in (run, twin, sibling(run)) for point in draw(walks(each, max_size=12))]
     starts = draw(st.lists(st.integers(0, len(points) - 1), min_size=1, max_size=5))
     found = []
@@ -115,7 +115,7 @@ def test_an_interval_within_epochs_of_unknown_length_is_asked_again_after_anothe
         now = Timestamp(run=run)
         for _ in range(first):
             now = now.advance()
-        now = now.to_next_epoch()
+        now = now.advance_epoch()
         for _ in range(batches):
             now = now.advance()
         return now, now.advance()
@@ -126,16 +126,13 @@ def test_an_interval_within_epochs_of_unknown_length_is_asked_again_after_anothe
     assert expected and used.schedule(None, None, *at(10, 69)) == expected  # pyright: ignore
 
 
-ROLLING = RunLength("9ep", batches_per_epoch=9, iteration_length="7tok")
-
-
 @pytest.mark.parametrize(
     ("match", "event", "first", "second"),
     [
-        # (batch, iteration) before and after each step; every answer is yes, then no.
-        (after("1iter"), Event.BATCH_START, ((3, 1), (4, 1)), ((3, 0), (4, 1))),
-        (after("1iter"), Event.BATCH_END, ((3, 0), (4, 1)), ((3, 0), (4, 0))),
-        (before("1iter"), Event.BATCH_START, ((3, 0), (4, 1)), ((5, 1), (6, 1))),
+        # (batch, epoch) before and after each step; every answer is yes, then no.
+        (after("1ep"), Event.BATCH_START, ((3, 1), (4, 1)), ((3, 0), (4, 1))),
+        (after("1ep"), Event.BATCH_END, ((3, 0), (4, 1)), ((3, 0), (4, 0))),
+        (before("1ep"), Event.BATCH_START, ((3, 0), (4, 1)), ((5, 1), (6, 1))),
         (after("7ba"), Event.BATCH_START, ((7, 0), (7, 0)), ((6, 0), (7, 0))),
         (after("8ba"), Event.BATCH_END, ((7, 0), (8, 0)), ((7, 0), (7, 0))),
         (before("8ba"), Event.BATCH_START, ((7, 0), (7, 0)), ((8, 0), (8, 0))),
@@ -145,9 +142,9 @@ ROLLING = RunLength("9ep", batches_per_epoch=9, iteration_length="7tok")
 def test_a_single_counter_that_moves_is_noticed(match: Any, event: Event, first: Any, second: Any) -> None:
     algorithm = make(match)
     matcher = Matcher([algorithm], [event])
-    acted = []
+    acted, run = [], RunLength("9ep", batches_per_epoch=9)
     for step in (first, second, first):
-        now, later = (Timestamp(batch=batch, iteration=iteration, run=ROLLING) for batch, iteration in step)
+        now, later = (Timestamp(batch=batch, epoch=epoch, run=run) for batch, epoch in step)
         bits = matcher.schedule(None, None, now, later)  # pyright: ignore[reportArgumentType]
         acted.append(matcher.matched(bits, event, [algorithm]) == (algorithm,))
     assert acted == [True, False, True]

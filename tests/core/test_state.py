@@ -637,13 +637,13 @@ def test_schedules_and_gradients_outside_a_step_are_an_error():
 
 
 def test_create_takes_a_seed_or_a_key_and_the_runs_length():
-    state = start(key=random.key(7), duration="2ep", batches_per_epoch=3, iteration_length="1ep")
+    state = start(key=random.key(7), duration="2ep", batches_per_epoch=3)
     assert torch.equal(state.key, start(key=7).key)
     for seed in range(6):
         assert not state.timestamp.is_finished()
         state = step(state, batch(seed))
     assert state.timestamp.is_finished()
-    assert (state.timestamp.batch, state.timestamp.epoch, state.timestamp.iteration) == (6, 2, 2)
+    assert (state.timestamp.batch, state.timestamp.epoch) == (6, 2)
     assert repr(state).startswith("State(Model(Net, 7 parameters), 47 weights, at batch 6 (100.0% of the run), ")
 
 
@@ -680,7 +680,6 @@ def test_an_attribute_that_a_state_lacks_is_an_error_that_says_what_it_has(name,
         ({"duration": "0ep"}, ValueError, "duration: expected a time > 0"),
         ({"batches_per_epoch": 0}, ValueError, "batches_per_epoch >= 1"),
         ({"batches_per_epoch": 2.5}, TypeError, "batches_per_epoch"),
-        ({"iteration_length": "3ba"}, ValueError, "iteration_length"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -46,7 +46,7 @@ def test_it_is_late_by_a_group_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
         guard(Event.BATCH_END, at(make_state(), 2, loss=torch.tensor(1.0)))
 
 
-@pytest.mark.parametrize("event", [Event.EPOCH_CHECKPOINT, Event.EVAL_BEFORE_ALL, Event.ITERATION_CHECKPOINT])
+@pytest.mark.parametrize("event", [Event.EPOCH_CHECKPOINT, Event.EVAL_BEFORE_ALL])
 def test_it_is_not_late_where_a_checkpoint_is_written(event: Event) -> None:
     guard = NaNs()
     feed(guard, [math.nan])

@@ -100,7 +100,7 @@ def test_fit_from_the_middle_of_an_epoch_does_not_start_it_again():
     middle = fit(step, make_state(), batches, duration="2ba")
     fit(step, middle, batches, duration="1ep", observers=[lambda event, _: log.append(event)])
     assert log[:2] == [Event.FIT_START, Event.BEFORE_DATALOADER]
-    assert Event.EPOCH_START not in log and Event.ITERATION_START not in log
+    assert Event.EPOCH_START not in log
     assert log.count(Event.EPOCH_END) == 1
 
 
@@ -202,17 +202,9 @@ def test_a_step_without_advance_is_refused():
         fit(compose(without), make_state(), make_batches(2))
 
 
-@pytest.mark.parametrize(
-    ("duration", "iteration_length", "words"),
-    [
-        ("60tok", None, "in tokens .duration 60tok., but batch 0 has none: .*'input_ids'"),
-        ("2iter", "30tok", "in tokens .duration 2iter of 30tok., but batch 0 has none"),
-    ],
-)
-def test_a_run_in_tokens_needs_tokens(duration, iteration_length, words):
-    state = make_state(iteration_length=iteration_length)
-    with pytest.raises(ValueError, match=words):
-        fit(compose(loop_events), state, make_batches(2), duration=duration)
+def test_a_run_in_tokens_needs_tokens():
+    with pytest.raises(ValueError, match="in tokens .duration 60tok., but batch 0 has none: .*'input_ids'"):
+        fit(compose(loop_events), make_state(), make_batches(2), duration="60tok")
 
 
 def test_a_run_in_samples_needs_samples():
@@ -220,16 +212,6 @@ def test_a_run_in_samples_needs_samples():
     with pytest.raises(ValueError, match="in samples .duration 60sp., but batch 1 has none"):
         fit(compose(loop_events), make_state(), [make_batches(1)[0], empty], duration="60sp")
     assert fit(compose(loop_events), make_state(), [make_batches(1)[0], empty], duration="3ba").timestamp.batch == 3
-
-
-def test_iterations_need_a_length():
-    step, batches = compose(loop_events), make_batches(2)
-    words = "2iter without an iteration_length: no iteration would ever end"
-    with pytest.raises(ValueError, match=words):
-        make_state(duration="2iter")
-    with pytest.raises(ValueError, match=words):
-        fit(step, make_state(), batches, duration="2iter")
-    assert fit(step, make_state(iteration_length="2ep"), batches, duration="2iter").timestamp.epoch == 4
 
 
 # Durations and lengths

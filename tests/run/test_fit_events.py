@@ -26,7 +26,7 @@ def events_of(num_batches, duration, *, k=1, evaluators=0, every="1ep", state=No
         log.append(("outer", event))
 
     data = make_batches(num_batches, size=4) if data is None else data
-    state = make_state(batches_per_epoch=None, iteration_length=None) if state is None else state
+    state = make_state(batches_per_epoch=None) if state is None else state
     fit(
         compose(loop_events, [recording], microbatches=k),
         state,
@@ -60,7 +60,7 @@ ROUND = "EVAL_BEFORE_ALL " + EVALUATED + "EVAL_AFTER_ALL "
 def test_the_sequence_of_one_epoch(is_sized):
     data = make_batches(2, size=4)
     found = events_of(2, "1ep", k=2, evaluators=1, data=data if is_sized else Unsized(data))
-    expected = "FIT_START ITERATION_START EPOCH_START "
+    expected = "FIT_START EPOCH_START "
     expected += (batch_events(2) + "BATCH_CHECKPOINT ") * 2
     expected += "BEFORE_DATALOADER EPOCH_END " + ROUND + "EPOCH_CHECKPOINT FIT_END"
     assert found == names(expected)
@@ -68,7 +68,7 @@ def test_the_sequence_of_one_epoch(is_sized):
 
 def test_the_sequence_with_evaluations_at_batches():
     found = events_of(2, "2ba", evaluators=2, every="2ba")
-    expected = "FIT_START ITERATION_START EPOCH_START " + batch_events() + "BATCH_CHECKPOINT "
+    expected = "FIT_START EPOCH_START " + batch_events() + "BATCH_CHECKPOINT "
     expected += batch_events() + "EVAL_BEFORE_ALL " + EVALUATED * 2 + "EVAL_AFTER_ALL BATCH_CHECKPOINT "
     # The run stops at the epoch's last batch: the epoch ends, but no further batch is requested.
     expected += "EPOCH_END EPOCH_CHECKPOINT FIT_END"
@@ -89,7 +89,7 @@ def test_the_numbers_of_events(num_batches, epochs, k, is_sized):
     data = data if is_sized else Unsized(data)
     found = Counter(events_of(num_batches, f"{epochs}ep", k=k, evaluators=2, data=data))
     steps = num_batches * epochs
-    expected = dict.fromkeys(names("FIT_START ITERATION_START FIT_END"), 1)
+    expected = dict.fromkeys(names("FIT_START FIT_END"), 1)
     expected |= dict.fromkeys(names("EPOCH_START EPOCH_END EPOCH_CHECKPOINT"), epochs)
     expected |= dict.fromkeys(
         names("AFTER_DATALOADER BATCH_START BEFORE_TRAIN_BATCH AFTER_TRAIN_BATCH BATCH_END BATCH_CHECKPOINT"), steps
@@ -99,36 +99,6 @@ def test_the_numbers_of_events(num_batches, epochs, k, is_sized):
     expected |= dict.fromkeys(names("EVAL_BEFORE_ALL EVAL_AFTER_ALL"), epochs)
     expected |= dict.fromkeys(names(EVALUATED), 2 * epochs)
     assert found == expected
-
-
-def iterations(state, data, duration):
-    log = []
-
-    def observer(event, state):
-        if event.name.startswith(("ITERATION", "EPOCH_START")):
-            log.append((event.name, state.timestamp.batch))
-
-    end = fit(compose(loop_events), state, data, duration=duration, observers=[observer])
-    return log, end
-
-
-def test_iterations_of_epochs():
-    log, end = iterations(make_state(iteration_length="2ep"), make_batches(2), "5ep")
-    assert log == [
-        ("ITERATION_START", 0),
-        ("EPOCH_START", 0),
-        ("EPOCH_START", 2),
-        ("ITERATION_END", 4),
-        ("ITERATION_CHECKPOINT", 4),
-        ("ITERATION_START", 4),
-        ("EPOCH_START", 4),
-        ("EPOCH_START", 6),
-        ("ITERATION_END", 8),
-        ("ITERATION_CHECKPOINT", 8),
-        ("ITERATION_START", 8),
-        ("EPOCH_START", 8),
-    ]
-    assert end.timestamp.iteration == 2
 
 
 class Embedder(torch.nn.Module):
@@ -146,40 +116,6 @@ def token_setting(**options):
     return make_state(Embedder(), input_field="input_ids", target_field="labels", **options), [batch] * 4
 
 
-def test_iterations_of_tokens_end_within_epochs():
-    state, data = token_setting(iteration_length="36tok")
-    log, end = iterations(state, data, "7ba")
-    expected = [
-        ("ITERATION_START", 0),
-        ("EPOCH_START", 0),
-        ("ITERATION_END", 3),
-        ("ITERATION_CHECKPOINT", 3),
-        ("ITERATION_START", 3),
-        ("EPOCH_START", 4),
-        ("ITERATION_END", 6),
-        ("ITERATION_CHECKPOINT", 6),
-        ("ITERATION_START", 6),
-    ]
-    assert log == expected
-    assert end.timestamp.iteration == 2
-    first, middle = iterations(state, data, "3ba")
-    second, _ = iterations(middle, data, "7ba")
-    assert first + second == expected
-
-
-def test_an_evaluator_counts_iterations_of_tokens():
-    state, data = token_setting(iteration_length="36tok")
-    times = []
-
-    def observer(event, state):
-        if event is Event.EVAL_START:
-            times.append(state.timestamp.batch)
-
-    evaluator = Evaluator(data[:1], every="1iter")
-    fit(compose(loop_events), state, data, duration="7ba", evaluate=evaluator, observers=[observer])
-    assert times == [3, 6, 7]
-
-
 @pytest.mark.parametrize(("duration", "num_batches"), [("1tok", 1), ("12tok", 1), ("25tok", 3), ("60tok", 5)])
 def test_durations_in_tokens(duration, num_batches):
     state, data = token_setting()
@@ -195,7 +131,6 @@ def test_durations_in_tokens(duration, num_batches):
     [
         ("1ep", "5ep", 5),
         ("2ep", "8ep", 4),
-        ("2iter", "8ep", 2),
         ("10ba", "8ep", 4),
         ("0.25dur", "4ep", 4),
         ("1ep", "4ep", 4),
@@ -218,7 +153,7 @@ def test_number_of_evaluations_by_interval(every, duration, expected, is_sized):
     """Ten samples in batches of two; the parameters are those of the reference's table, and a few more."""
     log = []
     data = make_batches(5, size=2)
-    state = make_state(iteration_length="2ep", optimizer=optim.sgd(0.01))
+    state = make_state(optimizer=optim.sgd(0.01))
     fit(
         compose(loop_events),
         state,

@@ -121,13 +121,12 @@ def test_constant_with_an_end() -> None:
         ("1000sp", "200sp", RunLength(), {"sample": 600}),
         ("1000tok", "200tok", RunLength(), {"token": 600}),
         ("10ep", "2ep", RunLength(), {"epoch": 6, "batch": 7}),
-        ("10iter", "2iter", RunLength(), {"iteration": 6}),
         ("10ep", "4ba", RunLength(batches_per_epoch=2), {"batch": 12}),
         ("1dur", "0.2dur", RunLength("1000sp"), {"sample": 600}),
         ("1dur", "200tok", RunLength("1000tok"), {"token": 600}),
         ("1dur", "2ep", RunLength("10ep"), {"epoch": 6}),
         ("1dur", "2ep", RunLength("10ep", batches_per_epoch=10), {"batch": 60}),
-        ("5iter", "0.2dur", RunLength("10ep", 10, iteration_length="2ep"), {"batch": 60}),
+        ("10ep", "0.2dur", RunLength("10ep", 10), {"batch": 60}),
     ],
 )
 def test_units_are_converted_if_the_run_knows_how(t_max: str, warmup: str, run: RunLength, fields: dict) -> None:

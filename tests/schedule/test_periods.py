@@ -168,7 +168,6 @@ def test_periods_are_not_truncated_to_whole_batches() -> None:
         ("400tok", "0ba", RunLength(), {"token": 400}),
         ("0.4dur", "0.2dur", RunLength("1000tok"), {"token": 600}),
         ("0.4dur", "200sp", RunLength("1000sp"), {"sample": 600}),
-        ("2iter", "1iter", RunLength("9ep", 2, iteration_length="3ep"), {"batch": 18}),
     ],
 )
 def test_periods_in_all_units(size: str, warmup: str, run: RunLength, fields: dict[str, int]) -> None:

@@ -97,7 +97,6 @@ def test_numbers_and_products_take_turns_as_well() -> None:
         (["2ep"], RunLength("4ep"), {"epoch": 3, "batch": 777}, 0.5),
         (["200sp"], RunLength("400sp"), {"sample": 300}, 0.5),
         (["0.5dur"], RunLength("400tok"), {"token": 300}, 0.5),
-        (["1iter"], RunLength("4ep", 10, iteration_length="2ep"), {"batch": 30}, 0.5),
         # Before the first milestone.
         (["2ep"], RunLength("4ep"), {"epoch": 1}, 7.0),
         (["201sp"], RunLength("400sp"), {"sample": 200}, 7.0),

@@ -85,7 +85,7 @@ def _on() -> st.SearchStrategy[Pair]:
     return events.map(lambda chosen: Pair(on(*chosen), lambda event, time: event in chosen))
 
 
-_COUNTERS = {"ba": "batch", "ep": "epoch", "sp": "sample", "tok": "token", "iter": "iteration"}
+_COUNTERS = {"ba": "batch", "ep": "epoch", "sp": "sample", "tok": "token"}
 
 
 def _points() -> st.SearchStrategy[Pair]:
@@ -97,15 +97,13 @@ def _points() -> st.SearchStrategy[Pair]:
 
 
 def _ends() -> st.SearchStrategy[Pair]:
-    """Return a strategy for points that include themselves but not the batches of the epoch or iteration they start."""
-    inside = {"ep": ("batch_in_epoch",), "iter": ("epoch_in_iteration", "batch_in_epoch", "token_in_iteration")}
+    """Return a strategy for points that include themselves but not the batches of the epoch they start."""
 
     def build(unit: str, value: int) -> Pair:
         def meaning(event: Event, time: Timestamp) -> bool:
             del event
             counter = getattr(time, _COUNTERS[unit])
-            is_inside = any(getattr(time, name) for name in inside.get(unit, ()))
-            return counter < value if is_inside else counter <= value
+            return counter < value if unit == "ep" and time.batch_in_epoch else counter <= value
 
         return Pair(through(f"{value}{unit}"), meaning)
 
@@ -130,14 +128,12 @@ def _fractions(run: RunLength) -> st.SearchStrategy[Pair]:
 
 
 def _batches_in(run: RunLength) -> Fraction | None:
-    duration, epoch, iteration = run.duration, run.batches_per_epoch, run.iteration_length
+    duration, epoch = run.duration, run.batches_per_epoch
     assert duration is not None
     if duration.unit.value == "ba":
         return Fraction(duration.value)
     if duration.unit.value == "ep" and epoch is not None:
         return Fraction(duration.value) * epoch
-    if duration.unit.value == "iter" and epoch is not None and iteration is not None:
-        return Fraction(duration.value * iteration.value) * epoch if iteration.unit.value == "ep" else None
     return None
 
 

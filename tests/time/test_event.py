@@ -10,13 +10,12 @@ from purecompose.time.event import Event
 
 # b: opens, a: closes, -: neither; with the canonical name. Written manually on purpose.
 TABLE = """
-INIT - init | BEFORE_LOAD b load | AFTER_LOAD a load | FIT_START b fit | ITERATION_START b iteration
+INIT - init | BEFORE_LOAD b load | AFTER_LOAD a load | FIT_START b fit
 EPOCH_START b epoch | BEFORE_DATALOADER b dataloader | AFTER_DATALOADER a dataloader | BATCH_START b batch
 BEFORE_TRAIN_BATCH b train_batch | BEFORE_FORWARD b forward | AFTER_FORWARD a forward | BEFORE_LOSS b loss
 AFTER_LOSS a loss | BEFORE_BACKWARD b backward | AFTER_BACKWARD a backward | AFTER_TRAIN_BATCH a train_batch
 BATCH_END a batch | BATCH_CHECKPOINT - batch_checkpoint | EPOCH_END a epoch
-EPOCH_CHECKPOINT - epoch_checkpoint | ITERATION_END a iteration
-ITERATION_CHECKPOINT - iteration_checkpoint | FIT_END a fit | EVAL_BEFORE_ALL b eval_all | EVAL_START b eval
+EPOCH_CHECKPOINT - epoch_checkpoint | FIT_END a fit | EVAL_BEFORE_ALL b eval_all | EVAL_START b eval
 EVAL_BATCH_START b eval_batch | EVAL_BEFORE_FORWARD b eval_forward | EVAL_AFTER_FORWARD a eval_forward
 EVAL_BATCH_END a eval_batch | EVAL_END a eval | EVAL_AFTER_ALL a eval_all
 EVAL_STANDALONE_START b eval_standalone | EVAL_STANDALONE_END a eval_standalone | PREDICT_START b predict
@@ -28,7 +27,7 @@ ROWS = [row.split() for row in re.split(r"[|\n]", TABLE) if row.strip()]
 
 def test_the_table_contains_every_event_once() -> None:
     names = [name for name, _, _ in ROWS]
-    assert len(names) == 40
+    assert len(names) == 37
     assert sorted(names) == sorted(event.name for event in Event)
 
 
@@ -64,7 +63,7 @@ def test_exactly_the_after_events_are_reversed() -> None:
 
 
 def test_exactly_the_ends_of_training_see_the_new_time() -> None:
-    spans = ("BATCH", "EPOCH", "ITERATION")
+    spans = ("BATCH", "EPOCH")
     expected = {f"{span}_{end}" for span in spans for end in ("END", "CHECKPOINT")} | {"FIT_END"}
     assert {event.name for event in Event if event.sees_new_time} == expected
 

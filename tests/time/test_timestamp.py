@@ -16,10 +16,9 @@ FIELDS = [field.name for field in dataclasses.fields(Timestamp)]
 
 def test_a_walk_through_epochs() -> None:
     start = Timestamp()
-    time = start.to_next_batch(10, 20).to_next_epoch().to_next_batch(5, 0).to_next_batch(5, 1)
+    time = start.advance(10, 20).advance_epoch().advance(5, 0).advance(5, 1)
     assert (time.batch_in_epoch, time.token_in_epoch, time.sample_in_epoch) == (2, 1, 10)
-    assert (time.token_in_iteration, time.epoch_in_iteration) == (21, 1)
-    time = time.to_next_epoch().to_next_batch(5, 1)
+    time = time.advance_epoch().advance(5, 1)
     assert (time.epoch, time.batch, time.sample, time.token) == (2, 4, 25, 22)
     assert start == Timestamp()
 
@@ -28,44 +27,25 @@ def test_a_walk_through_epochs() -> None:
 def test_batches_then_an_epoch_keep_the_sums(sizes: list[tuple[int, int]]) -> None:
     time = Timestamp()
     for samples, tokens in sizes:
-        time = time.to_next_batch(samples, tokens)
+        time = time.advance(samples, tokens)
     samples, tokens = sum(s for s, _ in sizes), sum(t for _, t in sizes)
     assert (time.batch_in_epoch, time.sample_in_epoch, time.token_in_epoch) == (len(sizes), samples, tokens)
-    time = time.to_next_epoch()
-    assert time == Timestamp(
-        epoch=1,
-        epoch_in_iteration=1,
-        batch=len(sizes),
-        sample=samples,
-        token=tokens,
-        token_in_iteration=tokens,
-    )
+    assert time.advance_epoch() == Timestamp(epoch=1, batch=len(sizes), sample=samples, token=tokens)
 
 
-def test_a_duration_in_iterations_needs_their_length() -> None:
-    with pytest.raises(ValueError, match="duration=3iter without an iteration_length.*give iteration_length='2ep'"):
-        RunLength("3iter", batches_per_epoch=5)
-    assert RunLength("3iter", 5, "2ep").total_batches == 30
-    with pytest.raises(ValueError, match="without an iteration_length"):
-        dataclasses.replace(RunLength("3iter", 5, "2ep"), iteration_length=None)
-
-
-@given(SIZES, st.integers(1, 7), st.integers(1, 4))
-def test_advance_rolls_over_as_nested_loops_do(sizes: list, length: int, epochs: int) -> None:
-    run = RunLength(batches_per_epoch=length, iteration_length=Time(epochs, "ep"))
+@given(SIZES, st.integers(1, 7))
+def test_advance_rolls_over_as_nested_loops_do(sizes: list, length: int) -> None:
+    run = RunLength(batches_per_epoch=length)
     time = Timestamp(run=run)
     for samples, tokens in sizes:
         time = time.advance(samples, tokens)
     n = len(sizes)
-    in_epoch, in_iteration = sizes[n - n % length :], sizes[n - n % (length * epochs) :]
+    in_epoch = sizes[n - n % length :]
     assert time == Timestamp(
-        iteration=n // (length * epochs),
         epoch=n // length,
         batch=n,
         sample=sum(s for s, _ in sizes),
         token=sum(t for _, t in sizes),
-        epoch_in_iteration=(n // length) % epochs,
-        token_in_iteration=sum(t for _, t in in_iteration),
         batch_in_epoch=n % length,
         sample_in_epoch=sum(s for s, _ in in_epoch),
         token_in_epoch=sum(t for _, t in in_epoch),
@@ -81,28 +61,10 @@ def test_without_lengths_nothing_rolls_over(n: int) -> None:
     assert (time.batch, time.batch_in_epoch, time.epoch, time.sample_in_epoch) == (n, n, 0, 2 * n)
 
 
-def test_an_iteration_of_tokens_ends_within_the_epoch() -> None:
-    time = Timestamp(run=RunLength(batches_per_epoch=10, iteration_length="100tok"))
-    for _ in range(3):
-        time = time.advance(1, 40)
-    assert (time.iteration, time.token_in_iteration, time.batch_in_epoch, time.token) == (1, 0, 3, 120)
-    for _ in range(7):
-        time = time.advance(1, 40)
-    assert (time.epoch, time.batch_in_epoch, time.iteration) == (1, 0, 3)
-
-
-def test_five_epochs_with_two_per_iteration() -> None:
-    time = Timestamp(run=RunLength(iteration_length="2ep"))
-    for _ in range(5):
-        time = time.to_next_batch(1).advance_epoch()
-    assert (time.iteration, time.epoch_in_iteration, time.epoch) == (2, 1, 5)
-
-
 @given(st.data())
 def test_advance_by_equals_repeated_advance(data: st.DataObject) -> None:
     lengths = st.none() | st.integers(1, 5)
-    iterations = st.sampled_from([None, None, "2ep", "30tok"])
-    run = RunLength("9ep", batches_per_epoch=data.draw(lengths), iteration_length=data.draw(iterations))
+    run = RunLength("9ep", batches_per_epoch=data.draw(lengths))
     counters = {name: data.draw(st.integers(0, 7)) for name in FIELDS if name != "run"}
     start = Timestamp(**counters, run=run)
     batches, samples, tokens = data.draw(st.tuples(st.integers(0, 40), st.integers(0, 9), st.integers(0, 9)))
@@ -112,7 +74,7 @@ def test_advance_by_equals_repeated_advance(data: st.DataObject) -> None:
     assert start.advance_by(batches, samples, tokens) == walked
 
 
-def test_advance_by_takes_no_time_without_iterations() -> None:
+def test_advance_by_takes_no_time() -> None:
     far = Timestamp(run=RunLength("9ep", batches_per_epoch=7)).advance_by(10**15 + 3, samples=2)
     assert (far.epoch, far.batch_in_epoch, far.sample) == (*divmod(10**15 + 3, 7), 2 * 10**15 + 6)
 
@@ -134,7 +96,7 @@ def test_advance_equals_building_from_the_fields(batch: int, sample: int) -> Non
 
 
 def test_repr_reads_back_with_a_run() -> None:
-    time = Timestamp(epoch=1, run=RunLength("2ep", batches_per_epoch=3, iteration_length="5tok"))
+    time = Timestamp(epoch=1, run=RunLength("2ep", batches_per_epoch=3))
     assert eval(repr(time)) == time
     assert repr(Timestamp()) == "Timestamp()"
 
@@ -145,8 +107,8 @@ def test_timestamps_are_frozen() -> None:
 
 
 def test_get_returns_the_counter_in_a_unit() -> None:
-    time = Timestamp(iteration=1, epoch=2, batch=3, sample=4, token=5)
-    assert [time.get(unit) for unit in ("iter", "ep", "ba", "sp", "tok")] == [1, 2, 3, 4, 5]
+    time = Timestamp(epoch=2, batch=3, sample=4, token=5)
+    assert [time.get(unit) for unit in ("ep", "ba", "sp", "tok")] == [2, 3, 4, 5]
     for unit in (TimeUnit.DURATION, TimeUnit.SECOND):
         with pytest.raises(ValueError, match=f"{unit.value} has no counter.*elapsed.*wall-clock"):
             time.get(unit)
@@ -160,8 +122,6 @@ def test_get_returns_the_counter_in_a_unit() -> None:
         (RunLength("10ba"), {"batch": 15}, 1.5),
         (RunLength("4ep", 5), {"batch": 3, "batch_in_epoch": 3}, 0.15),
         (RunLength("4ep"), {"batch": 3, "epoch": 1}, 0.25),
-        (RunLength("2iter", 5, "2ep"), {"batch": 5}, 0.25),
-        (RunLength("2iter", 5, "9tok"), {"batch": 5, "iteration": 1}, 0.5),
         (RunLength("100sp", 5), {"batch": 3, "sample": 30}, 0.3),
         (RunLength("100tok"), {"token": 30}, 0.3),
         (RunLength("60sec"), {"batch": 15}, None),
@@ -181,10 +141,10 @@ def test_a_percentage_is_reached_at_its_exact_batch(epochs: int, length: int, pe
 
 
 def test_reached_in_every_unit() -> None:
-    time = Timestamp(iteration=1, epoch=2, batch=3, sample=4, token=5, run=RunLength("8sp"))
-    for now in ("1iter", "2ep", "3ba", "4sp", "5tok", "0.5dur"):
+    time = Timestamp(epoch=2, batch=3, sample=4, token=5, run=RunLength("8sp"))
+    for now in ("2ep", "3ba", "4sp", "5tok", "0.5dur"):
         assert time.reached(now) and time.reached("0" + now.lstrip("0123456789."))
-    for later in ("2iter", "3ep", "4ba", "5sp", "6tok", "0.51dur"):
+    for later in ("3ep", "4ba", "5sp", "6tok", "0.51dur"):
         assert not time.reached(later)
     with pytest.raises(ValueError, match=r"fit\(duration='60sec'\)"):
         time.reached("1sec")
@@ -207,8 +167,6 @@ def test_is_finished() -> None:
         (RunLength(), "7ba", 7.0),
         (RunLength(), "2ep", None),
         (RunLength(batches_per_epoch=5), "2ep", 10.0),
-        (RunLength(batches_per_epoch=5, iteration_length="3ep"), "2iter", 30.0),
-        (RunLength(batches_per_epoch=5, iteration_length="3tok"), "2iter", None),
         (RunLength("4ep", 5), "0.25dur", 5.0),
         (RunLength("100ba"), "0.07dur", 7.0),
         (RunLength("3ep", 5), "0.5dur", 7.5),
@@ -242,7 +200,6 @@ def test_run_lengths_are_values() -> None:
         ({"duration": "5"}, ValueError, "duration: the time '5' has no unit"),
         ({"batches_per_epoch": 0}, ValueError, "batches_per_epoch >= 1"),
         ({"batches_per_epoch": 2.0}, TypeError, "batches_per_epoch: expected an int"),
-        ({"iteration_length": "5ba"}, ValueError, "in ep or tok, got 5ba"),
     ],
 )
 def test_run_length_refuses_bad_arguments(arguments: dict, error: type[Exception], message: str) -> None:
@@ -290,4 +247,4 @@ def test_timestamp_refuses_bad_arguments(arguments: dict, error: type[Exception]
 def test_steps_backwards_are_refused() -> None:
     for counts in ((-1, 0), (0, -1)):
         with pytest.raises(ValueError, match="counts >= 0"):
-            Timestamp().to_next_batch(*counts)
+            Timestamp().advance(*counts)

@@ -49,7 +49,7 @@ class Turns:
     is_counted_anew: bool
     """True to average in the first batch after the start and count intervals from it, else from the run's beginning."""
     measure: "Measure | None"
-    """Measure by which the step counts examples, tokens or iterations; `match` is then true in every batch."""
+    """Measure by which the step counts examples or tokens; `match` is then true in every batch."""
     match: Predicate
 
     @property
@@ -66,7 +66,7 @@ class Turns:
             return new
         now = counters(state)
         share = self.measure.between(state, old.turn, now)
-        # The tolerance is for rounded fractions of iterations. A negative share means that the counters started again,
+        # The tolerance is for rounded ends of intervals. A negative share means that the counters started again,
         # in another run from these weights.
         whole, is_first = torch.floor(share + 1e-9), share < 0
         if self.is_counted_anew:
@@ -160,10 +160,6 @@ def _counted(timestamp: Timestamp, time: Time) -> tuple[TimeUnit, float]:
             has = "no duration" if run.duration is None else f"a duration of {run.duration}"
             raise ValueError(f"{time} is a share of a run that has {has}; give State.create one in batches or epochs")
         unit, length = run.duration.unit, length * run.duration.value
-    if unit is TimeUnit.ITERATION:
-        if run.iteration_length is None:
-            raise ValueError(f"{time} is in iterations, but the run has none; give State.create an iteration_length")
-        unit, length = run.iteration_length.unit, length * run.iteration_length.value
     return unit, length
 
 

@@ -92,19 +92,16 @@ def time_to_plain(timestamp: Timestamp) -> dict[str, Any]:
         **counters,
         "duration": None if run.duration is None else str(run.duration),
         "batches_per_epoch": run.batches_per_epoch,
-        "iteration_length": None if run.iteration_length is None else str(run.iteration_length),
     }
 
 
 def time_from_plain(plain: Mapping[str, Any]) -> Timestamp:
     """Return the timestamp from the values of `time_to_plain`."""
+    if plain.get("iteration_length") is not None:
+        raise CheckpointError("an earlier purecompose wrote it with an iteration_length: continue it with that version")
     try:
-        duration, iteration = plain["duration"], plain["iteration_length"]
-        run = RunLength(
-            None if duration is None else Time.of(duration),
-            plain["batches_per_epoch"],
-            None if iteration is None else Time.of(iteration),
-        )
+        duration = plain["duration"]
+        run = RunLength(None if duration is None else Time.of(duration), plain["batches_per_epoch"])
         return Timestamp(**{name: plain[name] for name in _COUNTERS}, run=run)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DamagedError(f"its index has no valid time: {error}") from error
@@ -116,7 +113,7 @@ def _is_spec(text: object) -> bool:
 
 _TIME = {
     **dict.fromkeys(_COUNTERS, is_count),
-    **{"duration": (str, None), "batches_per_epoch": (is_count, None), "iteration_length": (str, None)},
+    **{"duration": (str, None), "batches_per_epoch": (is_count, None)},
 }
 _MEMORY = {"has_begun?": bool, "microbatches?": is_count, "data?": {"*": object}, "code?": {"*": str}, "*": object}
 _FORMS: dict[str, Any] = {

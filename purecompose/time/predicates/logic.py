@@ -29,7 +29,7 @@ class Predicate:
     def during(self, timestamp: Timestamp) -> "tuple[Predicate, float]":
         """Return the predicate simplified from `timestamp` on, and the batch count at which this ends.
 
-        The simplified predicate agrees with this one at every timestamp of the same run, epoch and iteration whose
+        The simplified predicate agrees with this one at every timestamp of the same run and epoch whose
         `batch` is at least `timestamp.batch` and below the second result. It is `ALWAYS` or `NEVER` if the predicate
         cannot change in that stretch.
         """

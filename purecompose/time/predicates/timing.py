@@ -19,7 +19,7 @@ _LAG = {event: 0 if event.sees_new_time else 1 for event in Event}
 _LONG_INTERVAL = 64
 
 
-_COUNTED = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.ITERATION, TimeUnit.DURATION)
+_COUNTED = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION)
 
 
 @dataclass(frozen=True, repr=False)
@@ -256,12 +256,12 @@ def every(interval: int | Time | str, *, in_epoch: bool = False, since: float | 
     It selects the same batches at events before and after the time advances.
 
     Args:
-        interval: A number of batches, or a time in batches, epochs, iterations or fractions of the run. A fractional
-            number of batches selects the batches in which a multiple of it is passed.
+        interval: A number of batches, or a time in batches, epochs or fractions of the run. A fractional number of
+            batches selects the batches in which a multiple of it is passed.
         in_epoch: True to count from the start of each epoch instead of the start of the run.
         since: A point of the run, as for `after`, from which to count. The first turn is the first batch that reaches
-            it or, if the interval is in epochs or iterations, the first end of one of these from there on. If the run
-            cannot express the point in batches, counting starts at the start of the run.
+            it or, if the interval is in epochs, the first end of an epoch from there on. If the run cannot express the
+            point in batches, counting starts at the start of the run.
 
     Raises:
         ValueError: The interval is not positive, or in a unit that cannot be counted in batches, or `since` is given
@@ -277,9 +277,7 @@ def every(interval: int | Time | str, *, in_epoch: bool = False, since: float | 
     if time.value <= 0:
         raise ValueError(f"every({interval!r}): expected a positive interval")
     if time.unit not in _COUNTED:
-        raise ValueError(
-            f"every({interval!r}): expected batches (ba), epochs (ep), iterations (iter) or a fraction of the run (dur)"
-        )
+        raise ValueError(f"every({interval!r}): expected batches (ba), epochs (ep) or a fraction of the run (dur)")
     if since is not None and in_epoch:
         raise ValueError(f"every({interval!r}): expected in_epoch or since={since!r}, got both")
     return _Every(time, in_epoch, None if since is None else named_point(since, "every: since"))
@@ -288,8 +286,8 @@ def every(interval: int | Time | str, *, in_epoch: bool = False, since: float | 
 def first_turn(since: Time, interval: Time, run: RunLength) -> int | None:
     """Return the first turn of an interval from a point of the run on, as a batch counted from 1.
 
-    It is the first batch that reaches the point or, if the interval is in epochs or iterations, the first end of one of
-    these from there on; `None` if this is not a number of batches.
+    It is the first batch that reaches the point or, if the interval is in epochs, the first end of an epoch from there
+    on; `None` if this is not a number of batches.
 
     Example:
         >>> first_turn(Time.of("0.6dur"), Time.of("2ep"), RunLength("10ba", batches_per_epoch=4))

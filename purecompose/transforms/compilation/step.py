@@ -342,7 +342,7 @@ def _moments(step: Step, state: State, batch: Any) -> Iterator[Prepared]:
     """Yield the prepared step of each schedule in the rest of the run, with batches like this one."""
     run, seen = state.timestamp.run, set()
     unit = TimeUnit.EPOCH if run.duration is None else run.duration.unit
-    if unit in (TimeUnit.EPOCH, TimeUnit.ITERATION) and run.batches_per_epoch is None:
+    if unit is TimeUnit.EPOCH and run.batches_per_epoch is None:
         raise ValueError(
             "warmup: the run's length in batches is not known: give State.create batches_per_epoch (fit learns it from "
             "the data only later), or a duration in batches; or call the step once for what you want compiled"

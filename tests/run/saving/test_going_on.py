@@ -61,7 +61,6 @@ def test_a_finished_run_keeps_the_metrics_of_its_end(tmp_path: pathlib.Path) -> 
         ("5ba", "6ba", "9ba"),
         ("30sp", "50sp", "90sp"),  # batches of 8: it ends at 56
         ("100tok", "200tok", "300tok"),  # 32 in a batch: it ends at 224
-        ("1iter", "2iter", "3iter"),
     ],
 )
 def test_a_complete_run_is_complete_in_every_unit(
@@ -71,7 +70,7 @@ def test_a_complete_run_is_complete_in_every_unit(
     step: Any = compose(loop_events)
 
     def run(length: str, **options: Any) -> State:
-        keys = {"input_field": "input_ids", "target_field": "labels", "iteration_length": "1ep"}
+        keys = {"input_field": "input_ids", "target_field": "labels"}
         states = [make_state(make_mlp(dropout=0.3), key=key, duration=length, **keys) for key in (3, 4)]
         first = pc.stack_states(states) if is_population else states[0]
         return fit(pc.population(step, 2) if is_population else step, first, batches, **options)
