@@ -17,8 +17,8 @@ from purecompose.optim.checks import match_or_raise
 from purecompose.surgery.weights import Averages, with_weights
 from purecompose.time import TimeLike, TimeUnit
 from purecompose.time.event import Event
-from purecompose.time.intervals import checked_interval
 from purecompose.time.predicates import on
+from purecompose.time.timestamp import checked_interval
 from purecompose.time.units import named_point, named_time
 
 

@@ -18,8 +18,7 @@ from purecompose.optim import lists
 from purecompose.optim.guarded import Guarded, all_finite
 from purecompose.surgery.weights import wide
 from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER, every, on
-from purecompose.time.predicates.logic import Timed
+from purecompose.time.predicates import NEVER, Timed, every, on
 
 
 class AccumulatedGradients(NamedTuple):

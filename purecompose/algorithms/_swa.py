@@ -21,8 +21,7 @@ from purecompose.schedule import Hparam, Product, Scalar, Schedule, collect, res
 from purecompose.surgery.weights import Averages, statistics_of, with_batch, with_weights
 from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit
 from purecompose.time.event import Event
-from purecompose.time.predicates import after, on, through
-from purecompose.time.predicates.timing import first_turn
+from purecompose.time.predicates import after, first_turn, on, through
 from purecompose.time.units import named_point
 
 

@@ -1,7 +1,7 @@
 """Intervals at which an observer acts: a number of batches, epochs, samples or tokens, or a fraction of the run."""
 
 from purecompose.time import TimeLike, Timestamp, TimeUnit
-from purecompose.time.intervals import checked_interval, has_passed
+from purecompose.time.timestamp import checked_interval, has_passed
 
 
 class Due:

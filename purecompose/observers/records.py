@@ -17,7 +17,7 @@ from purecompose.observers.formats import FORMATS, Format
 from purecompose.observers.recorder import Image, Monitor, Recorder
 from purecompose.time import TimeLike, TimeUnit
 from purecompose.time.event import Event
-from purecompose.time.intervals import checked_interval
+from purecompose.time.timestamp import checked_interval
 
 
 class Records(Recorder):

@@ -37,7 +37,7 @@ from purecompose.losses.metrics import (
 )
 from purecompose.run.totals import Totals
 from purecompose.time.event import Event
-from purecompose.time.intervals import Interval, checked_interval
+from purecompose.time.timestamp import Interval, interval_or_function
 
 
 _SEEN: weakref.WeakKeyDictionary[Step, dict[str, set[str]]] = weakref.WeakKeyDictionary()
@@ -111,7 +111,7 @@ class Evaluator:
                 f"Evaluator: data: {type(self.data).__name__} has no end, so an evaluation would have none: give "
                 "num_batches, how many of its batches to take"
             )
-        every = checked_interval(self.every, "Evaluator: every", functions=True)
+        every = interval_or_function(self.every, "Evaluator: every")
         if not isinstance(self.metrics, Mapping):
             raise TypeError(
                 "metrics: expected a mapping by name, such as {'accuracy': pc.metrics.accuracy}, got a "

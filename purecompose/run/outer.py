@@ -30,7 +30,7 @@ from purecompose.run.saving.keeping import Keeper, newest
 from purecompose.run.stopping import Stopper, is_over, seen
 from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.event import Event
-from purecompose.time.intervals import has_passed
+from purecompose.time.timestamp import has_passed
 
 
 @dataclass

@@ -16,7 +16,7 @@ from purecompose._support.checks import check_number, suggests_keywords
 from purecompose.core.state import State
 from purecompose.losses.metrics import is_lower_better
 from purecompose.time import Time, Timestamp, TimeUnit
-from purecompose.time.intervals import checked_interval
+from purecompose.time.timestamp import checked_interval
 
 
 class Stopper(Protocol):

@@ -1,29 +1,17 @@
-"""The length of a run, and the point that it has reached."""
+"""The length of a run, the point that it has reached, and intervals, of which every multiple is due."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import functools
+import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from purecompose._support.checks import check_whole
-from purecompose.time.units import Time, TimeLike, TimeUnit, snapped
-
-
-# Defined above the classes, because the class body of Timestamp creates a RunLength as a default.
-def _positive(name: str, time: TimeLike | None) -> Time | None:
-    if time is None:
-        return None
-    try:
-        checked = Time.of(time)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}: {error}") from error
-    if checked.value <= 0:
-        raise ValueError(f"{name}: expected a time > 0, got {checked}")
-    return checked
+from purecompose.time.units import Time, TimeLike, TimeUnit, named_time, snapped
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -46,13 +34,14 @@ class RunLength:
     batches_per_epoch: int | None = None
 
     def __init__(self, duration: TimeLike | None = None, batches_per_epoch: int | None = None) -> None:
-        object.__setattr__(self, "duration", _positive("duration", duration))
-        if self.duration is not None and self.duration.unit is TimeUnit.DURATION:
-            raise ValueError(f"duration={self.duration}: a run cannot be a fraction of itself; write '20ep' or '500ba'")
+        length = None if duration is None else named_time(duration, "duration")
+        if length is not None and length.unit is TimeUnit.DURATION:
+            raise ValueError(f"duration={length}: a run cannot be a fraction of itself; write '20ep' or '500ba'")
+        if length is not None and length.value <= 0:
+            raise ValueError(f"duration: expected a time > 0, got {length}")
+        object.__setattr__(self, "duration", length)
         if batches_per_epoch is not None:
-            batches_per_epoch = check_whole(batches_per_epoch, "batches_per_epoch")
-            if batches_per_epoch < 1:
-                raise ValueError(f"expected batches_per_epoch >= 1 or None, got {batches_per_epoch}")
+            batches_per_epoch = check_whole(batches_per_epoch, "batches_per_epoch", 1)
         object.__setattr__(self, "batches_per_epoch", batches_per_epoch)
 
     @functools.cached_property
@@ -139,13 +128,14 @@ TimeUnit.EPOCH), batches_per_epoch=3))
         """
         if samples < 0 or tokens < 0:
             raise ValueError(f"expected counts >= 0, got samples={samples}, tokens={tokens}")
-        new, fields = self._copy()
-        fields["batch"] += 1
-        fields["batch_in_epoch"] += 1
-        fields["sample"] += samples
-        fields["sample_in_epoch"] += samples
-        fields["token"] += tokens
-        fields["token_in_epoch"] += tokens
+        new = self._changed(
+            batch=self.batch + 1,
+            sample=self.sample + samples,
+            token=self.token + tokens,
+            batch_in_epoch=self.batch_in_epoch + 1,
+            sample_in_epoch=self.sample_in_epoch + samples,
+            token_in_epoch=self.token_in_epoch + tokens,
+        )
         length = self.run.batches_per_epoch
         return new.advance_epoch() if length is not None and new.batch_in_epoch >= length else new
 
@@ -166,27 +156,22 @@ TimeUnit.EPOCH), batches_per_epoch=3))
             return self
         # After one batch a point is within its epoch, wherever it was before.
         point, batches = self.advance(samples, tokens), batches - 1
-        new, fields = point._copy()
         in_epoch, length = point.batch_in_epoch + batches, self.run.batches_per_epoch
         epochs, in_epoch = (0, in_epoch) if length is None else divmod(in_epoch, length)
-        if epochs:
-            fields["epoch"] += epochs
-            fields.update(sample_in_epoch=0, token_in_epoch=0)
-        since_epoch = in_epoch if epochs else batches
-        fields["batch"] += batches
-        fields["batch_in_epoch"] = in_epoch
-        fields["sample"] += batches * samples
-        fields["sample_in_epoch"] += since_epoch * samples
-        fields["token"] += batches * tokens
-        fields["token_in_epoch"] += since_epoch * tokens
-        return new
+        since = in_epoch if epochs else batches
+        return point._changed(
+            epoch=point.epoch + epochs,
+            batch=point.batch + batches,
+            sample=point.sample + batches * samples,
+            token=point.token + batches * tokens,
+            batch_in_epoch=in_epoch,
+            sample_in_epoch=since * samples + (0 if epochs else point.sample_in_epoch),
+            token_in_epoch=since * tokens + (0 if epochs else point.token_in_epoch),
+        )
 
     def advance_epoch(self) -> Timestamp:
         """Return the point after the end of an epoch, for loops in which only the loader knows where an epoch ends."""
-        new, fields = self._copy()
-        fields["epoch"] += 1
-        fields.update(batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0)
-        return new
+        return self._changed(epoch=self.epoch + 1, batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0)
 
     def get(self, unit: TimeUnit | str) -> int:
         """Return the counter of a unit.
@@ -300,10 +285,49 @@ TimeUnit.EPOCH), batches_per_epoch=3))
         time = Time.of(other)
         return compare(self.get(time.unit), time.value)
 
-    def _copy(self) -> tuple[Timestamp, dict[str, Any]]:
-        # Every training step makes a copy; __init__, with its checks and eleven guarded assignments, would cost ten
-        # times as much.
+    def _changed(self, **counters: int) -> Timestamp:
+        # Every training step makes a copy; __init__, with its checks and guarded assignments, costs ten times as much.
         new = object.__new__(Timestamp)
-        fields = new.__dict__
-        fields.update(self.__dict__)
-        return new, fields
+        new.__dict__.update(self.__dict__, **counters)
+        return new
+
+
+Interval: TypeAlias = Time | Callable[[Timestamp], bool]
+"""A time, of which every multiple is due, or a function that returns whether a point of the run is due."""
+
+
+def checked_interval(value: Any, name: str, default_unit: TimeUnit | None = None, *, seconds: bool = False) -> Time:
+    """Return an interval as a time; it is positive, and in seconds only where these are allowed."""
+    interval = named_time(value, name, default_unit)
+    if interval.value <= 0 or (interval.unit is TimeUnit.SECOND and not seconds):
+        kind = "a positive time" if seconds else "a positive time that is not in seconds"
+        raise ValueError(f"{name}={str(interval)!r}: expected {kind}")
+    return interval
+
+
+def interval_or_function(value: Any, name: str, *, seconds: bool = False) -> Interval:
+    """Return a function unchanged, and any other value as an interval."""
+    is_function = callable(value) and not isinstance(value, type)
+    return value if is_function else checked_interval(value, name, seconds=seconds)
+
+
+def has_passed(interval: Interval, before: Timestamp, now: Timestamp) -> bool:
+    """Return whether a multiple of the interval lies after `before` and not after `now`; not for seconds.
+
+    Example:
+        >>> has_passed(Time.of("10ba"), Timestamp(batch=9), Timestamp(batch=10))
+        True
+    """
+    if not isinstance(interval, Time):
+        is_due = interval(now)
+        if not isinstance(is_due, bool):
+            raise TypeError(f"interval {interval!r}: expected a function Timestamp -> bool, got {is_due!r} from it")
+        return is_due
+    unit = interval.unit
+    if unit is not TimeUnit.DURATION:
+        return before.get(unit) // interval.value != now.get(unit) // interval.value
+    past, present = before.elapsed(), now.elapsed()
+    if past is None or present is None:
+        raise ValueError(f"interval {str(interval)!r}: fractions of the run need a run with a duration")
+    # Multiples of a fraction have rounding errors: 3 * 0.1 is above 0.3.
+    return math.floor(past / interval.value + 1e-9) != math.floor(present / interval.value + 1e-9)

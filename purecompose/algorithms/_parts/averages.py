@@ -12,8 +12,8 @@ from purecompose.core.state import State
 from purecompose.optim.guarded import chosen
 from purecompose.schedule import Schedule
 from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
-from purecompose.time.intervals import checked_interval
 from purecompose.time.predicates import ALWAYS, Predicate, after, every
+from purecompose.time.timestamp import checked_interval
 
 
 Slot = TypeVar("Slot", bound=Any)

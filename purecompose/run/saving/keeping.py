@@ -23,7 +23,7 @@ from purecompose.run.saving.settings import Checkpoints, rating_of, surplus
 from purecompose.run.saving.tensors import library
 from purecompose.run.saving.together import Writers, cause_of, in_all, mirror_of, writers_of
 from purecompose.time import Time, Timestamp, TimeUnit
-from purecompose.time.intervals import has_passed
+from purecompose.time.timestamp import has_passed
 
 
 def newest(folder: Path | str) -> Path | None:

@@ -10,7 +10,7 @@ from purecompose._support.urls import is_remote
 from purecompose.run.saving.extra import check_extra
 from purecompose.run.saving.folder import Found
 from purecompose.run.stopping import mode_of
-from purecompose.time.intervals import Interval, checked_interval
+from purecompose.time.timestamp import Interval, interval_or_function
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Checkpoints:
         set_field = object.__setattr__
         if not is_remote(self.folder):
             set_field(self, "folder", Path(self.folder))
-        set_field(self, "every", checked_interval(self.every, "Checkpoints: every", seconds=True, functions=True))
+        set_field(self, "every", interval_or_function(self.every, "Checkpoints: every", seconds=True))
         if self.keep is not None and self.keep != "log":
             check_whole(self.keep, "Checkpoints: keep", 1, hint="or 'log' for some of the whole run, or None for all")
         if self.mode not in (None, "min", "max"):
