@@ -7,7 +7,7 @@ operations of a graph traced by `make_fx`. For dropout, what a second layer adds
 shares. "way" says what computes the draw: torch's kernels ("kernels", torch 2.15 or later), or tensor operations, with
 Python's integers for small draws ("emulated").
 
-Then the two emulations of `random/emulation.py` beside each other, by the number of Philox blocks: where they cross is
+Then the two emulations of `random/philox.py` beside each other, by the number of Philox blocks: where they cross is
 `MOST_ON_HOST`. Targets for 64 uniforms and `mixup_batch`: 40 and 150 us emulated, 8 and 60 by kernels; for a dropout 5
 operations by kernels.
 """
@@ -24,8 +24,8 @@ from torch.nn.functional import dropout
 from purecompose import random
 from purecompose.algorithms.functional import mixup_batch
 from purecompose.nn.keyed.modules import keyed
-from purecompose.random.emulation import emulated, on_host
-from purecompose.random.native import has_kernels
+from purecompose.random.philox import emulated, on_host
+from purecompose.random.philox import has_kernels
 
 
 def draws() -> dict[str, Callable[[Tensor], Any]]:

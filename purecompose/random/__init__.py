@@ -1,10 +1,9 @@
 """Random numbers as pure functions of keys; no global generator."""
 
 from purecompose.random.distributions import beta, exponential, gamma, truncated_normal
-from purecompose.random.draws import bernoulli, bits, normal, randint, uniform
+from purecompose.random.draws import bernoulli, bits, choice, normal, permutation, randint, uniform
 from purecompose.random.keys import Rng, fold_in, key, salt, split
 from purecompose.random.philox import philox4x32
-from purecompose.random.selection import choice, permutation
 
 
 __all__ = [

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from purecompose._support.checks import check_whole, shown
-from purecompose.random.philox import WORD
-from purecompose.random.streams import folded
+from purecompose.random.philox import WORD, folded
 
 
 def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:

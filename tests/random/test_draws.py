@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose.random import Rng, bernoulli, bits, draws, fold_in, key, normal, randint, split, uniform
 from purecompose.random.draws import _greatest_below
-from purecompose.random.emulation import PRECISION
+from purecompose.random.philox import PRECISION
 from tests.sampling import one_in
 
 

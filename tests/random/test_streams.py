@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose.random import Rng, bernoulli, bits, fold_in, key, normal, permutation, split, uniform
-from purecompose.random.emulation import MOST_ON_HOST, emulated, emulated_keys, keys_on_host, on_host
-from purecompose.random.native import DTYPES, filled, has_kernels, next_keys
-from purecompose.random.streams import folded, numbers, traced
+from purecompose.random.philox import MOST_ON_HOST, emulated, emulated_keys, keys_on_host, on_host
+from purecompose.random.philox import DTYPES, filled, has_kernels, next_keys
+from purecompose.random.philox import folded, numbers, traced
 from tests.random.test_philox import philox_in_python
 
 

@@ -29,7 +29,7 @@ from purecompose.nn.keyed.fills import (
 from purecompose.nn.keyed.scope import Handler, Scope, unkeyed
 from purecompose.random.draws import bernoulli, randint, uniform
 from purecompose.random.keys import Rng
-from purecompose.random.selection import permutation
+from purecompose.random.draws import permutation
 
 
 def _coins(scope: Scope, func: Any, p: float | Tensor, shape: Shape, device: torch.device) -> Tensor:

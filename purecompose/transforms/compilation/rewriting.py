@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from purecompose.random.emulation import emulated
-from purecompose.random.native import has_kernels
+from purecompose.random.philox import emulated, has_kernels
 from purecompose.transforms.compilation.messages import memories
 
 
