@@ -13,7 +13,7 @@ from purecompose._support.checks import shown
 from purecompose._support.references import check_hidden
 from purecompose.optim.carried import carried
 from purecompose.schedule import Hparam, Schedule
-from purecompose.schedule.trees import hidden
+from purecompose.schedule.scalar import hidden
 
 
 def check_optimizer(optimizer: Any, where: str) -> None:

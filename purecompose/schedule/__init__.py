@@ -14,10 +14,19 @@ tensor, so a changing learning rate never compiles twice. Batch t (counted from 
 
 from purecompose.schedule.curves import constant, cosine, linear, one_cycle, polynomial
 from purecompose.schedule.from_torch import from_torch
-from purecompose.schedule.periods import cosine_warm_restarts, exponential, multi_step, step
-from purecompose.schedule.scalar import Hparam, Product, Scalar, Schedule, hparam, number, resolve, scheduled
-from purecompose.schedule.sequences import sequence
-from purecompose.schedule.trees import collect, scaled
+from purecompose.schedule.periods import cosine_warm_restarts, exponential, multi_step, sequence, step
+from purecompose.schedule.scalar import (
+    Hparam,
+    Product,
+    Scalar,
+    Schedule,
+    collect,
+    hparam,
+    number,
+    resolve,
+    scaled,
+    scheduled,
+)
 
 
 __all__ = [

@@ -7,9 +7,8 @@ import math
 from collections.abc import Callable
 
 from purecompose._support.checks import check_number
-from purecompose.schedule.axis import Moment, checked_time
 from purecompose.schedule.scalar import Schedule, made
-from purecompose.schedule.shape import Shape
+from purecompose.schedule.shape import Moment, Shape, checked_time
 from purecompose.time import Time, TimeLike
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from purecompose._support.checks import frozen, shown
-from purecompose.schedule.axis import checked_time
 from purecompose.schedule.scalar import Schedule
+from purecompose.schedule.shape import checked_time
 from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
 
 
