@@ -15,7 +15,7 @@ from purecompose.losses import CrossEntropy, ModelLoss
 from purecompose.losses.targets import wide_dtype
 from purecompose.losses.terms import ignore_index_of
 from purecompose.nn.layers.no_op import NoOpModel
-from purecompose.surgery.groups import without_groups
+from purecompose.surgery.operation import without_groups
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
 

@@ -24,8 +24,17 @@ from purecompose.batch.examples import (
     split,
     take,
 )
-from purecompose.batch.fields import AS_ARGUMENT, WHOLE, Field, check_field, get, put
-from purecompose.batch.leaves import map_tensors, tensors, with_tensors
+from purecompose.batch.fields import (
+    AS_ARGUMENT,
+    WHOLE,
+    Field,
+    check_field,
+    get,
+    map_tensors,
+    put,
+    tensors,
+    with_tensors,
+)
 
 
 __all__ = [

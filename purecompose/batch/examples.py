@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from purecompose import tree
-from purecompose.batch.fields import AS_ARGUMENT, Field, get
-from purecompose.batch.leaves import is_graphs, tensors, with_members
+from purecompose._support.graphs import is_graphs
+from purecompose.batch.fields import AS_ARGUMENT, Field, get, tensors, with_members
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from purecompose import batch as batches, random, tree
 from purecompose._support.checks import shown
 from purecompose._support.device import as_scalar
 from purecompose.batch.examples import leading_sizes
-from purecompose.batch.leaves import aliases, tensors
+from purecompose.batch.fields import aliases, tensors
 from purecompose.core.given import Marks, watched
 from purecompose.core.loss import with_scalars
 from purecompose.core.ranks import Ranks, SharedPart

@@ -16,7 +16,7 @@ from purecompose._support.checks import suggests_keywords
 from purecompose._support.device import arithmetic
 from purecompose._support.dynamo import called_by_dynamo, get_eval_frame_callback, without_dynamo
 from purecompose._support.scopes import NOTHING, together
-from purecompose.batch.leaves import aliases
+from purecompose.batch.fields import aliases
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.application import application
 from purecompose.core.clock import Clock

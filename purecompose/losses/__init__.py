@@ -15,22 +15,22 @@ targets or, for a slice of a batch, the slice's share of those of the whole batc
 examples.
 """
 
-from purecompose.losses.alignments import CTC, ctc
-from purecompose.losses.coupling import couples_examples, over_batch
 from purecompose.losses.evaluation import check_loss, evaluate_loss, evaluate_parts, metrics_of_parts, per_example
 from purecompose.losses.from_model import ModelLoss, model_loss
 from purecompose.losses.functions import (
+    CTC,
     BinaryCrossEntropy,
     CrossEntropy,
     Dice,
     MeanSquaredError,
     binary_cross_entropy,
     cross_entropy,
+    ctc,
     dice,
     mse,
 )
 from purecompose.losses.targets import Mixture, has_index_targets, num_examples, one_hot
-from purecompose.losses.terms import counts_terms, num_terms, share_of_mean
+from purecompose.losses.terms import counts_terms, couples_examples, num_terms, over_batch, share_of_mean
 
 
 __all__ = [

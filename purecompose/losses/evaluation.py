@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from purecompose._support.checks import shown
 from purecompose._support.functorch import without_modes
 from purecompose.losses.from_model import ModelLoss
-from purecompose.losses.reduction import mean_of, reduced
+from purecompose.losses.functions import mean_of, reduced
 from purecompose.losses.targets import Mixture, num_examples, per_row, wide_dtype
 from purecompose.losses.terms import (
     counter_of,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from purecompose import batch as batches
-from purecompose.losses.reduction import reduced
+from purecompose.losses.functions import reduced
 from purecompose.losses.targets import num_examples
 
 

@@ -27,9 +27,8 @@ from purecompose.nn.keyed.fills import (
     wide_dtype,
 )
 from purecompose.nn.keyed.scope import Handler, Scope, unkeyed
-from purecompose.random.draws import bernoulli, randint, uniform
+from purecompose.random.draws import bernoulli, permutation, randint, uniform
 from purecompose.random.keys import Rng
-from purecompose.random.draws import permutation
 
 
 def _coins(scope: Scope, func: Any, p: float | Tensor, shape: Shape, device: torch.device) -> Tensor:

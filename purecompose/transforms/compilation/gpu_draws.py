@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.library import Library, register_fake
 
-from purecompose.random.philox import PRECISION
-from purecompose.random.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, WORD
+from purecompose.random.philox import KEY_STEPS, MULTIPLIERS, PRECISION, ROUNDS, WORD
 from purecompose.transforms.compilation.inductor import Inductor
 
 
