@@ -24,8 +24,7 @@ from torch.nn.functional import dropout
 from purecompose import random
 from purecompose.algorithms.functional import mixup_batch
 from purecompose.nn.keyed.modules import keyed
-from purecompose.random.philox import emulated, on_host
-from purecompose.random.philox import has_kernels
+from purecompose.random.philox import emulated, has_kernels, on_host
 
 
 def draws() -> dict[str, Callable[[Tensor], Any]]:

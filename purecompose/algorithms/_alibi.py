@@ -15,8 +15,7 @@ from purecompose.algorithms._seq_length_warmup import sequences_of, shortened
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.nn.layers._forms import has_hooks
-from purecompose.nn.layers.attention import PositionEmbedding, SelfAttention
-from purecompose.nn.layers.positions import AlibiAttention, NoPositions
+from purecompose.nn.layers.transformer import AlibiAttention, NoPositions, PositionEmbedding, SelfAttention
 from purecompose.surgery.visiting import left_alone
 from purecompose.time.event import Event
 from purecompose.time.predicates import on

@@ -9,7 +9,7 @@ from purecompose._support.checks import check_flag, check_whole
 from purecompose.algorithms._parts.surgery import on_module, surgery_method
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.nn.layers._forms import is_plain
-from purecompose.nn.layers.blur import BlurConv2d, BlurMaxPool2d
+from purecompose.nn.layers.convolutions import BlurConv2d, BlurMaxPool2d
 
 
 def blurpool_rules(

@@ -10,8 +10,9 @@ from purecompose._support.checks import check_flag, check_whole
 from purecompose.algorithms._parts.surgery import on_module, surgery_method
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.nn.layers._forms import check_latent, is_plain, is_tied, latent_size
-from purecompose.nn.layers.factorized import FactorizedConv2d, FactorizedLinear
-from purecompose.nn.layers.low_rank import (
+from purecompose.nn.layers.factorized import (
+    FactorizedConv2d,
+    FactorizedLinear,
     factorizing_could_speedup,
 )
 

@@ -14,8 +14,7 @@ from purecompose.algorithms._parts.foreign import changed, stand_in
 from purecompose.algorithms._parts.surgery import on_drawn_module, surgery_method
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.nn.layers._forms import is_plain, is_tied
-from purecompose.nn.layers.attention import FeedForward
-from purecompose.nn.layers.gated import GatedLinearUnit
+from purecompose.nn.layers.transformer import FeedForward, GatedLinearUnit
 
 
 ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(

@@ -9,7 +9,7 @@ from purecompose import surgery
 from purecompose._support.checks import check_whole
 from purecompose.algorithms._parts.surgery import on_module, surgery_method
 from purecompose.core.algorithm import Algorithm, factory
-from purecompose.nn.layers.ghost_batchnorm import GhostBatchNorm, check_momentum, is_known
+from purecompose.nn.layers.norms import GhostBatchNorm, check_momentum, is_known
 
 
 def ghost_batchnorm_rules(ghost_batch_size: int = 32) -> surgery.Rules:

@@ -17,7 +17,7 @@ from purecompose.algorithms._parts.gyro_masks import (
 )
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
-from purecompose.nn.keyed.parts import is_compared
+from purecompose.nn.keyed.scope import is_compared
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 

@@ -7,7 +7,7 @@ from purecompose.algorithms._parts.low_precision import half_precision_method
 from purecompose.algorithms._parts.surgery import on_module
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.nn.layers._forms import is_plain
-from purecompose.nn.layers.low_precision import LowPrecisionLayerNorm
+from purecompose.nn.layers.norms import LowPrecisionLayerNorm
 
 
 def low_precision_layernorm_rules() -> surgery.Rules:

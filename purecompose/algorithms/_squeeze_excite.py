@@ -9,7 +9,7 @@ from purecompose._support.checks import check_whole
 from purecompose.algorithms._parts.surgery import on_drawn_module, surgery_method
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.nn.layers._forms import check_latent
-from purecompose.nn.layers.squeeze_excite import SqueezeExciteConv2d
+from purecompose.nn.layers.convolutions import SqueezeExciteConv2d
 
 
 def squeeze_excite_rules(latent_channels: float = 64, min_channels: int = 128) -> surgery.Rules:

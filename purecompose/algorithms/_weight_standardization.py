@@ -10,7 +10,7 @@ from purecompose import surgery
 from purecompose._support.checks import check_flag, check_whole
 from purecompose.algorithms._parts.surgery import on_module, surgery_method
 from purecompose.core.algorithm import Algorithm, factory
-from purecompose.nn.layers.standardized import STANDARDIZED, plain_conv, standardized_conv
+from purecompose.nn.layers.convolutions import STANDARDIZED, plain_conv, standardized_conv
 
 
 def weight_standardization_rules(n_last_layers_ignore: int = 0) -> surgery.Rules:

@@ -151,10 +151,9 @@ from purecompose.algorithms._weight_standardization import (
     weight_standardization_rules,
     weight_standardization_undo_rules,
 )
-from purecompose.nn.layers.blur import blur_2d, blurmax_pool2d
-from purecompose.nn.layers.low_rank import factorize_conv2d, factorize_matrix, factorizing_could_speedup
-from purecompose.nn.layers.positions import alibi_bias, alibi_slopes
-from purecompose.nn.layers.standardized import standardized
+from purecompose.nn.layers.convolutions import blur_2d, blurmax_pool2d, standardized
+from purecompose.nn.layers.factorized import factorize_conv2d, factorize_matrix, factorizing_could_speedup
+from purecompose.nn.layers.transformer import alibi_bias, alibi_slopes
 
 
 __all__ = [

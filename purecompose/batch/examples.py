@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from purecompose import tree
-from purecompose._support.graphs import is_graphs
-from purecompose.batch.fields import AS_ARGUMENT, Field, get, tensors, with_members
+from purecompose.batch.fields import AS_ARGUMENT, Field, get, is_graphs, tensors, with_members
 
 
 @dataclasses.dataclass(frozen=True)

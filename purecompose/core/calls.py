@@ -16,7 +16,7 @@ from purecompose.core.given import Marks, watched
 from purecompose.core.loss import with_scalars
 from purecompose.core.ranks import Ranks, SharedPart
 from purecompose.nn.keyed import modules
-from purecompose.nn.keyed.parts import CURRENT, current_run, is_compared, running
+from purecompose.nn.keyed.scope import CURRENT, current_run, is_compared, running
 from purecompose.nn.network import call_model
 
 

@@ -27,7 +27,7 @@ from purecompose.core.operation import Carry, Purpose
 from purecompose.core.ranks import SharedPart
 from purecompose.core.state import State, fields_where
 from purecompose.nn.differentiable import Once, OwnDerivatives, plain_operations
-from purecompose.nn.keyed.parts import Part, running
+from purecompose.nn.keyed.scope import Part, running
 
 
 def wants_outer_gradient(state: State, batch: Any) -> bool:

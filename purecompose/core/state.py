@@ -25,8 +25,7 @@ from purecompose.core.layout import Splitter
 from purecompose.core.loss import joined, scalars_of
 from purecompose.core.overview import describe_moment, state_as_html
 from purecompose.core.ranks import Ranks, Sharing
-from purecompose.nn.model import Model, from_module
-from purecompose.nn.modes import warn_of_idle_parts
+from purecompose.nn.model import Model, from_module, warn_of_idle_parts
 from purecompose.nn.network import warn_of_dropped
 from purecompose.optim.protocol import check_optimizer, checked_init
 from purecompose.random.keys import as_rng

@@ -9,18 +9,21 @@ import copy
 import pickle
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import parametrize
 
 from purecompose._support.checks import shown
 from purecompose._support.fingerprint import fingerprint
 from purecompose._support.messages import warn
 from purecompose._support.references import check_hidden
-from purecompose.nn.modes import set_modes
-from purecompose.nn.skeleton import Member, Sharing, Skeleton, checks, places
+from purecompose.nn import splitting
+from purecompose.nn.skeleton import Skeleton
+from purecompose.nn.splitting import Member, Sharing, places
 
 
 STATISTICS = ("*running_mean", "*running_var")
@@ -184,7 +187,7 @@ def from_module(
     if not isinstance(module, nn.Module):
         called = f"; call it: {module.__name__}(...)" if isinstance(module, type) else ""
         raise TypeError(f"expected an nn.Module, got {shown(module)}{called}")
-    checks.check_modules(module)
+    splitting.check_modules(module)
     for name, child in module.named_modules():
         place = f"the module {name!r}" if name else "the network"
         check_hidden(child, f"{place} ({type(child).__name__})", (nn.Module,))
@@ -198,7 +201,7 @@ def from_module(
         if id(tensor) in names:
             continue
         is_param = kind == "_parameters"
-        checks.check_tensor(tensor, name, known)
+        splitting.check_tensor(tensor, name, known)
         if not is_shared:
             tie = sharing.add(Member(name, tensor, is_param))
             if tie.tensor is not tensor:
@@ -212,7 +215,7 @@ def from_module(
         if is_param and not tensor.requires_grad:
             frozen.add(name)
     sharing.check()
-    checks.check_functions(module, names)
+    splitting.check_functions(module, names)
     memo: dict[int, Any] = dict(twins)
     try:
         skeleton = copy.deepcopy(module, memo)
@@ -221,9 +224,9 @@ def from_module(
                 child.sparse = False  # a warning has said so
     except Exception as error:
         raise TypeError(f"{type(module).__name__} cannot be deep-copied: {error}") from error
-    checks.check_hidden(module, memo, twins)
+    splitting.check_hidden(module, memo, twins)
     names_of_twins = {id(twins[key]): name for key, name in names.items()}
-    checks.check_registered(skeleton, memo, names_of_twins)
+    splitting.check_registered(skeleton, memo, names_of_twins)
     if not any(child.training for child in skeleton.modules()):
         skeleton.train()
     set_modes(skeleton, eval_mode, train_mode)
@@ -252,3 +255,69 @@ def _outermost(module: nn.Module, is_found: Callable[[nn.Module], bool], name: s
 def _meta_twin(tensor: Tensor) -> Tensor:
     twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+
+
+# Training and evaluation mode of a network's parts during training
+
+
+def set_modes(root: nn.Module, eval_mode: Sequence[str], train_mode: Sequence[str]) -> None:
+    """Put modules of a network into a mode, with all that they contain; of two patterns, that of the inner one decides.
+
+    Args:
+        root: The network, which is modified.
+        eval_mode, train_mode: Patterns (`fnmatch`) of qualified names; "" is the network itself.
+    """
+    names = [name for name, _ in root.named_modules()]
+    for role, patterns in (("eval_mode", eval_mode), ("train_mode", train_mode)):
+        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise TypeError(f"{role}: expected names of modules or patterns, as in ['backbone'], got {shown(patterns)}")
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                known = ", ".join(names[1:6]) + (", ..." if len(names) > 6 else "")
+                raise ValueError(f"{role}: {pattern!r} matches no module; the names are {known}")
+    for name, module in root.named_modules():
+        evaluates, trains = _matches(name, eval_mode), _matches(name, train_mode)
+        if evaluates and trains:
+            raise ValueError(
+                f"{name or 'the network'!r} matches both eval_mode={eval_mode} and train_mode={train_mode}"
+            )
+        if evaluates or trains:
+            module.train(trains)
+
+
+def warn_of_idle_parts(root: nn.Module, eval_mode: Sequence[str]) -> None:
+    """Warn of parts in evaluation mode that would act differently in training mode."""
+    found = _idle(root, "", eval_mode)
+    if found:
+        listed = ", ".join(name or "the network" for name in found[:3])
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        warn(
+            f"the network is in training mode except for {listed}{more}: there, dropout is off and running statistics "
+            f"stand still in training. State.create(train_mode={found[:3]}) puts such parts into training mode, "
+            f"State.create(eval_mode={found[:3]}) keeps them as they are"
+        )
+
+
+def _idle(module: nn.Module, name: str, decided: Sequence[str]) -> list[str]:
+    """Return the outermost modules in evaluation mode, from this one on, whose mode matters and is not decided."""
+    if not module.training:
+        if _matches(name, decided):
+            return []
+        if any(_has_modes(child) for child in module.modules() if not child.training):
+            return [name]
+    children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
+    return [one for name, child in children for one in _idle(child, name, decided)]
+
+
+def _has_modes(module: nn.Module) -> bool:
+    """Return whether a module itself drops values at random, or keeps running statistics."""
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    attributes: dict[str, Any] = vars(module)
+    # Attention, recurrent layers and drop paths have a rate as an attribute.
+    drops = any("drop" in key and isinstance(value, float) and value > 0 for key, value in attributes.items())
+    return drops or any(module._buffers.get(key) is not None for key in ("running_mean", "running_var"))
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

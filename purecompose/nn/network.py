@@ -18,7 +18,7 @@ from purecompose.nn.differentiable import OwnDerivatives, is_in_gradient
 from purecompose.nn.gathering import gathered_on_use
 from purecompose.nn.kernels import kernels
 from purecompose.nn.keyed import modules
-from purecompose.nn.keyed.parts import is_first_run
+from purecompose.nn.keyed.scope import is_first_run
 from purecompose.nn.model import Model
 from purecompose.nn.skeleton import Skeleton
 

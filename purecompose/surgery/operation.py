@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import random
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose.core.state import State
 from purecompose.nn.model import Model, from_module
 from purecompose.optim.base import ByGroup, cells

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from purecompose import random
 from purecompose._support.checks import shown
 from purecompose._support.device import building
-from purecompose._support.warnings import warn
+from purecompose._support.messages import warn
 from purecompose._support.writes import WriteGuard, memory_of
-from purecompose.nn.skeleton import OWN, places
+from purecompose.nn.splitting import OWN, places
 from purecompose.optim.checks import match_or_raise, matched
 
 

@@ -14,7 +14,7 @@ from purecompose._support.shards import is_shard
 from purecompose.core.state import State, check_single
 from purecompose.data.loaders import fixed_batches
 from purecompose.nn import model as models
-from purecompose.nn.layers.ghost_batchnorm import GhostBatchNorm
+from purecompose.nn.layers.norms import GhostBatchNorm
 from purecompose.optim.checks import matched
 
 

@@ -15,7 +15,7 @@ from purecompose.algorithms import FACTORIES
 from purecompose.algorithms._gated_linear_units import ACTIVATIONS
 from purecompose.algorithms.images import PRIMITIVES
 from purecompose.core.algorithm import Algorithm
-from purecompose.nn.layers.attention import FeedForward, SelfAttention
+from purecompose.nn.layers.transformer import FeedForward, SelfAttention
 from purecompose.schedule import Scalar, cosine, hparam, linear
 from purecompose.testing.tasks import FULL_TASKS, TASKS, Residual, Task
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from purecompose import batch as batches, losses, optim
 from purecompose._support.device import AUTOCAST, PRECISIONS
 from purecompose.core.state import State
-from purecompose.nn.layers.attention import FeedForward, SelfAttention
+from purecompose.nn.layers.transformer import FeedForward, SelfAttention
 from purecompose.schedule import hparam
 from purecompose.testing.process import seeded
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 from purecompose._support.fingerprint import fingerprint
 from purecompose._support.shards import Place, local, place_of, placed
-from purecompose.batch.leaves import is_graphs, without_records
+from purecompose.batch.fields import is_graphs, without_records
 
 
 class Spec(NamedTuple):

@@ -19,8 +19,13 @@ from purecompose.algorithms.functional import (
     factorize_rules,
     factorizing_could_speedup,
 )
-from purecompose.nn.layers.factorized import FactorizedConv2d, FactorizedLinear
-from purecompose.nn.layers.low_rank import LowRankSolution, max_latent, split_weight
+from purecompose.nn.layers.factorized import (
+    FactorizedConv2d,
+    FactorizedLinear,
+    LowRankSolution,
+    max_latent,
+    split_weight,
+)
 from tests.algorithms.surgery_checks import check_keeps_all, trained
 from tests.helpers import assert_same
 

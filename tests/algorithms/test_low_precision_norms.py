@@ -14,7 +14,7 @@ from purecompose import State, compose, loop_events, surgery
 from purecompose._support.device import AUTOCAST
 from purecompose.algorithms import fused_layernorm, low_precision_groupnorm, low_precision_layernorm
 from purecompose.algorithms.functional import low_precision_groupnorm_rules, low_precision_layernorm_rules
-from purecompose.nn.layers.low_precision import LowPrecisionGroupNorm, LowPrecisionLayerNorm
+from purecompose.nn.layers.norms import LowPrecisionGroupNorm, LowPrecisionLayerNorm
 from tests.helpers import assert_close, assert_same
 
 

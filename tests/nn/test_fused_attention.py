@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import purecompose as pc
 from purecompose import State, compose, loop_events, losses, optim, stack_states, unstack_states
-from purecompose.nn.fused_attention import _Fused, fused_attention
+from purecompose.nn.attention import _Fused, fused_attention
 from purecompose.nn.layers import SelfAttention
 
 

@@ -10,9 +10,20 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose.random import Rng, bernoulli, bits, fold_in, key, normal, permutation, split, uniform
-from purecompose.random.philox import MOST_ON_HOST, emulated, emulated_keys, keys_on_host, on_host
-from purecompose.random.philox import DTYPES, filled, has_kernels, next_keys
-from purecompose.random.philox import folded, numbers, traced
+from purecompose.random.philox import (
+    DTYPES,
+    MOST_ON_HOST,
+    emulated,
+    emulated_keys,
+    filled,
+    folded,
+    has_kernels,
+    keys_on_host,
+    next_keys,
+    numbers,
+    on_host,
+    traced,
+)
 from tests.random.test_philox import philox_in_python
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from purecompose.nn.layers.attention import FeedForward, SelfAttention
+from purecompose.nn.layers.transformer import FeedForward, SelfAttention
 from purecompose.testing import Task
 from purecompose.testing.tasks import MakeBatch, Residual
 

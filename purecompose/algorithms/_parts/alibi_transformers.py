@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from purecompose import surgery
 from purecompose._support.checks import shown
 from purecompose.algorithms._parts.foreign import Derived, changed, one_of, stand_in
-from purecompose.nn.layers.attention import SelfAttention
-from purecompose.nn.layers.positions import NoPositions, alibi_bias
+from purecompose.nn.layers.transformer import NoPositions, SelfAttention, alibi_bias
 
 
 _GPT2, _BERT, _ROBERTA = (f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "bert", "roberta"))

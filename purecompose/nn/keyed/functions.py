@@ -1,12 +1,18 @@
 """Keyed forms of torch's random functions: the `torch.rand` family, the in-place fills, the samplers.
 
-Each handler takes the scope, torch's function and the call's own arguments (without `generator=`), and returns the
-result in its place. Functions without a keyed form are in the table as well, with a handler that raises an error.
+Fills are distributions `(rng, shape, dtype, *parameters) -> tensor`, with the order, names and defaults of torch's
+parameters (`low` and `high` replace `from` and `to`, since `from` is a keyword in Python), for all dtypes that torch
+can fill, including integers and complex numbers.
+
+A handler takes the scope, torch's function and the call's own arguments (without `generator=`), and returns the result
+in its place. Functions without a keyed form are in the table as well, with a handler that raises an error.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,21 +20,68 @@ from torch import Tensor
 from torch.nn import functional as F, init
 
 from purecompose._support.functorch import is_transforming
-from purecompose.nn.keyed.fills import (
-    Fill,
-    Shape,
-    fill_cauchy,
-    fill_exponential,
-    fill_geometric,
-    fill_integers,
-    fill_log_normal,
-    fill_normal,
-    fill_uniform,
-    wide_dtype,
-)
 from purecompose.nn.keyed.scope import Handler, Scope, unkeyed
-from purecompose.random.draws import bernoulli, permutation, randint, uniform
+from purecompose.random.distributions import exponential
+from purecompose.random.draws import bernoulli, normal, permutation, randint, uniform
 from purecompose.random.keys import Rng
+
+
+Shape = tuple[int, ...]
+Fill = Callable[..., Tensor]
+"""`(rng, shape, dtype, *parameters) -> Tensor`."""
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that formulas are computed in: float64 for results in double precision, else float32."""
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def fill_uniform(rng: Rng, shape: Shape, dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Tensor:
+    if dtype.is_complex:
+        return torch.view_as_complex(uniform(rng, (*shape, 2), dtype=wide_dtype(dtype), low=low, high=high)).to(dtype)
+    if low == high:  # valid in torch, and needs no draw
+        return torch.full(shape, low, dtype=dtype, device=rng.key.device)
+    return uniform(rng, shape, low=low, high=high, dtype=dtype)
+
+
+def fill_normal(rng: Rng, shape: Shape, dtype: torch.dtype, mean: Any = 0.0, std: Any = 1.0) -> Tensor:
+    """Fill with normal numbers; for complex dtypes each part has half of the variance, as in torch."""
+    if dtype.is_complex:
+        parts = normal(rng, (*shape, 2), dtype=wide_dtype(dtype)) * math.sqrt(0.5)
+        return (mean + std * torch.view_as_complex(parts)).to(dtype)
+    standard = normal(rng, shape, dtype=wide_dtype(dtype))
+    is_standard = isinstance(mean, (int, float)) and isinstance(std, (int, float)) and (mean, std) == (0, 1)
+    return (standard if is_standard else mean + std * standard).to(dtype)
+
+
+def fill_exponential(rng: Rng, shape: Shape, dtype: torch.dtype, lambd: float = 1.0) -> Tensor:
+    return exponential(rng, shape, rate=lambd, dtype=wide_dtype(dtype)).to(dtype)
+
+
+def fill_log_normal(rng: Rng, shape: Shape, dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> Tensor:
+    return normal(rng, shape, mean=mean, std=std, dtype=wide_dtype(dtype)).exp().to(dtype)
+
+
+def fill_cauchy(rng: Rng, shape: Shape, dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> Tensor:
+    return (median + sigma * torch.tan(math.pi * (uniform(rng, shape, dtype=wide_dtype(dtype)) - 0.5))).to(dtype)
+
+
+def fill_geometric(rng: Rng, shape: Shape, dtype: torch.dtype, p: float) -> Tensor:
+    """Return numbers of trials up to the first success, 1, 2, ..., each the ceiling of an exponential number."""
+    if not 0 < p < 1:
+        raise ValueError(f"geometric_ expects p in (0, 1), got {p}")
+    trials = torch.log1p(-uniform(rng, shape, dtype=wide_dtype(dtype))) / math.log1p(-p)
+    return trials.ceil().clamp_min(1).to(dtype)
+
+
+def fill_integers(rng: Rng, shape: Shape, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Tensor:
+    """Return integers in [low, high); without `high`, up to the largest range that `dtype` represents exactly."""
+    if high is None and dtype.is_floating_point:
+        high = int(2 / torch.finfo(dtype).eps) + 1  # for float32 the largest value is 2**24
+    elif high is None:
+        # randint's range must stay below 2**63, so int64's greatest value is never drawn.
+        high = 2 if dtype == torch.bool else min(torch.iinfo(dtype).max + 1, 2**63 - 1 + min(low, 0))
+    return randint(rng, shape, low, high).to(dtype)
 
 
 def _coins(scope: Scope, func: Any, p: float | Tensor, shape: Shape, device: torch.device) -> Tensor:

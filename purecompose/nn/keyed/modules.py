@@ -34,8 +34,7 @@ from purecompose.errors import UnkeyedRandomError
 from purecompose.nn.differentiable import plain_operations, replaces_functions
 from purecompose.nn.keyed.functions import FUNCTIONS
 from purecompose.nn.keyed.layers import LAYERS
-from purecompose.nn.keyed.parts import CURRENT, running
-from purecompose.nn.keyed.scope import Handler, Scope, unkeyed
+from purecompose.nn.keyed.scope import CURRENT, Handler, Scope, running, unkeyed
 from purecompose.nn.skeleton import replay
 from purecompose.random.keys import Rng
 

@@ -1,25 +1,36 @@
 """The layers that methods put into networks, as plain `nn.Module`s, and activation checkpointing."""
 
 from purecompose.nn.keyed.modules import checkpoint
-from purecompose.nn.layers.attention import FeedForward, PositionEmbedding, SelfAttention
-from purecompose.nn.layers.blur import BlurConv2d, BlurMaxPool2d, BlurPool2d, blur_2d, blurmax_pool2d
-from purecompose.nn.layers.classes_second import ClassesSecond
-from purecompose.nn.layers.factorized import FactorizedConv2d, FactorizedLinear
-from purecompose.nn.layers.gated import GatedLinearUnit
-from purecompose.nn.layers.ghost_batchnorm import GhostBatchNorm
-from purecompose.nn.layers.low_precision import LowPrecisionGroupNorm, LowPrecisionLayerNorm
-from purecompose.nn.layers.no_op import NoOpModel
-from purecompose.nn.layers.positions import AlibiAttention, NoPositions, alibi_bias, alibi_slopes
-from purecompose.nn.layers.squeeze_excite import SqueezeExcite2d, SqueezeExciteConv2d
-from purecompose.nn.layers.standardized import (
+from purecompose.nn.layers.convolutions import (
+    BlurConv2d,
+    BlurMaxPool2d,
+    BlurPool2d,
+    SqueezeExcite2d,
+    SqueezeExciteConv2d,
     StandardizedConv1d,
     StandardizedConv2d,
     StandardizedConv3d,
+    blur_2d,
+    blurmax_pool2d,
     plain_conv,
     standardized,
     standardized_conv,
 )
+from purecompose.nn.layers.factorized import FactorizedConv2d, FactorizedLinear
+from purecompose.nn.layers.no_op import NoOpModel
+from purecompose.nn.layers.norms import GhostBatchNorm, LowPrecisionGroupNorm, LowPrecisionLayerNorm
 from purecompose.nn.layers.stochastic_depth import DropPath, Residual, StochasticDepth, drop_paths, residuals
+from purecompose.nn.layers.transformer import (
+    AlibiAttention,
+    ClassesSecond,
+    FeedForward,
+    GatedLinearUnit,
+    NoPositions,
+    PositionEmbedding,
+    SelfAttention,
+    alibi_bias,
+    alibi_slopes,
+)
 
 
 __all__ = [

@@ -9,9 +9,18 @@ A module draws its initial weights from torch's global generator. `build` draws 
 leaves that generator unchanged.
 """
 
-from purecompose.nn.models.plain import cnn, mlp
+from purecompose.nn.models.convolutional import (
+    Bottleneck,
+    ResidualBlock,
+    cnn,
+    mlp,
+    resnet,
+    resnet8,
+    resnet18,
+    resnet20,
+    resnet50,
+)
 from purecompose.nn.models.registry import MODELS, build, check_options, describe
-from purecompose.nn.models.residual import Bottleneck, ResidualBlock, resnet, resnet8, resnet18, resnet20, resnet50
 from purecompose.nn.models.transformer import GPT, TransformerBlock, VisionTransformer, gpt, vit
 
 

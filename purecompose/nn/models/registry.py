@@ -11,9 +11,7 @@ from torch import nn
 
 from purecompose._support import specs
 from purecompose._support.device import building
-from purecompose.nn.models._parts import check_sizes
-from purecompose.nn.models.plain import cnn, mlp
-from purecompose.nn.models.residual import resnet8, resnet18, resnet20, resnet50
+from purecompose.nn.models.convolutional import check_sizes, cnn, mlp, resnet8, resnet18, resnet20, resnet50
 from purecompose.nn.models.transformer import gpt, vit
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from purecompose._support.checks import check_flag, check_number, shown
-from purecompose.nn.layers.attention import FeedForward, PositionEmbedding, SelfAttention
-from purecompose.nn.models._parts import check_sizes
+from purecompose.nn.layers.transformer import FeedForward, PositionEmbedding, SelfAttention
+from purecompose.nn.models.convolutional import check_sizes
 
 
 _STD = 0.02

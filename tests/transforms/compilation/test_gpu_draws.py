@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose.random import bernoulli
-from purecompose.random.philox import DTYPES
-from purecompose.random.philox import numbers
+from purecompose.random.philox import DTYPES, numbers
 from purecompose.transforms.compilation.gpu_draws import draw_in_kernels
 from purecompose.transforms.compilation.inductor import inductor_for
 

@@ -1,8 +1,13 @@
-"""Batch normalisation with the statistics of parts of the batch.
+"""Normalisations with the statistics of parts of a batch, and in half precision where the network computes in it.
+
+Under autocast torch runs layer and group normalisation in float32, so the next operations read and write twice the
+memory. The layers here compute in the dtype that autocast uses for matrix products; their sums are still in float32,
+inside torch's kernels. Their weights have the same names and shapes as in the layers that they replace.
 
 References:
     Elad Hoffer, Itay Hubara, Daniel Soudry: Train longer, generalize better. NeurIPS 2017.
     https://arxiv.org/abs/1705.08741
+
     Neofytos Dimitriou, Ognjen Arandjelovic: A New Look at Ghost Normalization. 2020. https://arxiv.org/abs/2007.08554
 """
 
@@ -14,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from purecompose._support.checks import check_whole, shown
-from purecompose.nn.keyed.parts import apart
-from purecompose.nn.layers._forms import Wrapping, is_plain
+from purecompose.nn.keyed.scope import apart
+from purecompose.nn.layers._forms import Wrapping, is_plain, recast
 
 
 _KINDS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
@@ -108,3 +113,63 @@ class GhostBatchNorm(Wrapping):
     def extra_repr(self) -> str:
         """Return the settings."""
         return f"ghost_batch_size={self.ghost_batch_size}"
+
+
+class LowPrecisionLayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` that computes in autocast's dtype if autocast is on; otherwise plain `nn.LayerNorm`.
+
+    Example:
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     LowPrecisionLayerNorm(8)(torch.ones(2, 8)).dtype
+        torch.bfloat16
+    """
+
+    @classmethod
+    def of(cls, norm: nn.LayerNorm) -> "LowPrecisionLayerNorm":
+        """Return a layer with the attributes of `norm`, including those of a subclass, and the same `Parameter`s."""
+        return recast(norm, cls)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (..., normalized_shape) to the same shape."""
+        dtype = _low(input)
+        if dtype is None:
+            return super().forward(input)
+        with torch.autocast(input.device.type, enabled=False):
+            weight, bias = _as(self.weight, dtype), _as(self.bias, dtype)
+            return F.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps)
+
+
+class LowPrecisionGroupNorm(nn.GroupNorm):
+    """`nn.GroupNorm` that computes in autocast's dtype if autocast is on; otherwise plain `nn.GroupNorm`.
+
+    Example:
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     LowPrecisionGroupNorm(2, 8)(torch.ones(2, 8)).dtype
+        torch.bfloat16
+    """
+
+    @classmethod
+    def of(cls, norm: nn.GroupNorm) -> "LowPrecisionGroupNorm":
+        """Return a layer with the attributes of `norm`, including those of a subclass, and the same `Parameter`s."""
+        return recast(norm, cls)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (N, C, ...) to the same shape."""
+        dtype = _low(input)
+        if dtype is None:
+            return super().forward(input)
+        with torch.autocast(input.device.type, enabled=False):
+            weight, bias = _as(self.weight, dtype), _as(self.bias, dtype)
+            return F.group_norm(input.to(dtype), self.num_groups, weight, bias, self.eps)
+
+
+def _low(input: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast would use to multiply the input; `None` if it is off, and for float64."""
+    kind = input.device.type
+    if input.dtype is torch.float64 or not torch.amp.is_autocast_available(kind):
+        return None
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _as(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)

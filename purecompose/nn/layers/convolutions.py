@@ -1,0 +1,458 @@
+"""Convolutions and pooling that smooth before they subsample, with standardized filters, or with weighted channels.
+
+    standardized filters:     W' = (W - mean) / sqrt(var + 1e-10),   over all dims of W but the first, biased variance
+    squeeze and excitation:   z = mean over H and W of U,   a = sigmoid(W2 relu(W1 z)),   U * a
+
+References:
+    Richard Zhang: Making Convolutional Networks Shift-Invariant Again. ICML 2019. https://arxiv.org/abs/1904.11486
+
+    Siyuan Qiao, Huiyu Wang, Chenxi Liu, Wei Shen, Alan Yuille: Micro-Batch Training with Batch-Channel Normalization
+    and Weight Standardization. 2019. https://arxiv.org/abs/1903.10520
+
+    Jie Hu, Li Shen, Samuel Albanie, Gang Sun, Enhua Wu: Squeeze-and-Excitation Networks. CVPR 2018.
+    https://arxiv.org/abs/1709.01507
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from purecompose._support.checks import check_flag, check_whole, shown
+from purecompose.nn.layers._forms import Wrapping, check_latent, is_plain, latent_size, recast
+
+
+Pair = int | Sequence[int]
+
+
+def blur_2d(input: Tensor, *, stride: Pair = 1, kernel: Tensor | None = None) -> Tensor:
+    """Smooth each channel separately, with zeros around the image.
+
+    Args:
+        input: (N, C, H, W) or (C, H, W), floating.
+        stride: Step in pixels, one number or two.
+        kernel: (h, w), or (C, h, w) for one kernel per channel, with odd sides; by default the outer product of
+            (1, 2, 1) with itself, divided by 16.
+
+    Returns:
+        (N, C, ceil(H / stride), ceil(W / stride)), in the dtype of the input.
+
+    Raises:
+        TypeError: The input is not floating.
+        ValueError: The input has another number of dimensions, or the kernel has an even side, or another number of
+            dimensions or channels.
+
+    Example:
+        >>> blur_2d(torch.ones(1, 1, 3, 3)).squeeze().tolist()
+        [[0.5625, 0.75, 0.5625], [0.75, 1.0, 0.75], [0.5625, 0.75, 0.5625]]
+    """
+    if input.ndim not in (3, 4):
+        raise ValueError(f"blur_2d: expected an input (N, C, H, W) or (C, H, W), got shape {tuple(input.shape)}")
+    if not input.is_floating_point():
+        raise TypeError(f"blur_2d: expected a floating input, got {input.dtype}; convert it first")
+    channels, (down, right) = input.shape[-3], _pair(stride)
+    if kernel is None:
+        # Created on the input's device, because copying numbers from the host would make a GPU wait.
+        row = (2 - (torch.arange(3, dtype=input.dtype, device=input.device) - 1).abs()) / 4
+        kernel = row.unsqueeze(1) * row
+    sides, own = kernel.shape[-2:], kernel.shape[:-2]
+    if kernel.ndim not in (2, 3) or not all(side % 2 for side in sides) or own not in ((), (1,), (channels,)):
+        raise ValueError(
+            f"blur_2d: expected a kernel (h, w) or ({channels}, h, w) of odd sides, got shape {tuple(kernel.shape)}"
+        )
+    if not input.numel():
+        return input[..., ::down, ::right]
+    filters = kernel.to(input.dtype).expand(channels, *sides).unsqueeze(1)
+    return F.conv2d(input, filters, stride=(down, right), padding=(sides[0] // 2, sides[1] // 2), groups=channels)
+
+
+def blurmax_pool2d(
+    input: Tensor,
+    kernel_size: Pair = 2,
+    stride: Pair | None = None,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    *,
+    ceil_mode: bool = False,
+    kernel: Tensor | None = None,
+) -> Tensor:
+    """Compute the maximum of the window at every position, smooth the result, and subsample it by `stride`.
+
+    Args:
+        input: (N, C, H, W) or (C, H, W), floating.
+        kernel_size, stride, padding, dilation, ceil_mode: As in `torch.nn.functional.max_pool2d`; by default the stride
+            is the window's size.
+        kernel: See `blur_2d`.
+
+    Returns:
+        A tensor of the shape of `max_pool2d`'s output.
+
+    Raises:
+        TypeError, ValueError: As for `blur_2d`.
+
+    Example:
+        >>> blurmax_pool2d(torch.eye(4)[None]).shape
+        torch.Size([1, 2, 2])
+    """
+    window, steps = _pair(kernel_size), _pair(kernel_size if stride is None else stride)
+    around, holes = _pair(padding), _pair(dilation)
+    if ceil_mode:
+        # Pads below and to the right of the image, for windows that begin inside and end outside.
+        below, beside = (_missing(*sizes) for sizes in zip(input.shape[-2:], window, steps, around, holes, strict=True))
+        if below or beside:
+            input = F.pad(input, (0, beside, 0, below), value=-math.inf)
+    return blur_2d(F.max_pool2d(input, window, 1, around, holes), stride=steps, kernel=kernel)
+
+
+class BlurConv2d(Wrapping):
+    """A strided convolution whose input, or whose output before subsampling, is smoothed.
+
+    The convolution's public attributes, such as `weight` and `in_channels`, can be read here, too.
+
+    Attributes:
+        conv: A convolution with the weights of the given one.
+        blur_first: True if the input is smoothed, which costs little; False if the output is smoothed before
+            subsampling, as in the paper, which costs as much as the convolution without its stride.
+
+    Raises:
+        TypeError: `conv` is not an `nn.Conv2d`; with `blur_first=False`, also if it has its own forward, hooks or
+            parametrized tensors, since its stride cannot be removed then.
+
+    Example:
+        >>> BlurConv2d(nn.Conv2d(3, 8, 3, stride=2))(torch.ones(1, 3, 9, 9)).shape
+        torch.Size([1, 8, 4, 4])
+    """
+
+    _held = "conv"
+
+    def __init__(self, conv: nn.Conv2d, blur_first: bool = True) -> None:
+        super().__init__()
+        if not isinstance(conv, nn.Conv2d):
+            raise TypeError(f"BlurConv2d: expected an nn.Conv2d, got {shown(conv)}")
+        if not check_flag(blur_first, "BlurConv2d: blur_first") and not is_plain(conv, nn.Conv2d):
+            raise TypeError(
+                "BlurConv2d: expected a convolution without an overridden forward, hooks or parametrized tensors, got "
+                f"{shown(conv)}; smooth its input with blur_first=True"
+            )
+        self.blur_first: bool = blur_first
+        self.stride: tuple[int, int] = _pair(conv.stride)
+        self.conv = conv
+        if not blur_first:
+            # The same tensors in a convolution without stride.
+            self.conv: nn.Conv2d = recast(conv, type(conv))
+            self.conv.stride = (1, 1)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (N, C, H, W) or (C, H, W) to the shape of the given convolution's output."""
+        if self.blur_first:
+            return self.conv(blur_2d(input))
+        return blur_2d(self.conv(input), stride=self.stride)
+
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"blur_first={self.blur_first}, stride={self.stride}"
+
+
+class BlurMaxPool2d(nn.Module):
+    """`blurmax_pool2d` as a layer, with the arguments of `nn.MaxPool2d`.
+
+    Args:
+        kernel_size, stride, padding, dilation, ceil_mode: As for `nn.MaxPool2d`.
+
+    Example:
+        >>> BlurMaxPool2d(2, 2)(torch.ones(1, 3, 8, 8)).shape
+        torch.Size([1, 3, 4, 4])
+    """
+
+    @classmethod
+    def of(cls, pool: nn.MaxPool2d) -> "BlurMaxPool2d":
+        """Return a layer with the settings of `pool`, including the attributes of a subclass."""
+        return recast(pool, cls)
+
+    def __init__(
+        self,
+        kernel_size: Pair,
+        stride: Pair | None = None,
+        padding: Pair = 0,
+        dilation: Pair = 1,
+        *,
+        ceil_mode: bool = False,
+    ) -> None:
+        super().__init__()
+        self.kernel_size: Pair = kernel_size
+        self.padding: Pair = padding
+        self.dilation: Pair = dilation
+        self.stride: Pair = kernel_size if stride is None else stride
+        self.ceil_mode = ceil_mode
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (N, C, H, W) or (C, H, W) to the shape of `max_pool2d`'s output."""
+        return blurmax_pool2d(
+            input, self.kernel_size, self.stride, self.padding, self.dilation, ceil_mode=self.ceil_mode
+        )
+
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return (
+            f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}, dilation={self.dilation}, "
+            f"ceil_mode={self.ceil_mode}"
+        )
+
+
+class BlurPool2d(nn.Module):
+    """`blur_2d` as a layer.
+
+    Args:
+        stride: As for `blur_2d`.
+
+    Example:
+        >>> BlurPool2d(2)(torch.ones(1, 3, 8, 8)).shape
+        torch.Size([1, 3, 4, 4])
+    """
+
+    def __init__(self, stride: Pair = 2) -> None:
+        super().__init__()
+        self.stride = stride
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (N, C, H, W) to (N, C, ceil(H / stride), ceil(W / stride))."""
+        return blur_2d(input, stride=self.stride)
+
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"stride={self.stride}"
+
+
+def _pair(value: Pair) -> tuple[int, int]:
+    down, right = (value, value) if isinstance(value, int) else value
+    return down, right
+
+
+def _missing(size: int, window: int, step: int, around: int, hole: int) -> int:
+    """Return the padding needed at the end of a side so that all windows of `ceil_mode` fit."""
+    free = size + 2 * around - hole * (window - 1) - 1
+    steps = -(-free // step)
+    # A last window that would begin beyond the image does not count.
+    steps -= steps * step >= size + around
+    return max(0, steps * step - free)
+
+
+_EPS = 1e-10
+
+
+def standardized(weight: Tensor) -> Tensor:
+    """Return each filter with mean 0 and variance 1, computed in float32 at least.
+
+    Args:
+        weight: (out, ...), floating.
+
+    Returns:
+        A tensor of the weight's shape and dtype; zeros for a filter of a single number or of equal numbers.
+
+    Raises:
+        ValueError: The weight has fewer than two dimensions.
+
+    Example:
+        >>> standardized(torch.tensor([[1.0, 3.0]]))
+        tensor([[-1.,  1.]])
+    """
+    if weight.ndim < 2:
+        raise ValueError(f"standardized: expected a weight (out, ...), got shape {tuple(weight.shape)}")
+    wide = weight if weight.dtype == torch.float64 else weight.float()
+    dims = tuple(range(1, wide.ndim))  # not flattened, which keeps strides such as channels last
+    centred = wide - wide.mean(dims, keepdim=True)
+    scale = (centred.square().mean(dims, keepdim=True) + _EPS).rsqrt()
+    return (centred * scale).to(weight.dtype)
+
+
+class _Standardized:
+    """Common part of the three classes: the stored weight is trained, the standardized one is used."""
+
+    _plain: ClassVar[type[nn.Module]]
+    """Class of the convolution that was standardized."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        forward: Any = super()
+        return forward._conv_forward(input, standardized(weight), bias)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by the class that was standardized, because the classes made for subclasses cannot be imported."""
+        _, _, *rest = super().__reduce_ex__(protocol)  # pyright: ignore[reportGeneralTypeIssues]
+        return _empty, (self._plain,), *rest
+
+
+class StandardizedConv1d(_Standardized, nn.Conv1d):
+    """`nn.Conv1d` with standardized filters; the same parameters under the same names.
+
+    Example:
+        >>> StandardizedConv1d(2, 4, 3)(torch.ones(1, 2, 5)).shape
+        torch.Size([1, 4, 3])
+    """
+
+    _plain = nn.Conv1d
+
+
+class StandardizedConv2d(_Standardized, nn.Conv2d):
+    """`nn.Conv2d` with standardized filters; the same parameters under the same names.
+
+    Example:
+        >>> StandardizedConv2d(2, 4, 3)(torch.ones(1, 2, 5, 5)).shape
+        torch.Size([1, 4, 3, 3])
+    """
+
+    _plain = nn.Conv2d
+
+
+class StandardizedConv3d(_Standardized, nn.Conv3d):
+    """`nn.Conv3d` with standardized filters; the same parameters under the same names.
+
+    Example:
+        >>> StandardizedConv3d(2, 4, 3)(torch.ones(1, 2, 5, 5, 5)).shape
+        torch.Size([1, 4, 3, 3, 3])
+    """
+
+    _plain = nn.Conv3d
+
+
+STANDARDIZED: MappingProxyType[type[nn.Module], type[nn.Module]] = MappingProxyType(
+    {nn.Conv1d: StandardizedConv1d, nn.Conv2d: StandardizedConv2d, nn.Conv3d: StandardizedConv3d}
+)
+"""The standardized form of each kind of convolution."""
+
+
+def standardized_conv(conv: nn.Module) -> nn.Module | None:
+    """Return a convolution with the same parameters and settings, and standardized filters.
+
+    Args:
+        conv: Any module.
+
+    Returns:
+        One of the three classes; for a subclass, an instance of both it and the subclass. `None` if this is not an
+        `nn.Conv1d`, `2d` or `3d`, if it is already standardized, has its own forward, hooks or parametrized tensors, or
+        if its weight is not floating.
+
+    Example:
+        >>> type(standardized_conv(nn.Conv2d(3, 8, 3))).__name__, standardized_conv(nn.Linear(2, 2))
+        ('StandardizedConv2d', None)
+    """
+    kind = next((kind for kind in STANDARDIZED if isinstance(conv, kind)), None)
+    if kind is None or isinstance(conv, _Standardized):
+        return None
+    weight = conv._parameters.get("weight")
+    inherits = is_plain(conv, kind) and getattr(type(conv), "_conv_forward") is getattr(kind, "_conv_forward")  # noqa: B009
+    if not inherits or weight is None or not weight.is_floating_point():
+        return None
+    return recast(conv, _standardized_class(type(conv)))
+
+
+def plain_conv(conv: nn.Module, *, is_baked: bool = False) -> nn.Module | None:
+    """Return a convolution of the original class from a standardized one.
+
+    Args:
+        conv: The convolution.
+        is_baked: True to store the standardized filters in a new parameter, so that the same function is computed;
+            False to keep the parameters, so that the filters are used as they are stored.
+
+    Returns:
+        The convolution, or `None` if `conv` is not a standardized convolution.
+
+    Example:
+        >>> conv = standardized_conv(nn.Conv2d(3, 8, 3))
+        >>> conv is not None and type(plain_conv(conv)).__name__
+        'Conv2d'
+    """
+    if not isinstance(conv, _Standardized):
+        return None
+    new: Any = recast(conv, conv._plain)
+    if is_baked:
+        old = new.weight
+        new.weight = nn.Parameter(standardized(old.detach()), requires_grad=old.requires_grad)
+    return new
+
+
+@functools.cache
+def _standardized_class(plain: type[nn.Module]) -> type[nn.Module]:
+    """Return the standardized form of a class of convolutions; for a subclass, a class that inherits from both."""
+    kind = next(kind for base, kind in STANDARDIZED.items() if issubclass(plain, base))
+    if plain in STANDARDIZED:
+        return kind
+    return type(f"Standardized{plain.__name__}", (kind, plain), {"_plain": plain, "__module__": __name__})
+
+
+def _empty(plain: type[nn.Module]) -> nn.Module:
+    kind = _standardized_class(plain)
+    return kind.__new__(kind)
+
+
+class SqueezeExcite2d(nn.Module):
+    """Layer that weights the channels of (N, C, H, W) or (C, H, W).
+
+    Args:
+        num_features: C.
+        latent_channels: Width of the hidden layer: a number of at least 1, or below 1 a fraction of C.
+
+    Attributes:
+        squeeze: W1, (width, C).
+        excite: W2, (C, width).
+
+    Raises:
+        TypeError, ValueError: A number is of the wrong kind or out of range, such as a width of 64.5.
+
+    Example:
+        >>> import torch
+        >>> SqueezeExcite2d(8, 4)(torch.ones(2, 8, 5, 5)).shape
+        torch.Size([2, 8, 5, 5])
+    """
+
+    def __init__(self, num_features: int, latent_channels: float = 0.125) -> None:
+        super().__init__()
+        check_whole(num_features, "SqueezeExcite2d: num_features", 1)
+        width = latent_size(check_latent(latent_channels, "SqueezeExcite2d: latent_channels"), num_features)
+        self.squeeze: nn.Linear = nn.Linear(num_features, width, bias=False)
+        self.excite: nn.Linear = nn.Linear(width, num_features, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the weighted input, in the same shape."""
+        attention = self.excite(self.squeeze(input.mean((-2, -1))).relu()).sigmoid()
+        return input * attention[..., None, None]
+
+
+class SqueezeExciteConv2d(Wrapping):
+    """A convolution followed by a `SqueezeExcite2d`.
+
+    The convolution's public attributes, such as `weight` and `in_channels`, can be read here, too.
+
+    Args:
+        conv: An `nn.Conv2d`.
+        latent_channels: As for `SqueezeExcite2d`.
+
+    Attributes:
+        conv: The given convolution.
+        se: The attention.
+
+    Raises:
+        TypeError, ValueError: `conv` is not an `nn.Conv2d`; or as for `SqueezeExcite2d`.
+
+    Example:
+        >>> import torch
+        >>> SqueezeExciteConv2d(nn.Conv2d(3, 8, 3), 4)(torch.ones(2, 3, 8, 8)).shape
+        torch.Size([2, 8, 6, 6])
+    """
+
+    _held = "conv"
+
+    def __init__(self, conv: nn.Conv2d, latent_channels: float = 0.125) -> None:
+        super().__init__()
+        if not isinstance(conv, nn.Conv2d):
+            raise TypeError(f"SqueezeExciteConv2d: expected an nn.Conv2d, got {shown(conv)}")
+        self.conv = conv
+        self.se: SqueezeExcite2d = SqueezeExcite2d(conv.out_channels, latent_channels)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the weighted output of the convolution."""
+        return self.se(self.conv(input))
