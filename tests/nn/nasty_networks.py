@@ -235,7 +235,6 @@ class FunctionalDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.dropout(x, 0.2, self.training)
-        x = F.alpha_dropout(x * 1.0, 0.1, self.training)
         x = F.dropout(x * 1.0, 0.2, self.training, inplace=True)
         return x + 0.1 * torch.randn_like(x) if self.training else x
 
@@ -446,13 +445,11 @@ NETWORKS: dict[str, Task] = {
         AsItIs("mixed dtypes", around(MixedDtypes), vectors),
         AsItIs("complex weights", around(Fourier), vectors),
         Task("functional dropout", around(FunctionalDropout), vectors),
-        Task("alpha dropout", around(lambda: nn.Sequential(nn.SELU(), nn.AlphaDropout(0.2))), vectors),
         Task(
             "dropout in place", around(lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3, inplace=True))), vectors
         ),
         Task("draws now and then", around(SometimesNoise), vectors),
         Task("checkpointing", around(Recomputed), vectors),
-        Task("rrelu", around(nn.RReLU), vectors),
         Task("weight norm", around(lambda: parametrizations.weight_norm(nn.Linear(6, 6))), vectors),
         Task("spectral norm", around(lambda: parametrizations.spectral_norm(nn.Linear(6, 6))), vectors),
         Task("orthogonal", around(lambda: parametrizations.orthogonal(nn.Linear(6, 6, bias=False))), vectors),

@@ -62,18 +62,6 @@ def fill_log_normal(rng: Rng, shape: Shape, dtype: torch.dtype, mean: float = 1.
     return normal(rng, shape, mean=mean, std=std, dtype=wide_dtype(dtype)).exp().to(dtype)
 
 
-def fill_cauchy(rng: Rng, shape: Shape, dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> Tensor:
-    return (median + sigma * torch.tan(math.pi * (uniform(rng, shape, dtype=wide_dtype(dtype)) - 0.5))).to(dtype)
-
-
-def fill_geometric(rng: Rng, shape: Shape, dtype: torch.dtype, p: float) -> Tensor:
-    """Return numbers of trials up to the first success, 1, 2, ..., each the ceiling of an exponential number."""
-    if not 0 < p < 1:
-        raise ValueError(f"geometric_ expects p in (0, 1), got {p}")
-    trials = torch.log1p(-uniform(rng, shape, dtype=wide_dtype(dtype))) / math.log1p(-p)
-    return trials.ceil().clamp_min(1).to(dtype)
-
-
 def fill_integers(rng: Rng, shape: Shape, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Tensor:
     """Return integers in [low, high); without `high`, up to the largest range that `dtype` represents exactly."""
     if high is None and dtype.is_floating_point:
@@ -335,13 +323,30 @@ def _init_normal(
         return _fill(fill_normal)(scope, func, tensor, mean, std)
 
 
-def _refuse(advice: str) -> Handler:
-    """Return the handler of a function without a keyed form."""
+def _refuse(advice: str, *, draws: Callable[..., bool] = lambda *args, **kwargs: True) -> Handler:
+    """Return the handler of a function without a keyed form; where a call draws nothing, torch's function runs."""
 
     def handler(scope: Scope, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if not draws(*args, **kwargs):
+            return func(*args, **kwargs)
         raise unkeyed(func, "has no keyed form and would draw from the global generator", advice)
 
     return handler
+
+
+def _drops(input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, **kernel: bool) -> bool:
+    """Return whether an alpha dropout draws; torch's kernels call the mode `train`."""
+    return p > 0 and kernel.get("train", training)
+
+
+def _slopes(input: Tensor, lower: float = 0.0, upper: float = 0.0, training: bool = False, inplace: Any = None) -> bool:
+    """Return whether a randomized ReLU draws."""
+    return training
+
+
+def _samples(*args: Any, _random_samples: Tensor | None = None, **kwargs: Any) -> bool:
+    """Return whether fractional pooling draws; it may be given its samples."""
+    return _random_samples is None and (len(args) < 6 or args[5] is None)
 
 
 _OWN_DRAW = "Compute it from torch.rand or torch.randn, which are keyed here, or draw outside of the model."
@@ -349,6 +354,9 @@ _GAMMA = (
     "Draw it in an algorithm, by purecompose.random.gamma(state.example_rng(name), concentration) or beta, and hand it "
     "to the network with the batch; no gradient flows to the concentration."
 )
+_ALPHA_DROPOUT = "Use nn.Dropout, or compute it from a mask, torch.rand_like(x) < p."
+_RRELU = "Use nn.LeakyReLU, or torch.where(x > 0, x, x * torch.empty_like(x).uniform_(1 / 8, 1 / 3))."
+_POOLING = "Give it samples of (N, C, 2 or 3), _random_samples=torch.rand(...), or use nn.AdaptiveMaxPool2d."
 _BUILD_FIRST = "Build layers in __init__, not in forward."
 
 FUNCTIONS: dict[Any, Handler] = {
@@ -368,9 +376,7 @@ FUNCTIONS: dict[Any, Handler] = {
     Tensor.multinomial: _multinomial,
     F.gumbel_softmax: _gumbel_softmax,
     Tensor.bernoulli_: _bernoulli_,
-    Tensor.cauchy_: _fill(fill_cauchy),
     Tensor.exponential_: _fill(fill_exponential),
-    Tensor.geometric_: _fill(fill_geometric),
     Tensor.log_normal_: _fill(fill_log_normal),
     Tensor.normal_: _fill(fill_normal),
     Tensor.random_: _fill(fill_integers),
@@ -378,6 +384,19 @@ FUNCTIONS: dict[Any, Handler] = {
     init.uniform_: _init_uniform,
     init.normal_: _init_normal,
     init.kaiming_uniform_: _refuse(_BUILD_FIRST),
+    Tensor.cauchy_: _refuse("Compute it from torch.tan(math.pi * (torch.rand(shape) - 0.5))."),
+    Tensor.geometric_: _refuse("Compute it from (torch.rand(shape).log() / math.log(1 - p)).ceil()."),
+    **dict.fromkeys(
+        (F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_)
+        + (torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
+        _refuse(_ALPHA_DROPOUT, draws=_drops),
+    ),
+    **dict.fromkeys((F.rrelu, torch.rrelu, torch.rrelu_), _refuse(_RRELU, draws=_slopes)),
+    **dict.fromkeys(
+        (F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices)
+        + (F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices),
+        _refuse(_POOLING, draws=_samples),
+    ),
     torch.poisson: _refuse(_OWN_DRAW),
     torch.binomial: _refuse(_OWN_DRAW),
     # Under torch.distributions: Gamma, Chi2, StudentT; Beta, Dirichlet.

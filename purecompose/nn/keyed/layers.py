@@ -1,4 +1,4 @@
-"""Keyed forms of the random layers: the dropouts, attention, recurrent networks, RReLU, fractional pooling.
+"""Keyed forms of the random layers: the dropouts, attention and recurrent networks.
 
 Each handler takes the scope, torch's function and the call's own arguments, and returns the result in its place. If a
 call draws nothing (not training, p = 0), torch's function runs unchanged. Wrong arguments are also passed to it, so
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,8 @@ from torch.nn import functional as F
 
 from purecompose._support.functorch import is_fake
 from purecompose.nn.keyed.scope import Handler, Scope, unkeyed
-from purecompose.random.draws import bernoulli, uniform
-from purecompose.random.keys import Rng
+from purecompose.random.draws import bernoulli
 
-
-# The value that SELU saturates at, -scale * alpha, negated: Klambauer et al., 2017, arXiv:1706.02515.
-SELU_SATURATION = 1.7580993408473766
 
 _safe_softmax = torch.ops.aten._safe_softmax
 
@@ -57,25 +53,14 @@ def _drop(scope: Scope, func: Any, input: Tensor, p: float, shape: Sequence[int]
     return _times(kept, 1.0 / (1.0 - p), inplace)
 
 
-def _alpha_drop(scope: Scope, func: Any, input: Tensor, p: float, shape: Sequence[int], inplace: bool) -> Tensor:
-    """Set dropped elements to SELU's saturation value; then restore mean 0 and variance 1 by an affine map."""
-    if p == 1:
-        return _times(input, 0.0, inplace)
-    keep = _keep(scope, func, p, shape, input.device)
-    scale = 1.0 / math.sqrt((SELU_SATURATION**2 * p + 1.0) * (1.0 - p))
-    shift = (keep.to(input.dtype) - (1.0 - p)) * (SELU_SATURATION * scale)
-    kept = _times(_times(input, keep, inplace), scale, inplace)
-    return kept.add_(shift) if inplace else kept + shift
-
-
 def _dropout(scope: Scope, func: Any, input: Tensor, p=0.5, training=True, inplace=False) -> Tensor:
     if not training or not 0 < p <= 1 or input.numel() == 0:
         return func(input, p, training, inplace)
     return _drop(scope, func, input, p, input.shape, inplace)
 
 
-def _kernel(drop: Callable[..., Tensor], *, features: bool, inplace: bool) -> Handler:
-    """Return the handler of one of torch's eight kernels, `(input, p, train)`, which `nn.functional` calls."""
+def _kernel(*, features: bool, inplace: bool) -> Handler:
+    """Return the handler of one of torch's four kernels, `(input, p, train)`, which `nn.functional` calls."""
 
     def handler(scope: Scope, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
         is_refused = features and input.dim() < 2
@@ -83,7 +68,7 @@ def _kernel(drop: Callable[..., Tensor], *, features: bool, inplace: bool) -> Ha
             return func(input, p, train)
         # One decision for each element, or for each channel of each example, (N, C, 1, ...).
         shape = (*input.shape[:2], *(1 for _ in input.shape[2:])) if features else input.shape
-        return drop(scope, func, input, p, shape, inplace)
+        return _drop(scope, func, input, p, shape, inplace)
 
     return handler
 
@@ -184,46 +169,6 @@ def _drop_sequence(scope: Scope, func: Any, input: Tensor, p: float, batch_dim: 
     return input * keep.movedim(0, batch_dim) * (1.0 / (1.0 - p))
 
 
-def _rrelu(
-    scope: Scope, func: Any, input: Tensor, lower=1.0 / 8, upper=1.0 / 3, training=False, inplace=False
-) -> Tensor:
-    """Return x where it is positive, and x * slope with slope ~ U(lower, upper) elsewhere."""
-    if not training or not lower <= upper:
-        return func(input, lower, upper, training, **({"inplace": inplace} if func is F.rrelu else {}))
-
-    def slopes(rng: Rng, shape: tuple[int, ...]) -> Tensor:
-        return uniform(rng, shape, dtype=input.dtype) * (upper - lower) + lower
-
-    slope = scope.draw(func, slopes, input.shape, input.device)
-    return _times(input, torch.where(input > 0, torch.ones_like(slope), slope), inplace)
-
-
-def _rrelu_(scope: Scope, func: Any, input: Tensor, lower=1.0 / 8, upper=1.0 / 3, training=False) -> Tensor:
-    if not training:
-        return func(input, lower, upper, training)
-    return _rrelu(scope, func, input, lower, upper, training, True)
-
-
-def _fractional_pool(composite: Callable[..., Any]) -> Handler:
-    """Return the handler of a public function, which only adds `return_indices` to the composite that draws."""
-
-    def handler(
-        scope: Scope,
-        func: Any,
-        input: Tensor,
-        kernel_size: Any,
-        output_size: Any = None,
-        output_ratio: Any = None,
-        return_indices: bool = False,
-        _random_samples: Tensor | None = None,
-    ) -> Any:
-        args = (input, kernel_size, output_size, output_ratio, return_indices, _random_samples)
-        result = _enter(scope, composite, *args)
-        return result if return_indices else result[0]
-
-    return handler
-
-
 def _enter(scope: Scope, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a Python composite with the scope switched on, so that it handles the random calls inside."""
     with scope:
@@ -246,13 +191,9 @@ def past_dispatch(func: types.FunctionType) -> types.FunctionType:
 
 
 COMPOSITES = (
-    F.alpha_dropout,
     F.dropout1d,
     F.dropout2d,
     F.dropout3d,
-    F.feature_alpha_dropout,
-    F.fractional_max_pool2d_with_indices,
-    F.fractional_max_pool3d_with_indices,
     F.multi_head_attention_forward,
 )
 
@@ -260,20 +201,11 @@ LAYERS: dict[Any, Handler] = {
     **dict.fromkeys(COMPOSITES, _enter),
     F.dropout: _dropout,
     F.scaled_dot_product_attention: _attention,
-    F.rrelu: _rrelu,
-    F.fractional_max_pool2d: _fractional_pool(F.fractional_max_pool2d_with_indices),
-    F.fractional_max_pool3d: _fractional_pool(F.fractional_max_pool3d_with_indices),
-    torch.rrelu: _rrelu,
-    torch.rrelu_: _rrelu_,
     torch.native_dropout: _native_dropout,
-    torch.dropout: _kernel(_drop, features=False, inplace=False),
-    torch.dropout_: _kernel(_drop, features=False, inplace=True),
-    torch.feature_dropout: _kernel(_drop, features=True, inplace=False),
-    torch.feature_dropout_: _kernel(_drop, features=True, inplace=True),
-    torch.alpha_dropout: _kernel(_alpha_drop, features=False, inplace=False),
-    torch.alpha_dropout_: _kernel(_alpha_drop, features=False, inplace=True),
-    torch.feature_alpha_dropout: _kernel(_alpha_drop, features=True, inplace=False),
-    torch.feature_alpha_dropout_: _kernel(_alpha_drop, features=True, inplace=True),
+    torch.dropout: _kernel(features=False, inplace=False),
+    torch.dropout_: _kernel(features=False, inplace=True),
+    torch.feature_dropout: _kernel(features=True, inplace=False),
+    torch.feature_dropout_: _kernel(features=True, inplace=True),
     torch.lstm: _recurrent,
     torch.gru: _recurrent,
     torch.rnn_tanh: _recurrent,

@@ -24,9 +24,7 @@ FLOATS: dict[str, tuple[Callable[[], Tensor], Any]] = {
     "normal_": (lambda: torch.empty(N).normal_(1.0, 2.0), stats.norm(1, 2)),
     "exponential_": (lambda: torch.empty(N).exponential_(2.0), stats.expon(scale=0.5)),
     "log_normal_": (lambda: torch.empty(N).log_normal_(0.5, 0.25), stats.lognorm(0.25, scale=torch.e**0.5)),
-    "cauchy_": (lambda: torch.empty(N).cauchy_(1.0, 2.0), stats.cauchy(1, 2)),
     "randn complex": (lambda: torch.randn(N, dtype=torch.complex64).real, stats.norm(0, 0.5**0.5)),
-    "rrelu": (lambda: -F.rrelu(-torch.ones(N), 0.1, 0.5, training=True), stats.uniform(0.1, 0.4)),
 }
 
 
@@ -59,10 +57,6 @@ INTEGERS: dict[str, tuple[Callable[[], Tensor], list[float]]] = {
     "gumbel_softmax": (
         lambda: F.gumbel_softmax(WEIGHTS.log().expand(N, 6), hard=True).argmax(-1),
         WEIGHTS.tolist(),
-    ),
-    "geometric_": (
-        lambda: torch.empty(N).geometric_(0.5).clamp_max(4) - 1,
-        [0.5, 0.25, 0.125, 0.125],
     ),
 }
 

@@ -51,28 +51,15 @@ DIFFERENTIABLE: dict[str, Fn] = {
     "F.dropout2d": lambda x: F.dropout2d(x, 0.4),
     "F.dropout2d inplace": lambda x: F.dropout2d(x * 1, 0.4, inplace=True),
     "F.dropout3d": lambda x: F.dropout3d(x.unsqueeze(-1), 0.4),
-    "F.alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, training=True),
-    "F.alpha_dropout inplace": lambda x: F.alpha_dropout(x * 1, 0.4, training=True, inplace=True),
-    "F.feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.4, training=True),
     "torch.dropout": lambda x: torch.dropout(x, 0.4, True),
     "torch.dropout named": lambda x: torch.dropout(x, p=0.4, train=True),
     "torch.dropout_": lambda x: torch.dropout_(x * 1, 0.4, True),
     "torch.feature_dropout": lambda x: torch.feature_dropout(x, 0.4, True),
     "torch.feature_dropout_": lambda x: torch.feature_dropout_(x * 1, 0.4, True),
-    "torch.alpha_dropout": lambda x: torch.alpha_dropout(x, 0.4, True),
-    "torch.alpha_dropout_": lambda x: torch.alpha_dropout_(x * 1, 0.4, True),
-    "torch.feature_alpha_dropout": lambda x: torch.feature_alpha_dropout(x, 0.4, True),
-    "torch.feature_alpha_dropout_": lambda x: torch.feature_alpha_dropout_(x * 1, 0.4, True),
     "torch.native_dropout": lambda x: torch.native_dropout(x, 0.4, True)[0],
-    "F.rrelu": lambda x: F.rrelu(x, training=True),
-    "F.rrelu inplace": lambda x: F.rrelu(x * 1, training=True, inplace=True),
-    "torch.rrelu": lambda x: torch.rrelu(x, 0.1, 0.5, True),
-    "torch.rrelu_": lambda x: torch.rrelu_(x * 1, 0.1, 0.5, True),
-    "nn.RReLU": nn.RReLU(),
-    "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x, 2, output_size=4),
-    "nn.FractionalMaxPool2d": nn.FractionalMaxPool2d(2, output_ratio=0.7),
-    "fractional_max_pool3d": lambda x: F.fractional_max_pool3d(x.unsqueeze(1), (2, 2, 2), output_size=(2, 4, 4)),
-    "fractional_max_pool2d indices": lambda x: F.fractional_max_pool2d(x, 2, 4, return_indices=True)[0],
+    "fractional_max_pool2d with samples": lambda x: F.fractional_max_pool2d(
+        x, 2, 4, _random_samples=torch.rand(len(x), 4, 2, dtype=x.dtype)
+    ),
     "gumbel_softmax": lambda x: F.gumbel_softmax(x, 0.7),
     "gumbel_softmax hard": lambda x: F.gumbel_softmax(x, hard=True),
     "sdpa": sdpa,
@@ -119,8 +106,6 @@ DRAWS: dict[str, Fn] = {
     "normal_": lambda x: torch.empty_like(x).normal_(1, std=2),
     "exponential_": lambda x: torch.empty_like(x).exponential_(2.0),
     "log_normal_": lambda x: torch.empty_like(x).log_normal_(),
-    "cauchy_": lambda x: torch.empty_like(x).cauchy_(),
-    "geometric_": lambda x: torch.empty_like(x).geometric_(0.1),
     "random_": lambda x: torch.empty_like(x).random_(),
     "random_ to": lambda x: torch.empty_like(x).random_(1000),
     "random_ from to": lambda x: torch.empty(len(x), 3, dtype=torch.int8).random_(-100, 100),
@@ -196,7 +181,7 @@ def test_rows_of_any_part_are_the_rows_of_the_whole(n: int, rows: int, rest: int
 
 KEYS_FIRST: dict[str, Fn] = {
     name: CASES[name]
-    for name in ("F.dropout", "F.dropout inplace", "F.dropout2d", "F.alpha_dropout", "sdpa", "gumbel_softmax")
+    for name in ("F.dropout", "F.dropout inplace", "F.dropout2d", "sdpa", "gumbel_softmax")
     + ("rand_like", "bernoulli", "randint", "MultiheadAttention fused", "TransformerEncoderLayer")
 } | {
     "empty filled": lambda x: torch.empty(len(x), 3).normal_(),
@@ -257,6 +242,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"torch.distributions.gamma.Gamma.sample`, by `torch._standard_gamma`.*random.gamma\(state.example_rng",
     ),
     "dirichlet": (lambda: torch.distributions.Dirichlet(torch.ones(3)).sample(), "torch._sample_dirichlet"),
+    "cauchy": (lambda: torch.empty(3).cauchy_(), r"Tensor.cauchy_.*torch.tan"),
+    "geometric": (lambda: torch.empty(3).geometric_(0.1), r"Tensor.geometric_.*log\(\)"),
+    "alpha dropout": (lambda: F.alpha_dropout(torch.ones(3), training=True), "functional.alpha_dropout.*nn.Dropout"),
+    "alpha kernel": (lambda: torch.feature_alpha_dropout_(torch.ones(3, 2), p=0.5, train=True), "rand_like"),
+    "rrelu": (lambda: F.rrelu(torch.ones(3), training=True), "functional.rrelu.*nn.LeakyReLU"),
+    "rrelu kernel": (lambda: torch.rrelu_(torch.ones(3), 0.1, 0.5, True), "rrelu_.*LeakyReLU"),
+    "fractional": (lambda: F.fractional_max_pool2d(torch.ones(1, 1, 4, 4), 2, 2), "fractional.*_random_samples="),
     "linear": (lambda: nn.Linear(3, 2), "kaiming_uniform_"),
     "generator": (lambda: torch.rand(3, generator=torch.Generator()), r"torch.rand.*given a generator"),
     "generator in place": (lambda: torch.empty(3).normal_(generator=torch.Generator()), "given a generator"),
@@ -325,7 +317,7 @@ def test_keyed_checks_its_arguments(arguments: Callable[[], Any], error: type[Ex
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["F.dropout", "F.dropout2d", "F.alpha_dropout", "F.rrelu", "gumbel_softmax"])
+@pytest.mark.parametrize("name", ["F.dropout", "F.dropout2d", "gumbel_softmax"])
 def test_dtype_and_memory_format_are_kept(name: str, dtype: torch.dtype) -> None:
     x = images().to(dtype).to(memory_format=torch.channels_last)
     out = run(DIFFERENTIABLE[name], x)
