@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _autograd
 
 
 try:  # private: what `torch.autograd.grad` and `Tensor.backward` call, and what that calls after it has copied the
@@ -67,3 +68,8 @@ class GradMode:
 
     def __exit__(self, *error: Any) -> None:
         torch._C._set_grad_enabled(self._before)
+
+
+def saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """Return the innermost hooks of saved tensors (pack, unpack), by which activation checkpointing works."""
+    return _autograd._top_saved_tensors_default_hooks(True)

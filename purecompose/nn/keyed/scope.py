@@ -19,12 +19,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._C import _autograd
-from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
+from purecompose._support.autograd import saved_tensors_hooks
 from purecompose._support.messages import calling_frames
 from purecompose._support.scopes import NOTHING, during
 from purecompose.errors import UnkeyedRandomError
@@ -40,11 +38,11 @@ Handler = Callable[..., Any]
 
 def unkeyed(func: Any, why: str, advice: str) -> UnkeyedRandomError:
     """Return an error that names `func`, the code it was called from, the reason and the remedy."""
-    name = f"`{func if isinstance(func, str) else function_name(func)}`"
+    name = func if isinstance(func, str) else function_name(func)
     own, torchs = calling_frames()
-    if torchs is not None:
-        name = f"`{_running(torchs)}`, by {name},"
-    return UnkeyedRandomError(f"{name}{called_from(sys._getframe(1), own)} {why}. {advice}")
+    caller = name if torchs is None else _running(torchs)
+    names = f"`{name}`" if caller == name else f"`{caller}`, by `{name}`,"
+    return UnkeyedRandomError(f"{names}{called_from(sys._getframe(1), own)} {why}. {advice}")
 
 
 def _running(frame: FrameType) -> str:
@@ -57,7 +55,7 @@ def _running(frame: FrameType) -> str:
 
 def function_name(func: Any) -> str:
     """Return the name a user would type, such as `torch.nn.functional.dropout` or `torch.Tensor.uniform_`."""
-    if isinstance(func, OpOverload):
+    if hasattr(func, "overloadpacket"):  # an operation of torch.ops
         base = func.overloadpacket.__name__
         return f"torch.{base}" if hasattr(torch, base) else f"torch.Tensor.{base}"
     name = resolve_name(func) or getattr(func, "__qualname__", None) or repr(func)
@@ -113,7 +111,7 @@ class Scope(TorchFunctionMode):
         self.first_example = first_example
         # The regions whose recomputation repeats these draws: the one in which the scope was opened (a recomputation
         # opens it again), and those that `checkpoint` adds.
-        self.replayable_hooks: list[tuple[Any, Any] | None] = [top_hooks()]
+        self.replayable_hooks: list[tuple[Any, Any] | None] = [saved_tensors_hooks()]
         # Derived when first needed, and shared by all draws of the pass.
         self._keys_of_examples: Tensor | None = None
         self._key_of_slice: Tensor | None = None
@@ -179,7 +177,7 @@ class Scope(TorchFunctionMode):
     @contextmanager
     def replayable(self) -> Iterator[None]:
         """Return a scope that may draw in the checkpointed region in which it is entered."""
-        self.replayable_hooks.append(top_hooks())
+        self.replayable_hooks.append(saved_tensors_hooks())
         try:
             yield
         finally:
@@ -199,12 +197,14 @@ class Scope(TorchFunctionMode):
 def _moved(rng: Rng, device: torch.device) -> Rng:
     if rng.key.device == device:
         return rng
-    return tree_map_only(Tensor, lambda leaf: leaf.to(device), rng)
+    draw, examples = rng.draw, rng.examples
+    draw = draw.to(device) if isinstance(draw, Tensor) else draw
+    return Rng(rng.key.to(device), draw, None if examples is None else examples.to(device))
 
 
 def is_under_foreign_checkpoint(replayable_hooks: Iterable[tuple[Any, Any] | None]) -> bool:
     """Return whether this runs in a checkpointed region other than those with these hooks."""
-    hooks = top_hooks()
+    hooks = saved_tensors_hooks()
     if hooks is None:
         return not torch.is_grad_enabled() and _is_on_stack(_REENTRANT_FORWARD)
     # Recognized by name, because torch has no public mark for a checkpointed region.
@@ -223,11 +223,6 @@ def _is_on_stack(code: CodeType) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def top_hooks() -> tuple[Any, Any] | None:
-    """Return the innermost saved-tensor hooks (pack, unpack), by which activation checkpointing works."""
-    return _autograd._top_saved_tensors_default_hooks(True)
 
 
 class Run(Protocol):
@@ -269,7 +264,7 @@ class Part:
         self.passes: Any = None if run is None else run.passes
         self.is_compared: bool = self.passes is not None
         self.is_apart = False
-        self._hooks = top_hooks()
+        self._hooks = saved_tensors_hooks()
 
     def region(self, num_passes: int, run: Run | None = None) -> Part:
         """Return a part of this one whose passes are counted separately, from a number on, and not recorded."""
