@@ -8,7 +8,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from purecompose._support.checks import check_whole
 from purecompose.time.units import Time, TimeLike, TimeUnit, named_time, snapped
@@ -307,8 +307,9 @@ def checked_interval(value: Any, name: str, default_unit: TimeUnit | None = None
 
 def interval_or_function(value: Any, name: str, *, seconds: bool = False) -> Interval:
     """Return a function unchanged, and any other value as an interval."""
-    is_function = callable(value) and not isinstance(value, type)
-    return value if is_function else checked_interval(value, name, seconds=seconds)
+    if callable(value) and not isinstance(value, type):
+        return cast(Interval, value)
+    return checked_interval(value, name, seconds=seconds)
 
 
 def has_passed(interval: Interval, before: Timestamp, now: Timestamp) -> bool:

@@ -198,7 +198,7 @@ def call(factory: Any, *args: Any, **kwargs: Any) -> Schedule:
     [
         (lambda: step("0ep"), ValueError, "step: step_size: expected a time > 0, got 0ep"),
         (lambda: step("-2ep"), ValueError, "step: step_size: expected a time > 0"),
-        (lambda: call(step, 30), TypeError, "step: step_size: expected a Time.*'30ep'"),
+        (lambda: call(step, 30), TypeError, "step: step_size=30: expected a Time.*'30ep'"),
         (lambda: step("30s"), ValueError, "step: step_size=30sec: a schedule cannot follow wall-clock"),
         (lambda: step("3ep", -0.1), ValueError, "step: gamma: expected a finite number >= 0"),
         (lambda: call(step, "3ep", "0.1"), TypeError, "step: gamma"),
@@ -215,7 +215,7 @@ def call(factory: Any, *args: Any, **kwargs: Any) -> Schedule:
             r"multi_step: milestones: expected a sequence of times, such as \['30ep'",
         ),
         (lambda: call(multi_step, 30), TypeError, "expected a sequence of times"),
-        (lambda: multi_step(["3ep", "x"]), ValueError, r"multi_step: milestones\[1\]: cannot read the time 'x'"),
+        (lambda: multi_step(["3ep", "x"]), ValueError, r"multi_step: milestones\[1\]='x': cannot read the time 'x'"),
         (lambda: multi_step(["1h"]), ValueError, "wall-clock"),
         (lambda: multi_step(["3ep"], math.inf), ValueError, "multi_step: gamma"),
         (lambda: schedules.polynomial(0), ValueError, "polynomial: power: expected a finite number > 0"),

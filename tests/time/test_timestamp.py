@@ -196,9 +196,9 @@ def test_run_lengths_are_values() -> None:
         ({"duration": "0.5dur"}, ValueError, "fraction of itself"),
         ({"duration": "0ep"}, ValueError, "duration: expected a time > 0, got 0ep"),
         ({"duration": "-1ep"}, ValueError, "duration: expected a time > 0"),
-        ({"duration": 5}, TypeError, "duration: expected a Time.*got 5.*'5ep'"),
-        ({"duration": "5"}, ValueError, "duration: the time '5' has no unit"),
-        ({"batches_per_epoch": 0}, ValueError, "batches_per_epoch >= 1"),
+        ({"duration": 5}, TypeError, "duration=5: expected a Time.*got 5.*'5ep'"),
+        ({"duration": "5"}, ValueError, "duration='5': the time '5' has no unit"),
+        ({"batches_per_epoch": 0}, ValueError, "batches_per_epoch: expected an int"),
         ({"batches_per_epoch": 2.0}, TypeError, "batches_per_epoch: expected an int"),
     ],
 )
