@@ -111,14 +111,17 @@ def _new(scope: Scope, func: Any, self: Tensor, *args: Any, **options: Any) -> T
     return _empty(scope, func, self, *args, **options) if is_shape else func(self, *args, **options)
 
 
+# `from` is a keyword in Python, and torch.nn.init has other names.
+_NAMES = {"from": "low", "to": "high", "a": "low", "b": "high"}
+
+
 def _fill(distribution: Fill) -> Handler:
     """Return the handler of an in-place fill, `tensor.normal_(mean, std)`."""
 
     def handler(scope: Scope, func: Any, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if func == Tensor.random_ and len(args) == 1 and not kwargs:
             args = (0, *args)  # random_(to)
-        # `from` is a keyword in Python.
-        named = {{"from": "low", "to": "high"}.get(name, name): value for name, value in kwargs.items()}
+        named = {_NAMES.get(name, name): value for name, value in kwargs.items()}
 
         def sampler(rng: Rng, shape: Shape) -> Tensor:
             return distribution(rng, shape, self.dtype, *args, **named)
@@ -309,18 +312,15 @@ def _gumbel_softmax(
     return one_hot - soft.detach() + soft
 
 
-def _init_uniform(
-    scope: Scope, func: Any, tensor: Tensor, a: float = 0.0, b: float = 1.0, generator: None = None
-) -> Tensor:
-    with torch.no_grad():
-        return _fill(fill_uniform)(scope, func, tensor, a, b)
+def _init(distribution: Fill) -> Handler:
+    """Return the handler of a function of `torch.nn.init`, which records no operation."""
+    fill = _fill(distribution)
 
+    def handler(scope: Scope, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.no_grad():
+            return fill(scope, func, tensor, *args, **kwargs)
 
-def _init_normal(
-    scope: Scope, func: Any, tensor: Tensor, mean: float = 0.0, std: float = 1.0, generator: None = None
-) -> Tensor:
-    with torch.no_grad():
-        return _fill(fill_normal)(scope, func, tensor, mean, std)
+    return handler
 
 
 def _refuse(advice: str, *, draws: Callable[..., bool] = lambda *args, **kwargs: True) -> Handler:
@@ -381,8 +381,8 @@ FUNCTIONS: dict[Any, Handler] = {
     Tensor.normal_: _fill(fill_normal),
     Tensor.random_: _fill(fill_integers),
     Tensor.uniform_: _fill(fill_uniform),
-    init.uniform_: _init_uniform,
-    init.normal_: _init_normal,
+    init.uniform_: _init(fill_uniform),
+    init.normal_: _init(fill_normal),
     init.kaiming_uniform_: _refuse(_BUILD_FIRST),
     Tensor.cauchy_: _refuse("Compute it from torch.tan(math.pi * (torch.rand(shape) - 0.5))."),
     Tensor.geometric_: _refuse("Compute it from (torch.rand(shape).log() / math.log(1 - p)).ceil()."),

@@ -281,7 +281,89 @@ def _check_matrices(**tensors: Tensor | None) -> None:
         )
 
 
-class FactorizedLinear(nn.Module):
+class _Factorized(nn.Module):
+    """A layer and a second one without kernel or stride, whose product is the closest one to a given layer."""
+
+    first: Any
+    second: Any
+
+    def __init__(self, layer: nn.Linear | nn.Conv2d, latent: int, where: str) -> None:
+        super().__init__()
+        weight = layer.weight.detach()
+        full = min(weight.shape[0], weight[0].numel())
+        if not 1 <= latent <= full:
+            raise ValueError(f"{where}: expected an int in [1, {full}], got {latent!r} ({type(latent).__name__})")
+        self.first, self.second = self._empty(layer, latent, weight.shape[0])
+        first, second = split_weight(weight.flatten(1), latent)
+        is_trained = layer.weight.requires_grad
+        self.first.weight = nn.Parameter(first.view(latent, *weight.shape[1:]), is_trained)
+        self.second.weight = nn.Parameter(second.view(*second.shape, *[1] * (weight.ndim - 2)), is_trained)
+        self.second.bias = layer.bias
+
+    @staticmethod
+    def _empty(layer: Any, latent: int, out: int) -> tuple[nn.Module, nn.Module]:
+        """Return two layers without bias on meta, so that no values are drawn; the weights are set afterwards."""
+        raise NotImplementedError
+
+    def _solution(self, input: Tensor, rank: int, n_iters: int) -> LowRankSolution:
+        """Return smaller factors whose outputs on an input are closest, in the form of the layers' weights."""
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> Tensor:
+        """The product of the factors, in the shape of the given layer's weight."""
+        return (self.second.weight.flatten(1) @ self.first.weight.flatten(1)).view(-1, *self.first.weight.shape[1:])
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(out,), or `None`."""
+        return self.second.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map an input to the shape of the given layer's output."""
+        return self.second(self.first(input))
+
+    def with_rank(self, input: Tensor, rank: float, *, n_iters: int = 3) -> nn.Module:
+        """Return a layer with a smaller k whose outputs on an input are closest to this layer's; this layer is not
+        modified.
+
+        Args:
+            input: An input of the layer.
+            rank: A number of at least 1, or below 1 a fraction of the input's width, for a convolution of the size of
+                a patch.
+            n_iters: As in `factorize_matrix`.
+
+        Returns:
+            A layer of this class; the layer itself if k does not change.
+
+        Raises:
+            ValueError: The rank is not above 0, or k is above the layer's.
+        """
+        width = self.first.weight.shape[0]
+        # Written so that NaN and infinity are rejected before they are rounded.
+        if not 0 < rank < width + 1:
+            raise ValueError(
+                f"{type(self).__name__}.with_rank: expected a rank above 0, at most the layer's {width}, got {rank!r}"
+            )
+        k = int(rank) if rank >= 1 else min(max(1, int(rank * self.first.weight[0].numel())), width)
+        return self if k == width else self._with_weights(self._solution(input.detach(), k, n_iters))
+
+    def _with_weights(self, solution: LowRankSolution) -> nn.Module:
+        """Return the layer with other factors, or a plain layer if there is only one."""
+        first, second = self._empty(self.first, solution.first.shape[0], self.second.weight.shape[0])
+        is_trained, bias = self.first.weight.requires_grad, _like(self.bias, solution.bias)
+        first.weight = nn.Parameter(solution.first.contiguous(), is_trained)
+        if solution.second is None:
+            first.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
+            return first.train(self.training)
+        second.weight = nn.Parameter(solution.second.contiguous(), is_trained)
+        second.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
+        new = recast(self, type(self))
+        new.first, new.second = first, second
+        return new.train(self.training)
+
+
+class FactorizedLinear(_Factorized):
     """Layer from (..., in) to (..., k) to (..., out): the closest approximation of the given layer with rank k.
 
     `weight` and `bias` are available as in a linear layer; the weight is the factors' product, computed on access.
@@ -304,70 +386,33 @@ class FactorizedLinear(nn.Module):
     """
 
     def __init__(self, linear: nn.Linear, latent_features: int) -> None:
-        super().__init__()
-        _check_latent("FactorizedLinear: latent_features", latent_features, linear.weight)
+        super().__init__(linear, latent_features, "FactorizedLinear: latent_features")
         self.in_features: int = linear.in_features
         self.out_features: int = linear.out_features
-        self.first: nn.Linear = _empty_linear(linear.in_features, latent_features)
-        self.second: nn.Linear = _empty_linear(latent_features, linear.out_features)
-        first, second = split_weight(linear.weight.detach(), latent_features)
-        is_trained = linear.weight.requires_grad
-        self.first.weight, self.second.weight = nn.Parameter(first, is_trained), nn.Parameter(second, is_trained)
-        self.second.bias = linear.bias
 
     @property
     def latent_features(self) -> int:
         """k."""
         return self.first.out_features
 
-    @property
-    def weight(self) -> Tensor:
-        """The product of the factors, (out, in)."""
-        return self.second.weight @ self.first.weight
+    @staticmethod
+    def _empty(layer: Any, latent: int, out: int) -> tuple[nn.Module, nn.Module]:
+        sizes = (layer.in_features, latent), (latent, out)
+        first, second = (nn.Linear(*pair, bias=False, device="meta") for pair in sizes)
+        return first, second
 
-    @property
-    def bias(self) -> Tensor | None:
-        """(out,), or `None`."""
-        return self.second.bias
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map (..., in) to (..., out)."""
-        return self.second(self.first(input))
-
-    def with_rank(self, input: Tensor, rank: float, *, n_iters: int = 3) -> nn.Module:
-        """Return a layer with a smaller k whose outputs on an input are closest to this layer's; this layer is not
-        modified.
-
-        Args:
-            input: (..., in).
-            rank: A number of at least 1, or below 1 a fraction of the input's width.
-            n_iters: As in `factorize_matrix`.
-
-        Returns:
-            A `FactorizedLinear`; the layer itself if k does not change.
-
-        Raises:
-            ValueError: The rank is not above 0, or k is above the layer's.
-        """
-        k = _new_rank("FactorizedLinear", rank, self.in_features, self.latent_features)
-        if k == self.latent_features:
-            return self
+    def _solution(self, input: Tensor, rank: int, n_iters: int) -> LowRankSolution:
         with torch.no_grad():
             x = input.reshape(-1, self.in_features)
-            outputs = self(x)
-            first, second, bias = self.first.weight.T, self.second.weight.T, self.second.bias
-            solution = factorize_matrix(x, outputs, first, second, bias, rank=k, n_iters=n_iters)
-        return self.with_solution(solution)
+            weights = self.first.weight.T, self.second.weight.T
+            return _transposed(factorize_matrix(x, self(x), *weights, self.second.bias, rank=rank, n_iters=n_iters))
 
     def with_solution(self, solution: LowRankSolution) -> nn.Module:
         """Return the layer with other factors, or a plain `nn.Linear` if there is only one."""
-        k = solution.first.shape[1]
-        first, second = _empty_linear(self.in_features, k), _empty_linear(k, self.out_features)
-        second_weight = None if solution.second is None else solution.second.T
-        return _with_factors(self, first, second, solution._replace(first=solution.first.T, second=second_weight))
+        return self._with_weights(_transposed(solution))
 
 
-class FactorizedConv2d(nn.Module):
+class FactorizedConv2d(_Factorized):
     """A convolution to k channels and a 1x1 convolution to the original channels: the closest one with rank k.
 
     It has the public attributes of the given convolution, including `weight`, the factors' product, which is computed
@@ -393,141 +438,50 @@ class FactorizedConv2d(nn.Module):
     """
 
     def __init__(self, conv: nn.Conv2d, latent_channels: int) -> None:
-        super().__init__()
         if conv.groups != 1:
             raise NotImplementedError(f"FactorizedConv2d: expected a convolution with groups=1, got {conv.groups}")
-        _check_latent("FactorizedConv2d: latent_channels", latent_channels, conv.weight)
-        self.in_channels: int = conv.in_channels
-        self.out_channels: int = conv.out_channels
-        self.kernel_size: tuple[int, ...] = conv.kernel_size
-        self.stride: tuple[int, ...] = conv.stride
-        self.padding: str | tuple[int, ...] = conv.padding
-        self.dilation: tuple[int, ...] = conv.dilation
-        self.groups: int = conv.groups
+        super().__init__(conv, latent_channels, "FactorizedConv2d: latent_channels")
+        for name in ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups"):
+            setattr(self, name, getattr(conv, name))
         self.padding_mode = conv.padding_mode
-        self.first: nn.Conv2d = _empty_conv(conv, latent_channels)
-        self.second: nn.Conv2d = _empty_point(latent_channels, conv.out_channels)
-        first, second = split_weight(conv.weight.detach().flatten(1), latent_channels)
-        is_trained = conv.weight.requires_grad
-        self.first.weight = nn.Parameter(first.view(latent_channels, *conv.weight.shape[1:]), is_trained)
-        self.second.weight = nn.Parameter(second[:, :, None, None], is_trained)
-        self.second.bias = conv.bias
 
     @property
     def latent_channels(self) -> int:
         """k."""
         return self.first.out_channels
 
-    @property
-    def weight(self) -> Tensor:
-        """The product of the factors, (out, in, h, w)."""
-        return (self.second.weight.flatten(1) @ self.first.weight.flatten(1)).view(-1, *self.first.weight.shape[1:])
+    @staticmethod
+    def _empty(layer: Any, latent: int, out: int) -> tuple[nn.Module, nn.Module]:
+        names = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+        options = {name: getattr(layer, name) for name in names}
+        first = nn.Conv2d(layer.in_channels, latent, **options, bias=False, device="meta")
+        return first, nn.Conv2d(latent, out, 1, bias=False, device="meta")
 
-    @property
-    def bias(self) -> Tensor | None:
-        """(out,), or `None`."""
-        return self.second.bias
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map (N, in, H, W) or (in, H, W) to the shape of the given convolution's output."""
-        return self.second(self.first(input))
-
-    def with_rank(self, input: Tensor, rank: float, *, n_iters: int = 3) -> nn.Module:
-        """Return a layer with a smaller k whose outputs on an input are closest to this layer's; this layer is not
-        modified.
-
-        Args:
-            input: (N, in, H, W), or (in, H, W) for one example.
-            rank: A number of at least 1, or below 1 a fraction of the size of a patch.
-            n_iters: As in `factorize_conv2d`.
-
-        Returns:
-            A `FactorizedConv2d`; the layer itself if k does not change.
-
-        Raises:
-            ValueError: The rank is not above 0, or k is above the layer's.
-        """
-        k = _new_rank("FactorizedConv2d", rank, self.first.weight[0].numel(), self.latent_channels)
-        if k == self.latent_channels:
-            return self
+    def _solution(self, input: Tensor, rank: int, n_iters: int) -> LowRankSolution:
         conv = self.first
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-        images = input.detach().unsqueeze(0) if input.ndim == 3 else input.detach()
-        padded = F.pad(images, conv._reversed_padding_repeated_twice, mode=mode)
-        solution = factorize_conv2d(
-            padded,
+        images = input.unsqueeze(0) if input.ndim == 3 else input
+        return factorize_conv2d(
+            F.pad(images, conv._reversed_padding_repeated_twice, mode=mode),
             conv.weight,
             self.second.weight,
-            rank=k,
+            rank=rank,
             second_bias=self.second.bias,
             n_iters=n_iters,
-            stride=conv.stride,  # pyright: ignore[reportArgumentType]
-            dilation=conv.dilation,  # pyright: ignore[reportArgumentType]
+            stride=conv.stride,
+            dilation=conv.dilation,
         )
-        return self.with_solution(solution)
 
     def with_solution(self, solution: LowRankSolution) -> nn.Module:
         """Return the layer with other factors, or a plain `nn.Conv2d` if there is only one."""
-        k = solution.first.shape[0]
-        first, second = _empty_conv(self.first, k), _empty_point(k, self.out_channels)
-        return _with_factors(self, first, second, solution)
+        return self._with_weights(solution)
 
 
-def _with_factors(
-    layer: FactorizedLinear | FactorizedConv2d,
-    first: nn.Linear | nn.Conv2d,
-    second: nn.Linear | nn.Conv2d,
-    weights: LowRankSolution,
-) -> nn.Module:
-    """Return the layer with two new factors, which get the weights; only the first factor if there is one weight."""
-    is_trained, bias = layer.first.weight.requires_grad, _like(layer.bias, weights.bias)
-    first.weight = nn.Parameter(weights.first.contiguous(), is_trained)
-    if weights.second is None:
-        first.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
-        return first.train(layer.training)
-    second.weight = nn.Parameter(weights.second.contiguous(), is_trained)
-    second.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
-    new: Any = recast(layer, type(layer))
-    new.first, new.second = first, second
-    return new.train(layer.training)
-
-
-def _empty_linear(in_features: int, out_features: int) -> nn.Linear:
-    """Return a linear layer on meta, so that no values are drawn; the weights are set afterwards."""
-    return nn.Linear(in_features, out_features, bias=False, device="meta")
-
-
-def _empty_conv(conv: nn.Conv2d, out_channels: int) -> nn.Conv2d:
-    return nn.Conv2d(
-        conv.in_channels,
-        out_channels,
-        conv.kernel_size,  # pyright: ignore[reportArgumentType]
-        stride=conv.stride,  # pyright: ignore[reportArgumentType]
-        padding=conv.padding,  # pyright: ignore[reportArgumentType]
-        dilation=conv.dilation,  # pyright: ignore[reportArgumentType]
-        padding_mode=conv.padding_mode,
-        bias=False,
-        device="meta",
-    )
-
-
-def _empty_point(in_channels: int, out_channels: int) -> nn.Conv2d:
-    return nn.Conv2d(in_channels, out_channels, 1, bias=False, device="meta")
+def _transposed(solution: LowRankSolution) -> LowRankSolution:
+    """Return the factors of a linear layer's weight from those of a matrix (in, out), or the other way round."""
+    return solution._replace(first=solution.first.T, second=None if solution.second is None else solution.second.T)
 
 
 def _like(old: Tensor | None, new: Tensor | None) -> nn.Parameter | None:
     """Return a parameter with the new value of a bias; a bias that did not exist before is trained."""
     return None if new is None else nn.Parameter(new.clone(), old is None or old.requires_grad)
-
-
-def _check_latent(where: str, latent: int, weight: Tensor) -> None:
-    full = min(weight.shape[0], weight[0].numel())
-    if not 1 <= latent <= full:
-        raise ValueError(f"{where}: expected an int in [1, {full}], got {latent!r} ({type(latent).__name__})")
-
-
-def _new_rank(where: str, rank: float, in_width: int, width: int) -> int:
-    # Written so that NaN and infinity are rejected before they are rounded.
-    if not 0 < rank < width + 1:
-        raise ValueError(f"{where}.with_rank: expected a rank above 0, at most the layer's {width}, got {rank!r}")
-    return int(rank) if rank >= 1 else min(max(1, int(rank * in_width)), width)
