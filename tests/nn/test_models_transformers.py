@@ -1,19 +1,15 @@
-"""The transformers: their contexts, the numbers and initial values of their weights, and training in all forms."""
+"""The transformers: their contexts, and the numbers and initial values of their weights."""
 
-import dataclasses
 import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-import purecompose as pc
-from purecompose import State, hparam, optim, tree
 from purecompose.nn import models
 from purecompose.nn.layers import SelfAttention
-from purecompose.transforms.population import stack_states, unstack_states
 
 
 SMALL: dict[str, Any] = {"width": 8, "depth": 2, "num_heads": 2}
@@ -154,150 +150,3 @@ def test_dropout_is_everywhere_or_nowhere(dropout, name):
     assert sum(isinstance(module, nn.Dropout) for module in net.modules()) == (3 if dropout else 0)
     probabilities = [module.dropout for module in net.modules() if isinstance(module, SelfAttention)]
     assert probabilities == [dropout] * 2
-
-
-@pytest.mark.parametrize(
-    ("make_fn", "message"),
-    [
-        (lambda: models.gpt(0, 4), r"gpt: vocabulary: expected an int >= 1, got 0 \(int\)"),
-        (lambda: models.gpt(4, 4, width=6, num_heads=4), r"gpt: width=6 is not a multiple of num_heads=4"),
-        (lambda: models.gpt(4, 4, dropout=1.0), r"gpt: dropout: .* in \[0, 1\), got 1.0 \(float\)"),
-        (lambda: models.gpt(4, 4, is_tied=1), r"gpt: is_tied: expected True or False, got 1 \(int\)"),  # pyright: ignore[reportArgumentType]
-        (lambda: models.gpt(4, 4, depth=0), r"gpt: depth: expected an int >= 1"),
-        (lambda: models.gpt(4, 4)(tokens_of(0, 2, 5, vocabulary=4)), r"at most 4 positions, got 5"),
-        (
-            lambda: models.gpt(4, 4)(torch.zeros(2, 4)),
-            r"gpt: expected tokens \(N, L\) of an integer dtype, got a torch",
-        ),
-        (lambda: models.gpt(4, 4)(tokens_of(0, 3, vocabulary=4)), r"\(N, L\) of an integer dtype, got .* shape \(3,\)"),
-        (lambda: models.build("gpt", in_shape=IMAGE, num_classes=4, seed=0), r"gpt: expected in_shape \(length,\)"),
-        (lambda: models.build("vit", in_shape=(8,), num_classes=4, seed=0), r"vit: expected in_shape \(channels, "),
-        (lambda: models.vit((3, 8, 9), 4), r"vit: patch_size=4 does not divide images of 8x9"),
-        (lambda: models.vit(IMAGE, 4, pool="max"), r"vit: pool: expected one of 'token', 'mean', got 'max' \(str\)"),
-        (lambda: models.vit(IMAGE, 4, has_positions=0), r"vit: has_positions: expected True or False"),  # pyright: ignore[reportArgumentType]
-        (lambda: models.vit(IMAGE, 4, patch_size=0), r"vit: patch_size: expected an int >= 1"),
-        (lambda: models.vit(IMAGE, 4)(images_of(0, 1, 3, 4, 4)), r"vit: expected images of 8x8, .* got 4x4; resize"),
-    ],
-)
-def test_bad_arguments_are_refused(make_fn, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        make_fn()
-
-
-# Training
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenLoss:
-    """Cross entropy of logits (N, L, vocabulary)."""
-
-    def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        return pc.losses.cross_entropy(outputs.transpose(1, 2), targets, reduction=reduction)
-
-
-def task(name: str, dropout: float = 0.0) -> tuple[list[State], Any]:
-    """Return two states in float64 and a batch."""
-    if name == "gpt":
-        shape, loss, batch = (6,), TokenLoss(), (tokens_of(1, 4, 6), tokens_of(2, 4, 6))
-    else:
-        # For smaller images a ResNet's gradient would be dominated by norms over four numbers.
-        side = 8 if name == "vit" else 64
-        shape, loss = (3, side, side), pc.losses.cross_entropy
-        batch = images_of(1, 4, *shape).double(), tokens_of(2, 4)
-    options: dict[str, Any] = {**SMALL, "dropout": dropout} if name in ("gpt", "vit") else {"width": 2}
-    nets = [models.build(name, in_shape=shape, num_classes=TOKENS, seed=seed, **options) for seed in range(2)]
-    optimizer = optim.sgd(hparam("lr", 0.1), momentum=0.9)
-    made = {"loss": loss, "optimizer": optimizer, "duration": "6ba", "batches_per_epoch": 3}
-    return [State.create(net.double(), key=seed, **made) for seed, net in enumerate(nets)], batch
-
-
-def assert_near(one: State, other: State, tolerance: float) -> None:
-    assert list(map(str, tree.differences(one, other, tolerance=lambda _: tree.Tolerance(tolerance, tolerance)))) == []
-
-
-TASKS = [("gpt", 0.0), ("gpt", 0.3), ("vit", 0.0), ("vit", 0.3), ("resnet18", 0.0), ("resnet50", 0.0)]
-
-
-@pytest.mark.parametrize(("name", "dropout"), TASKS)
-def test_a_population_of_two_equals_two_runs(name, dropout):
-    """It gives no warning about kernels that run in a loop."""
-    states, batch = task(name, dropout)
-    step = pc.compose(pc.loop_events, [])
-    alone = [step.init(state) for state in states]
-    together = stack_states(alone)
-    for _ in range(2):
-        together, alone = pc.population(step, 2)(together, batch), [step(state, batch) for state in alone]
-    for found, expected in zip(unstack_states(together), alone, strict=True):
-        assert_near(found, expected, 1e-7)
-    assert not tree.equal(alone[0].params, states[0].params)
-
-
-def test_kernels_are_as_before_after_a_population():
-    (state, other), batch = task("gpt")
-    step = pc.compose(pc.loop_events, [])
-    pc.population(step, 2)(stack_states([step.init(state), step.init(other)]), batch)
-    enabled = torch.backends.cuda
-    assert enabled.flash_sdp_enabled() and enabled.mem_efficient_sdp_enabled() and enabled.math_sdp_enabled()
-
-
-@pytest.mark.parametrize("name", ["gpt", "vit"])
-def test_dropout_is_drawn_with_the_states_key(name):
-    (state, _), batch = task(name, 0.3)
-    step = pc.compose(pc.loop_events, [])
-    before = torch.get_rng_state()
-    first = step(step.init(state), batch)
-    torch.manual_seed(1)
-    assert tree.equal(step(step.init(state), batch), first)
-    other = step(step.init(state.replace(key=pc.random.key(9))), batch)
-    assert not tree.equal(other.params, first.params)
-    torch.set_rng_state(before)
-
-
-@settings(max_examples=8)
-@given(name=st.sampled_from(["gpt", "vit"]), dropout=st.sampled_from([0.0, 0.3]), lr=st.floats(0.01, 0.5))
-def test_gradients_flow_through_two_steps(name, dropout, lr):
-    """Second derivatives of attention are compared with differences."""
-    (state, _), batch = task(name, dropout)
-    step = pc.compose(pc.loop_events, [])
-    state = step.init(state)
-
-    def loss(rate: Tensor) -> Tensor:
-        after = step(step(state.replace(hparams={"lr": rate}), batch), batch).loss
-        assert after is not None
-        return after
-
-    rate, change = torch.tensor(lr, dtype=torch.float64), 1e-5
-    expected = (loss(rate + change) - loss(rate - change)) / (2 * change)
-    torch.testing.assert_close(torch.func.grad(loss)(rate), expected, rtol=1e-4, atol=1e-7)
-
-
-def assert_compiled_is_eager(name: str, dropout: float, backend: str) -> None:
-    (state, _), batch = task(name, dropout)
-    step = pc.compose(pc.loop_events, [])
-    state = step.init(state)
-    compiled = pc.compile(step, backend=backend, donate=False, quiet=True)
-    assert_near(compiled(compiled(state, batch), batch), step(step(state, batch), batch), 1e-7)
-
-
-@pytest.mark.parametrize(("name", "dropout"), TASKS[:-1])  # tracing fifty layers takes long
-def test_traced_equals_eager(name, dropout):
-    assert_compiled_is_eager(name, dropout, "eager")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's compiler uses it
-@pytest.mark.parametrize(("name", "dropout"), TASKS)
-def test_compiled_equals_eager(name, dropout):
-    assert_compiled_is_eager(name, dropout, "inductor")
-
-
-def test_a_gpt_learns_a_sequence():
-    """After twenty steps on one text, the loss is below that of guessing."""
-    net = models.build("gpt", in_shape=(6,), num_classes=TOKENS, seed=0, **SMALL)
-    text = torch.arange(7).repeat(4, 1)
-    state = State.create(net, loss=TokenLoss(), optimizer=optim.adam(0.01), key=0, duration="20ba")
-    step = pc.compose(pc.loop_events, [])
-    state = step.init(state)
-    for _ in range(20):
-        state = step(state, (text[:, :-1], text[:, 1:]))
-    assert state.loss is not None and state.loss < math.log(TOKENS) / 2
