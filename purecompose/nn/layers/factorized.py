@@ -301,7 +301,7 @@ class _Factorized(nn.Module):
         self.second.bias = layer.bias
 
     @staticmethod
-    def _empty(layer: Any, latent: int, out: int) -> tuple[nn.Module, nn.Module]:
+    def _empty(layer: Any, latent: int, out: int) -> tuple[Any, Any]:
         """Return two layers without bias on meta, so that no values are drawn; the weights are set afterwards."""
         raise NotImplementedError
 
@@ -354,10 +354,10 @@ class _Factorized(nn.Module):
         is_trained, bias = self.first.weight.requires_grad, _like(self.bias, solution.bias)
         first.weight = nn.Parameter(solution.first.contiguous(), is_trained)
         if solution.second is None:
-            first.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
+            first.bias = bias
             return first.train(self.training)
         second.weight = nn.Parameter(solution.second.contiguous(), is_trained)
-        second.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
+        second.bias = bias
         new = recast(self, type(self))
         new.first, new.second = first, second
         return new.train(self.training)
@@ -396,7 +396,7 @@ class FactorizedLinear(_Factorized):
         return self.first.out_features
 
     @staticmethod
-    def _empty(layer: Any, latent: int, out: int) -> tuple[nn.Module, nn.Module]:
+    def _empty(layer: Any, latent: int, out: int) -> tuple[Any, Any]:
         sizes = (layer.in_features, latent), (latent, out)
         first, second = (nn.Linear(*pair, bias=False, device="meta") for pair in sizes)
         return first, second
@@ -451,7 +451,7 @@ class FactorizedConv2d(_Factorized):
         return self.first.out_channels
 
     @staticmethod
-    def _empty(layer: Any, latent: int, out: int) -> tuple[nn.Module, nn.Module]:
+    def _empty(layer: Any, latent: int, out: int) -> tuple[Any, Any]:
         names = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
         options = {name: getattr(layer, name) for name in names}
         first = nn.Conv2d(layer.in_channels, latent, **options, bias=False, device="meta")
