@@ -22,7 +22,7 @@ from purecompose.core.program import StateFn, events_in
 from purecompose.core.state import State
 from purecompose.errors import CheckpointError, InPlaceError
 from purecompose.losses.metrics import mean_loss
-from purecompose.run.evaluation import Evaluator, evaluate, predict, run_evaluator
+from purecompose.run.evaluation import Evaluator, evaluate, predict
 from purecompose.run.fit import fit
 from purecompose.run.saving.checkpoint import load, save
 from purecompose.testing.case import Case
@@ -96,7 +96,6 @@ class _Evaluation:
         try:
             with ignoring_missing_terms():
                 self.check_evaluate(state)
-                self.check_evaluator(state)
             self.check_predict(state)
             self.check_weights(state)
         except InPlaceError as error:
@@ -111,16 +110,6 @@ class _Evaluation:
         # Batch by batch first, which shows more detail.
         self._check_batches(weights, self.evaluating.fire(Event.EVAL_START, begun), "eval")
         _check_metrics(ours, theirs)
-
-    def check_evaluator(self, state: State) -> None:
-        """Check an evaluation as in `fit`."""
-        begun = self.evaluating.fire(Event.EVAL_BEFORE_ALL, state)
-        weights = _weights(state, self.evaluating.fire(Event.EVAL_START, begun))
-        evaluator = Evaluator(self.data, {"loss": mean_loss()})
-        ours = run_evaluator(evaluator, weights, compose(eval_events))
-        theirs = run_evaluator(evaluator, begun, self.evaluating)
-        self.evaluating.fire(Event.EVAL_AFTER_ALL, begun)
-        _check_metrics(ours.metrics, theirs.metrics)
 
     def check_predict(self, state: State) -> None:
         """Check `predict`, as a user calls it."""
