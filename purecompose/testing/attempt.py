@@ -19,7 +19,7 @@ from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.loop import eval_events, predict_events
 from purecompose.core.state import State
-from purecompose.testing.case import Case
+from purecompose.testing.case import Case, find_moments
 from purecompose.testing.law import (
     Broken,
     Law,
@@ -31,7 +31,6 @@ from purecompose.testing.law import (
     errors_named,
     never_acts,
 )
-from purecompose.testing.moments import find_moments
 from purecompose.testing.process import process_restored, process_settings
 from purecompose.testing.record import intercepted, run
 from purecompose.testing.report import Outcome, Status

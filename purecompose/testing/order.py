@@ -25,10 +25,9 @@ from purecompose.core.program import events_in
 from purecompose.core.state import State
 from purecompose.errors import MatchError
 from purecompose.testing.attempt import Search, Stop, Tried, broken_company, first_line, search
-from purecompose.testing.case import Case
+from purecompose.testing.case import Case, find_moments
 from purecompose.testing.checking import chosen
 from purecompose.testing.law import Broken, Row, labelled
-from purecompose.testing.moments import find_moments
 from purecompose.testing.record import LASTING, STEP_FIELDS, compare
 from purecompose.testing.strategies import cases
 from purecompose.testing.subject import Subject

@@ -20,8 +20,7 @@ from purecompose.core.program import Program, events_in
 from purecompose.core.scopes import Grad, Microbatches
 from purecompose.core.state import State
 from purecompose.schedule import hparam
-from purecompose.testing.case import COMPANIONS, COMPANY, Case
-from purecompose.testing.moments import find_moments
+from purecompose.testing.case import COMPANIONS, COMPANY, Case, find_moments
 from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import KINDS, TASKS, MakeBatch, MakeNet, Task, make_task

@@ -5,8 +5,7 @@ from hypothesis import given, settings, strategies as st
 
 import purecompose as pc
 from purecompose import Event, after, algorithms as alg, before, between, compose, every, loop_events, on
-from purecompose.testing.case import Case
-from purecompose.testing.moments import find_moments
+from purecompose.testing.case import Case, find_moments
 from purecompose.testing.strategies import predicates
 from purecompose.time import RunLength, Timestamp
 from purecompose.time.predicates import NEVER, epoch_ends

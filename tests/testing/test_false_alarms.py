@@ -10,9 +10,8 @@ from hypothesis import find, given, settings, strategies as st
 
 from purecompose import Algorithm, Event, after, every, on
 from purecompose._support.device import read_settings
-from purecompose.testing.case import Case
+from purecompose.testing.case import Case, find_moments
 from purecompose.testing.law import LawViolation
-from purecompose.testing.moments import find_moments
 from purecompose.testing.process import process_restored, process_settings
 from purecompose.testing.strategies import cases, predicates
 from purecompose.testing.suite.agreement import microbatches_agree
