@@ -87,7 +87,24 @@ def search(strategy: SearchStrategy[Case], attempt: Callable[[Case], Tried], *, 
         max_examples: Number of cases.
         seed: Seed of the cases.
     """
-    searching = _Searching(attempt)
+    found, tries_left, deadline = Search(), SHRINK_TRIES, 0.0
+
+    def step(case: Case) -> None:
+        nonlocal found, tries_left, deadline
+        is_shrinking = found.failure is not None
+        if is_shrinking:
+            tries_left -= 1
+            if tries_left < 0 or time.perf_counter() > deadline:
+                raise Stop
+        acted, failure = attempt(case)
+        if not is_shrinking:
+            found = Search(found.num_cases + 1, found.num_acted + acted)
+            deadline = time.perf_counter() + SHRINK_SECONDS
+        if failure is not None and (not is_shrinking or type(failure) is type(found.failure)):
+            # Kept here, because an algorithm with hidden state in a closure may fail differently when tried again.
+            found = found._replace(case=case, failure=failure)
+            raise _Failed
+
     quietly = settings(
         max_examples=max_examples,
         derandomize=False,
@@ -100,41 +117,13 @@ def search(strategy: SearchStrategy[Case], attempt: Callable[[Case], Tried], *, 
         verbosity=Verbosity.quiet,
     )
     try:
-        seeded(seed)(quietly(given(strategy)(lambda case: searching.step(case))))()
+        seeded(seed)(quietly(given(strategy)(step)))()
     except (Stop, Unsatisfiable):
         pass
     except Exception:
-        if searching.found.failure is None:
+        if found.failure is None:
             raise
-    return searching.found
-
-
-class _Searching:
-    """The result so far.
-
-    The failing case and its failure are stored here, not taken from Hypothesis's exception, because an algorithm with
-    hidden state in a closure may fail differently when it is tried again.
-    """
-
-    def __init__(self, attempt: Callable[[Case], Tried]) -> None:
-        self.attempt, self.found = attempt, Search()
-        self._tries_left, self._deadline = SHRINK_TRIES, 0.0
-
-    def step(self, case: Case) -> None:
-        """Try a case; raise if it fails."""
-        is_shrinking = self.found.failure is not None
-        if is_shrinking:
-            self._tries_left -= 1
-            if self._tries_left < 0 or time.perf_counter() > self._deadline:
-                raise Stop
-        acted, failure = self.attempt(case)
-        if not is_shrinking:
-            self.found = Search(self.found.num_cases + 1, self.found.num_acted + acted)
-            self._deadline = time.perf_counter() + SHRINK_SECONDS
-        if failure is None or (is_shrinking and type(failure) is not type(self.found.failure)):
-            return
-        self.found = self.found._replace(case=case, failure=failure)
-        raise _Failed
+    return found
 
 
 _IN_COMPANION = re.compile(r"in companion\.(\w+) at (?:Event\.)?(\w+)")

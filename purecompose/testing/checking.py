@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 
@@ -131,11 +131,6 @@ def trials(
     )
 
 
-class _Probe(NamedTuple):
-    tasks: tuple[Task, ...]
-    refused: dict[str, Refusal]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Trials:
     """An algorithm, and the laws to try on it; created by `trials`."""
@@ -148,21 +143,28 @@ class Trials:
     max_examples: int
     seed: int
 
+    @cached_property
+    def refusals(self) -> Mapping[Task, Refusal]:
+        """The reasons why the algorithm does not accept a task."""
+        with _one_thread():
+            found = {task: refusal(task, self.subject.algorithm, self._owner_of) for task in self.candidates}
+        return {task: why for task, why in found.items() if why is not None}
+
     @property
     def tasks(self) -> tuple[Task, ...]:
         """The tasks that the algorithm accepts."""
-        return self._probe.tasks
+        return tuple(task for task in self.candidates if task not in self.refusals)
 
     @property
     def refused(self) -> Mapping[str, str]:
         """The reasons why it does not accept the other tasks, by task name."""
-        return {name: refused.reason for name, refused in self._probe.refused.items()}
+        return {task.name: refused.reason for task, refused in self.refusals.items()}
 
     @property
     def failed_tasks(self) -> tuple[str, ...]:
         """The tasks whose refusal is a failure: all if the user chose them or none is left, else unintended ones."""
         is_any = self.tasks_were_named or not self.tasks
-        return tuple(name for name, refused in self._probe.refused.items() if is_any or not refused.is_meant)
+        return tuple(task.name for task, refused in self.refusals.items() if is_any or not refused.is_meant)
 
     def report(self, progress: Progress | None = None) -> Report:
         """Try all laws, if there is a task to try them on."""
@@ -197,15 +199,6 @@ class Trials:
             num = min(self.max_examples, law.most_cases or self.max_examples)
             found = search(cases(suited, self.subject.algorithm), attempt, max_examples=num, seed=self.seed)
             return attempt.outcome(found, start)
-
-    @cached_property
-    def _probe(self) -> _Probe:
-        with _one_thread():
-            answers = {task: refusal(task, self.subject.algorithm, self._owner_of) for task in self.candidates}
-        return _Probe(
-            tuple(task for task, why in answers.items() if why is None),
-            {task.name: why for task, why in answers.items() if why is not None},
-        )
 
     def _owner_of(self, error: Exception) -> Law | None:
         """Return the law that an error of the library indicates; laws under trial come first."""

@@ -6,7 +6,7 @@ bfloat16, integer inputs, soft targets, ignored positions, dictionaries as batch
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -267,22 +267,11 @@ def make_task(
         torch.Size([2, 5])
     """
     net, batch = MakeNet(kind, dropout, tied, frozen, zero_head), MakeBatch(kind, targets, form)
-    return _made(net, batch, precision=precision, dtype=dtype)
-
-
-def _made(
-    net: MakeNet,
-    batch: MakeBatch,
-    name: str | None = None,
-    *,
-    precision: str = "fp32",
-    dtype: torch.dtype = torch.float32,
-) -> Task:
     _check_one_of("precision", precision, PRECISIONS)
     options: dict[str, Any] = {} if precision == "fp32" else {"precision": precision}
     if batch.keys is not None:
         options["input_field"], options["target_field"] = batch.keys
-    return Task(name or _call(net, batch, precision, dtype), net, batch, options=options, dtype=dtype)
+    return Task(_call(net, batch, precision, dtype), net, batch, options=options, dtype=dtype)
 
 
 def _call(net: MakeNet, batch: MakeBatch, precision: str, dtype: torch.dtype) -> str:
@@ -314,19 +303,19 @@ def _members(kind: str, is_soft: bool, size: int, generator: torch.Generator) ->
 
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
-        task.name: task
-        for task in (
-            _made(MakeNet(), MakeBatch(), "vectors"),
-            _made(MakeNet(dropout=0.4), MakeBatch(targets="soft"), "soft"),
-            _made(MakeNet("images"), MakeBatch("images"), "images"),
-            _made(MakeNet("tokens", dropout=0.2, tied=True), MakeBatch("tokens", form="dict"), "tokens"),
-            _made(MakeNet(frozen=True), MakeBatch(targets="soft", form="dict"), "frozen"),
-            _made(MakeNet(zero_head=True), MakeBatch(), "zero_head"),
-            _made(MakeNet(), MakeBatch(), "double", dtype=torch.float64),
-            _made(MakeNet(), MakeBatch(), "bf16_weights", dtype=torch.bfloat16),
-            _made(MakeNet("images"), MakeBatch("images"), "bf16_images", precision="bf16"),
-            _made(MakeNet("tokens", dropout=0.2), MakeBatch("tokens", form="dict"), "bf16_tokens", precision="bf16"),
-        )
+        name: replace(task, name=name)
+        for name, task in {
+            "vectors": make_task(),
+            "soft": make_task(dropout=0.4, targets="soft"),
+            "images": make_task("images"),
+            "tokens": make_task("tokens", dropout=0.2, tied=True, form="dict"),
+            "frozen": make_task(frozen=True, targets="soft", form="dict"),
+            "zero_head": make_task(zero_head=True),
+            "double": make_task(dtype=torch.float64),
+            "bf16_weights": make_task(dtype=torch.bfloat16),
+            "bf16_images": make_task("images", precision="bf16"),
+            "bf16_tokens": make_task("tokens", dropout=0.2, form="dict", precision="bf16"),
+        }.items()
     }
 )
 """The tasks by name: vectors (MLP, class indices), soft (dropout, dense targets), images (CNN with BatchNorm, GroupNorm
