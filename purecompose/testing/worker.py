@@ -70,7 +70,7 @@ def in_new_processes(function: Callable[..., Any], calls: Sequence[tuple[Any, ..
 
 
 def in_process_group(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
-    """Call a function of a mesh and further arguments in several processes that form a group of gloo.
+    """Call a function of a mesh and further arguments in several processes of one gloo group.
 
     Args:
         function: A function of a module, of a `torch.distributed.DeviceMesh` of one dimension, on the CPU.
@@ -101,7 +101,7 @@ def _pickled(value: Any) -> bytes:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise Unportable(str(error)) from error
     if b"__main__" in pickled:  # another process has another main module
-        raise Unportable("something is defined in the main module, which another process has not: move it to a module")
+        raise Unportable("it refers to the main module, which other processes do not run: define it in a module")
     return pickled
 
 

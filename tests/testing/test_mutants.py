@@ -8,12 +8,12 @@ from tests.testing.wrong_methods import WRONG
 
 
 LAW = {law.name: law for law in LAWS}
-LONG = "root_of_what_is_left averages_in_closure anchors_in_closure"
+LONG = "root_of_what_is_left averages_in_closure"
 QUICK = [
     *{wrong.breaks: wrong for wrong in reversed(MUTANTS) if wrong.name not in LONG}.values(),
     *[wrong for wrong in WRONG if wrong.breaks != "memory_bounded"][::6],
 ]
-"""The first mutant of each law, without three that take seconds, and some of the others."""
+"""The first mutant of each law, without two that take seconds, and some of the others."""
 
 
 @pytest.mark.filterwarnings("ignore:forward changed:UserWarning")  # a mutant registers hooks on purpose

@@ -23,12 +23,6 @@ def warms_up_at_init(event: Event, state: State) -> State:
     return state.replace(hparams={**state.hparams, "lr": state.hparams["lr"] * factor})
 
 
-@mutant("absent_when_unmatched", at=on(Event.INIT) | (on(Event.BATCH_END) & after("1ep")))
-def makes_room_at_init(event: Event, state: State) -> State:
-    """Makes room in the weights at INIT for what it adds to them later on."""
-    return scaled_params(state, 0.9 if event is Event.INIT else 1.01)
-
-
 @mutant("absent_when_unmatched", at=(Event.INIT, Event.BATCH_END))
 def shares_a_slot(event: Event, state: State) -> State:
     """Makes a slot under a common name at INIT, where another algorithm would find it."""
@@ -106,12 +100,6 @@ def splits_the_key(state: State) -> State:
 def splits_the_key_at_init(event: Event, state: State) -> State:
     """Splits the run's key once, for itself."""
     return _next_key(state) if event is Event.INIT else state
-
-
-@mutant("draws_independent", at=(Event.EPOCH_START, Event.BATCH_END))
-def splits_the_key_each_epoch(event: Event, state: State) -> State:
-    """Takes a new key for each epoch, so that the draws of all algorithms change."""
-    return _next_key(state) if event is Event.EPOCH_START else state
 
 
 @mutant("draws_independent", at=Event.BATCH_END)

@@ -40,12 +40,6 @@ def drops_buffers(state: State) -> State:
     return state.replace(buffers=kept)
 
 
-@mutant("structure_kept", at=Event.BATCH_END, task="images")
-def averages_counters(state: State) -> State:
-    """Averages all buffers with the previous ones, integer counters too: `num_batches_tracked` becomes float."""
-    return state.replace(buffers={name: 0.5 * (buffer + buffer) for name, buffer in state.buffers.items()})
-
-
 @mutant("structure_kept", at=(Event.INIT, Event.AFTER_TRAIN_BATCH))
 def momentum_of_shape_one(event: Event, state: State) -> State:
     """Keeps a number as 0-d at INIT and as shape (1,) afterwards."""

@@ -115,35 +115,6 @@ def counts_in_closure():
     return change
 
 
-@mutant("deterministic", at=Event.AFTER_DATALOADER)
-def caches_statistics():
-    """Standardises inputs by a running mean kept in a closure."""
-    cache: dict[str, Tensor] = {}
-
-    def change(state: State) -> State:
-        inputs: Tensor = state.inputs
-        if "mean" not in cache:
-            cache["mean"] = inputs.mean(0)
-        cache["mean"] = 0.9 * cache["mean"] + 0.1 * inputs.mean()
-        return state.replace(inputs=inputs - cache["mean"])
-
-    return change
-
-
-@mutant("deterministic", at=Event.AFTER_DATALOADER)
-def mixes_with_last_batch():
-    """Mixes each batch with the one before, which it keeps in a list."""
-    last: list[Tensor] = []
-
-    def change(state: State) -> State:
-        inputs: Tensor = state.inputs
-        partner = last[0] if last and last[0].shape == inputs.shape else inputs.roll(1)
-        last[:] = [inputs]
-        return state.replace(inputs=0.9 * inputs + 0.1 * partner)
-
-    return change
-
-
 @mutant("deterministic", at=Event.BATCH_END)
 def stops_after_an_hour():
     """Trains for an hour by the wall clock, and does nothing from then on."""
@@ -160,19 +131,6 @@ def stops_an_hour_after_init():
         if event is Event.INIT:
             start[0] = time.time()
         return state if event is Event.INIT or time.time() - start[0] > 3600 else scaled_params(state, 0.99)
-
-    return change
-
-
-@mutant("deterministic", at=(Event.INIT, Event.BATCH_END))
-def rate_by_the_hour():
-    """Notes a rate at INIT that depends on the time of day."""
-    rate = [0.0]
-
-    def change(event: Event, state: State) -> State:
-        if event is Event.INIT:
-            rate[0] = time.time() % 86400 / 86400
-        return state if event is Event.INIT else scaled_params(state, 1 - rate[0] / 10)
 
     return change
 

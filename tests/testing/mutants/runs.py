@@ -12,7 +12,6 @@ from purecompose.algorithms._label_smoothing import smooth_labels
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.time.event import Event
-from purecompose.time.predicates import on
 from tests.testing.mutants.mutant import mutant, scaled_grads, scaled_params, with_slot
 
 
@@ -143,20 +142,6 @@ def averages_in_closure():
     return change
 
 
-@mutant("resume_exact", at=(Event.INIT, Event.BATCH_END))
-def anchors_in_closure():
-    """Decays weights towards those at INIT, kept in a closure: a resumed run has other weights at INIT."""
-    anchors: dict[str, Tensor] = {}
-
-    def change(event: Event, state: State) -> State:
-        if event is Event.INIT:
-            anchors.update(state.params)
-            return state
-        return state.replace(params={name: p.lerp(anchors[name], 0.01) for name, p in state.params.items()})
-
-    return change
-
-
 @mutant("resume_exact", at=Event.AFTER_DATALOADER)
 def normalises_by_the_first_batch():
     """Normalises inputs by statistics of the first batch, cached permanently.
@@ -240,20 +225,6 @@ def seeds_by_clock():
     """Draws noise by its time of creation: deterministic within a process, but not after it."""
     seed = time.time_ns() % 2**31
     return lambda state: _with_noise(state, random.fold_in(state.key, seed))
-
-
-@mutant("resume_exact")
-def remembers_losses_in_a_list() -> Algorithm:
-    """A host algorithm that shrinks weights by the loss relative to its average so far, kept in a list."""
-    losses: list[float] = []
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        assert state.loss is not None
-        losses.append(float(state.loss))
-        return scaled_params(state, 1 - 0.01 * min(losses[-1] / (sum(losses) / len(losses)), 2.0))
-
-    return Algorithm("remembers_losses_in_a_list", on(Event.BATCH_END), apply, host=True)
 
 
 @mutant("resume_exact", at=Event.AFTER_LOAD)
