@@ -413,10 +413,12 @@ _DIVISIONS: tuple[tuple[int, Any], ...] = ((2, "step"), (4, "layer"), (4, "step"
 """Numbers of processes, and how they gather parameters; `None` if they divide only the batch."""
 
 
-def _in_processes(size: int, *arguments: Any) -> list[list[dict[str, Any]]]:
+def _in_processes(size: int, subject: Subject, *arguments: Any) -> list[list[dict[str, Any]]]:
     try:
-        return in_process_group(_trained_apart, size, *arguments)
+        return in_process_group(_trained_apart, size, subject, *arguments)
     except Unportable as reason:
+        if subject.source is None:
+            raise NotJudged("other processes need a text, such as 'my_module:my_algorithm'") from reason
         raise NotJudged(f"it cannot be sent to other processes: {reason}") from reason
 
 
