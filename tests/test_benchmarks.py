@@ -7,6 +7,7 @@ import pathlib
 import runpy
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,24 @@ def test_mutants_change_one_place_each(monkeypatch: pytest.MonkeyPatch, tmp_path
         "x < 0 -> x <= 0",
         "y = x + 1 -> pass",
     ]
+
+
+def test_states_that_differ_from_a_record_are_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = runpy.run_path(str(FOLDER / "same_states.py"))["main"]
+    row = SimpleNamespace(examples=("label_smoothing(0.1)",), neutral=None, accepted=("vectors",))
+    monkeypatch.setitem(main.__globals__, "SHIPPED", {"label_smoothing": row})
+    monkeypatch.setattr(sys, "argv", ["same_states.py", str(tmp_path / "states.json")])
+    main()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--compare"])
+    with pytest.raises(SystemExit, match="0|False"):
+        main()
+    assert "1 cases are the same" in capsys.readouterr().out
+    row.examples = ("label_smoothing(0.2)",)
+    with pytest.raises(SystemExit, match="1|True"):
+        main()
+    assert "label_smoothing(0.1) on vectors: gone" in capsys.readouterr().out
 
 
 def test_quartiles_of_times_to_a_target_that_some_runs_miss(monkeypatch: pytest.MonkeyPatch) -> None:
