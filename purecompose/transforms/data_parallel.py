@@ -10,7 +10,7 @@ import functools
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -79,11 +79,11 @@ class Shared(Scope):
 
         def with_slices(transform: Callable[[Operation], Operation]) -> Operation:
             on_part = build(transform if layers is None else _layer_by_layer(transform, layers, is_whole))
-            shared = _OnPart(on_part, ranks, wrt, is_whole=is_whole, is_by_layer=layers is not None)
+            shared = _OnPart(
+                on_part, ranks, wrt, is_whole=is_whole, is_by_layer=layers is not None, is_checked=self.is_checked
+            )
             on_whole = on_part if layers is None else build(transform)
             run = shared if placing is None else functools.partial(_run_placed, shared, on_whole, placing)
-            if not self.is_checked:
-                run = _comparing(run, replace(shared, ranks=ranks.comparing()), on_whole, placing)
             return repeatable(with_own_gradients(run), self.body, ranks, separable)
 
         lowered = inner._replace(
@@ -165,19 +165,6 @@ def undivided(program: Program) -> Program:
     return tuple(inner for node in program for inner in (node.body if isinstance(node, Shared) else (node,)))
 
 
-def _comparing(run: Operation, shared: "_OnPart", on_whole: Operation, placing: Placing | None) -> Operation:
-    """Return an operation whose processes compare messages before they are sent, in first runs.
-
-    Args:
-        run: The operation.
-        shared: What several processes share, with processes that compare.
-        on_whole: The same for whole parameters, in each process by itself.
-        placing: How parameters are divided, if they are.
-    """
-    compared = shared if placing is None else functools.partial(_run_placed, shared, on_whole, placing.comparing())
-    return lambda carry, purpose: (compared if purpose.is_first else run)(carry, purpose)
-
-
 def _layer_by_layer(
     transform: Callable[[Operation], Operation], placing: Placing, is_whole: bool
 ) -> Callable[[Operation], Operation]:
@@ -185,9 +172,7 @@ def _layer_by_layer(
     return lambda body: transform(by_layer(body, placing, shares_statistics=is_whole))
 
 
-def _run_placed(
-    shared: Callable[..., Carry], on_whole: Operation, placing: Placing, carry: Carry, purpose: Purpose
-) -> Carry:
+def _run_placed(shared: "_OnPart", on_whole: Operation, placing: Placing, carry: Carry, purpose: Purpose) -> Carry:
     """Run a part of a step on divided parameters; its gradients are divided like them.
 
     Args:
@@ -204,6 +189,8 @@ def _run_placed(
         )
     if placing.is_by_layer and purpose.sharing == "all":
         return shared(carry, purpose)
+    if shared.compares(purpose):
+        placing = placing.comparing()
     params = carry.state.params
     gathered = carry._replace(state=carry.state.replace(params=placing.gathered(params)))
     if purpose.sharing == "none":
@@ -255,6 +242,12 @@ class _OnPart:
     may use the statistics of the whole batch."""
     is_by_layer: bool
     """True if results of slices are means over the ranks already; see `by_layer`."""
+    is_checked: bool
+    """True if the ranks are known to send messages of one form."""
+
+    def compares(self, purpose: Purpose) -> bool:
+        """Return whether messages are compared before they are sent."""
+        return purpose.is_first and not self.is_checked
 
     def __call__(self, carry: Carry, purpose: Purpose, sum_gradients: SumGradients | None = None) -> Carry:
         """Run the operation.
@@ -266,8 +259,8 @@ class _OnPart:
         """
         if purpose.sharing == "none":
             return self.operation(carry, purpose)
-        state, ranks = carry.state, self.ranks
-        share, end = self._run(carry, purpose)
+        state, ranks = carry.state, self.ranks.comparing() if self.compares(purpose) else self.ranks
+        share, end = self._run(carry, purpose, ranks)
         if purpose.sharing == "own":
             return end._replace(terms=carry.terms)
         after, used, terms = end
@@ -290,9 +283,9 @@ class _OnPart:
             )
         return Carry(after, used, carry.terms)
 
-    def _run(self, carry: Carry, purpose: Purpose) -> tuple[Share, Carry]:
+    def _run(self, carry: Carry, purpose: Purpose, ranks: Ranks) -> tuple[Share, Carry]:
         """Return this rank's share of the batch, and the end of its part, where the batch is whole again."""
-        state, ranks = carry.state, self.ranks
+        state = carry.state
         share, start = _start_of_part(state, ranks, purpose)
         purpose = purpose._replace(whole_batch=None)
         if purpose.sharing == "all":
