@@ -18,7 +18,7 @@ from purecompose._support.dynamo import called_by_dynamo, get_eval_frame_callbac
 from purecompose._support.scopes import NOTHING, together
 from purecompose.batch.fields import aliases
 from purecompose.core.algorithm import Algorithm, Trait
-from purecompose.core.application import application
+from purecompose.core.application import Outside, application
 from purecompose.core.clock import Clock
 from purecompose.core.composable import (
     as_algorithms,
@@ -31,20 +31,18 @@ from purecompose.core.composable import (
     check_no_hosts_in_grad,
     check_updates,
     events_in_grad,
+    run_checked,
     warn_of_idle_algorithms,
     warn_of_whole_batches,
 )
 from purecompose.core.context import Context, SealedTime, Static
 from purecompose.core.contract import Contract, Observe
-from purecompose.core.first_run import run_checked
 from purecompose.core.gradient import wants_outer_gradient
 from purecompose.core.layout import Cut
 from purecompose.core.loop import advance
 from purecompose.core.loss import Constant, check_constants, constants_of
 from purecompose.core.matching import Matcher
-from purecompose.core.members import SINGLE, Members
-from purecompose.core.operation import Carry, Lowered, Node, Operation, Place, Purpose, walk
-from purecompose.core.outside import Outside
+from purecompose.core.operation import SINGLE, Carry, Lowered, Members, Node, Operation, Place, Purpose, walk
 from purecompose.core.overview import describe_moment
 from purecompose.core.passes import DEFAULT_PASSES, Pass, compose_passes
 from purecompose.core.plan import Plan, make_plan

@@ -1,4 +1,4 @@
-"""Operations, to which a program is lowered, and their fold.
+"""Operations, to which a program is lowered, their fold, and the kinds of states that they are folded over.
 
 An operation is a function `(carry, purpose) -> carry`. The carry changes along the fold; the purpose describes the
 run and is the same for all of it. Events, stages and scopes lower themselves to operations.
@@ -6,6 +6,7 @@ run and is the same for all of it. Events, stages and scopes lower themselves to
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from purecompose.core.algorithm import Algorithm
 from purecompose.core.contract import Contract
 from purecompose.core.layout import Cut
 from purecompose.core.ranks import Ranks, Share, SharedPart, Sharing
-from purecompose.core.state import State
+from purecompose.core.state import State, check_single
 from purecompose.nn.keyed.scope import CURRENT, Part
 from purecompose.time.event import Event
 
@@ -54,7 +55,7 @@ class Purpose(NamedTuple):
     replaces_gradients: bool = False
     """True if a method replaces all gradients before anything reads them, so that processes need not send them."""
     passes: Any = None
-    """Recorder of forward passes and losses, in a check of gradients; see `purecompose.core.recorded`."""
+    """Recorder of forward passes and losses, in a check of gradients; see `purecompose.core.halves`."""
     forwards: dict[Any, Any] | None = None
     """The forward passes so far, by their operations, if the gradients of several losses share them; see `gradient`."""
     frees_fields: bool = False
@@ -214,3 +215,50 @@ def lift(
         return Carry(new_state, used, terms)
 
     return run
+
+
+@dataclass(frozen=True)
+class Members:
+    """The treatment of the states that are given to a step: single ones; a population overrides all of it."""
+
+    def check(self, state: State) -> None:
+        """Raise a `ValueError` for a state of another kind."""
+        if state.key.ndim > 1:
+            remedy = "population(step, n) steps all of them, unstack_states(state) gives each of them"
+            check_single(state, "step(state, batch)", remedy)
+
+    def one(self, state: State) -> State:
+        """Return a single state, on which `match` is evaluated."""
+        return state
+
+    def example(self, batch: Any) -> Any:
+        """Return the batch of a single state."""
+        return batch
+
+    def spread(self, batch: Any) -> Any:
+        """Return the batch in the form in which it enters the state."""
+        return batch
+
+    def adapt(self, lowered: Lowered) -> Lowered:
+        """Return an operation in the form that is folded and compiled."""
+        return lowered
+
+    def in_order(self, operations: Sequence[Lowered]) -> Operation:
+        """Return one operation that runs adapted operations one after the other."""
+        return in_order(lowered.run for lowered in operations)
+
+    def each(self, fn: Callable[[State], State], state: State, where: str) -> State:
+        """Return the state after a function that runs on the host; `where` begins its error messages."""
+        del where
+        return fn(state)
+
+    def settle(self, state: State) -> State:
+        """Return the state at the end of a fold as observers see it."""
+        return state
+
+    def describe(self, step: str) -> str:
+        """Return the printed form of a step of such states, given that of a step of single ones."""
+        return step
+
+
+SINGLE = Members()

@@ -20,9 +20,9 @@ from purecompose import batch as batches, losses, tree
 from purecompose._support.checks import shown
 from purecompose._support.functorch import has_values, is_transforming
 from purecompose._support.messages import warn
-from purecompose.core.coupling import targets_of_loss
 from purecompose.core.halves import (
     Comparison,
+    ForwardPasses,
     Found,
     NotMeanError,
     Variant,
@@ -32,9 +32,8 @@ from purecompose.core.halves import (
     with_halves,
 )
 from purecompose.core.layout import Cut
-from purecompose.core.means import denominators, num_terms
+from purecompose.core.means import denominators, num_terms, targets_of_loss
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation
-from purecompose.core.recorded import ForwardPasses
 from purecompose.core.state import State
 from purecompose.nn.keyed.scope import is_under_foreign_checkpoint
 from purecompose.random.keys import fold_in

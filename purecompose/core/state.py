@@ -17,9 +17,8 @@ from purecompose import batch as batches, losses, random, tree
 from purecompose._support.checks import shown, suggests_keywords
 from purecompose._support.device import PRECISIONS
 from purecompose.core.calls import per_example, rng_of_turn, run_loss, run_model
-from purecompose.core.changes import as_hparams, check_params, translated
 from purecompose.core.clock import Clock
-from purecompose.core.context import Context, Static
+from purecompose.core.context import Context, Static, as_hparams, check_params, translated
 from purecompose.core.fields import DONATED, HIDDEN, REPORT, TEMPORARY, FieldInfo, Leasable, none, state_field
 from purecompose.core.layout import Splitter
 from purecompose.core.loss import joined, scalars_of
@@ -91,7 +90,7 @@ class State(Leasable):
     """Inside a step: the index in the whole batch of the microbatch's first example; `None` for 0."""
     whole_loss: Any = state_field(HIDDEN, none)
     """Inside a slice, for a loss that couples examples: the loss of all slices, its gradients with respect to the
-    slice's outputs, and these outputs; see `purecompose.core.coupling`."""
+    slice's outputs, and these outputs; see `purecompose.core.means`."""
     denominators: Any = state_field(HIDDEN, none)
     """For a loss or stage with `denominators`: the numbers it divides by; in a slice, its share of them."""
     regrad: Regrad | None = state_field(HIDDEN, none)

@@ -22,8 +22,7 @@ from purecompose._support.shards import is_shard
 from purecompose.core.again import repeatable
 from purecompose.core.compose import Step
 from purecompose.core.means import denominators, part_of
-from purecompose.core.members import SINGLE
-from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Place, Purpose, walk
+from purecompose.core.operation import NO_PURPOSE, SINGLE, Carry, Lowered, Operation, Place, Purpose, walk
 from purecompose.core.program import Program, matching_params
 from purecompose.core.ranks import Ranks, Share, SharedPart
 from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradients

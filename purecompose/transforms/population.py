@@ -18,8 +18,7 @@ from purecompose._support.checks import check_whole
 from purecompose._support.shards import is_shard
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
-from purecompose.core.members import SINGLE, Members
-from purecompose.core.operation import Carry, Lowered, Operation, Purpose, in_order
+from purecompose.core.operation import SINGLE, Carry, Lowered, Members, Operation, Purpose, in_order
 from purecompose.core.state import NO_TEMPORARY, State, fields_where
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER

@@ -16,9 +16,9 @@ from torch.utils import _pytree as torch_pytree
 
 from purecompose import losses, optim, random, schedule, tree
 from purecompose.core.algorithm import Algorithm
-from purecompose.core.changes import as_hparams
 from purecompose.core.clock import Clock
 from purecompose.core.compose import compose
+from purecompose.core.context import as_hparams
 from purecompose.core.loop import loop_events
 from purecompose.core.state import State
 from purecompose.errors import UnkeyedRandomError

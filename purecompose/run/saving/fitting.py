@@ -11,8 +11,7 @@ from torch import Tensor
 from purecompose import tree
 from purecompose._support.fingerprint import in_words
 from purecompose._support.messages import warn
-from purecompose.core.changes import memory_for
-from purecompose.core.context import Static
+from purecompose.core.context import Static, memory_for
 from purecompose.core.state import State, fields_where
 from purecompose.errors import CheckpointWarning, MismatchError
 from purecompose.optim.checks import match_or_raise, matched

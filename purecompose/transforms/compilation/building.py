@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from purecompose._support.functorch import is_transforming
 from purecompose._support.messages import warn
 from purecompose.core.compose import Step
-from purecompose.core.members import Members
-from purecompose.core.operation import Carry, Lowered, Operation, Purpose
+from purecompose.core.operation import Carry, Lowered, Members, Operation, Purpose
 from purecompose.core.program import events_in
 from purecompose.transforms.compilation.backends import Compiled, compile_graph
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source, Writes

@@ -7,8 +7,7 @@ import torch.distributed as dist
 from purecompose._support.checks import shown
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
-from purecompose.core.members import SINGLE
-from purecompose.core.operation import walk
+from purecompose.core.operation import SINGLE, walk
 from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Microbatches
 from purecompose.transforms.data_parallel import shared_program
