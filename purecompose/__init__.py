@@ -44,9 +44,8 @@ if TYPE_CHECKING:  # what `__getattr__` returns
     from purecompose.run import saving
     from purecompose.run.evaluation import Evaluator, evaluate, predict
     from purecompose.run.fit import fit, training
-    from purecompose.run.plateau import ReduceOnPlateau
+    from purecompose.run.rules import EarlyStopping, ReduceOnPlateau, Threshold
     from purecompose.run.saving import Checkpoints, load, save
-    from purecompose.run.stopping import EarlyStopping, Threshold
     from purecompose.schedule import hparam
     from purecompose.surgery.weights import to_module
     from purecompose.time.event import Event
@@ -152,13 +151,13 @@ _HOMES = {
     "Algorithm": "core.algorithm",
     "Checkpoints": "run.saving",
     "DEFAULT_PASSES": "core.passes",
-    "EarlyStopping": "run.stopping",
+    "EarlyStopping": "run.rules",
     "Evaluator": "run.evaluation",
     "Event": "time.event",
-    "ReduceOnPlateau": "run.plateau",
+    "ReduceOnPlateau": "run.rules",
     "State": "core.state",
     "Step": "core.compose",
-    "Threshold": "run.stopping",
+    "Threshold": "run.rules",
     "Trait": "core.algorithm",
     "after": "time.predicates",
     "before": "time.predicates",

@@ -25,10 +25,10 @@ from purecompose.core.algorithm import Algorithm
 from purecompose.core.composable import as_algorithms
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data.checks import StateStream, check_batches
-from purecompose.data.loaders import own_order
+from purecompose.data.facts import check_batches
+from purecompose.data.loaders import StateStream, own_order
 from purecompose.run.evaluation import Evaluator
-from purecompose.run.stopping import mode_of
+from purecompose.run.rules import mode_of
 from purecompose.time import Timestamp
 
 

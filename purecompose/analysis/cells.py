@@ -18,10 +18,8 @@ from purecompose import batch as batches, random
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data.checks import StateStream
-from purecompose.data.loaders import draws_globally, epoch_batches, fixed_batches
-from purecompose.data.order import seed_words
-from purecompose.data.seeding import kept_globals, load_numpy, seed_globals
+from purecompose.data.loaders import StateStream, draws_globally, epoch_batches, fixed_batches
+from purecompose.data.seeding import kept_globals, load_numpy, seed_globals, seed_words
 from purecompose.records import RunFolder
 from purecompose.run.evaluation import Evaluator, run_evaluator
 from purecompose.run.fit import fit

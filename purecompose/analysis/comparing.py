@@ -14,15 +14,13 @@ from purecompose._support.checks import check_number, shown
 from purecompose._support.tables import table
 from purecompose.analysis.recorded import RecordedRun, checkpoints_in, losses_in
 from purecompose.analysis.replaying import MaxDifference, differing, max_difference, point, states_from
-from purecompose.data.identity import differences as data_differences
+from purecompose.data.facts import differences as data_differences
 from purecompose.records import read_run
 from purecompose.records.layout import CONFIG
-from purecompose.run.saving.code import code_differences
-from purecompose.run.saving.description import differences
-from purecompose.run.saving.extra import is_extra
+from purecompose.run.saving.comparison import code_differences, differences
+from purecompose.run.saving.files import SavedTensors
 from purecompose.run.saving.folder import Found
-from purecompose.run.saving.leaves import leaves_of
-from purecompose.run.saving.tensors import SavedTensors
+from purecompose.run.saving.leaves import is_extra, leaves_of
 
 
 class CheckpointDifference(NamedTuple):

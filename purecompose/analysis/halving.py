@@ -24,7 +24,7 @@ from torch import Tensor
 from purecompose import random, tree
 from purecompose._support.checks import check_number, check_whole
 from purecompose.core.state import State
-from purecompose.run.stopping import check_metric, mode_of
+from purecompose.run.rules import check_metric, mode_of
 from purecompose.time import Time, TimeUnit
 
 

@@ -19,8 +19,8 @@ from purecompose._support.checks import check_number, check_whole
 from purecompose._support.tables import table
 from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single
-from purecompose.data.checks import StateStream, check_batches
-from purecompose.data.loaders import epoch_batches
+from purecompose.data.facts import check_batches
+from purecompose.data.loaders import StateStream, epoch_batches
 from purecompose.run.start import start_of_run
 from purecompose.schedule import Hparam, hparam
 from purecompose.schedule.scalar import Product, factors_of

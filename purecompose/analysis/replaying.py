@@ -15,8 +15,7 @@ from purecompose._support.checks import shown
 from purecompose._support.shards import whole
 from purecompose.analysis.recorded import Loaded, RecordedRun
 from purecompose.core.state import State
-from purecompose.data.checks import StateStream
-from purecompose.data.loaders import epoch_batches
+from purecompose.data.loaders import StateStream, epoch_batches
 from purecompose.errors import MismatchError
 from purecompose.run.evaluation import Observer
 from purecompose.run.outer import Run

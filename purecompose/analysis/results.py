@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from purecompose.analysis.cells import Trainer
-from purecompose.data.identity import describe_data
+from purecompose.data.facts import describe_data
 from purecompose.records.layout import write_json, write_text
 from purecompose.records.reading import read_json
-from purecompose.run.saving.description import describe
+from purecompose.run.saving.comparison import describe
 
 
 _DECISIVE = ("optimizer", "loss", "precision", "program", "microbatches")

@@ -24,7 +24,7 @@ from purecompose.records import RunFolder, read_run
 from purecompose.records.layout import CONFIG
 from purecompose.run.evaluation import Evaluator, Observer
 from purecompose.run.fit import fit
-from purecompose.run.stopping import mode_of
+from purecompose.run.rules import mode_of
 from purecompose.transforms.compilation import CompiledStep, compile
 
 

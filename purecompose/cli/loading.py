@@ -19,9 +19,9 @@ from purecompose.data import Arrays
 from purecompose.errors import CheckpointWarning
 from purecompose.records.layout import COMMAND, CONFIG, HISTORY, PLAN, RECORDS, RESULT, VERSIONS
 from purecompose.run.saving import load, newest
-from purecompose.run.saving.fetching import fetched
+from purecompose.run.saving.files import Index
 from purecompose.run.saving.folder import CHECKPOINTS, INDEX, all_in, read_index
-from purecompose.run.saving.index import Index
+from purecompose.run.saving.remote import fetched
 
 
 _STATE = (CONFIG, INDEX)

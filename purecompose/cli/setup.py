@@ -30,7 +30,7 @@ from purecompose.losses import metrics
 from purecompose.nn import models
 from purecompose.random import key
 from purecompose.run.evaluation import Evaluator
-from purecompose.run.stopping import EarlyStopping, Stopper
+from purecompose.run.rules import EarlyStopping, Stopper
 from purecompose.time import Time, TimeUnit
 from purecompose.transforms.compilation import CompiledStep, compile
 from purecompose.transforms.population import population, stack_states

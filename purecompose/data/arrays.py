@@ -16,7 +16,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.checks import check_whole, shown
-from purecompose.data.order import epoch_order
+from purecompose.data.seeding import epoch_order
 from purecompose.random import Rng, key as make_key, permutation, salt
 from purecompose.random.keys import as_rng
 

@@ -13,17 +13,12 @@ import zlib
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from purecompose.data import class_folders
 from purecompose.data.arrays import split
-
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 _DIGITS_TEST_SIZE = 360
@@ -35,9 +30,12 @@ _NPZ_KEYS = (
     ("x_train", "y_train", "x_test", "y_test"),
     ("train_images", "train_labels", "test_images", "test_labels"),
 )
-_IDX_STEMS = ("train-images", "train-labels", "t10k-images", "t10k-labels")
+_IDX_FILES = {"train-images": 3, "train-labels": 1, "t10k-images": 3, "t10k-labels": 1}
+"""The first part of each file's name, and the number of its axes."""
 _IDX_UINT8 = 0x08
 _PIECE = 2**20
+_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
+_TESTS = ("test", "val", "valid", "validation")
 
 
 class ImageData(NamedTuple):
@@ -89,10 +87,9 @@ def load(name_or_path: str | Path) -> ImageData:
     if isinstance(name_or_path, str) and name_or_path in _NAMED:
         return _NAMED[name_or_path]()
     path = Path(name_or_path).expanduser()
-    if path.is_dir() and class_folders.are_in(path):
-        return _image_data(str(path), *class_folders.read(path))
     if path.is_dir():
-        return _load_idx(path)
+        has_classes = (path / "train").is_dir() and bool(_classes(path / "train"))
+        return _load_folders(path) if has_classes else _load_idx(path)
     if path.is_file() and path.suffix == ".npz":
         return _load_npz(path)
     if path.is_file():
@@ -125,36 +122,22 @@ def _load_npz(path: Path) -> ImageData:
     except ImportError as error:
         raise _missing("numpy", f"the archive {path}") from error
     try:
-        names = _npz_keys(path)
         # Without pickle, because reading data must not run code. The file is opened here, because numpy does not close
         # a file that it cannot read.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            present = [*archive]
+            names = next((names for names in _NPZ_KEYS if {*names} <= {*present}), None)
+            if names is None:
+                wanted = " or ".join(", ".join(names) for names in _NPZ_KEYS)
+                raise ValueError(f"expected {wanted}; found {', '.join(present) or 'nothing'}")
             stored = {name: archive[name] for name in names}
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, TypeError) as error:
         raise ValueError(f"data.load: {path} cannot be read as an .npz archive of plain arrays: {error}") from error
-    images_train, labels_train, images_test, labels_test = (
-        _from_numpy(f"{path}[{name}]", array) for name, array in stored.items()
-    )
-    return _image_data(
-        str(path),
-        _channels_first(path, images_train),
-        labels_train,
-        _channels_first(path, images_test),
-        labels_test,
-    )
+    train, train_labels, test, test_labels = (_from_numpy(f"{path}[{name}]", array) for name, array in stored.items())
+    return _image_data(str(path), _channels_first(path, train), train_labels, _channels_first(path, test), test_labels)
 
 
-def _npz_keys(path: Path) -> tuple[str, ...]:
-    with zipfile.ZipFile(path) as archive:
-        present = [name.removesuffix(".npy") for name in archive.namelist()]
-    for keys in _NPZ_KEYS:
-        if set(keys) <= set(present):
-            return keys
-    wanted = " or ".join(", ".join(keys) for keys in _NPZ_KEYS)
-    raise ValueError(f"expected {wanted}; found {', '.join(present) or 'nothing'}")
-
-
-def _from_numpy(where: str, array: "np.ndarray") -> Tensor:
+def _from_numpy(where: str, array: Any) -> Tensor:
     if array.dtype.kind not in "uif":
         raise ValueError(f"data.load: {where} holds {array.dtype}, expected integers or floating-point numbers")
     if array.dtype != "uint8":
@@ -175,62 +158,113 @@ def _channels_first(path: Path, images: Tensor) -> Tensor:
 
 
 def _load_idx(folder: Path) -> ImageData:
-    train_images, train_labels, test_images, test_labels = (
-        _read_idx(_find_idx(folder, stem, num_axes), num_axes)
-        for stem, num_axes in zip(_IDX_STEMS, (3, 1, 3, 1), strict=True)
-    )
-    return _image_data(str(folder), train_images.unsqueeze(1), train_labels, test_images.unsqueeze(1), test_labels)
+    train, train_labels, test, test_labels = (_read_idx(folder, *file) for file in _IDX_FILES.items())
+    return _image_data(str(folder), train.unsqueeze(1), train_labels, test.unsqueeze(1), test_labels)
 
 
-def _find_idx(folder: Path, stem: str, num_axes: int) -> Path:
-    name = f"{stem}-idx{num_axes}-ubyte"
-    for path in (folder / name, folder / f"{name}.gz"):
-        if path.is_file():
-            return path
-    raise FileNotFoundError(f"data.load: the folder {folder} has neither {name} nor {name}.gz")
-
-
-def _read_idx(path: Path, num_axes: int) -> Tensor:
+def _read_idx(folder: Path, stem: str, num_axes: int) -> Tensor:
     """Read one IDX file: two zero bytes, a type, the number of axes, big-endian sizes, then the values."""
+    name, header = f"{stem}-idx{num_axes}-ubyte", struct.Struct(f">{1 + num_axes}I")
+    path = next((found for found in (folder / name, folder / f"{name}.gz") if found.is_file()), None)
+    if path is None:
+        raise FileNotFoundError(f"data.load: the folder {folder} has neither {name} nor {name}.gz")
     try:
-        with cast(IO[bytes], gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
-            shape = _read_idx_header(path, file, num_axes)
-            # Reads at most one byte more than the header declares, since a small file may unpack to any size.
-            values = _read_at_most(file, math.prod(shape) + 1)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = bytearray(file.read(header.size))  # torch accepts it without a warning, unlike bytes
+            if len(content) < header.size:
+                raise ValueError(f"data.load: {path} ends within its header: {len(content)} of {header.size} bytes")
+            magic, *shape = header.unpack(content)
+            # In pieces, since a damaged header may declare any size; and at most one byte more, since a small file may
+            # unpack to any size.
+            num = math.prod(shape)
+            while piece := file.read(min(_PIECE, header.size + num + 1 - len(content))):
+                content += piece
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"data.load: {path} cannot be unpacked: {error}") from error
-    if len(values) != math.prod(shape):
-        found = len(values) if len(values) < math.prod(shape) else "more"
-        raise ValueError(
-            f"data.load: {path} should hold {' x '.join(map(str, shape))} = {math.prod(shape)} values, got {found}; "
-            "the file is cut off or damaged"
-        )
-    if not values:
-        raise ValueError(f"data.load: {path} holds no examples: its sizes are {' x '.join(map(str, shape))}")
-    return torch.frombuffer(values, dtype=torch.uint8).reshape(shape)
-
-
-def _read_idx_header(path: Path, file: IO[bytes], num_axes: int) -> list[int]:
-    """Read the sizes of the axes."""
-    header = file.read(4 + 4 * num_axes)
-    if len(header) < 4 + 4 * num_axes:
-        raise ValueError(f"data.load: {path} ends within its header: {len(header)} of {4 + 4 * num_axes} bytes")
-    magic, *shape = struct.unpack(f">{1 + num_axes}I", header)
     expected = (_IDX_UINT8 << 8) + num_axes
     if magic != expected:
         raise ValueError(
             f"data.load: {path} starts with the magic number {magic}, expected {expected} "
             f"(unsigned bytes, {num_axes} axes)"
         )
-    return shape
+    found, sizes = len(content) - header.size, " x ".join(map(str, shape))
+    if found != num:
+        came = "more" if found > num else found
+        raise ValueError(
+            f"data.load: {path} should hold {sizes} = {num} values, got {came}; the file is cut off or damaged"
+        )
+    if not num:
+        raise ValueError(f"data.load: {path} holds no examples: its sizes are {sizes}")
+    return torch.frombuffer(content, dtype=torch.uint8, offset=header.size).reshape(shape)
 
 
-def _read_at_most(file: IO[bytes], num_bytes: int) -> bytearray:
-    """Read at most `num_bytes`, in pieces, because a damaged header may declare more than fits into memory."""
-    found = bytearray()  # torch accepts it without a warning, unlike bytes
-    while len(found) < num_bytes and (piece := file.read(min(_PIECE, num_bytes - len(found)))):
-        found += piece
-    return found
+def _load_folders(folder: Path) -> ImageData:
+    """Read images in folders by class: `train/cat/1.png`, `train/dog/7.jpg`, ..., and likewise in `test` or `val`.
+
+    Classes are numbered in the sorted order of their folders' names in `train`. Images have three channels, or one if
+    none has colours.
+    """
+    test = next((folder / name for name in _TESTS if (folder / name).is_dir()), None)
+    if test is None:
+        raise FileNotFoundError(f"data.load: {folder} has a folder train, and none of {', '.join(_TESTS)}")
+    names = _classes(folder / "train")
+    strange = sorted(set(_classes(test)) - set(names))
+    if strange:
+        raise ValueError(f"data.load: {test} has classes that {folder / 'train'} lacks: {', '.join(strange)}")
+    parts = [_read_part(part, names) for part in (folder / "train", test)]
+    mode = "L" if all(image.mode in ("L", "1") for images, _ in parts for image in images) else "RGB"
+    (train, train_labels), (tests, test_labels) = (
+        (torch.stack([_as_tensor(image, mode) for image in images]), labels) for images, labels in parts
+    )
+    return _image_data(str(folder), train, train_labels, tests, test_labels)
+
+
+def _classes(folder: Path) -> list[str]:
+    return sorted(found.name for found in folder.iterdir() if found.is_dir() and not found.name.startswith("."))
+
+
+def _read_part(folder: Path, names: list[str]) -> tuple[list[Any], Tensor]:
+    """Return the images of a part, of one size, and their labels."""
+    images: dict[Path, Any] = {}
+    labels: list[int] = []
+    for label, name in enumerate(names):
+        files = sorted(f for f in (folder / name).glob("*") if f.suffix.lower() in _SUFFIXES and f.is_file())
+        if not files:
+            raise ValueError(f"data.load: {folder / name} has no images ({', '.join(sorted(_SUFFIXES))})")
+        images |= {file: _opened(file) for file in files}
+        labels += [label] * len(files)
+    first, first_image = next(iter(images.items()))
+    for file, image in images.items():
+        if image.size != first_image.size:
+            raise ValueError(
+                f"data.load: {file} is {image.size[0]} x {image.size[1]}, and {first} is {first_image.size[0]} x "
+                f"{first_image.size[1]}: expected images of one size; resize them first"
+            )
+    return [*images.values()], torch.tensor(labels)
+
+
+def _opened(file: Path) -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError("data.load: folders of images need pillow; install it with `pip install pillow`") from error
+    try:
+        with Image.open(file) as image:
+            image.load()
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"data.load: {file} cannot be read as an image: {error}") from error
+    if image.mode.startswith(("I", "F")):  # Pillow would clip their values to 0 to 255
+        raise ValueError(
+            f"data.load: {file} has {'floats' if image.mode == 'F' else 'more than 8 bits'} for each pixel (mode "
+            f"{image.mode}): convert the images to 8 bits, or put them into an .npz archive, which may have any numbers"
+        )
+    return image
+
+
+def _as_tensor(image: Any, mode: str) -> Tensor:
+    width, height = image.size
+    values = torch.frombuffer(bytearray(image.convert(mode).tobytes()), dtype=torch.uint8)
+    return values.reshape(height, width, len(mode)).permute(2, 0, 1)
 
 
 def _image_data(

@@ -1,4 +1,4 @@
-"""The batches of an epoch, from a given batch on, for any kind of data.
+"""The batches of any kind of data: those of an epoch, from a given batch on, and those made from the state of a run.
 
 A `DataLoader` without its own generator draws by the run's key. Over a map-style data set its samplers draw from a
 stream determined by (key, epoch), and each batch is read with the global generators seeded from (key, epoch, number
@@ -9,7 +9,8 @@ seeded from (key, epoch), because its batches must not depend on earlier epochs.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -25,11 +26,11 @@ from torch.utils.data import (
     default_collate,
 )
 
-from purecompose.data.order import epoch_seed, seed_words
+from purecompose._support.checks import is_callable_with, shown
+from purecompose.data.map_style import read_columns, reads_whole_batches
 from purecompose.data.position import PositionedBatches, has_shuffle_buffer, needs_other_loader, position_holder
 from purecompose.data.reader import Reader, naming
-from purecompose.data.samples import read_columns, reads_whole_batches
-from purecompose.data.seeding import Draws, Stream, load_numpy
+from purecompose.data.seeding import Stream, epoch_seed, kept_globals, load_numpy, seed_globals, seed_words
 from purecompose.errors import SkippingWarning
 from purecompose.random import fold_in, salt
 
@@ -182,7 +183,6 @@ class _Batches:
         self.dataset, self.collate_fn = data.dataset, data.collate_fn
         self.makes_batches = data.batch_sampler is not None
         self.reads_whole_batches = reads_whole_batches(data.dataset)
-        self._draws = Draws()
         self._epoch: int | None = None
 
     def __getitem__(self, request: _Request) -> Any:
@@ -191,7 +191,9 @@ class _Batches:
             self._epoch = request.epoch
         with naming(lambda: f"this happened with batch {request.batch} of epoch {request.epoch}: {request.index}"):
             words = seed_words(request.key, _BATCH, request.batch, request.epoch)
-            return self._draws.read(words, lambda: self._read(request.index))
+            with kept_globals():
+                seed_globals(words)
+                return self._read(request.index)
 
     def _read(self, index: Any) -> Any:
         if not self.makes_batches:
@@ -298,3 +300,59 @@ def _tell_epoch(data: Any, epoch: int) -> None:
 
 
 _END = object()
+
+
+@dataclass(frozen=True)
+class StateStream:
+    """Endless data, whose batches are made from the state; see `stream`.
+
+    Attributes:
+        fn: `state -> batch`.
+    """
+
+    fn: Callable[[Any], Any]
+
+    def batch(self, state: Any) -> Any:
+        """Return the batch for the next step from this state.
+
+        Raises:
+            TypeError: The function returned an iterator or `None`.
+        """
+        made = self.fn(state)
+        if made is None or isinstance(made, Iterator):
+            raise TypeError(
+                f"data.stream: {shown(self.fn)} returned {shown(made)}: expected one batch for each call, the one for "
+                "the next step; keep what serves several steps in an object, and give it to Checkpoints(extra=...)"
+            )
+        return made
+
+
+def stream(fn: Callable[[Any], Any]) -> StateStream:
+    """Return data for `fit` that are made from the state as the run proceeds, one batch before each step.
+
+    Batches are not prefetched, so `fn` sees the weights that the batch will train. It draws from `state.rng(name)`, a
+    different draw in each step. Data that it keeps between calls, such as an environment or a buffer, belong in
+    `Checkpoints(extra=...)`; a resumed run then makes the same batches.
+
+    A stream has no epochs: give the run's length in batches, samples, tokens or seconds, or
+    `State.create(batches_per_epoch=...)`.
+
+    Args:
+        fn: `state -> batch`, called with the state before each step.
+
+    Raises:
+        TypeError: `fn` cannot be called with one argument.
+
+    Example:
+        >>> import torch
+        >>> import purecompose as pc
+        >>> def self_training(state):
+        ...     x = pc.random.normal(state.rng("questions"), (8, 2))
+        ...     return x, state.forward(x).sign()
+        >>> state = pc.State.create(torch.nn.Linear(2, 1), loss=pc.losses.mse, optimizer=pc.optim.sgd(0.1))
+        >>> pc.fit(pc.compose(pc.loop_events), state, stream(self_training), duration="5ba").timestamp.batch
+        5
+    """
+    if not callable(fn) or not is_callable_with(fn, 1):
+        raise TypeError(f"data.stream: expected a function state -> batch, got {shown(fn)}")
+    return StateStream(fn)

@@ -8,21 +8,201 @@ round differently in several threads, and workers have only one), and a run can 
 earlier ones.
 """
 
+import copy
 import inspect
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
+from purecompose import tree
 from purecompose._support.checks import check_flag, check_whole, shown
-from purecompose.data.order import epoch_order
-from purecompose.data.reader import Reader
-from purecompose.data.samples import RNG_KINDS, Request, Samples
-from purecompose.data.seeding import load_numpy
+from purecompose._support.scopes import NOTHING
+from purecompose.data.reader import Reader, SharedReader, naming
+from purecompose.data.seeding import SEED_WORDS, epoch_order, kept_globals, load_numpy, seed_globals, seed_words
+from purecompose.random import Rng, fold_in, salt
 from purecompose.random.keys import as_rng
+
+
+RNG_KINDS = ("torch", "numpy", "key", None)
+"""Kinds of random argument that a transform may take besides the sample."""
+
+_SAMPLE, _TRANSFORM = salt("data sample"), salt("data transform")
+# Draws for a whole batch use the index of its first sample.
+_READ, _COLLATE = salt("data read"), salt("data collate")
+
+
+class Request(NamedTuple):
+    """Everything that a batch depends on, besides the data."""
+
+    key: tuple[int, int]
+    """The words of the run's key."""
+    epoch: int
+    indices: list[int]
+
+
+class Samples:
+    """Source that makes a batch from a request; see `loader` for the arguments.
+
+    Args:
+        dataset: A map-style data set.
+        transform: A function of the sample, and of the random argument if there is one; or None.
+        rng: One of `RNG_KINDS`.
+        collate: A function of the list of samples, or None.
+        seeds_globals: True to seed the global generators for every sample.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        transform: Callable[..., Any] | None,
+        rng: str | None,
+        collate: Callable[[list[Any]], Any] | None,
+        seeds_globals: bool,
+    ) -> None:
+        self.dataset: Any = dataset
+        self.transform: Callable[..., Any] | None = transform
+        self.rng: str | None = rng
+        self.collate: Callable[[list[Any]], Any] | None = collate
+        self.reads_whole_batches: bool = reads_whole_batches(dataset)
+        runs_code = transform is not None or collate is not None or not is_plain(dataset)
+        self._seeds_globals = seeds_globals and runs_code
+        self._needs_words = self._seeds_globals or (transform is not None and rng in ("torch", "numpy"))
+
+    def __getitem__(self, request: Request) -> Any:
+        with kept_globals() if self._seeds_globals else NOTHING:
+            self._seed(request, _READ, request.indices[0])
+            columns = read_columns(self.dataset, request.indices)
+            if columns is not None and self.transform is None and self.collate is None:
+                return columns
+            return self._collated(self._samples(request, columns), request)
+
+    def _samples(self, request: Request, columns: Any) -> list[Any]:
+        at_once, arguments = self._at_once(request, columns), self._arguments(request)
+        samples, index = [], request.indices[0]
+        with naming(lambda: f"data.loader: this happened with sample {index} of epoch {request.epoch}"):
+            for place, index in enumerate(request.indices):
+                words = self._seed(request, _SAMPLE, index)
+                sample = self.dataset[index] if at_once is None else at_once[place]
+                samples.append(sample if self.transform is None else self.transform(sample, *arguments(index, words)))
+        return samples
+
+    def _at_once(self, request: Request, columns: Any) -> Sequence[Any] | None:
+        """Return the samples of a batch if they can be read in one call, or have been, as columns."""
+        if isinstance(columns, Tensor):
+            return columns.unbind()
+        if columns is not None:
+            return list(zip(*map(torch.unbind, columns), strict=True))
+        if not self.reads_whole_batches:
+            return None
+        with naming(lambda: f"data.loader: this happened with {_listed(request)} of epoch {request.epoch}"):
+            return self.dataset.__getitems__(request.indices)
+
+    def _arguments(self, request: Request) -> Callable[[int, Sequence[int]], tuple[Any, ...]]:
+        """Return a function of a sample's index and seed that gives the transform's random argument, if it has one."""
+        if self.transform is None:
+            return lambda index, words: ()
+        if self.rng == "torch":
+            generator = torch.Generator()  # one for the batch, because seeding is cheaper than creating
+            return lambda index, words: (generator.manual_seed(words[SEED_WORDS]),)
+        if self.rng == "numpy":
+            import numpy as np
+
+            return lambda index, words: (np.random.default_rng(words[SEED_WORDS:]),)
+        if self.rng == "key":
+            epoch = Rng(fold_in(torch.tensor(request.key), request.epoch), _TRANSFORM)
+            return lambda index, words: (epoch.per_example(index),)
+        return lambda index, words: ()
+
+    def _collated(self, samples: list[Any], request: Request) -> Any:
+        if self.collate is not None:
+            self._seed(request, _COLLATE, request.indices[0])
+            with naming(lambda: f"data.loader: this happened with {_listed(request)}, collating them"):
+                return self.collate(samples)
+        try:
+            return default_collate(samples)
+        except (TypeError, RuntimeError, KeyError, ValueError, AttributeError) as error:
+            raise ValueError(_uncollated(samples, request.indices, error)) from error
+
+    def _seed(self, request: Request, draw: int, index: int) -> tuple[int, ...]:
+        if not self._needs_words:
+            return ()
+        words = seed_words(request.key, draw, index, request.epoch)
+        if self._seeds_globals:
+            seed_globals(words)
+        return words
+
+
+def reads_whole_batches(dataset: Any) -> bool:
+    """Return whether a data set can read many samples in one call; for a `Subset`, whether its data set can.
+
+    Every `Subset` has `__getitems__`, but it may read the samples one by one, without seeding between them.
+    """
+    if type(dataset) is Subset:
+        return reads_whole_batches(dataset.dataset)
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def read_columns(dataset: Any, indices: Sequence[int]) -> Any:
+    """Return a batch of tensors in memory, as `default_collate` makes it of their samples; `None` for other data."""
+    if type(dataset) is Subset:
+        return read_columns(dataset.dataset, [dataset.indices[index] for index in indices])
+    tensors = dataset.tensors if type(dataset) is TensorDataset else (dataset,)
+    if not all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in tensors):
+        return None
+    if not all(type(index) is int and index >= 0 for index in indices):  # others may mean something else
+        return None
+    chosen = torch.tensor(indices)
+    rows = [tensor.index_select(0, chosen.to(tensor.device)) for tensor in tensors]
+    return rows[0] if dataset is tensors[0] else rows
+
+
+def is_plain(dataset: Any) -> bool:
+    """Return whether reading and collating run no code of the user's: tensors, or a list of samples of tensors."""
+    if type(dataset) is Subset:
+        return is_plain(dataset.dataset)
+    if type(dataset) in (list, tuple):
+        return all(type(leaf) in _PLAIN for leaf in tree.leaves(dataset[0]))
+    return type(dataset) in (Tensor, TensorDataset, range)
+
+
+_PLAIN = (Tensor, int, float, bool, str, bytes)
+
+
+def _uncollated(samples: list[Any], indices: list[int], error: Exception) -> str:
+    """Return a message that names the first sample with another form than the first one, if any, and torch's error."""
+    first = _form(samples[0])
+    lines = f"sample {indices[0]} is {first}"
+    for index, sample in zip(indices, samples, strict=True):
+        if (form := _form(sample)) != first:
+            lines += f", sample {index} is {form}"
+            break
+    return (
+        f"data.loader: the samples cannot be made into one batch: {lines}. Give them one form in `transform`, "
+        f"or pass `collate`, a function of the list of samples ({type(error).__name__}: {str(error).splitlines()[0]})"
+    )
+
+
+def _form(sample: Any) -> str:
+    """Return a description of a sample's structure, with its shapes."""
+    if isinstance(sample, Tensor) or (hasattr(sample, "shape") and hasattr(sample, "dtype")):
+        return f"{sample.dtype} of shape {tuple(sample.shape)}"
+    if isinstance(sample, Mapping):
+        return "{" + ", ".join(f"{name!r}: {_form(member)}" for name, member in sample.items()) + "}"
+    if isinstance(sample, Sequence) and not isinstance(sample, str | bytes):
+        shown = [_form(member) for member in sample[:8]]
+        return f"{type(sample).__name__} of {len(sample)} ({', '.join(shown)}{', ...' if len(sample) > 8 else ''})"
+    return type(sample).__name__
+
+
+def _listed(request: Request) -> str:
+    indices = request.indices
+    shown = f"{indices}" if len(indices) <= 8 else f"[{', '.join(map(str, indices[:8]))}, ... {len(indices)} in all]"
+    return f"samples {shown}"
 
 
 _STORED_KEY = (0, 0)
@@ -132,9 +312,8 @@ def loader(
             each; or None for a `transform(sample)` that draws from global generators, as torchvision's do.
         collate: Function from a list of samples to a batch; None for `torch.utils.data.default_collate`.
         seed_globals: Seed the global generators of torch, Python and numpy for each sample, while it is read and
-            transformed, and restore them. Only those that the samples draw from are seeded, which takes up to 8
-            microseconds per sample; without it, draws from them are not reproducible. A batch that is the first to
-            draw from a generator is read twice, unless it is the loader's first batch.
+            transformed, and restore them. It takes about 8 microseconds per sample, and no time for tensors in
+            memory; without it, draws from them are not reproducible.
         pin_memory: Copy batches into pinned memory in a thread; `fit` does so itself if there is a GPU.
         prefetch_factor: Number of batches that each worker reads ahead; None for 2.
         persistent_workers: Keep workers between epochs; None to keep them if there are any.
@@ -242,3 +421,74 @@ def _worker_options(
         "multiprocessing_context": context,
         "timeout": timeout,
     }
+
+
+def shared(loader: Loader, mesh: Any = None) -> Loader:
+    """Return a loader of which each of several processes reads some rows of each batch.
+
+    Messages put the rows together, so that all processes have the whole batch, with the same bits as if each
+    had read all of it: the steps of `data_parallel` and `fully_sharded` take whole batches, which MixUp and other
+    methods need. All processes must iterate in the same way.
+
+    Args:
+        loader: A loader from `data.loader` without `collate`, which would see a part of the batch. Its samples consist
+            of numbers and tensors, which have one shape in all samples.
+        mesh: A `torch.distributed.DeviceMesh` or a process group; by default all processes. Rows are sent by gloo, on
+            the CPU, in a process group of its own; so all these processes must call `shared`.
+
+    Returns:
+        A `Loader`, whose batches are on the CPU. In a single process it is `loader` itself.
+
+    Raises:
+        TypeError: `loader` is of another kind, or `mesh` is neither a mesh nor a process group.
+        ValueError: The loader has a function `collate`, or is shared already. While iterating: samples have different
+            shapes or dtypes in different processes, or contain something other than numbers and tensors.
+        RuntimeError: There is no process group. While iterating: another process has failed to read its rows.
+
+    Example:
+        >>> import tempfile
+        >>> from purecompose.data import loader
+        >>> where = f"file://{tempfile.mkdtemp()}/store"
+        >>> dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
+        >>> list(shared(loader([10.0, 20.0, 30.0], 2)))
+        [tensor([10., 20.], dtype=torch.float64), tensor([30.], dtype=torch.float64)]
+        >>> dist.destroy_process_group()
+    """
+    if not isinstance(loader, Loader):
+        raise TypeError(
+            f"data.shared: expected a loader from data.loader, whose draws belong to the samples, got {shown(loader)}; "
+            "data.arrays are in memory already, and other data must be read by each process"
+        )
+    if isinstance(loader.reader, SharedReader):
+        raise ValueError("data.shared: the processes share the loader already")
+    if loader.samples.collate is not None:
+        raise ValueError(
+            "data.shared: the loader has a function collate, which would see a part of each batch in each process: "
+            "give samples one form by transform"
+        )
+    group = _group_of(mesh)
+    if group.size() == 1:
+        return loader
+    divided = copy.copy(loader)
+    divided.reader = cast(Reader, SharedReader(loader.reader, group))
+    return divided
+
+
+def _group_of(mesh: Any) -> Any:
+    """Return a new process group, which sends on the CPU, of the processes that share a loader."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "data.shared: there is no process group: start the processes by torchrun, and call "
+            "torch.distributed.init_process_group() in each"
+        )
+    if mesh is None:
+        members = list(range(dist.get_world_size()))
+    elif hasattr(mesh, "mesh"):
+        members = mesh.mesh.flatten().tolist()
+    elif isinstance(mesh, dist.ProcessGroup):
+        members = dist.get_process_group_ranks(mesh)
+    else:
+        raise TypeError(f"data.shared: expected a DeviceMesh or a process group, got {shown(mesh)}")
+    if dist.get_rank() not in members:
+        raise ValueError("data.shared: this process is not in the mesh")
+    return dist.new_group(members, backend="gloo", use_local_synchronization=True)

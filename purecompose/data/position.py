@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from purecompose._support.checks import is_callable_with
-from purecompose.data.order import seed_words
-from purecompose.data.seeding import kept_globals, load_numpy, seed_globals
+from purecompose.data.seeding import kept_globals, load_numpy, seed_globals, seed_words
 from purecompose.random import salt
 from purecompose.time import Timestamp
 

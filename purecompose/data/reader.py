@@ -1,4 +1,4 @@
-"""Readers: load samples in this process or in workers that live across epochs.
+"""Readers: load samples in this process, in workers that live across epochs, or in several processes.
 
 A *source* wraps a data set and returns a finished batch for a request, `source[request]`. Requests are small and
 contain all that the batch depends on, so it does not matter which process reads it, or what it has read before.
@@ -9,10 +9,17 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from itertools import tee
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
+
+from purecompose import batch as batches, tree
+from purecompose._support.checks import shown
 
 
 class Reader:
@@ -197,3 +204,71 @@ class naming:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+class SharedReader:
+    """Reader of rows that puts them together with those of other processes; the interface is that of `Reader`."""
+
+    def __init__(self, reader: Any, group: Any) -> None:
+        self._reader, self._group, self._rank, self._size = reader, group, group.rank(), group.size()
+
+    def read(self, requests: Iterable[Any], seed: int = 0) -> Generator[Any, None, None]:
+        wanted, whole = tee(requests)
+        with closing(self._reader.read(map(self._own, wanted), seed)) as rows:
+            for request in whole:
+                yield self._together(rows, len(request.indices))
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _own(self, request: Any) -> Any:
+        """Return the request of this process's rows; without any, it reads the first one, for its form."""
+        start, stop = _bounds(len(request.indices), self._size)[self._rank]
+        return request._replace(indices=request.indices[start:stop] or request.indices[:1])
+
+    def _together(self, rows: Iterator[Any], num_examples: int) -> Any:
+        """Return a batch, of which each process reads its rows; if one cannot, all raise."""
+        failure, part, form = None, None, None
+        try:
+            part = next(rows)
+            form = _form(part)
+        except Exception as error:
+            failure = error
+        forms: list[Any] = [None] * self._size
+        dist.all_gather_object(forms, form, self._group)
+        if failure is not None:
+            raise failure
+        if None in forms:
+            raise RuntimeError(f"data.shared: process {forms.index(None)} could not read its rows: see its error")
+        if len({*forms}) > 1:
+            raise ValueError(
+                f"data.shared: the processes have read rows of different forms; process {self._rank} has {form}. "
+                "All samples must have one shape: pad them to one length by transform"
+            )
+        counts = [stop - start for start, stop in _bounds(num_examples, self._size)]
+        return tree.map(lambda leaf: self._all_rows(leaf, counts), part)
+
+    def _all_rows(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Return the rows of all processes, given the number of each."""
+        own = counts[self._rank]
+        padded = rows.new_zeros(counts[0], *rows.shape[1:], device="cpu")  # the first process has the most
+        padded[:own] = rows[:own]
+        sent = padded.view(-1).view(torch.uint8)  # gloo does not know all dtypes
+        found = [torch.empty_like(sent) for _ in counts]
+        dist.all_gather(found, sent, self._group)
+        return torch.cat([one.view(rows.dtype).view_as(padded)[:num] for one, num in zip(found, counts, strict=True)])
+
+
+def _bounds(num_examples: int, num_ranks: int) -> list[tuple[int, int]]:
+    """Return the first row of each process, and the row after its last; the first process has the most."""
+    num_parts = min(num_examples, num_ranks)
+    bounds = batches.bounds(num_examples, num_parts) + [num_examples] * (num_ranks - num_parts)
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def _form(rows: Any) -> str:
+    leaves, spec = tree.flatten(rows)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise ValueError(f"data.shared: expected samples of numbers and tensors, got {shown(leaf)} in a batch")
+    return f"{spec} {[(str(leaf.dtype), tuple(leaf.shape[1:])) for leaf in leaves]}"

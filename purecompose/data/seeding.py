@@ -1,29 +1,64 @@
-"""Seeding of the global generators of torch (on the CPU), Python and NumPy, and their states.
+"""Seeds of an epoch, its order, and the global generators of torch (on the CPU), Python and NumPy.
 
-Data sets draw from them: a random crop uses torch's, older code Python's `random` or `numpy.random`. If they are seeded
-before each read from a place in the run, such a data set becomes a function of that place.
+Data sets draw from these generators: a random crop uses torch's, older code Python's `random` or `numpy.random`. If
+they are seeded before each read from a place in the run, such a data set becomes a function of that place.
 """
 
-import _random
 import importlib.util
-import pickle
 import random
 import sys
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import string_at
-from typing import Any, NamedTuple, TypeVar, cast
+from hashlib import blake2s
+from struct import Struct
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
+from purecompose.random import Rng, fold_in, permutation, salt
+
+
+_ORDER = salt("data order")
+
+
+def epoch_order(key: Tensor, epoch: int, num_examples: int) -> Tensor:
+    """Return the permutation of 0 .. num_examples-1 that belongs to an epoch, the same for all data sets of that size.
+
+    Args:
+        key: The run's key, int64 of shape (2,).
+        epoch: Number of the epoch in the run, from 0.
+        num_examples: Number of examples to order.
+
+    Returns:
+        int64 of shape `(num_examples,)`, on the key's device.
+    """
+    return permutation(Rng(fold_in(key, epoch), _ORDER), num_examples)
+
+
+def epoch_seed(key: Tensor, epoch: int) -> int:
+    """Return a 64-bit seed for code that draws an epoch's order in its own way, such as a sampler."""
+    return int(fold_in(fold_in(key, _ORDER), epoch)[0]) % 2**64
+
+
+def seed_words(key: tuple[int, int], draw: int, number: int, epoch: int) -> tuple[int, ...]:
+    """Return eight 32-bit words for a numbered item of an epoch, to seed generators that do not use keys.
+
+    They are computed by a hash on the host, which takes 2 microseconds; a draw on tensors takes a hundred.
+
+    Args:
+        key: The two numbers of the run's key, seed and offset.
+        draw: A salt that identifies the purpose of the words.
+        number: The item's number, such as the index of an example, in [0, 2**64).
+        epoch: Number of the epoch in the run, from 0.
+    """
+    return _WORDS.unpack(blake2s(_PLACE.pack(*key, draw, number, epoch), digest_size=_WORDS.size).digest())
+
+
+_PLACE, _WORDS = Struct("<qqIQQ"), Struct("<8I")
 
 SEED_WORDS = 4
 """Number of 32-bit words that `seed_globals` reads."""
-
-T = TypeVar("T")
 
 
 def load_numpy() -> None:
@@ -41,89 +76,25 @@ class _Generator(NamedTuple):
     seed: Callable[[Sequence[int]], object]
     state: Callable[[], Any]
     restore: Callable[[Any], object]
-    equal: Callable[[Any, Any], bool]
 
 
-class _Remembered:
-    """A generator's state, which is copied only if its words in memory have changed, and otherwise the same object.
+def _numpy(method: str, *arguments: Any) -> Any:
+    """Call a function of NumPy's generator, if NumPy has been imported."""
+    numpy = sys.modules.get("numpy.random")
+    return None if numpy is None else getattr(numpy, method)(*arguments)
 
-    A copy takes 8 microseconds for Python's generator and 30 for NumPy's; to read the words takes less than one.
-
-    Args:
-        read: Function that returns the words and the position in them, or no bytes if they cannot be read.
-        copy: Function that returns the state.
-        keeps_normal: Function that returns whether a state holds the second of a pair of normal numbers, which will be
-            drawn without a change of the words.
-    """
-
-    def __init__(self, read: Callable[[], bytes], copy: Callable[[], Any], keeps_normal: Callable[[Any], bool]) -> None:
-        self._read, self._copy, self._keeps_normal = read, copy, keeps_normal
-        self._words, self._state = b"", None
-
-    def __call__(self) -> Any:
-        words = self._read()
-        if not words or words != self._words or self._keeps_normal(self._state):
-            self._words, self._state = words, self._copy()
-        return self._state
-
-
-def _torchs() -> _Generator:
-    # `torch.manual_seed` would take 100 microseconds, because it also seeds accelerators, which workers must not touch.
-    def are_equal(a: Tensor, b: Tensor) -> bool:  # torch.equal takes four times as long
-        return string_at(a.data_ptr(), a.numel()) == string_at(b.data_ptr(), b.numel())
-
-    return _Generator(lambda words: _TORCH.manual_seed(words[0]), _TORCH.get_state, _TORCH.set_state, are_equal)
-
-
-def _pythons() -> _Generator:
-    # CPython keeps the words between the object's header and the end of the fields of the base class.
-    generator: Any = random.getstate.__self__  # pyright: ignore[reportFunctionMemberAccess]
-    place = id(generator) + object.__basicsize__, _random.Random.__basicsize__ - object.__basicsize__
-    words = array("I", random.getstate()[1][:-1]).tobytes()
-    is_found = sys.implementation.name == "cpython" and words in string_at(*place)
-    return _Generator(
-        lambda words: random.seed(words[1] << 32 | words[2]),
-        _Remembered(
-            lambda: string_at(*place) if is_found else b"", random.getstate, lambda state: state[2] is not None
-        ),
-        random.setstate,
-        lambda a, b: a is b or a == b,
-    )
-
-
-def _numpys() -> _Generator:
-    """Return the generator of NumPy, which does nothing and whose state is `None` until NumPy is imported."""
-
-    def read() -> bytes:
-        generator: Any = numpy.get_bit_generator() if (numpy := _numpy()) else None
-        is_known = numpy is not None and type(generator) is numpy.MT19937
-        return string_at(generator.ctypes.state_address, _MT19937_BYTES) if is_known else b""
-
-    def seed(words: Sequence[int]) -> None:
-        if numpy := _numpy():
-            numpy.seed(words[3])
-
-    def restore(state: Any) -> None:
-        if state is not None and remembered() is not state:
-            sys.modules["numpy.random"].set_state(state)
-
-    remembered = _Remembered(
-        read,
-        lambda: numpy.get_state(legacy=False) if (numpy := _numpy()) else None,
-        lambda state: state["has_gauss"],
-    )
-    return _Generator(seed, remembered, restore, lambda a, b: a is b or pickle.dumps(a) == pickle.dumps(b))
-
-
-def _numpy() -> Any:
-    return sys.modules.get("numpy.random")
-
-
-_MT19937_BYTES = 625 * 4
-"""Size of the state of NumPy's Mersenne Twister: its words, and its position in them."""
 
 _TORCH = torch.default_generator
-_GENERATORS = (_torchs(), _pythons(), _numpys())
+_GENERATORS = (
+    # `torch.manual_seed` would take 100 microseconds, because it also seeds accelerators, which workers must not touch.
+    _Generator(lambda words: _TORCH.manual_seed(words[0]), _TORCH.get_state, _TORCH.set_state),
+    _Generator(lambda words: random.seed(words[1] << 32 | words[2]), random.getstate, random.setstate),
+    _Generator(
+        lambda words: _numpy("seed", words[3]),
+        lambda: _numpy("get_state", False),
+        lambda state: None if state is None else _numpy("set_state", state),
+    ),
+)
 
 
 def seed_globals(words: Sequence[int]) -> None:
@@ -133,100 +104,14 @@ def seed_globals(words: Sequence[int]) -> None:
 
 
 @contextmanager
-def kept_globals() -> Iterator[None]:
+def kept_globals(generators: Sequence[_Generator] = _GENERATORS) -> Iterator[None]:
     """Restore the generators afterwards."""
-    outside = _states()
+    outside = [generator.state() for generator in generators]
     try:
         yield
     finally:
-        _restore(outside)
-
-
-def _states(generators: Sequence[_Generator] = _GENERATORS) -> list[Any]:
-    return [generator.state() for generator in generators]
-
-
-def _restore(states: Sequence[Any]) -> None:
-    for generator, state in zip(_GENERATORS, states, strict=False):
-        generator.restore(state)
-
-
-class Draws:
-    """Seeds of the global generators for a source of batches, limited to the generators that the source draws from.
-
-    To seed all of them takes longer than to read a sample from memory. The first batch seeds all and finds the ones
-    that the source draws from; later batches seed these and watch the others. A batch that draws from a watched one is
-    read again, with that one seeded, too. So all draws are as if every generator had been seeded each time.
-
-    torch's generator is seeded once for each batch in any case, because its seed can be read without a draw
-    (`torch.initial_seed`).
-    """
-
-    def __init__(self) -> None:
-        self._seeded = list(range(len(_GENERATORS)))
-        self._is_first = True
-        self._drawn: set[int] = set()
-        self._before: list[Any] = []
-
-    def __bool__(self) -> bool:
-        """Return whether `seed` seeds anything."""
-        return bool(self._seeded)
-
-    def seed(self, words: Sequence[int]) -> None:
-        """Seed the generators before the next part of a batch is read."""
-        if self._is_first:
-            self._drawn |= self._moved()
-        for number in self._seeded:
-            _GENERATORS[number].seed(words)
-        if self._is_first:
-            self._before = _states()
-
-    def read(self, words: Sequence[int], read: Callable[[], T]) -> T:
-        """Return the result of `read`, which may call `seed`, and restore the generators.
-
-        Args:
-            words: Seed for what is read before `seed` is called.
-            read: Function without arguments. It may be called again.
-        """
-        outside = _states()
-        changed = set(range(len(outside)))
-        try:
-            while True:
-                _TORCH.manual_seed(words[0])
-                self._before = [_TORCH.get_state(), *outside[1:]]
-                self.seed(words)
-                try:
-                    result, error = read(), None
-                except Exception as raised:  # perhaps because of a draw
-                    result, error = None, raised
-                seeded = {0, *self._seeded}
-                if self._has_seeded_all():
-                    changed = seeded
-                    break
-        finally:
-            if get_worker_info() is None:  # in a worker nothing else uses the generators
-                for number in changed:
-                    _GENERATORS[number].restore(outside[number])
-        if error is not None:
-            raise error
-        return cast(T, result)
-
-    def _has_seeded_all(self) -> bool:
-        """Return whether the batch has drawn from seeded generators only, and seed the others from now on."""
-        moved = self._moved()
-        is_complete = self._is_first or not moved
-        self._drawn |= moved
-        self._seeded, self._is_first = sorted(self._drawn), False
-        return is_complete
-
-    def _moved(self) -> set[int]:
-        """Return which of the watched generators were drawn from; in the first batch, which of all."""
-        pairs = zip(_GENERATORS, self._before, strict=True)
-        return {
-            number
-            for number, (generator, before) in enumerate(pairs)
-            if (self._is_first or number not in self._seeded) and not generator.equal(before, generator.state())
-        }
+        for generator, state in zip(generators, outside, strict=True):
+            generator.restore(state)
 
 
 class Stream:
@@ -243,15 +128,15 @@ class Stream:
         with kept_globals():
             seed_globals(words)
             _TORCH.manual_seed(torch_seed)
-            self._inside = _states(self._generators)
+            self._inside = [generator.state() for generator in self._generators]
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Return a scope in which the global generators continue this stream."""
-        outside = _states(self._generators)
-        _restore(self._inside)
-        try:
-            yield
-        finally:
-            self._inside = _states(self._generators)
-            _restore(outside)
+        with kept_globals(self._generators):
+            for generator, state in zip(self._generators, self._inside, strict=True):
+                generator.restore(state)
+            try:
+                yield
+            finally:
+                self._inside = [generator.state() for generator in self._generators]

@@ -40,7 +40,7 @@ from purecompose.records.starts import FINISHED, Start
 from purecompose.records.watch import Watch
 from purecompose.run.evaluation import Observer
 from purecompose.run.saving import Checkpoints
-from purecompose.run.saving.description import describe, environment
+from purecompose.run.saving.comparison import describe, environment
 from purecompose.run.saving.folder import clear
 from purecompose.time import TimeLike
 

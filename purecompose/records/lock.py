@@ -12,7 +12,7 @@ from typing import Any
 from purecompose._support.messages import escaped, warn
 from purecompose.records.layout import LOCK, write_json
 from purecompose.records.reading import read_json
-from purecompose.run.saving.process import is_alive, place, token
+from purecompose.run.saving.folder import is_alive, place, token
 
 
 try:

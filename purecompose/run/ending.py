@@ -9,12 +9,13 @@ import signal
 import threading
 from collections import deque
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from purecompose.core.ranks import Ranks
+from purecompose.core.state import State
 
 
 _NUMBERS = itertools.count()
@@ -83,10 +84,14 @@ class Interrupts:
     """A reusable context manager that records SIGINT and SIGTERM; a second signal takes effect immediately.
 
     Only Python's main thread may set handlers; in other threads it does nothing.
+
+    Args:
+        ranks: The processes that all end by the signal that one of them receives, if there are several.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks | None = None) -> None:
         self.received: signal.Signals | None = None
+        self._common_end = None if ranks is None else CommonEnd(ranks)
         self._outside: dict[int, Any] = {}
         self._process = os.getpid()
 
@@ -98,7 +103,28 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         self._restore()
 
-    def obey(self, message: str) -> None:
+    @property
+    def is_common(self) -> bool:
+        """True if several processes end together."""
+        return self._common_end is not None
+
+    def is_due(self, state: State, *, is_at_end: bool = False) -> bool:
+        """Return whether the run ends with this state, because this process, or another one, has received a signal.
+
+        Args:
+            state: The state between two batches.
+            is_at_end: True if no batch follows.
+        """
+        due, common = self.received, self._common_end
+        if common is not None and is_at_end:
+            due = common.due_at_end(self.received, state.device)
+        elif common is not None:
+            due = common.due(state.timestamp.batch, self.received, state.device)
+        if due is not None:
+            self.received = due
+        return due is not None
+
+    def obey(self, message: str) -> NoReturn:
         """End the process according to the signal: SIGINT by `KeyboardInterrupt`, SIGTERM by `SystemExit` with 143.
 
         Args:

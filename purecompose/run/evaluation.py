@@ -4,40 +4,164 @@ import collections
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import length_hint
 from typing import Any, TypeAlias
 
 import torch
 
+from purecompose import batch as batches, tree
 from purecompose._support.checks import check_whole, is_callable_with, shown
 from purecompose._support.messages import warn
 from purecompose._support.references import check_hidden
+from purecompose._support.scopes import NOTHING
 from purecompose._support.shards import whole
 from purecompose.core.compose import Step, compose
+from purecompose.core.contract import tensors_in
+from purecompose.core.given import Marks, watched
 from purecompose.core.loop import eval_events, predict_events
+from purecompose.core.ranks import Ranks, Share
 from purecompose.core.separable import check_evaluated, is_due
 from purecompose.core.state import State, check_single
-from purecompose.data.checks import check_batches, length_of
+from purecompose.data.facts import check_batches, length_of
 from purecompose.data.loaders import fixed_batches, shuffles
 from purecompose.data.position import position_holder
 from purecompose.data.prefetch import prefetch
-from purecompose.data.waiting import watched
 from purecompose.losses import couples_examples
 from purecompose.losses.metrics import (
     Metric,
     as_metric,
     calibration_error,
+    counting,
     dice,
     iou,
     mean_loss,
     of_loss,
     perplexity,
+    read_by,
     top_k,
 )
-from purecompose.run.totals import Totals
+from purecompose.nn.keyed.modules import detect
 from purecompose.time.event import Event
 from purecompose.time.timestamp import Interval, interval_or_function
+from purecompose.transforms.members import mapped
+from purecompose.transforms.rank_checks import digest, naming_late_ranks
+
+
+class Totals:
+    """The accumulators of one evaluation, over data of which several processes may compute a part each.
+
+    Args:
+        metrics: The metrics by name, adapted to the state's loss.
+        state: The evaluated state.
+        ranks: The processes among which each batch is divided, if all the metrics are sums over examples.
+        seen: The metrics whose first call has been watched.
+
+    Attributes:
+        takes_loss: True if a metric measures the state's loss.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], state: State, ranks: Ranks | None, seen: set[str]) -> None:
+        self._metrics, self._state, self._seen = metrics, state, seen
+        self.takes_loss: bool = any(metric.takes_loss for metric in metrics.values())
+        is_coupled = self.takes_loss and couples_examples(state.context.loss)
+        self._ranks = None if is_coupled or not all(metric.is_sum for metric in metrics.values()) else ranks
+        self._totals: dict[str, Any] = {}
+        self._num_shares = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes among which the data are divided."""
+        return 1 if self._ranks is None else self._ranks.size
+
+    def guarded(self) -> AbstractContextManager[Any]:
+        """Return a context manager that reports processes that do not answer."""
+        return NOTHING if self._ranks is None else naming_late_ranks(self._ranks, self._state.timestamp.batch)
+
+    def share(self, batch: Any) -> Share:
+        """Return the part of a batch that this process computes.
+
+        Raises:
+            ValueError: The first batch differs between processes.
+        """
+        if self._ranks is None:
+            return Share(batch, 0, 1)
+        if not self._num_shares:
+            self._check_same([digest(batches.tensors(batch), self._state.device)])
+        self._num_shares += 1
+        return self._ranks.share(batch, self._state.context.layout)
+
+    def update(self, state: State, num_examples: int, *, counts: bool) -> None:
+        """Add a batch, or this process's part of it.
+
+        Args:
+            state: A state with batch and outputs.
+            num_examples: The number of its examples.
+            counts: False for a process without a part, which has computed an example of another one.
+        """
+        for name, metric in self._metrics.items():
+            known = self._totals.get(name)
+            if self._ranks is None:
+                known = self._empty(metric) if known is None else known
+                self._totals[name] = self._updated(name, known, state, num_examples)
+                continue
+            added = self._updated(name, self._empty(metric), state, num_examples)
+            added = added if counts else tree.map(torch.zeros_like, added)
+            self._totals[name] = added if known is None else tree.map(torch.add, known, added)
+
+    def values(self) -> dict[str, Any]:
+        """Return the values of the metrics, as "name", or "name/part" for one with several.
+
+        Raises:
+            ValueError: Processes that divide the data have had different numbers of batches.
+        """
+        totals = self._totals
+        if self._ranks is not None:
+            self._check_same([torch.tensor(self._num_shares, device=self._state.device)])
+            leaves, spec = tree.flatten(totals)
+            totals = tree.unflatten(spec, self._ranks.reduced(leaves, "sum"))
+        found: dict[str, Any] = {}
+        for name, metric in self._metrics.items():
+            value = self._each(metric.compute)(totals[name])
+            parts = value if isinstance(value, dict) else {"": value}
+            found |= {f"{name}{part and f'/{part}'}": own for part, own in parts.items()}
+        return found
+
+    def _check_same(self, numbers: list[torch.Tensor]) -> None:
+        assert self._ranks is not None
+        if not all(self._ranks.agree(numbers)):
+            raise ValueError(
+                f"evaluation: the {self._ranks.size} processes have different data: give each all batches, in one "
+                "order, and not a part (no DistributedSampler): the evaluation divides each batch"
+            )
+
+    def _each(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of one state's values; for stacked states it is mapped over the members."""
+        return fn if self._state.key.ndim == 1 else mapped(fn)
+
+    def _empty(self, metric: Metric) -> Any:
+        return self._each(lambda key: metric.init(key.device))(self._state.key)
+
+    def _updated(self, name: str, total: Any, state: State, num_examples: int) -> Any:
+        """Return the accumulator of a metric, with the batch and the outputs of a state added."""
+        metric, targets = self._metrics[name], read_by(self._metrics[name], state)
+        update = counting(metric, num_examples)
+
+        def with_loss(total: Any, one: State, targets: Any) -> Any:
+            return one.call_loss(lambda loss: update(total, one.outputs, targets, loss_fn=loss), train=False)[0]
+
+        def call() -> Any:
+            if metric.takes_loss:
+                return self._each(with_loss)(total, state, targets)
+            return self._each(update)(total, state.outputs, targets)
+
+        if name in self._seen:
+            return call()
+        self._seen.add(name)
+        marks = Marks(lambda: tensors_in(state, "batch", "outputs"), with_values=True)
+        with detect():
+            return watched(call, "the loss" if metric.takes_loss else f"the metric {name!r}", [marks])
 
 
 _SEEN: weakref.WeakKeyDictionary[Step, dict[str, set[str]]] = weakref.WeakKeyDictionary()
@@ -219,15 +343,14 @@ def run_evaluator(
     metrics: Mapping[str, Metric] = evaluator.metrics or {"loss": mean_loss()}
     metrics = {name: of_loss(metric, state.context.loss) for name, metric in metrics.items()}
     seen = _SEEN.setdefault(step, collections.defaultdict(set))[evaluator.label]
-    totals = Totals.of(metrics, state, None if trained_by is None else trained_by.ranks, seen)
+    totals = Totals(metrics, state, None if trained_by is None else trained_by.ranks, seen)
     with torch.no_grad(), totals.guarded():
-        takes_loss = any(metric.takes_loss for metric in metrics.values())
         current = tell(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))
         if trained_by is not None and any(getattr(node, "gathers_at_once", False) for node in trained_by.program):
             current = current.replace(params={name: whole(param) for name, param in current.params.items()})
         num_batches = num_folds = 0
-        given = watched(iter(fixed_batches(evaluator.data, state.key)), evaluator.data)
-        for batch in prefetch(itertools.islice(given, evaluator.num_batches), state.device):
+        given = itertools.islice(fixed_batches(evaluator.data, state.key), evaluator.num_batches)
+        for batch in prefetch(given, state.device):
             if num_batches == _MANY and evaluator.num_batches is None and length_of(evaluator.data) is None:
                 warn(
                     f"the evaluator {evaluator.label!r} has taken {_MANY} batches from data of unknown length "
@@ -237,7 +360,7 @@ def run_evaluator(
                 start = current.replace(first_example=part.first_example) if part.first_example else current
                 inner = step.fold(start, part.batch, domain="eval", draw=num_folds)
                 totals.update(inner, step.num_examples(state, part.batch), counts=part.num_examples > 0)
-                if takes_loss and num_folds and is_due(num_folds):
+                if totals.takes_loss and num_folds and is_due(num_folds):
                     check_evaluated(step.members.one(inner))
                 current = step.finish(inner)
                 num_folds += 1
@@ -246,7 +369,7 @@ def run_evaluator(
         if not num_batches:
             raise ValueError(f"the data of evaluator {evaluator.label!r} has no batch; is it an exhausted iterator?")
         values = {f"{evaluator.label}/{name}": value for name, value in totals.values().items()}
-        if takes_loss:
+        if totals.takes_loss:
             _warn_of_missing_terms(evaluator, step)
         return tell(observers, Event.EVAL_END, step.fire(Event.EVAL_END, current.replace(metrics=values)))
 

@@ -13,37 +13,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from purecompose._support.checks import check_keywords
+from purecompose._support.checks import check_keywords, shown
 from purecompose._support.messages import warn
 from purecompose._support.urls import naming_urls
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data.checks import StateStream
-from purecompose.data.identity import describe_data, differences
-from purecompose.data.loaders import own_order
+from purecompose.data.facts import describe_data, differences
+from purecompose.data.loaders import StateStream, own_order
 from purecompose.errors import CheckpointWarning, MismatchError, SkippingWarning
-from purecompose.run.arguments import (
-    as_evaluators,
-    as_observers,
-    as_watchers,
+from purecompose.run.evaluation import Evaluator, Observer, check_other_data
+from purecompose.run.outer import EpochData, Run
+from purecompose.run.rules import Adjuster, Stopper, mode_of, with_modes
+from purecompose.run.saving.checkpoint import Resumed, restore_extra, resumed_from, resumed_from_newest
+from purecompose.run.saving.keeping import Checkpoints, Keeper
+from purecompose.run.saving.leaves import POSITION
+from purecompose.run.saving.remote import fetched
+from purecompose.run.start import (
     check_arguments,
-    check_checkpoints,
     check_ends_together,
     check_metrics,
+    evaluation_step,
+    evaluators_in,
+    observers_in,
+    start_of_run,
+    watchers_in,
+    with_run,
 )
-from purecompose.run.evaluation import Evaluator, Observer
-from purecompose.run.outer import Run
-from purecompose.run.plateau import Adjuster
-from purecompose.run.reading import EpochData
-from purecompose.run.saving.checkpoint import restore_extra
-from purecompose.run.saving.extra import POSITION
-from purecompose.run.saving.fetching import fetched
-from purecompose.run.saving.keeping import Keeper
-from purecompose.run.saving.resuming import Resumed, resumed_from, resumed_from_newest
-from purecompose.run.saving.settings import Checkpoints
-from purecompose.run.start import evaluation_step, start_of_run, with_run
-from purecompose.run.stopping import Stopper, mode_of, with_modes
 from purecompose.time import Time, Timestamp
 from purecompose.time.event import Event
 
@@ -73,12 +69,14 @@ def _states(
         defers_signals: True if no code of the caller runs between two batches; see `Run.states`.
     """
     check_arguments(step, state, data, microbatches, resume)
-    evaluators = as_evaluators(evaluate)
-    stoppers = as_watchers(stop, "stop", "begin", 'EarlyStopping("eval/loss")')
-    adjusters = as_watchers(adjust, "adjust", "init", 'ReduceOnPlateau("eval/loss")')
-    observers = as_observers(observers)
+    evaluators = evaluators_in(evaluate)
+    stoppers = watchers_in(stop, "stop", "begin", 'EarlyStopping("eval/loss")')
+    adjusters = watchers_in(adjust, "adjust", "init", 'ReduceOnPlateau("eval/loss")')
+    observers = observers_in(observers)
     if checkpoints is not None:
-        check_checkpoints(checkpoints, evaluators, data)
+        if not isinstance(checkpoints, Checkpoints):
+            raise TypeError(f"checkpoints: expected Checkpoints(folder), got {shown(checkpoints)}")
+        check_other_data(evaluators, data)
     check_metrics(state, step, evaluators, stoppers, adjusters, checkpoints)
     reporters = (*evaluators, *step.algorithms)
     stoppers, adjusters = with_modes(stoppers, reporters), with_modes(adjusters, reporters)

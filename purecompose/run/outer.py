@@ -4,33 +4,96 @@ A run can be interrupted between any two batches, once everything that belongs t
 ("cuts") checkpoints are written, signals are handled, and states are yielded.
 """
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 from torch import Tensor
 
 from purecompose._support.urls import with_urls
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data.identity import describe_data
+from purecompose.data.facts import describe_data
+from purecompose.data.loaders import StateStream, epoch_batches
+from purecompose.data.position import PositionedBatches, position_at
+from purecompose.data.prefetch import prefetch
 from purecompose.errors import SpentStateError
-from purecompose.run.ending import CommonEnd, Interrupts
+from purecompose.run.ending import Interrupts
 from purecompose.run.evaluation import Evaluator, Observer, run_evaluator, tell
 from purecompose.run.microbatching import Adaptive
-from purecompose.run.plateau import Adjuster
-from purecompose.run.reading import EXHAUSTED, Position, check_exhausted, check_moved, reader
-from purecompose.run.saving.code import describe_code
-from purecompose.run.saving.index import time_from_plain, time_to_plain
+from purecompose.run.rules import Adjuster, Stopper, is_over, seen
+from purecompose.run.saving.comparison import describe_code
+from purecompose.run.saving.files import time_from_plain, time_to_plain
 from purecompose.run.saving.keeping import Keeper, newest
-from purecompose.run.stopping import Stopper, is_over, seen
 from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.timestamp import has_passed
+
+
+class EpochData(Protocol):
+    """Data with an order of their own, so that a run continues in the middle of an epoch without skipping batches."""
+
+    def epoch(self, key: Tensor, epoch: int, start: int, /) -> Iterable[Any]:
+        """Return the batches of an epoch from batch `start` on, in an order that depends on the run's key only."""
+        ...
+
+
+EXHAUSTED = object()
+"""The batch after the last one of an epoch."""
+Position: TypeAlias = Callable[[Timestamp], Any]
+"""A function that returns the position of the data at the time of a state; `None` if it is not known."""
+
+
+def reader(data: Any, start: State, position: Any) -> tuple[Callable[[State], Any], Position]:
+    """Return a function that reads the epoch's next batch, and one that returns the position of the data.
+
+    The first is given the current state, and begins at the start's place. The batches are on the state's device; for a
+    GPU they are sent ahead. At the end it returns `EXHAUSTED`.
+    """
+    if isinstance(data, StateStream):
+        return lambda state: next(prefetch([data.batch(state)], state.device)), lambda _: None
+    now = start.timestamp
+    # All members of a population train on the same batches, in the order of the first member.
+    key = start.key.reshape(-1, 2)[0]
+    batches = epoch_batches(data, key, now.epoch, now.batch_in_epoch, position)
+    positioned = batches if isinstance(batches, PositionedBatches) else None
+    # A batch read from an iterator is gone, and the next run must find the one that follows; a position is that after
+    # the batch that is trained: no reading ahead.
+    is_ordered = isinstance(data, Iterator) or positioned is not None
+    sent = prefetch(batches, start.device, size=1 if is_ordered else 2)
+    return lambda _: next(sent, EXHAUSTED), lambda at: None if positioned is None else position_at(positioned, now, at)
+
+
+def check_exhausted(now: Timestamp) -> None:
+    """Raise if the data end before the epoch does."""
+    if now.batch_in_epoch == 0:
+        raise ValueError(f"no batch came in epoch {now.epoch}: is the data empty, or an exhausted iterator?")
+    if now.run.batches_per_epoch is not None:
+        raise ValueError(
+            f"the data ended after {now.batch_in_epoch} batches of epoch {now.epoch}, but the state's "
+            f"batches_per_epoch is {now.run.batches_per_epoch}; leave it out, or give the number that comes"
+        )
+
+
+def check_moved(before: Timestamp, now: Timestamp) -> None:
+    """Raise if the batch has none of the units that the run's length is counted in: the run would never end."""
+    run = now.run
+    if run.duration is None:
+        return
+    unit = run.duration.unit
+    if unit is TimeUnit.TOKEN and now.token == before.token:
+        raise ValueError(
+            f"the run is counted in tokens (duration {run.duration}), but batch {before.batch} has none: tokens are "
+            "the elements of a batch's 'input_ids'. Name the ids so, or give the duration in samples, batches or epochs"
+        )
+    if unit is TimeUnit.SAMPLE and now.sample == before.sample:
+        raise ValueError(
+            f"the run is counted in samples (duration {run.duration}), but batch {before.batch} has none; leave empty "
+            "batches out of the data, or give the duration in batches or epochs"
+        )
 
 
 @dataclass
@@ -67,10 +130,8 @@ class Run:
         self._left: dict[str, Any] = {}  # what a run that continues has to do first
         self._adaptive = Adaptive(self.step, self.memory.get("microbatches")) if self.is_adaptive else None
         self._train: Callable[[State, Any], State] = self._adaptive or self.step
-        self._interrupts = Interrupts()
+        self._interrupts = Interrupts(None if self.keeper is None else self.step.ranks)
         self._unsaved: State | None = None
-        ranks = None if self.keeper is None else self.step.ranks
-        self._common_end = None if ranks is None else CommonEnd(ranks)
         self._described_data = {} if self.keeper is None else describe_data(self.data)
         self._described_code: dict[str, str] = {}
         measured = {name for one in self.evaluators for name in one.reported}
@@ -158,7 +219,7 @@ class Run:
             return state
 
         def obey(at: Event, _: State) -> None:
-            if at is Event.EVAL_BATCH_END and self._common_end is None and self._interrupts.received is not None:
+            if at is Event.EVAL_BATCH_END and not self._interrupts.is_common and self._interrupts.received is not None:
                 self._left = {"left": {"event": event.name, "before": time_to_plain(before)}}
                 self._obey(state, saves=event is not Event.FIT_END)  # before that event it was saved
 
@@ -223,38 +284,35 @@ class Run:
 
     def _obey(self, state: State, *, is_at_end: bool = False, saves: bool = True) -> None:
         """Save the state and end the run if a signal has arrived, in a step of several processes at any of them."""
-        if self.keeper is None:
-            return
-        due = self._interrupts.received
-        if (common := self._common_end) is not None:
-            find = common.due_at_end if is_at_end else functools.partial(common.due, state.timestamp.batch)
-            due = find(due, state.device)
-        if due is None:
-            return
-        self._interrupts.received = due
-        if saves:
-            self._save(state, is_last=True)
-        found, now = self.keeper.written or (newest(self.keeper.folder), None)
-        path = found and with_urls(found)
-        self.keeper.close()
-        if now == state.timestamp:
-            self._interrupts.obey(f"the run is saved in {path}; resume='auto' continues from there")
-        left = f"the newest checkpoint is {path}" if path is not None else "there is no checkpoint of it"
-        self._interrupts.obey(f"the run could not be saved at batch {state.timestamp.batch}; {left}")
+        if self.keeper is not None and self._interrupts.is_due(state, is_at_end=is_at_end):
+            if saves:
+                self._save(state, is_last=True)
+            self._end(state)
 
     def _obey_late(self) -> None:
         """Obey a signal after which no check follows, as when it has also ended processes that read the data."""
         if self.keeper is None or self._interrupts.received is None:
             return
-        if self._unsaved is not None and self._common_end is None:  # other processes do not come here
-            with suppress(SpentStateError):  # the current batch has overwritten it
-                self._obey(self._unsaved)
-        if self._common_end is not None:
+        if self._interrupts.is_common:
             self.keeper.give_up()  # another process may have ended, before it has written its rows
+        elif self._unsaved is not None:
+            with suppress(SpentStateError):  # the current batch has overwritten it
+                self._save(self._unsaved, is_last=True)
+        self._end(self._unsaved)
+
+    def _end(self, state: State | None) -> NoReturn:
+        """End the process by the signal that has arrived, with a text about the checkpoint of its last state."""
+        assert self.keeper is not None
         self.keeper.settle()
-        path = (found := newest(self.keeper.folder)) and with_urls(found)
+        found, now = self.keeper.written or (newest(self.keeper.folder), None)
+        path = found and with_urls(found)
         self.keeper.close()
-        self._interrupts.obey("there is no checkpoint of it" if path is None else f"the newest checkpoint is {path}")
+        left = f"the newest checkpoint is {path}" if path is not None else "there is no checkpoint of it"
+        if state is not None and now == state.timestamp:
+            left = f"the run is saved in {path}; resume='auto' continues from there"
+        elif state is not None:
+            left = f"the run could not be saved at batch {state.timestamp.batch}; {left}"
+        self._interrupts.obey(left)
 
     def _save(self, state: State, *, is_last: bool = False, has_begun: bool = True) -> None:
         if self.keeper is None:

@@ -1,20 +1,115 @@
-"""The state from which a run starts, and the step that evaluates it."""
+"""The start of a run: its arguments are checked, and its state gets a length and all memory."""
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from purecompose._support.checks import is_callable_with, shown
 from purecompose._support.messages import warn
 from purecompose.core.compose import Step
 from purecompose.core.loop import eval_events
 from purecompose.core.state import State
-from purecompose.data.checks import StateStream, length_of
-from purecompose.run.plateau import Adjuster
-from purecompose.run.stopping import Stopper, with_memories
+from purecompose.data.facts import check_batches, length_of
+from purecompose.data.loaders import StateStream
+from purecompose.run.evaluation import Evaluator, Observer
+from purecompose.run.rules import Adjuster, Stopper, with_memories
+from purecompose.run.saving.keeping import Checkpoints
 from purecompose.time import RunLength, Time, TimeUnit
 from purecompose.time.units import named_time
 from purecompose.transforms.compilation import CompiledStep
+
+
+def check_arguments(step: Any, state: Any, data: Any, microbatches: Any, resume: Any) -> None:
+    """Raise unless these are a step, a state, batches, a valid number of microbatches, and a place to resume from."""
+    if not isinstance(step, Step) or not isinstance(state, State):
+        came = f"{type(step).__name__}, {type(state).__name__}"
+        raise TypeError(f"fit(step, state, data): expected a Step and a State, got {came}")
+    if not step.has_advance:
+        raise ValueError(
+            "fit: the step's program has no `advance`, so time would stand still and training never end; "
+            "put `advance` after `update` and before Event.BATCH_END, as loop_events does"
+        )
+    if not isinstance(data, StateStream):
+        check_batches(data, "fit: data")
+    if microbatches not in (None, "auto"):
+        raise ValueError(f"microbatches={microbatches!r}: expected 'auto'; a number is given to compose")
+    if resume is not None and not isinstance(resume, (str, Path)):
+        raise TypeError(f"resume: expected 'auto' or the path of a checkpoint, got {shown(resume)}")
+
+
+def several(given: Any, role: str, example: str, is_right: Callable[[Any], bool]) -> tuple[Any, ...]:
+    """Return one or several objects, of which a function tells whether they are of the right kind, as a tuple."""
+    if given is None:
+        return ()
+    # Batches in place of an evaluator are a common slip. They are not iterated, which might load a whole data set.
+    is_many = isinstance(given, (Collection, Iterator)) and not isinstance(given, str) and not is_right(given)
+    members = tuple(given) if is_many else (given,)
+    for member in members:
+        if isinstance(member, type) or not is_right(member):
+            raise TypeError(f"{role}: expected {example}, or several, got {shown(member)}")
+    return members
+
+
+def evaluators_in(given: Any) -> tuple[Evaluator, ...]:
+    """Return one or several evaluators as a tuple."""
+    example = "Evaluator(data, metrics), such as Evaluator(test_batches, {'accuracy': pc.metrics.accuracy})"
+    found = several(given, "evaluate", example, lambda one: isinstance(one, Evaluator))
+    twice = [label for label, count in Counter(one.label for one in found).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"evaluate: two evaluators are labelled {twice[0]!r}, so their metrics would be confused; give one of them "
+            "another label, as in Evaluator(validation_batches, metrics, label='validation')"
+        )
+    return found
+
+
+def watchers_in(given: Any, role: str, method: str, example: str) -> tuple[Any, ...]:
+    """Return one or several objects, which need a metric and a method of this name, as a tuple."""
+    return several(given, role, example, lambda one: hasattr(one, "metric") and callable(getattr(one, method, None)))
+
+
+def observers_in(given: Any) -> tuple[Observer, ...]:
+    """Return one or several observers as a tuple."""
+    return several(given, "observers", "a function (event, state) -> None", lambda one: is_callable_with(one, 2))
+
+
+def check_metrics(
+    state: State,
+    step: Step,
+    evaluators: Iterable[Evaluator],
+    stoppers: Iterable[Stopper],
+    adjusters: Iterable[Adjuster],
+    checkpoints: Checkpoints | None,
+) -> None:
+    """Raise if a setting uses a metric that is not reported."""
+    known = [name for one in evaluators for name in one.reported]
+    wanted = {f"stop: {stopper.name.removeprefix('.')}": stopper.metric for stopper in stoppers}
+    wanted |= {f"adjust: {adjuster.name.removeprefix('.')}": adjuster.metric for adjuster in adjusters}
+    if checkpoints is not None and checkpoints.best is not None:
+        if state.key.ndim > 1:
+            raise ValueError("checkpoints: best: a population has no single best; keep=... counts the newest")
+        wanted["checkpoints: best"] = checkpoints.best
+    own = {"train", *(algorithm.name for algorithm in step.algorithms)}
+    for where, metric in wanted.items():
+        # The metrics that algorithms report are known only when the first are due.
+        if metric not in known and metric.partition("/")[0] not in own:
+            raise ValueError(f"{where}: no evaluator reports {metric!r}; there are {', '.join(known) or 'no metrics'}")
+
+
+def check_ends_together(budget: float, microbatches: str | None) -> None:
+    """Raise for settings with which one of several processes could continue or end without the others."""
+    if microbatches:
+        raise ValueError(
+            "microbatches='auto': one process that tries again would leave the others waiting; give a number"
+        )
+    if budget < math.inf:
+        raise ValueError(
+            f"duration={budget:g}s: processes that share their batches must end after the same one, and clocks differ; "
+            "give a number of batches or epochs"
+        )
 
 
 def evaluation_step(step: Step) -> Step:

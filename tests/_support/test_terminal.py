@@ -11,7 +11,7 @@ import purecompose as pc
 from purecompose._support.messages import escaped, say
 from purecompose.cli import main
 from purecompose.records import RunFolder
-from purecompose.run.saving.process import place
+from purecompose.run.saving.folder import place
 from tests.helpers import make_state
 from tests.pages import ROOT
 
@@ -70,7 +70,7 @@ def test_lines_of_an_index_are_escaped(tmp_path: pathlib.Path) -> None:
     saved = pc.save(make_state(), tmp_path / "one")
     index = pc.saving.read_index(saved)
     index.description["model"][0] = f"(root): {EVIL}()"
-    from purecompose.run.saving.index import to_json
+    from purecompose.run.saving.files import to_json
 
     (saved / "index.json").write_text(to_json(index))
     with pytest.raises(pc.errors.MismatchError) as caught:

@@ -53,7 +53,7 @@ def test_the_first_batch_and_leaf_and_the_growth(plain: RecordedRun, tmp_path: P
     assert found.loss_batch == 11
     shares = {one.batch: one.difference.relative for one in found.by_checkpoint}
     assert shares[8] == 0 < shares[12] and [*shares] == [0, 4, 8, 12, 16, 20, 24]
-    assert any("algorithm nudge()" in line and "in b, not in a" in line for line in found.settings), found.settings
+    assert "algorithm nudge: nothing in a, nudge() in b" in found.settings, found.settings
     assert "the first difference is at batch 10: params['3.bias']: 1 of 3 elements differ" in str(found)
     assert digests(tmp_path) == before
 

@@ -17,8 +17,8 @@ from purecompose.cli.loading import index_of, settings_for
 from purecompose.cli.settings import UsageError
 from purecompose.cli.telling import print_results
 from purecompose.run.saving import save
+from purecompose.run.saving.files import to_json
 from purecompose.run.saving.folder import read_index
-from purecompose.run.saving.index import to_json
 
 
 NAN = math.nan

@@ -367,7 +367,6 @@ def test_a_full_disk_fails_the_run_and_the_table_names_missing_checkpoints(
         sync(path)
 
     monkeypatch.setattr(folder, "sync", full)
-    monkeypatch.setattr("purecompose.run.saving.room._WAITING_TIME", 0.0)
     status, out, err = run("train", *SMALL, "--validation", "0.2", "--out", "a")
     assert status == 1
     assert "a/report.html" not in out and re.search(r"could not be written\W+checkpoints/ep0002-\S+\W+report.html", out)

@@ -11,7 +11,7 @@ from torch import nn
 import purecompose as pc
 from purecompose import Algorithm, Event, State, compose, hparam, loop, loop_events, losses, on, optim
 from purecompose.errors import ContractError, GlobalDrawError, InPlaceError, UnkeyedRandomError
-from purecompose.run import totals
+from purecompose.run import evaluation as totals
 from purecompose.transforms.compilation.step import CompiledStep
 from tests.helpers import changing, loss_of, make_batch, make_state
 

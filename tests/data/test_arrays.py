@@ -125,42 +125,6 @@ def test_order_is_the_same_on_the_accelerator():
 
 
 # Values that a type checker would refuse, to test that they are refused at run time too.
-WRONG: Any = {"float": 2.5, "list": [1.0], "key": 0}
-
-
-@pytest.mark.parametrize(
-    ("make_fn", "message"),
-    [
-        (lambda: numbered(5, 0), r"batch_size: expected an int >= 1, got 0"),
-        (lambda: numbered(0, 2), r"at least one example, got inputs of shape \(0, 2\)"),
-        (lambda: numbered(5, 6, drop_last=True), r"batch_size=6 \(int\) is more than the 5 examples"),
-        (lambda: arrays(torch.zeros(3, 2), torch.zeros(4), 2), r"3 inputs do not pair with 4 targets"),
-        (lambda: arrays(torch.zeros(()), torch.zeros(4), 2), r"inputs .* 0-d"),
-        (lambda: arrays(torch.zeros(1), torch.zeros(1, device="meta"), 1), r"cpu and targets on meta"),
-        (lambda: numbered(5, 2).epoch(key(0), -1), r"epoch: expected an int >= 0, got -1"),
-        (lambda: numbered(5, 2).epoch(key(0), 0, 4), r"start: expected an int in \[0, 3\], got 4"),
-    ],
-)
-def test_impossible_values_are_refused_at_once(make_fn, message):
-    with pytest.raises(ValueError, match=message):
-        make_fn()
-
-
-@pytest.mark.parametrize(
-    ("make_fn", "message"),
-    [
-        (lambda: numbered(5, WRONG["float"]), r"batch_size: expected an int >= 1, got 2.5 \(float\)"),
-        (lambda: numbered(5, True), r"batch_size: expected an int >= 1, got True \(bool\)"),
-        (lambda: arrays(WRONG["list"], torch.zeros(1), 1), r"inputs to be a tensor, got \[1.0\] \(list\)"),
-        (lambda: numbered(5, 2).epoch(key(0), WRONG["float"]), r"epoch: expected an int >= 0, got 2.5"),
-        (lambda: arrays(torch.zeros(3)), r"batch_size is missing; .* arrays\(inputs, batch_size=64\)"),
-        (lambda: numbered(5, 2).epoch(WRONG["key"], 0), r"epoch: key: expected a key, .* got 0 \(int\)"),
-        (lambda: arrays(torch.zeros(3), None, 1, names=("x", "y")), r"one name, such as \('image',\), got \('x', "),
-    ],
-)
-def test_wrong_types_are_refused_at_once(make_fn, message):
-    with pytest.raises(TypeError, match=message):
-        make_fn()
 
 
 @given(num_examples=st.integers(2, 60), seed=seeds, draw=st.data())
@@ -183,13 +147,3 @@ def test_split_by_fraction_and_seed():
     assert held(0.2, 0) == held(6, 0)
     assert held(0.2, 0) != held(0.2, 1)
     assert held(6, 0) == held(7, 0)[:6]
-
-
-@pytest.mark.parametrize(
-    ("size", "error"),
-    [(size, ValueError) for size in (0, 4, -1, 0.0, 1.0, 0.05, float("nan"))]
-    + [(True, TypeError), ("half", TypeError)],
-)
-def test_split_refuses_sizes_with_an_empty_part(size, error):
-    with pytest.raises(error, match="split: expected size"):
-        split(torch.zeros(4), torch.zeros(4), size, seed=0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from purecompose.data import arrays
-from purecompose.data.order import epoch_order, epoch_seed, seed_words
+from purecompose.data.seeding import epoch_order, epoch_seed, seed_words
 from purecompose.random import key
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from purecompose import Checkpoints, compose, data as pc_data, fit, loop_events
-from purecompose.data.identity import describe_data, differences
+from purecompose.data.facts import describe_data, differences
 from purecompose.errors import CheckpointWarning
 from tests.helpers import make_mlp, make_state
 

@@ -112,12 +112,6 @@ def test_batches_move_to_another_device() -> None:
     assert moved.x.device.type == "meta" and moved.name == "a"
 
 
-@pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
-def test_a_wrong_size_is_refused_before_anything_is_read(size: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="prefetch: size"):
-        prefetch([], "cpu", size)
-
-
 @pytest.mark.parametrize("value", [torch.ones(2, 2).to_sparse(), torch.ones(2, device="meta")])
 def test_only_plain_memory_is_pinned(value: torch.Tensor) -> None:
     assert _pinned(value) is value

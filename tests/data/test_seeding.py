@@ -1,13 +1,11 @@
 """Global generators: seeded, kept, and exchanged for a stream."""
 
-import itertools
 import random
 
 import numpy as np
 import pytest
 import torch
 
-from purecompose.data import seeding
 from purecompose.data.seeding import Stream, kept_globals, load_numpy, seed_globals
 
 
@@ -50,26 +48,6 @@ def test_generators_are_restored_even_after_an_error():
         inside = draws()
         seed_globals([1, 2, 3, 4])
         assert draws() == inside
-
-
-@pytest.mark.parametrize("number", range(3), ids=["torch", "Python", "NumPy"])
-def test_every_draw_is_noticed_also_of_a_kept_normal_number(number):
-    generator = seeding._GENERATORS[number]
-    draw = (lambda: torch.randn(1), lambda: random.gauss(0, 1), lambda: np.random.randn())[number]
-    with kept_globals():
-        generator.seed([1, 2, 3, 4])
-        states = [generator.state()]
-        for _ in range(4):
-            assert generator.equal(generator.state(), states[-1])
-            draw()
-            states.append(generator.state())
-        pairs = itertools.combinations(states, 2)
-        assert not any(generator.equal(a, b) for a, b in pairs)
-
-
-def test_the_words_of_pythons_generator_are_found_in_memory():
-    state = seeding._GENERATORS[1].state
-    assert state() is state()
 
 
 @pytest.mark.parametrize("torch_only", [True, False])

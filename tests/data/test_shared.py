@@ -67,8 +67,3 @@ def test_all_processes_stop_if_one_cannot_read(ranks):
 def test_what_cannot_be_shared_is_refused(ranks, case, words):
     for found in ranks:
         assert words in found[".errors"][case]
-
-
-def test_without_processes_it_says_what_to_do():
-    with pytest.raises(RuntimeError, match="torchrun"):
-        shared_scenarios.pc.data.shared(shared_scenarios.pc.data.loader(torch.arange(4), 2))

@@ -55,25 +55,6 @@ def test_the_order_of_the_characters_is_that_of_the_tokens(characters: list[str]
     assert vocabulary.encode("edcba").tolist() == [characters.index(one) for one in "edcba"]
 
 
-@pytest.mark.parametrize(
-    ("characters", "kind", "said"),
-    [
-        ("", ValueError, "at least one"),
-        ("abca", ValueError, "got these more often: 'a'"),
-        (3, TypeError, "a text, got 3"),
-    ],
-)
-def test_bad_vocabularies_are_refused(characters: str, kind: type[Exception], said: str) -> None:
-    with pytest.raises(kind, match=said):
-        CharacterVocabulary(characters)
-
-
-@pytest.mark.parametrize("token", [-1, 3])
-def test_tokens_outside_the_vocabulary_are_refused(token: int) -> None:
-    with pytest.raises(IndexError, match=f"from 0 to 2, got {token}"):
-        CharacterVocabulary("abc").decode(torch.tensor([0, token]))
-
-
 @given(num_tokens=st.integers(2, 200), length=st.integers(1, 60))
 def test_windows_are_the_cut_text_and_labels_the_next_tokens(num_tokens: int, length: int) -> None:
     tokens = torch.arange(num_tokens)
@@ -86,24 +67,6 @@ def test_windows_are_the_cut_text_and_labels_the_next_tokens(num_tokens: int, le
     assert inputs.flatten().tolist() == list(range(inputs.numel()))  # each once, in order
     assert torch.equal(labels, inputs + 1)
     assert num_tokens - 1 - labels.numel() < length  # no window is wasted
-
-
-@pytest.mark.parametrize(
-    ("tokens", "length", "kind", "said"),
-    [
-        (torch.zeros(9), 2, TypeError, "tensor of integers, got torch.float32"),
-        (torch.zeros(9, dtype=torch.bool), 2, TypeError, "got torch.bool"),
-        ([1, 2, 3], 2, TypeError, "tensor of integers, got"),
-        (torch.zeros(3, 3, dtype=torch.int64), 2, ValueError, r"\(num_tokens,\), got shape \(3, 3\)"),
-        (torch.arange(9), 0, ValueError, "text_windows: length"),
-        (torch.arange(9), 2.0, TypeError, "text_windows: length"),
-    ],
-)
-def test_tokens_that_cannot_be_cut_are_refused(
-    tokens: torch.Tensor, length: int, kind: type[Exception], said: str
-) -> None:
-    with pytest.raises(kind, match=said):
-        text_windows(tokens, length)
 
 
 @given(text=texts, length=st.integers(1, 20), share=st.floats(0.05, 0.95))
@@ -173,20 +136,6 @@ def test_batches_with_keys_equal_those_without(seed: int, batch_size: int, start
             assert list(batch) == list(NAMES)
             assert torch.equal(batch["input_ids"], x) and torch.equal(batch["labels"], y)
     assert named.to("cpu").names == NAMES
-
-
-@pytest.mark.parametrize(
-    ("names", "kind", "said"),
-    [
-        (("a",), TypeError, "expected two names"),
-        ("ab", TypeError, "expected two names"),
-        (("a", 1), TypeError, "expected two names"),
-        (("a", "a"), ValueError, "got 'a' twice"),
-    ],
-)
-def test_bad_names_are_refused(names: tuple[str, str], kind: type[Exception], said: str) -> None:
-    with pytest.raises(kind, match=said):
-        arrays(torch.zeros(3), torch.zeros(3), 1, names=names)
 
 
 def test_perplexity_is_the_exponential_of_the_mean_loss() -> None:

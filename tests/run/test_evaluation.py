@@ -1,7 +1,6 @@
 """Evaluation and prediction: correct numbers, and no effect on training."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -321,49 +320,6 @@ def test_no_data_is_an_error():
     for data in ([], iter(())):
         with pytest.raises(ValueError, match="'eval' has no batch; is it an exhausted iterator"):
             evaluate(make_state(), data)
-
-
-@pytest.mark.parametrize("every", ["0ep", "-1ba", "10sec"])
-def test_intervals_are_positive_and_not_in_seconds(every):
-    with pytest.raises(ValueError, match="expected a positive time"):
-        Evaluator([], every=every)
-
-
-@pytest.mark.parametrize("every", [0.5, "often", None, bool])
-def test_an_interval_that_is_not_a_time_is_named(every):
-    with pytest.raises((TypeError, ValueError), match=f"^Evaluator: every={every!r}: "):
-        Evaluator([], every=every)
-
-
-@pytest.mark.parametrize("metric", ["accuracy", 3, {}])
-def test_an_argument_that_is_not_a_metric_is_rejected(metric):
-    with pytest.raises(TypeError):
-        Evaluator([], {"accuracy": metric})
-
-
-def no_device():
-    return torch.zeros(())
-
-
-@pytest.mark.parametrize(
-    ("metric", "message"),
-    [
-        (pc.metrics.top_k, r"^metric 'one': top_k returns a metric: write pc\.metrics\.top_k\(5\)$"),
-        (pc.metrics.perplexity, r"write pc\.metrics\.perplexity\(\)$"),
-        (lambda outputs: outputs, r"^metric 'one': .*<lambda>.*cannot be called as metric\(outputs, targets\)"),
-        (pc.metrics.accuracy._replace(init=no_device), r"^metric 'one': init cannot be called as init\(device\)$"),
-        (pc.metrics.accuracy._replace(update=lambda acc: acc), r"update\(accumulator, outputs, targets\)$"),
-    ],
-)
-def test_a_metric_that_takes_other_arguments_is_refused_before_the_run(metric, message):
-    with pytest.raises(TypeError, match=message):
-        Evaluator([], {"one": metric})
-
-
-def test_a_metric_without_a_name_is_rejected():
-    accuracy: Any = pc.metrics.accuracy
-    with pytest.raises(TypeError, match=r"mapping by name, such as {'accuracy': pc.metrics.accuracy}, got a Metric$"):
-        evaluate(make_state(), uneven(), metrics=accuracy)
 
 
 def test_a_step_needs_its_init_for_evaluation_too():

@@ -112,8 +112,3 @@ def test_a_population_counts_the_examples_of_each_member() -> None:
     with pytest.warns(UserWarning, match="microbatches"):
         adaptive(pc.stack_states([make_state(), make_state()]), batch)
     assert adaptive.found == len(BATCHES[0][0])
-
-
-def test_anything_but_auto_is_refused() -> None:
-    with pytest.raises(ValueError, match="a number is given to compose"):
-        fit(compose(loop_events), make_state(), BATCHES, microbatches="4")

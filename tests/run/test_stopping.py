@@ -10,7 +10,7 @@ import torch
 
 import purecompose as pc
 from purecompose import Checkpoints, EarlyStopping, Evaluator, State, Threshold, compose, fit, loop_events, training
-from purecompose.run.stopping import is_over, seen, with_memories
+from purecompose.run.rules import is_over, seen, with_memories
 from tests.helpers import assert_same, make_batches, make_state
 
 
@@ -120,12 +120,6 @@ def test_a_compiled_run_stops_at_the_same_batch() -> None:
     assert ends[0].timestamp == ends[1].timestamp
 
 
-def test_a_metric_that_no_evaluator_reports_is_named() -> None:
-    with pytest.raises(ValueError, match=r"no evaluator reports 'eval/los'; there are eval/error"):
-        stop = EarlyStopping("eval/los")
-        fit(compose(loop_events), make_state(), BATCHES, evaluate=evaluator(), stop=stop)
-
-
 def test_metrics_of_training_decide_after_each_epoch() -> None:
     step = compose(loop_events, [pc.algorithms.training_metrics(), pc.algorithms.gradient_norm()])
     ends: list[State] = []
@@ -166,21 +160,6 @@ def test_the_metric_decides_which_values_are_better(tmp_path: pathlib.Path) -> N
     assert min(found) in kept
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"stop": EarlyStopping("eval/gap")},
-        {"stop": Threshold("eval/gap", 1.0)},
-        {"adjust": pc.ReduceOnPlateau("eval/gap")},
-        {"checkpoints": Checkpoints("unused", best="eval/gap")},
-    ],
-)
-def test_where_nothing_says_which_values_are_better_it_is_asked(options: dict[str, Any]) -> None:
-    plain = Evaluator(BATCHES, {"gap": lambda outputs, targets: outputs.abs().mean(1)})
-    with pytest.raises(ValueError, match=r"'eval/gap': are lower or higher values better\? .*mode='min'"):
-        fit(compose(loop_events), make_state(), BATCHES, evaluate=plain, **options)
-
-
 def values_after_periods(period: int) -> dict[int, float]:
     """Return the training accuracy at the end of each period, by the number of batches."""
     step, found = compose(loop_events, [pc.algorithms.training_metrics(reset=f"{period}ba")]), {}
@@ -214,34 +193,6 @@ def test_a_metric_of_training_says_which_values_are_better() -> None:
     plain = compose(loop_events, [pc.algorithms.training_metrics({"gap": gap._replace(higher_is_better=None)})])
     with pytest.raises(ValueError, match="'train/gap': are lower or higher values better"):
         fit(plain, make_state(duration="3ep"), BATCHES, stop=Threshold("train/gap", 1e9))
-
-
-def test_two_conditions_of_one_name_and_populations_are_refused() -> None:
-    twice = [Threshold("eval/loss", 0.1), Threshold("eval/loss", 0.2)]
-    loss = Evaluator(BATCHES, {"loss": pc.losses.cross_entropy})
-    with pytest.raises(ValueError, match="the same name"):
-        fit(compose(loop_events), make_state(), BATCHES, evaluate=loss, stop=twice)
-    stacked = pc.stack_states([make_state(), make_state()])
-    with pytest.raises(ValueError, match="one by one"):
-        many = pc.population(compose(loop_events), 2)
-        fit(many, stacked, BATCHES, evaluate=loss, stop=Threshold("eval/loss", 0.1))
-
-
-@pytest.mark.parametrize(
-    "make, said",
-    [
-        (lambda: EarlyStopping("eval/loss", patience="0ep"), "patience='0ep'"),
-        (lambda: EarlyStopping("eval/loss", patience="0.1dur"), "expected epochs, batches, samples or tokens"),
-        (lambda: EarlyStopping("eval/loss", patience="5sec"), "not in seconds"),
-        (lambda: EarlyStopping("eval/loss", min_delta=-1), "min_delta"),
-        (lambda: EarlyStopping(3), "metric=3"),  # pyright: ignore[reportArgumentType]
-        (lambda: Threshold("eval/loss", 0.1, mode="low"), "mode='low'"),
-        (lambda: Threshold("eval/loss", "0.1"), "value"),  # pyright: ignore[reportArgumentType]
-    ],
-)
-def test_bad_arguments_are_named(make: Any, said: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=said):
-        make()
 
 
 @pytest.mark.parametrize(

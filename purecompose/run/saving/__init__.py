@@ -2,11 +2,10 @@
 
 from purecompose.errors import CheckpointError, CheckpointWarning, DamagedError, MismatchError, UploadError
 from purecompose.run.saving.checkpoint import load, save
+from purecompose.run.saving.files import Index
 from purecompose.run.saving.folder import read_index
-from purecompose.run.saving.index import Index
-from purecompose.run.saving.keeping import newest
+from purecompose.run.saving.keeping import Checkpoints, newest
 from purecompose.run.saving.remote import mirror
-from purecompose.run.saving.settings import Checkpoints
 from purecompose.run.saving.weights import export_onnx, load_weights, save_weights
 
 

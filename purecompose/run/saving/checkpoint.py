@@ -1,6 +1,9 @@
-"""`save` and `load`: write a state to a folder and read it back, with the same bits."""
+"""`save` and `load`, and resuming a run: states in folders, read back with the same bits."""
 
-from collections.abc import Collection, Mapping
+import contextlib
+import functools
+import json
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -15,14 +18,35 @@ from purecompose._support.shards import local, place_of, span_of
 from purecompose._support.urls import is_remote, present
 from purecompose.core.context import Static
 from purecompose.core.state import State
-from purecompose.errors import CheckpointWarning, DamagedError
-from purecompose.run.saving import extra as extras, folder, together
-from purecompose.run.saving.description import describe, environment
-from purecompose.run.saving.fetching import fetched
-from purecompose.run.saving.fitting import BASE, TIME, check_fits, param_leaf, template, unwritten, without
-from purecompose.run.saving.index import Index, time_from_plain, time_to_plain
-from purecompose.run.saving.leaves import Spec, filled, leaves_of, restored_tensor, spec_of, stored
-from purecompose.run.saving.tensors import SavedTensors, is_whole
+from purecompose.errors import CheckpointError, CheckpointWarning, DamagedError
+from purecompose.run.saving import folder as disk, together
+from purecompose.run.saving.comparison import (
+    BASE,
+    TIME,
+    check_fits,
+    describe,
+    environment,
+    param_leaf,
+    template,
+    unwritten,
+    without,
+)
+from purecompose.run.saving.files import Index, SavedTensors, is_whole, time_from_plain, time_to_plain
+from purecompose.run.saving.leaves import (
+    EXTRA,
+    POSITION,
+    Spec,
+    filled,
+    is_extra,
+    leaves_of,
+    pack,
+    restore,
+    restored_tensor,
+    spec_of,
+    stored,
+    unpack,
+)
+from purecompose.run.saving.remote import fetched
 from purecompose.run.saving.together import Writers, in_all, writers_of
 from purecompose.time.event import Event
 
@@ -58,7 +82,7 @@ class Snapshot:
             return replace(self.index, description=description, files=files)
 
         if writers is None or (writers.is_first and not writers.is_joint):
-            folder.write(target, index, {name: stored(tensor) for name, tensor in self.tensors.items()})
+            disk.write(target, index, {name: stored(tensor) for name, tensor in self.tensors.items()})
         elif writers.is_joint and writers.number is not None:
             own = self.rows if writers.number else self.tensors  # the first process writes what is not divided
             together.write(
@@ -92,7 +116,7 @@ def snapshot(
         tensors = {name: tensor for name, tensor in tensors.items() if name not in description[BASE]}
     packed: dict[str, Any] = {}
     for name, value in (outside or {}).items():
-        packed[name], found = extras.pack(value, name)
+        packed[name], found = pack(value, name)
         tensors = {**tensors, **found}
     specs = {name: str(spec_of(tensor)) for name, tensor in tensors.items()}
     index = Index(
@@ -217,7 +241,7 @@ def read(path: Path | str, like: State, **settings: Any) -> State:
     """Load a state like `load`, but without the events around it."""
     with fetched(path) as local:
         try:
-            return restored(local, folder.read_index(local), like, **settings)
+            return restored(local, disk.read_index(local), like, **settings)
         except DamagedError as error:
             if (older := _whole_before(local)) is None:
                 raise
@@ -226,7 +250,7 @@ def read(path: Path | str, like: State, **settings: Any) -> State:
 
 def _whole_before(path: Path) -> Path | None:
     """Return the newest complete checkpoint next to a damaged one; not of a later batch, if its index can be read."""
-    found, _ = folder.all_in(present(path.parent))
+    found, _ = disk.all_in(present(path.parent))
     own = next((one.index.batch for one in found if one.path == path), None)
     for one in found:
         if one.path != path and (own is None or one.index.batch <= own):
@@ -257,7 +281,7 @@ def restore_extra(extra: Any, path: Path, outside: Mapping[str, Any]) -> None:
     Warns:
         CheckpointWarning: Only the run or only the checkpoint has it.
     """
-    if (extra is not None) != (extras.EXTRA in outside):
+    if (extra is not None) != (EXTRA in outside):
         text = (
             "Checkpoints(extra=...) is not in it, and continues as it is"
             if extra is not None
@@ -265,7 +289,7 @@ def restore_extra(extra: Any, path: Path, outside: Mapping[str, Any]) -> None:
         )
         warn(f"{path}: {text}", CheckpointWarning)
     elif extra is not None:
-        extras.restore(extra, outside[extras.EXTRA])
+        restore(extra, outside[EXTRA])
 
 
 def outside_of(path: Path, index: Index) -> dict[str, Any]:
@@ -275,11 +299,11 @@ def outside_of(path: Path, index: Index) -> dict[str, Any]:
         DamagedError: The tensors are incomplete.
     """
     tensors = SavedTensors(path, index)
-    own = {key: Spec.of_text(text) for key, text in index.tensors.items() if extras.is_extra(key)}
+    own = {key: Spec.of_text(text) for key, text in index.tensors.items() if is_extra(key)}
     try:
         found = {key: restored_tensor(tensors[key], own[key]) for key in own}
-        names = (name for name in (extras.EXTRA, extras.POSITION) if name in index.memory)
-        return {name: extras.unpack(index.memory[name], found) for name in names}
+        names = (name for name in (EXTRA, POSITION) if name in index.memory)
+        return {name: unpack(index.memory[name], found) for name in names}
     except (KeyError, TypeError, ValueError) as error:  # forged, since the checksums fit
         raise DamagedError(f"{path}: its index does not describe what the run keeps outside the state") from error
 
@@ -306,3 +330,95 @@ def _fetched(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], torch.cu
 
 def _pinned(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint from which a run continues."""
+
+    state: State
+    index: Index
+    path: Path
+    outside: Mapping[str, Any]
+    """What the run keeps outside the state; see `outside_of`."""
+
+
+def resumed_from(path: Path, like: State, step: Any, ignore: Collection[str] = ()) -> Resumed:
+    """Return the checkpoint in a folder, to resume a run; BEFORE_LOAD fires on the template, as in `load`.
+
+    Args:
+        path: The checkpoint.
+        like: The template.
+        step: The step that will train it.
+        ignore: See `load`.
+    """
+    like = step.fire(Event.BEFORE_LOAD, like)
+
+    def resumed() -> Resumed:
+        state, index = read(path, like, step=step, ignore=ignore), disk.read_index(path)
+        return Resumed(state, index, path, outside_of(path, index))
+
+    return in_all(writers_of(like, step), resumed, f"{path} cannot be used")
+
+
+def resumed_from_newest(folder: Path | str, like: State, step: Any, ignore: Collection[str] = ()) -> Resumed | None:
+    """Return the newest complete checkpoint in a folder, to resume a run; `None` if there is none.
+
+    Damaged ones are renamed to `*.damaged-*`, because the run will write these batches again. If several processes
+    share the state, all must call, and continue from the same checkpoint: the newest that is complete for all. For the
+    arguments see `resumed_from`.
+    """
+    writers = writers_of(like, step)
+    found, damaged = _looked_for(Path(folder), writers)
+    like = step.fire(Event.BEFORE_LOAD, like) if found else like
+
+    def resumed_at(path: Path) -> Resumed | None:
+        try:
+            index = disk.read_index(path)
+            return Resumed(restored(path, index, like, step, ignore=ignore), index, path, outside_of(path, index))
+        except DamagedError as error:
+            damaged[path] = str(error)
+            return None
+
+    for path in found:
+        resumed = in_all(writers, functools.partial(resumed_at, path), f"{path} cannot be used")
+        if writers is not None and not writers.is_good_for_all(resumed is not None):
+            damaged.setdefault(path, f"{path} is damaged for another process")
+            continue
+        if resumed is None:
+            continue
+        if damaged and (writers is None or writers.is_first):
+            warn(f"{_joined(damaged.values())}; put aside, and continuing from {path}", CheckpointWarning)
+            for other in damaged:
+                disk.put_aside(other)
+        return resumed
+    if damaged:
+        raise DamagedError(f"no whole checkpoint is left in {folder}: {_joined(damaged.values())}")
+    return None
+
+
+def _looked_for(folder: Path, writers: Writers | None) -> tuple[list[Path], dict[Path, str]]:
+    """Return the checkpoints in a folder, the newest first, and what is wrong with the others.
+
+    Of several processes the first one looks, and tells the others.
+    """
+
+    def looked() -> tuple[list[str], dict[str, str], str | None]:
+        if writers is not None and not writers.is_first:
+            return [], {}, None
+        with contextlib.suppress(OSError):  # a read-only folder is sufficient
+            disk.clear(folder)
+        found, damaged = disk.all_in(folder)
+        newer = next((error for error in damaged.values() if not isinstance(error, DamagedError)), None)
+        reasons = {str(path): str(error) for path, error in damaged.items()}
+        return [str(one.path) for one in found], reasons, None if newer is None else str(newer)
+
+    found = in_all(writers, looked, f"{folder} cannot be read")
+    paths, reasons, newer = found if writers is None else json.loads(writers.word_of_first(json.dumps(found)))
+    if newer is not None:
+        raise CheckpointError(newer)  # not damaged, but this version cannot read it
+    return [Path(path) for path in paths], {Path(path): reason for path, reason in reasons.items()}
+
+
+def _joined(problems: Iterable[object]) -> str:
+    return "; ".join(map(str, problems))

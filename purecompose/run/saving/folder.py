@@ -6,24 +6,24 @@ readers ignore the hidden folder and the next writer removes it.
 
 import contextlib
 import errno
+import hashlib
 import os
+import platform
 import re
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from purecompose._support.files import read_whole, sync
 from purecompose.errors import CheckpointError, DamagedError
-from purecompose.run.saving.index import Index, from_json, to_json
-from purecompose.run.saving.process import is_alive, owner, short_place
-from purecompose.run.saving.tensors import digest, file_name, is_file_name, save_tensors
+from purecompose.run.saving.files import Index, digest, file_name, from_json, is_file_name, save_tensors, to_json
 from purecompose.time import Timestamp
 
 
@@ -60,7 +60,12 @@ def write(target: Path, make_index: Callable[[dict[str, Any]], Index], tensors: 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Write a file of tensors, which are on the CPU and contiguous, and return its length and checksum."""
     # Tied tensors are written twice, because the file format has no ties, and a state needs none.
-    owned = {name: tensor.clone() if _is_part(tensor) else tensor for name, tensor in _unshared(tensors).items()}
+    owned, seen = dict[str, Tensor](), set[int]()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        is_part = storage.nbytes() != tensor.numel() * tensor.element_size()
+        owned[name] = tensor.clone() if is_part or storage.data_ptr() in seen else tensor
+        seen.add(storage.data_ptr())
     save_tensors(owned, file, {"format": "pt"})
     return digest(file)
 
@@ -188,24 +193,18 @@ def name_at(now: Timestamp) -> str:
     return f"ep{now.epoch:04d}-ba{now.batch:08d}"
 
 
-def all_in(
-    folder: Path, known: Mapping[Path, Found] = MappingProxyType({})
-) -> tuple[list[Found], dict[Path, CheckpointError]]:
+def all_in(folder: Path) -> tuple[list[Found], dict[Path, CheckpointError]]:
     """Return a run's checkpoints in a folder, the newest first, and the errors of the others.
 
     Only names in the form of `name_at` count, so that other files in the folder are never deleted. Tensors are not
     checked.
-
-    Args:
-        folder: The folder.
-        known: Checkpoints whose indexes have been read already, by their paths.
     """
     found: list[Found] = []
     damaged: dict[Path, CheckpointError] = {}
     for path in sorted(folder.iterdir() if folder.is_dir() else ()):
         if _NAME.fullmatch(path.name) and path.is_dir():
             try:
-                found.append(known[path] if path in known else Found(path, read_index(path)))
+                found.append(Found(path, read_index(path)))
             except CheckpointError as error:
                 damaged[path] = error
             except FileNotFoundError:  # another process has just removed it
@@ -303,16 +302,75 @@ def _is_ours_alone(path: Path) -> bool:
         return True
 
 
-def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        place = tensor.untyped_storage().data_ptr()
-        result[name] = tensor.clone() if place in seen and tensor.numel() else tensor
-        seen.add(place)
-    return result
+# The processes that write
+#
+# The number of a process is not sufficient: in a container a process has the same number each time, and any number is
+# used again at some time. A token is therefore added. On Linux it is computed from the start time of the process, so
+# that other processes can compare it; elsewhere it is random, and only distinguishes this process from earlier ones.
 
 
-def _is_part(tensor: Tensor) -> bool:
-    """Return whether a tensor is part of a larger one."""
-    return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+def token() -> str:
+    """Return a token, eight hexadecimal digits, that distinguishes this process from earlier ones with its number.
+
+    Example:
+        >>> token() == token()
+        True
+    """
+    return _token(os.getpid())  # cached by number, because a fork is another process
+
+
+def is_alive(pid: int, its_token: str | None) -> bool:
+    """Return whether a process on this machine, or in this container, is still running.
+
+    Args:
+        pid: Number of the process.
+        its_token: Token of the process; `None` if it is not known, as from an older version.
+    """
+    if pid == os.getpid():
+        return its_token == token()
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # a process of another user
+        pass
+    state, born = _from_system(pid)
+    return state not in ("Z", "X") and (None in (born, its_token) or born == its_token)
+
+
+def place() -> str:
+    """Return the scope of process numbers: the machine's name, and on Linux the process namespace.
+
+    Two containers on a machine are therefore two places.
+    """
+    name = platform.node() or "localhost"
+    with contextlib.suppress(OSError):
+        name += f" {os.readlink('/proc/self/ns/pid')}"
+    return name
+
+
+def short_place() -> str:
+    """Return the scope of process numbers as eight hexadecimal digits, for the names of files."""
+    return hashlib.blake2s(place().encode(), digest_size=4).hexdigest()
+
+
+def owner() -> str:
+    """Return the words by which the names of files tell which process writes them: number, token and place."""
+    return f"{os.getpid()}-{token()}-{short_place()}"
+
+
+@cache
+def _token(pid: int) -> str:
+    return _from_system(pid)[1] or secrets.token_hex(4)
+
+
+def _from_system(pid: int) -> tuple[str | None, str | None]:
+    """Return the state of a process (a letter) and a token of its start, or `None` for each if not known."""
+    try:
+        # The name, in brackets, may contain any characters.
+        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        started = int(words[19])
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except (OSError, ValueError, IndexError):
+        return None, None
+    return words[0].decode(), hashlib.blake2s(b"%s %d" % (boot, started), digest_size=4).hexdigest()

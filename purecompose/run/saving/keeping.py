@@ -1,29 +1,126 @@
-"""The checkpoints of a run: when they are written, and which are removed."""
+"""The checkpoints of a run: their settings, when they are written, and which are removed."""
 
 import contextlib
+import errno
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from purecompose._support.checks import check_flag, check_whole
 from purecompose._support.messages import warn
 from purecompose._support.urls import is_remote, with_urls
 from purecompose.core.state import State
 from purecompose.errors import CheckpointWarning
+from purecompose.run.rules import mode_of
 from purecompose.run.saving import folder as disk, together
-from purecompose.run.saving.checkpoint import Snapshot, snapshot
-from purecompose.run.saving.extra import EXTRA, POSITION, pack
-from purecompose.run.saving.leaves import leaves_of
+from purecompose.run.saving.checkpoint import Resumed, Snapshot, snapshot
+from purecompose.run.saving.files import is_whole, library
+from purecompose.run.saving.folder import Found
+from purecompose.run.saving.leaves import EXTRA, POSITION, check_extra, leaves_of, pack
 from purecompose.run.saving.remote import Mirror
-from purecompose.run.saving.resuming import Resumed
-from purecompose.run.saving.room import Room, is_disk_full
-from purecompose.run.saving.settings import Checkpoints, rating_of, surplus
-from purecompose.run.saving.tensors import library
 from purecompose.run.saving.together import Writers, cause_of, in_all, mirror_of, writers_of
 from purecompose.time import Time, Timestamp, TimeUnit
-from purecompose.time.timestamp import has_passed
+from purecompose.time.timestamp import Interval, has_passed, interval_or_function
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The settings of a run's checkpoints: folder, interval and number.
+
+    If the disk is full at the end of a run, its last checkpoint replaces older ones, the oldest first, unless `keep` is
+    `None`. The best one and at least one complete checkpoint are always kept.
+
+    Args:
+        folder: Folder of the checkpoints, which are one folder each; it must belong to this run only. Or a URL, such as
+            `s3://bucket/run`: a thread sends them there from a local copy, see `purecompose.saving.mirror`.
+        every: Interval between checkpoints: a number of epochs, batches, samples, tokens or seconds, or a fraction of
+            the run; or a function `Timestamp -> bool` that returns whether one is due. There is always one at the end,
+            and one when a signal ends the run.
+        keep: Number of newest checkpoints to keep; `None` for all; or "log" to spread about log2(batches) of them
+            evenly over the run, at most 20 of 100,000 batches, with one of its start: from these
+            `purecompose.analysis` finds the state at any batch.
+        best: Metric of an evaluator or of an algorithm, as for `EarlyStopping`. Whenever it improves on its best value,
+            a checkpoint is written regardless of `every`, and the best one is kept.
+        mode: "min" if lower values are better, "max" if higher ones are; by default what the evaluator's metric
+            declares or its name says, see `metrics.is_lower_better`. If neither does, `fit` raises an error.
+        background: True to write in a thread, so that a step waits only for a copy of the state. If two checkpoints
+            are still to be written, a new one replaces the second.
+        extra: What the data or the methods remember outside the state, such as an environment or a replay buffer: an
+            object with `state_dict` and `load_state_dict`, or a tree of lists and dicts with such objects, tensors,
+            arrays and plain values. Each checkpoint includes it as it is then, and `fit(resume=...)` puts it back in
+            its place: tensors and containers are written to.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong kind.
+
+    Example::
+
+        fit(step, state, train, checkpoints=Checkpoints("run/checkpoints", every="1ep", keep=3), resume="auto")
+    """
+
+    folder: Path | str
+    every: Interval | str = "1ep"
+    keep: int | Literal["log"] | None = 3
+    best: str | None = None
+    mode: str | None = None
+    background: bool = True
+    extra: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__
+        if not is_remote(self.folder):
+            set_field(self, "folder", Path(self.folder))
+        set_field(self, "every", interval_or_function(self.every, "Checkpoints: every", seconds=True))
+        if self.keep is not None and self.keep != "log":
+            check_whole(self.keep, "Checkpoints: keep", 1, hint="or 'log' for some of the whole run, or None for all")
+        if self.mode not in (None, "min", "max"):
+            raise ValueError(f"Checkpoints: mode={self.mode!r}: expected 'min' or 'max'")
+        check_flag(self.background, "Checkpoints: background")
+        check_extra(self.extra)
+
+
+def surplus(found: Sequence[Found], settings: Checkpoints) -> list[Found]:
+    """Return the checkpoints that need not be kept."""
+    if settings.keep is None:
+        return []
+    rest = _between_others(found) if settings.keep == "log" else found[settings.keep :]
+    best = _best_in(found, settings)
+    return [one for one in rest if one is not best]
+
+
+def _best_in(found: Iterable[Found], settings: Checkpoints) -> Found | None:
+    """Return the best checkpoint of some, the newest first; among equal ones the earliest, the best one all along."""
+    rated = [(rating, one) for one in found if (rating := rating_of(one.index.metrics, settings)) is not None]
+    return max(reversed(rated), key=lambda pair: pair[0], default=(None, None))[1]
+
+
+def _between_others(found: Sequence[Found]) -> list[Found]:
+    """Return the checkpoints to remove so that about log2(batches) remain, evenly spread.
+
+    The one whose removal leaves the smallest gap goes first. The first and the newest remain.
+    """
+    kept, most = list(found), 2 + (found[0].index.batch.bit_length() if found else 0)
+    while len(kept) > most:
+        gaps = [kept[i - 1].index.batch - kept[i + 1].index.batch for i in range(1, len(kept) - 1)]
+        smallest = min(gaps)
+        kept.pop(max(i for i, gap in enumerate(gaps, 1) if gap == smallest))  # of equal ones the oldest
+    return [one for one in found if all(one is not other for other in kept)]
+
+
+def rating_of(metrics: Mapping[str, Any], settings: Checkpoints) -> float | None:
+    """Return the metric that decides, with larger values being better; `None` if it was not measured."""
+    value = None if settings.best is None else metrics.get(settings.best)
+    if settings.best is None or not isinstance(value, (int, float)) or value != value:
+        return None
+    return -value if mode_of(settings.best, settings.mode) == "min" else value
+
+
+def _is_disk_full(error: Exception | None) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def newest(folder: Path | str) -> Path | None:
@@ -63,19 +160,17 @@ class Keeper:
         self._mirror: Mirror | None = None
         self._told: str | None = None
         self._pool = ThreadPoolExecutor(1, "checkpoints") if settings.background else None
-        self._waiting: _Waiting | None = None
+        self._waiting: tuple[Future[None], _Task] | None = None
         self._has_skipped = False
         self._problems: list[str] = []
         self._failure: Exception | None = None
         self._failures: Counter[str] = Counter()
-        self._room = Room(settings)
         self._written_at: float = time.monotonic()
         self._last: tuple[Timestamp, Any] | None = None
         self._best: float | None = None
         self._writers: Writers | None = None
         self._num_written = 0
         self._undecided: tuple[Path, Timestamp] | None = None
-        self._found: list[disk.Found] = []
         self._has_lacked_position = False
 
     def open(self, state: State, step: Any = None) -> None:
@@ -112,7 +207,7 @@ class Keeper:
                 f"{with_urls(self.folder)} holds checkpoints of a run that has come further ({later[0].path.name}): "
                 "continue from there with resume='auto', or give this run a folder of its own"
             )
-        self._best = self._best_of(found)
+        self._best = self._best_rating(found)
         if from_here is not None and from_here.state.timestamp == state.timestamp:
             self._last = state.timestamp, from_here.index.metrics  # already saved, with these metrics
         try:
@@ -166,7 +261,7 @@ class Keeper:
         if self._is_any(problem is not None):
             self._failed(target, problem or OSError("another process has failed"))
         else:
-            self._hand_over(_Task(taken, target, now), is_best)
+            self._hand_over(_Task(taken, target, now, is_best))
         self._tell()
 
     def keep_last(self, state: State, *others: Any) -> None:
@@ -178,12 +273,22 @@ class Keeper:
             self.keep(state, *others)
             self.settle()
             self._decide()
-            if not self._is_any(is_disk_full(self._failure)):
+            is_full = self._is_any(_is_disk_full(self._failure)) and not self._is_saved(state.timestamp)
+            if not is_full or not self._is_any(self._is_tidying and self._makes_room(state.timestamp)):
                 return
-            now = state.timestamp
-            may_wait = not self._is_saved(now)
-            if not self._is_any(self._is_tidying and self._room.make(self.folder, now, may_wait=may_wait)):
-                return
+
+    def _makes_room(self, now: Timestamp) -> bool:
+        """Remove the oldest checkpoint before a time, unless it is the best or only complete one; return if it did."""
+        with contextlib.suppress(OSError):
+            found = disk.all_in(self.folder)[0] if self.settings.keep is not None else []
+            best = _best_in(found, self.settings)
+            for one in reversed(found):
+                rest = (other for other in found if other is not one)
+                is_needed = one is best or not any(is_whole(other.path, other.index) for other in rest)
+                if one.index.batch < now.batch and not is_needed:
+                    disk.remove(one.path)
+                    return not one.path.exists()
+        return False
 
     def report_missing(self, now: Timestamp) -> None:
         """Warn if the final state of a run is not in a checkpoint."""
@@ -201,7 +306,7 @@ class Keeper:
     def settle(self) -> None:
         """Wait until everything so far is written."""
         if self._waiting is not None:
-            wait([self._waiting.future])  # the thread writes them in order, so the last one is sufficient
+            wait([self._waiting[0]])  # the thread writes them in order, so the last one is sufficient
         self._tell()
 
     def give_up(self) -> None:
@@ -272,7 +377,7 @@ class Keeper:
         if self._is_tidying:
             together.discard(target, self._writers, self._num_written)
 
-    def _hand_over(self, task: "_Task", is_best: bool) -> None:
+    def _hand_over(self, task: "_Task") -> None:
         if self._is_joint:
             self._undecided, self._failure, self._num_written = (task.target, task.now), None, self._num_written + 1
         if task.taken is None:
@@ -280,18 +385,19 @@ class Keeper:
         elif self._pool is None:
             self._write(task)
         else:
-            self._enqueue(task, is_best)
+            self._enqueue(self._pool, task)
 
-    def _enqueue(self, task: "_Task", is_best: bool) -> None:
-        assert self._pool is not None
-        if self._waiting is not None and not self._waiting.is_best and self._waiting.future.cancel():
-            if not self._has_skipped and self._waiting.batch != task.now.batch:
+    def _enqueue(self, pool: ThreadPoolExecutor, task: "_Task") -> None:
+        """Pass a checkpoint to the writing thread, in place of one that still waits, unless that is the best one."""
+        if self._waiting is not None and not self._waiting[1].is_best and self._waiting[0].cancel():
+            skipped = self._waiting[1].now.batch
+            if not self._has_skipped and skipped != task.now.batch:
                 self._problems.append(
-                    f"the checkpoint of batch {self._waiting.batch} was skipped, and others may be: writing takes "
-                    f"longer than the time between checkpoints ({self.settings.every})"
+                    f"the checkpoint of batch {skipped} was skipped, and others may be: writing takes longer than the "
+                    f"time between checkpoints ({self.settings.every})"
                 )
-            self._has_skipped |= self._waiting.batch != task.now.batch
-        self._waiting = _Waiting(self._pool.submit(self._write, task), task.now.batch, is_best)
+            self._has_skipped |= skipped != task.now.batch
+        self._waiting = pool.submit(self._write, task), task
 
     def _write(self, task: "_Task") -> None:
         """Write a checkpoint, possibly in the writing thread; errors become warnings and never end the run."""
@@ -304,10 +410,8 @@ class Keeper:
         if not self._is_joint:
             self.written, self._failure = (task.target, task.now), None
         try:
-            # Reading all of them again would take longer than writing a small one.
-            known = {one.path: one for one in self._found if one.path != task.target}
-            self._found = disk.all_in(self.folder, known)[0] if self._is_tidying else []
-            for one in surplus(self._found, self.settings):
+            found = disk.all_in(self.folder)[0] if self._is_tidying and self.settings.keep is not None else []
+            for one in surplus(found, self.settings):
                 if one.path != task.target:
                     disk.remove(one.path)
         except Exception as error:
@@ -323,11 +427,13 @@ class Keeper:
         if self._is_joint:
             return  # `_best` has to remain the same in all processes
         with contextlib.suppress(OSError):
-            self._best = self._best_of(disk.all_in(self.folder)[0])  # a checkpoint that was not written does not count
+            self._best = self._best_rating(
+                disk.all_in(self.folder)[0]
+            )  # a checkpoint that was not written does not count
 
-    def _best_of(self, found: Iterable[disk.Found]) -> float | None:
-        ratings = [rating_of(one.index.metrics, self.settings) for one in found]
-        return max((rating for rating in ratings if rating is not None), default=None)
+    def _best_rating(self, found: Iterable[Found]) -> float | None:
+        best = _best_in(found, self.settings)
+        return None if best is None else rating_of(best.index.metrics, self.settings)
 
     def _is_best(self, metrics: Mapping[str, Any]) -> bool:
         rating = rating_of(metrics, self.settings)
@@ -337,7 +443,7 @@ class Keeper:
         """Warn of problems since the last call; in the thread of the run, where warnings filters are valid."""
         problems, self._problems = self._problems, []
         if self._mirror is not None:
-            if (problem := self._mirror.problem()) != self._told:
+            if (problem := self._mirror.problem) != self._told:
                 self._told = problem
                 problems += [] if problem is None else [f"{problem}; trying again"]
         for problem in problems:
@@ -351,13 +457,6 @@ class _Task(NamedTuple):
     """What this process writes; `None` if others write all."""
     target: Path
     now: Timestamp
-
-
-class _Waiting(NamedTuple):
-    """A checkpoint that waits for the writing thread."""
-
-    future: Future[None]
-    batch: int
     is_best: bool
 
 

@@ -1,34 +1,185 @@
-"""Folders in remote storage, such as `s3://bucket/run`, by fsspec: a local copy, which a thread keeps uploading.
+"""Folders in remote storage, such as `s3://bucket/run`, by fsspec: local copies, read from there or sent there.
 
-Everything is written to the local copy as to any other folder. The thread sends what has changed since, so that steps
-never wait for the network. The index of a checkpoint is sent after its tensors and removed before them; so a reader
-finds a checkpoint that is complete, or none. What is no longer kept is removed after the new has arrived, in full
-length.
+Everything is written to a local copy as to any other folder. A thread sends what has changed since, so that steps never
+wait for the network. The index of a checkpoint is sent after its tensors and removed before them; so a reader finds a
+checkpoint that is complete, or none. What is no longer kept is removed after the new has arrived, in full length.
 """
 
+import contextlib
 import os
 import shutil
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from purecompose._support.messages import warn
-from purecompose._support.urls import forget, know
-from purecompose.errors import CheckpointWarning, UploadError
+from purecompose._support.urls import forget, is_remote, know, naming_urls
+from purecompose.errors import CheckpointError, CheckpointWarning, DamagedError, UploadError
 from purecompose.run.saving import folder as disk
-from purecompose.run.saving.copies import WRITER, clear_copies, copy_named, new_name, note_sent, note_user
-from purecompose.run.saving.storage import download, file_system, files_in, tried
-from purecompose.run.saving.tensors import is_file_name, is_whole
+from purecompose.run.saving.files import is_file_name, is_whole
 
 
+T = TypeVar("T")
+
+_WAITS = (0.5, 1.0, 2.0, 4.0)
+"""Seconds between the attempts to read, to send or to remove a file."""
 _INTERVAL = 1.0
 """Seconds between two looks at the local copy."""
 _PATIENCE = 600.0
 """Seconds for which a process waits for another one on its host that reads the folder."""
-_READ = ".read"
-"""Name of the file that marks a local copy as complete."""
+_MAKER, _READ, _WRITER, _SENT = ".maker", ".read", ".writer", ".sent"
+"""Names of files in a local copy: one names the process that makes it; the others mark it as complete; as that of the
+process that sends what has changed; and as one of which everything could be sent, since a writer's copy may otherwise
+hold the only files of a run."""
+
+
+# The storage
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path in it.
+
+    Raises:
+        ImportError: The package fsspec, or the one that it needs for this scheme, is not installed.
+        ValueError: The scheme is unknown.
+    """
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise ImportError(f"{url}: remote storage needs fsspec: pip install 'purecompose[remote]'") from error
+    try:
+        fs, root = url_to_fs(url)
+    except ImportError as error:
+        raise ImportError(f"{url}: {error}") from error  # names the package, such as s3fs
+    return fs, root.rstrip("/")
+
+
+def _files_in(fs: Any, root: str) -> list[str]:
+    """Return the names of all files below a path."""
+
+    def found() -> list[str]:
+        fs.invalidate_cache()
+        return [name.removeprefix(root).lstrip("/") for name in fs.find(root)]
+
+    names = [name for name in _tried(found) if name]
+    for name in names:
+        if ".." in Path(name).parts or os.sep != "/" and os.sep in name:
+            raise DamagedError(f"{root} holds a file {name!r}, which would be written outside of a local copy")
+    return names
+
+
+def _download(fs: Any, source: str, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _tried(lambda: fs.get_file(source, str(target)))
+
+
+def _tried(do: Callable[[], T]) -> T:
+    """Return what a function returns, after several attempts if necessary; raise `OSError` if all fail."""
+    for seconds in (*_WAITS, None):
+        try:
+            return do()
+        except (FileNotFoundError, PermissionError):
+            raise
+        except Exception as error:  # each storage has its own
+            if seconds is None:
+                raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}") from error
+            time.sleep(seconds)
+    raise AssertionError("the last attempt returns or raises")
+
+
+# Local copies
+
+
+def new_name() -> str:
+    """Return a name for a local copy that no other has."""
+    return f"{disk.owner()}-{time.monotonic_ns():x}"
+
+
+def _copy_named(name: str) -> Path:
+    return Path(tempfile.gettempdir()).resolve() / f"purecompose-{name}"
+
+
+def _make(copy: Path) -> None:
+    copy.mkdir(mode=0o700)
+    (copy / _MAKER).write_text(disk.owner(), encoding="utf-8")
+
+
+def clear_copies() -> None:
+    """Remove the local copies that processes of this user, which have ended, have left on this machine.
+
+    One that holds files which could not be sent stays.
+    """
+    for copy in Path(tempfile.gettempdir()).resolve().glob("purecompose-*"):
+        with contextlib.suppress(OSError, ValueError):  # another process removes it, or writes
+            is_ours = not copy.is_symlink() and (os.name != "posix" or copy.stat().st_uid == os.getuid())
+            pid, token, place = (copy / _MAKER).read_text(encoding="utf-8").split("-")
+            has_ended = place == disk.short_place() and not disk.is_alive(int(pid), token)
+            if is_ours and has_ended and ((copy / _SENT).exists() or not (copy / _WRITER).exists()):
+                shutil.rmtree(copy, ignore_errors=True)
+
+
+@contextmanager
+def fetched(path: Path | str, names: Collection[str] = (disk.INDEX,)) -> Iterator[Path]:
+    """Return a scope with a folder, which is a local copy if the path is a URL.
+
+    Tensors are read when their file is opened; the other checkpoints next to one, when they are looked for.
+
+    Args:
+        path: The folder of a run, of checkpoints or of one checkpoint.
+        names: The names of the files that are read at once; of one checkpoint, also those of its run.
+
+    Raises:
+        FileNotFoundError: There is nothing at the URL.
+        DamagedError: The storage holds a name that would lead out of the local copy.
+        ImportError, ValueError, OSError: See `Mirror`.
+    """
+    if not is_remote(path):
+        yield Path(path)
+        return
+    clear_copies()
+    url, top = str(path).rstrip("/"), _copy_named(new_name())
+    fs, root = file_system(url)
+    parts = [part for part in root.split("/") if part][-3:]  # at most a run, its checkpoints and one of them
+    base, outer, local = root.removesuffix("/".join(parts)), top / parts[0], top.joinpath(*parts)
+
+    def get(file: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            _download(fs, f"{base}{file.relative_to(top).as_posix()}", file)
+
+    def fetch(place: Path) -> None:
+        """Read a file that is missing, or the indexes of the checkpoints in a folder."""
+        try:
+            files = [place]
+            if not place.suffix:
+                found = _files_in(fs, f"{base}{place.relative_to(top).as_posix()}")
+                files = [place / name for name in found if name.count("/") == 1 and name.endswith(f"/{disk.INDEX}")]
+            for file in files:
+                if not file.exists():
+                    get(file)
+        except OSError as error:
+            raise CheckpointError(f"{place} cannot be read: {error}") from error
+
+    try:
+        _make(top)
+        found = [local / name for name in _files_in(fs, root)]
+        if not found:
+            raise FileNotFoundError(f"there is nothing at {url}")
+        local.mkdir(parents=True)
+        wanted = [file for file in found if file.name in names]
+        if local / disk.INDEX in found and len(parts) == 3:
+            wanted += [outer / name for name in {*names} - {disk.INDEX}]
+        know(outer, url.removesuffix("/".join(parts)) + parts[0], fetch)
+        with naming_urls():
+            for file in wanted:
+                get(file)
+            yield local
+    finally:
+        forget(outer)
+        shutil.rmtree(top, ignore_errors=True)
 
 
 class Mirror:
@@ -46,6 +197,7 @@ class Mirror:
     Attributes:
         url: The URL.
         local: The local copy.
+        problem: Why the newest files are not sent yet; `None` if nothing is wrong.
 
     Raises:
         ImportError: The package fsspec, or the one that it needs for this scheme, is not installed.
@@ -56,27 +208,24 @@ class Mirror:
 
     def __init__(self, url: str, *, name: str | None = None, is_writing: bool = True) -> None:
         self.url: str = url.rstrip("/")
-        self.local: Path = copy_named(name or new_name())
+        self.local: Path = _copy_named(name or new_name())
+        self.problem: str | None = None
         self._fs, self._root = file_system(self.url)
-        self._sent: dict[str, tuple[int, int]] = {}
-        self._there: set[str] = set()
         self._is_closing = threading.Event()
-        self._problem: str | None = None
         clear_copies()
         self._is_first = self._begun()
-        if is_writing:
-            self._sent, self._there = _listed(self.local), set(files_in(self._fs, self._root))
         self._thread = threading.Thread(target=self._keep_sending, name="upload", daemon=True) if is_writing else None
         if self._thread is not None:
-            note_sent(self.local, True)
-            (self.local / WRITER).touch()
+            self._sent, self._there = _listed(self.local), set(_files_in(self._fs, self._root))
+            for mark in (_SENT, _WRITER):
+                (self.local / mark).touch()
             self._thread.start()
         know(self.local, self.url)
 
     @property
     def has_writer(self) -> bool:
         """True if the process that sends what has changed uses this local copy, and so is on the same host."""
-        return (self.local / WRITER).exists()
+        return (self.local / _WRITER).exists()
 
     def close(self) -> str | None:
         """Send everything, and remove the local copy; return what could not be sent, if anything."""
@@ -84,15 +233,11 @@ class Mirror:
         if self._thread is not None:
             self._is_closing.set()
             self._thread.join()
-            if self._problem is not None:
-                return f"{self._problem}; all is in {self.local}"
+            if self.problem is not None:
+                return f"{self.problem}; all is in {self.local}"
         if self._thread is not None or (self._is_first and not self.has_writer):
             shutil.rmtree(self.local, ignore_errors=True)
         return None
-
-    def problem(self) -> str | None:
-        """Return why the newest files are not sent yet; `None` if nothing is wrong."""
-        return self._problem
 
     # Reading
 
@@ -100,7 +245,7 @@ class Mirror:
         """Read the folder, or wait until another process has; return whether this one did."""
         mark = self.local / _READ
         try:
-            self.local.mkdir(mode=0o700)
+            _make(self.local)
         except FileExistsError:
             deadline = time.monotonic() + _PATIENCE
             while not mark.exists():
@@ -109,10 +254,8 @@ class Mirror:
                 time.sleep(0.05)
             if os.name == "posix" and self.local.stat().st_uid != os.getuid():
                 raise PermissionError(f"{self.url}: {self.local} belongs to another user") from None
-            note_user(self.local)
             return False
         try:
-            note_user(self.local)
             self._read()
         except BaseException:
             shutil.rmtree(self.local, ignore_errors=True)
@@ -121,26 +264,21 @@ class Mirror:
         return True
 
     def _read(self) -> None:
-        files = files_in(self._fs, self._root)
-        for name in files:
-            if not is_file_name(Path(name).name):
-                self._download(name)
+        files = _files_in(self._fs, self._root)
+
+        def read(names: Collection[str]) -> None:
+            for name in names:
+                _download(self._fs, f"{self._root}/{name}", self.local / name)
+
+        read([name for name in files if not is_file_name(Path(name).name)])
         for folder in (self.local, self.local / disk.CHECKPOINTS):
             found, damaged = disk.all_in(folder)
             for path in damaged:  # a run puts them aside, with all that is in them
-                self._read_checkpoint(path, files)
+                read([name for name in files if (self.local / name).parent == path])
             for one in found:
-                self._read_checkpoint(one.path, files)
+                read([name for name in files if (self.local / name).parent == one.path])
                 if is_whole(one.path, one.index):
                     break
-
-    def _read_checkpoint(self, path: Path, files: list[str]) -> None:
-        for name in files:
-            if (self.local / name).parent == path:
-                self._download(name)
-
-    def _download(self, name: str) -> None:
-        download(self._fs, f"{self._root}/{name}", self.local / name)
 
     # Sending
 
@@ -150,10 +288,11 @@ class Mirror:
             is_last = self._is_closing.wait(_INTERVAL)
             try:
                 self._send()
-                self._problem = None
+                self.problem = None
             except Exception as error:  # of any storage; what is not sent now is sent later
-                self._problem = f"{self.url} cannot be written to: {type(error).__name__}: {error}"
-            note_sent(self.local, self._problem is None)
+                self.problem = f"{self.url} cannot be written to: {type(error).__name__}: {error}"
+            with contextlib.suppress(OSError):  # a full disk
+                (self.local / _SENT).touch() if self.problem is None else (self.local / _SENT).unlink(missing_ok=True)
 
     def _send(self) -> None:
         """Make the folder equal to the local copy."""
@@ -162,20 +301,18 @@ class Mirror:
             raise FileNotFoundError(f"another program has removed {self.local}")
         for name in sorted(now, key=_is_index):
             if self._sent.get(name) != now[name] and (self.local / name).exists():
-                tried(lambda name=name: self._put(name), lambda: note_sent(self.local, False))
+                _tried(lambda name=name: self._put(name))
                 self._sent[name] = now[name]
         # Only what the local copy has had: other files in the storage are not ours.
         gone = {name for name in self._sent.keys() - now.keys() if not (self.local / name).exists()}
         folders = {str(Path(name).parent) for name in gone if not (self.local / name).parent.exists()}
         gone |= {name for name in self._there if str(Path(name).parent) in folders}  # tensors that were not read
         for name in sorted(gone, key=_is_index, reverse=True):
-            tried(lambda name=name: self._remove(name))
+            _tried(lambda name=name: self._remove(name))
 
     def _remove(self, name: str) -> None:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(f"{self._root}/{name}")
-        except FileNotFoundError:
-            pass
         self._there.discard(name)
         self._sent.pop(name, None)
 
@@ -234,13 +371,9 @@ def _listed(folder: Path) -> dict[str, tuple[int, int]]:
     found = {}
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            file = Path(place, name)
-            if not name.startswith("."):
-                try:
-                    status = file.stat()
-                except FileNotFoundError:  # replaced in this moment
-                    continue
+        for file in (Path(place, name) for name in names if not name.startswith(".")):
+            with contextlib.suppress(FileNotFoundError):  # replaced in this moment
+                status = file.stat()
                 found[file.relative_to(folder).as_posix()] = status.st_size, status.st_mtime_ns
     return found
 

@@ -24,11 +24,9 @@ from purecompose._support.shards import place_of
 from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
 from purecompose.run.saving import folder
-from purecompose.run.saving.copies import new_name
-from purecompose.run.saving.index import Index
-from purecompose.run.saving.process import owner
-from purecompose.run.saving.remote import Mirror
-from purecompose.run.saving.tensors import file_name
+from purecompose.run.saving.files import Index, file_name
+from purecompose.run.saving.folder import owner
+from purecompose.run.saving.remote import Mirror, new_name
 
 
 T = TypeVar("T")

@@ -14,9 +14,9 @@ from purecompose._support.messages import warn
 from purecompose._support.shards import is_shard
 from purecompose.core.state import State
 from purecompose.errors import CheckpointWarning, DamagedError, MismatchError
-from purecompose.run.saving.description import KEPT, architecture, listed, other_modules, other_settings, other_tensors
+from purecompose.run.saving.comparison import KEPT, architecture, listed, other_modules, other_settings, other_tensors
+from purecompose.run.saving.files import library, save_tensors
 from purecompose.run.saving.folder import written
-from purecompose.run.saving.tensors import library, save_tensors
 from purecompose.surgery.weights import to_module
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose import Event, State, algorithms, compose, loop_events, losses, optim, schedule
 from purecompose.run.saving import read_index
-from purecompose.run.saving.index import to_json
+from purecompose.run.saving.files import to_json
 from tests.helpers import assert_same, changing, counter, make_batch, make_cnn, make_mlp, make_state, noise, run_steps
 
 
@@ -197,7 +197,9 @@ def test_an_algorithm_that_is_missing_is_named(tmp_path: pathlib.Path) -> None:
     step = compose(loop_events, [counter("steps"), algorithms.mixup(0.2)])
     pc.save(step.init(make_state()), tmp_path / "one", step=step)
     plain = compose(loop_events, [algorithms.mixup(0.2)])
-    with pytest.raises(pc.errors.MismatchError, match=r"algorithm steps\(\): in the checkpoint, not here") as caught:
+    with pytest.raises(
+        pc.errors.MismatchError, match=r"algorithm steps: steps\(\) in the checkpoint, nothing here"
+    ) as caught:
         pc.load(tmp_path / "one", plain.init(make_state()), step=plain)
     assert any(line.startswith("state.slots['steps']") for line in caught.value.differences)
 
@@ -235,7 +237,7 @@ def test_another_number_of_threads_is_reported(tmp_path: pathlib.Path) -> None:
     pc.save(make_state(), tmp_path / "one")
     torch.set_num_threads(2)
     try:
-        with pytest.warns(pc.errors.CheckpointWarning, match="threads: 1 then, 2 now"):
+        with pytest.warns(pc.errors.CheckpointWarning, match="threads: 1 in the checkpoint, 2 here"):
             pc.load(tmp_path / "one", make_state())
     finally:
         torch.set_num_threads(1)

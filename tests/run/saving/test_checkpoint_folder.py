@@ -9,8 +9,8 @@ import pytest
 
 import purecompose as pc
 from purecompose.records.layout import write_json
-from purecompose.run.saving import folder as disk, process
-from purecompose.run.saving.process import token
+from purecompose.run.saving import folder as disk, folder as process
+from purecompose.run.saving.folder import token
 from tests.helpers import make_state
 
 

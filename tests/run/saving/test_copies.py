@@ -1,58 +1,53 @@
 """Local copies of remote folders: those of processes that have ended are removed, and no others."""
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from purecompose.run.saving import copies
-from purecompose.run.saving.process import place, token
+from purecompose.run.saving import remote
+from purecompose.run.saving.folder import owner, short_place, token
 
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(copies.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(remote.tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
-def make_copy(**user: Any) -> Path:
+def make_copy(pid: int = os.getpid(), its_token: str = "00000000", place: str = short_place(), *marks: str) -> Path:
     """Make a copy of a process; by default of an earlier one with the number of this."""
-    copy = copies.copy_named(copies.new_name())
+    copy = remote._copy_named(remote.new_name())
     copy.mkdir()
-    words = {"process": os.getpid(), "token": "00000000", "place": place(), **user}
-    (copy / f".user-{words['process']}-{words['token']}").write_text(json.dumps(words))
+    (copy / ".maker").write_text(f"{pid}-{its_token}-{place}")
+    for mark in marks:
+        (copy / mark).touch()
     return copy
 
 
 def test_copies_of_processes_that_have_ended_are_removed(temporary: Path) -> None:
     make_copy()
-    make_copy(process=2**22 + 1)
-    copies.note_sent(copy := make_copy(), True)
-    (copy / copies.WRITER).touch()
-    copies.clear_copies()
+    make_copy(2**22 + 1)
+    make_copy(os.getpid(), "00000000", short_place(), ".writer", ".sent")
+    remote.clear_copies()
     assert not [*temporary.iterdir()]
 
 
 def test_other_copies_stay(temporary: Path) -> None:
-    make_copy(token=token())
-    make_copy(place="another machine")
-    shared, unsent = make_copy(), make_copy()
-    copies.note_user(shared)
-    (unsent / copies.WRITER).touch()
-    copies.note_sent(unsent, False)
+    assert owner() == f"{os.getpid()}-{token()}-{short_place()}"
+    make_copy(os.getpid(), token())
+    make_copy(os.getpid(), "00000000", "elsewhere")
+    make_copy(os.getpid(), "00000000", short_place(), ".writer")  # whose files could not be sent
     (temporary / "purecompose-mine").mkdir()
-    copies.copy_named("link").symlink_to(temporary / "purecompose-mine")
-    damaged = make_copy()
-    (damaged / ".user-1-00000000").write_text("")
+    remote._copy_named("link").symlink_to(temporary / "purecompose-mine")
+    (make_copy() / ".maker").write_text("")
     before = sorted(temporary.iterdir())
-    copies.clear_copies()
+    remote.clear_copies()
     assert sorted(temporary.iterdir()) == before
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
 def test_copies_of_other_users_stay() -> None:
     os.chown(copy := make_copy(), 12345, 12345)
-    copies.clear_copies()
+    remote.clear_copies()
     assert copy.exists()

@@ -11,9 +11,9 @@ import torch
 from purecompose import Checkpoints
 from purecompose.errors import DamagedError, MismatchError
 from purecompose.run.saving.checkpoint import outside_of, snapshot
-from purecompose.run.saving.extra import pack, restore, unpack
+from purecompose.run.saving.files import _plain, _restored
 from purecompose.run.saving.folder import read_index
-from purecompose.run.saving.index import _plain, _restored
+from purecompose.run.saving.leaves import pack, restore, unpack
 from tests.helpers import assert_same, make_state
 
 

@@ -13,8 +13,8 @@ import purecompose as pc
 from purecompose import Checkpoints, State, compose, loop_events, optim
 from purecompose.run.saving import folder
 from purecompose.run.saving.checkpoint import assembled, snapshot
-from purecompose.run.saving.description import describe, differences
-from purecompose.run.saving.index import to_json
+from purecompose.run.saving.comparison import describe, differences
+from purecompose.run.saving.files import to_json
 from purecompose.testing.tasks import TASKS
 from purecompose.transforms.population import stack_states
 from tests.helpers import assert_same, make_batches, make_state

@@ -14,8 +14,8 @@ import torch
 
 import purecompose as pc
 from purecompose import compose, loop_events
-from purecompose.run.saving.index import _checksum
-from purecompose.run.saving.resuming import resumed_from_newest
+from purecompose.run.saving.checkpoint import resumed_from_newest
+from purecompose.run.saving.files import _checksum
 from tests.helpers import make_batch, make_state
 
 
@@ -67,7 +67,7 @@ def test_no_mutation_gives_a_wrong_state(num: int, tmp_path: pathlib.Path) -> No
 
 def test_a_forged_index_runs_no_code_and_says_what_is_wrong(tmp_path: pathlib.Path) -> None:
     """The checksum only detects accidents; a forged index still contains nothing but numbers and strings."""
-    from purecompose.run.saving.index import Index, to_json
+    from purecompose.run.saving.files import Index, to_json
 
     like = make_state()
     whole = pc.save(like, tmp_path / "one")

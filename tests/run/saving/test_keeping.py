@@ -16,10 +16,9 @@ from safetensors import SafetensorError
 
 import purecompose as pc
 from purecompose import Checkpoints, Evaluator, State, compose, fit, loop_events, training
-from purecompose.run.saving import folder as disk, newest, process
-from purecompose.run.saving.index import Index
-from purecompose.run.saving.keeping import Keeper
-from purecompose.run.saving.settings import surplus
+from purecompose.run.saving import folder as disk, folder as process, newest
+from purecompose.run.saving.files import Index
+from purecompose.run.saving.keeping import Keeper, surplus
 from tests.helpers import assert_same, changing, counter, make_batches, make_mlp, make_state, noise
 
 
@@ -240,12 +239,6 @@ def test_the_best_is_written_whenever_it_occurs(tmp_path: pathlib.Path) -> None:
     assert measured[3] is measured[6] is measured[9] is None
 
 
-def test_a_best_metric_that_no_evaluator_reports_is_refused(tmp_path: pathlib.Path) -> None:
-    evaluator = Evaluator(BATCHES, {"loss": pc.losses.cross_entropy})
-    with pytest.raises(ValueError, match="no evaluator reports 'eval/lss'; there are eval/loss"):
-        fit(step(), start(), BATCHES, evaluate=evaluator, checkpoints=Checkpoints(tmp_path, best="eval/lss"))
-
-
 def test_data_of_another_length_are_an_error(tmp_path: pathlib.Path) -> None:
     settings = Checkpoints(tmp_path, every="1ba", background=False)
     next(training(step(), start(), BATCHES, checkpoints=settings))
@@ -282,7 +275,7 @@ def full_of_safetensors(*_: Any, **__: Any) -> None:
     raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
 
-@pytest.mark.usefixtures("patience", "no_waiting")
+@pytest.mark.usefixtures("patience")
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize(
     "place, full", [("purecompose.run.saving.folder.sync", full), ("safetensors.torch.save_file", full_of_safetensors)]
@@ -310,12 +303,6 @@ def test_on_a_full_disk_training_continues_and_older_checkpoints_are_kept(
     assert_same(fit(step(), start(), BATCHES, checkpoints=settings, resume="auto"), whole)
 
 
-@pytest.fixture
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("purecompose.run.saving.room._WAITING_TIME", 0.05)
-    monkeypatch.setattr("purecompose.run.saving.room._PAUSE", 0.01)
-
-
 def disk_with_room_for(num: int, folder: pathlib.Path) -> Any:
     """Return a `_sync` that fails as on a full disk if `folder` has more than `num` checkpoints, partial ones too."""
 
@@ -326,7 +313,7 @@ def disk_with_room_for(num: int, folder: pathlib.Path) -> Any:
     return sync
 
 
-@pytest.mark.usefixtures("patience", "no_waiting")
+@pytest.mark.usefixtures("patience")
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize(
     "room, keep, left",
@@ -346,19 +333,6 @@ def test_older_checkpoints_make_room_for_the_last_one(
         warnings.simplefilter("ignore", pc.errors.CheckpointWarning)
         fit(step(), start(), BATCHES, checkpoints=settings)
     assert names(folder) == left  # with keep=1 a complete one is not removed for one that may fail
-
-
-@pytest.mark.usefixtures("no_waiting")
-def test_the_last_checkpoint_waits_for_room(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("purecompose.run.saving.room._WAITING_TIME", 60.0)
-    monkeypatch.setattr(disk, "sync", full)
-    monkeypatch.setattr("purecompose.run.saving.room.time.sleep", lambda seconds: monkeypatch.undo())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False))
-    assert names(tmp_path) == ["ep0003-ba00000012"]
-    assert any("free some space" in str(one.message) for one in caught)
-    assert not any("is in no checkpoint" in str(one.message) for one in caught)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -419,22 +393,6 @@ def test_values_that_cannot_be_saved_later_only_skip_checkpoints(tmp_path: pathl
         end = fit(compose(loop_events, [hiding]), start(), BATCHES, checkpoints=settings)
     assert end.timestamp.batch == 12
     assert [name.partition("-")[0] for name in names(tmp_path)] == ["ep0001", "ep0002"]
-
-
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        ({"every": "0ba"}, "every='0ba'"),
-        ({"every": "x"}, "^Checkpoints: every='x': cannot read the time 'x'"),
-        ({"every": 10}, "^Checkpoints: every=10: .*give it a unit, as in '10ep'"),
-        ({"keep": 0}, "keep"),
-        ({"mode": "best"}, "mode='best'"),
-        ({"background": 1}, "background"),
-    ],
-)
-def test_bad_settings_are_named(options: dict[str, Any], said: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=said):
-        Checkpoints("x", **options)
 
 
 @pytest.mark.usefixtures("patience")

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from purecompose.run.saving import process
-from purecompose.run.saving.process import is_alive, token
+from purecompose.run.saving import folder as process
+from purecompose.run.saving.folder import is_alive, token
 
 
-CODE = "from purecompose.run.saving.process import token; print(token(), flush=True); input()"
+CODE = "from purecompose.run.saving.folder import token; print(token(), flush=True); input()"
 NEEDS_PROC = pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="only Linux tells")
 
 

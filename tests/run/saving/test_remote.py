@@ -18,7 +18,7 @@ import torch
 import purecompose as pc
 from purecompose import compose, loop_events, tree
 from purecompose.cli import load_run, main
-from purecompose.run.saving import remote, storage
+from purecompose.run.saving import remote
 from purecompose.run.saving.keeping import Keeper
 from tests.helpers import make_batch, make_state
 from tests.pages import ROOT
@@ -145,7 +145,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch, num_failures: float) -> list[str]:
         return real(self, source, target, **settings)
 
     monkeypatch.setattr(fs, "put_file", put)
-    monkeypatch.setattr(storage, "_WAITS", (0.01, 0.01))
+    monkeypatch.setattr(remote, "_WAITS", (0.01, 0.01))
     return tried
 
 
@@ -153,14 +153,6 @@ def test_sending_is_tried_again(monkeypatch):
     tried = breaking(monkeypatch, 2)
     run("memory://again/run", "2ba")
     assert len(tried) == 4 and len(names("memory://again/run")) == 2
-
-
-def test_a_copy_is_kept_from_the_first_failed_attempt_to_send_on(monkeypatch):
-    marks: list[bool] = []
-    breaking(monkeypatch, 2)
-    monkeypatch.setattr(remote, "note_sent", lambda copy, is_sent: marks.append(is_sent))
-    run("memory://first/run", "2ba")
-    assert marks[:3] == [True, False, False] and marks[-1]
 
 
 def test_what_cannot_be_sent_stays_in_the_local_copy(monkeypatch):
@@ -191,7 +183,7 @@ def test_a_storage_that_shortens_files_is_noticed_before_the_local_copy_is_remov
             self.pipe_file(target, self.cat_file(target)[:-8])
 
     monkeypatch.setattr(fs, "put_file", put)
-    monkeypatch.setattr(storage, "_WAITS", (0.01, 0.01))
+    monkeypatch.setattr(remote, "_WAITS", (0.01, 0.01))
     message = "no warning" if num == 1 else r"safetensors has [\d,]+ of [\d,]+ bytes after it was sent; all is in"
     with pytest.warns(match=message) if num > 1 else contextlib.nullcontext():
         state = run("memory://short/run", "2ba")
@@ -300,7 +292,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained") / "one"
     words = ["train", "--quiet", "--model", "mlp", "--limit-batches", "3", "--checkpoint-every", "1ba"]
     with pytest.MonkeyPatch.context() as patch:  # a thread would skip checkpoints on a busy machine
-        patch.setattr(Keeper, "_enqueue", lambda self, task, is_best: self._write(task))
+        patch.setattr(Keeper, "_enqueue", lambda self, pool, task: self._write(task))
         assert main([*words, "--duration", "1ep", "--out", str(out)]) == 0
     return out
 
@@ -392,7 +384,7 @@ def test_a_command_names_tensors_that_cannot_be_read(sent, monkeypatch, capsys):
         return real(self, source, target, **settings)
 
     monkeypatch.setattr(fs, "get_file", get)
-    monkeypatch.setattr(storage, "_WAITS", (0.01,))
+    monkeypatch.setattr(remote, "_WAITS", (0.01,))
     assert main(["evaluate", sent]) == 1
     newest = f"{sent}/{in_checkpoint(3, 'state.safetensors')[0]}"
     assert f"error: {newest} cannot be read: the network is down" in capsys.readouterr().err

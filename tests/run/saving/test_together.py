@@ -17,8 +17,8 @@ from purecompose.core.ranks import Ranks
 from purecompose.errors import CheckpointError
 from purecompose.run.saving import checkpoint, together
 from purecompose.run.saving.checkpoint import snapshot
+from purecompose.run.saving.files import is_whole
 from purecompose.run.saving.folder import read_index
-from purecompose.run.saving.tensors import is_whole
 from tests.run.saving import together_scenarios
 from tests.run.saving.together_scenarios import step_and_state
 from tests.transforms.parallel_scenarios import told
@@ -81,7 +81,9 @@ def test_a_process_that_fails_lets_no_other_wait(written: tuple[Path, list[Any]]
 def test_the_number_of_processes_is_the_only_difference_of_their_step(written: tuple[Path, list[Any]]) -> None:
     folder, results = written
     step, template = step_and_state()
-    with pytest.warns(pc.errors.CheckpointWarning, match=f"processes: {len(results)} then, 1 now") as told_of:
+    with pytest.warns(
+        pc.errors.CheckpointWarning, match=f"processes: {len(results)} in the checkpoint, 1 here"
+    ) as told_of:
         pc.load(folder / "described", template, step=step)
     (one,) = told_of
     assert len(str(one.message).splitlines()) == 2

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import purecompose as pc
 from purecompose import Event, State, Step, algorithms as alg, compose, loop_events, optim
-from purecompose.run.saving import folder as disk, keeping, resuming, room, together
+from purecompose.run.saving import checkpoint as resuming, folder as disk, keeping, together
 from tests.helpers import make_batch, make_batches, make_cnn, make_state
 from tests.transforms.parallel_scenarios import told
 
@@ -146,13 +146,13 @@ def failed_alone(mesh: Any, folder: Path) -> dict[str, Any]:
     last, full = dist.get_world_size() - 1, OSError(errno.ENOSPC, "No space left on device")
     odd = TypeError("an odd value")
     writing = {
-        "full for a while": failing(disk.write_tensors, last, full, 2, "ba00000003"),
+        "full for a while": failing(disk.write_tensors, last, full, 1, "ba00000003"),
         "failing": failing(disk.write_tensors, last, OSError("broken"), 9, "ba00000003"),
         "first failing": failing(disk.write_tensors, 0, OSError("broken"), 9, "ba00000002"),
     }
     found: dict[str, Any] = {}
     for name, instead in writing.items():
-        with patch.object(disk, "write_tensors", instead), patch.object(room, "_PAUSE", 0.05):
+        with patch.object(disk, "write_tensors", instead):
             found[name] = outcome(functools.partial(run, mesh, folder / name, "3ba"))
     taking = failing(keeping.snapshot, last, odd, 1)
     with patch.object(keeping, "snapshot", taking):

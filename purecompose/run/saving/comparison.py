@@ -1,0 +1,459 @@
+"""Comparison of a checkpoint with the state, the step and the code that will continue from it.
+
+Code is compared by hashes of bytecode, so that comments, line numbers and the place of a file do not matter, and
+functions that were typed into a notebook have one too. The code of torch and of this library is known by version.
+"""
+
+import contextlib
+import hashlib
+import re
+import sys
+import types
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from purecompose import tree
+from purecompose._support import __version__
+from purecompose._support.fingerprint import in_words
+from purecompose._support.messages import warn
+from purecompose._support.references import reached, read_by
+from purecompose.core.context import Static, memory_for
+from purecompose.core.operation import walk
+from purecompose.core.program import Stage
+from purecompose.core.state import State, fields_where
+from purecompose.errors import CheckpointWarning, MismatchError
+from purecompose.nn.model import Model
+from purecompose.optim.checks import match_or_raise, matched
+from purecompose.run.saving.files import Index
+from purecompose.run.saving.leaves import Spec, leaves_of, mismatches
+from purecompose.schedule import Hparam, collect
+from purecompose.transforms.data_parallel import undivided
+
+
+_EVENT = re.compile(r"<Event\.(\w+): '\w+'>")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_MOST_LINES = 12
+_ROOT = "(root)"
+SETTINGS = ("eval_mode", "optimizer", "loss", "precision", "input_field", "target_field", "program", "microbatches")
+
+
+def describe(state: State, step: Any = None) -> dict[str, Any]:
+    """Return the static part of a state, and of the step that trains it, as plain values."""
+    context = state.context
+    loss = context.loss
+    words = {
+        "model": architecture(context.model),
+        "eval_mode": list(context.model.evaluated_parts),
+        "optimizer": _words(context.optimizer),
+        "loss": getattr(loss, "__name__", None) or _words(loss),
+        "precision": context.precision,
+        "input_field": _words(context.input_field),
+        "target_field": _words(context.target_field),
+        "frozen": sorted(context.frozen),
+        "initialised": list(context.initialised),
+        "required": list(context.required),
+        "settings": dict(context.settings),
+        "hparams": {hparam.name: hparam.default for hparam in collect((context.optimizer, _settings(step)), Hparam)},
+    }
+    if step is None:
+        return words
+    return {
+        **words,
+        "program": _EVENT.sub(r"\1", _words(undivided(step.program))),
+        "microbatches": _cut(step),
+        "algorithms": {algorithm.name: _words(algorithm) for algorithm in step.algorithms},
+    }
+
+
+def architecture(model: Model) -> list[str]:
+    """Return the modules of a network, one line each: qualified name, type and settings.
+
+    Example:
+        >>> from torch import nn
+        >>> from purecompose.nn.model import from_module
+        >>> architecture(from_module(nn.Sequential(nn.ReLU(), nn.Dropout(0.1))).model)
+        ['(root): Sequential()', '0: ReLU()', '1: Dropout(p=0.1, inplace=False)']
+    """
+    modules = model.module.named_modules(remove_duplicate=False)
+    return [f"{name or _ROOT}: {_ADDRESS.sub('', _in_words(module))}" for name, module in modules]
+
+
+def other_modules(saved: list[str], now: list[str], place: str) -> list[str]:
+    """Return a line for each module whose type differs in two networks; modules inside a listed one are left out.
+
+    The same weights define another function in such a module, even if names and shapes agree.
+
+    Args:
+        saved: One network, as `architecture` describes it.
+        now: The other one.
+        place: Source of the first one, such as "the file".
+    """
+    there, here = _by_name(saved), _by_name(now)
+    found: list[str] = []
+    for name in dict.fromkeys([*there, *here]):
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if not is_inside and _type(there.get(name)) != _type(here.get(name)):
+            found.append(name)
+    saved_words, words = ({name: one.get(name, "nothing") for name in found} for one in (there, here))
+    return unequal(saved_words, words, "model: ", place)
+
+
+def other_settings(saved: list[str], now: list[str], place: str) -> list[str]:
+    """Return a line for each module whose settings differ; see `other_modules` for the arguments."""
+    there, here = _by_name(saved), _by_name(now)
+    both = [name for name in there if name in here and _type(there[name]) == _type(here[name])]
+    return unequal(_only(there, both), _only(here, both), "model: ", place)
+
+
+def other_tensors(saved: Mapping[str, str], now: Mapping[str, str], place: str) -> list[str]:
+    """Return a line for each tensor among the settings of the user's code that differs; see `Context.settings`."""
+    both = [name for name in saved if name in now]
+    return unequal(_only(saved, both), _only(now, both), "", place)
+
+
+def unequal(saved: Mapping[str, Any], now: Mapping[str, Any], what: str, place: str = "the checkpoint") -> list[str]:
+    """Return a line for each name whose value differs in two mappings, or that only one of them has."""
+    return [
+        f"{what}{name}: {_short(saved.get(name, 'nothing'))} in {place}, {_short(now.get(name, 'nothing'))} here"
+        for name in dict.fromkeys((*saved, *now))
+        if name not in saved or name not in now or saved[name] != now[name]
+    ]
+
+
+def _only(words: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: words[name] for name in names}
+
+
+KEPT = "settings that are tensors stay those here: build them with the values to use, or make them persistent buffers"
+"""Hint for differences of such settings."""
+
+
+def environment(state: State, step: Any = None) -> dict[str, Any]:
+    """Return all but the state that a run's bits depend on: versions, device, threads, processes, compilation."""
+    device = state.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    reported = {
+        "purecompose": __version__,
+        "torch": torch.__version__,
+        "optree": optree.__version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    if step is None:
+        return reported
+    options = getattr(step, "options", None)
+    processes = 1 if step.ranks is None else step.ranks.size
+    return {**reported, "processes": processes, "compiled": str(options.backend) if options is not None else "no"}
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a line for each difference of two descriptions; settings that only one has are left out."""
+    lines = other_settings(saved["model"], now["model"], "the checkpoint")
+    lines += other_tensors(saved.get("settings", {}), now.get("settings", {}), "the checkpoint")
+    both = [name for name in SETTINGS if name in saved and name in now]
+    lines += unequal(_only(saved, both), _only(now, both), "")
+    have_words = "algorithms" in saved and "algorithms" in now
+    theirs, ours = (one["algorithms"] if have_words else {n: n for n in one["initialised"]} for one in (saved, now))
+    found = unequal(theirs, ours, "algorithm ")
+    if not found and list(theirs) != list(ours):
+        found.append(f"order of algorithms: {', '.join(theirs)} in the checkpoint, {', '.join(ours)} here")
+    return lines + found
+
+
+def overruled_hparams(saved: Mapping[str, Any], like: State) -> list[str]:
+    """Return a line for each hparam whose value in the template differs from its initial value in the run."""
+    lines = []
+    for name, value in like.hparams.items():
+        began = saved.get("hparams", {}).get(name)
+        if began is not None and value.ndim == 0 and value != torch.tensor(began, dtype=value.dtype):
+            lines.append(
+                f"hparam {name!r}: {value.item():g} here is not taken over, the checkpoint's value holds: it is a part "
+                "of the state; load it, and replace its hparams"
+            )
+    return lines
+
+
+def missing_required(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a line for each algorithm that is required to load a checkpoint, but missing."""
+    absent = [name for name in saved.get("required", ()) if name not in now["initialised"]]
+    return [f"{name}: changed the model of the checkpoint" for name in absent]
+
+
+def _by_name(lines: list[str]) -> dict[str, str]:
+    return {name: words for name, _, words in (line.partition(": ") for line in lines)}
+
+
+def _type(words: str | None) -> str | None:
+    return None if words is None else words.partition("(")[0]
+
+
+def _in_words(module: nn.Module) -> str:
+    """Return the type and settings of a module, without its children, on one line."""
+    return f"{type(module).__name__}({' '.join(module.extra_repr().split())})"
+
+
+def listed(text: str, lines: list[str], hint: str = "") -> str:
+    """Return a message with lines below it, the first dozen of them, and a hint at the end."""
+    shown = [f"\n  {line}" for line in lines[:_MOST_LINES]]
+    more = [f"\n  and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+    return "".join([f"{text}:", *shown, *more, f"\n{hint}" if hint else ""])
+
+
+def _settings(step: Any) -> list[dict[str, Any]]:
+    return [] if step is None else [dict(algorithm.config) for algorithm in step.algorithms]
+
+
+def _cut(step: Any) -> str:
+    size = step.microbatch_size
+    return str(step.microbatches or 1) if size is None else f"of at most {size} examples"
+
+
+def _words(thing: Any) -> str:
+    """Return a repr without memory addresses, which differ between processes."""
+    return _ADDRESS.sub("", repr(thing))
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+BASE = "base"
+"""Key of an index's description for descriptions of the frozen parameters that the checkpoint leaves out."""
+TIME = "timestamp"
+
+
+def unwritten(index: Index, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the settings of a description that no training has written into; see `Context.settings`."""
+    settings, is_stacked = index.description["settings"], tensors["key"].ndim > 1  # with a row for each member
+    held = {name: tensors[leaf] for name in settings if (leaf := _BUFFER.format(name)) in tensors}
+    words = {name: set(map(in_words, value if is_stacked else [value])) for name, value in held.items()}
+    return {name: settings[name] for name in words if words[name] == {settings[name]}}
+
+
+def without(index: Index, like: State, ignore: Collection[str] = ()) -> tuple[Index, set[str]]:
+    """Return an index without the leaves that keep their values in a template, and the names of these leaves.
+
+    They are leaves whose paths match a pattern, and settings of the user's code that are others in the template.
+    """
+    own, description, now = leaves_of(like), index.description, like.context.settings
+    leaves = (*index.tensors, *index.values, *own.tensors, *own.values, TIME, *SETTINGS)
+    paths = {re.sub(r"\['?([^]]*?)'?]", r".\1", leaf): leaf for leaf in leaves}  # opt_state.exp_avg.0.weight
+    patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    fields = {f"{name}.*" for name in fields_where(persists=True)}  # which may be empty, as an optimizer's memory
+    for pattern in {*patterns} - fields:
+        match_or_raise(pattern, paths, f"load: ignore: {pattern!r}", "part of a checkpoint")
+    left_out = {paths[path] for path in matched(patterns, tuple(paths))}
+
+    def rest(found: Mapping[str, Any], leaf: str = "{}") -> dict[str, Any]:
+        return {name: value for name, value in found.items() if leaf.format(name) not in left_out}
+
+    saved, hparams = (description.get(key, {}) for key in ("settings", "hparams"))
+    changes = {
+        "frozen": [*rest(dict.fromkeys(description["frozen"]), _PARAM)],
+        "hparams": rest(hparams, _HPARAM),
+        "settings": rest(saved, _BUFFER),
+    }
+    left_out.update(_BUFFER.format(name) for name, words in saved.items() if now.get(name, words) != words)
+    description = rest({**description, **changes})
+    return replace(index, tensors=rest(index.tensors), values=rest(index.values), description=description), left_out
+
+
+def template(index: Index, like: State) -> State:
+    """Return the state with the checkpoint's frozen parameters, and optimizer memory for those that have it there."""
+    # Parameters that a method has frozen during the run remain frozen.
+    context = like.context
+    frozen = frozenset(index.description["frozen"]) & like.params.keys()
+    frozen |= _unknown_params(like, index.tensors) & context.frozen
+    if frozen != context.frozen:
+        like = like.replace(static=Static(context.replace(frozen=frozen), like.timestamp))
+    saved = {name for name in index.tensors if name.startswith(_MEMORY)}
+    if saved == {f"{_MEMORY}{path}" for path in tree.leaves_with_paths(like.opt_state)}:
+        return like
+    keys = {key for name in saved for key in name[len(_MEMORY) + 1 : -1].split("][")}
+    held = like.context.replace(frozen=frozenset(name for name in frozen if repr(name) not in keys))
+    opt_state = memory_for(held, like.params, like.opt_state, is_new=True, key=like.key)
+    return like.replace(opt_state=opt_state)
+
+
+_MEMORY = "opt_state"
+
+
+def check_fits(
+    path: Path, index: Index, like: State, step: Any = None, *, strict: bool = True, ignore: Collection[str] = ()
+) -> None:
+    """Compare a checkpoint's index with a state and a step, and raise or warn as described in `load`."""
+    now, base = describe(like, step), index.description.get(BASE, {})
+    index, left_out = without(index, like, ignore)
+    reported = [*differences(index.description, now), *overruled_hparams(index.description, like)]
+    hint = KEPT * bool(other_tensors(index.description["settings"], now["settings"], ""))
+    specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
+    thawed = sorted(like.context.frozen - _unknown_params(like, specs) - {*index.description["frozen"]})
+    if thawed:
+        reported.append(
+            f"frozen: {', '.join(thawed)} here, not in the checkpoint, whose setting is kept: load it, and "
+            "replace(frozen=...)"
+        )
+    misfits = other_modules(index.description["model"], now["model"], "the checkpoint")
+    misfits += mismatches(template(index, like), specs, index.values, {*left_out, *base})
+    here = {leaf: in_words(param) for name, param in like.params.items() if (leaf := param_leaf(name)) in base}
+    misfits += [
+        f"state.{leaf}: {words}, frozen and left out of the checkpoint, {here.get(leaf, 'nothing')} here: give the "
+        "state the same base network"
+        for leaf, words in base.items()
+        if here.get(leaf) != words and leaf not in left_out
+    ]
+    required = missing_required(index.description, now)
+    if required or (misfits and strict):
+        lines = [*required, *reported, *misfits]
+        raise MismatchError(listed(f"{path} does not fit this state", lines, _HINT), lines)
+    current = environment(like, step)
+    both = [name for name in index.environment if name in current and name not in _NO_BITS]
+    moved = unequal(_only(index.environment, both), _only(current, both), "")
+    if reported or misfits:
+        warn(listed(f"{path} is loaded with differences", [*reported, *misfits], hint), CheckpointWarning)
+    if moved:
+        warn(listed(f"{path} continues, perhaps not to the same bits", moved), CheckpointWarning)
+
+
+_HINT = (
+    "give the state the same model, optimizer and algorithms, initialised (step.init), leave parts out by "
+    "ignore=[...], or load with strict=False"
+)
+
+
+def param_leaf(name: str) -> str:
+    """Return the name of a parameter among the leaves of a state."""
+    return _PARAM.format(name)
+
+
+_PARAM, _BUFFER, _HPARAM = "params[{!r}]", "buffers[{!r}]", "hparams[{!r}]"
+
+
+def _unknown_params(like: State, specs: Mapping[str, Any]) -> frozenset[str]:
+    """Return the parameters that a checkpoint lacks."""
+    return frozenset(name for name in like.params if param_leaf(name) not in specs)
+
+
+_NO_BITS = ("purecompose", "optree", "python")
+"""Versions that do not affect bits."""
+
+
+_PYTHON = "(python)"
+"""The version whose bytecode is hashed, and of these hashes; others are not comparable."""
+_NOW = f"{sys.version_info[0]}.{sys.version_info[1]}, 2"
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CODE = (type, types.FunctionType, property, staticmethod, classmethod)
+_LIBRARIES = ("torch", "purecompose", "builtins")
+
+
+def describe_code(state: State, step: Any, data: Any = None) -> dict[str, str]:
+    """Return a hash of each function and class of the user, or of another library, that a run calls.
+
+    Args:
+        state: The state, for the network and the loss.
+        step: The step, for methods and stages.
+        data: The data, if a function of the user makes or collates them.
+
+    Returns:
+        Hashes by name, such as `train.Net.forward`: the last part of the module's name, and the qualified name. Of a
+        class it is that of the plain values in its body.
+    """
+    found: dict[str, set[str]] = {}
+    seen: dict[int, Any] = {}
+    rest = deque(_called_by_run(state, step, data))
+    while rest:
+        thing = rest.popleft()
+        if id(thing) in seen:
+            continue
+        seen[id(thing)] = thing  # kept, so that no other object gets its identity
+        # Functions and objects may be of any kind; what cannot be read is left out, as training may work nevertheless.
+        with contextlib.suppress(Exception):
+            if isinstance(thing, (type, types.FunctionType)) and (name := _name_of(thing)) is not None:
+                found.setdefault(name, set()).add(_digest(thing))
+            rest.extend(one for one in _called_by(thing) if isinstance(one, _CODE))
+    hashes = {name: "+".join(sorted(digests)) for name, digests in found.items()}  # several: the lambdas of a module
+    return {_PYTHON: _NOW, **hashes}
+
+
+def code_differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return a line for each function or class that differs; none if either side is unknown or of another Python."""
+    if not saved or not now or saved.get(_PYTHON) != now.get(_PYTHON):
+        return []
+    lines = []
+    for name in dict.fromkeys((*saved, *now)):
+        if name not in saved or name not in now:
+            lines.append(
+                f"code: {name}: " + ("called by the run, not here" if name in saved else "called here, not by the run")
+            )
+        elif saved[name] != now[name]:
+            lines.append(f"code: {name}: changed since the run")
+    return lines
+
+
+def _called_by_run(state: State, step: Any, data: Any) -> Iterator[Any]:
+    context, dataset = state.context, getattr(data, "dataset", None)
+    yield from (context.loss, type(context.loss), type(context.optimizer), type(data), type(dataset))
+    yield from (type(module) for module in context.model.module.modules())
+    yield from (node.fn for node in walk(step.program) if isinstance(node, Stage))
+    yield from (call for algorithm in step.algorithms for call in (algorithm.match, algorithm.apply))
+    yield from (getattr(data, name, None) for name in ("fn", "collate_fn"))
+
+
+def _called_by(thing: Any) -> Iterator[Any]:
+    """Yield the functions and classes that a function or object calls, or the members of a class."""
+    if isinstance(thing, type):
+        yield from thing.__mro__ if _is_users(thing) else ()
+        yield from vars(thing).values() if _is_users(thing) else ()
+    elif isinstance(thing, (property, staticmethod, classmethod)):
+        yield thing.fget if isinstance(thing, property) else thing.__func__
+    elif isinstance(thing, types.FunctionType) and "site-packages" in thing.__code__.co_filename:
+        yield getattr(thing, "__wrapped__", None)  # of a decorator; only what is called directly is hashed
+    elif callable(thing):
+        yield from (place.value for place in reached(thing))
+
+
+def _is_users(thing: Any) -> bool:
+    return (getattr(thing, "__module__", None) or "builtins").partition(".")[0] not in _LIBRARIES
+
+
+def _name_of(thing: Any) -> str | None:
+    """Return the name of a function or class outside of torch and this library; `None` for others."""
+    if not _is_users(thing):
+        return None
+    module = thing.__module__
+    if module == "__main__":  # the file that was started; a replay may import it
+        main = sys.modules["__main__"]
+        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None) or ""
+        module = spec.name if spec is not None else file.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
+    return f"{module.rpartition('.')[2]}.{thing.__qualname__}"
+
+
+def _digest(thing: Any) -> str:
+    """Return a hash of a function's code and the plain values that it reads, or of those in the body of a class."""
+    if isinstance(thing, type):
+        parts: Any = sorted((name, one) for name, one in vars(thing).items() if name[:2] != "__" and _is_plain(one))
+    else:
+        read = [(place.where, place.value) for place in read_by(thing) if _is_plain(place.value)]
+        parts = _code(thing.__code__), read
+    return hashlib.blake2b(repr(parts).encode("utf-8", "replace"), digest_size=6).hexdigest()
+
+
+def _code(code: types.CodeType) -> Any:
+    constants = [_code(one) if isinstance(one, types.CodeType) else one for one in code.co_consts]
+    # The order of a set of strings differs between processes.
+    ordered = [sorted(one, key=repr) if isinstance(one, frozenset) else one for one in constants]
+    return code.co_code, code.co_names, code.co_varnames, ordered
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)
