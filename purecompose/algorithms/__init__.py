@@ -16,7 +16,6 @@ from purecompose.algorithms._cutout import cutout
 from purecompose.algorithms._decoupled_weight_decay import decoupled_weight_decay
 from purecompose.algorithms._ema import ema
 from purecompose.algorithms._factorize import factorize
-from purecompose.algorithms._fused_layernorm import fused_layernorm
 from purecompose.algorithms._gated_linear_units import gated_linear_units
 from purecompose.algorithms._ghost_batchnorm import ghost_batchnorm
 from purecompose.algorithms._gradient_accumulation import gradient_accumulation
@@ -28,8 +27,11 @@ from purecompose.algorithms._label_smoothing import label_smoothing
 from purecompose.algorithms._layer_freezing import layer_freezing
 from purecompose.algorithms._lookahead import lookahead
 from purecompose.algorithms._loss_scaling import loss_scaling
-from purecompose.algorithms._low_precision_groupnorm import low_precision_groupnorm
-from purecompose.algorithms._low_precision_layernorm import low_precision_layernorm
+from purecompose.algorithms._low_precision_norms import (
+    fused_layernorm,
+    low_precision_groupnorm,
+    low_precision_layernorm,
+)
 from purecompose.algorithms._mixup import mixup
 from purecompose.algorithms._no_op_model import no_op_model
 from purecompose.algorithms._per_example_clipping import per_example_clipping

@@ -2,26 +2,30 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from torch import nn
 
 from purecompose import surgery
-from purecompose._support.checks import check_number
 from purecompose.algorithms._parts.alibi_transformers import check_attention, transformers_rules
+from purecompose.algorithms._parts.checks import Where
 from purecompose.algorithms._parts.surgery import on_module, surgery_method
 from purecompose.algorithms._seq_length_warmup import sequences_of, shortened
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.nn.layers._forms import has_hooks
 from purecompose.nn.layers.transformer import AlibiAttention, NoPositions, PositionEmbedding, SelfAttention
+from purecompose.schedule.declared import Within, checked
 from purecompose.surgery.visiting import left_alone
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
 from purecompose.time.units import snapped
 
 
+_SCALING_HINT = "it is the share of a sequence that becomes a row"
+
+
+@checked
 def alibi_rules() -> surgery.Rules:
     """Return the rules of the surgery; see `purecompose.algorithms.alibi`.
 
@@ -82,9 +86,9 @@ the settings are those of `alibi_rules`.
 
 @factory
 def alibi(
-    train_sequence_length_scaling: float = 0.25,
+    train_sequence_length_scaling: Annotated[float, Within(0, 1, above=True, hint=_SCALING_HINT)] = 0.25,
     *,
-    where: str | Sequence[str] | None = None,
+    where: Where = None,
     name: str = "alibi",
 ) -> Algorithm:
     """Replace positions by linear biases, and train on shorter sequences.
@@ -130,11 +134,8 @@ def alibi(
         Ofir Press, Noah A. Smith, Mike Lewis: Train Short, Test Long: Attention with Linear Biases Enables Input Length
         Extrapolation. ICLR 2022. https://arxiv.org/abs/2108.12409
     """
-    setting, hint = "alibi: train_sequence_length_scaling", "it is the share of a sequence that becomes a row"
-    check_number(train_sequence_length_scaling, setting, 0, 1, above=True, hint=hint)
-    settings = {"train_sequence_length_scaling": train_sequence_length_scaling}
     rules = alibi_rules()
-    operation, changed = surgery_method(name, rules, settings, where=where), left_alone(rules)
+    operation, changed = surgery_method(name, rules, where), left_alone(rules)
     if train_sequence_length_scaling == 1:
         return operation
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, random
-from purecompose._support.checks import check_whole, frozen
-from purecompose.algorithms._parts.checks import check_scalar
-from purecompose.algorithms._parts.images import check_severity, image_method, one_operation_each
+from purecompose import random
+from purecompose.algorithms._parts.checks import Field, WrittenField
+from purecompose.algorithms._parts.images import SEVERITY, check_written, one_operation_each, warn_of_maps, with_images
 from purecompose.algorithms.images import (
     Primitive,
     Scale,
@@ -19,28 +19,44 @@ from purecompose.algorithms.images import (
     on_levels,
 )
 from purecompose.algorithms.images.assignment import assigned, can_read
+from purecompose.algorithms.images.primitives import AugmentationSet
 from purecompose.algorithms.images.samples import SampleTransform
-from purecompose.core.algorithm import Algorithm, factory
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
 from purecompose.losses.targets import per_row
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Scalar
+from purecompose.schedule.declared import Within, checked
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
 _MAX_DEPTH = 3
 _PIECE = 2**18  # number of values mixed at a time in eager mode, so that their floats fit into the cache
-_DEPTH_HINT = "-1 draws 1, 2 or 3 for each chain"
-_ALPHA_HINT = "1 draws shares uniformly"
+ALPHA = Within(0, above=True, hint="1 draws shares uniformly")
+DEPTH = Within(-1, hint="-1 draws 1, 2 or 3 for each chain")
 
 
+def _checked_depth(depth: Any, where: str) -> int:
+    if DEPTH.whole(depth, where) == 0:
+        raise ValueError(f"{where}: expected at least 1 operation in a chain, got 0; {DEPTH.hint}")
+    return depth
+
+
+Depth: TypeAlias = Annotated[int, _checked_depth]
+Width: TypeAlias = Annotated[int, Within(1)]
+
+
+@checked
 def augmix_batch(
     key: Tensor | random.Rng,
     images: Tensor,
     *,
-    severity: float | Tensor = 3.0,
-    depth: int = -1,
-    width: int = 3,
-    alpha: float | Tensor = 1.0,
-    augmentation_set: str | Sequence[str | Primitive] = "all",
+    severity: Annotated[float | Tensor, SEVERITY] = 3.0,
+    depth: Depth = -1,
+    width: Width = 3,
+    alpha: Annotated[float | Tensor, ALPHA] = 1.0,
+    augmentation_set: AugmentationSet = "all",
     value_range: ValueRange = None,
 ) -> Tensor:
     """Blend each image with a mixture of changed ones.
@@ -70,10 +86,6 @@ def augmix_batch(
         >>> augmix_batch(key(0), images, value_range=(0.0, 1.0)).shape
         torch.Size([8, 3, 32, 32])
     """
-    check_severity(severity, "augmix_batch: severity")
-    _check_shape(depth, width, "augmix_batch")
-    if not isinstance(alpha, Tensor):
-        _check_alpha(alpha, "augmix_batch: alpha")
     primitives = chosen_primitives(augmentation_set, "augmix_batch: augmentation_set")
     rng = as_rng(key, "augmix_batch")
 
@@ -94,15 +106,15 @@ def augmix_batch(
 
 @factory
 def augmix(
-    severity: Scalar = 3.0,
+    severity: Annotated[Scalar, SEVERITY] = 3.0,
     *,
-    depth: int = -1,
-    width: int = 3,
-    alpha: Scalar = 1.0,
-    augmentation_set: str | Sequence[str | Primitive] = "all",
-    value_range: ValueRange = None,
+    depth: Depth = -1,
+    width: Width = 3,
+    alpha: Annotated[Scalar, ALPHA] = 1.0,
+    augmentation_set: AugmentationSet = "all",
+    value_range: Annotated[ValueRange, check_value_range] = None,
     name: str = "augmix",
-    input_field: batches.Field | None = None,
+    input_field: WrittenField = None,
 ) -> Algorithm:
     """Blend every image with a mixture of changed ones.
 
@@ -143,39 +155,35 @@ def augmix(
         Dan Hendrycks, Norman Mu, Ekin D. Cubuk, Barret Zoph, Justin Gilmer, Balaji Lakshminarayanan: AugMix: A Simple
         Data Processing Method to Improve Robustness and Uncertainty. ICLR 2020. https://arxiv.org/abs/1912.02781
     """
-    check_severity(severity, "augmix: severity")
-    _check_shape(depth, width, "augmix")
-    _check_alpha(alpha, "augmix: alpha")
-    primitives = chosen_primitives(augmentation_set, "augmix: augmentation_set")
-    check_value_range(value_range, "augmix: value_range")
-    settings = {
-        "severity": severity,
-        "depth": depth,
-        "width": width,
-        "alpha": alpha,
-        "augmentation_set": augmentation_set,
-        "value_range": value_range,
-    }
-    return image_method(
+    shape = {"depth": depth, "width": width}
+    changed = partial(augmix_batch, **shape, augmentation_set=augmentation_set, value_range=value_range)
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            check_written(state, input_field)
+            return state
+        warn_of_maps(name, state, input_field, augmentation_set)
+        now = {"severity": state.scalar(severity), "alpha": state.scalar(alpha)}
+        return with_images(state, name, input_field, partial(changed, **now))
+
+    return Algorithm(
         name,
-        augmix_batch,
-        settings,
-        scalars=("severity", "alpha"),
-        is_neutral=severity == 0,
-        primitives=primitives,
-        input_field=input_field,
+        NEVER if severity == 0 else on(Event.INIT, Event.AFTER_DATALOADER),
+        apply,
+        traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
     )
 
 
+@checked
 def augmix_transform(
-    severity: float = 3.0,
-    depth: int = -1,
-    width: int = 3,
-    alpha: float = 1.0,
-    augmentation_set: str | Sequence[str | Primitive] = "all",
+    severity: Annotated[float, SEVERITY] = 3.0,
+    depth: Depth = -1,
+    width: Width = 3,
+    alpha: Annotated[float, ALPHA] = 1.0,
+    augmentation_set: AugmentationSet = "all",
     *,
-    value_range: ValueRange = None,
-    input_field: batches.Field | None = None,
+    value_range: Annotated[ValueRange, check_value_range] = None,
+    input_field: Field = None,
 ) -> SampleTransform:
     """Return AugMix as a transform of a data set's samples, for use in the loader's processes.
 
@@ -194,10 +202,9 @@ def augmix_transform(
         augment = augmix_transform(input_field="image")
         loader(samples, 64, transform=augment, rng="key")
     """
-    augmix(severity, depth=depth, width=width, alpha=alpha, augmentation_set=augmentation_set, value_range=value_range)
-    value_range = frozen(value_range) or (0.0, 1.0)
+    value_range = value_range or (0.0, 1.0)
     settings = {"severity": severity, "depth": depth, "width": width, "alpha": alpha}
-    core = partial(augmix_batch, **settings, augmentation_set=frozen(augmentation_set), value_range=value_range)
+    core = partial(augmix_batch, **settings, augmentation_set=augmentation_set, value_range=value_range)
     return SampleTransform(core, input_field, value_range=value_range)
 
 
@@ -241,16 +248,3 @@ def _mixed(scale: Scale, stored: Tensor, weights: Tensor, *chains: Tensor) -> Te
     for chain, weight in zip(chains, weights.to(levels.dtype).unbind(1), strict=True):
         mixed = torch.addcmul(mixed, per_row(weight, levels), scale.opened(chain) - levels)
     return scale.settled(mixed.clamp(0, 255))
-
-
-def _check_shape(depth: int, width: int, where: str) -> None:
-    check_whole(depth, f"{where}: depth", -1, hint=_DEPTH_HINT)
-    if depth == 0:
-        raise ValueError(f"{where}: depth: expected at least 1 operation in a chain, got 0; {_DEPTH_HINT}")
-    check_whole(width, f"{where}: width", 1)
-
-
-def _check_alpha(alpha: Scalar, where: str) -> None:
-    check_scalar(alpha, where, 0, hint=_ALPHA_HINT)
-    if isinstance(alpha, int | float) and alpha == 0:
-        raise ValueError(f"{where}: expected a number above 0, got {alpha!r}; {_ALPHA_HINT}")

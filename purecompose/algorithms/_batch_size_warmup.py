@@ -1,13 +1,14 @@
 """Batch size warm-up: trains on small batches first, and gradually on larger ones."""
 
 import math
+from typing import Annotated, TypeAlias
 
 import torch
 
-from purecompose._support.checks import check_number, check_whole
-from purecompose.algorithms._parts.reports import reported
+from purecompose.algorithms._parts.shared import Elapsed, reported
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
+from purecompose.schedule.declared import Within, checked
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, before, on
 from purecompose.time.units import snapped
@@ -17,13 +18,19 @@ _QUANTA = 8
 """Number of sizes into which a batch is divided if no multiple is given."""
 
 
+Duration: TypeAlias = Annotated[float, Within(0, 1, hint="it is the warm-up's share of the run")]
+Share: TypeAlias = Annotated[float, Within(0, 1, hint="it is a share of each batch")]
+Multiple: TypeAlias = Annotated[int | None, Within(1, hint="it is a number of examples")]
+
+
+@checked
 def warmup_batch_size(
-    elapsed: float,
-    batch_size: int,
+    elapsed: Elapsed,
+    batch_size: Annotated[int, Within(1, hint="it is a number of examples")],
     *,
-    duration: float = 0.3,
-    initial_share: float = 0.125,
-    multiple: int | None = None,
+    duration: Duration = 0.3,
+    initial_share: Share = 0.125,
+    multiple: Multiple = None,
 ) -> int:
     """Return the number of examples to train on at a point of a run; see `batch_size_warmup` for the settings.
 
@@ -44,9 +51,6 @@ def warmup_batch_size(
         >>> [warmup_batch_size(elapsed / 10, 128) for elapsed in range(5)]
         [16, 48, 80, 128, 128]
     """
-    check_number(elapsed, "warmup_batch_size: elapsed", 0, hint="it is the share of the run that is over")
-    check_whole(batch_size, "warmup_batch_size: batch_size", 1, hint="it is a number of examples")
-    _check_ramp("warmup_batch_size", duration, initial_share, multiple)
     if elapsed >= duration:
         return batch_size
     quantum = -(-batch_size // _QUANTA) if multiple is None else multiple
@@ -57,9 +61,9 @@ def warmup_batch_size(
 
 @factory
 def batch_size_warmup(
-    duration: float = 0.3,
-    initial_share: float = 0.125,
-    multiple: int | None = None,
+    duration: Duration = 0.3,
+    initial_share: Share = 0.125,
+    multiple: Multiple = None,
     *,
     name: str = "batch_size_warmup",
 ) -> Algorithm:
@@ -115,14 +119,12 @@ def batch_size_warmup(
         Tom B. Brown and others: Language Models are Few-Shot Learners. NeurIPS 2020, appendix B.
         https://arxiv.org/abs/2005.14165
     """
-    _check_ramp("batch_size_warmup", duration, initial_share, multiple)
-    ramp = {"duration": duration, "initial_share": initial_share, "multiple": multiple}
 
     def apply(event: Event, state: State) -> State:
         del event
         elapsed, num = state.timestamp.elapsed(), state.num_examples
         assert elapsed is not None, "the predicate requires a duration"
-        kept = warmup_batch_size(elapsed, num, **ramp)
+        kept = warmup_batch_size(elapsed, num, duration=duration, initial_share=initial_share, multiple=multiple)
         if kept < num:
             # take() copies, unlike a slice: tensors of one shape share one variant, whatever their original size.
             first = torch.arange(kept, device=state.device)
@@ -136,12 +138,4 @@ def batch_size_warmup(
         apply,
         traits=frozenset({Trait.SELECTS_EXAMPLES, Trait.LIMITS_BATCHES}),
         host=True,
-        config=ramp,
     )
-
-
-def _check_ramp(where: str, duration: float, initial_share: float, multiple: int | None) -> None:
-    check_number(duration, f"{where}: duration", 0, 1, hint="it is the warm-up's share of the run")
-    check_number(initial_share, f"{where}: initial_share", 0, 1, hint="it is a share of each batch")
-    if multiple is not None:
-        check_whole(multiple, f"{where}: multiple", 1, hint="it is a number of examples")

@@ -1,19 +1,29 @@
 """BlurPool: smooths before subsampling, so that a shifted image gives a shifted output."""
 
 from collections.abc import Sequence
+from typing import Annotated, TypeAlias
 
 from torch import nn
 
 from purecompose import surgery
-from purecompose._support.checks import check_flag, check_whole
+from purecompose.algorithms._parts.checks import Where
 from purecompose.algorithms._parts.surgery import on_module, surgery_method
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.nn.layers._forms import is_plain
 from purecompose.nn.layers.convolutions import BlurConv2d, BlurMaxPool2d
+from purecompose.schedule.declared import Within, checked
 
 
+MinChannels: TypeAlias = Annotated[int, Within(1)]
+
+
+@checked
 def blurpool_rules(
-    replace_convs: bool = True, replace_maxpools: bool = True, blur_first: bool = True, *, min_channels: int = 16
+    replace_convs: bool = True,
+    replace_maxpools: bool = True,
+    blur_first: bool = True,
+    *,
+    min_channels: MinChannels = 16,
 ) -> surgery.Rules:
     """Return the rules that replace strided convolutions and max poolings; for `purecompose.surgery`.
 
@@ -27,10 +37,6 @@ def blurpool_rules(
         >>> [kind.__name__ for kind, rule in blurpool_rules(replace_maxpools=False).items() if rule is not None]
         ['Conv2d']
     """
-    check_flag(replace_convs, "blurpool: replace_convs")
-    check_flag(replace_maxpools, "blurpool: replace_maxpools")
-    check_flag(blur_first, "blurpool: blur_first")
-    check_whole(min_channels, "blurpool: min_channels", 1)
     if not replace_convs and not replace_maxpools:
         raise ValueError("blurpool: expected replace_convs or replace_maxpools, got neither; leave the method out")
 
@@ -66,8 +72,8 @@ def blurpool(
     replace_maxpools: bool = True,
     blur_first: bool = True,
     *,
-    min_channels: int = 16,
-    where: str | Sequence[str] | None = None,
+    min_channels: MinChannels = 16,
+    where: Where = None,
     name: str = "blurpool",
 ) -> Algorithm:
     """Smooth before the subsampling of strided convolutions and max poolings.
@@ -111,13 +117,7 @@ def blurpool(
         Richard Zhang: Making Convolutional Networks Shift-Invariant Again. ICML 2019. https://arxiv.org/abs/1904.11486
     """
     rules = blurpool_rules(replace_convs, replace_maxpools, blur_first, min_channels=min_channels)
-    settings = {
-        "replace_convs": replace_convs,
-        "replace_maxpools": replace_maxpools,
-        "blur_first": blur_first,
-        "min_channels": min_channels,
-    }
-    return surgery_method(name, rules, settings, where=where)
+    return surgery_method(name, rules, where)
 
 
 def _is_strided(module: nn.Conv2d | nn.MaxPool2d) -> bool:

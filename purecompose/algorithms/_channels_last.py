@@ -10,10 +10,12 @@ from purecompose import tree
 from purecompose.algorithms._parts.surgery import warn_of_nothing
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
+from purecompose.schedule.declared import checked
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
 
 
+@checked
 def to_channels_last(tensors: Any) -> Any:
     """Return a tree whose four-dimensional tensors are stored in the order (N, H, W, C), with the same values.
 
@@ -31,6 +33,7 @@ def to_channels_last(tensors: Any) -> Any:
     return tree.map(_moved, tensors)
 
 
+@checked
 def apply_channels_last(net: nn.Module) -> nn.Module:
     """Return a copy of a network whose four-dimensional tensors are stored with channels last.
 

@@ -1,22 +1,27 @@
 """ColOut: drops random rows and columns of the images, so that images are smaller and steps faster."""
 
 from functools import partial
-from typing import Any, overload
+from typing import Annotated, Any, TypeAlias, overload
 
 import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose._support.checks import check_flag, check_number, shown
-from purecompose.algorithms._parts.images import TakesTargets, check_takes_targets, image_method, map_targets
+from purecompose._support.checks import shown
+from purecompose.algorithms._parts.checks import Field, WrittenField, check_can_write
+from purecompose.algorithms._parts.images import TakesTargets, check_written, map_targets, with_images_and_targets
+from purecompose.algorithms.images.levels import check_image_tensor, whole_part
 from purecompose.algorithms.images.samples import SampleTransform
-from purecompose.algorithms.images.sizes import check_image_tensor, whole_part
-from purecompose.core.algorithm import Algorithm, factory
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
 from purecompose.random.keys import as_rng
+from purecompose.schedule.declared import Within, checked
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
-_HINT = "it is the share of rows or columns to drop; 0.15 is common"
+Share: TypeAlias = Annotated[float, Within(0, 1, hint="it is the share of rows or columns to drop; 0.15 is common")]
 
 
 @overload
@@ -25,8 +30,8 @@ def colout_batch(
     inputs: Tensor,
     targets: None = None,
     *,
-    p_row: float = 0.15,
-    p_col: float = 0.15,
+    p_row: Share = 0.15,
+    p_col: Share = 0.15,
     per_example: bool = False,
     resize_target: TakesTargets = "auto",
 ) -> Tensor: ...
@@ -36,18 +41,19 @@ def colout_batch(
     inputs: Tensor,
     targets: Any,
     *,
-    p_row: float = 0.15,
-    p_col: float = 0.15,
+    p_row: Share = 0.15,
+    p_col: Share = 0.15,
     per_example: bool = False,
     resize_target: TakesTargets = "auto",
 ) -> tuple[Tensor, Any]: ...
+@checked
 def colout_batch(
     key: Tensor | random.Rng,
     inputs: Tensor,
     targets: Any = None,
     *,
-    p_row: float = 0.15,
-    p_col: float = 0.15,
+    p_row: Share = 0.15,
+    p_col: Share = 0.15,
     per_example: bool = False,
     resize_target: TakesTargets = "auto",
 ) -> Any:
@@ -90,14 +96,14 @@ def colout_batch(
 
 @factory
 def colout(
-    p_row: float = 0.15,
-    p_col: float = 0.15,
+    p_row: Share = 0.15,
+    p_col: Share = 0.15,
     *,
     per_example: bool = False,
     resize_target: TakesTargets = "auto",
     name: str = "colout",
-    input_field: batches.Field | None = None,
-    target_field: batches.Field | None = None,
+    input_field: WrittenField = None,
+    target_field: Field = None,
 ) -> Algorithm:
     """Drop random rows and columns of the images.
 
@@ -136,26 +142,32 @@ def colout(
         >>> colout(0, 0).match
         never
     """
-    _check_settings(p_row, p_col, per_example, resize_target, "colout")
-    settings = {"p_row": p_row, "p_col": p_col, "per_example": per_example, "resize_target": resize_target}
-    return image_method(
+    if resize_target is True and target_field is not None:
+        check_can_write(target_field, "colout: target_field")
+    shrunk = partial(_shrunk, p_row=p_row, p_col=p_col, per_example=per_example, resize_target=resize_target)
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            check_written(state, input_field, target_field, resize_target)
+            return state
+        return with_images_and_targets(state, name, (input_field, target_field), shrunk, resize_target)
+
+    return Algorithm(
         name,
-        _shrunk,
-        settings,
-        is_neutral=p_row == 0 and p_col == 0,
-        takes_targets=resize_target,
-        input_field=input_field,
-        target_field=target_field,
+        NEVER if p_row == 0 and p_col == 0 else on(Event.INIT, Event.AFTER_DATALOADER),
+        apply,
+        traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
     )
 
 
+@checked
 def colout_transform(
-    p_row: float = 0.15,
-    p_col: float = 0.15,
+    p_row: Share = 0.15,
+    p_col: Share = 0.15,
     *,
     resize_target: TakesTargets = "auto",
-    input_field: batches.Field | None = None,
-    target_field: batches.Field | None = None,
+    input_field: Field = None,
+    target_field: Field = None,
 ) -> SampleTransform:
     """Return ColOut as a transform of a data set's samples, for use in the loader's processes.
 
@@ -178,7 +190,6 @@ def colout_transform(
         augment = colout_transform(input_field="image", target_field=None)
         loader(samples, 64, transform=augment, rng="key")
     """
-    _check_settings(p_row, p_col, False, resize_target, "colout_transform")
     core = partial(colout_batch, p_row=p_row, p_col=p_col, resize_target=resize_target)
     return SampleTransform(core, input_field, takes_target=resize_target is not False, target_field=target_field)
 
@@ -195,7 +206,6 @@ def _shrunk(
 ) -> tuple[Tensor, Any]:
     """Do what `colout_batch` does, and always return targets."""
     check_image_tensor(inputs, "colout_batch: inputs")
-    _check_settings(p_row, p_col, per_example, resize_target, "colout_batch")
     rng, shape = as_rng(key, "colout_batch"), inputs.shape
     num_sets = shape[0] if per_example and inputs.ndim == 4 else None
     rows = _kept(rng.named("rows"), num_sets, shape[-2], p_row, inputs.device)
@@ -250,10 +260,3 @@ def _check_size(target: Tensor, shape: torch.Size, num_sets: int | None) -> None
             f"colout: per_example=True: expected a target with one row for each of {num_sets} images, got shape "
             f"{tuple(target.shape)}; use per_example=False, or resize_target=False"
         )
-
-
-def _check_settings(p_row: Any, p_col: Any, per_example: Any, resize_target: Any, where: str) -> None:
-    check_number(p_row, f"{where}: p_row", 0, 1, hint=_HINT)
-    check_number(p_col, f"{where}: p_col", 0, 1, hint=_HINT)
-    check_flag(per_example, f"{where}: per_example")
-    check_takes_targets(resize_target, f"{where}: resize_target")

@@ -2,35 +2,40 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose._support.checks import check_number, check_whole, shown
+from purecompose._support.checks import check_whole, shown
 from purecompose._support.device import sent
-from purecompose.algorithms._parts.checks import needed_rng
+from purecompose.algorithms._parts.checks import WrittenField, chosen_fields, needed_rng
 from purecompose.algorithms._parts.images import are_maps, check_images
-from purecompose.algorithms._parts.mixing import draw_share, for_examples, mixing_method, mixture_for
-from purecompose.algorithms.images.sizes import whole_part
-from purecompose.core.algorithm import Algorithm, factory
+from purecompose.algorithms._parts.mixing import check_mixable, draw_share, for_examples, mixture_for, with_examples
+from purecompose.algorithms.images.levels import whole_part
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Scalar
+from purecompose.schedule.declared import Within, checked
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
-_ALPHA_HINT = "0 switches cutmix off, 1 draws the box's area uniformly"
-_LENGTH_HINT = "it is the box's side as a share of the image's"
+ALPHA = Within(0, hint="0 switches cutmix off, 1 draws the box's area uniformly")
+LENGTH = Within(0, 1, hint="it is the box's side as a share of the image's")
 
 
+@checked
 def cutmix_batch(
     key: Tensor | random.Rng | None,
     inputs: Tensor,
     targets: Tensor | Mixture,
     *,
-    length: float | Tensor | None = None,
-    alpha: float | Tensor = 1.0,
+    length: Annotated[float | Tensor | None, LENGTH] = None,
+    alpha: Annotated[float | Tensor, ALPHA] = 1.0,
     bbox: Sequence[int] | Tensor | None = None,
     indices: Tensor | None = None,
     uniform_sampling: bool = False,
@@ -106,13 +111,14 @@ def cutmix_batch(
     return pasted, mixture.targets[0] if is_plain else mixture
 
 
+@checked
 def cutmix_box(
     key: Tensor | random.Rng,
     height: int,
     width: int,
     *,
-    length: float | Tensor | None = None,
-    alpha: float | Tensor = 1.0,
+    length: Annotated[float | Tensor | None, LENGTH] = None,
+    alpha: Annotated[float | Tensor, ALPHA] = 1.0,
     uniform_sampling: bool = False,
     num: int | None = None,
 ) -> Tensor:
@@ -139,12 +145,12 @@ def cutmix_box(
     """
     rng = as_rng(key, "cutmix_box")
     if length is None:
-        share = draw_share(rng.named("area"), alpha, num, "cutmix: alpha", _ALPHA_HINT)
+        share = draw_share(rng.named("area"), alpha, num)
         ratio: Any = torch.sqrt(share) if isinstance(share, Tensor) else math.sqrt(share)
     elif isinstance(length, Tensor):
         ratio = length if length.is_floating_point() else length.float()
     else:
-        ratio = check_number(length, "cutmix: length", 0, 1, hint=_LENGTH_HINT)
+        ratio = length
     starts, stops = [], []
     for name, size in (("row", height), ("column", width)):
         # whole_part guards a requested length against rounding down by a pixel; for a drawn one this does not matter.
@@ -161,14 +167,14 @@ def cutmix_box(
 
 @factory
 def cutmix(
-    alpha: Scalar = 1.0,
+    alpha: Annotated[Scalar, ALPHA] = 1.0,
     *,
     interpolate_loss: bool = False,
     uniform_sampling: bool = False,
     per_example: bool = False,
     name: str = "cutmix",
-    input_field: batches.Field | None = None,
-    target_field: batches.Field | None = None,
+    input_field: WrittenField = None,
+    target_field: WrittenField = None,
 ) -> Algorithm:
     """Train on images with a box of another image pasted in.
 
@@ -211,7 +217,7 @@ def cutmix(
 
     Example:
         >>> cutmix(1.0)
-        cutmix(alpha=1.0, interpolate_loss=False)
+        cutmix(alpha=1.0, interpolate_loss=False, uniform_sampling=False, per_example=False)
         >>> cutmix(0).match
         never
 
@@ -219,16 +225,31 @@ def cutmix(
         Sangdoo Yun, Dongyoon Han, Seong Joon Oh, Sanghyuk Chun, Junsuk Choe, Youngjoon Yoo: CutMix: Regularization
         Strategy to Train Strong Classifiers with Localizable Features. ICCV 2019. https://arxiv.org/abs/1905.04899
     """
-    flags = {"interpolate_loss": interpolate_loss, "uniform_sampling": uniform_sampling, "per_example": per_example}
-    return mixing_method(
+
+    def apply(event: Event, state: State) -> State:
+        fields = chosen_fields(state, input_field, target_field)
+        if event is Event.INIT:
+            check_mixable(name, state, *fields, by_loss=interpolate_loss)
+            return state
+        inputs, targets = (batches.get(state.batch, field) for field in fields)
+        check_images(name, inputs)
+        mixed = cutmix_batch(
+            state.rng(name),
+            inputs,
+            targets,
+            alpha=state.scalar(alpha),
+            uniform_sampling=uniform_sampling,
+            per_example=per_example,
+            interpolate_loss=interpolate_loss,
+        )
+        return with_examples(state, *fields, mixed)
+
+    return Algorithm(
         name,
-        cutmix_batch,
-        check_images,
-        alpha=alpha,
-        alpha_hint=_ALPHA_HINT,
-        flags=flags,
-        input_field=input_field,
-        target_field=target_field,
+        NEVER if alpha == 0 else on(Event.INIT, Event.AFTER_DATALOADER),
+        apply,
+        traits=frozenset({Trait.MIXES_EXAMPLES}),
+        runs_after=(Trait.AUGMENTS_EXAMPLES,),
     )
 
 

@@ -2,32 +2,46 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, random
-from purecompose._support.checks import check_flag, check_number, check_whole, frozen, is_number, shown
+from purecompose import random
+from purecompose._support.checks import check_number, frozen, is_number, shown
 from purecompose._support.device import constants
-from purecompose.algorithms._parts.checks import needed_rng
-from purecompose.algorithms._parts.images import image_method
+from purecompose.algorithms._parts.checks import Field, WrittenField, needed_rng
+from purecompose.algorithms._parts.images import check_written, with_images
+from purecompose.algorithms.images.levels import check_image_tensor, whole_part
 from purecompose.algorithms.images.samples import SampleTransform
-from purecompose.algorithms.images.sizes import check_image_tensor, whole_part
-from purecompose.core.algorithm import Algorithm, factory
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.schedule.declared import Within, checked
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
-Fill = float | Sequence[float]
+def _checked_fill(fill: Any, where: str) -> Any:
+    if not isinstance(fill, tuple | list):
+        check_number(fill, where, hint="or one number for each channel")
+    elif not fill or not all(is_number(value) for value in fill):
+        raise TypeError(f"{where}: expected a number, or one for each channel, got {shown(fill)}")
+    return frozen(fill)
+
 
 _LENGTH_HINT = "it is a share of the shorter side, not a number of pixels; 0.5 is common, 0.25 milder"
+Length: TypeAlias = Annotated[float, Within(0, 1, above=True, hint=_LENGTH_HINT)]
+NumHoles: TypeAlias = Annotated[int, Within(0)]
+Fill: TypeAlias = Annotated[float | Sequence[float], _checked_fill]
 
 
+@checked
 def cutout_batch(
     key: Tensor | random.Rng | None,
     images: Tensor,
     *,
-    num_holes: int = 1,
-    length: float = 0.5,
+    num_holes: NumHoles = 1,
+    length: Length = 0.5,
     uniform_sampling: bool = False,
     per_example: bool = False,
     fill: Fill = 0.0,
@@ -68,7 +82,6 @@ def cutout_batch(
                  [13, 14, 15, 16]]])
     """
     check_image_tensor(images, "cutout_batch: images")
-    _check_settings(num_holes, length, uniform_sampling, per_example, fill, "cutout_batch")
     _check_fill_fits(fill, images)
     height, width = images.shape[-2:]
     half = whole_part(length, min(height, width)) // 2
@@ -88,14 +101,14 @@ def cutout_batch(
 
 @factory
 def cutout(
-    num_holes: int = 1,
-    length: float = 0.5,
+    num_holes: NumHoles = 1,
+    length: Length = 0.5,
     *,
     uniform_sampling: bool = False,
     per_example: bool = False,
     fill: Fill = 0.0,
     name: str = "cutout",
-    input_field: batches.Field | None = None,
+    input_field: WrittenField = None,
 ) -> Algorithm:
     """Cover square patches of the images.
 
@@ -135,24 +148,37 @@ def cutout(
         Terrance DeVries, Graham W. Taylor: Improved Regularization of Convolutional Neural Networks with Cutout. 2017.
         https://arxiv.org/abs/1708.04552
     """
-    _check_settings(num_holes, length, uniform_sampling, per_example, fill, "cutout")
-    settings = {
-        "num_holes": num_holes,
-        "length": length,
-        "uniform_sampling": uniform_sampling,
-        "per_example": per_example,
-        "fill": fill,
-    }
-    return image_method(name, cutout_batch, settings, is_neutral=num_holes == 0, input_field=input_field)
+    covered = partial(
+        cutout_batch,
+        num_holes=num_holes,
+        length=length,
+        uniform_sampling=uniform_sampling,
+        per_example=per_example,
+        fill=fill,
+    )
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            check_written(state, input_field)
+            return state
+        return with_images(state, name, input_field, covered)
+
+    return Algorithm(
+        name,
+        NEVER if num_holes == 0 else on(Event.INIT, Event.AFTER_DATALOADER),
+        apply,
+        traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
+    )
 
 
+@checked
 def cutout_transform(
-    num_holes: int = 1,
-    length: float = 0.5,
+    num_holes: NumHoles = 1,
+    length: Length = 0.5,
     *,
     uniform_sampling: bool = False,
     fill: Fill = 0.0,
-    input_field: batches.Field | None = None,
+    input_field: Field = None,
 ) -> SampleTransform:
     """Return Cutout as a transform of a data set's samples, for use in the loader's processes.
 
@@ -173,8 +199,7 @@ def cutout_transform(
         augment = cutout_transform(input_field="image")
         loader(samples, 64, transform=augment, rng="key")
     """
-    _check_settings(num_holes, length, uniform_sampling, False, fill, "cutout_transform")
-    settings = {"num_holes": num_holes, "length": length, "uniform_sampling": uniform_sampling, "fill": frozen(fill)}
+    settings = {"num_holes": num_holes, "length": length, "uniform_sampling": uniform_sampling, "fill": fill}
     return SampleTransform(partial(cutout_batch, **settings), input_field)
 
 
@@ -209,18 +234,6 @@ def _filled(images: Tensor, is_hole: Tensor, fill: Fill) -> Tensor:
     if isinstance(fill, Sequence):
         return torch.where(is_hole, constants(fill, images.dtype, images.device).view(-1, 1, 1), images)
     return torch.where(is_hole, images.new_full((), fill), images)
-
-
-def _check_settings(num_holes: Any, length: Any, uniform_sampling: Any, per_example: Any, fill: Any, at: str) -> None:
-    check_whole(num_holes, f"{at}: num_holes", 0)
-    check_number(length, f"{at}: length", 0, 1, above=True, hint=_LENGTH_HINT)
-    check_flag(uniform_sampling, f"{at}: uniform_sampling")
-    check_flag(per_example, f"{at}: per_example")
-    if isinstance(fill, tuple | list):
-        if not fill or not all(is_number(value) for value in fill):
-            raise TypeError(f"{at}: fill: expected a number, or one for each channel, got {shown(fill)}")
-    else:
-        check_number(fill, f"{at}: fill", hint="or one number for each channel")
 
 
 def _check_fill_fits(fill: Fill, images: Tensor) -> None:

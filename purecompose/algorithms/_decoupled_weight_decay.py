@@ -1,29 +1,27 @@
 """Decoupled weight decay: shrinks the weights in every step, independently of gradient and learning rate."""
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from purecompose._support.checks import check_whole
 from purecompose._support.messages import warn
-from purecompose.algorithms._parts.checks import checked_patterns, checked_where
+from purecompose.algorithms._parts.checks import Patterns, Where
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
-from purecompose.optim.checks import checked_scalar, match_or_raise
-from purecompose.optim.decay import warn_if_strong
-from purecompose.optim.decaying import Decaying, DecayRule
+from purecompose.optim.checks import match_or_raise
+from purecompose.optim.decay import Decaying, DecayRule, warn_if_strong
 from purecompose.optim.nested import leaves, map_leaves, settings_of
 from purecompose.schedule import Scalar
+from purecompose.schedule.declared import Within
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
 
 @factory
 def decoupled_weight_decay(
-    weight_decay: Scalar = 1e-5,
-    min_dims: int = 0,
-    exclude: Sequence[str] = (),
+    weight_decay: Annotated[Scalar, Within(0, 1, below=True)] = 1e-5,
+    min_dims: Annotated[int, Within(0)] = 0,
+    exclude: Patterns = (),
     *,
-    where: str | Sequence[str] | None = None,
+    where: Where = None,
     name: str = "decoupled_weight_decay",
 ) -> Algorithm:
     """Shrink each weight by a share in every step.
@@ -36,7 +34,7 @@ def decoupled_weight_decay(
     can exclude parameters.
 
     The decay is part of the optimizer's update, before the weights move: at INIT the optimizer is wrapped in an
-    `optim.decaying.Decaying`. So weights do not decay in a step that is skipped or whose gradients are kept for later,
+    `optim.decay.Decaying`. So weights do not decay in a step that is skipped or whose gradients are kept for later,
     nor do parameters without a gradient. A weight decay of the optimizer itself acts in addition, with a warning.
 
     Events: INIT. Replaces: the optimizer. Remembers nothing.
@@ -63,11 +61,7 @@ def decoupled_weight_decay(
         Ilya Loshchilov, Frank Hutter: Decoupled Weight Decay Regularization. ICLR 2019.
         https://arxiv.org/abs/1711.05101
     """
-    weight_decay = checked_scalar(weight_decay, "decoupled_weight_decay: weight_decay", below=1.0)
-    check_whole(min_dims, "decoupled_weight_decay: min_dims", 0)
-    chosen = checked_where(where, "decoupled_weight_decay: where")
-    excluded = checked_patterns(exclude, "decoupled_weight_decay: exclude")
-    rule = DecayRule(name, weight_decay, min_dims, excluded, chosen or ("*",))
+    rule = DecayRule(name, weight_decay, min_dims, tuple(exclude), tuple(where or ("*",)))
 
     def with_rule(optimizer: Any) -> Any:
         if not isinstance(optimizer, Decaying):
@@ -76,24 +70,16 @@ def decoupled_weight_decay(
 
     def apply(event: Event, state: State) -> State:
         del event
-        for role, patterns in (("where", chosen or ()), ("exclude", excluded)):
+        for role, patterns in (("where", where or ()), ("exclude", exclude)):
             for pattern in patterns:
                 match_or_raise(pattern, state.params, f"{name}: {role}: {pattern!r}")
         for leaf in leaves(state.optimizer):
             _warn_of_settings(rule, leaf)
         return state.replace(optimizer=map_leaves(with_rule, state.optimizer, up_to=Decaying))
 
-    config: dict[str, Any] = {"weight_decay": weight_decay, "min_dims": min_dims}
-    config |= {"exclude": excluded} if excluded else {}
-    config |= {} if chosen is None else {"where": chosen}
-    match = NEVER if weight_decay == 0.0 else on(Event.INIT)
-    return Algorithm(
-        name,
-        match,
-        apply,
-        runs_after=(Trait.REQUIRED_ON_LOAD,),  # so that names are those of the final network
-        config=config,
-    )
+    match = NEVER if weight_decay == 0 else on(Event.INIT)
+    # Runs after surgery, so that names are those of the final network.
+    return Algorithm(name, match, apply, runs_after=(Trait.REQUIRED_ON_LOAD,))
 
 
 def _warn_of_settings(rule: DecayRule, leaf: Any) -> None:

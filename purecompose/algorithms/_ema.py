@@ -1,25 +1,25 @@
 """EMA: an exponential moving average of the weights, for evaluation and export; training is not affected."""
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_number
 from purecompose._support.device import as_scalar
-from purecompose.algorithms._parts.averages import Measure, between, counters, measure, turns
-from purecompose.algorithms._parts.checks import checked_patterns, checked_where
+from purecompose.algorithms._parts.averages import Every, Intervals, Measure, Point, between, counters, measure
+from purecompose.algorithms._parts.checks import Patterns, Where
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.nn.model import STATISTICS
 from purecompose.optim.checks import match_or_raise
+from purecompose.schedule.declared import Within, checked
 from purecompose.surgery.weights import Averages, with_weights
-from purecompose.time import TimeLike, TimeUnit
+from purecompose.time import Time, TimeLike, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
 from purecompose.time.timestamp import checked_interval
-from purecompose.time.units import named_point, named_time
+from purecompose.time.units import named_time
 
 
 class EmaState(NamedTuple):
@@ -32,6 +32,7 @@ class EmaState(NamedTuple):
     """Time at which the last interval ended, like `at`; 0 with an interval in batches, epochs or a share of the run."""
 
 
+@checked
 def compute_ema(
     averages: Mapping[str, Tensor], weights: Mapping[str, Tensor], smoothing: float | Tensor
 ) -> dict[str, Tensor]:
@@ -61,11 +62,11 @@ def compute_ema(
 def ema(
     half_life: TimeLike | None = None,
     *,
-    smoothing: float | None = None,
-    start: TimeLike | float = 0.0,
-    every: TimeLike | None = None,
-    buffers: Sequence[str] = STATISTICS,
-    where: str | Sequence[str] | None = None,
+    smoothing: Annotated[float | None, Within(0, 1)] = None,
+    start: Point = 0.0,
+    every: Every = None,
+    buffers: Patterns = STATISTICS,
+    where: Where = None,
     name: str = "ema",
 ) -> Algorithm:
     """Average the weights for evaluation and export.
@@ -116,18 +117,17 @@ def ema(
         NeurIPS 2017. https://arxiv.org/abs/1703.01780
     """
     pace = _pace(half_life, smoothing)
-    start = named_point(start, "ema: start")
-    patterns, chosen = checked_patterns(buffers, "ema: buffers"), checked_where(where, "ema: where")
-    taking = turns("1ba" if every is None else every, start, "ema: every", is_counted_anew=False)
+    start = Time.of(start, TimeUnit.DURATION)
+    averaging = Intervals.of(every, start, starts_anew=False)
 
     def init(state: State) -> State:
-        if patterns != STATISTICS:
+        if buffers != STATISTICS:
             floating = [key for key, buffer in state.buffers.items() if buffer.is_floating_point()]
-            for pattern in patterns:
+            for pattern in buffers:
                 match_or_raise(pattern, floating, f"{name}: buffers: {pattern!r}", "floating buffer")
-        for pattern in chosen or ():
+        for pattern in where or ():
             match_or_raise(pattern, state.context.trainable, f"{name}: where: {pattern!r}", "trainable parameter")
-        averages = Averages.empty(state, patterns, chosen or ("*",))
+        averages = Averages.empty(state, tuple(buffers), tuple(where or ("*",)))
         never = torch.zeros(4, dtype=torch.float64, device=state.device)
         return state.replace(slots={**state.slots, name: EmaState(averages, never, never.clone())})
 
@@ -148,15 +148,15 @@ def ema(
         params = compute_ema(averages.params, state.params, kept)
         statistics = compute_ema(averages.buffers, state.buffers, kept)
         new = EmaState(Averages(params, _with_infinities(statistics, state.buffers), averages.num + 1), at, turn)
-        return state.replace(slots={**state.slots, name: taking.taken(state, new, old)})
+        return state.replace(slots={**state.slots, name: averaging.if_due(state, new, old)})
 
     setting = "half_life" if isinstance(pace, Measure) else "smoothing"
-    config = {setting: pace, "start": str(start), "every": taking.setting}
-    config |= {} if patterns == STATISTICS else {"buffers": patterns}
-    config |= {} if chosen is None else {"where": chosen}
+    config = {setting: pace, "start": str(start), "every": averaging.setting}
+    config |= {} if buffers == STATISTICS else {"buffers": buffers}
+    config |= {} if where is None else {"where": where}
     return Algorithm(
         name,
-        on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | on(Event.BATCH_END) & taking.match,
+        on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | on(Event.BATCH_END) & averaging.match,
         apply,
         traits=frozenset({Trait.AVERAGES_WEIGHTS}),
         runs_after=(Trait.REQUIRED_ON_LOAD,),
@@ -172,7 +172,7 @@ def _pace(half_life: TimeLike | None, smoothing: float | None) -> Measure | floa
         given, share = "1000ba" if half_life is None else half_life, "a share that each update keeps is smoothing="
         time = named_time(given, "ema: half_life", TimeUnit.BATCH, share=share)
         return measure(checked_interval(time, "ema: half_life"))
-    return check_number(smoothing, "ema: smoothing", 0, 1)
+    return smoothing
 
 
 def _with_infinities(averages: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,12 +1,12 @@
 """Factorize: replaces wide linear and convolution layers by two thinner ones with no activation between them."""
 
 import dataclasses
-from collections.abc import Sequence
+from typing import Annotated, TypeAlias
 
 from torch import nn
 
 from purecompose import surgery
-from purecompose._support.checks import check_flag, check_whole
+from purecompose.algorithms._parts.checks import Where
 from purecompose.algorithms._parts.surgery import on_module, surgery_method
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.nn.layers._forms import check_latent, is_plain, is_tied, latent_size
@@ -15,15 +15,21 @@ from purecompose.nn.layers.factorized import (
     FactorizedLinear,
     factorizing_could_speedup,
 )
+from purecompose.schedule.declared import Within, checked
 
 
+Least: TypeAlias = Annotated[int, Within(1)]
+Latent: TypeAlias = Annotated[float, check_latent]
+
+
+@checked
 def factorize_rules(
     factorize_convs: bool = True,
     factorize_linears: bool = True,
-    min_channels: int = 256,
-    latent_channels: float = 0.25,
-    min_features: int = 256,
-    latent_features: float = 128,
+    min_channels: Least = 256,
+    latent_channels: Latent = 0.25,
+    min_features: Least = 256,
+    latent_features: Latent = 128,
 ) -> surgery.Rules:
     """Return the rules that replace wide layers; for `purecompose.surgery`.
 
@@ -40,12 +46,6 @@ def factorize_rules(
         >>> rules[nn.Linear](net[0], surgery.Site("0", 0, net, net)).latent_features
         2
     """
-    check_flag(factorize_convs, "factorize: factorize_convs")
-    check_flag(factorize_linears, "factorize: factorize_linears")
-    check_whole(min_channels, "factorize: min_channels", 1)
-    check_latent(latent_channels, "factorize: latent_channels")
-    check_whole(min_features, "factorize: min_features", 1)
-    check_latent(latent_features, "factorize: latent_features")
 
     def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
         smaller = min(module.in_channels, module.out_channels)
@@ -77,12 +77,12 @@ settings are those of `factorize_rules`.
 def factorize(
     factorize_convs: bool = True,
     factorize_linears: bool = True,
-    min_channels: int = 256,
-    latent_channels: float = 0.25,
-    min_features: int = 256,
-    latent_features: float = 128,
+    min_channels: Least = 256,
+    latent_channels: Latent = 0.25,
+    min_features: Least = 256,
+    latent_features: Latent = 128,
     *,
-    where: str | Sequence[str] | None = None,
+    where: Where = None,
     name: str = "factorize",
 ) -> Algorithm:
     """Replace wide layers by products of two thinner ones.
@@ -128,18 +128,12 @@ def factorize(
         Xiangyu Zhang, Jianhua Zou, Kaiming He, Jian Sun: Accelerating Very Deep Convolutional Networks for
         Classification and Detection. TPAMI 2016. https://arxiv.org/abs/1505.06798
     """
-    settings = {
-        "factorize_convs": factorize_convs,
-        "factorize_linears": factorize_linears,
-        "min_channels": min_channels,
-        "latent_channels": latent_channels,
-        "min_features": min_features,
-        "latent_features": latent_features,
-    }
+    rules = factorize_rules(
+        factorize_convs, factorize_linears, min_channels, latent_channels, min_features, latent_features
+    )
     is_neutral = not factorize_convs and not factorize_linears
     traits = frozenset({Trait.REQUIRED_ON_LOAD})
-    rules = factorize_rules(**settings)
-    method = surgery_method(name, rules, settings, where=where, is_neutral=is_neutral, traits=traits)
+    method = surgery_method(name, rules, where, is_neutral=is_neutral, traits=traits)
     # Methods that look for complete layers would otherwise find the factors.
     return dataclasses.replace(method, runs_after=(Trait.REPLACES_LAYERS,))
 

@@ -1,20 +1,21 @@
 """Gated linear units: replaces the first half of each feed-forward block by a product of two layers."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from purecompose import surgery
-from purecompose._support.checks import check_flag, shown
-from purecompose.algorithms._parts.foreign import changed, stand_in
-from purecompose.algorithms._parts.surgery import on_drawn_module, surgery_method
+from purecompose._support.checks import shown
+from purecompose.algorithms._parts.checks import Where
+from purecompose.algorithms._parts.surgery import changed, on_drawn_module, stand_in, surgery_method
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.nn.layers._forms import is_plain, is_tied
 from purecompose.nn.layers.transformer import FeedForward, GatedLinearUnit
+from purecompose.schedule.declared import checked
 
 
 ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
@@ -32,8 +33,22 @@ ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
 _BERT, _GPT2, _ROBERTA = (f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "roberta"))
 
 
+def _checked_act(act_fn: Any, where: str) -> Any:
+    """Require the name of an activation, a module or function, or `None` for that of the block."""
+    is_known = act_fn in ACTIVATIONS if isinstance(act_fn, str) else callable(act_fn) and not isinstance(act_fn, type)
+    if act_fn is not None and not is_known:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        error = ValueError if isinstance(act_fn, str) else TypeError
+        raise error(f"{where}: expected one of {known}, a module or a function, got {shown(act_fn)}")
+    return act_fn
+
+
+Activation: TypeAlias = Annotated[str | Callable[[Tensor], Tensor] | None, _checked_act]
+
+
+@checked
 def gated_linear_units_rules(
-    act_fn: str | Callable[[Tensor], Tensor] | None = None,
+    act_fn: Activation = None,
     gated_layer_bias: bool = False,
     non_gated_layer_bias: bool = False,
 ) -> surgery.Rules:
@@ -54,9 +69,6 @@ def gated_linear_units_rules(
         >>> sorted(surgery.replace(model, rules, params, buffers, key=random.key(0)).params)
         ['down.bias', 'down.weight', 'up.gate.weight', 'up.linear.weight']
     """
-    _check_act(act_fn)
-    check_flag(gated_layer_bias, "gated_linear_units: gated_layer_bias")
-    check_flag(non_gated_layer_bias, "gated_linear_units: non_gated_layer_bias")
 
     # Maps a first layer to its replacement, which is shared by all blocks that share the layer.
     made: WeakKeyDictionary[nn.Module, GatedLinearUnit] = WeakKeyDictionary()
@@ -111,11 +123,11 @@ settings are those of `gated_linear_units_rules`.
 
 @factory
 def gated_linear_units(
-    act_fn: str | Callable[[Tensor], Tensor] | None = None,
+    act_fn: Activation = None,
     gated_layer_bias: bool = False,
     non_gated_layer_bias: bool = False,
     *,
-    where: str | Sequence[str] | None = None,
+    where: Where = None,
     name: str = "gated_linear_units",
 ) -> Algorithm:
     """Add a gate to feed-forward blocks.
@@ -158,12 +170,7 @@ def gated_linear_units(
         2016. https://arxiv.org/abs/1612.08083
     """
     rules = gated_linear_units_rules(act_fn, gated_layer_bias, non_gated_layer_bias)
-    settings = {
-        "act_fn": act_fn,
-        "gated_layer_bias": gated_layer_bias,
-        "non_gated_layer_bias": non_gated_layer_bias,
-    }
-    return surgery_method(name, rules, settings, where=where)
+    return surgery_method(name, rules, where)
 
 
 def _class_of(module: nn.Module, *names: str) -> type[nn.Module]:
@@ -179,13 +186,3 @@ def _computes_as(block: nn.Module, kind: type[nn.Module]) -> bool:
 def _is_free(layer: nn.Module, kind: type[nn.Module], site: surgery.Site) -> bool:
     """Return whether the layer can be replaced without losing hooks, an overridden forward or a shared weight."""
     return is_plain(layer, kind) and not is_tied(layer, site.root)
-
-
-def _check_act(act_fn: Any) -> None:
-    known = ", ".join(map(repr, ACTIVATIONS))
-    if isinstance(act_fn, str) and act_fn not in ACTIVATIONS:
-        raise ValueError(f"gated_linear_units: act_fn: expected one of {known}, a module or a function, got {act_fn!r}")
-    if act_fn is not None and not isinstance(act_fn, str) and (not callable(act_fn) or isinstance(act_fn, type)):
-        raise TypeError(
-            f"gated_linear_units: act_fn: expected one of {known}, a module or a function, got {shown(act_fn)}"
-        )

@@ -1,18 +1,23 @@
 """Ghost batch normalisation: normalises each part of a batch by its own statistics."""
 
-from collections.abc import Sequence
+from typing import Annotated, TypeAlias
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from purecompose import surgery
-from purecompose._support.checks import check_whole
+from purecompose.algorithms._parts.checks import Where
 from purecompose.algorithms._parts.surgery import on_module, surgery_method
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.nn.layers.norms import GhostBatchNorm, check_momentum, is_known
+from purecompose.schedule.declared import Within, checked
 
 
-def ghost_batchnorm_rules(ghost_batch_size: int = 32) -> surgery.Rules:
+GhostBatchSize: TypeAlias = Annotated[int, Within(1)]
+
+
+@checked
+def ghost_batchnorm_rules(ghost_batch_size: GhostBatchSize = 32) -> surgery.Rules:
     """Return the rules that replace batch normalisation; for `purecompose.surgery`.
 
     Args:
@@ -26,7 +31,6 @@ def ghost_batchnorm_rules(ghost_batch_size: int = 32) -> surgery.Rules:
         >>> ghost_batchnorm_rules(16)[nn.BatchNorm2d](net[0], surgery.Site("0", 0, net, net)).ghost_batch_size
         16
     """
-    check_whole(ghost_batch_size, "ghost_batchnorm: ghost_batch_size", 1)
 
     def norm(module: _BatchNorm, site: surgery.Site) -> nn.Module | None:
         if not is_known(module):
@@ -46,7 +50,7 @@ batch; the settings are those of `ghost_batchnorm_rules`.
 
 @factory
 def ghost_batchnorm(
-    ghost_batch_size: int = 32, *, where: str | Sequence[str] | None = None, name: str = "ghost_batchnorm"
+    ghost_batch_size: GhostBatchSize = 32, *, where: Where = None, name: str = "ghost_batchnorm"
 ) -> Algorithm:
     """Normalise each part of a batch separately.
 
@@ -87,5 +91,4 @@ def ghost_batchnorm(
         Neofytos Dimitriou, Ognjen Arandjelovic: A New Look at Ghost Normalization. 2020.
         https://arxiv.org/abs/2007.08554
     """
-    rules = ghost_batchnorm_rules(ghost_batch_size)
-    return surgery_method(name, rules, {"ghost_batch_size": ghost_batch_size}, where=where)
+    return surgery_method(name, ghost_batchnorm_rules(ghost_batch_size), where)

@@ -3,12 +3,11 @@
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_whole
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.messages import warn
 from purecompose.core.algorithm import Algorithm, Trait, factory
@@ -16,6 +15,7 @@ from purecompose.core.means import num_terms
 from purecompose.core.state import State
 from purecompose.optim import lists
 from purecompose.optim.guarded import Guarded, all_finite
+from purecompose.schedule.declared import Within
 from purecompose.surgery.weights import wide
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, Timed, every, on
@@ -102,7 +102,9 @@ class _Last(NamedTuple):
 
 
 @factory
-def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation") -> Algorithm:
+def gradient_accumulation(
+    num_steps: Annotated[int, Within(1, hint="it counts batches")], *, name: str = "gradient_accumulation"
+) -> Algorithm:
     """Update once for several batches.
 
         steps 1 ... k-1:   sum <- sum + n g,   without an update
@@ -148,7 +150,6 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
         Priya Goyal et al.: Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour. 2017.
         https://arxiv.org/abs/1706.02677
     """
-    num_steps = check_whole(num_steps, "gradient_accumulation: num_steps", 1, hint="it counts batches")
 
     def with_slot(state: State, slot: AccumulatedGradients | _Last) -> State:
         return state.replace(slots={**state.slots, name: slot})
@@ -193,7 +194,6 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
         traits=frozenset({Trait.COLLECTS_GRADIENTS}),
         runs_before=(Trait.CLIPS_GRADIENTS,),
         runs_after=(Trait.RENEWS_GRADIENTS, Trait.REQUIRED_ON_LOAD),
-        config={"num_steps": num_steps},
     )
 
 

@@ -2,19 +2,19 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.checks import check_number
-from purecompose.algorithms._parts.checks import check_one_of, check_scalar, checked_patterns, checked_where
+from purecompose.algorithms._parts.checks import Patterns, Where
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.optim.checks import match_or_raise, matched
-from purecompose.schedule import Hparam, Product, Scalar, Schedule
+from purecompose.schedule import Scalar
+from purecompose.schedule.declared import Within, checked
 from purecompose.surgery.weights import wide
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
@@ -25,6 +25,7 @@ Grads = Mapping[str, Tensor]
 _SLACK = 1e-6
 
 
+@checked
 def clip_by_norm(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
     """Return the gradients, all multiplied by one number, so that their global norm is at most the threshold.
 
@@ -43,6 +44,7 @@ def clip_by_norm(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
     return {name: (wide(grad) * share).to(grad.dtype) for name, grad in grads.items()}
 
 
+@checked
 def clip_by_value(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
     """Return the gradients with each element clipped to [-threshold, threshold].
 
@@ -69,6 +71,7 @@ def clip_by_value(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
     return {name: clipped(grad) for name, grad in grads.items()}
 
 
+@checked
 def clip_adaptively(
     grads: Grads, params: Mapping[str, Tensor], threshold: float | Tensor, *, floor: float = 1e-3
 ) -> dict[str, Tensor]:
@@ -104,11 +107,11 @@ def clip_adaptively(
 
 @factory
 def gradient_clipping(
-    clipping_type: str,
-    clipping_threshold: Scalar,
+    clipping_type: Literal["norm", "value", "adaptive"],
+    clipping_threshold: Annotated[Scalar, Within(0, above=True, or_infinite=True, hint="infinity clips nothing")],
     *,
-    where: str | Sequence[str] | None = None,
-    exclude: Sequence[str] = (),
+    where: Where = None,
+    exclude: Patterns = (),
     name: str = "gradient_clipping",
 ) -> Algorithm:
     """Bound the gradients.
@@ -162,21 +165,12 @@ def gradient_clipping(
         De, Samuel L. Smith, Karen Simonyan: High-Performance Large-Scale Image Recognition Without Normalization. ICML
         2021. https://arxiv.org/abs/2102.06171
     """
-    check_one_of(clipping_type, "gradient_clipping: clipping_type", ("norm", "value", "adaptive"))
-    is_neutral = isinstance(clipping_threshold, float) and clipping_threshold == math.inf
-    setting, hint = "gradient_clipping: clipping_threshold", "infinity clips nothing"
-    if isinstance(clipping_threshold, (Hparam, Product, Schedule)):
-        check_scalar(clipping_threshold, setting, 0, hint=hint)
-    elif not is_neutral:
-        check_number(clipping_threshold, setting, 0, above=True, hint=hint)
-    patterns = checked_patterns(exclude, "gradient_clipping: exclude")
-    included = checked_where(where, "gradient_clipping: where")
 
     def apply(event: Event, state: State) -> State:
         del event
         if not state.grads:
             return state
-        names = _chosen(name, included, patterns, tuple(state.params))
+        names = _chosen(name, tuple(where or ("*",)), tuple(exclude), tuple(state.params))
         chosen = {key: grad for key, grad in state.grads.items() if key in names}
         threshold = state.scalar(clipping_threshold)
         if clipping_type == "norm":
@@ -187,15 +181,12 @@ def gradient_clipping(
             clipped = clip_adaptively(chosen, state.params, threshold)
         return state.replace(grads={**state.grads, **clipped})
 
-    config: dict[str, Any] = {"clipping_type": clipping_type, "clipping_threshold": clipping_threshold}
-    config |= {} if included is None else {"where": included}
     return Algorithm(
         name,
-        NEVER if is_neutral else on(Event.AFTER_TRAIN_BATCH),
+        NEVER if clipping_threshold == math.inf else on(Event.AFTER_TRAIN_BATCH),
         apply,
         traits=frozenset({Trait.CLIPS_GRADIENTS}),
         runs_after=(Trait.RENEWS_GRADIENTS, Trait.COLLECTS_GRADIENTS),
-        config={**config, "exclude": patterns} if patterns else config,
     )
 
 
@@ -206,11 +197,9 @@ def _unit_norm(tensor: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _chosen(
-    name: str, where: tuple[str, ...] | None, exclude: tuple[str, ...], names: tuple[str, ...]
-) -> frozenset[str]:
+def _chosen(name: str, where: tuple[str, ...], exclude: tuple[str, ...], names: tuple[str, ...]) -> frozenset[str]:
     """Return the names of the parameters that are clipped."""
-    for role, patterns in (("where", where or ()), ("exclude", exclude)):
+    for role, patterns in (("where", where), ("exclude", exclude)):
         for pattern in patterns:
             match_or_raise(pattern, names, f"{name}: {role}: {pattern!r}")
-    return matched(("*",) if where is None else where, names) - matched(exclude, names)
+    return matched(where, names) - matched(exclude, names)

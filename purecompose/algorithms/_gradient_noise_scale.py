@@ -1,17 +1,17 @@
 """Gradient noise scale: reports the batch size beyond which more examples hardly improve a step."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_number
 from purecompose._support.device import as_scalar
 from purecompose.algorithms._gradient_norm import norm_of
 from purecompose.algorithms._parts.shared import gradient_of_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.means import num_terms
 from purecompose.core.state import State
+from purecompose.schedule.declared import Within, checked
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
 
@@ -57,6 +57,7 @@ class _Norms(NamedTuple):
     is_known: Tensor
 
 
+@checked
 def estimate_noise(
     small: Tensor, big: Tensor, small_size: float | Tensor, big_size: float | Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -81,6 +82,7 @@ def estimate_noise(
     return squared_norm, trace
 
 
+@checked
 def critical_batch_size(squared_norm: Tensor, trace: Tensor) -> Tensor:
     """Return B_simple = tr(Sigma) / |G|^2 of averaged estimates, at least 0, and infinite if |G|^2 is not above 0.
 
@@ -107,7 +109,11 @@ def averaged(old: NoiseScale, squared_norm: Tensor, trace: Tensor, decay: float)
 
 
 @factory
-def gradient_noise_scale(decay: float = 0.95, *, name: str = "gradient_noise_scale") -> Algorithm:
+def gradient_noise_scale(
+    decay: Annotated[float, Within(0, 1, below=True, hint="0.95 is common")] = 0.95,
+    *,
+    name: str = "gradient_noise_scale",
+) -> Algorithm:
     """Report the critical batch size.
 
         B_simple = tr(Sigma) / |G|^2
@@ -155,7 +161,6 @@ def gradient_noise_scale(decay: float = 0.95, *, name: str = "gradient_noise_sca
         Sam McCandlish, Jared Kaplan, Dario Amodei and the OpenAI Dota Team: An Empirical Model of Large-Batch Training.
         2018, appendix A.1. https://arxiv.org/abs/1812.06162
     """
-    decay = check_number(decay, "gradient_noise_scale: decay", 0, 1, below=True, hint="0.95 is common")
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
@@ -183,7 +188,6 @@ def gradient_noise_scale(decay: float = 0.95, *, name: str = "gradient_noise_sca
         apply,
         traits=frozenset({Trait.MEASURES_MICROBATCHES}),
         runs_before=(Trait.RENEWS_GRADIENTS, Trait.COLLECTS_GRADIENTS, Trait.CLIPS_GRADIENTS),
-        config={"decay": decay},
     )
 
 

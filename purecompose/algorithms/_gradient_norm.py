@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.checks import check_flag
 from purecompose._support.shards import whole
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.state import State
@@ -49,21 +48,16 @@ def gradient_norm(*, total: bool = True, each: bool = False, name: str = "gradie
         >>> gradient_norm(each=True)
         gradient_norm(total=True, each=True)
     """
-    check_flag(total, "gradient_norm: total")
-    check_flag(each, "gradient_norm: each")
 
     def apply(event: Event, state: State) -> State:
         del event
         grads = state.grads or {}
-        found = (
-            {f"{name}/{key}": whole(torch.linalg.vector_norm(wide(grad.detach()))) for key, grad in grads.items()}
-            if each
-            else {}
-        )
+        found = {}
+        if each:
+            norms = {key: whole(torch.linalg.vector_norm(wide(grad.detach()))) for key, grad in grads.items()}
+            found = {f"{name}/{key}": norm for key, norm in norms.items()}
         if total:
             found[name] = norm_of(grads.values()) if grads else torch.zeros((), device=state.device)
         return state.replace(metrics={**state.metrics, **found})
 
-    return Algorithm(
-        name, on(Event.BATCH_END) if total or each else NEVER, apply, config={"total": total, "each": each}
-    )
+    return Algorithm(name, on(Event.BATCH_END) if total or each else NEVER, apply)

@@ -1,28 +1,38 @@
 """Gyro dropout: dropout with masks from a fixed bank, of which a few are used at a time."""
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from purecompose import random, surgery
+from purecompose._support.checks import check_whole, shown
 from purecompose._support.device import as_scalar
-from purecompose.algorithms._parts.gyro_masks import (
-    check_bank,
-    check_feature_dim,
-    check_probability,
-    chosen_masks,
-    dropped,
-    gyro_dropout_period,
-)
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.nn.keyed.scope import is_compared
+from purecompose.random.keys import as_rng
+from purecompose.schedule.declared import Within, checked
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
 
 _BUFFER = "gyro_dropout_place"
+
+
+def _checked_dim(feature_dim: Any, where: str) -> int | None:
+    hint = "it names a dimension of a layer's inputs"
+    if feature_dim is not None and check_whole(feature_dim, where, hint=hint) == 0:
+        raise ValueError(f"{where}=0 is the batch: expected another dimension, such as 1 or -1")
+    return feature_dim
+
+
+_P_HINT = "it is the probability of dropping; 1 would leave nothing"
+Probability: TypeAlias = Annotated[float, Within(0, 1, below=True, hint=_P_HINT)]
+Sigma: TypeAlias = Annotated[int, Within(1, hint="it is the number of masks in the bank")]
+Tau: TypeAlias = Annotated[int, Within(1, hint="it is the number of masks that share a batch")]
+FeatureDim: TypeAlias = Annotated[int | None, _checked_dim]
 
 
 class _Place(NamedTuple):
@@ -74,7 +84,7 @@ class GyroDropout(nn.Module):
         mask = chosen_masks(
             rng, tuple(input.shape), self.p, self.sigma, self.tau, place.period, groups, self.feature_dim
         )
-        return dropped(input, mask.to(input.device), self.p)
+        return input * mask.to(input.device) / (1 - self.p)
 
     def extra_repr(self) -> str:
         """Return the settings."""
@@ -90,11 +100,11 @@ class GyroDropoutState(NamedTuple):
 
 @factory
 def gyro_dropout(
-    p: float = 0.5,
-    sigma: int = 256,
-    tau: int = 16,
+    p: Probability = 0.5,
+    sigma: Sigma = 256,
+    tau: Tau = 16,
     *,
-    feature_dim: int | None = None,
+    feature_dim: FeatureDim = None,
     name: str = "gyro_dropout",
 ) -> Algorithm:
     """Replace dropout by dropout with a bank of masks.
@@ -148,9 +158,7 @@ def gyro_dropout(
         Junyeol Lee, Hyeongju Kim, Hyungjun Oh, Jaemin Kim, Hongseok Jeung, Yung-Kyun Noh, Jiwon Seo: Gyro Dropout:
         Maximizing Ensemble Effect in Neural Network Training. MLSys 2022.
     """
-    check_probability("gyro_dropout: p", p)
-    check_bank("gyro_dropout", sigma, tau)
-    check_feature_dim("gyro_dropout", feature_dim)
+    _check_bank("gyro_dropout", sigma, tau)
 
     def init(state: State) -> State:
         length, place = _period_length(name, state, sigma, tau), torch.zeros(6, dtype=torch.int64)
@@ -184,13 +192,11 @@ def gyro_dropout(
         return _placed(state, _Place.read(state.buffers[places[0]])._replace(first=first, size=size))
 
     events = on(Event.INIT, Event.BATCH_START, Event.BEFORE_FORWARD, Event.AFTER_FORWARD)
-    config = {"p": p, "sigma": sigma, "tau": tau, "feature_dim": feature_dim}
     return Algorithm(
         name,
         NEVER if p == 0 else events,
         apply,
         traits=frozenset({Trait.REQUIRED_ON_LOAD, Trait.SETS_BUFFERS, Trait.SKIPS_FROZEN_PARTS}),
-        config={setting: value for setting, value in config.items() if value is not None},
     )
 
 
@@ -222,3 +228,154 @@ def _period_length(name: str, state: State, sigma: int, tau: int) -> int:
             "batches ('500ba'), or one in epochs and batches_per_epoch=len(batches)"
         )
     return gyro_dropout_period(run.total_batches, sigma, tau)
+
+
+@checked
+def gyro_dropout_period(
+    total_batches: Annotated[float, Within(0, above=True)], sigma: Sigma = 256, tau: Tau = 16
+) -> int:
+    """Return the number of batches for which a choice of masks is used.
+
+    This is int(total / sigma) * tau; in runs of fewer than sigma batches int(total * tau / sigma), and at least 1.
+
+    Args:
+        total_batches: The run's length in batches, above 0.
+        sigma: The number of masks in the bank.
+        tau: The number of masks used at a time.
+
+    Example:
+        >>> gyro_dropout_period(196 * 100), gyro_dropout_period(100), gyro_dropout_period(10)
+        (1216, 6, 1)
+    """
+    _check_bank("gyro_dropout_period", sigma, tau)
+    return max(1, int(total_batches / sigma) * tau or int(total_batches * tau / sigma))
+
+
+@checked
+def gyro_dropout_mask(
+    key: Tensor | random.Rng,
+    shape: tuple[int, ...],
+    *,
+    p: Probability = 0.5,
+    sigma: Sigma = 256,
+    tau: Tau = 16,
+    period: int | Tensor = 0,
+    groups: Tensor | None = None,
+    feature_dim: FeatureDim = None,
+) -> Tensor:
+    """Return the masks of a batch's rows, in which True elements are kept.
+
+    Args:
+        key: The key of the layer; use different keys for different layers.
+        shape: The shape (N, ...) of the layer's inputs.
+        p: The probability of dropping an element, in [0, 1).
+        sigma: The number of masks in the bank, at least 1.
+        tau: The number of masks used at a time, in [1, sigma].
+        period: The number of the choice, from 0: an int, or a 0-d int64 tensor.
+        groups: (N,), int64, below tau: the index of each row's mask among the chosen ones, instead of tau groups of
+            consecutive rows. Values are not checked.
+        feature_dim: The only dimension, at least 1 or counted from the end, along which masks vary: with 1, whole
+            channels of (N, C, H, W) are dropped, with -1 whole features of (N, length, features). By default each
+            element is dropped independently, as in `nn.Dropout`.
+
+    Returns:
+        The masks, bool, of the given shape; with `feature_dim` (N, 1, ..., features, ..., 1), which broadcasts to it.
+
+    Raises:
+        TypeError, ValueError: No key, or a setting of the wrong type or out of range.
+
+    Example:
+        >>> from purecompose.random import key
+        >>> mask = gyro_dropout_mask(key(0), (6, 100), tau=2)
+        >>> bool((mask[:3] == mask[0]).all()), bool((mask[3:] == mask[3]).all()), bool((mask[0] == mask[3]).all())
+        (True, True, False)
+    """
+    where = "gyro_dropout_mask"
+    _check_bank(where, sigma, tau)
+    rng = as_rng(key, where)
+    if groups is None:
+        groups = torch.arange(shape[0], device=rng.key.device) * tau // max(shape[0], 1)  # consecutive rows
+    return chosen_masks(rng, shape, p, sigma, tau, period, groups, feature_dim)
+
+
+@checked
+def gyro_drop(
+    key: Tensor | random.Rng,
+    inputs: Tensor,
+    *,
+    p: Probability = 0.5,
+    sigma: Sigma = 256,
+    tau: Tau = 16,
+    period: int | Tensor = 0,
+    groups: Tensor | None = None,
+    feature_dim: FeatureDim = None,
+) -> Tensor:
+    """Apply a mask in training: inputs * mask / (1 - p).
+
+    Args:
+        key: As for `gyro_dropout_mask`.
+        inputs: (N, ...), floating.
+        p: The probability of dropping an element; with 0 the inputs are returned.
+        sigma, tau, period, groups, feature_dim: As for `gyro_dropout_mask`.
+
+    Returns:
+        A tensor of the shape and dtype of `inputs`.
+
+    Raises:
+        TypeError: Inputs that are not a floating tensor, no key, or a setting of the wrong type.
+        ValueError: Inputs without rows, or a setting out of range.
+
+    Example:
+        >>> from purecompose.random import key
+        >>> gyro_drop(key(0), torch.ones(2, 4), tau=2).unique()
+        tensor([0., 2.])
+    """
+    if not isinstance(inputs, Tensor) or not (inputs.is_floating_point() or inputs.is_complex()):
+        raise TypeError(f"gyro_drop: inputs: expected a tensor (N, ...) of floats, got {shown(inputs)}")
+    if not inputs.ndim:
+        raise ValueError("gyro_drop: inputs: expected (N, ...), a row for each example, got a 0-d tensor")
+    shape = tuple(inputs.shape)
+    mask = gyro_dropout_mask(
+        key, shape, p=p, sigma=sigma, tau=tau, period=period, groups=groups, feature_dim=feature_dim
+    )
+    return inputs if p == 0 else inputs * mask / (1 - p)
+
+
+def chosen_masks(
+    rng: random.Rng,
+    shape: tuple[int, ...],
+    p: float,
+    sigma: int,
+    tau: int,
+    period: int | Tensor,
+    groups: Tensor,
+    feature_dim: int | None,
+) -> Tensor:
+    """Do what `gyro_dropout_mask` does, for checked settings and given groups."""
+    root = rng.per_example(None)
+    choosing = replace(root, key=random.fold_in(root.key, period)).named("choice")
+    chosen = random.choice(choosing, sigma, tau)
+    # The mask's number in the bank replaces the example's number, so that only the chosen masks are drawn.
+    masks = random.bernoulli(root.named("bank").per_example(chosen), 1 - p, (tau, *_own_shape(shape, feature_dim)))
+    return masks.index_select(0, groups.to(masks.device))
+
+
+def _own_shape(shape: tuple[int, ...], feature_dim: int | None) -> tuple[int, ...]:
+    """Return the shape of one mask, which broadcasts to the shape of one row."""
+    if feature_dim is None:
+        return shape[1:]
+    dim = feature_dim if feature_dim >= 0 else len(shape) + feature_dim
+    if not 1 <= dim < len(shape):
+        raise ValueError(
+            f"gyro_dropout: feature_dim={feature_dim}: expected one of the dims 1 to {len(shape) - 1} of inputs of "
+            f"shape {shape}; leave it out to drop single elements"
+        )
+    return tuple(size if at == dim else 1 for at, size in enumerate(shape) if at)
+
+
+def _check_bank(where: str, sigma: int, tau: int) -> None:
+    if tau > sigma:
+        raise ValueError(
+            f"{where}: expected tau <= sigma, got tau={tau}, sigma={sigma}: a batch cannot have more different masks "
+            "than the bank; increase sigma"
+        )

@@ -1,32 +1,33 @@
 """Label smoothing: takes a share of each target's weight and spreads it over all classes."""
 
 import functools
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from purecompose import batch as batches
-from purecompose._support.checks import check_number
-from purecompose.algorithms._parts.checks import check_can_write, check_reads_targets, check_scalar, given_fields
+from purecompose.algorithms._parts.checks import WrittenField, check_can_write, check_reads_targets, chosen_fields
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.state import State
 from purecompose.losses.functions import MeanSquaredError
 from purecompose.losses.targets import Mixture, class_scores, has_index_targets, one_hot, wide_dtype
 from purecompose.losses.terms import for_mixtures, ignore_index_of
 from purecompose.schedule import Scalar
+from purecompose.schedule.declared import Within, checked
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
 
-_HINT = "it is the share spread over all classes; 0.1 is common, 0 switches label smoothing off"
+SMOOTHING = Within(0, 1, hint="it is the share spread over all classes; 0.1 is common, 0 switches label smoothing off")
 
 
+@checked
 def smooth_labels(
     logits: Tensor,
     targets: Tensor,
-    smoothing: float | Tensor = 0.1,
+    smoothing: Annotated[float | Tensor, SMOOTHING] = 0.1,
     *,
     ignore_index: int | None = None,
     ignore_zeros: bool = True,
@@ -55,8 +56,6 @@ def smooth_labels(
         >>> smooth_labels(torch.zeros(2, 4), torch.tensor([1, -100]), 0.5).tolist()
         [[0.125, 0.625, 0.125, 0.125], [0.0, 0.0, 0.0, 0.0]]
     """
-    if not isinstance(smoothing, Tensor):
-        check_number(smoothing, "smooth_labels: smoothing", 0, 1, hint=_HINT)
     if has_index_targets(logits, targets):
         return _smoothed(one_hot(targets, logits, ignore_index=ignore_index), smoothing)
     dense = _dense(logits, targets)
@@ -66,7 +65,10 @@ def smooth_labels(
 
 @factory
 def label_smoothing(
-    smoothing: Scalar = 0.1, *, name: str = "label_smoothing", target_field: batches.Field | None = None
+    smoothing: Annotated[Scalar, SMOOTHING] = 0.1,
+    *,
+    name: str = "label_smoothing",
+    target_field: WrittenField = None,
 ) -> Algorithm:
     """Spread a share of each target over all classes.
 
@@ -106,11 +108,9 @@ def label_smoothing(
         Christian Szegedy, Vincent Vanhoucke, Sergey Ioffe, Jonathon Shlens, Zbigniew Wojna: Rethinking the
         Inception Architecture for Computer Vision. CVPR 2016. https://arxiv.org/abs/1512.00567
     """
-    check_scalar(smoothing, "label_smoothing: smoothing", 0, 1, hint=_HINT)
-    fields = given_fields(writes=("target_field",), target_field=target_field)
 
     def apply(event: Event, state: State) -> State:
-        field = fields.get("target_field", state.context.target_field)
+        _, field = chosen_fields(state, None, target_field)
         if event is Event.INIT:
             check_reads_targets(name, state.context.loss)
             _check_has_classes(name, state.context.loss)
@@ -123,13 +123,8 @@ def label_smoothing(
         smoothed = _smooth_terms(state, targets, state.scalar(smoothing))
         return state.replace(batch=batches.put(state.batch, field, smoothed), slots={**state.slots, name: targets})
 
-    is_neutral = isinstance(smoothing, (int, float)) and smoothing == 0
-    return Algorithm(
-        name,
-        NEVER if is_neutral else on(Event.INIT, Event.BEFORE_LOSS, Event.AFTER_LOSS),
-        apply,
-        config={"smoothing": smoothing, **fields},
-    )
+    match = NEVER if smoothing == 0 else on(Event.INIT, Event.BEFORE_LOSS, Event.AFTER_LOSS)
+    return Algorithm(name, match, apply)
 
 
 _REGRESSION = (

@@ -2,24 +2,32 @@
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
+from functools import partial
+from typing import Annotated, TypeAlias
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from purecompose._support.checks import check_number, check_whole
-from purecompose.algorithms._parts.checks import checked_where
-from purecompose.algorithms._parts.reports import reported
+from purecompose.algorithms._parts.checks import Where
+from purecompose.algorithms._parts.shared import Elapsed, reported
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.state import State
 from purecompose.nn.model import Model
 from purecompose.optim.checks import match_or_raise, matched
+from purecompose.schedule.declared import Within, checked
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, after, on
 
 
+Start: TypeAlias = Annotated[float, Within(0, 1, hint="it is a share of the run")]
+Level: TypeAlias = Annotated[float, Within(0, 1, hint="it is a share of the layers")]
+NumStages: TypeAlias = Annotated[int | None, Within(2, hint="the last stage begins at the end of the run")]
+
+
+@checked
 def frozen_share(
-    elapsed: float, *, freeze_start: float = 0.5, freeze_level: float = 1.0, num_stages: int | None = 8
+    elapsed: Elapsed, *, freeze_start: Start = 0.5, freeze_level: Level = 1.0, num_stages: NumStages = 8
 ) -> float:
     """Return the share of layers to freeze at a point of a run; see `layer_freezing` for the settings.
 
@@ -39,14 +47,13 @@ def frozen_share(
         >>> [frozen_share(elapsed) for elapsed in (0.5, 0.55, 0.6, 0.75, 1)]
         [0.0, 0.0, 0.125, 0.5, 1.0]
     """
-    check_number(elapsed, "frozen_share: elapsed", 0, hint="it is the share of the run that is over")
-    _check_schedule("frozen_share", freeze_start, freeze_level, num_stages)
     if elapsed <= freeze_start:
         return 0.0
     gone = 1.0 if elapsed >= 1 else (elapsed - freeze_start) / (1 - freeze_start)
     return freeze_level * (gone if num_stages is None else _whole(num_stages * gone) / num_stages)
 
 
+@checked
 def layers_of(module: nn.Module, frozen: Collection[str] | None = None) -> tuple[tuple[str, ...], ...]:
     """Return the names of the trainable parameters, layer by layer, in the order of definition of the layers.
 
@@ -77,13 +84,14 @@ def layers_of(module: nn.Module, frozen: Collection[str] | None = None) -> tuple
     return tuple(tuple(layers[number]) for number in sorted(layers))
 
 
+@checked
 def frozen_layers(
     module: nn.Module,
-    elapsed: float,
+    elapsed: Elapsed,
     *,
-    freeze_start: float = 0.5,
-    freeze_level: float = 1.0,
-    num_stages: int | None = 8,
+    freeze_start: Start = 0.5,
+    freeze_level: Level = 1.0,
+    num_stages: NumStages = 8,
 ) -> tuple[str, ...]:
     """Return the parameters to freeze at a point of a run; see `layer_freezing` for the settings.
 
@@ -106,17 +114,17 @@ def frozen_layers(
         >>> frozen_layers(net, 0.8)
         ('0.weight', '0.bias')
     """
-    settings = {"freeze_start": freeze_start, "freeze_level": freeze_level, "num_stages": num_stages}
-    return tuple(name for layer in _first(layers_of(module), frozen_share(elapsed, **settings)) for name in layer)
+    share = frozen_share(elapsed, freeze_start=freeze_start, freeze_level=freeze_level, num_stages=num_stages)
+    return tuple(name for layer in _first(layers_of(module), share) for name in layer)
 
 
 @factory
 def layer_freezing(
-    freeze_start: float = 0.5,
-    freeze_level: float = 1.0,
+    freeze_start: Start = 0.5,
+    freeze_level: Level = 1.0,
     *,
-    num_stages: int | None = 8,
-    where: str | Sequence[str] | None = None,
+    num_stages: NumStages = 8,
+    where: Where = None,
     name: str = "layer_freezing",
 ) -> Algorithm:
     """Stop training layer after layer, starting at the input.
@@ -173,15 +181,14 @@ def layer_freezing(
         Andrew Brock, Theodore Lim, J. M. Ritchie, Nick Weston: FreezeOut: Accelerate Training by Progressively Freezing
         Layers. 2017. https://arxiv.org/abs/1706.04983
     """
-    _check_schedule("layer_freezing", freeze_start, freeze_level, num_stages)
-    schedule = {"freeze_start": freeze_start, "freeze_level": freeze_level, "num_stages": num_stages}
-    patterns = checked_where(where, "layer_freezing: where")
+    patterns = None if where is None else tuple(where)
+    share_at = partial(frozen_share, freeze_start=freeze_start, freeze_level=freeze_level, num_stages=num_stages)
 
     def apply(event: Event, state: State) -> State:
         del event
         elapsed = state.timestamp.elapsed()
         assert elapsed is not None, "the predicate requires a duration"
-        share, context = frozen_share(elapsed, **schedule), state.context
+        share, context = share_at(elapsed), state.context
         layers = _first(_layers_of(context.model, context.frozen, patterns, f"{name}: where"), share)
         state = reported(state, name, {"layers_frozen": len(layers), "percentage_frozen": share})
         return state.replace(paused=context.paused.union(*layers))
@@ -192,7 +199,6 @@ def layer_freezing(
         NEVER if is_neutral else on(Event.BATCH_START) & after(freeze_start),
         apply,
         host=True,
-        config=schedule if patterns is None else {**schedule, "where": patterns},
     )
 
 
@@ -235,10 +241,3 @@ def _first(layers: tuple[tuple[str, ...], ...], share: float) -> tuple[tuple[str
 def _whole(value: float) -> int:
     """Return the integer part, rounding up values just below an integer, such as (0.7 - 0.6) / 0.4 * 4."""
     return math.floor(value + 1e-9)
-
-
-def _check_schedule(where: str, freeze_start: float, freeze_level: float, num_stages: int | None) -> None:
-    check_number(freeze_start, f"{where}: freeze_start", 0, 1, hint="it is a share of the run")
-    check_number(freeze_level, f"{where}: freeze_level", 0, 1, hint="it is a share of the layers")
-    if num_stages is not None:
-        check_whole(num_stages, f"{where}: num_stages", 2, hint="the last stage begins at the end of the run")

@@ -1,20 +1,21 @@
 """Lookahead: every k steps, moves the weights part of the way back to where they were k steps before."""
 
 from collections.abc import Mapping
+from typing import Annotated
 
 from torch import Tensor
 
-from purecompose._support.checks import check_whole
 from purecompose.algorithms._parts.averages import between
-from purecompose.algorithms._parts.checks import check_scalar
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.schedule import Scalar
+from purecompose.schedule.declared import Within, checked
 from purecompose.time import predicates
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
 
+@checked
 def pull_back(slow: Mapping[str, Tensor], fast: Mapping[str, Tensor], alpha: float | Tensor) -> dict[str, Tensor]:
     """Return interpolated weights: `slow + alpha * (fast - slow)`, element by element.
 
@@ -38,7 +39,12 @@ def pull_back(slow: Mapping[str, Tensor], fast: Mapping[str, Tensor], alpha: flo
 
 
 @factory
-def lookahead(alpha: Scalar = 0.5, every: int = 5, *, name: str = "lookahead") -> Algorithm:
+def lookahead(
+    alpha: Annotated[Scalar, Within(0, 1, hint="it is the share of the way that is kept")] = 0.5,
+    every: Annotated[int, Within(1, hint="it counts steps")] = 5,
+    *,
+    name: str = "lookahead",
+) -> Algorithm:
     """Move the weights part of the way back, once in `every` steps.
 
         once in `every` steps:   slow <- slow + alpha (fast - slow),   fast <- slow
@@ -69,8 +75,6 @@ def lookahead(alpha: Scalar = 0.5, every: int = 5, *, name: str = "lookahead") -
         Michael R. Zhang, James Lucas, Geoffrey Hinton, Jimmy Ba: Lookahead Optimizer: k Steps Forward, 1 Step Back.
         NeurIPS 2019. https://arxiv.org/abs/1907.08610
     """
-    check_scalar(alpha, "lookahead: alpha", 0, 1, hint="it is the share of the way that is kept")
-    every = check_whole(every, "lookahead: every", 1, hint="it counts steps")
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
@@ -82,12 +86,10 @@ def lookahead(alpha: Scalar = 0.5, every: int = 5, *, name: str = "lookahead") -
         # Parameters frozen since INIT are not moved; their slow weights follow them in case they are trained again.
         return state.replace(params=params, slots={**state.slots, name: {key: params[key] for key in own}})
 
-    is_neutral = isinstance(alpha, (int, float)) and alpha == 1
     return Algorithm(
         name,
-        NEVER if is_neutral else on(Event.INIT) | on(Event.BATCH_END) & predicates.every(every),
+        NEVER if alpha == 1 else on(Event.INIT) | on(Event.BATCH_END) & predicates.every(every),
         apply,
         runs_before=(Trait.AVERAGES_WEIGHTS,),
         runs_after=(Trait.REQUIRED_ON_LOAD,),
-        config={"alpha": alpha, "every": every},
     )

@@ -1,14 +1,15 @@
 """Loss scaling: prevents small gradients from underflowing to zero in a half-precision backward pass."""
 
-from typing import NamedTuple
+from functools import partial
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_number, check_whole
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.optim.guarded import all_finite, check_guarded, guarded
+from purecompose.schedule.declared import Within
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
@@ -74,11 +75,11 @@ def next_scale(
 
 @factory
 def loss_scaling(
-    init_scale: float = 2.0**16,
+    init_scale: Annotated[float, Within(_LOWEST, _HIGHEST, hint="2.0**16 is common")] = 2.0**16,
     *,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
+    growth_factor: Annotated[float, Within(1)] = 2.0,
+    backoff_factor: Annotated[float, Within(0, 1, above=True)] = 0.5,
+    growth_interval: Annotated[int, Within(1, 2**31 - 1)] = 2000,
     name: str = "loss_scaling",
 ) -> Algorithm:
     """Scale the loss for its gradient, and skip steps that overflow.
@@ -127,12 +128,9 @@ def loss_scaling(
         Michael Houston, Oleksii Kuchaiev, Ganesh Venkatesh, Hao Wu: Mixed Precision Training. ICLR 2018.
         https://arxiv.org/abs/1710.03740
     """
-    init_scale = check_number(init_scale, "loss_scaling: init_scale", _LOWEST, _HIGHEST, hint="2.0**16 is common")
-    settings = {
-        "growth_factor": check_number(growth_factor, "loss_scaling: growth_factor", 1),
-        "backoff_factor": check_number(backoff_factor, "loss_scaling: backoff_factor", 0, 1, above=True),
-        "growth_interval": check_whole(growth_interval, "loss_scaling: growth_interval", 1, 2**31 - 1),
-    }
+    following = partial(
+        next_scale, growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval
+    )
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
@@ -143,13 +141,13 @@ def loss_scaling(
             return _unscaled(state, name)
         own, grads = state.slots[name], state.grads or {}
         is_finite = own.is_finite & all_finite(grads.values()) if grads else own.is_finite
-        scale, good_steps = next_scale(own.scale, own.good_steps, is_finite, **settings)
+        scale, good_steps = following(own.scale, own.good_steps, is_finite)
         new = LossScale(scale, good_steps, torch.ones_like(own.is_finite), torch.zeros_like(own.is_used))
         used = torch.where(own.is_used, own.scale, 1.0)
         metrics = {**state.metrics, f"{name}/scale": used, f"{name}/skipped": (~is_finite).to(torch.float32)}
         return state.replace(slots={**state.slots, name: new}, metrics=metrics)
 
-    is_neutral = init_scale == settings["growth_factor"] == settings["backoff_factor"] == 1
+    is_neutral = init_scale == growth_factor == backoff_factor == 1
     return Algorithm(
         name,
         NEVER if is_neutral else on(Event.INIT, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD, Event.BATCH_END),
@@ -157,7 +155,6 @@ def loss_scaling(
         traits=frozenset({Trait.SCALES_LOSS}),
         runs_before=(Trait.CLIPS_GRADIENTS,),
         runs_after=(Trait.EDITS_LOSS,),
-        config={"init_scale": init_scale, **settings},
     )
 
 

@@ -1,29 +1,34 @@
 """MixUp: trains on convex combinations of pairs of examples and of their targets."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random, tree
-from purecompose._support.checks import check_number
-from purecompose.algorithms._parts.checks import needed_rng
-from purecompose.algorithms._parts.mixing import draw_share, mixing_method, mixture_for
-from purecompose.core.algorithm import Algorithm, factory
+from purecompose.algorithms._parts.checks import WrittenField, chosen_fields, needed_rng
+from purecompose.algorithms._parts.mixing import check_mixable, draw_share, mixture_for, with_examples
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
 from purecompose.losses.targets import Mixture, per_row
 from purecompose.schedule import Scalar
+from purecompose.schedule.declared import Within, checked
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
-_ALPHA_HINT = "0 switches mixup off, 0.2 suits ImageNet, 1 is uniform mixing"
+ALPHA = Within(0, hint="0 switches mixup off, 0.2 suits ImageNet, 1 is uniform mixing")
+SHARE = Within(0, 1, hint="it is the share of the partner")
 
 
+@checked
 def mixup_batch(
     key: Tensor | random.Rng | None,
     inputs: Tensor,
     targets: Tensor | Mixture,
     *,
-    alpha: float | Tensor = 0.2,
-    mixing: float | Tensor | None = None,
+    alpha: Annotated[float | Tensor, ALPHA] = 0.2,
+    mixing: Annotated[float | Tensor | None, SHARE] = None,
     indices: Tensor | None = None,
     per_example: bool = False,
     interpolate_loss: bool = False,
@@ -66,8 +71,6 @@ def mixup_batch(
     num = inputs.shape[0]
     if isinstance(mixing, Tensor):
         mixing = mixing.to(inputs.device)
-    elif mixing is not None:
-        check_number(mixing, "mixup_batch: mixing", 0, 1, hint="it is the share of the partner")
     if mixing is None or indices is None:
         rng = needed_rng(key, "mixup_batch", "when mixing or indices are left out")
         mixing = _draw_mixing(rng.named("mixing"), alpha, num if per_example else None) if mixing is None else mixing
@@ -80,13 +83,13 @@ def mixup_batch(
 
 @factory
 def mixup(
-    alpha: Scalar = 0.2,
+    alpha: Annotated[Scalar, ALPHA] = 0.2,
     *,
     interpolate_loss: bool = False,
     per_example: bool = False,
     name: str = "mixup",
-    input_field: batches.Field | None = None,
-    target_field: batches.Field | None = None,
+    input_field: WrittenField = None,
+    target_field: WrittenField = None,
 ) -> Algorithm:
     """Train on mixtures of pairs of examples.
 
@@ -122,7 +125,7 @@ def mixup(
 
     Example:
         >>> mixup(0.2)
-        mixup(alpha=0.2, interpolate_loss=False)
+        mixup(alpha=0.2, interpolate_loss=False, per_example=False)
         >>> mixup(0).match
         never
 
@@ -130,21 +133,36 @@ def mixup(
         Hongyi Zhang, Moustapha Cisse, Yann N. Dauphin, David Lopez-Paz: mixup: Beyond Empirical Risk
         Minimization. ICLR 2018. https://arxiv.org/abs/1710.09412
     """
-    return mixing_method(
+
+    def apply(event: Event, state: State) -> State:
+        fields = chosen_fields(state, input_field, target_field)
+        if event is Event.INIT:
+            check_mixable(name, state, *fields, by_loss=interpolate_loss)
+            return state
+        inputs, targets = (batches.get(state.batch, field) for field in fields)
+        _check_no_ids(name, inputs)
+        mixed = mixup_batch(
+            state.rng(name),
+            inputs,
+            targets,
+            alpha=state.scalar(alpha),
+            per_example=per_example,
+            interpolate_loss=interpolate_loss,
+        )
+        return with_examples(state, *fields, mixed)
+
+    return Algorithm(
         name,
-        mixup_batch,
-        _check_no_ids,
-        alpha=alpha,
-        alpha_hint=_ALPHA_HINT,
-        flags={"interpolate_loss": interpolate_loss, "per_example": per_example},
-        input_field=input_field,
-        target_field=target_field,
+        NEVER if alpha == 0 else on(Event.INIT, Event.AFTER_DATALOADER),
+        apply,
+        traits=frozenset({Trait.MIXES_EXAMPLES}),
+        runs_after=(Trait.AUGMENTS_EXAMPLES,),
     )
 
 
 def _draw_mixing(rng: random.Rng, alpha: float | Tensor, num: int | None) -> float | Tensor:
     """Return the partner's share, a number or 0-d or (num,), float32."""
-    share = draw_share(rng, alpha, num, "mixup_batch: alpha", _ALPHA_HINT)
+    share = draw_share(rng, alpha, num)
     return torch.minimum(share, 1 - share) if isinstance(share, Tensor) else min(share, 1 - share)
 
 

@@ -15,6 +15,7 @@ from purecompose.losses import CrossEntropy, ModelLoss
 from purecompose.losses.targets import wide_dtype
 from purecompose.losses.terms import ignore_index_of
 from purecompose.nn.layers.no_op import NoOpModel
+from purecompose.schedule.declared import checked
 from purecompose.surgery.operation import without_groups
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
@@ -53,6 +54,7 @@ class NoOpLoss:
         return targets != self.ignore_index
 
 
+@checked
 def no_op_model_rules(has_classes: bool = False) -> surgery.Rules:
     """Return the rule that replaces a whole network; for `purecompose.surgery`.
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +10,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from purecompose import batch as batches, random, tree
-from purecompose._support.checks import check_number, check_whole
 from purecompose._support.shards import divided, place_of, whole
-from purecompose.algorithms._parts.checks import check_scalar
 from purecompose.algorithms._parts.shared import gradient_of_part, share_of_batch, sum_over_shares
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.schedule import Scalar
+from purecompose.schedule.declared import Within, checked
 from purecompose.surgery.weights import wide
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
@@ -26,6 +25,7 @@ from purecompose.transforms.unmappable import explained
 Grads = Mapping[str, Tensor]
 
 
+@checked
 def norms_per_example(grads: Grads) -> Tensor:
     """Return the Euclidean norm of each example's gradient.
 
@@ -43,6 +43,7 @@ def norms_per_example(grads: Grads) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
+@checked
 def clip_per_example(grads: Grads, max_norm: float | Tensor) -> dict[str, Tensor]:
     """Return the mean over examples of the gradients, after scaling gradients of norm above `max_norm` down to it.
 
@@ -63,10 +64,10 @@ def clip_per_example(grads: Grads, max_norm: float | Tensor) -> dict[str, Tensor
 
 @factory
 def per_example_clipping(
-    max_norm: Scalar,
-    noise_multiplier: Scalar = 0.0,
+    max_norm: Annotated[Scalar, Within(0, above=True, or_infinite=True, hint="infinity clips nothing")],
+    noise_multiplier: Annotated[Scalar, Within(0, hint="0 adds no noise")] = 0.0,
     *,
-    chunk_size: int | None = None,
+    chunk_size: Annotated[int | None, Within(1, hint="it counts examples")] = None,
     name: str = "per_example_clipping",
 ) -> Algorithm:
     """Clip the gradient of each example, and add noise: the step of DP-SGD.
@@ -123,10 +124,12 @@ def per_example_clipping(
         Martin Abadi, Andy Chu, Ian Goodfellow, H. Brendan McMahan, Ilya Mironov, Kunal Talwar, Li Zhang: Deep Learning
         with Differential Privacy. CCS 2016. https://arxiv.org/abs/1607.00133
     """
-    is_neutral = _checked(max_norm, noise_multiplier)
-    if chunk_size is not None:
-        check_whole(chunk_size, "per_example_clipping: chunk_size", 1, hint="it counts examples")
-    has_noise = not isinstance(noise_multiplier, (int, float)) or noise_multiplier > 0
+    is_neutral, has_noise = max_norm == math.inf, noise_multiplier != 0
+    if is_neutral and has_noise:
+        raise ValueError(
+            "per_example_clipping: max_norm: expected a finite number, the unit of the noise "
+            f"({noise_multiplier=!r}), got inf; give a bound"
+        )
 
     def apply(event: Event, state: State) -> State:
         del event
@@ -145,31 +148,12 @@ def per_example_clipping(
         grads = {key: divided(grad, place_of(state.params[key])) for key, grad in grads.items()}
         return state.replace(grads={**(state.grads or {}), **grads}, metrics={**state.metrics, **found})
 
-    config = {"max_norm": max_norm, "noise_multiplier": noise_multiplier}
     return Algorithm(
         name,
         NEVER if is_neutral else on(Event.AFTER_TRAIN_BATCH),
         apply,
         traits=frozenset({Trait.RENEWS_GRADIENTS, Trait.CLIPS_EXAMPLES, Trait.REPLACES_GRADIENTS}),
-        config=config if chunk_size is None else {**config, "chunk_size": chunk_size},
     )
-
-
-def _checked(max_norm: Scalar, noise_multiplier: Scalar) -> bool:
-    """Return whether the settings are neutral, and raise an error if they are wrong."""
-    where, hint = "per_example_clipping: max_norm", "infinity clips nothing"
-    check_scalar(noise_multiplier, "per_example_clipping: noise_multiplier", 0, hint="0 adds no noise")
-    if isinstance(max_norm, float) and max_norm == math.inf:
-        if not isinstance(noise_multiplier, (int, float)) or noise_multiplier > 0:
-            raise ValueError(
-                f"{where}: expected a finite number, the unit of the noise (noise_multiplier={noise_multiplier!r}), "
-                "got inf; give a bound"
-            )
-        return True
-    check_scalar(max_norm, where, 0, hint=hint)
-    if isinstance(max_norm, (int, float)):
-        check_number(max_norm, where, 0, above=True, hint=hint)
-    return False
 
 
 def _sums_over_examples(

@@ -1,38 +1,44 @@
 """Progressive resizing: trains on small images first, and gradually on larger ones up to their full size."""
 
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from purecompose import batch as batches, random
-from purecompose._support.checks import check_number, check_whole, shown
-from purecompose.algorithms._parts.checks import given_fields, needed_rng
+from purecompose import random
+from purecompose._support.checks import shown
+from purecompose.algorithms._parts.checks import Field, WrittenField, check_can_write, needed_rng
 from purecompose.algorithms._parts.images import (
     TakesTargets,
     check_images,
-    check_takes_targets,
+    check_written,
     map_targets,
-    with_images,
+    with_images_and_targets,
 )
-from purecompose.algorithms._parts.reports import reported
-from purecompose.algorithms.images.sizes import whole_part
+from purecompose.algorithms._parts.shared import Elapsed, reported
+from purecompose.algorithms.images.levels import whole_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
+from purecompose.schedule.declared import Within, checked
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, before, on
 from purecompose.time.units import snapped
 
 
-_MODES = ("resize", "crop")
 _LEAST_SCALE = 1e-9  # used for scale 0, which resize_batch rejects; gives the smallest size
-_INTERPOLATIONS = ("bilinear", "nearest")
+
+Mode = Literal["resize", "crop"]
+Interpolation = Literal["bilinear", "nearest"]
+Scale: TypeAlias = Annotated[float, Within(0, 1, hint="it is the scale of both sides at first")]
+Share: TypeAlias = Annotated[float, Within(0, 1, hint="it is a share of the run")]
 
 
+@checked
 def progressive_scale(
-    elapsed: float, *, initial_scale: float = 0.5, finetune_fraction: float = 0.2, delay_fraction: float = 0.5
+    elapsed: Elapsed, *, initial_scale: Scale = 0.5, finetune_fraction: Share = 0.2, delay_fraction: Share = 0.5
 ) -> float:
     """Return the scale of images at a point of a run; see `progressive_resizing` for the settings.
 
@@ -52,8 +58,7 @@ def progressive_scale(
         >>> [round(progressive_scale(elapsed), 2) for elapsed in (0, 0.5, 0.6, 0.65, 0.8, 1)]
         [0.5, 0.5, 0.67, 0.75, 1.0, 1.0]
     """
-    check_number(elapsed, "progressive_scale: elapsed", 0, hint="it is the share of the run that is over")
-    _check_schedule("progressive_scale", initial_scale, finetune_fraction, delay_fraction)
+    _check_shares("progressive_scale", finetune_fraction, delay_fraction)
     if elapsed >= 1 - finetune_fraction:
         return 1.0
     if elapsed <= delay_fraction:
@@ -63,16 +68,17 @@ def progressive_scale(
     return min(1.0, initial_scale + (1 - initial_scale) * gone)
 
 
+@checked
 def resize_batch(
     key: Tensor | random.Rng | None,
     inputs: Tensor,
     targets: Any,
-    scale_factor: float,
+    scale_factor: Annotated[float, Within(0, above=True, hint="it is the scale of both sides")],
     *,
-    mode: str = "resize",
+    mode: Mode = "resize",
     resize_targets: TakesTargets = "auto",
-    interpolation: str = "bilinear",
-    size_increment: int | None = None,
+    interpolation: Interpolation = "bilinear",
+    size_increment: Annotated[int | None, Within(1)] = None,
 ) -> tuple[Tensor, Any]:
     """Make the images of a batch smaller.
 
@@ -105,10 +111,6 @@ def resize_batch(
         >>> small.shape, small_masks.shape
         (torch.Size([8, 3, 24, 24]), torch.Size([8, 24, 24]))
     """
-    check_number(scale_factor, "resize_batch: scale_factor", 0, above=True, hint="it is the scale of both sides")
-    _check_choices("resize_batch", mode, resize_targets, interpolation)
-    if size_increment is not None:
-        check_whole(size_increment, "resize_batch: size_increment", 1)
     check_images("resize_batch", inputs)
     if inputs.is_complex():
         raise TypeError(f"resize_batch: expected real images, got {inputs.dtype}; resize real and imaginary parts")
@@ -137,17 +139,17 @@ def resize_batch(
 
 @factory
 def progressive_resizing(
-    mode: str = "resize",
-    initial_scale: float = 0.5,
-    finetune_fraction: float = 0.2,
-    delay_fraction: float = 0.5,
-    size_increment: int = 4,
+    mode: Mode = "resize",
+    initial_scale: Scale = 0.5,
+    finetune_fraction: Share = 0.2,
+    delay_fraction: Share = 0.5,
+    size_increment: Annotated[int, Within(1, hint="sides are multiples of it, in pixels")] = 4,
     *,
     resize_targets: TakesTargets = "auto",
-    interpolation: str = "bilinear",
+    interpolation: Interpolation = "bilinear",
     name: str = "progressive_resizing",
-    input_field: batches.Field | None = None,
-    target_field: batches.Field | None = None,
+    input_field: WrittenField = None,
+    target_field: Field = None,
 ) -> Algorithm:
     """Train on images that grow to their full size.
 
@@ -200,31 +202,38 @@ def progressive_resizing(
         Jeremy Howard and others: fast.ai's training for DAWNBench, 2018.
         https://www.fast.ai/posts/2018-08-10-fastai-diu-imagenet.html
     """
-    _check_choices("progressive_resizing", mode, resize_targets, interpolation)
-    _check_schedule("progressive_resizing", initial_scale, finetune_fraction, delay_fraction)
-    check_whole(size_increment, "progressive_resizing: size_increment", 1, hint="sides are multiples of it, in pixels")
-    written = ("input_field", "target_field") if resize_targets is True else ("input_field",)
-    fields = given_fields(writes=written, input_field=input_field, target_field=target_field)
-    schedule = {
-        "initial_scale": initial_scale,
-        "finetune_fraction": finetune_fraction,
-        "delay_fraction": delay_fraction,
-    }
-    sizes = {"size_increment": size_increment, "resize_targets": resize_targets, "interpolation": interpolation}
+    _check_shares("progressive_resizing", finetune_fraction, delay_fraction)
+    if resize_targets is True and target_field is not None:
+        check_can_write(target_field, "progressive_resizing: target_field")
+    scale_at = partial(
+        progressive_scale,
+        initial_scale=initial_scale,
+        finetune_fraction=finetune_fraction,
+        delay_fraction=delay_fraction,
+    )
+    resize = partial(
+        resize_batch,
+        mode=mode,
+        size_increment=size_increment,
+        resize_targets=resize_targets,
+        interpolation=interpolation,
+    )
 
     def apply(event: Event, state: State) -> State:
-        facts: dict[str, float] = {}
+        if event is Event.INIT:
+            check_written(state, input_field, target_field, resize_targets)
+            return state
+        elapsed = state.timestamp.elapsed()
+        assert elapsed is not None, "the predicate requires a duration"
+        scale, facts = max(scale_at(elapsed), _LEAST_SCALE), dict[str, float]()
 
         def resized(rng: random.Rng, images: Tensor, targets: Any) -> tuple[Tensor, Any]:
-            elapsed = state.timestamp.elapsed()
-            assert elapsed is not None, "the predicate requires a duration"
-            scale = max(progressive_scale(elapsed, **schedule), _LEAST_SCALE)
-            images, targets = resize_batch(rng, images, targets, scale, mode=mode, **sizes)
+            images, targets = resize(rng, images, targets, scale)
             facts.update(height=images.shape[-2], width=images.shape[-1], scale_factor=scale)
             return images, targets
 
-        state = with_images(event, state, name, resized, fields, resize_targets)
-        return reported(state, name, facts) if facts else state
+        state = with_images_and_targets(state, name, (input_field, target_field), resized, resize_targets)
+        return reported(state, name, facts)
 
     is_neutral = initial_scale == 1 or finetune_fraction == 1
     growing = on(Event.AFTER_DATALOADER) & before(1 - finetune_fraction)
@@ -234,22 +243,10 @@ def progressive_resizing(
         apply,
         host=True,
         traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
-        config={"mode": mode, **schedule, **sizes, **fields},
     )
 
 
-def _check_choices(where: str, mode: Any, resize_targets: Any, interpolation: Any) -> None:
-    for role, value, known in (("mode", mode, _MODES), ("interpolation", interpolation, _INTERPOLATIONS)):
-        if not isinstance(value, str) or value not in known:
-            expected = " or ".join(map(repr, known))
-            raise ValueError(f"{where}: {role}: expected {expected}, got {shown(value)}")
-    check_takes_targets(resize_targets, f"{where}: resize_targets")
-
-
-def _check_schedule(where: str, initial_scale: float, finetune_fraction: float, delay_fraction: float) -> None:
-    check_number(initial_scale, f"{where}: initial_scale", 0, 1, hint="it is the scale of both sides at first")
-    check_number(finetune_fraction, f"{where}: finetune_fraction", 0, 1, hint="it is a share of the run")
-    check_number(delay_fraction, f"{where}: delay_fraction", 0, 1, hint="it is a share of the run")
+def _check_shares(where: str, finetune_fraction: float, delay_fraction: float) -> None:
     if snapped(delay_fraction + finetune_fraction) > 1:
         raise ValueError(
             f"{where}: expected delay_fraction + finetune_fraction <= 1, got {delay_fraction} + {finetune_fraction}; "

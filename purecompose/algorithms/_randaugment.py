@@ -1,34 +1,33 @@
 """RandAugment: changes every image by a few random operations."""
 
-from collections.abc import Sequence
 from functools import partial
+from typing import Annotated
 
 from torch import Tensor
 
-from purecompose import batch as batches, random
-from purecompose._support.checks import check_whole, frozen
-from purecompose.algorithms._parts.images import check_severity, image_method, one_operation_each
-from purecompose.algorithms.images import (
-    Primitive,
-    Scale,
-    ValueRange,
-    check_value_range,
-    chosen_primitives,
-    on_levels,
-)
+from purecompose import random
+from purecompose.algorithms._parts.checks import Field, WrittenField
+from purecompose.algorithms._parts.images import SEVERITY, check_written, one_operation_each, warn_of_maps, with_images
+from purecompose.algorithms.images import Scale, ValueRange, check_value_range, chosen_primitives, on_levels
+from purecompose.algorithms.images.primitives import AugmentationSet
 from purecompose.algorithms.images.samples import SampleTransform
-from purecompose.core.algorithm import Algorithm, factory
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Scalar
+from purecompose.schedule.declared import Within, checked
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
+@checked
 def randaugment_batch(
     key: Tensor | random.Rng,
     images: Tensor,
     *,
-    severity: float | Tensor = 9.0,
-    depth: int = 2,
-    augmentation_set: str | Sequence[str | Primitive] = "all",
+    severity: Annotated[float | Tensor, SEVERITY] = 9.0,
+    depth: Annotated[int, Within(0)] = 2,
+    augmentation_set: AugmentationSet = "all",
     value_range: ValueRange = None,
 ) -> Tensor:
     """Change each image by `depth` random operations.
@@ -57,8 +56,6 @@ def randaugment_batch(
         >>> randaugment_batch(key(0), images).shape
         torch.Size([8, 3, 32, 32])
     """
-    check_severity(severity, "randaugment_batch: severity")
-    check_whole(depth, "randaugment_batch: depth", 0)
     primitives = chosen_primitives(augmentation_set, "randaugment_batch: augmentation_set")
     rng = as_rng(key, "randaugment_batch")
 
@@ -72,13 +69,13 @@ def randaugment_batch(
 
 @factory
 def randaugment(
-    severity: Scalar = 9.0,
-    depth: int = 2,
-    augmentation_set: str | Sequence[str | Primitive] = "all",
+    severity: Annotated[Scalar, SEVERITY] = 9.0,
+    depth: Annotated[int, Within(0)] = 2,
+    augmentation_set: AugmentationSet = "all",
     *,
-    value_range: ValueRange = None,
+    value_range: Annotated[ValueRange, check_value_range] = None,
     name: str = "randaugment",
-    input_field: batches.Field | None = None,
+    input_field: WrittenField = None,
 ) -> Algorithm:
     """Change every image by a few random operations.
 
@@ -111,34 +108,31 @@ def randaugment(
         Ekin D. Cubuk, Barret Zoph, Jonathon Shlens, Quoc V. Le: RandAugment: Practical Automated Data Augmentation with
         a Reduced Search Space. CVPR Workshops 2020. https://arxiv.org/abs/1909.13719
     """
-    check_severity(severity, "randaugment: severity")
-    check_whole(depth, "randaugment: depth", 0)
-    primitives = chosen_primitives(augmentation_set, "randaugment: augmentation_set")
-    check_value_range(value_range, "randaugment: value_range")
-    settings = {
-        "severity": severity,
-        "depth": depth,
-        "augmentation_set": augmentation_set,
-        "value_range": value_range,
-    }
-    return image_method(
+    changed = partial(randaugment_batch, depth=depth, augmentation_set=augmentation_set, value_range=value_range)
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            check_written(state, input_field)
+            return state
+        warn_of_maps(name, state, input_field, augmentation_set)
+        return with_images(state, name, input_field, partial(changed, severity=state.scalar(severity)))
+
+    return Algorithm(
         name,
-        randaugment_batch,
-        settings,
-        scalars=("severity",),
-        is_neutral=depth == 0 or severity == 0,
-        primitives=primitives,
-        input_field=input_field,
+        NEVER if depth == 0 or severity == 0 else on(Event.INIT, Event.AFTER_DATALOADER),
+        apply,
+        traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
     )
 
 
+@checked
 def randaugment_transform(
-    severity: float = 9.0,
-    depth: int = 2,
-    augmentation_set: str | Sequence[str | Primitive] = "all",
+    severity: Annotated[float, SEVERITY] = 9.0,
+    depth: Annotated[int, Within(0)] = 2,
+    augmentation_set: AugmentationSet = "all",
     *,
-    value_range: ValueRange = None,
-    input_field: batches.Field | None = None,
+    value_range: Annotated[ValueRange, check_value_range] = None,
+    input_field: Field = None,
 ) -> SampleTransform:
     """Return RandAugment as a transform of a data set's samples, for use in the loader's processes.
 
@@ -161,8 +155,7 @@ def randaugment_transform(
         augment = randaugment_transform(input_field="image")
         loader(samples, 64, transform=augment, rng="key")
     """
-    randaugment(severity, depth, augmentation_set, value_range=value_range)
-    value_range = frozen(value_range) or (0.0, 1.0)
-    settings = {"severity": severity, "depth": depth, "augmentation_set": frozen(augmentation_set)}
+    value_range = value_range or (0.0, 1.0)
+    settings = {"severity": severity, "depth": depth, "augmentation_set": augmentation_set}
     core = partial(randaugment_batch, **settings, value_range=value_range)
     return SampleTransform(core, input_field, value_range=value_range)

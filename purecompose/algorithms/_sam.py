@@ -1,15 +1,15 @@
 """SAM, sharpness-aware minimisation: updates with the gradient at the worst point nearby."""
 
 from collections.abc import Mapping
+from typing import Annotated
 
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.checks import check_flag, check_number, check_whole
-from purecompose.algorithms._parts.checks import check_scalar
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.schedule import Scalar
+from purecompose.schedule.declared import Within, checked
 from purecompose.surgery.weights import wide
 from purecompose.time import predicates
 from purecompose.time.event import Event
@@ -20,6 +20,7 @@ _LEAST_EPSILON = 1e-30
 """Least epsilon: in float32 it is not 0 and has a finite inverse, so that 0 times rho / epsilon is 0."""
 
 
+@checked
 def perturb_params(
     params: Mapping[str, Tensor], grads: Mapping[str, Tensor], rho: float | Tensor = 0.05, epsilon: float = 1e-12
 ) -> dict[str, Tensor]:
@@ -49,7 +50,12 @@ def perturb_params(
 
 @factory
 def sam(
-    rho: Scalar = 0.05, *, epsilon: float = 1e-12, every: int = 1, per_rank: bool = False, name: str = "sam"
+    rho: Annotated[Scalar, Within(0, hint="it is the distance to the second gradient's point")] = 0.05,
+    *,
+    epsilon: Annotated[float, Within(_LEAST_EPSILON, hint="1e-12 is common")] = 1e-12,
+    every: Annotated[int, Within(1, hint="it counts steps")] = 1,
+    per_rank: bool = False,
+    name: str = "sam",
 ) -> Algorithm:
     """Update with the gradient at the worst point nearby.
 
@@ -85,7 +91,7 @@ def sam(
 
     Example:
         >>> sam(0.5, every=10)
-        sam(rho=0.5, epsilon=1e-12, every=10)
+        sam(rho=0.5, epsilon=1e-12, every=10, per_rank=False)
         >>> sam(0).match
         never
 
@@ -93,28 +99,21 @@ def sam(
         Pierre Foret, Ariel Kleiner, Hossein Mobahi, Behnam Neyshabur: Sharpness-Aware Minimization for Efficiently
         Improving Generalization. ICLR 2021. https://arxiv.org/abs/2010.01412
     """
-    check_scalar(rho, "sam: rho", 0, hint="it is the distance to the second gradient's point")
-    epsilon = check_number(epsilon, "sam: epsilon", _LEAST_EPSILON, hint="1e-12 is common")
-    every = check_whole(every, "sam: every", 1, hint="it counts steps")
-    check_flag(per_rank, "sam: per_rank")
 
     def apply(event: Event, state: State) -> State:
         del event
         if not state.grads:
             return state
-        uphill = state.gradient(state.params, "own")[0] if per_rank else state.grads
-        there = perturb_params(state.params, uphill, state.scalar(rho), epsilon)
-        grads, loss = state.gradient(there)
+        ascent = state.gradient(state.params, "own")[0] if per_rank else state.grads
+        grads, loss = state.gradient(perturb_params(state.params, ascent, state.scalar(rho), epsilon))
         assert state.loss is not None
         metrics = {**state.metrics, f"{name}/sharpness": loss.detach() - state.loss.detach()}
         return state.replace(grads=grads, metrics=metrics)
 
-    is_neutral = isinstance(rho, (int, float)) and rho == 0
     return Algorithm(
         name,
-        NEVER if is_neutral else on(Event.AFTER_TRAIN_BATCH) & predicates.every(every),
+        NEVER if rho == 0 else on(Event.AFTER_TRAIN_BATCH) & predicates.every(every),
         apply,
         traits=frozenset({Trait.RENEWS_GRADIENTS}),
         runs_before=(Trait.CLIPS_EXAMPLES, Trait.CLIPS_GRADIENTS),
-        config={"rho": rho, "epsilon": epsilon, "every": every, **({"per_rank": True} if per_rank else {})},
     )

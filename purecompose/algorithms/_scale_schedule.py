@@ -1,14 +1,23 @@
 """Scale schedule: shortens or prolongs a run, scaling its length and all of its schedules together."""
 
-from purecompose._support.checks import check_flag, check_number, shown
+from typing import Annotated
+
+from purecompose._support.checks import shown
 from purecompose._support.messages import warn
 from purecompose.core.state import State
 from purecompose.schedule import Schedule, collect, scaled
+from purecompose.schedule.declared import Within, checked
 from purecompose.time import RunLength, Time, TimeUnit
 from purecompose.time.units import snapped
 
 
-def scale_schedule(state: State, ratio: float, *, scale_warmup: bool = False) -> State:
+@checked
+def scale_schedule(
+    state: State,
+    ratio: Annotated[float, Within(0, above=True, hint="0.5 is for half the time")],
+    *,
+    scale_warmup: bool = False,
+) -> State:
     """Return a state whose run length and optimizer schedules are scaled; see `purecompose.schedule.scaled`.
 
         D' = int(D r)        alpha'(t) = alpha(t / r)
@@ -64,8 +73,6 @@ def scale_schedule(state: State, ratio: float, *, scale_warmup: bool = False) ->
         Eric Arazo, Diego Ortego, Paul Albert, Noel E. O'Connor, Kevin McGuinness: How Important is Importance Sampling
         for Deep Budgeted Training? BMVC 2021. https://github.com/EricArazo/ImportanceSampling
     """
-    ratio = check_number(ratio, "scale_schedule: ratio", 0, above=True, hint="0.5 is for half the time")
-    check_flag(scale_warmup, "scale_schedule: scale_warmup")
     if not isinstance(state, State):
         raise TypeError(f"scale_schedule: expected a State, got {shown(state)}")
     if ratio == 1:

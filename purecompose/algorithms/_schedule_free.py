@@ -1,12 +1,11 @@
 """Schedule-free training: averaging instead of a schedule of the learning rate, at the same cost."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_number
 from purecompose._support.device import as_scalar
 from purecompose._support.messages import warn
 from purecompose.algorithms._parts.averages import between
@@ -14,6 +13,7 @@ from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.optim.guarded import Guarded, all_finite, chosen
 from purecompose.optim.nested import leaves, settings_of
+from purecompose.schedule.declared import Within, checked
 from purecompose.surgery.weights import Averages, wide, with_weights
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
@@ -34,6 +34,7 @@ class ScheduleFree(NamedTuple):
     """Sum of w, 0-d float64."""
 
 
+@checked
 def schedule_free_step(
     base: Mapping[str, Tensor],
     averages: Mapping[str, Tensor],
@@ -73,7 +74,7 @@ def schedule_free_step(
 
 
 @factory
-def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorithm:
+def schedule_free(beta: Annotated[float, Within(0, 1, below=True)] = 0.9, *, name: str = "schedule_free") -> Algorithm:
     """Average the weights instead of using a schedule of the learning rate.
 
         y = (1 - beta) z + beta x            the weights at which gradients are taken: the state's parameters
@@ -117,7 +118,6 @@ def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorith
         Aaron Defazio, Xingyu Alice Yang, Harsh Mehta, Konstantin Mishchenko, Ahmed Khaled, Ashok Cutkosky: The Road
         Less Scheduled. NeurIPS 2024. https://arxiv.org/abs/2405.15682
     """
-    beta = check_number(beta, "schedule_free: beta", 0, 1, below=True)
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
@@ -143,7 +143,6 @@ def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorith
         apply,
         runs_before=(Trait.AVERAGES_WEIGHTS,),
         runs_after=(Trait.REQUIRED_ON_LOAD,),
-        config={"beta": beta},
     )
 
 

@@ -1,21 +1,21 @@
 """Selective backprop: trains on a part of each batch that contains more hard examples than easy ones."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from purecompose import batch as batches, losses, random
-from purecompose._support.checks import check_number
-from purecompose.algorithms._parts.checks import check_per_example, given_fields
+from purecompose.algorithms._parts.checks import Field, check_per_example, chosen_fields
 from purecompose.algorithms._parts.model_losses import check_labelled, check_outputs, model_losses
-from purecompose.algorithms.images.sizes import whole_part
+from purecompose.algorithms.images.levels import whole_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.random.keys import as_rng
+from purecompose.schedule.declared import Within, checked
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, Predicate, between, every, on
 
@@ -23,7 +23,15 @@ from purecompose.time.predicates import NEVER, Predicate, between, every, on
 _MODES = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
 
-def choose_by_loss(key: Tensor | random.Rng, example_losses: Tensor, *, keep: float = 0.5) -> Tensor:
+_WINDOW_HINT = "start and end are fractions of the run"
+Share: TypeAlias = Annotated[float, Within(0, 1, hint=_WINDOW_HINT)]
+Keep: TypeAlias = Annotated[float, Within(0, 1, above=True, hint="it is the share of examples to keep; 1 keeps all")]
+Shrink: TypeAlias = Annotated[float, Within(0, 1, above=True, hint="it shrinks images; 1 leaves them as they are")]
+FullEvery: TypeAlias = Annotated[int, Within(0, hint="2 is for every other batch, 0 for no whole batches")]
+
+
+@checked
+def choose_by_loss(key: Tensor | random.Rng, example_losses: Tensor, *, keep: Keep = 0.5) -> Tensor:
     """Draw examples without replacement, preferring those with greater loss.
 
     Ranks are drawn and then looked up, so the draw depends only on the order of the losses. Equal losses rank in
@@ -46,7 +54,6 @@ def choose_by_loss(key: Tensor | random.Rng, example_losses: Tensor, *, keep: fl
         >>> choose_by_loss(key(0), torch.tensor([0.1, 3.0, 0.2, 2.0])).shape
         torch.Size([2])
     """
-    _check_keep("choose_by_loss: keep", keep)
     if example_losses.ndim != 1 or not len(example_losses):
         raise ValueError(
             f"choose_by_loss: expected one loss for each example, (N,), got shape "
@@ -61,6 +68,7 @@ def choose_by_loss(key: Tensor | random.Rng, example_losses: Tensor, *, keep: fl
     return order.index_select(0, drawn.to(order.device))
 
 
+@checked
 def select_using_loss(
     key: Tensor | random.Rng,
     inputs: Any,
@@ -68,8 +76,8 @@ def select_using_loss(
     forward_fn: Callable[[Any], Any],
     loss_fn: Callable[..., Tensor],
     *,
-    keep: float = 0.5,
-    scale_factor: float = 1.0,
+    keep: Keep = 0.5,
+    scale_factor: Shrink = 1.0,
 ) -> tuple[Any, Any]:
     """Return the hard part of a batch: apply `choose_by_loss` to the losses of `forward_fn`.
 
@@ -97,7 +105,6 @@ def select_using_loss(
         >>> x.shape, y.shape
         (torch.Size([4, 3]), torch.Size([4]))
     """
-    _check_scale_factor("select_using_loss: scale_factor", scale_factor)
     losses.check_loss(loss_fn, per_example=True)
     example_losses = partial(losses.per_example, loss_fn)
     ranking_losses = _ranking_losses(forward_fn, example_losses, inputs, targets, scale_factor)
@@ -106,8 +113,9 @@ def select_using_loss(
     return batches.take(inputs, chosen, num), batches.take(targets, chosen, num)
 
 
+@checked
 def should_selective_backprop(
-    current_duration: float, batch_in_epoch: int, *, start: float = 0.5, end: float = 0.9, full_every: int = 2
+    current_duration: float, batch_in_epoch: int, *, start: Share = 0.5, end: Share = 0.9, full_every: FullEvery = 2
 ) -> bool:
     """Return whether selective backprop is active in a batch.
 
@@ -122,22 +130,22 @@ def should_selective_backprop(
         >>> [should_selective_backprop(0.6, batch, full_every=3) for batch in range(4)]
         [True, True, False, True]
     """
-    _check_window(start, end, full_every)
+    _check_window("should_selective_backprop", start, end)
     is_interrupted = full_every > 0 and (batch_in_epoch + 1) % full_every == 0
     return start <= current_duration < end and not is_interrupted
 
 
 @factory
 def selective_backprop(
-    start: float = 0.5,
-    end: float = 0.9,
-    keep: float = 0.5,
+    start: Share = 0.5,
+    end: Share = 0.9,
+    keep: Keep = 0.5,
     *,
-    scale_factor: float = 1.0,
-    full_every: int = 2,
+    scale_factor: Shrink = 1.0,
+    full_every: FullEvery = 2,
     name: str = "selective_backprop",
-    input_field: batches.Field | None = None,
-    target_field: batches.Field | None = None,
+    input_field: Field = None,
+    target_field: Field = None,
 ) -> Algorithm:
     """Train on the harder part of each batch.
 
@@ -198,10 +206,8 @@ def selective_backprop(
         Joshi, Michael Kaminsky, Michael Kozuch, Zachary C. Lipton, Padmanabhan Pillai: Accelerating Deep Learning
         by Focusing on the Biggest Losers. 2019. https://arxiv.org/abs/1910.00762
     """
-    _check_window(start, end, full_every)
-    _check_keep("selective_backprop: keep", keep)
-    _check_scale_factor("selective_backprop: scale_factor", scale_factor)
-    fields = given_fields(input_field=input_field, target_field=target_field)
+    _check_window("selective_backprop", start, end)
+    fields = input_field, target_field
 
     def apply(event: Event, state: State) -> State:
         own_loss = _own_loss(state)
@@ -212,7 +218,7 @@ def selective_backprop(
             if own_loss:
                 check_outputs(name, own_loss, state.outputs, state.batch)
             return state
-        inputs, targets = _members(state, fields)
+        inputs, targets = _members(state, *fields)
         if event is Event.BATCH_START:
             if scale_factor != 1:
                 _check_images(inputs, scale_factor)
@@ -221,14 +227,12 @@ def selective_backprop(
         chosen = choose_by_loss(state.rng(name), ranking_losses, keep=keep)
         return state.replace(batch=state.context.layout.take(state.batch, chosen))
 
-    settings = {"scale_factor": scale_factor, "full_every": full_every, **fields}
     return Algorithm(
         name,
         NEVER if keep == 1 or full_every == 1 else _match(start, end, full_every),
         apply,
         traits=frozenset({Trait.SELECTS_EXAMPLES}),
         runs_after=(Trait.LIMITS_BATCHES,),
-        config={"start": start, "end": end, "keep": keep, **settings},
     )
 
 
@@ -237,19 +241,20 @@ def _own_loss(state: State) -> losses.ModelLoss | None:
     return state.context.loss if isinstance(state.context.loss, losses.ModelLoss) else None
 
 
-def _members(state: State, fields: Mapping[str, Any]) -> tuple[Any, Any]:
+def _members(state: State, input_field: batches.Field | None, target_field: batches.Field | None) -> tuple[Any, Any]:
     """Return the batch's input and target, from the given fields or else the state's fields."""
-    target_field = fields.get("target_field", state.context.target_field)
+    input_field, target_field = chosen_fields(state, input_field, target_field)
     own_loss = _own_loss(state)
     if own_loss is not None and own_loss.labels is not None:
         target_field = own_loss.labels
-    inputs = batches.get(state.batch, fields.get("input_field", state.context.input_field))
-    return inputs, batches.get(state.batch, target_field)
+    return batches.get(state.batch, input_field), batches.get(state.batch, target_field)
 
 
-def _losses_in_state(name: str, fields: Mapping[str, Any], scale_factor: float, state: State) -> Tensor:
+def _losses_in_state(
+    name: str, fields: tuple[batches.Field | None, batches.Field | None], scale_factor: float, state: State
+) -> Tensor:
     """Return the loss of each example with the state's model, or a substitute if the model computes its own loss."""
-    inputs, targets = _members(state, fields)
+    inputs, targets = _members(state, *fields)
 
     def forward_fn(scaled: Any) -> Any:
         # New buffers are dropped, so that BatchNorm's statistics include each batch only once.
@@ -306,24 +311,6 @@ def _check_images(inputs: Any, scale_factor: float) -> None:
         )
 
 
-def _check_window(start: float, end: float, full_every: int) -> None:
-    hint = "start and end are fractions of the run"
-    check_number(start, "selective_backprop: start", 0, 1, hint=hint)
-    check_number(end, "selective_backprop: end", 0, 1, hint=hint)
+def _check_window(where: str, start: float, end: float) -> None:
     if start >= end:
-        raise ValueError(f"selective_backprop: expected start < end, got start={start}, end={end}; {hint}")
-    if not isinstance(full_every, int) or isinstance(full_every, bool):
-        raise TypeError(
-            f"selective_backprop: full_every={full_every!r} ({type(full_every).__name__}): expected an int, "
-            "such as 2 for every other batch, or 0 for no interruption"
-        )
-    if full_every < 0:
-        raise ValueError(f"selective_backprop: full_every={full_every}: expected 0 (no whole batches) or more")
-
-
-def _check_keep(role: str, keep: float) -> None:
-    check_number(keep, role, 0, 1, above=True, hint="it is the share of examples to keep; 1 keeps all")
-
-
-def _check_scale_factor(role: str, scale_factor: float) -> None:
-    check_number(scale_factor, role, 0, 1, above=True, hint="it shrinks images; 1 leaves them as they are")
+        raise ValueError(f"{where}: expected start < end, got {start=}, {end=}; {_WINDOW_HINT}")

@@ -2,29 +2,35 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses, tree
-from purecompose._support.checks import check_flag, check_number, check_whole
-from purecompose.algorithms._parts.reports import reported
+from purecompose.algorithms._parts.shared import Elapsed, reported
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
+from purecompose.schedule.declared import Within, checked
 from purecompose.time import Time, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 from purecompose.time.units import snapped
 
 
+Duration: TypeAlias = Annotated[float, Within(0, 1, hint="it is the warm-up's share of the run")]
+NumTokens: TypeAlias = Annotated[int, Within(1, hint="it is a number of tokens")]
+
+
+@checked
 def warmup_length(
-    elapsed: float,
+    elapsed: Elapsed,
     *,
-    duration: float = 0.3,
-    min_seq_length: int = 8,
-    max_seq_length: int = 1024,
-    step_size: int = 64,
+    duration: Duration = 0.3,
+    min_seq_length: NumTokens = 8,
+    max_seq_length: NumTokens = 1024,
+    step_size: NumTokens = 64,
 ) -> int:
     """Return the length of sequences at a point of a run; see `seq_length_warmup` for the settings.
 
@@ -45,16 +51,16 @@ def warmup_length(
         >>> [warmup_length(elapsed / 10, max_seq_length=32, step_size=8) for elapsed in range(5)]
         [8, 16, 24, 32, 32]
     """
-    check_number(elapsed, "warmup_length: elapsed", 0, hint="it is the share of the run that is over")
-    _check_ramp("warmup_length", duration, min_seq_length, max_seq_length, step_size)
+    _check_lengths("warmup_length", min_seq_length, max_seq_length)
     num_steps = -(-(max_seq_length - min_seq_length) // step_size)
     # Snapped, so that a step is made exactly on time although, for example, 0.1 / 0.3 * 3 may round to less than 1.
     done = num_steps if elapsed >= duration else math.floor(snapped(num_steps * (elapsed / duration)))
     return min(min_seq_length + step_size * done, max_seq_length)
 
 
+@checked
 def set_batch_sequence_length(
-    batch: Any, length: int, *, truncate: bool = True, preserve_end_of_sequence: bool = False
+    batch: Any, length: NumTokens, *, truncate: bool = True, preserve_end_of_sequence: bool = False
 ) -> Any:
     """Shorten the sequences of a batch.
 
@@ -91,7 +97,6 @@ def set_batch_sequence_length(
         >>> set_batch_sequence_length(kept, 4, preserve_end_of_sequence=True)["input_ids"].tolist()
         [[0, 1, 2, 5], [6, 7, 8, 11]]
     """
-    check_whole(length, "set_batch_sequence_length: length", 1, hint="it is a number of tokens")
     _check_ways("set_batch_sequence_length", truncate, preserve_end_of_sequence)
     sequences = _sequences(batch, "set_batch_sequence_length")
     return shortened(batch, sequences, length, truncate, preserve_end_of_sequence)
@@ -99,10 +104,10 @@ def set_batch_sequence_length(
 
 @factory
 def seq_length_warmup(
-    duration: float = 0.3,
-    min_seq_length: int = 8,
-    max_seq_length: int = 1024,
-    step_size: int = 64,
+    duration: Duration = 0.3,
+    min_seq_length: NumTokens = 8,
+    max_seq_length: NumTokens = 1024,
+    step_size: NumTokens = 64,
     *,
     truncate: bool = True,
     preserve_end_of_sequence: bool = False,
@@ -165,21 +170,22 @@ def seq_length_warmup(
         for Training GPT Models. NeurIPS 2022, first as Curriculum Learning: A Regularization Method for Efficient and
         Stable Billion-Scale GPT Model Pre-Training, 2021. https://arxiv.org/abs/2108.06084
     """
-    _check_ramp("seq_length_warmup", duration, min_seq_length, max_seq_length, step_size)
+    _check_lengths("seq_length_warmup", min_seq_length, max_seq_length)
     _check_ways("seq_length_warmup", truncate, preserve_end_of_sequence)
-    ramp = {
-        "duration": duration,
-        "min_seq_length": min_seq_length,
-        "max_seq_length": max_seq_length,
-        "step_size": step_size,
-    }
+    length_at = partial(
+        warmup_length,
+        duration=duration,
+        min_seq_length=min_seq_length,
+        max_seq_length=max_seq_length,
+        step_size=step_size,
+    )
     ends = Time(duration, TimeUnit.DURATION)
 
     def apply(event: Event, state: State) -> State:
         del event
         sequences = sequences_of(state, name)
         # Call reached() in any case: it raises if the run's length is unknown.
-        length = max_seq_length if state.timestamp.reached(ends) else warmup_length(_elapsed(state), **ramp)
+        length = max_seq_length if state.timestamp.reached(ends) else length_at(_elapsed(state))
         if length == 1 < sequences.shape[1] and isinstance(state.context.loss, losses.ModelLoss):
             raise ValueError(
                 f"{name}: sequences of 1 token have no next token, so the mean loss of a model that shifts its labels "
@@ -197,15 +203,10 @@ def seq_length_warmup(
         apply,
         traits=frozenset({Trait.SHORTENS_SEQUENCES}),
         host=True,
-        config={**ramp, "truncate": truncate, "preserve_end_of_sequence": preserve_end_of_sequence},
     )
 
 
-def _check_ramp(where: str, duration: float, min_seq_length: int, max_seq_length: int, step_size: int) -> None:
-    check_number(duration, f"{where}: duration", 0, 1, hint="it is the warm-up's share of the run")
-    lengths = {"min_seq_length": min_seq_length, "max_seq_length": max_seq_length, "step_size": step_size}
-    for role, value in lengths.items():
-        check_whole(value, f"{where}: {role}", 1, hint="it is a number of tokens")
+def _check_lengths(where: str, min_seq_length: int, max_seq_length: int) -> None:
     if max_seq_length < min_seq_length:
         raise ValueError(
             f"{where}: expected min_seq_length <= max_seq_length, got {min_seq_length} and {max_seq_length}"
@@ -213,8 +214,6 @@ def _check_ramp(where: str, duration: float, min_seq_length: int, max_seq_length
 
 
 def _check_ways(where: str, truncate: bool, preserve_end_of_sequence: bool) -> None:
-    check_flag(truncate, f"{where}: truncate")
-    check_flag(preserve_end_of_sequence, f"{where}: preserve_end_of_sequence")
     if preserve_end_of_sequence and not truncate:
         raise ValueError(
             f"{where}: preserve_end_of_sequence=True is for truncated sequences, but truncate=False keeps all "

@@ -1,18 +1,24 @@
 """Squeeze-and-excitation: scales a convolution's channels by weights computed from the averages of all channels."""
 
-from collections.abc import Sequence
+from typing import Annotated, TypeAlias
 
 from torch import nn
 
 from purecompose import surgery
-from purecompose._support.checks import check_whole
+from purecompose.algorithms._parts.checks import Where
 from purecompose.algorithms._parts.surgery import on_drawn_module, surgery_method
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.nn.layers._forms import check_latent
 from purecompose.nn.layers.convolutions import SqueezeExciteConv2d
+from purecompose.schedule.declared import Within, checked
 
 
-def squeeze_excite_rules(latent_channels: float = 64, min_channels: int = 128) -> surgery.Rules:
+LatentChannels: TypeAlias = Annotated[float, check_latent]
+MinChannels: TypeAlias = Annotated[int, Within(1)]
+
+
+@checked
+def squeeze_excite_rules(latent_channels: LatentChannels = 64, min_channels: MinChannels = 128) -> surgery.Rules:
     """Return the rules that replace wide convolutions; for `purecompose.surgery`.
 
     Args:
@@ -25,8 +31,6 @@ def squeeze_excite_rules(latent_channels: float = 64, min_channels: int = 128) -
         >>> squeeze_excite_rules(0.125)[nn.Conv2d](nn.Conv2d(128, 128, 3), None).se.squeeze
         Linear(in_features=128, out_features=16, bias=False)
     """
-    check_latent(latent_channels, "squeeze_excite: latent_channels")
-    check_whole(min_channels, "squeeze_excite: min_channels", 1)
 
     def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
         del site
@@ -44,10 +48,10 @@ convolutions; the settings are those of `squeeze_excite_rules`.
 
 @factory
 def squeeze_excite(
-    latent_channels: float = 64,
-    min_channels: int = 128,
+    latent_channels: LatentChannels = 64,
+    min_channels: MinChannels = 128,
     *,
-    where: str | Sequence[str] | None = None,
+    where: Where = None,
     name: str = "squeeze_excite",
 ) -> Algorithm:
     """Add attention over channels after wide convolutions.
@@ -82,6 +86,4 @@ def squeeze_excite(
         Jie Hu, Li Shen, Samuel Albanie, Gang Sun, Enhua Wu: Squeeze-and-Excitation Networks. CVPR 2018.
         https://arxiv.org/abs/1709.01507
     """
-    rules = squeeze_excite_rules(latent_channels, min_channels)
-    settings = {"latent_channels": latent_channels, "min_channels": min_channels}
-    return surgery_method(name, rules, settings, where=where)
+    return surgery_method(name, squeeze_excite_rules(latent_channels, min_channels), where)

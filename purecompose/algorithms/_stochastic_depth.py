@@ -1,31 +1,47 @@
 """Stochastic depth: skips branches of residual blocks at random, so that many shallower networks are trained."""
 
 import copy
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from purecompose import surgery
-from purecompose._support.checks import check_number, check_whole
 from purecompose._support.device import as_scalar
-from purecompose.algorithms._parts.checks import check_one_of, check_scalar
-from purecompose.algorithms._parts.foreign import changed
-from purecompose.algorithms._parts.surgery import warn_of_nothing
+from purecompose.algorithms._parts.surgery import changed, warn_of_nothing
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.nn.layers.stochastic_depth import DropPath, StochasticDepth, drop_paths, residuals
 from purecompose.schedule import Scalar, Schedule, collect, linear
-from purecompose.time import TimeLike, TimeUnit
+from purecompose.schedule.declared import Within, checked
+from purecompose.time import Time, TimeLike, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 from purecompose.time.units import named_time
 
 
-_METHODS, _DISTRIBUTIONS = ("block", "sample"), ("uniform", "linear")
+Method = Literal["block", "sample"]
+Distribution = Literal["uniform", "linear"]
+RATE = Within(0, 1, hint="it is how often a branch is left out")
 
 
-def stochastic_depth_rates(num_blocks: int, drop_rate: Any = 0.2, drop_distribution: str = "linear") -> list[Any]:
+def _checked_warmup(drop_warmup: Any, where: str) -> Time:
+    """Require a time in which a rate can rise."""
+    time = named_time(drop_warmup, where, TimeUnit.DURATION)
+    try:
+        if time:
+            linear(0.0, 1.0, time)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from None
+    return time
+
+
+@checked
+def stochastic_depth_rates(
+    num_blocks: Annotated[int, Within(0)],
+    drop_rate: Annotated[float | Tensor, RATE] = 0.2,
+    drop_distribution: Distribution = "linear",
+) -> list[Any]:
     """Return the drop rate of each block.
 
     Args:
@@ -40,18 +56,17 @@ def stochastic_depth_rates(num_blocks: int, drop_rate: Any = 0.2, drop_distribut
         >>> stochastic_depth_rates(4, 0.5)
         [0.125, 0.25, 0.375, 0.5]
     """
-    where = "stochastic_depth_rates"
-    check_whole(num_blocks, f"{where}: num_blocks", 0)
-    if not isinstance(drop_rate, Tensor):
-        check_number(drop_rate, f"{where}: drop_rate", 0, 1)
-    check_one_of(drop_distribution, f"{where}: drop_distribution", _DISTRIBUTIONS)
     if drop_distribution == "uniform":
         return [drop_rate] * num_blocks
     return [drop_rate * ((place + 1) / num_blocks) for place in range(num_blocks)]
 
 
+@checked
 def stochastic_depth_rules(
-    module: nn.Module, stochastic_method: str = "block", drop_rate: float = 0.2, drop_distribution: str = "linear"
+    module: nn.Module,
+    stochastic_method: Method = "block",
+    drop_rate: Annotated[float, RATE] = 0.2,
+    drop_distribution: Distribution = "linear",
 ) -> surgery.Rules:
     """Return the rules that replace each residual block of a network by `purecompose.nn.layers.StochasticDepth`.
 
@@ -67,8 +82,6 @@ def stochastic_depth_rules(
         >>> [kind.__name__ for kind in stochastic_depth_rules(models.resnet8(1, 10, width=4))]
         ['Module', 'StochasticDepth', 'DropPath']
     """
-    check_one_of(stochastic_method, "stochastic_depth: stochastic_method", _METHODS)
-    check_number(drop_rate, "stochastic_depth: drop_rate", 0, 1)
     names = _blocks(module)
     rates = dict(zip(names, stochastic_depth_rates(len(names), drop_rate, drop_distribution), strict=True))
 
@@ -83,8 +96,12 @@ def stochastic_depth_rules(
     return {nn.Module: block, StochasticDepth: None, DropPath: None}
 
 
+@checked
 def apply_stochastic_depth(
-    net: nn.Module, stochastic_method: str = "block", drop_rate: float = 0.2, drop_distribution: str = "linear"
+    net: nn.Module,
+    stochastic_method: Method = "block",
+    drop_rate: Annotated[float, RATE] = 0.2,
+    drop_distribution: Distribution = "linear",
 ) -> nn.Module:
     """Return a copy of a network whose residual blocks skip their branches at random; the network is not modified.
 
@@ -121,10 +138,10 @@ def apply_stochastic_depth(
 
 @factory
 def stochastic_depth(
-    stochastic_method: str = "block",
-    drop_rate: Scalar = 0.2,
-    drop_distribution: str = "linear",
-    drop_warmup: TimeLike | float = 0.0,
+    stochastic_method: Method = "block",
+    drop_rate: Annotated[Scalar, RATE] = 0.2,
+    drop_distribution: Distribution = "linear",
+    drop_warmup: Annotated[TimeLike | float, _checked_warmup] = 0.0,
     *,
     name: str = "stochastic_depth",
 ) -> Algorithm:
@@ -183,12 +200,9 @@ def stochastic_depth(
         Minjia Zhang, Yuxiong He: Accelerating Training of Transformer-Based Language Models with Progressive Layer
         Dropping. NeurIPS 2020. https://arxiv.org/abs/2010.13369
     """
-    check_one_of(stochastic_method, "stochastic_depth: stochastic_method", _METHODS)
-    check_one_of(drop_distribution, "stochastic_depth: drop_distribution", _DISTRIBUTIONS)
-    check_scalar(drop_rate, "stochastic_depth: drop_rate", 0, 1, hint="it is how often a branch is left out")
-    ramp = _ramp(drop_warmup)
-    rate = drop_rate if ramp is None else drop_rate * ramp
-    is_fixed, is_neutral = isinstance(rate, (int, float)), isinstance(drop_rate, (int, float)) and drop_rate == 0
+    warmup = Time.of(drop_warmup, TimeUnit.DURATION)
+    rate = drop_rate * linear(0.0, 1.0, warmup) if warmup else drop_rate
+    when = on(Event.INIT) if isinstance(rate, int | float) else on(Event.INIT, Event.BATCH_START)
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
@@ -206,14 +220,14 @@ def stochastic_depth(
     }
     return Algorithm(
         name,
-        NEVER if is_neutral else on(Event.INIT) if is_fixed else on(Event.INIT, Event.BATCH_START),
+        NEVER if drop_rate == 0 else when,
         apply,
         traits=frozenset({Trait.REQUIRED_ON_LOAD, Trait.SETS_BUFFERS, Trait.SKIPS_FROZEN_PARTS}),
         config=settings,
     )
 
 
-def _with_blocks(state: State, name: str, stochastic_method: str) -> State:
+def _with_blocks(state: State, name: str, stochastic_method: Method) -> State:
     module = state.model.module
     _check_blocks(module, name, stochastic_method)
     if not _blocks(module):
@@ -223,7 +237,7 @@ def _with_blocks(state: State, name: str, stochastic_method: str) -> State:
     return surgery.operate(state, rules, name=name, skips_frozen=True)[0]
 
 
-def _check_blocks(module: nn.Module, name: str, stochastic_method: str) -> None:
+def _check_blocks(module: nn.Module, name: str, stochastic_method: Method) -> None:
     """Warn of a network without blocks, and reject blocks with the other `stochastic_method`."""
     _check_no_others(module, name, stochastic_method)
     if _blocks(module) or any(isinstance(child, (StochasticDepth, DropPath)) for child in module.modules()):
@@ -237,7 +251,7 @@ def _check_blocks(module: nn.Module, name: str, stochastic_method: str) -> None:
     warn_of_nothing(name, "residual blocks", module, advice)
 
 
-def _check_no_others(module: nn.Module, name: str, stochastic_method: str) -> None:
+def _check_no_others(module: nn.Module, name: str, stochastic_method: Method) -> None:
     """Raise a `ValueError` for blocks with the other method: they would be kept, but with new rates."""
     for place, child in module.named_modules():
         if isinstance(child, (StochasticDepth, DropPath)) and child.method != stochastic_method:
@@ -248,7 +262,7 @@ def _check_no_others(module: nn.Module, name: str, stochastic_method: str) -> No
             )
 
 
-def _with_rates(state: State, rate: float | Tensor, drop_distribution: str) -> State:
+def _with_rates(state: State, rate: float | Tensor, drop_distribution: Distribution) -> State:
     """Return the state with the rates of all blocks in their buffers."""
     new = {
         buffer: as_scalar(value, state.buffers[buffer].dtype, state.device)
@@ -257,7 +271,7 @@ def _with_rates(state: State, rate: float | Tensor, drop_distribution: str) -> S
     return state.replace(buffers={**state.buffers, **new})
 
 
-def _rates(module: nn.Module, rate: Any, drop_distribution: str) -> dict[str, Any]:
+def _rates(module: nn.Module, rate: Any, drop_distribution: Distribution) -> dict[str, Any]:
     """Return the rates of all blocks that have been replaced, by the names of their buffers."""
     buffers = [(name, f"{name}.drop_rate".lstrip("."), child) for name, child in module.named_modules()]
     # All drop paths of a block have the same rate.
@@ -283,12 +297,3 @@ def _blocks(module: nn.Module) -> list[str]:
         elif residuals(child) or drop_paths(child):
             found.append(name)
     return found
-
-
-def _ramp(drop_warmup: TimeLike | float) -> Schedule | None:
-    """Return the factor of the rates during the warm-up."""
-    length = named_time(drop_warmup, "stochastic_depth: drop_warmup", TimeUnit.DURATION)
-    try:
-        return linear(0.0, 1.0, length) if length else None
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"stochastic_depth: drop_warmup: {error}") from None

@@ -3,26 +3,24 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_number, check_whole
 from purecompose._support.messages import warn
-from purecompose.algorithms._parts.averages import Turns, between, gone, turns
-from purecompose.algorithms._parts.checks import check_one_of
+from purecompose.algorithms._parts.averages import Every, Intervals, Point, between, gone
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
-from purecompose.optim.checks import factors_of, known_part
 from purecompose.optim.guarded import all_finite
 from purecompose.optim.nested import map_leaves, settings_of, with_setting
 from purecompose.schedule import Hparam, Product, Scalar, Schedule, collect, resolve, scaled
+from purecompose.schedule.declared import Within, checked
+from purecompose.schedule.scalar import factors_of, known_part
 from purecompose.surgery.weights import Averages, statistics_of, with_batch, with_weights
-from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit
+from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.predicates import after, first_turn, on, through
-from purecompose.time.units import named_point
 
 
 class SwaState(NamedTuple):
@@ -36,6 +34,7 @@ class SwaState(NamedTuple):
     interval in batches, epochs or a share of the run."""
 
 
+@checked
 def add_to_mean(means: Mapping[str, Tensor], weights: Mapping[str, Tensor], num: int | Tensor) -> dict[str, Tensor]:
     """Return the means including one more weight: `mean + (weight - mean) / (num + 1)`, element by element.
 
@@ -60,12 +59,12 @@ def add_to_mean(means: Mapping[str, Tensor], weights: Mapping[str, Tensor], num:
 
 @factory
 def swa(
-    start: TimeLike | float = 0.7,
-    end: TimeLike | float = 0.97,
-    every: TimeLike = "1ep",
-    swa_lr: float | None = None,
-    anneal_strategy: str = "linear",
-    anneal_steps: int = 10,
+    start: Point = 0.7,
+    end: Point = 0.97,
+    every: Every = "1ep",
+    swa_lr: Annotated[float | None, Within(0)] = None,
+    anneal_strategy: Literal["linear", "cosine"] = "linear",
+    anneal_steps: Annotated[int, Within(1)] = 10,
     *,
     name: str = "swa",
 ) -> Algorithm:
@@ -128,27 +127,23 @@ def swa(
         Pavel Izmailov, Dmitrii Podoprikhin, Timur Garipov, Dmitry Vetrov, Andrew Gordon Wilson: Averaging Weights Leads
         to Wider Optima and Better Generalization. UAI 2018. https://arxiv.org/abs/1803.05407
     """
-    start, end = named_point(start, "swa: start"), named_point(end, "swa: end")
+    start, end = Time.of(start, TimeUnit.DURATION), Time.of(end, TimeUnit.DURATION)
     if start.unit is end.unit and end <= start:
         raise ValueError(f"swa: expected end after start, got {start} and {end}")
-    taking = turns(every, start, "swa: every", is_counted_anew=True)
-    check_one_of(anneal_strategy, "swa: anneal_strategy", ("linear", "cosine"))
-    check_whole(anneal_steps, "swa: anneal_steps", 1)
-    if swa_lr is not None:
-        swa_lr = check_number(swa_lr, "swa: swa_lr", 0)
+    intervals = Intervals.of(every, start, starts_anew=True)
 
     is_whole = end == Time(1.0, TimeUnit.DURATION)
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
-            if takes_none := _takes_none(state.timestamp.run, start, end, taking, is_whole=is_whole):
+            if takes_none := _takes_none(state.timestamp.run, start, end, intervals, is_whole=is_whole):
                 warn(f"{name}: {takes_none}")
             zero = torch.zeros((), dtype=torch.int64, device=state.device)
             never = torch.zeros(4, dtype=torch.float64, device=state.device)
             state = state.replace(slots={**state.slots, name: SwaState(Averages.empty(state), zero, never)})
             if swa_lr is None:
                 return state
-            annealed = _Annealed(1.0, 1.0, swa_lr, start, anneal_steps * taking.interval, anneal_strategy)
+            annealed = _Annealed(1.0, 1.0, swa_lr, start, anneal_steps * intervals.length, anneal_strategy)
             return state.replace(optimizer=_with_rate(state.optimizer, annealed, name))
         if event in (Event.EVAL_START, Event.PREDICT_START):
             return with_weights(state, name)
@@ -159,11 +154,11 @@ def swa(
         params = add_to_mean(averages.params, state.params, averages.num)
         buffers = {key: state.buffers[key].to(buffer.dtype) for key, buffer in averages.buffers.items()}
         new = old._replace(averages=Averages(params, buffers, averages.num + 1))
-        return state.replace(slots={**state.slots, name: taking.taken(state, new, old)})
+        return state.replace(slots={**state.slots, name: intervals.if_due(state, new, old)})
 
-    averaging = on(Event.BATCH_END) & taking.match
+    averaging = on(Event.BATCH_END) & intervals.match
     match = averaging if is_whole else averaging & through(end) | on(Event.AFTER_TRAIN_BATCH) & after(end)
-    settings: dict[str, Any] = {"start": str(start), "end": str(end), "every": taking.setting}
+    settings: dict[str, Any] = {"start": str(start), "end": str(end), "every": intervals.setting}
     if swa_lr is not None:
         settings |= {"swa_lr": swa_lr, "anneal_strategy": anneal_strategy, "anneal_steps": anneal_steps}
     return Algorithm(
@@ -176,9 +171,9 @@ def swa(
     )
 
 
-def _takes_none(run: RunLength, start: Time, end: Time, taking: Turns, *, is_whole: bool) -> str | None:
+def _takes_none(run: RunLength, start: Time, end: Time, intervals: Intervals, *, is_whole: bool) -> str | None:
     """Return a message if the run averages no weights; `None` if it does, or if this is unknown."""
-    interval = taking.interval if taking.measure is None else Time(1, TimeUnit.BATCH)
+    interval = intervals.length if intervals.measure is None else Time(1, TimeUnit.BATCH)
     first, last = first_turn(start, interval, run), run.in_batches(end)
     if first is None or (last is None and not is_whole):
         return None
@@ -189,7 +184,7 @@ def _takes_none(run: RunLength, start: Time, end: Time, taking: Turns, *, is_who
     facts += [] if total == math.inf else [f"the run has {total:g}"]
     return (
         f"averages no weights in this run: from start={start} on, the first batch to average with every="
-        f"{taking.interval} is {first}, but {' and '.join(facts)}. Set every to fewer batches, such as '1ba', or "
+        f"{intervals.length} is {first}, but {' and '.join(facts)}. Set every to fewer batches, such as '1ba', or "
         "start and end further apart"
     )
 

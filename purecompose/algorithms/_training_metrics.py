@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,16 @@ NAMED: Mapping[str, Metric] = MappingProxyType({"accuracy": accuracy, "top_5": t
 _UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH)
 
 
+def _checked_period(reset: Any, where: str) -> Time | None:
+    """Require whole epochs or batches, or `None`."""
+    if reset is None:
+        return None
+    period = named_time(reset, where)
+    if period.unit not in _UNITS or period.value < 1 or period.value != int(period.value):
+        raise ValueError(f"{where}: expected whole epochs or batches, such as '1ep' or '100ba', or None, got {reset!r}")
+    return period
+
+
 def accumulate(metric: Metric, acc: Any, state: State) -> Any:
     """Return the accumulator with the state's batch added, without gradients."""
     own = of_loss(metric, state.context.loss)
@@ -35,7 +45,7 @@ def accumulate(metric: Metric, acc: Any, state: State) -> Any:
 def training_metrics(
     metrics: Mapping[str, Metric | Callable[..., Tensor]] | Sequence[str] = ("accuracy",),
     *,
-    reset: str | Time | None = "1ep",
+    reset: Annotated[str | Time | None, _checked_period] = "1ep",
     name: str = "training_metrics",
 ) -> Algorithm:
     """Measure the outputs of training steps.
@@ -66,7 +76,7 @@ def training_metrics(
         'BATCH_START'
     """
     chosen = _chosen(metrics)
-    period = _period(reset)
+    period = None if reset is None else Time.of(reset)
 
     def fresh(state: State) -> dict[str, Any]:
         return {key: metric.init(state.device) for key, metric in chosen.items()}
@@ -118,18 +128,6 @@ def _chosen(metrics: Any) -> dict[str, Metric]:
             "a mapping, {name: metric}"
         )
     return {key: NAMED[key] for key in metrics}
-
-
-def _period(reset: Any) -> Time | None:
-    if reset is None:
-        return None
-    period = named_time(reset, "training_metrics: reset")
-    if period.unit not in _UNITS or period.value < 1 or period.value != int(period.value):
-        raise ValueError(
-            "training_metrics: reset: expected whole epochs or batches, such as '1ep' or '100ba', or None, got "
-            f"{reset!r}"
-        )
-    return period
 
 
 def _begins(state: State, period: Time) -> Tensor:

@@ -1,19 +1,23 @@
 """Weight standardization: gives the filters of convolutions mean 0 and variance 1."""
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
 from purecompose import surgery
-from purecompose._support.checks import check_flag, check_whole
+from purecompose.algorithms._parts.checks import Where
 from purecompose.algorithms._parts.surgery import on_module, surgery_method
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.nn.layers.convolutions import STANDARDIZED, plain_conv, standardized_conv
+from purecompose.schedule.declared import Within, checked
 
 
-def weight_standardization_rules(n_last_layers_ignore: int = 0) -> surgery.Rules:
+NumIgnored: TypeAlias = Annotated[int, Within(0)]
+
+
+@checked
+def weight_standardization_rules(n_last_layers_ignore: NumIgnored = 0) -> surgery.Rules:
     """Return the rules that replace convolutions; for `purecompose.surgery`.
 
     Args:
@@ -26,7 +30,6 @@ def weight_standardization_rules(n_last_layers_ignore: int = 0) -> surgery.Rules
         >>> [kind.__name__ for kind, rule in weight_standardization_rules().items() if rule is not None]
         ['Conv1d', 'Conv2d', 'Conv3d']
     """
-    check_whole(n_last_layers_ignore, "weight_standardization: n_last_layers_ignore", 0)
     kinds = tuple(STANDARDIZED)
 
     # Kept for each network, since the rules may be applied to several.
@@ -42,6 +45,7 @@ def weight_standardization_rules(n_last_layers_ignore: int = 0) -> surgery.Rules
     return {**dict.fromkeys(kinds, conv), **dict.fromkeys(STANDARDIZED.values())}
 
 
+@checked
 def weight_standardization_undo_rules(*, is_baked: bool = False) -> surgery.Rules:
     """Return the rules that restore plain convolutions; for `purecompose.surgery`.
 
@@ -57,7 +61,6 @@ def weight_standardization_undo_rules(*, is_baked: bool = False) -> surgery.Rule
         >>> weight_standardization_undo_rules()[STANDARDIZED[nn.Conv2d]](standardized_conv(nn.Conv2d(3, 8, 1)), None)
         Conv2d(3, 8, kernel_size=(1, 1), stride=(1, 1))
     """
-    check_flag(is_baked, "weight_standardization_undo_rules: is_baked")
 
     # Maps the id of an old parameter to the new one, for each network, since the rules may be applied to several.
     baked: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = WeakKeyDictionary()
@@ -79,9 +82,9 @@ filters; the settings are those of `weight_standardization_rules`.
 
 @factory
 def weight_standardization(
-    n_last_layers_ignore: int = 0,
+    n_last_layers_ignore: NumIgnored = 0,
     *,
-    where: str | Sequence[str] | None = None,
+    where: Where = None,
     name: str = "weight_standardization",
 ) -> Algorithm:
     """Standardize the filters of convolutions.
@@ -119,5 +122,4 @@ def weight_standardization(
         Siyuan Qiao, Huiyu Wang, Chenxi Liu, Wei Shen, Alan Yuille: Micro-Batch Training with Batch-Channel
         Normalization and Weight Standardization. 2019. https://arxiv.org/abs/1903.10520
     """
-    rules = weight_standardization_rules(n_last_layers_ignore)
-    return surgery_method(name, rules, {"n_last_layers_ignore": n_last_layers_ignore}, where=where)
+    return surgery_method(name, weight_standardization_rules(n_last_layers_ignore), where)

@@ -100,10 +100,6 @@ The algorithms call these functions, with the key `state.rng(name)` where they d
 `should_selective_backprop` do in your own loop what selective backprop's `apply` and `match` do inside a step.
 """
 
-import sys
-from typing import Any
-
-from purecompose._support.checks import suggests_keywords
 from purecompose.algorithms._alibi import alibi_rules, apply_alibi
 from purecompose.algorithms._augmix import augmix_batch, augmix_transform
 from purecompose.algorithms._batch_size_warmup import warmup_batch_size
@@ -118,20 +114,18 @@ from purecompose.algorithms._gated_linear_units import apply_gated_linear_units,
 from purecompose.algorithms._ghost_batchnorm import apply_ghost_batchnorm, ghost_batchnorm_rules
 from purecompose.algorithms._gradient_clipping import clip_adaptively, clip_by_norm, clip_by_value
 from purecompose.algorithms._gradient_noise_scale import critical_batch_size, estimate_noise
+from purecompose.algorithms._gyro_dropout import gyro_drop, gyro_dropout_mask, gyro_dropout_period
 from purecompose.algorithms._label_smoothing import smooth_labels
 from purecompose.algorithms._layer_freezing import frozen_layers, frozen_share, layers_of
 from purecompose.algorithms._lookahead import pull_back
-from purecompose.algorithms._low_precision_groupnorm import (
+from purecompose.algorithms._low_precision_norms import (
     apply_low_precision_groupnorm,
-    low_precision_groupnorm_rules,
-)
-from purecompose.algorithms._low_precision_layernorm import (
     apply_low_precision_layernorm,
+    low_precision_groupnorm_rules,
     low_precision_layernorm_rules,
 )
 from purecompose.algorithms._mixup import mixup_batch
 from purecompose.algorithms._no_op_model import no_op_model_rules
-from purecompose.algorithms._parts.gyro_masks import gyro_drop, gyro_dropout_mask, gyro_dropout_period
 from purecompose.algorithms._per_example_clipping import clip_per_example, norms_per_example
 from purecompose.algorithms._progressive_resizing import progressive_scale, resize_batch
 from purecompose.algorithms._randaugment import randaugment_batch, randaugment_transform
@@ -229,8 +223,3 @@ __all__ = [
     "weight_standardization_rules",
     "weight_standardization_undo_rules",
 ]
-
-for _name in __all__:
-    _function: Any = suggests_keywords()(globals()[_name])
-    # In its own module as well, where `pickle` looks for it.
-    globals()[_name] = vars(sys.modules[_function.__module__])[_name] = _function

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, cast
 from purecompose._support.checks import suggests_keywords
 from purecompose.core.state import State
 from purecompose.schedule import Hparam, Schedule, collect
+from purecompose.schedule.declared import Settings
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, Predicate, as_predicate
 
@@ -182,7 +183,12 @@ class Algorithm:
 
 
 def factory(make: Callable[_P, Algorithm]) -> Callable[_P, Algorithm]:
-    """Decorate a function that makes an algorithm, so that the algorithm can be pickled.
+    """Decorate a function that makes an algorithm: check its arguments, show them, and make the algorithm picklable.
+
+    Arguments are checked by their annotations, see `purecompose.schedule.declared`: `bool` and `Literal[...]`, and
+    those with a declared range, such as `Annotated[float, Within(0, 1)]`. If the function gives no `config`, the
+    arguments become the algorithm's, except for the name and what is not a setting, such as a network: they are in its
+    repr, and a step finds the schedules and hparams among them.
 
     The functions inside an algorithm are usually closures, which `pickle` refuses. An algorithm from a decorated
     function is pickled as the call that made it: the function by its name, and the arguments. Multiprocessing, Ray and
@@ -197,14 +203,16 @@ def factory(make: Callable[_P, Algorithm]) -> Callable[_P, Algorithm]:
     Example:
         >>> import pickle, purecompose as pc
         >>> pickle.loads(pickle.dumps(pc.algorithms.mixup(0.2)))
-        mixup(alpha=0.2, interpolate_loss=False)
+        mixup(alpha=0.2, interpolate_loss=False, per_example=False)
     """
 
-    checked = suggests_keywords()(make)
+    settings, explained = Settings(make), suggests_keywords()(make)
 
     @functools.wraps(make)
     def made(*args: _P.args, **kwargs: _P.kwargs) -> Algorithm:
-        algorithm = dataclasses.replace(checked(*args, **kwargs))
+        checked = settings.checked(args, kwargs)
+        algorithm = explained(*checked[0], **checked[1])
+        algorithm = dataclasses.replace(algorithm, config=algorithm.config or settings.config(*checked))
         object.__setattr__(algorithm, "_made_by", _Call(made, args, kwargs))
         return algorithm
 

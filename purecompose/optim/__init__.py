@@ -12,9 +12,8 @@ protocol suffices.
 from purecompose.optim.adafactor import adafactor
 from purecompose.optim.adam import adam, adamw, decoupled_adamw
 from purecompose.optim.base import Optimizer, OptState, Value
-from purecompose.optim.by_pattern import by_pattern
+from purecompose.optim.by_pattern import by_pattern, layerwise
 from purecompose.optim.from_torch import from_torch
-from purecompose.optim.layerwise import layerwise
 from purecompose.optim.lion import lion
 from purecompose.optim.muon import muon
 from purecompose.optim.rmsprop import rmsprop

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_number, shown, suggests_keywords
+from purecompose._support.checks import shown, suggests_keywords
 from purecompose.optim.base import ByGroup, OptState, Value, read, wide_dtype
-from purecompose.optim.checks import Groups, checked_constant, checked_groups, checked_scalar
+from purecompose.optim.checks import GivenGroups, Rate, as_float
 from purecompose.optim.decay import decayed
 from purecompose.optim.lists import add, increment, mean_squares, multiply, unbound
 from purecompose.schedule import Scalar
+from purecompose.schedule.declared import Within
 
 
 @suggests_keywords(learning_rate="lr=0.1")
@@ -25,7 +26,7 @@ def adafactor(
     eps: tuple[float | None, float] = (None, 1e-3),
     d: float = 1.0,
     weight_decay: Scalar = 0.0,
-    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+    groups: GivenGroups = (),
 ) -> Adafactor:
     """Return Adafactor, equal to `torch.optim.Adafactor`: little memory, and moves in proportion to the parameters.
 
@@ -72,33 +73,29 @@ def adafactor(
     References:
         Shazeer and Stern, Adafactor: adaptive learning rates with sublinear memory cost, 2018, arXiv:1804.04235.
     """
-    # The class converts groups to tuples when it checks them.
-    return Adafactor(lr, beta2_decay, eps, d, weight_decay, groups)  # type: ignore[arg-type]
+    return Adafactor(lr, beta2_decay, eps, d, weight_decay, groups)
+
+
+def _checked_eps(eps: Any, where: str) -> tuple[float | None, float]:
+    """Require two numbers of at least 0, the first of which may be `None`."""
+    if not isinstance(eps, tuple | list) or len(eps) != 2:
+        raise TypeError(f"{where}: expected two numbers, the first may be None, got {shown(eps)}")
+    first = None if eps[0] is None else as_float(Within(0).number(eps[0], f"{where}[0]"))
+    return first, as_float(Within(0).number(eps[1], f"{where}[1]"))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Adafactor(ByGroup):
     """Optimizer returned by `adafactor`; see there."""
 
-    lr: Scalar = 1e-2
-    beta2_decay: float = -0.8
-    eps: tuple[float | None, float] = (None, 1e-3)
-    d: float = 1.0
-    weight_decay: Scalar = 0.0
-    groups: Groups = ()
+    lr: Rate
+    beta2_decay: Annotated[float, Within(high=0)]
+    eps: Annotated[tuple[float | None, float], _checked_eps]
+    d: Annotated[float, Within(1)]
+    weight_decay: Rate
+    groups: Any = ()
     is_factored: bool = dataclasses.field(default=False, repr=False)
     """True if this is the rule for parameters of two dimensions or more."""
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay"):
-            object.__setattr__(self, name, checked_scalar(getattr(self, name), f"adafactor: {name}"))
-        object.__setattr__(self, "beta2_decay", check_number(self.beta2_decay, "adafactor: beta2_decay", high=0))
-        object.__setattr__(self, "d", check_number(self.d, "adafactor: d", 1))
-        if not isinstance(self.eps, tuple | list) or len(self.eps) != 2:
-            raise TypeError(f"adafactor: eps: expected two numbers, the first may be None, got {shown(self.eps)}")
-        first = None if self.eps[0] is None else checked_constant(self.eps[0], "adafactor: eps[0]")
-        object.__setattr__(self, "eps", (first, checked_constant(self.eps[1], "adafactor: eps[1]")))
-        object.__setattr__(self, "groups", checked_groups(self, self.groups))
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
         """Return zeros for every parameter, frozen ones included; see `Optimizer.init`."""

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_flag, suggests_keywords
+from purecompose._support.checks import suggests_keywords
 from purecompose.optim.base import ByGroup, Value, read, wide_dtype
-from purecompose.optim.checks import (
-    Groups,
-    checked_betas,
-    checked_constant,
-    checked_groups,
-    checked_scalar,
-)
+from purecompose.optim.checks import Betas, Constant, GivenGroups, Rate
 from purecompose.optim.decay import Decay, decayed, shrinkage, warn_if_strong
 from purecompose.optim.fused import adam as fused_adam, can_fuse
 from purecompose.optim.lists import increment, lerp, maximum, multiply, root_plus, subtract_ratio, unbound
@@ -33,7 +26,7 @@ def adam(
     eps: float = 1e-8,
     weight_decay: Scalar = 0.0,
     amsgrad: bool = False,
-    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+    groups: GivenGroups = (),
 ) -> Adam:
     """Return Adam, equal to `torch.optim.Adam`.
 
@@ -80,8 +73,7 @@ def adam(
         Kingma and Ba, Adam: a method for stochastic optimization, 2015, arXiv:1412.6980.
         Reddi, Kale, Kumar, On the convergence of Adam and beyond, 2018, arXiv:1904.09237 (amsgrad).
     """
-    # The class converts groups to tuples when it checks them.
-    return Adam(lr, betas, eps, weight_decay, amsgrad, "coupled", groups)  # type: ignore[arg-type]
+    return Adam(lr, betas, eps, weight_decay, amsgrad, "coupled", groups)
 
 
 @suggests_keywords(learning_rate="lr=0.001")
@@ -92,7 +84,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: Scalar = 1e-2,
     amsgrad: bool = False,
-    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+    groups: GivenGroups = (),
 ) -> Adam:
     """Return Adam with decoupled weight decay, equal to `torch.optim.AdamW`.
 
@@ -111,8 +103,7 @@ def adamw(
     References:
         Loshchilov and Hutter, Decoupled weight decay regularization, 2019, arXiv:1711.05101.
     """
-    # The class converts groups to tuples when it checks them.
-    return Adam(lr, betas, eps, weight_decay, amsgrad, "by rate", groups)  # type: ignore[arg-type]
+    return Adam(lr, betas, eps, weight_decay, amsgrad, "by rate", groups)
 
 
 @suggests_keywords(learning_rate="lr=0.001")
@@ -123,7 +114,7 @@ def decoupled_adamw(
     eps: float = 1e-8,
     weight_decay: Scalar = 1e-5,
     amsgrad: bool = False,
-    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+    groups: GivenGroups = (),
 ) -> Adam:
     """Return Adam with weight decay that is decoupled from the learning rate, too, as in Composer's DecoupledAdamW.
 
@@ -150,8 +141,7 @@ def decoupled_adamw(
     References:
         Loshchilov and Hutter, Decoupled weight decay regularization, 2019, arXiv:1711.05101.
     """
-    # The class converts groups to tuples when it checks them.
-    optimizer = Adam(lr, betas, eps, weight_decay, amsgrad, "by schedule", groups)  # type: ignore[arg-type]
+    optimizer = Adam(lr, betas, eps, weight_decay, amsgrad, "by schedule", groups)
     warn_if_strong("decoupled_adamw", "adamw", optimizer.weight_decay, optimizer.lr)
     return optimizer
 
@@ -160,27 +150,18 @@ def decoupled_adamw(
 class Adam(ByGroup):
     """Optimizer returned by `adam`, `adamw` and `decoupled_adamw`; see there."""
 
-    lr: Scalar = 1e-3
-    betas: tuple[Scalar, Scalar] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: Scalar = 0.0
-    amsgrad: bool = False
-    decay: Decay = dataclasses.field(default="coupled", repr=False)
-    groups: Groups = ()
+    lr: Rate
+    betas: Betas
+    eps: Constant
+    weight_decay: Rate
+    amsgrad: bool
+    decay: Decay = dataclasses.field(repr=False)
+    groups: Any = ()
     is_elementwise = True
 
     @property
     def called(self) -> str:
         return {"coupled": "adam", "by rate": "adamw", "by schedule": "decoupled_adamw"}[self.decay]
-
-    def __post_init__(self) -> None:
-        where = self.called
-        object.__setattr__(self, "betas", checked_betas(self.betas, where))
-        for name in ("lr", "weight_decay"):
-            object.__setattr__(self, name, checked_scalar(getattr(self, name), f"{where}: {name}"))
-        object.__setattr__(self, "eps", checked_constant(self.eps, f"{where}: eps"))
-        check_flag(self.amsgrad, f"{where}: amsgrad")
-        object.__setattr__(self, "groups", checked_groups(self, self.groups))
 
     @property
     def slots(self) -> tuple[str, ...]:

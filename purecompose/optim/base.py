@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from purecompose._support.shards import divided, is_shard, local, may_be_shards, place_of, placed, whole
-from purecompose.optim.checks import Groups, match_or_raise
+from purecompose.optim.checks import Groups, as_float, checked_groups, match_or_raise
 from purecompose.optim.lists import alike, is_plain
 from purecompose.schedule import Scalar, number
+from purecompose.schedule.declared import Check, checks_of, declarations
 
 
 # The optimizer's state: slot -> parameter name -> tensor.
@@ -109,10 +110,21 @@ class Cell(NamedTuple):
 class ByGroup:
     """Base class of the library's optimizers: a rule (`slots`, `move`) applied group by group, starting from zeros."""
 
-    groups: Groups
+    groups: Any
+    """`Groups`, or a mapping of them, which becomes tuples when the settings are checked."""
     is_elementwise: ClassVar[bool] = False
     """True if each element moves by itself, so that the rows of a process move without the others, and the real and
     imaginary parts of complex parameters as in `torch.optim`."""
+
+    def __post_init__(self) -> None:
+        for name, (check, is_float) in _checks_of(type(self)).items():
+            value = check(getattr(self, name), f"{self.called}: {name}")
+            object.__setattr__(self, name, as_float(value) if is_float else value)
+        self.check()
+        object.__setattr__(self, "groups", checked_groups(self, self.groups))
+
+    def check(self) -> None:
+        """Raise a `TypeError` or `ValueError` for settings that are valid one by one, but not together."""
 
     def __repr__(self) -> str:
         """Return the call that creates it, without settings that are equal to the defaults."""
@@ -215,6 +227,13 @@ class ByGroup:
         """Return the rule for parameters of a form: itself, since all parameters move alike."""
         del form
         return self
+
+
+@functools.cache
+def _checks_of(kind: type) -> dict[str, tuple[Check, bool]]:
+    """Return the checks of an optimizer's declared settings, and whether the setting is a float."""
+    kinds = {name: getattr(hint, "__origin__", None) for name, hint in declarations(kind).items()}
+    return {name: (check, kinds[name] is not int) for name, check in checks_of(kind).items()}
 
 
 @functools.lru_cache(maxsize=256)

@@ -6,15 +6,16 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from purecompose._support.checks import shown, suggests_keywords
 from purecompose.optim.base import Optimizer, OptState, Value, can_move
-from purecompose.optim.checks import match_or_raise
+from purecompose.optim.checks import Rate, match_or_raise
 from purecompose.optim.protocol import check_optimizer
 from purecompose.schedule import number
+from purecompose.schedule.declared import Within, checked
 
 
 # Pattern -> optimizer, as pairs so that it hashes.
@@ -175,3 +176,65 @@ def _check_form(opt_state: Any, names: list[str], optimizer: Any) -> None:
             f"by_pattern: expected a state of the form {{slot: {{parameter name: tensor}}}} from {optimizer!r}; "
             "states of another form cannot be combined"
         )
+
+
+@checked
+def layerwise(
+    net: nn.Module, lr: Rate, decay: Annotated[float, Within(0, 1, above=True)], *, blocks: str | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return groups for fine-tuning, whose learning rates fall by a factor with every block from the head to the input.
+
+    With L blocks, block i (from 0) has the learning rate lr * decay^(L - i). Parameters defined before the blocks
+    (embeddings) have lr * decay^(L + 1). Those defined after them (the head) have no group: they train with the
+    optimizer's own learning rate, which should be `lr`.
+
+    Args:
+        net: The network; only its names are read.
+        lr: The learning rate of the head; it may be a schedule or an hparam.
+        decay: The factor, in (0, 1]; 0.65 to 0.9 are common.
+        blocks: The name of the module that contains the blocks, in order, such as "encoder.layer"; by default the
+            `nn.ModuleList` or `nn.Sequential` with the most members.
+
+    Returns:
+        Groups for an optimizer, to which others may be added: `optim.adamw(lr, groups=layerwise(net, lr, 0.75))`.
+
+    Raises:
+        TypeError, ValueError: A setting is of the wrong kind or out of range, or the network has no such list.
+
+    Example:
+        >>> blocks = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> net = nn.ModuleDict({"embed": nn.Embedding(5, 2), "blocks": blocks})
+        >>> layerwise(net, 1.0, 0.5)
+        {'embed.weight': {'lr': 0.125}, 'blocks.0.*': {'lr': 0.25}, 'blocks.1.*': {'lr': 0.5}}
+
+    References:
+        Jeremy Howard, Sebastian Ruder: Universal Language Model Fine-tuning for Text Classification. ACL 2018.
+        https://arxiv.org/abs/1801.06146
+    """
+    where = _blocks_of(net) if blocks is None else blocks
+    num = len(list(net.get_submodule(where).children()))
+    if num == 0:
+        raise ValueError(f"layerwise: blocks={where!r}: expected a module that holds blocks, got one without children")
+    prefix = f"{where}." if where else ""
+    children = [name for name, _ in net.get_submodule(where).named_children()]
+    before = []
+    for name, _ in net.named_parameters():
+        if name.startswith(prefix):
+            break
+        before.append(name)
+    groups: dict[str, dict[str, Any]] = {name: {"lr": lr * decay ** (num + 1)} for name in before}
+    return groups | {f"{prefix}{child}.*": {"lr": lr * decay ** (num - i)} for i, child in enumerate(children)}
+
+
+def _blocks_of(net: nn.Module) -> str:
+    lists = {
+        name: len(module)
+        for name, module in net.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and any(True for _ in module.parameters())
+    }
+    if not lists:
+        raise ValueError(
+            "layerwise: the network has no nn.ModuleList or nn.Sequential of blocks; name the module that holds them, "
+            'as in blocks="encoder.layer"'
+        )
+    return max(lists, key=lambda name: lists[name])

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import functools
-import math
-import numbers
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
-
-from torch import Tensor
+from typing import Annotated, Any, TypeAlias
 
 from purecompose._support.checks import shown
-from purecompose.schedule import Hparam, Product, Scalar, Schedule, number
-from purecompose.schedule.scalar import factors_of, not_a_scalar
+from purecompose.schedule import Scalar
+from purecompose.schedule.declared import Within
 
 
 # Pattern -> the options it overrides, both as tuples so that optimizers hash.
 Groups: TypeAlias = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
+GivenGroups: TypeAlias = Mapping[str, Mapping[str, Any]] | Groups
+"""Groups as they are given, also as a mapping of mappings."""
 
 
 def match_or_raise(pattern: str, names: Iterable[str], where: str, kind: str = "parameter") -> None:
@@ -71,65 +69,23 @@ def checked_groups(rule: Any, groups: Mapping[str, Mapping[str, Any]] | Groups) 
     return tuple(checked)
 
 
-def checked_scalar(scalar: Scalar, where: str, *, below: float = math.inf) -> Scalar:
-    """Return a scalar whose value, as far as it is known now, is in [0, below); plain numbers become floats.
-
-    In a product, the numbers and the hparams' defaults are known. The values of schedules are not checked.
-
-    Raises:
-        TypeError: The value is not a scalar; a tensor is not one.
-        ValueError: The known value is out of range or not finite.
-    """
-    if isinstance(scalar, Tensor):
-        raise TypeError(
-            f"{where}: expected a number, got a tensor of shape {tuple(scalar.shape)}; an optimizer holds "
-            "no tensors: use hparam('lr', 0.1), whose tensor is kept in state.hparams"
-        )
-    if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real | Hparam | Product | Schedule):
-        raise TypeError(f"{where}: {not_a_scalar(scalar)}")
-    known = known_part(scalar)
-    bound = math.inf if any(isinstance(factor, Schedule) for factor in factors_of(scalar)) else below
-    if not 0 <= known < bound:  # also rejects NaN, and infinity, which is below no bound
-        upper = "" if below == math.inf else f" and < {below:g}"
-        raise ValueError(f"{where}: expected a finite number >= 0{upper}, got {shown(scalar)}")
-    return float(scalar) if isinstance(scalar, numbers.Real) else scalar
-
-
-def checked_betas(betas: Any, where: str) -> tuple[Scalar, Scalar]:
-    """Return two decay rates, each in [0, 1) as far as it is known.
-
-    Raises:
-        TypeError: There are not two, or they are not scalars.
-        ValueError: One is out of range.
-    """
+def checked_betas(betas: Any, where: str) -> tuple[Scalar, ...]:
+    """Return two decay rates, each in [0, 1) as far as it is known."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise TypeError(f"{where}: betas: expected two numbers, got {betas!r} ({type(betas).__name__})")
-    first, second = (checked_scalar(beta, f"{where}: betas[{i}]", below=1.0) for i, beta in enumerate(betas))
-    return first, second
+        raise TypeError(f"{where}: expected two numbers, got {shown(betas)}")
+    return tuple(as_float(Within(0, 1, below=True).scalar(beta, f"{where}[{i}]")) for i, beta in enumerate(betas))
 
 
-def checked_constant(scalar: Scalar, where: str) -> float:
-    """Return a plain finite number >= 0 as a float, for a setting that is neither scheduled nor learned.
-
-    Raises:
-        TypeError: The value is not a number; hparams and schedules are not.
-        ValueError: The number is out of range or not finite.
-    """
-    checked = checked_scalar(scalar, where)
-    if not isinstance(checked, float):
-        raise TypeError(f"{where}: expected a plain number, got {checked!r} ({type(checked).__name__})")
-    return checked
+def as_float(value: Any) -> Any:
+    """Return an int as a float, and everything else unchanged."""
+    return float(value) if type(value) is int else value
 
 
-def known_part(scalar: Scalar) -> float:
-    """Return a scalar as far as it is known without a state: schedules count as 1, hparams as their defaults.
-
-    Example:
-        >>> from purecompose.schedule import cosine, hparam
-        >>> known_part(0.5 * cosine() * hparam("lr", 0.1))
-        0.05
-    """
-    return math.prod((number(factor) for factor in factors_of(scalar) if not isinstance(factor, Schedule)), start=1.0)
+# Settings of optimizers.
+Rate: TypeAlias = Annotated[Scalar, Within(0)]
+Share: TypeAlias = Annotated[Scalar, Within(0, 1, below=True)]
+Betas: TypeAlias = Annotated[tuple[Scalar, Scalar], checked_betas]
+Constant: TypeAlias = Annotated[float, Within(0)]
 
 
 def _pairs(mapping: Any, where: str) -> list[tuple[Any, Any]]:

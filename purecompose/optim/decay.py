@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from purecompose._support.messages import warn
-from purecompose.optim.base import Value, read
-from purecompose.optim.checks import known_part
+from purecompose._support.shards import local, place_of, placed
+from purecompose.optim.base import ByGroup, Optimizer, Value, can_move, cells, read
+from purecompose.optim.checks import matched
 from purecompose.optim.lists import add
-from purecompose.schedule import Scalar, Schedule
-from purecompose.schedule.scalar import factors_of
+from purecompose.optim.nested import leaves, settings_of
+from purecompose.schedule import Scalar, Schedule, number
+from purecompose.schedule.scalar import factors_of, known_part
 
 
 Decay: TypeAlias = Literal["coupled", "by rate", "by schedule"]
@@ -83,3 +87,90 @@ def warn_if_strong(name: str, coupled: str, weight_decay: Scalar, lr: Scalar) ->
             f"{coupled}(lr={rate:g}, weight_decay={decay / rate:g}) would: here it is not multiplied by the learning "
             f"rate. For the effect of weight_decay={decay:g} in {coupled}, set weight_decay={decay * rate:g}"
         )
+
+
+class DecayRule(NamedTuple):
+    """Rule for which parameters decay, and by how much."""
+
+    name: str
+    """Name of the algorithm that added the rule."""
+    weight_decay: Scalar
+    """Fraction of a weight removed per step, before multiplication by the learning rate's schedule."""
+    min_dims: int = 0
+    """Smallest number of dimensions of a parameter that decays."""
+    exclude: tuple[str, ...] = ()
+    """Patterns (`fnmatch`) for the names of parameters that do not decay."""
+    where: tuple[str, ...] = ("*",)
+    """Patterns for the names of parameters that decay."""
+
+    def held(self, names: tuple[str, ...], params: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of the parameters that decay."""
+        chosen = matched(self.where, names) - matched(self.exclude, names)
+        return [name for name in names if name in params and params[name].ndim >= self.min_dims and name in chosen]
+
+
+@dataclass(frozen=True)
+class Decaying:
+    """Optimizer that first decays each weight, p <- p - s weight_decay p, and then updates as the inner optimizer does.
+
+    s is the product of the schedules of the inner optimizer's learning rate, 1 without any. Only parameters with a
+    gradient decay.
+
+    Args:
+        inner: The optimizer.
+        rules: The decay rules, applied one after the other.
+
+    Raises:
+        ValueError: The inner optimizer consists of several, each with its own learning rate.
+
+    Example:
+        >>> import torch
+        >>> from purecompose.optim import sgd
+        >>> optimizer, params = Decaying(sgd(0.5), (DecayRule("mine", 0.1),)), {"w": torch.tensor([1.0, 2.0])}
+        >>> optimizer.update({"w": torch.ones(2)}, {}, params)[0]["w"]
+        tensor([0.4000, 1.3000])
+    """
+
+    inner: Optimizer
+    rules: tuple[DecayRule, ...]
+
+    def __post_init__(self) -> None:
+        if len(leaves(self.inner)) > 1:
+            raise ValueError(
+                f"Decaying: expected one optimizer, whose learning rate the decay follows, got {self.inner!r}: use it "
+                "inside by_pattern, around each optimizer that should decay: by_pattern({'*': Decaying(muon(0.02), "
+                "rules)}, Decaying(adam(1e-3), rules))"
+            )
+
+    def init(self, params: Mapping[str, Tensor]) -> Any:
+        """Return the inner optimizer's state."""
+        return self.inner.init(params)
+
+    def update(
+        self, grads: Mapping[str, Tensor], opt_state: Any, params: Mapping[str, Tensor], value: Value = number
+    ) -> tuple[dict[str, Tensor], Any]:
+        """Return the inner optimizer's update of the decayed parameters; see `Optimizer.update`."""
+        smaller = dict(params)
+        for rule in self.rules:
+            for rate, names in self._rates(tuple(grads)):
+                held = rule.held(names, smaller)
+                if held:
+                    before = [smaller[name] for name in held]
+                    _, moved = decayed("by schedule", [], [*map(local, before)], rule.weight_decay, rate, value)
+                    after = (placed(own, place_of(param)) for own, param in zip(moved, before, strict=True))
+                    smaller.update(zip(held, after, strict=True))
+        return self.inner.update(grads, opt_state, smaller, value)
+
+    def can_move(self, param: Tensor) -> bool:
+        """Return whether the inner optimizer moves parameters of this form."""
+        return can_move(self.inner, param)
+
+    def _rates(self, names: tuple[str, ...]) -> Iterator[tuple[Scalar, tuple[str, ...]]]:
+        """Return the learning rates, each with the parameters that have it."""
+        leaf = leaves(self.inner)[0]
+        parts = (
+            [(cell.rule, cell.names) for cell in cells(leaf, names)] if isinstance(leaf, ByGroup) else [(leaf, names)]
+        )
+        for part, own in parts:
+            rate = settings_of(part).get("lr")
+            yield 1.0 if rate is None else rate, own

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from purecompose._support.checks import suggests_keywords
 from purecompose.optim.base import ByGroup, Value, read
-from purecompose.optim.checks import Groups, checked_betas, checked_groups, checked_scalar
+from purecompose.optim.checks import Betas, GivenGroups, Rate
 from purecompose.optim.decay import decayed
 from purecompose.optim.lists import add, lerp, sign
 from purecompose.schedule import Scalar
@@ -22,7 +21,7 @@ def lion(
     *,
     betas: tuple[Scalar, Scalar] = (0.9, 0.99),
     weight_decay: Scalar = 0.0,
-    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+    groups: GivenGroups = (),
 ) -> Lion:
     """Return Lion: each element moves by lr, up or down, and the state has one tensor per parameter.
 
@@ -63,25 +62,18 @@ def lion(
         Chen, Liang, Huang, Real, Wang, Liu, Pham, Dong, Luong, Hsieh, Lu and Le, Symbolic discovery of optimization
         algorithms, 2023, arXiv:2302.06675.
     """
-    # The class converts groups to tuples when it checks them.
-    return Lion(lr, betas, weight_decay, groups)  # type: ignore[arg-type]
+    return Lion(lr, betas, weight_decay, groups)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Lion(ByGroup):
     """Optimizer returned by `lion`; see there."""
 
-    lr: Scalar = 1e-4
-    betas: tuple[Scalar, Scalar] = (0.9, 0.99)
-    weight_decay: Scalar = 0.0
-    groups: Groups = ()
+    lr: Rate
+    betas: Betas
+    weight_decay: Rate
+    groups: Any = ()
     is_elementwise = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", checked_betas(self.betas, "lion"))
-        for name in ("lr", "weight_decay"):
-            object.__setattr__(self, name, checked_scalar(getattr(self, name), f"lion: {name}"))
-        object.__setattr__(self, "groups", checked_groups(self, self.groups))
 
     @property
     def slots(self) -> tuple[str, ...]:

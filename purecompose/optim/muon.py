@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_flag, check_number, check_whole, shown, suggests_keywords
+from purecompose._support.checks import shown, suggests_keywords
 from purecompose.optim.base import ByGroup, OptState, Value, read
-from purecompose.optim.checks import Groups, checked_constant, checked_groups, checked_scalar
+from purecompose.optim.checks import Constant, GivenGroups, Rate, as_float
 from purecompose.optim.decay import decayed
 from purecompose.optim.lists import add, lerp
 from purecompose.schedule import Scalar
+from purecompose.schedule.declared import Within
 
 
 # Chosen by Jordan for the steepest slope at 0: singular values end up between about 0.7 and 1.2, not at 1.
@@ -35,7 +36,7 @@ def muon(
     adjust_lr: Literal["original", "match_rms_adamw"] = "original",
     ns_precision: Literal["bf16", "full"] = "bf16",
     filters: bool | Literal["only"] = False,
-    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+    groups: GivenGroups = (),
 ) -> Muon:
     """Return Muon, equal to `torch.optim.Muon`: it moves matrices by about the same length in all directions.
 
@@ -94,19 +95,8 @@ def muon(
         networks, 2024, https://kellerjordan.github.io/posts/muon/.
         Liu et al., Muon is scalable for LLM training, 2025, arXiv:2502.16982 ("match_rms_adamw").
     """
-    return Muon(
-        lr,
-        momentum,
-        nesterov,
-        weight_decay,
-        ns_coefficients,
-        ns_steps,
-        eps,
-        adjust_lr,
-        ns_precision,
-        filters,
-        groups,  # type: ignore[arg-type]  # The class converts them to tuples.
-    )
+    newton_schulz = ns_coefficients, ns_steps, eps
+    return Muon(lr, momentum, nesterov, weight_decay, *newton_schulz, adjust_lr, ns_precision, filters, groups)
 
 
 def orthogonalized(
@@ -146,40 +136,27 @@ def orthogonalized(
     return x
 
 
+def _checked_coefficients(coefficients: Any, where: str) -> tuple[float, ...]:
+    if not isinstance(coefficients, tuple | list) or len(coefficients) != 3:
+        raise TypeError(f"{where}: expected three numbers, got {shown(coefficients)}")
+    return tuple(as_float(Within().number(one, f"{where}[{i}]")) for i, one in enumerate(coefficients))
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Muon(ByGroup):
     """Optimizer returned by `muon`; see there."""
 
-    lr: Scalar = 1e-3
-    momentum: Scalar = 0.95
-    nesterov: bool = True
-    weight_decay: Scalar = 0.1
-    ns_coefficients: tuple[float, float, float] = _COEFFICIENTS
-    ns_steps: int = 5
-    eps: float = 1e-7
-    adjust_lr: Literal["original", "match_rms_adamw"] = "original"
-    ns_precision: Literal["bf16", "full"] = "bf16"
-    filters: bool | Literal["only"] = False
-    groups: Groups = ()
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "momentum", "weight_decay"):
-            object.__setattr__(self, name, checked_scalar(getattr(self, name), f"muon: {name}"))
-        check_flag(self.nesterov, "muon: nesterov")
-        if not isinstance(self.filters, bool) and self.filters != "only":
-            raise TypeError(f"muon: filters: expected True, False or 'only', got {shown(self.filters)}")
-        if not isinstance(self.ns_coefficients, tuple | list) or len(self.ns_coefficients) != 3:
-            raise TypeError(f"muon: ns_coefficients: expected three numbers, got {shown(self.ns_coefficients)}")
-        numbers = tuple(check_number(x, f"muon: ns_coefficients[{i}]") for i, x in enumerate(self.ns_coefficients))
-        object.__setattr__(self, "ns_coefficients", numbers)
-        object.__setattr__(self, "ns_steps", check_whole(self.ns_steps, "muon: ns_steps", 1, 99))
-        object.__setattr__(self, "eps", checked_constant(self.eps, "muon: eps"))
-        for name, known in (("adjust_lr", ("original", "match_rms_adamw")), ("ns_precision", ("bf16", "full"))):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"muon: {name}: expected {known[0]!r} or {known[1]!r}, got {shown(getattr(self, name))}"
-                )
-        object.__setattr__(self, "groups", checked_groups(self, self.groups))
+    lr: Rate
+    momentum: Rate
+    nesterov: bool
+    weight_decay: Rate
+    ns_coefficients: Annotated[tuple[float, float, float], _checked_coefficients]
+    ns_steps: Annotated[int, Within(1, 99)]
+    eps: Constant
+    adjust_lr: Literal["original", "match_rms_adamw"]
+    ns_precision: Literal["bf16", "full"]
+    filters: bool | Literal["only"]
+    groups: Any = ()
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
         """Return zeros for every parameter, frozen ones included; see `Optimizer.init`.

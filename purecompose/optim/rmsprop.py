@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from purecompose._support.checks import check_flag, suggests_keywords
+from purecompose._support.checks import suggests_keywords
 from purecompose.optim.base import ByGroup, Value, read
-from purecompose.optim.checks import Groups, checked_constant, checked_groups, checked_scalar
+from purecompose.optim.checks import Constant, GivenGroups, Rate, Share
 from purecompose.optim.decay import decayed
 from purecompose.optim.lists import add, clamp_min, divide, lerp, multiply, root_plus
 from purecompose.schedule import Scalar
@@ -25,7 +24,7 @@ def rmsprop(
     weight_decay: Scalar = 0.0,
     momentum: Scalar = 0.0,
     centered: bool = False,
-    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+    groups: GivenGroups = (),
 ) -> RMSprop:
     """Return RMSprop, equal to `torch.optim.RMSprop`.
 
@@ -70,30 +69,21 @@ def rmsprop(
         Tieleman and Hinton, Lecture 6.5: divide the gradient by a running average of its recent magnitude, 2012.
         Graves, Generating sequences with recurrent neural networks, 2013, arXiv:1308.0850 (centered).
     """
-    # The class converts groups to tuples when it checks them.
-    return RMSprop(lr, alpha, eps, weight_decay, momentum, centered, groups)  # type: ignore[arg-type]
+    return RMSprop(lr, alpha, eps, weight_decay, momentum, centered, groups)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RMSprop(ByGroup):
     """Optimizer returned by `rmsprop`; see there."""
 
-    lr: Scalar = 1e-2
-    alpha: Scalar = 0.99
-    eps: float = 1e-8
-    weight_decay: Scalar = 0.0
-    momentum: Scalar = 0.0
-    centered: bool = False
-    groups: Groups = ()
+    lr: Rate
+    alpha: Share
+    eps: Constant
+    weight_decay: Rate
+    momentum: Rate
+    centered: bool
+    groups: Any = ()
     is_elementwise = True
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "momentum"):
-            object.__setattr__(self, name, checked_scalar(getattr(self, name), f"rmsprop: {name}"))
-        object.__setattr__(self, "alpha", checked_scalar(self.alpha, "rmsprop: alpha", below=1.0))
-        object.__setattr__(self, "eps", checked_constant(self.eps, "rmsprop: eps"))
-        check_flag(self.centered, "rmsprop: centered")
-        object.__setattr__(self, "groups", checked_groups(self, self.groups))
 
     @property
     def slots(self) -> tuple[str, ...]:

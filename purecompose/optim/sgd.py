@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_flag, suggests_keywords
+from purecompose._support.checks import suggests_keywords
 from purecompose.optim.base import ByGroup, Value, read, wide_dtype
-from purecompose.optim.checks import Groups, checked_groups, checked_scalar
+from purecompose.optim.checks import GivenGroups, Rate
 from purecompose.optim.decay import Decay, decayed, warn_if_strong
 from purecompose.optim.lists import add, increment, multiply, unbound
 from purecompose.schedule import Scalar
@@ -25,7 +24,7 @@ def sgd(
     dampening: Scalar = 0.0,
     nesterov: bool = False,
     weight_decay: Scalar = 0.0,
-    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+    groups: GivenGroups = (),
 ) -> SGD:
     """Return stochastic gradient descent, equal to `torch.optim.SGD`.
 
@@ -65,8 +64,7 @@ def sgd(
         Sutskever, Martens, Dahl and Hinton, On the importance of initialization and momentum in deep
         learning, 2013.
     """
-    # The class converts groups to tuples when it checks them.
-    return SGD(lr, momentum, dampening, nesterov, weight_decay, "coupled", groups)  # type: ignore[arg-type]
+    return SGD(lr, momentum, dampening, nesterov, weight_decay, "coupled", groups)
 
 
 @suggests_keywords(learning_rate="lr=0.1")
@@ -77,7 +75,7 @@ def decoupled_sgdw(
     dampening: Scalar = 0.0,
     weight_decay: Scalar = 0.0,
     nesterov: bool = False,
-    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+    groups: GivenGroups = (),
 ) -> SGD:
     """Return SGD with weight decay decoupled from gradient and learning rate, as in Composer's DecoupledSGDW.
 
@@ -105,8 +103,7 @@ def decoupled_sgdw(
     References:
         Loshchilov and Hutter, Decoupled weight decay regularization, 2019, arXiv:1711.05101.
     """
-    # The class converts groups to tuples when it checks them.
-    optimizer = SGD(lr, momentum, dampening, nesterov, weight_decay, "by schedule", groups)  # type: ignore[arg-type]
+    optimizer = SGD(lr, momentum, dampening, nesterov, weight_decay, "by schedule", groups)
     warn_if_strong("decoupled_sgdw", "sgd", optimizer.weight_decay, optimizer.lr)
     return optimizer
 
@@ -115,29 +112,25 @@ def decoupled_sgdw(
 class SGD(ByGroup):
     """Optimizer returned by `sgd` and `decoupled_sgdw`; see there."""
 
-    lr: Scalar
-    momentum: Scalar = 0.0
-    dampening: Scalar = 0.0
-    nesterov: bool = False
-    weight_decay: Scalar = 0.0
-    decay: Decay = dataclasses.field(default="coupled", repr=False)
-    groups: Groups = ()
+    lr: Rate
+    momentum: Rate
+    dampening: Rate
+    nesterov: bool
+    weight_decay: Rate
+    decay: Decay = dataclasses.field(repr=False)
+    groups: Any = ()
     is_elementwise = True
 
     @property
     def called(self) -> str:
         return "sgd" if self.decay == "coupled" else "decoupled_sgdw"
 
-    def __post_init__(self) -> None:
-        for name in ("lr", "momentum", "dampening", "weight_decay"):
-            object.__setattr__(self, name, checked_scalar(getattr(self, name), f"{self.called}: {name}"))
-        check_flag(self.nesterov, f"{self.called}: nesterov")
+    def check(self) -> None:
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
             raise ValueError(
                 f"{self.called}: nesterov=True needs momentum > 0 and dampening=0, "
                 f"got momentum={self.momentum!r}, dampening={self.dampening!r}"
             )
-        object.__setattr__(self, "groups", checked_groups(self, self.groups))
 
     @property
     def slots(self) -> tuple[str, ...]:

@@ -292,6 +292,17 @@ def number(scalar: Scalar) -> float:
     return float(scalar)
 
 
+def known_part(scalar: Scalar) -> float:
+    """Return a scalar as far as it is known without a state: schedules count as 1, hparams as their defaults.
+
+    Example:
+        >>> from purecompose.schedule import cosine
+        >>> known_part(0.5 * cosine() * hparam("lr", 0.1))
+        0.05
+    """
+    return math.prod((number(factor) for factor in factors_of(scalar) if not isinstance(factor, Schedule)), start=1.0)
+
+
 def not_a_scalar(value: object) -> str:
     """Return the message for a value that is not a scalar, with a hint for names, functions and torch's schedulers."""
     hint = ""

@@ -37,7 +37,7 @@ class Subject(NamedTuple):
 
         Example:
             >>> Subject.of("mixup(0.4)").algorithm
-            mixup(alpha=0.4, interpolate_loss=False)
+            mixup(alpha=0.4, interpolate_loss=False, per_example=False)
         """
         if isinstance(given, Subject):
             return given

@@ -1,6 +1,5 @@
 """Helpers for the tests of methods that average weights: runs of a network with BatchNorm, and shared checks."""
 
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 import purecompose as pc
 from purecompose import Algorithm, Evaluator, State, compose, loop_events
 from purecompose.surgery.weights import averages_in
-from tests.helpers import assert_close, assert_same, make_batches, make_cnn, make_state, run_steps
+from tests.helpers import assert_close, assert_same, make_batches, make_cnn, make_state
 
 
 BATCHES = make_batches(12, shape=(2, 6, 6))
@@ -44,27 +43,6 @@ def averages_of(state: State, name: str) -> dict[str, Tensor]:
     return {key: tensor.double() for key, tensor in (*found.params.items(), *found.buffers.items())}
 
 
-def check_training_is_the_plain_one(method: Algorithm, state: State | None = None) -> None:
-    """Check that weights, buffers, optimizer state and losses equal those without the method, bit for bit."""
-    state = cnn_state() if state is None else state
-    for plain, ours in zip(states_after([], state, BATCHES), states_after(method, state, BATCHES), strict=True):
-        for field in ("params", "buffers", "opt_state", "loss"):
-            assert_same(getattr(plain, field), getattr(ours, field))
-
-
-def check_resumes_exactly(make: Callable[[], Algorithm], folder: pathlib.Path, state: State | None = None) -> None:
-    """Check that a run saved after any batch, loaded into a new run and continued, ends with the same bits."""
-    state = cnn_state() if state is None else state
-    step = compose(loop_events, [make()])
-    states = states_after(make(), state, BATCHES)
-    for cut in range(len(BATCHES) + 1):
-        pc.save(states[cut], folder / str(cut), step=step)
-        again = compose(loop_events, [make()])
-        loaded = pc.load(folder / str(cut), again.init(state), step=again)
-        assert_same(loaded, states[cut])
-        assert_same(run_steps(again, loaded, BATCHES[cut:]), states[-1])
-
-
 def check_evaluation_sees_averages(method: Algorithm) -> None:
     """Check that only `evaluate`, `predict` and fit's evaluators see averages, and that training does not change."""
     step, data = compose(loop_events, [method]), BATCHES[:2]
@@ -89,31 +67,6 @@ def check_evaluation_sees_averages(method: Algorithm) -> None:
     states = states_after(method, cnn_state(), BATCHES[:4] * 3)
     assert seen == {at: pc.evaluate(states[at], data, step=step)["loss"] for at in (2, 4, 6, 8, 10, 12)}
     assert_same(end.replace(metrics={}), states[-1].replace(metrics={}))
-
-
-def check_populations(method: Algorithm) -> None:
-    """Check that each member has the averages of its single run, and that evaluation sees them."""
-    step = compose(loop_events, [method])
-    starts = [cnn_state(key=key) for key in range(2)]
-    starts[1] = starts[1].replace(params={name: 1.5 * param for name, param in starts[1].params.items()})
-    both = pc.population(step, 2)
-    found = run_steps(both, both.init(pc.stack_states(starts)), BATCHES)
-    for member, start in zip(pc.unstack_states(found), starts, strict=True):
-        alone = states_after(method, start, BATCHES)[-1]
-        assert_close(averages_of(member, method.name), averages_of(alone, method.name), rtol=1e-4, atol=1e-5)
-        assert_close(member.params, alone.params, rtol=1e-4, atol=1e-5)
-    averaged = pc.unstack_states(pc.surgery.with_weights(found, method.name))
-    losses = pc.evaluate(found, BATCHES[:2], step=both)["loss"]
-    expected = [pc.evaluate(member, BATCHES[:2])["loss"] for member in averaged]
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-6)
-
-
-def check_compiled(method: Algorithm, state: State | None = None, **options: Any) -> None:
-    """Check that a compiled run ends like the eager one; by default its graphs are only traced."""
-    state = cnn_state() if state is None else state
-    step = pc.compile(compose(loop_events, [method]), quiet=True, **{"backend": "eager", **options})
-    found = run_steps(step, step.init(state), BATCHES).unleased()
-    assert not list(pc.tree.differences(states_after(method, state, BATCHES)[-1], found, tolerance=1e-5))
 
 
 def check_init(method: Algorithm, surgery: Callable[[], Algorithm], state: State) -> None:

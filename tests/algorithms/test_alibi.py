@@ -17,7 +17,7 @@ from purecompose.nn.layers import (
     NoPositions,
     PositionEmbedding,
     SelfAttention,
-    positions,
+    transformer,
 )
 from purecompose.nn.models import gpt, vit
 from tests.algorithms.surgery_checks import hooked, patched
@@ -79,17 +79,6 @@ def test_positional_embeddings_are_removed_and_all_else_is_kept() -> None:
     assert kinds.count(AlibiAttention) == 2 and kinds.count(NoPositions) == 1
     assert SelfAttention not in kinds and PositionEmbedding not in kinds
     assert pc.compose(pc.loop_events)(after, make_batch(5)).timestamp.batch == 3
-
-
-def test_a_second_surgery_changes_nothing_and_warns_nothing() -> None:
-    once, _ = surgery.operate(make_state(), alibi_rules(), name="alibi")
-    twice, report = surgery.operate(once, alibi_rules(), name="alibi")
-    assert twice is once and report.replaced == ()
-
-
-def test_two_networks_of_one_architecture_are_equal_after_it() -> None:
-    first, second = (trained(make_state(), alibi(), num=0) for _ in range(2))
-    assert first.model == second.model != make_state().model
 
 
 def test_a_network_without_attention_is_warned_about() -> None:
@@ -235,7 +224,7 @@ def test_without_slopes_the_order_of_earlier_tokens_does_not_matter(monkeypatch:
         return [(state.forward(ids[:, order])[..., -1] - last).abs().max().item() for order in orders]
 
     assert min(changes()) > 1e-3
-    monkeypatch.setattr(positions, "alibi_slopes", lambda num_heads, **form: torch.zeros(num_heads, **form))
+    monkeypatch.setattr(transformer, "alibi_slopes", lambda num_heads, **form: torch.zeros(num_heads, **form))
     assert max(changes()) < 1e-5
 
 
@@ -314,14 +303,6 @@ def test_a_warm_up_is_of_the_rows_that_are_trained_on_whatever_their_names_and_o
     methods = [alibi(0.5, name=names[0]), seq_length_warmup(1.0, 1, 2, 1, name=names[1])]
     for order in (methods, methods[::-1]):
         assert seen_batch(make_batch(), *order)[0].shape == (8, 1)
-
-
-@pytest.mark.parametrize("scaling", [0, -0.5, 1.5, float("nan")])
-def test_scalings_out_of_range_are_refused(scaling: float) -> None:
-    with pytest.raises(ValueError, match=r"alibi: train_sequence_length_scaling: expected a finite number in \(0, 1\]"):
-        alibi(scaling)
-    with pytest.raises(TypeError, match="alibi: train_sequence_length_scaling: expected a finite number"):
-        alibi("a quarter")  # pyright: ignore[reportArgumentType]
 
 
 def test_labels_of_whole_sequences_are_refused() -> None:

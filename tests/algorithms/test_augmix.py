@@ -1,7 +1,5 @@
 """AugMix: the core against a manual loop, its bounds, the factory."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -14,7 +12,6 @@ from purecompose.algorithms._randaugment import one_operation_each
 from purecompose.algorithms.functional import augmix_batch
 from purecompose.algorithms.images import SETS, Primitive, Scale
 from purecompose.schedule import linear
-from purecompose.time.predicates import NEVER
 from tests.algorithms.method_helpers import make_images
 
 
@@ -137,33 +134,6 @@ def test_the_chains_of_one_image_draw_operations_apart() -> None:
     assert 70 < num_equal < 130
 
 
-@given(SEEDS)
-def test_vmap_gives_what_a_loop_gives(seed: int) -> None:
-    batch, keys = make_images(4), torch.stack([random.key(seed), random.key(1)])
-    mapped = torch.func.vmap(lambda key: augmix_batch(key, batch, width=2))(keys)
-    assert torch.equal(mapped, torch.stack([augmix_batch(key, batch, width=2) for key in keys]))
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"severity": 10.1}, ValueError, "severity"),
-        ({"width": 0}, ValueError, "width"),
-        ({"depth": 0}, ValueError, "depth"),
-        ({"depth": -2}, ValueError, "depth"),
-        ({"alpha": 0}, ValueError, "alpha"),
-        ({"alpha": -1.0}, ValueError, "alpha"),
-        ({"augmentation_set": "none"}, ValueError, "augmentation_set"),
-        ({"value_range": 3}, TypeError, "value_range"),
-    ],
-)
-def test_bad_settings_are_refused_where_they_are_given(settings: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"augmix.*{message}"):
-        augmix(**settings)
-    with pytest.raises(error, match=message):
-        augmix_batch(random.key(0), make_images(), **settings)
-
-
 def test_a_step_trains_on_the_images_of_the_core_with_its_key() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(192, 3))
@@ -176,7 +146,3 @@ def test_a_step_trains_on_the_images_of_the_core_with_its_key() -> None:
     rising = compose(loop_events, [augmix(10 * linear(0.0, 1.0))])  # the severity is still 0 there
     plain, first = compose(loop_events)(state, batch), rising(rising.init(state), batch)
     assert all(torch.equal(first.params[name], plain.params[name]) for name in first.params)
-
-
-def test_neutral_settings_never_match() -> None:
-    assert augmix(0).match == NEVER and augmix().match != NEVER

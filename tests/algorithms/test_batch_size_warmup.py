@@ -8,10 +8,8 @@ from hypothesis import given, strategies as st
 from torch.nn import functional as F
 
 import purecompose as pc
-from purecompose import Algorithm, Event, compose, loop_events, on, tree
+from purecompose import Algorithm, Event, compose, loop_events, on
 from purecompose.algorithms._batch_size_warmup import batch_size_warmup, warmup_batch_size
-from purecompose.core.algorithm import Trait
-from purecompose.time.predicates import NEVER
 from tests.algorithms import method_helpers as helpers
 
 
@@ -116,12 +114,6 @@ def test_all_per_example_members_are_cut_and_the_others_are_kept():
     )
 
 
-def test_small_batches_stay_whole_and_are_the_very_same():
-    seen, states = run([batch_size_warmup(0.5, 0.1, 32)], 2)
-    assert all(inputs.data_ptr() == BATCH[0].data_ptr() for inputs, _ in seen)
-    assert states[1].metrics["batch_size_warmup/batch_size"] == 20
-
-
 def test_draws_of_examples_that_are_left_are_those_of_the_whole_batch():
     def draw(_, state):
         return state.replace(metrics={"draws": pc.random.uniform(state.example_rng("draw"), (state.num_examples,))})
@@ -129,13 +121,6 @@ def test_draws_of_examples_that_are_left_are_those_of_the_whole_batch():
     drawing = Algorithm("draw", on(Event.BEFORE_TRAIN_BATCH), draw)
     whole, part = run([drawing], 1)[1][-1], run([drawing, batch_size_warmup(0.5, 0.2, 4)], 1)[1][-1]
     assert torch.equal(part.metrics["draws"], whole.metrics["draws"][:4])
-
-
-@pytest.mark.parametrize("microbatches", [{"microbatches": 3}, {"microbatch_size": 2}, {"microbatches": 8}])
-def test_microbatches_are_cut_from_what_is_left(microbatches):
-    _, expected = run([batch_size_warmup(0.5, 0.25)], 3)
-    _, states = run([batch_size_warmup(0.5, 0.25)], 3, **microbatches)
-    torch.testing.assert_close(states[-1].params, expected[-1].params)
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -158,13 +143,6 @@ def test_one_variant_is_compiled_for_each_size():
     torch.testing.assert_close(state.unleased().params, eager.params)
 
 
-@pytest.mark.parametrize("settings", [{"duration": 0}, {"duration": 0.0}, {"initial_share": 1}, {"initial_share": 1.0}])
-def test_neutral_settings_are_the_plain_step(settings):
-    assert batch_size_warmup(**settings).match == NEVER
-    ours, plain = run([batch_size_warmup(**settings)], 2)[1][-1], run([], 2)[1][-1]
-    assert tree.equal((ours.params, ours.loss, ours.metrics), (plain.params, plain.loss, plain.metrics))
-
-
 def test_a_learning_rate_grows_with_the_batch_by_a_schedule_of_the_same_line():
     share = pc.schedule.linear(0.125, 1.0, t_max="0.3dur")
     run_length = helpers.make_state(duration="700ba").timestamp.run
@@ -180,38 +158,3 @@ def test_a_learning_rate_grows_with_the_batch_by_a_schedule_of_the_same_line():
 def test_a_run_of_unknown_length_is_refused(duration):
     with pytest.raises(pc.errors.MatchError, match="batch_size_warmup.*duration|batch_size_warmup.*wall-clock"):
         run([batch_size_warmup()], 1, helpers.make_state(duration=duration))
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"duration": -0.1}, ValueError),
-        ({"duration": 1.5}, ValueError),
-        ({"duration": "0.3dur"}, TypeError),
-        ({"initial_share": 1.1}, ValueError),
-        ({"initial_share": None}, TypeError),
-        ({"multiple": 0}, ValueError),
-        ({"multiple": 8.0}, TypeError),
-        ({"name": ""}, ValueError),
-    ],
-)
-def test_bad_settings_are_refused_when_built(settings, error):
-    with pytest.raises(error, match=next(iter(settings))):
-        batch_size_warmup(**settings)
-    if "name" not in settings:
-        with pytest.raises(error, match=next(iter(settings))):
-            warmup_batch_size(0.1, 8, **settings)
-
-
-def test_the_cores_own_arguments_are_checked():
-    for arguments, role in (((-0.1, 8), "elapsed"), ((0.1, 0), "batch_size")):
-        with pytest.raises(ValueError, match=role):
-            warmup_batch_size(*arguments)
-
-
-def test_print_and_place():
-    method = batch_size_warmup(0.2, multiple=32, name="w")
-    assert method.events == (Event.AFTER_DATALOADER,) and method.host
-    assert method.traits == {Trait.SELECTS_EXAMPLES, Trait.LIMITS_BATCHES}
-    assert repr(method) == "w(duration=0.2, initial_share=0.125, multiple=32)"
-    assert repr(method.predicate) == "on(AFTER_DATALOADER) & before('0.2dur')"

@@ -12,16 +12,14 @@ from scipy import ndimage
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from purecompose import compose, loop_events, surgery, testing
+from purecompose import compose, loop_events, surgery
 from purecompose.algorithms import blurpool
 from purecompose.algorithms.functional import blur_2d, blurmax_pool2d, blurpool_rules
 from purecompose.nn.layers import BlurConv2d, BlurMaxPool2d, BlurPool2d
-from purecompose.testing.tasks import MakeBatch, Task
 from tests.algorithms.surgery_checks import (
     check_at_init,
     check_keeps_all,
     check_leaves,
-    check_shows,
     hooked,
     make_batch,
     make_images,
@@ -181,21 +179,6 @@ def test_convolutions_are_the_formulas_with_all_settings_kept(seed, side, stride
     torch.testing.assert_close(result, after if is_first else before, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own forward mode uses it
-@pytest.mark.parametrize("is_first", [True, False])
-def test_gradients_transforms_and_compiled_code(is_first):
-    torch.manual_seed(0)
-    layer = nn.Sequential(BlurConv2d(nn.Conv2d(2, 2, 3, 2, 1), is_first), BlurMaxPool2d(3, 2, 1, ceil_mode=True))
-    layer = layer.double()
-    images = drawn(0, (2, 2, 7, 7)).requires_grad_()
-    assert torch.autograd.gradcheck(layer, images)
-    torch.testing.assert_close(torch.vmap(layer)(torch.stack([images, 2 * images]))[0], layer(images))
-    tangent = torch.func.jvp(layer, (images,), (torch.ones_like(images),))[1]
-    quotient = (layer(images + 1e-6) - layer(images - 1e-6)) / 2e-6
-    torch.testing.assert_close(tangent, quotient, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(images), layer(images))
-
-
 def test_a_shifted_image_changes_the_output_less():
     torch.manual_seed(0)
     conv, distances = nn.Conv2d(3, 8, 3, 2, 1), []
@@ -204,11 +187,6 @@ def test_a_shifted_image_changes_the_output_less():
         change = layer(images) - layer(images.roll((1, 1), (2, 3)))
         distances.append(change[..., 2:-2, 2:-2].norm().item() / layer(images).norm().item())
     assert max(distances[1:]) < 0.7 * distances[0]
-
-
-def test_numbers_of_no_images_and_empty_images():
-    assert blur_2d(torch.zeros(0, 3, 4, 4), stride=2).shape == (0, 3, 2, 2)
-    assert blur_2d(torch.zeros(2, 3, 0, 4)).shape == (2, 3, 0, 4)
 
 
 # The surgery
@@ -291,33 +269,6 @@ def test_layers_with_own_forwards_hooks_or_parametrizations_are_kept():
         BlurConv2d(Fixed(2, 2, 3, 2, 1), False)
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_convolution_can_be_read_where_it_was(is_first):
-    conv = nn.Conv2d(2, 3, 3, 2, 1)
-    check_shows(BlurConv2d(conv, is_first), conv, "out_channels")
-    assert conv.stride == (2, 2) and BlurConv2d(conv, is_first).conv._parameters["weight"] is conv.weight
-
-
-def test_a_convolution_may_be_the_network_or_be_used_in_two_places():
-    module, report = operated(nn.Conv2d(2, 2, 3, 2), blurpool_rules(min_channels=1))
-    assert isinstance(module, BlurConv2d) and report.kept == {"conv.weight": "weight", "conv.bias": "bias"}
-    shared = nn.Conv2d(2, 2, 3, 2, 1)
-    module, report = operated(nn.Sequential(shared, nn.ReLU(), shared), blurpool_rules(min_channels=1))
-    assert module[0] is module[2] and report.replaced == ("0",)
-
-
-@pytest.mark.parametrize("blur_first", [True, False])
-def test_a_frozen_convolution_stays_frozen(blur_first: bool):
-    net = make_net()
-    net.get_parameter("0.weight").requires_grad_(False)
-    state = trained(make_state(net))
-    after, _ = check_keeps_all(state, blurpool_rules(blur_first=blur_first, min_channels=1))
-    assert state.context.frozen == {"0.weight"} and after.context.frozen == {"0.conv.weight"}
-    stepped = compose(loop_events)(after, make_batch(5))
-    assert torch.equal(stepped.params["0.conv.weight"], state.params["0.weight"])
-    assert not torch.equal(stepped.params["1.weight"], state.params["1.weight"])
-
-
 @given(SEEDS, st.sampled_from([torch.float32, torch.float64]), st.booleans())
 @settings(max_examples=10)
 def test_the_state_after_surgery_computes_what_the_layers_do(seed, dtype, is_first):
@@ -333,46 +284,8 @@ def test_the_state_after_surgery_computes_what_the_layers_do(seed, dtype, is_fir
 # The method
 
 
-def make_pooled(seed: int) -> nn.Module:
-    del seed
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2, ceil_mode=True), nn.Flatten(), nn.Linear(36, 3)
-    )
-
-
-POOLED = Task("pooled", make_pooled, MakeBatch("images"))
-
-
-def test_max_poolings_keep_laws():
-    laws = ["input_untouched", "init_once", "gradient_exact", "vmap_agrees"]
-    report = testing.check("blurpool(replace_convs=False)", tasks=[POOLED], laws=laws, max_examples=2)
-    assert report.ok, str(report)
-
-
 def test_the_method_is_the_surgery_at_init():
     method = blurpool(min_channels=1)
     assert repr(method) == "blurpool(replace_convs=True, replace_maxpools=True, blur_first=True, min_channels=1)"
     assert blurpool(name="b").name == "b"
     assert "0.conv.weight" in check_at_init(method, make_net()).params
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: blurpool(False, False), ValueError, "blurpool: expected replace_convs or replace_maxpools, got neith"),
-        (lambda: UNTYPED(1), TypeError, "blurpool: replace_convs: expected True or False, got 1"),
-        (lambda: UNTYPED(True, "no"), TypeError, "blurpool: replace_maxpools: expected True or False"),
-        (lambda: UNTYPED(blur_first=None), TypeError, "blurpool: blur_first: expected True or False"),
-        (lambda: blurpool(min_channels=0), ValueError, "blurpool: min_channels: expected an int >= 1, got 0"),
-        (lambda: UNTYPED_LAYER(nn.Conv1d(2, 2, 3, 2)), TypeError, "BlurConv2d: expected an nn.Conv2d, got Conv1d"),
-        (lambda: UNTYPED_LAYER(nn.Conv2d(2, 2, 3, 2), 1), TypeError, "BlurConv2d: blur_first: expected True or False"),
-        (lambda: blur_2d(torch.zeros(3, 3)), ValueError, r"blur_2d: expected an input .* got shape \(3, 3\)"),
-        (lambda: blur_2d(torch.ones(1, 1, 3, 3).int()), TypeError, "blur_2d: expected a floating input, got torch.int"),
-        (lambda: blur_2d(torch.zeros(1, 2, 3, 3), kernel=torch.ones(2, 2)), ValueError, "odd sides, got shape"),
-        (lambda: blur_2d(torch.zeros(1, 2, 3, 3), kernel=torch.ones(3, 3, 3)), ValueError, r"or \(2, h, w\)"),
-        (lambda: blur_2d(torch.zeros(1, 2, 3, 3), kernel=torch.ones(3)), ValueError, "expected a kernel"),
-    ],
-)
-def test_bad_settings_are_refused(make, error, message):
-    with pytest.raises(error, match=message):
-        make()

@@ -11,7 +11,6 @@ import purecompose as pc
 from purecompose import State, compose, loop_events, losses, optim, tree
 from purecompose.algorithms import channels_last, no_op_model, squeeze_excite
 from purecompose.algorithms.functional import to_channels_last
-from purecompose.run.saving import load, save
 from tests.helpers import assert_close, assert_same
 
 
@@ -75,26 +74,11 @@ def test_the_optimizers_groups_are_kept():
     assert_close(step(after, make_batch()).params, plain(before, make_batch()).params)
 
 
-def test_a_second_time_changes_nothing():
-    once = compose(loop_events, [channels_last()]).init(make_state())
-    twice = compose(loop_events, [channels_last(name="again")]).init(once)
-    assert all(twice.params[name] is param for name, param in once.params.items())
-
-
 def test_gradients_are_those_of_the_usual_form():
     plain, step = compose(loop_events), compose(loop_events, [channels_last()])
     first, second = plain.fold(make_state(), make_batch()), step.fold(step.init(make_state()), make_batch())
     assert first.grads is not None and second.grads is not None
     assert_close(first.grads, second.grads)
-
-
-def test_a_resumed_run_has_the_same_bits_and_may_continue_without_the_method(tmp_path: Any):
-    step = compose(loop_events, [channels_last()])
-    state = step(step.init(make_state()), make_batch(0))
-    save(state, tmp_path / "state", step=step)
-    loaded = load(tmp_path / "state", step.init(make_state()), step=step)
-    assert [t.stride() for t in images(loaded)] == [t.stride() for t in images(state)]
-    assert_same(step(loaded, make_batch(1)), step(state, make_batch(1)))
 
 
 def test_compiled_steps_keep_the_form_in_one_variant():
@@ -104,15 +88,6 @@ def test_compiled_steps_keep_the_form_in_one_variant():
         state = step(state, make_batch(seed))
     assert len(step.variants()) == 1
     assert state.params["0.weight"].stride() == (27, 1, 9, 3)
-
-
-def test_a_population_with_group_normalisation_runs():
-    """torch has none under vmap for images with channels last."""
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(144, 2))
-    step = compose(loop_events, [channels_last()])
-    start = step.init(make_state(net=net))
-    after = pc.unstack_states(pc.population(step, 2)(pc.stack_states([start, start]), make_batch()))[1]
-    assert_close(after.params, step(start, make_batch()).params)
 
 
 def test_it_comes_after_methods_that_change_the_model():

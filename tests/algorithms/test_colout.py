@@ -9,15 +9,14 @@ import torch
 from hypothesis import given, strategies as st
 from scipy import stats
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from purecompose import Algorithm, State, compose, evaluate, loop_events, losses, optim, random, tree
-from purecompose.algorithms import FACTORIES, colout
+from purecompose import Algorithm, State, compose, loop_events, losses, optim, random, tree
+from purecompose.algorithms import colout
 from purecompose.algorithms.functional import colout_batch
 from purecompose.losses.targets import Mixture
 from purecompose.testing.tasks import TASKS
 from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER, on
+from purecompose.time.predicates import on
 from tests.algorithms.method_helpers import make_image_state, spy
 
 
@@ -105,26 +104,6 @@ def test_each_image_has_its_own_rows_whatever_the_batch_is():
     whole = colout_batch(rng.per_example(torch.arange(12)), images, per_example=True)
     rest = colout_batch(rng.per_example(torch.arange(7, 12)), images[7:], per_example=True)
     assert torch.equal(rest, whole[7:])
-
-
-def test_samples_of_one_epoch_lose_different_rows():
-    epoch = random.Rng(random.fold_in(random.key(0), 2), 5)
-    rngs = [epoch.per_example(index) for index in range(8)]  # as a data set's loader makes them
-    assert len({str(kept(colout_batch(rng, places(1, 1, 20, 20)[0])[0])) for rng in rngs}) == 8
-
-
-@pytest.mark.parametrize("per_example", [False, True])
-def test_many_keys_under_vmap_and_a_traced_call_equal_a_loop(per_example):
-    images, keys = places(3, 2, 7, 9), random.split(random.key(5), 4)
-
-    def fn(key: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
-        return colout_batch(key, images, images[:, 0], p_row=0.3, per_example=per_example)
-
-    expected = [torch.stack(parts) for parts in zip(*(fn(key, images) for key in keys), strict=True)]
-    assert tree.equal(list(torch.func.vmap(fn, (0, None))(keys, images)), expected)
-    assert tree.equal(list(torch.func.vmap(fn)(keys, images.expand(4, -1, -1, -1, -1))), expected)
-    traced = make_fx(fn)(keys[0], images)
-    assert tree.equal([torch.stack(parts) for parts in zip(*(traced(k, images) for k in keys), strict=True)], expected)
 
 
 @pytest.mark.parametrize("per_example", [False, True])
@@ -226,29 +205,6 @@ def test_a_step_trains_on_the_images_of_the_core(per_example):
     assert tree.equal(after.params, compose(loop_events, [])(state, smaller).params)
 
 
-def test_labels_are_shared_members_are_named_and_the_input_is_unchanged():
-    seen: list[Any] = []
-    images, labels = TASKS["images"].make_batch(0, 4)
-    batch = {"x": images, "y": labels, "depth": images[:, 0]}
-    kept_before = tree.map(torch.clone, batch)
-    names = {"input_field": "x", "target_field": "y"}
-    for algorithm in (colout(0.2, 0.4), colout(0.2, 0.4, target_field=["y", "depth"]), colout(resize_target=False)):
-        step = compose(loop_events, [algorithm, spy(seen, Event.BATCH_START)])
-        step(step.init(make_image_state(**names)), batch)
-    assert tree.equal(batch, kept_before)
-    assert [one["x"].shape for one in seen] == [(4, 2, 4, 3), (4, 2, 4, 3), (4, 2, 5, 5)]
-    assert [one["depth"].shape for one in seen] == [(4, 6, 6), (4, 4, 3), (4, 6, 6)]
-    assert all(one["y"].data_ptr() == labels.data_ptr() for one in seen[::2])
-    assert torch.equal(seen[1]["depth"], seen[1]["x"][:, 0])
-
-
-def test_evaluation_sees_whole_images():
-    step = compose(loop_events, [colout(0.5, 0.5)])
-    state = step.init(make_image_state())
-    data = [TASKS["images"].make_batch(seed, 4) for seed in range(2)]
-    assert tree.equal(evaluate(state, data), evaluate(make_image_state(), data))
-
-
 def test_a_batch_without_a_target_and_targets_that_can_only_be_read():
     seen: list[Any] = []
     images, labels = TASKS["images"].make_batch(0, 4)
@@ -264,42 +220,7 @@ def test_a_batch_without_a_target_and_targets_that_can_only_be_read():
         compose(loop_events, [colout(resize_target=True)]).init(make_image_state(**read))
 
 
-def test_neutral_settings_never_match():
-    assert colout(0, 0).match == NEVER and colout(0.0, 0).events == ()
-    assert colout(0, 0.1).events == colout().events == (Event.INIT, Event.AFTER_DATALOADER)
-
-
-def test_registry_and_print():
-    assert FACTORIES["colout"] is colout
-    assert repr(colout(0.2, per_example=True, resize_target=False, input_field="x")) == (
-        "colout(p_row=0.2, p_col=0.15, per_example=True, resize_target=False, input_field='x')"
-    )
-
-
 # Errors
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"p_row": -0.1}, ValueError),
-        ({"p_row": 1.5}, ValueError),
-        ({"p_col": 1.5}, ValueError),
-        ({"p_col": float("nan")}, ValueError),
-        ({"p_col": "0.1"}, TypeError),
-        ({"p_row": torch.tensor(0.1)}, TypeError),
-        ({"per_example": 1}, TypeError),
-        ({"resize_target": "yes"}, ValueError),
-        ({"resize_target": 1}, TypeError),
-        ({"resize_target": None}, TypeError),
-    ],
-)
-def test_bad_settings_are_refused_by_the_factory_and_the_core(settings, error):
-    (name,) = settings
-    with pytest.raises(error, match=f"colout: {name}"):
-        colout(**settings)
-    with pytest.raises(error, match=f"colout_batch: {name}"):
-        colout_batch(random.key(0), torch.zeros(1, 1, 4, 4), **settings)
 
 
 def test_bad_arguments_of_the_core_are_refused():

@@ -9,17 +9,14 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from purecompose import losses, random, tree
-from purecompose.algorithms import FACTORIES
 from purecompose.algorithms._cutmix import cutmix, cutmix_batch
 from purecompose.algorithms._selective_backprop import selective_backprop
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
-from purecompose.schedule import hparam, linear
 from purecompose.surgery.weights import to_module
 from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER
 from tests.algorithms.method_helpers import LR, make_state, one_step, spy
 
 
@@ -117,35 +114,6 @@ def test_selective_backprop_chooses_first():
     assert len(images) == len(mixture.weights[0]) == 4 and after.loss is not None and after.loss.isfinite()
 
 
-def test_a_neutral_alpha_is_absent():
-    assert cutmix(0).match == NEVER and cutmix(0.0).events == ()
-    state, batch = image_state(), image_batch()
-    plain, neutral = compose(loop_events)(state, batch), one_step(cutmix(0), state, batch)
-    assert tree.equal((neutral.params, neutral.loss), (plain.params, plain.loss))
-
-
-def test_alpha_may_be_an_hparam_or_a_schedule():
-    state, batch = image_state(), image_batch()
-    expected = one_step(cutmix(0.4), state, batch)
-    named = compose(loop_events, [cutmix(hparam("alpha", 0.4))])
-    start = named.init(state)
-    torch.testing.assert_close(named(start, batch).params, expected.params)
-    off = named(start.replace(hparams={"alpha": torch.tensor(0.0)}), batch)
-    torch.testing.assert_close(off.params, compose(loop_events)(state, batch).params)
-    torch.testing.assert_close(one_step(cutmix(0.4 * linear(1.0, 0.5)), state, batch).params, expected.params)
-
-
-def test_members_of_dict_batches_are_named_by_keys():
-    images, targets = image_batch()
-    batch = {"x": images, "y": targets, "extra": torch.ones(8, 2)}
-    state = image_state(input_field="x", target_field="y")
-    expected = one_step(cutmix(), image_state(), (images, targets))
-    for algorithm in (cutmix(), cutmix(input_field="x", target_field="y")):
-        after = one_step(algorithm, state, batch)
-        assert tree.equal(after.params, expected.params)
-    assert torch.equal(batch["x"], images)
-
-
 def test_targets_arrive_as_a_mixture_and_evaluation_sees_none():
     seen = []
     step = compose(loop_events, [cutmix(), spy(seen, "before_loss", "batch_end")])
@@ -154,35 +122,7 @@ def test_targets_arrive_as_a_mixture_and_evaluation_sees_none():
     assert cutmix().events == (Event.INIT, Event.AFTER_DATALOADER)
 
 
-def test_registry_and_print():
-    assert FACTORIES["cutmix"] is cutmix
-    assert repr(cutmix(0.5, input_field="x")) == "cutmix(alpha=0.5, interpolate_loss=False, input_field='x')"
-    assert repr(cutmix(per_example=True)) == "cutmix(alpha=1.0, interpolate_loss=False, per_example=True)"
-
-
 # Errors
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"alpha": -0.1}, ValueError),
-        ({"alpha": float("nan")}, ValueError),
-        ({"alpha": "1"}, TypeError),
-        ({"alpha": True}, TypeError),
-        ({"alpha": hparam("alpha", -1.0)}, ValueError),
-        ({"interpolate_loss": 1}, TypeError),
-        ({"uniform_sampling": 1}, TypeError),
-        ({"per_example": None}, TypeError),
-        ({"input_field": 1.5}, TypeError),
-        ({"target_field": True}, TypeError),
-        ({"input_field": lambda batch: batch[0]}, TypeError),
-        ({"name": ""}, ValueError),
-    ],
-)
-def test_bad_settings_are_refused_when_built(settings, error):
-    with pytest.raises(error, match=next(iter(settings))):
-        cutmix(**settings)
 
 
 def test_losses_without_support_for_mixtures_are_refused_at_init():

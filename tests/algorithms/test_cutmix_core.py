@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from hypothesis import given, strategies as st
 from scipy import stats
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from purecompose import functional, losses, random
+from purecompose import losses, random
 from purecompose.algorithms._cutmix import cutmix_batch, cutmix_box
 from purecompose.losses.targets import Mixture
 from purecompose.random import Rng
@@ -262,24 +261,6 @@ def test_mixed_maps_are_pasted_in_their_dense_form(seed, per_example):
 # Transforms
 
 
-@pytest.mark.parametrize("per_example", [False, True])
-def test_many_keys_under_vmap_equal_a_loop_and_tracing_reads_nothing(per_example):
-    images, targets = make_images((5, 2, 6, 6)), torch.arange(5)
-
-    def core(key: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-        mixed, mixture = cutmix_batch(key, images, targets, alpha=alpha, per_example=per_example)
-        assert isinstance(mixture, Mixture)
-        return mixed, torch.stack(mixture.weights)
-
-    keys, alphas = random.split(random.key(5), 4), torch.tensor([0.0, 0.2, 1.0, 2.0])
-    together = torch.func.vmap(core)(keys, alphas)
-    graph = make_fx(core)(keys[3], alphas[3])
-    for i, key in enumerate(keys):
-        alone, traced = core(key, alphas[i]), graph(key, alphas[i])
-        for whole, part, again in zip(together, alone, traced, strict=True):
-            assert torch.equal(whole[i], part) and torch.equal(again, part)
-
-
 def test_gradients_go_back_to_where_the_pixels_come_from():
     images, order = make_images((2, 1, 2, 2)).requires_grad_(), torch.tensor([1, 0])
     mixed, _ = cutmix_batch(None, images, torch.arange(2), bbox=(0, 0, 1, 1), indices=order)
@@ -331,10 +312,6 @@ def test_inputs_that_cannot_be_cut_are_refused():
         ValueError, match=r"interpolate_loss=True: expected one target per image, got shape \(2, 3, 3\), one"
     ):
         cutmix_batch(key, images, masks, interpolate_loss=True)
-
-
-def test_the_cores_are_in_functional():
-    assert functional.cutmix_batch is cutmix_batch and functional.cutmix_box is cutmix_box
 
 
 @given(st.integers(1, 100))

@@ -8,15 +8,13 @@ import torch
 from hypothesis import given, strategies as st
 from scipy import stats
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from purecompose import Algorithm, State, compose, loop_events, losses, optim, random, tree
-from purecompose.algorithms import FACTORIES, cutout
+from purecompose import State, compose, loop_events, losses, optim, random, tree
+from purecompose.algorithms import cutout
 from purecompose.algorithms.functional import cutout_batch
-from purecompose.algorithms.images.sizes import whole_part
+from purecompose.algorithms.images.levels import whole_part
 from purecompose.testing.tasks import TASKS
 from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER, on
 from tests.algorithms.method_helpers import make_image_state, spy
 
 
@@ -172,13 +170,6 @@ def test_an_image_alone_is_a_batch_of_one():
         assert torch.equal(alone, cutout_batch(random.key(0), image.unsqueeze(0), **settings)[0])
 
 
-def test_samples_of_one_epoch_have_different_holes():
-    epoch = random.Rng(random.fold_in(random.key(0), 2), 5)
-    rngs = [epoch.per_example(index) for index in range(8)]  # as a data set's loader makes them
-    masks = {tuple(cutout_batch(rng, ones(1, 16, 16)).flatten().tolist()) for rng in rngs}
-    assert len(masks) == 8
-
-
 @given(SEEDS, st.booleans())
 def test_the_gradient_is_the_mask(seed, per_example):
     images = torch.randn(3, 2, 8, 8, dtype=torch.float64, requires_grad=True)
@@ -211,22 +202,6 @@ def test_decimal_lengths_lose_no_pixel():
     assert (result == 0).sum() == 58 * 58
 
 
-@pytest.mark.parametrize("per_example", [False, True])
-def test_many_keys_under_vmap_and_a_traced_call_equal_a_loop(per_example):
-    images, keys = torch.randn(4, 2, 7, 9), random.split(random.key(5), 6)
-
-    def fn(key: Tensor, images: Tensor) -> Tensor:
-        return cutout_batch(key, images, num_holes=2, per_example=per_example, fill=(0.0, 1.0))
-
-    expected = torch.stack([fn(key, images) for key in keys])
-    assert torch.equal(torch.func.vmap(fn, (0, None))(keys, images), expected)
-    each = torch.func.vmap(fn)(keys, images.expand(6, -1, -1, -1, -1))
-    assert torch.equal(each, expected)
-    traced = make_fx(fn)(keys[0], images)
-    for key, result in zip(keys, expected, strict=True):
-        assert torch.equal(traced(key, images), result)
-
-
 # In a step
 
 
@@ -246,62 +221,7 @@ def test_a_step_trains_on_the_images_of_the_core():
     assert not tree.equal(after.params, compose(loop_events, [])(make_image_state(), batch).params)
 
 
-def test_batches_and_names_have_different_draws_and_bytes_stay_bytes():
-    seen: list[Any] = []
-    images = torch.full((4, 2, 6, 6), 200, dtype=torch.uint8)
-    to_floats = Algorithm(
-        "to_floats", on(Event.BATCH_START), lambda _, state: state.replace(inputs=state.inputs.float() / 255)
-    )
-    for name in ("cutout", "another"):
-        step = compose(loop_events, [cutout(name=name), spy(seen, Event.BATCH_START), to_floats])
-        state = step.init(make_image_state())
-        for _ in range(3):
-            state = step(state, (images, torch.arange(4) % 3))
-    assert {batch[0].dtype for batch in seen} == {torch.uint8}
-    assert len({tuple(batch[0].flatten().tolist()) for batch in seen}) > 3
-
-
-def test_a_neutral_setting_never_matches():
-    assert cutout(0).match == NEVER and cutout(num_holes=0, length=1).events == ()
-    assert cutout().events == (Event.INIT, Event.AFTER_DATALOADER)
-
-
-def test_registry_and_print():
-    assert FACTORIES["cutout"] is cutout
-    assert repr(cutout(2, 0.25, per_example=True, fill=(1, 2.5), input_field="x")) == (
-        "cutout(num_holes=2, length=0.25, uniform_sampling=False, per_example=True, fill=(1, 2.5), input_field='x')"
-    )
-
-
 # Errors
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"num_holes": -1}, ValueError),
-        ({"num_holes": 1.0}, TypeError),
-        ({"num_holes": True}, TypeError),
-        ({"length": 0}, ValueError),
-        ({"length": 1.01}, ValueError),
-        ({"length": 16}, ValueError),
-        ({"length": float("nan")}, ValueError),
-        ({"length": "0.5"}, TypeError),
-        ({"length": torch.tensor(0.5)}, TypeError),
-        ({"uniform_sampling": 1}, TypeError),
-        ({"per_example": "yes"}, TypeError),
-        ({"fill": None}, TypeError),
-        ({"fill": ()}, TypeError),
-        ({"fill": ("a",)}, TypeError),
-        ({"fill": float("inf")}, ValueError),
-    ],
-)
-def test_bad_settings_are_refused_by_the_factory_and_the_core(settings, error):
-    (name,) = settings
-    with pytest.raises(error, match=f"cutout: {name}"):
-        cutout(**settings)
-    with pytest.raises(error, match=f"cutout_batch: {name}"):
-        cutout_batch(random.key(0), ones(1, 1, 4, 4), **settings)
 
 
 def test_bad_arguments_of_the_core_are_refused():

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, loop_events, optim, schedule
 from purecompose.algorithms._decoupled_weight_decay import decoupled_weight_decay
-from purecompose.algorithms._layer_freezing import frozen_layers
-from purecompose.optim.decaying import Decaying, DecayRule
+from purecompose.optim.decay import Decaying, DecayRule
 from purecompose.optim.guarded import Guarded
 from tests.algorithms.averaging_checks import BATCHES, cnn_state, states_after
-from tests.helpers import assert_close, assert_same, make_cnn, make_state
+from tests.helpers import assert_close, assert_same, make_state
 
 
 CURVE = schedule.cosine(warmup="2ba")
@@ -110,18 +109,6 @@ def test_without_matching_weights_the_step_is_the_optimizers() -> None:
     assert_same(ours.params, after([], optim.sgd(0.1, groups={"*.bias": {"lr": 0.2}})).params)
 
 
-def test_frozen_weights_and_layers_frozen_later_do_not_decay() -> None:
-    methods = [alg.layer_freezing(0.0, 1.0), decoupled_weight_decay(0.1)]
-    states = states_after(methods, cnn_state(), BATCHES)
-    for earlier, later in zip(states[:-1], states[1:], strict=True):
-        still = {name for name, param in earlier.params.items() if torch.equal(param, later.params[name])}
-        elapsed = earlier.timestamp.elapsed()
-        assert elapsed is not None
-        assert still == set(frozen_layers(make_cnn(), elapsed, freeze_start=0.0, freeze_level=1.0))
-    last = states_after(decoupled_weight_decay(0.1), cnn_state().replace(frozen=["0.weight"]), BATCHES)[-1]
-    assert torch.equal(last.params["0.weight"], states[0].params["0.weight"])
-
-
 @pytest.mark.parametrize("method", [alg.skip_nonfinite(), alg.loss_scaling()], ids=lambda method: method.name)
 @pytest.mark.parametrize("turn", [1, -1])
 def test_a_step_that_is_skipped_decays_nothing(method: Any, turn: int) -> None:
@@ -169,53 +156,7 @@ def test_several_optimizers_in_one_decay_are_refused() -> None:
     assert Decaying(Guarded(optim.by_pattern({}, optim.adam(0.01))), rules).rules == rules
 
 
-def test_init_once_more_changes_nothing_and_two_of_them_both_act() -> None:
-    method, other = decoupled_weight_decay(0.1), decoupled_weight_decay(0.2, name="other")
-    once: Any = method.apply(pc.Event.INIT, cnn_state(optimizer=Guarded(optim.sgd(0.0))))
-    again: Any = method.apply(pc.Event.INIT, once)
-    changed: Any = decoupled_weight_decay(0.3).apply(pc.Event.INIT, once)
-    assert again.optimizer == once.optimizer
-    assert changed.optimizer.inner.rules == (DecayRule("decoupled_weight_decay", 0.3),)
-    first, second = states_after([method, other], cnn_state(optimizer=optim.sgd(0.0)), BATCHES[:1])
-    assert_close(second.params, {name: 0.9 * 0.8 * value for name, value in first.params.items()})
-
-
-def test_a_named_decay_is_a_number_of_the_state_and_has_a_gradient() -> None:
-    step = compose(loop_events, [decoupled_weight_decay(pc.hparam("decay", 0.01) * CURVE)])
-    start = step.init(make_state(optimizer=optim.sgd(0.1), duration="4ba").replace(hparams={"decay": 0.0}))
-    batches = [(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))] * 3
-
-    def norm(decay: Tensor) -> Tensor:
-        state = start.replace(hparams={"decay": decay})
-        for batch in batches:
-            state = step(state, batch)
-        return pc.tree.global_norm(state.params)
-
-    decay = torch.tensor(0.05)
-    slope = torch.func.grad(norm)(decay)
-    quotient = (norm(decay + 1e-2) - norm(decay - 1e-2)) / 2e-2
-    torch.testing.assert_close(slope, quotient, rtol=2e-2, atol=1e-3)
-    assert slope < 0
-
-
 # Settings
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "words"),
-    [
-        ({"weight_decay": 1.0}, ValueError, "weight_decay: expected a finite number >= 0 and < 1, got 1.0"),
-        ({"weight_decay": -0.1}, ValueError, "weight_decay: expected a finite number"),
-        ({"weight_decay": "0.1"}, TypeError, "weight_decay: expected a number, an hparam"),
-        ({"min_dims": 1.5}, TypeError, "min_dims"),
-        ({"min_dims": -1}, ValueError, "min_dims"),
-        ({"exclude": "*.bias"}, TypeError, r"exclude: expected patterns of names, such as .* got '\*.bias'"),
-        ({"exclude": (1,)}, TypeError, "exclude: expected patterns of names"),
-    ],
-)
-def test_settings_are_checked_when_it_is_built(settings: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=f"decoupled_weight_decay: {words}"):
-        decoupled_weight_decay(**settings)
 
 
 def test_a_pattern_that_matches_nothing_is_refused_at_init() -> None:

@@ -1,6 +1,5 @@
 """EMA: its formula in float64, time in all units, and no effect on training."""
 
-import functools
 import math
 
 import pytest
@@ -17,12 +16,8 @@ from tests.algorithms.averaging_checks import (
     BATCHES,
     assert_near,
     averages_of,
-    check_compiled,
     check_evaluation_sees_averages,
     check_init,
-    check_populations,
-    check_resumes_exactly,
-    check_training_is_the_plain_one,
     cnn_state,
     states_after,
     weights_of,
@@ -212,23 +207,6 @@ def test_a_run_from_these_weights_whose_time_starts_again_keeps_the_averages():
 # Training and evaluation
 
 
-@pytest.mark.parametrize("interval", ["1ba", "2ba", "5ba", "1ep", "0.25dur"])
-def test_training_is_the_same_bit_for_bit(interval):
-    check_training_is_the_plain_one(ema("2ba", every=interval))
-
-
-@pytest.mark.parametrize("every", ["1ba", "2ba", "3ba", "1ep", "0.5dur"])
-@pytest.mark.parametrize("interval", ["1ba", "1ep"])
-def test_saving_and_evaluating_at_any_interval_leave_training_as_it_was(every, interval, tmp_path):
-    step = compose(loop_events, [ema("2ba", every=interval)])
-    plain = pc.fit(compose(loop_events), cnn_state(), BATCHES[:4])
-    evaluator = pc.Evaluator(BATCHES[:1], every=every)
-    kept = pc.Checkpoints(tmp_path, every=every)
-    found = pc.fit(step, cnn_state(), BATCHES[:4], evaluate=evaluator, checkpoints=kept)
-    for field in ("params", "buffers", "opt_state"):
-        assert_same(getattr(found, field), getattr(plain, field))
-
-
 def test_evaluation_sees_averages_and_does_not_change_training():
     check_evaluation_sees_averages(ema("2ba"))
 
@@ -243,14 +221,6 @@ def test_evaluation_sees_the_later_one_of_two_averages():
 
 
 # Networks of all kinds, and other ways to run them
-
-
-def test_frozen_parameters_are_in_no_average():
-    net = make_mlp()
-    net[0].weight.requires_grad_(False)
-    state = states_after(ema("2ba"), make_state(net), make_batches(3))[-1]
-    assert state.slots["ema"].averages.params.keys() == {"0.bias", "3.weight", "3.bias"}
-    assert pc.surgery.with_weights(state, "ema").params["0.weight"] is state.params["0.weight"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -302,61 +272,11 @@ def test_patterns_choose_the_buffers_to_average():
         compose(loop_events, [ema(buffers=["*tracked"])]).init(cnn_state())
 
 
-@pytest.mark.slow
-def test_graphs_that_torch_rewrites_average_too():
-    check_compiled(ema("3ba"), backend="aot_eager", donate=False)
-
-
 def test_it_averages_the_network_after_surgery():
     check_init(ema("2ba"), lambda: alg.squeeze_excite(min_channels=1), cnn_state())
 
 
-def test_gradients_flow_through_averages():
-    """Hypergradients through the evaluated weights, against the difference quotient."""
-    step = compose(loop_events, [ema(smoothing=0.5)])
-    start = step.init(make_state(make_mlp(dtype=torch.float64), optimizer=optim.sgd(pc.hparam("lr", 0.1))))
-
-    def loss_of_average(rate: Tensor) -> Tensor:
-        state = start.replace(hparams={"lr": rate})
-        for seed in range(3):
-            state = step(state, make_batch(seed, dtype=torch.float64))
-        return pc.tree.global_norm(pc.surgery.with_weights(state, "ema").params)
-
-    rate = torch.tensor(0.1, dtype=torch.float64)
-    slope = torch.func.grad(loss_of_average)(rate)
-    quotient = (loss_of_average(rate + 1e-5) - loss_of_average(rate - 1e-5)) / 2e-5
-    torch.testing.assert_close(slope, quotient, rtol=1e-6, atol=1e-9)
-
-
 # Settings
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "words"),
-    [
-        ({"half_life": "1ba", "smoothing": 0.9}, ValueError, "a half_life or a smoothing, got half_life='1ba' and"),
-        ({"half_life": 0}, ValueError, "half_life=.*: expected a positive time"),
-        ({"half_life": "0ba"}, ValueError, "half_life=.*: expected a positive time"),
-        ({"half_life": "-2ep"}, ValueError, "half_life"),
-        ({"half_life": "10sec"}, ValueError, "half_life=.* not in seconds"),
-        ({"half_life": ""}, ValueError, "^ema: half_life='': cannot read the time ''"),
-        ({"half_life": 0.99}, TypeError, r"^ema: half_life=0.99: .*\(float\); .* each update keeps is smoothing=0.99$"),
-        ({"half_life": 1.5}, TypeError, r"^ema: half_life=1.5: .*got 1.5 \(float\)$"),
-        ({"smoothing": 1.5}, ValueError, r"ema: smoothing: expected a finite number in \[0, 1\], got 1.5"),
-        ({"smoothing": -0.1}, ValueError, "ema: smoothing"),
-        ({"smoothing": "0.9"}, TypeError, "ema: smoothing"),
-        ({"every": 0}, ValueError, "every=.*: expected a positive time"),
-        ({"every": 0.5}, TypeError, "^ema: every=0.5: .*a share of the run is '0.5dur'"),
-        ({"every": "5sec"}, ValueError, "every"),
-        ({"start": 1.5}, ValueError, r"start=1.5: expected a share of the run in \[0, 1\]"),
-        ({"start": "soon"}, ValueError, "^ema: start='soon': cannot read the time 'soon'"),
-        ({"start": "-1ba"}, ValueError, "start"),
-        ({"start": "5sec"}, ValueError, "start='5sec': wall-clock time is not part of a state"),
-    ],
-)
-def test_settings_are_checked_when_it_is_built(settings, error, words):
-    with pytest.raises(error, match=words):
-        ema(**settings)
 
 
 @pytest.mark.parametrize(
@@ -373,19 +293,7 @@ def test_times_that_the_run_cannot_determine_are_errors(settings, options, words
         states_after(ema(**settings), make_state(**options), make_batches(1))
 
 
-def test_it_prints_its_settings():
-    assert repr(ema("2ep", every="10ba", name="slow")) == ("slow(half_life='2ep', start='0.0dur', every='10ba')")
-    assert repr(ema(smoothing=0.9)) == "ema(smoothing=0.9, start='0.0dur', every='1ba')"
-
-
 def test_evaluating_a_state_without_the_slot_says_what_is_missing():
     step = compose(loop_events, [ema()])
     with pytest.raises(ValueError, match="weights='ema'.*no algorithm of this state keeps any"):
         pc.evaluate(make_state(), make_batches(1), step=step)
-
-
-def test_an_interval_in_samples_resumes_exactly_and_compiles(tmp_path):
-    make = functools.partial(ema, "20sp", every="20sp")
-    check_resumes_exactly(make, tmp_path)
-    check_populations(make())
-    check_compiled(make())

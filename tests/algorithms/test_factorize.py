@@ -143,22 +143,6 @@ def test_frozen_weights_have_frozen_factors_of_their_dtype():
     assert {param.dtype for param in state.params.values()} == {torch.float64}
 
 
-def test_neutral_and_wrong_settings():
-    assert factorize(False, False).predicate == pc.time.predicates.NEVER
-    refused: list[tuple[dict[str, Any], type[Exception]]] = [
-        ({"latent_features": 0}, ValueError), ({"min_channels": 0}, ValueError), ({"latent_channels": "a"}, TypeError),
-        ({"factorize_convs": 1}, TypeError), ({"min_features": 1.5}, TypeError),
-        ({"latent_features": 64.5}, ValueError), ({"latent_channels": 1.5}, ValueError),
-    ]  # fmt: skip
-    for wrong, error in refused:
-        with pytest.raises(error, match=f"^factorize: {next(iter(wrong))}"):
-            factorize(**wrong)
-    with pytest.raises(ValueError, match=r"latent_features: expected an int in \[1, 4\], got 5"):
-        FactorizedLinear(nn.Linear(4, 8), 5)
-    with pytest.raises(NotImplementedError, match="groups=1, got 2"):
-        FactorizedConv2d(nn.Conv2d(4, 4, 1, groups=2), 1)
-
-
 OTHERS = [
     pc.algorithms.squeeze_excite(0.5, 4, name="mine"),
     pc.algorithms.weight_standardization(name="mine"),

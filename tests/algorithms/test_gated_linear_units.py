@@ -12,7 +12,6 @@ from torch.nn.utils import parametrize
 
 import purecompose as pc
 from purecompose import losses, optim, surgery
-from purecompose.algorithms import gated_linear_units
 from purecompose.algorithms._gated_linear_units import ACTIVATIONS
 from purecompose.algorithms.functional import gated_linear_units_rules
 from purecompose.nn.layers import FeedForward, GatedLinearUnit, SelfAttention
@@ -151,12 +150,6 @@ def test_new_weights_are_drawn_with_the_runs_key() -> None:
     assert not torch.equal(first.params[gate], other.params[gate])
     assert not torch.equal(first.params[gate], first.params["feed_forward.up.linear.weight"])
     assert bool((first.params[gate].abs() <= 4**-0.5).all())  # as initialised by torch's linear layer
-
-
-def test_a_second_surgery_changes_nothing_and_warns_nothing() -> None:
-    once = gated(make_state())
-    twice, report = surgery.operate(once, gated_linear_units_rules("relu"), name="glu")
-    assert twice is once and report.replaced == ()
 
 
 def test_blocks_keep_their_own_activations_and_a_given_one_is_copied() -> None:
@@ -301,20 +294,6 @@ def test_a_network_without_blocks_is_warned_about() -> None:
         UserWarning, match="looked for FeedForward or BertIntermediate or RobertaIntermediate or GPT2MLP"
     ):
         gated(make_state(nn.Linear(2, 2)))
-
-
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="gated_linear_units: act_fn: expected one of 'gelu', .* got 'swish'"):
-        gated_linear_units("swish")
-    for act in (3, nn.ReLU):
-        with pytest.raises(
-            TypeError, match="gated_linear_units: act_fn: expected one of 'gelu', .* or a function, got"
-        ):
-            gated_linear_units(act)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="gated_linear_units: gated_layer_bias: expected True or False, got 1"):
-        gated_linear_units(None, 1)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="gated_linear_units: non_gated_layer_bias: expected True or False"):
-        gated_linear_units(non_gated_layer_bias="yes")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_block_without_an_activation_is_refused() -> None:

@@ -18,7 +18,6 @@ from tests.algorithms.surgery_checks import (
     check_at_init,
     check_keeps_all,
     check_leaves,
-    check_shows,
     hooked,
     make_batch,
     make_state,
@@ -154,22 +153,6 @@ def test_inputs_of_another_rank_and_parts_of_one_value_are_refused():
         GhostBatchNorm(nn.BatchNorm1d(2), 1)(torch.zeros(6, 2))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own forward mode uses it
-def test_gradients_transforms_and_compiled_code():
-    layer = GhostBatchNorm(nn.BatchNorm2d(CHANNELS, track_running_stats=False, dtype=torch.float64), 2)
-    inputs = drawn(0, 5, 2).requires_grad_()
-    assert torch.autograd.gradcheck(layer, inputs)
-    torch.testing.assert_close(torch.vmap(layer)(torch.stack([inputs, inputs**2]))[1], layer(inputs**2))
-    direction = drawn(1, 5, 2)
-    tangent = torch.func.jvp(layer, (inputs,), (direction,))[1]
-    quotient = (layer(inputs + 1e-6 * direction) - layer(inputs - 1e-6 * direction)) / 2e-6
-    torch.testing.assert_close(tangent, quotient, rtol=1e-5, atol=1e-6)
-    with_statistics, twin = (GhostBatchNorm(norm_of(2), 2) for _ in range(2))
-    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(inputs), with_statistics(inputs))
-    torch.testing.assert_close(twin.batchnorm.running_var, with_statistics.batchnorm.running_var)
-
-
 # The surgery
 
 
@@ -249,11 +232,6 @@ def test_layers_with_own_forwards_or_hooks_are_kept():
     check_leaves(net, ghost_batchnorm_rules(2), 3)
 
 
-def test_a_batch_normalisation_can_be_read_where_it_was():
-    norm = norm_of(2)
-    check_shows(GhostBatchNorm(norm, 2), norm, "num_features")
-
-
 # The method
 
 
@@ -275,11 +253,3 @@ def test_means_over_all_batches_are_refused():
 def test_layers_of_other_kinds_are_refused(norm):
     with pytest.raises(TypeError, match="GhostBatchNorm: expected an nn.BatchNorm1d, 2d or 3d without"):
         GhostBatchNorm(norm, 2)
-
-
-@pytest.mark.parametrize("size", [0, -1, 2.0, "2", True, None])
-def test_bad_settings_are_refused(size):
-    with pytest.raises((TypeError, ValueError), match="GhostBatchNorm: ghost_batch_size: expected an int >= 1, got "):
-        GhostBatchNorm(nn.BatchNorm1d(2), size)
-    with pytest.raises((TypeError, ValueError), match="ghost_batchnorm: ghost_batch_size: expected an int >= 1, got "):
-        ghost_batchnorm(size)

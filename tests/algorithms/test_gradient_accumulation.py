@@ -9,14 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import Event, State, algorithms as alg, compose, hparam, loop_events, optim, tree
+from purecompose import Event, State, algorithms as alg, compose, loop_events, optim, tree
 from purecompose.algorithms._ema import ema
 from purecompose.algorithms._gradient_accumulation import AccumulatedGradients, gradient_accumulation
 from purecompose.algorithms._gradient_clipping import gradient_clipping
 from purecompose.algorithms._sam import sam
 from purecompose.core.loop import advance, update
 from purecompose.core.scopes import Grad
-from purecompose.time.predicates import NEVER
 from tests.algorithms import method_helpers as helpers
 
 
@@ -88,11 +87,6 @@ def test_batches_of_one_size_train_as_the_whole(sizes, optimizer):
 @pytest.mark.parametrize("sizes", [[1, 11], [7, 2, 3], [5, 1, 4, 2]], ids=str)
 def test_unequal_batches_weigh_their_examples(sizes, optimizer):
     assert_as_whole(sizes, optimizer=optimizer)
-
-
-@pytest.mark.parametrize("k", [2, 3])
-def test_slices_of_the_parts_make_no_difference(k):
-    assert_as_whole([5, 7], microbatches=k)
 
 
 def test_it_is_torchs_loop():
@@ -365,14 +359,6 @@ def test_sums_of_half_precision_are_float32():
     assert slot.sums["w"].dtype is torch.float32 and tree.equal(slot.mean(grad), grad)
 
 
-def test_frozen_parameters_have_no_sum():
-    net = wide_net()
-    net[0].weight.requires_grad_(False)  # pyright: ignore
-    state = assert_as_whole([5, 7], make_state=lambda: helpers.make_state(net))
-    assert "0.weight" not in slot_of(state).sums
-    assert torch.equal(state.params["0.weight"], net[0].weight.detach())  # pyright: ignore
-
-
 def test_params_may_be_frozen_later_but_thawing_them_is_an_error():
     step = compose(loop_events, [gradient_accumulation(2)])
     (batch,) = groups(1)
@@ -391,22 +377,6 @@ def test_params_may_be_frozen_later_but_thawing_them_is_an_error():
 # Transforms and programs
 
 
-def test_gradients_flow_through_a_group():
-    step = compose(loop_events, [gradient_accumulation(2)])
-    start = started(step, helpers.make_state(wide_net()), optim.sgd(hparam("lr", 0.1), momentum=0.9))
-    batches = groups(4, 6)
-
-    def loss_after(rate: Tensor) -> Tensor:
-        state = start.replace(hparams={**start.hparams, "lr": rate})
-        for batch in batches:
-            state = step(state, batch)
-        return F.cross_entropy(state.forward(batches[0][0]), batches[0][1])
-
-    rate, h = torch.tensor(0.2, dtype=torch.float64), 1e-5
-    expected = (loss_after(rate + h) - loss_after(rate - h)) / (2 * h)
-    torch.testing.assert_close(torch.func.grad(loss_after)(rate), expected, rtol=1e-6, atol=1e-9)
-
-
 def test_a_program_with_two_gradients_to_collect_is_refused():
     """The second player's gradients would be mistaken for those of another batch, and never used."""
     turn = (Grad(pc.loop.forward, pc.loop.loss), Event.AFTER_TRAIN_BATCH, update)
@@ -419,22 +389,12 @@ def test_a_program_with_two_gradients_to_collect_is_refused():
 # Settings and programs
 
 
-def test_groups_of_one_batch_never_match():
-    assert gradient_accumulation(1).match == NEVER
-
-
 @pytest.mark.filterwarnings("ignore:gradient_accumulation acts at AFTER_LOSS")
 def test_a_program_without_a_gradient_before_the_event_is_still_an_error():
     program = (Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH, update, advance)
     step = compose(program, [gradient_accumulation(2)])
     with pytest.raises(RuntimeError, match="comes before any Grad"):
         step(step.init(helpers.make_state()), helpers.make_batch())
-
-
-@pytest.mark.parametrize(("num", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), ("2", TypeError)])
-def test_settings_are_checked_when_it_is_built(num, error):
-    with pytest.raises(error, match="gradient_accumulation: num_steps: expected an int >= 1, got"):
-        gradient_accumulation(num)
 
 
 @pytest.mark.parametrize("options", [{"duration": "2ep", "batches_per_epoch": 3}, {"duration": "6ba"}, {}])

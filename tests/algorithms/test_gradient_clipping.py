@@ -10,7 +10,6 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, hparam, loop_events, tree
 from purecompose.algorithms._gradient_clipping import clip_adaptively, clip_by_norm, clip_by_value, gradient_clipping
-from purecompose.time.predicates import NEVER
 from tests.algorithms import method_helpers as helpers
 
 
@@ -318,89 +317,4 @@ def test_a_step_with_nan_is_still_skipped_under_loss_scaling(kind):
     assert after.metrics["loss_scaling/skipped"].item() == 1 and tree.equal(after.params, state.params)
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_thresholds_may_be_hparams_and_differ_in_a_population(kind):
-    step = compose(loop_events, [gradient_clipping(kind, hparam("bound", 0.1))])
-    start = step.init(helpers.make_state())
-    bounds = (0.001, 0.1, 1e4)
-    states = [start.replace(hparams={**start.hparams, "bound": bound}) for bound in bounds]
-    ends = pc.unstack_states(pc.population(step, 3)(pc.stack_states(states), BATCH))
-    for found, bound in zip(ends, bounds, strict=True):
-        expected = after_step(helpers.make_state(), gradient_clipping(kind, bound))
-        for name, param in expected.params.items():
-            torch.testing.assert_close(found.params[name], param, rtol=1e-5, atol=1e-6)
-    plain = after_step(helpers.make_state())
-    torch.testing.assert_close(ends[2].params, plain.params, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_thresholds_may_follow_a_schedule(kind):
-    step = compose(loop_events, [gradient_clipping(kind, 0.1 * pc.schedule.linear(1.0, 0.0, "4ba"))])
-    state = step.init(helpers.make_state())
-    for number in range(3):
-        before, state = state, step(state, BATCH)
-        expected = after_step(before, gradient_clipping(kind, 0.1 * (1 - number / 4)))
-        for name, param in expected.params.items():
-            torch.testing.assert_close(state.params[name], param, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_gradients_flow_to_the_threshold_and_through_the_norms(kind):
-    """Compared with difference quotients, in the threshold and along a direction of the weights."""
-    step = compose(loop_events, [gradient_clipping(kind, hparam("bound", 0.1))])
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    start, batch = step.init(helpers.make_state(net)), (BATCH[0].double(), BATCH[1])
-    direction = {name: torch.randn_like(param) for name, param in start.params.items()}
-
-    def loss_after(bound: Tensor, along: Tensor) -> Tensor:
-        params = {name: param + along * direction[name] for name, param in start.params.items()}
-        state = start.replace(params=params, hparams={**start.hparams, "bound": bound})
-        for _ in range(3):
-            state = step(state, batch)
-        return nn.functional.cross_entropy(state.forward(batch[0]), batch[1])
-
-    bound, zero, h = torch.tensor(0.03, dtype=torch.float64), torch.zeros((), dtype=torch.float64), 1e-6
-    found = torch.func.grad(loss_after, argnums=(0, 1))(bound, zero)
-    expected = (
-        (loss_after(bound + h, zero) - loss_after(bound - h, zero)) / (2 * h),
-        (loss_after(bound, zero + h) - loss_after(bound, zero - h)) / (2 * h),
-    )
-    assert found[0].abs() > 1e-2
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-
-
 # Settings
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_an_infinite_threshold_never_matches(kind):
-    assert gradient_clipping(kind, math.inf).match == NEVER
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "words"),
-    [
-        (("length", 1.0), ValueError, "clipping_type: expected 'norm' or 'value' or 'adaptive', got 'length'"),
-        (("norm", 0), ValueError, r"clipping_threshold: expected a finite number > 0, got 0 \(int\); infinity"),
-        (("norm", -1.0), ValueError, "clipping_threshold: expected a finite number > 0, got -1.0"),
-        (("value", math.nan), ValueError, "clipping_threshold: expected a finite number"),
-        (("value", "much"), TypeError, "clipping_threshold: expected a finite number"),
-        (("norm", hparam("bound", -1.0)), ValueError, "clipping_threshold: expected a finite number >= 0"),
-    ],
-)
-def test_settings_are_checked_when_it_is_built(settings, error, words):
-    with pytest.raises(error, match=f"gradient_clipping: {words}"):
-        gradient_clipping(*settings)
-
-
-@pytest.mark.parametrize("patterns", ["head.*", (1,)])
-def test_patterns_are_a_sequence_of_texts(patterns):
-    with pytest.raises(TypeError, match="gradient_clipping: exclude: expected patterns of names"):
-        gradient_clipping("norm", 1.0, exclude=patterns)
-
-
-def test_it_prints_its_settings():
-    assert repr(gradient_clipping("norm", 1.0, exclude=["2.*"])) == (
-        "gradient_clipping(clipping_type='norm', clipping_threshold=1.0, exclude=('2.*',))"
-    )

@@ -217,11 +217,3 @@ def test_a_slice_without_counted_terms_is_ignored():
     # Computed from the rest, without weight on the slice: two parts of three examples, each with share one half.
     expected = stepped((inputs[kept], targets[kept]), microbatches=2)
     assert measured(found) == pytest.approx(measured(expected), rel=1e-9)
-
-
-@pytest.mark.parametrize("decay", [1, -0.1, float("nan"), "0.9"])
-def test_other_decays_are_refused(decay):
-    with pytest.raises(
-        (TypeError, ValueError), match=r"gradient_noise_scale: decay: expected a finite number in \[0, 1\)"
-    ):
-        gradient_noise_scale(decay)

@@ -7,7 +7,6 @@ import purecompose as pc
 from purecompose import Algorithm, Event, State, Trait, compose, loop_events, on, tree
 from purecompose.algorithms._gradient_norm import gradient_norm, norm_of
 from purecompose.algorithms._loss_scaling import loss_scaling
-from purecompose.time.predicates import NEVER
 from tests.algorithms import method_helpers as helpers
 
 
@@ -59,23 +58,9 @@ def test_it_sees_unscaled_gradients_under_loss_scaling_and_reports_overflow():
     assert not step(state, (BATCH[0] * torch.inf, BATCH[1])).metrics["gradient_norm"].isfinite()
 
 
-def test_it_changes_nothing_else_and_compiles_to_the_same():
-    step = compose(loop_events, [gradient_norm(each=True)])
-    plain, after = compose(loop_events)(helpers.make_state(), BATCH), step(helpers.make_state(), BATCH)
-    assert tree.equal(plain, after.replace(metrics={}))
-    fast = pc.compile(step, backend="eager", quiet=True)(helpers.make_state(), BATCH)
-    assert not list(tree.differences(after.metrics, fast.metrics, tolerance=1e-6))
-
-
 def test_half_precision_is_summed_in_float32():
     large = torch.full((100,), 6e4, dtype=torch.float16)
     assert norm_of([large]).item() == pytest.approx(6e5, rel=1e-3)
     assert norm_of([large]).dtype is torch.float32
     assert norm_of([large, torch.ones(1, dtype=torch.float64)]).dtype is torch.float64
     assert norm_of([]).item() == 0
-
-
-def test_it_never_matches_if_nothing_is_requested():
-    assert gradient_norm(total=False).match == NEVER
-    with pytest.raises(TypeError, match="gradient_norm: each: expected True or False, got 1"):
-        gradient_norm(each=1)  # pyright: ignore[reportArgumentType]

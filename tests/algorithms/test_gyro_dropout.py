@@ -1,7 +1,6 @@
 """Gyro dropout in a step; its functional cores are in test_gyro_dropout_core."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -11,16 +10,12 @@ from torch import nn
 
 import purecompose as pc
 from purecompose import random, tree
-from purecompose.algorithms import FACTORIES
-from purecompose.algorithms._gyro_dropout import GyroDropout, gyro_dropout
-from purecompose.algorithms._parts.gyro_masks import gyro_dropout_mask, gyro_dropout_period
+from purecompose.algorithms._gyro_dropout import GyroDropout, gyro_dropout, gyro_dropout_mask, gyro_dropout_period
 from purecompose.algorithms._selective_backprop import selective_backprop
-from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events
-from purecompose.surgery.weights import to_module
-from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER, on
+from purecompose.time.predicates import on
 from tests.algorithms.method_helpers import LR, make_batch, make_state
 
 
@@ -105,16 +100,6 @@ def test_replaces_only_dropout_and_does_not_change_the_callers_network():
     assert list(after.buffers) == [f"a.1.{PLACE}"] and state.buffers == {}
 
 
-def test_init_is_idempotent_and_silent_when_done():
-    step, once = started(make_net(), gyro_dropout())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        twice = gyro_dropout().apply(Event.INIT, once)
-    assert isinstance(twice, pc.State)
-    assert twice.context == once.context and tree.equal(twice.buffers, once.buffers)
-    assert step.init(once).model is once.model
-
-
 @pytest.mark.parametrize("net", [nn.Linear(6, 4), nn.Sequential(nn.Linear(6, 4), nn.Dropout1d())])
 def test_a_network_without_dropout_layers_is_warned_about(net):
     step = compose(loop_events, [gyro_dropout()])
@@ -172,15 +157,6 @@ def test_a_run_changes_its_choice_only_at_the_ends_of_periods(total, sigma, data
         assert total < 10 * length or len(set().union(*choices)) > tau
 
 
-@settings(max_examples=10)
-@given(st.integers(1, 13), st.integers(1, 13), st.integers(1, 6))
-def test_microbatches_have_the_rows_of_the_whole_batch(num, microbatches, tau):
-    microbatches = min(num, microbatches)
-    algorithm = gyro_dropout(0.5, 6, tau)
-    whole, sliced = (watched_masks(algorithm, 2, num, microbatches=k) for k in (1, microbatches))
-    assert tree.equal(whole, sliced)
-
-
 def test_rows_of_one_example_stay_together_in_microbatches():
     class Tokens(nn.Module):
         """Each example is three rows in dropout."""
@@ -214,57 +190,7 @@ def test_selection_sees_the_same_masks_for_any_number_of_microbatches():
     torch.testing.assert_close(ends[0], ends[1])
 
 
-def test_evaluation_is_the_identity():
-    step, state = started(make_net(), gyro_dropout())
-    inputs, targets = make_batch()
-    state = step(state, (inputs, targets))
-    bare = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    bare.load_state_dict({{"0": "0", "4": "2"}[k[0]] + k[1:]: v for k, v in state.params.items()})
-    torch.testing.assert_close(state.forward(inputs), bare(inputs).detach())
-    module = to_module(state)
-    assert torch.equal(module.eval()(inputs), state.forward(inputs))
-    assert torch.equal(module.train()(inputs), state.forward(inputs, train=True))
-    assert not torch.equal(module(inputs), module.eval()(inputs))
-
-
-def test_zero_is_the_plain_step_with_its_own_dropout():
-    algorithm = gyro_dropout(0)
-    assert algorithm.match == NEVER
-    step, state = started(make_net(), algorithm)
-    plain = compose(loop_events)(make_state(make_net()), make_batch())
-    assert tree.equal(step(state, make_batch()).params, plain.params)
-
-
 # Resuming, populations, compilation, activation checkpointing
-
-
-@pytest.mark.parametrize("cut", [3, 4])
-def test_resuming_is_exact_within_a_period(tmp_path, cut):
-    step, state = started(make_net(), gyro_dropout(0.5, 5, 1))  # periods of 4 batches
-    batches = [make_batch(num=size) for size in (10, 10, 7, 10, 9, 10, 10, 10, 10)]
-    for batch in batches[:cut]:
-        state = step(state, batch)
-    pc.save(state, tmp_path / "middle", step=step)
-    again, template = started(make_net(), gyro_dropout(0.5, 5, 1))
-    resumed = pc.load(tmp_path / "middle", template, step=again)
-    for batch in batches[cut:]:
-        state, resumed = step(state, batch), again(resumed, batch)
-    assert tree.equal((state.params, state.buffers, state.slots), (resumed.params, resumed.buffers, resumed.slots))
-    with pytest.raises(pc.errors.MismatchError, match="gyro_dropout"):
-        pc.load(tmp_path / "middle", make_state(make_net()), step=compose(loop_events), strict=False)
-
-
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_compiled_steps_agree_and_are_compiled_once(microbatches):
-    step, state = started(make_net(), gyro_dropout(0.5, 5, 1), microbatches=microbatches)
-    fast = pc.compile(step, backend="eager", quiet=True)
-    slow, quick = step(state, make_batch()), fast(state, make_batch())
-    num_variants = len(fast.variants())
-    for _ in range(5):  # into the second period
-        slow, quick = step(slow, make_batch()), fast(quick, make_batch())
-        torch.testing.assert_close(dict(quick.params), slow.params)
-        assert tree.equal(dict(quick.buffers), slow.buffers)
-    assert len(fast.variants()) == num_variants
 
 
 def test_activation_checkpointing_computes_the_same_masks_again():
@@ -299,35 +225,7 @@ def test_a_run_of_unknown_length_is_refused_at_init(options, words):
         started(make_net(), gyro_dropout(), **options)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"p": 1}, ValueError),
-        ({"p": 1.5}, ValueError),
-        ({"p": None}, TypeError),
-        ({"sigma": 0}, ValueError),
-        ({"sigma": 4, "tau": 8}, ValueError),
-        ({"tau": 0.5}, TypeError),
-        ({"feature_dim": 0}, ValueError),
-        ({"feature_dim": "1"}, TypeError),
-        ({"name": ""}, ValueError),
-    ],
-)
-def test_bad_settings_are_refused_when_built(arguments, error):
-    with pytest.raises(error, match=list(arguments)[-1]):
-        gyro_dropout(**arguments)
-
-
 def test_a_feature_dim_that_inputs_lack_is_an_error_in_the_first_step():
     step, state = started(make_net(), gyro_dropout(feature_dim=2))
     with pytest.raises(ValueError, match=r"feature_dim=2: .* dims 1 to 1 of inputs of shape \(10, 8\)"):
         step(state, make_batch())
-
-
-def test_registry_and_print():
-    assert FACTORIES["gyro_dropout"] is gyro_dropout
-    algorithm = gyro_dropout(0.4, 8, tau=2, feature_dim=-1)
-    assert repr(algorithm) == "gyro_dropout(p=0.4, sigma=8, tau=2, feature_dim=-1)"
-    assert algorithm.events == (Event.INIT, Event.BATCH_START, Event.BEFORE_FORWARD, Event.AFTER_FORWARD)
-    assert algorithm.traits == {Trait.REQUIRED_ON_LOAD, Trait.SETS_BUFFERS, Trait.SKIPS_FROZEN_PARTS}
-    assert repr(GyroDropout(0.4, 8, 2, draw=1, place=torch.zeros(6))) == "GyroDropout(p=0.4, sigma=8, tau=2)"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from purecompose import random
-from purecompose.algorithms._parts.gyro_masks import gyro_drop, gyro_dropout_mask, gyro_dropout_period
+from purecompose.algorithms._gyro_dropout import gyro_drop, gyro_dropout_mask, gyro_dropout_period
 
 
 WIDE = 64  # two random masks of this size are equal with probability 2**-64
@@ -123,14 +123,6 @@ def test_groups_determine_the_mask_of_a_row():
     assert torch.equal(mask, plain[groups])
 
 
-def test_keys_and_periods_map():
-    keys, periods = random.split(random.key(0), 3), torch.tensor([0, 5, 5])
-    inputs = torch.randn(4, 10, generator=torch.Generator().manual_seed(0))
-    mapped = torch.func.vmap(lambda key, period: gyro_drop(key, inputs, tau=2, period=period))(keys, periods)
-    for i in range(3):
-        assert torch.equal(mapped[i], gyro_drop(keys[i], inputs, tau=2, period=int(periods[i])))
-
-
 def test_gradient_is_the_scaled_mask():
     inputs = torch.randn(6, 10, requires_grad=True, generator=torch.Generator().manual_seed(0))
     gyro_drop(random.key(0), inputs, p=0.2, tau=3).sum().backward()
@@ -176,31 +168,6 @@ def test_choices_of_a_run_use_the_bank_about_once(total, bank):
 
 
 # Errors
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "words"),
-    [
-        ({"p": 1}, ValueError, "p: .* 1 would leave nothing"),
-        ({"p": -0.1}, ValueError, "p: expected"),
-        ({"p": float("nan")}, ValueError, "p: expected"),
-        ({"p": "half"}, TypeError, "p: expected"),
-        ({"sigma": 0}, ValueError, "sigma: expected"),
-        ({"sigma": 2.0}, TypeError, "sigma: expected"),
-        ({"tau": 0}, ValueError, "tau: expected"),
-        ({"tau": True}, TypeError, "tau: expected"),
-        ({"sigma": 4, "tau": 5}, ValueError, "tau <= sigma"),
-        ({"feature_dim": 0}, ValueError, "feature_dim=0"),
-        ({"feature_dim": 2}, ValueError, "feature_dim=2: .* dims 1 to 1"),
-        ({"feature_dim": -2}, ValueError, "feature_dim=-2"),
-        ({"feature_dim": 1.0}, TypeError, "feature_dim: expected"),
-    ],
-)
-def test_bad_settings_are_refused(settings, error, words):
-    with pytest.raises(error, match=words):
-        gyro_dropout_mask(random.key(0), (4, 3), **settings)
-    with pytest.raises(error, match=words):
-        gyro_drop(random.key(0), torch.ones(4, 3), **settings)
 
 
 def test_bad_keys_and_lengths_are_refused():

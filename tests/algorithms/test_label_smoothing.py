@@ -6,14 +6,13 @@ import torch.nn.functional as F
 from hypothesis import given, strategies as st
 from torch import nn
 
-from purecompose import losses, random, tree
-from purecompose.algorithms import FACTORIES
+from purecompose import losses
 from purecompose.algorithms._label_smoothing import label_smoothing, smooth_labels
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events
 from purecompose.losses.targets import Mixture
-from purecompose.schedule import hparam, linear
+from purecompose.schedule import hparam
 from purecompose.surgery.weights import to_module
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
@@ -109,14 +108,6 @@ def test_dtype_is_float32_or_wider():
     assert smooth_labels(torch.zeros(3, 3), half.double()).dtype == torch.float64
 
 
-def test_works_under_vmap_over_smoothings():
-    values = torch.tensor([0.0, 0.25, 1.0])
-    logits, targets = torch.zeros(2, 4), torch.tensor([0, 3])
-    together = torch.func.vmap(lambda smoothing: smooth_labels(logits, targets, smoothing))(values)
-    for smoothed, value in zip(together, values.tolist(), strict=True):
-        torch.testing.assert_close(smoothed, smooth_labels(logits, targets, value))
-
-
 # In a step
 
 
@@ -202,61 +193,12 @@ def test_a_smoothed_mixture_is_the_sum_of_smoothed_terms(form):
     torch.testing.assert_close(seen[0][1].soft(outputs), expected)
 
 
-def test_slots_of_other_algorithms_are_unchanged():
-    def apply(event, state):
-        if event is Event.INIT:
-            return state.replace(slots={**state.slots, "count": torch.tensor(0)})
-        return state.replace(slots={**state.slots, "count": state.slots["count"] + 1})
-
-    counter = Algorithm("count", on("init", "before_loss"), apply)
-    after = one_step([label_smoothing(0.1), counter], make_state(), make_batch(), microbatches=3)
-    assert tree.equal(after.slots, {"count": torch.tensor(3)})
-
-
 def test_two_smoothings_compose_and_unwind():
     state, batch = make_state(), make_batch()
     both = one_step([label_smoothing(0.1), label_smoothing(0.3, name="more")], state, batch)
     once = one_step([label_smoothing(1 - 0.9 * 0.7)], state, batch)
     torch.testing.assert_close(both.params, once.params)
     assert both.slots == {}
-
-
-@pytest.mark.parametrize("kind", ["index", "soft"])
-def test_microbatches_add_up(kind):
-    state, (inputs, targets) = make_state(), make_batch(kind)
-    if kind == "index":
-        targets[:4] = -100  # one microbatch is empty, and one has fewer targets
-    expected = one_step([label_smoothing(0.1)], state, (inputs, targets))
-    for k in (3, 10):
-        after = one_step([label_smoothing(0.1)], state, (inputs, targets), microbatches=k)
-        torch.testing.assert_close(after.params, expected.params)
-        torch.testing.assert_close(after.loss, expected.loss)
-
-
-def test_a_neutral_smoothing_is_absent():
-    assert label_smoothing(0).match == NEVER and label_smoothing(0.0).events == ()
-    state, batch = make_state(), make_batch()
-    plain, neutral = compose(loop_events)(state, batch), one_step([label_smoothing(0)], state, batch)
-    assert tree.equal((neutral.params, neutral.loss), (plain.params, plain.loss))
-
-
-def test_an_hparam_gives_the_same_step_and_its_gradient():
-    batch, state = make_batch(), make_state()
-    step = compose(loop_events, [label_smoothing(hparam("smoothing", 0.1))])
-    state = step.init(state)
-    fixed = one_step([label_smoothing(0.1)], make_state(), batch)
-    torch.testing.assert_close(step(state, batch).params, fixed.params)
-
-    def loss_of(smoothing):
-        loss = step(state.replace(hparams={"smoothing": smoothing}), batch).loss
-        assert loss is not None
-        return loss
-
-    # The closed form is linear in the smoothing: its slope is mean_c(-log p_c) - CE(y).
-    slope = hand_loss(state, batch, 1.0) - hand_loss(state, batch, 0.0)
-    torch.testing.assert_close(torch.func.grad(loss_of)(torch.tensor(0.1)), slope.detach())
-    leaf = torch.tensor(0.1, requires_grad=True)
-    torch.testing.assert_close(torch.autograd.grad(loss_of(leaf), leaf)[0], slope.detach())
 
 
 def test_an_hparam_of_zero_is_a_point_with_a_slope():
@@ -278,87 +220,7 @@ def test_an_hparam_of_zero_is_a_point_with_a_slope():
     torch.testing.assert_close(torch.func.grad(loss_of)(torch.tensor(0.0)), slope)
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_the_slope_in_the_smoothing_knows_mixtures_and_ignored_positions(k):
-    inputs, targets = make_batch()
-    targets[:2] = -100
-    batch = inputs.double(), Mixture.of(targets).mixed_with(torch.arange(10).roll(1), 0.3)
-    step = compose(loop_events, [label_smoothing(hparam("smoothing", 0.2))], microbatches=k)
-    state = step.init(make_state(torch.nn.Linear(6, 4).double()))
-
-    def loss_of(smoothing):
-        after = step(step(state.replace(hparams={"smoothing": smoothing}), batch), batch)
-        assert after.loss is not None
-        return after.loss
-
-    # Two steps: through the loss itself, and through the parameters that the first step updated.
-    value, size = torch.tensor(0.2, dtype=torch.float64), 1e-4
-    expected = (loss_of(value + size) - loss_of(value - size)) / (2 * size)
-    assert expected.abs() > 1e-3
-    torch.testing.assert_close(torch.func.grad(loss_of)(value), expected, rtol=1e-6, atol=0)
-
-
-def test_a_population_differs_in_the_smoothing():
-    step = compose(loop_events, [label_smoothing(hparam("smoothing", 0.1))])
-    state, batch = step.init(make_state()), make_batch()
-
-    def params_of(smoothing):
-        return step(state.replace(hparams={"smoothing": smoothing}), batch).params
-
-    values = torch.tensor([0.0, 0.2, 0.7])
-    together = torch.func.vmap(params_of)(values)
-    for i, value in enumerate(values):
-        torch.testing.assert_close({name: p[i] for name, p in together.items()}, params_of(value))
-
-
-def test_a_schedule_moves_the_smoothing():
-    batch = make_batch()
-    step = compose(loop_events, [label_smoothing(0.4 * linear(1.0, 0.0))])
-    state = step.init(make_state(duration="10ba"))
-    for expected in (0.4, 0.36, 0.32):  # ten batches from 0.4 to 0
-        hand = hand_loss(state, batch, expected).detach()
-        state = step(state, batch)
-        torch.testing.assert_close(state.loss, hand)
-
-
-def test_keys_and_other_names():
-    inputs, targets = make_batch()
-    batch = {"x": inputs, "y": targets}
-    expected = one_step([label_smoothing(0.1)], make_state(), (inputs, targets))
-    for algorithm in (label_smoothing(0.1), label_smoothing(0.1, target_field="y", name="ls")):
-        after = one_step([algorithm], make_state(input_field="x", target_field="y"), batch)
-        assert tree.equal(after.params, expected.params)
-
-
-def test_other_draws_do_not_change():
-    state = make_state()
-    step = compose(loop_events, [label_smoothing()])
-    inner = step.init(state)
-    assert tree.equal(random.uniform(inner.rng("x"), (3,)), random.uniform(state.rng("x"), (3,)))
-    assert torch.equal(step(inner, make_batch()).key, state.key)
-
-
 # Errors
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"smoothing": -0.1}, ValueError),
-        ({"smoothing": 1.1}, ValueError),
-        ({"smoothing": float("nan")}, ValueError),
-        ({"smoothing": "much"}, TypeError),
-        ({"smoothing": True}, TypeError),
-        ({"smoothing": None}, TypeError),
-        ({"smoothing": hparam("smoothing", 2.0)}, ValueError),
-        ({"smoothing": 2 * hparam("smoothing", 0.6)}, ValueError),
-        ({"target_field": 0.5}, TypeError),
-        ({"name": ""}, ValueError),
-    ],
-)
-def test_bad_settings_are_refused_when_built(settings, error):
-    with pytest.raises(error, match=next(iter(settings))):
-        label_smoothing(**settings)
 
 
 def test_bad_arguments_of_the_core_are_refused():
@@ -389,12 +251,6 @@ def test_errors_in_a_step_name_the_algorithm():
     with pytest.raises(ValueError, match="integer dtype") as caught:
         step(step.init(make_state()), (torch.zeros(3, 6), torch.zeros(3)))
     assert any(f"label_smoothing at {Event.BEFORE_LOSS}" in note for note in caught.value.__notes__)
-
-
-def test_registry_and_print():
-    assert FACTORIES["label_smoothing"] is label_smoothing
-    assert repr(label_smoothing(0.2)) == "label_smoothing(smoothing=0.2)"
-    assert label_smoothing().events == (Event.INIT, Event.BEFORE_LOSS, Event.AFTER_LOSS)
 
 
 def read_second(batch):

@@ -18,7 +18,6 @@ from purecompose.algorithms._loss_scaling import loss_scaling
 from purecompose.algorithms._weight_standardization import weight_standardization
 from purecompose.nn import models
 from purecompose.time import Timestamp
-from purecompose.time.predicates import NEVER
 from tests.algorithms import method_helpers as helpers
 
 
@@ -275,29 +274,12 @@ def test_depth_and_share_are_reported():
         assert state.metrics["f/percentage_frozen"].item() == pytest.approx(share)
 
 
-def test_between_steps_the_state_has_its_initial_structure():
-    states = run([layer_freezing(0)], make_state())
-    for state in states:
-        assert state.context == states[0].context and not state.context.paused
-        assert tree.structure(state.opt_state) == tree.structure(states[0].opt_state)
-        assert state.static == states[0].static
-
-
 def test_nothing_is_paused_after_an_outer_event():
     pausing = Algorithm(
         "pausing", on(Event.EPOCH_START), lambda _, s: s.replace(paused=frozenset({"0.bias"})), host=True
     )
     state = compose(loop_events, [pausing]).fire("epoch_start", make_state())
     assert not state.context.paused and state.context.trainable == tuple(state.params)
-
-
-def test_applying_it_twice_is_applying_it_once():
-    method, state = layer_freezing(), make_state()
-    now = state.replace(timestamp=state.timestamp.replace(batch=16))
-    once = method.apply(Event.BATCH_START, now)
-    assert isinstance(once, State) and once.context.paused == set(LAYERS[0])
-    twice = method.apply(Event.BATCH_START, once)
-    assert isinstance(twice, State) and twice.context == once.context
 
 
 def test_parameters_frozen_by_the_user_stay_frozen_and_do_not_count():
@@ -342,15 +324,6 @@ def test_a_longer_run_thaws_layers_that_are_not_yet_due():
 # In company
 
 
-@pytest.mark.parametrize(
-    "settings", [{"freeze_level": 0}, {"freeze_level": 0.0}, {"freeze_start": 1}, {"freeze_start": 1.0}]
-)
-def test_neutral_settings_are_the_plain_step(settings):
-    assert layer_freezing(**settings).match == NEVER
-    ours, plain = run([layer_freezing(**settings)], make_state(), 3)[-1], run([], make_state(), 3)[-1]
-    assert tree.equal((ours.params, ours.opt_state, ours.metrics), (plain.params, plain.opt_state, plain.metrics))
-
-
 def second_gradient(seen: list[set[str]]) -> Algorithm:
     """Return an algorithm that steps by the gradient at a nearby point, as SAM does."""
 
@@ -381,23 +354,6 @@ def test_other_methods_only_see_gradients_of_training_layers(microbatches):
 def test_no_optimizer_changes_frozen_layers(optimizer):
     states = run([layer_freezing(0, num_stages=None)], make_state(optimizer=optimizer))
     assert [constant_from(states)[layer[0]] for layer in LAYERS] == [7, 14, 20, 20]
-
-
-def test_a_gradient_through_steps_is_the_difference_quotient():
-    step = compose(loop_events, [layer_freezing(0, num_stages=None)])
-    start = step.init(make_state(four_layers().double(), "6ba", optimizer=optim.sgd(pc.hparam("lr", 0.1))))
-    batch = (BATCH[0].double(), BATCH[1])
-
-    def loss_after(lr):
-        state = start.replace(hparams={"lr": lr})
-        for _ in range(6):  # depths 0, 0, 1, 1, 2, 2
-            state = step(state, batch)
-        assert state.loss is not None
-        return state.loss
-
-    lr, h = torch.tensor(0.1, dtype=torch.float64), 1e-5
-    quotient = (loss_after(lr + h) - loss_after(lr - h)) / (2 * h)
-    torch.testing.assert_close(torch.func.grad(loss_after)(lr), quotient, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("donate", [True, False])
@@ -452,33 +408,3 @@ def test_a_player_with_all_layers_frozen_is_an_error():
 def test_a_run_of_unknown_length_is_refused(duration):
     with pytest.raises(pc.errors.MatchError, match="layer_freezing.*duration|layer_freezing.*wall-clock"):
         run([layer_freezing()], make_state(duration=duration), 1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"freeze_start": -0.1}, ValueError),
-        ({"freeze_start": 1.1}, ValueError),
-        ({"freeze_start": "0.5dur"}, TypeError),
-        ({"freeze_level": 2}, ValueError),
-        ({"freeze_level": True}, TypeError),
-        ({"num_stages": 1}, ValueError),
-        ({"num_stages": 2.0}, TypeError),
-        ({"name": ""}, ValueError),
-    ],
-)
-def test_bad_settings_are_refused_when_built(settings, error):
-    with pytest.raises(error, match=next(iter(settings))):
-        layer_freezing(**settings)
-    if "name" not in settings:
-        with pytest.raises(error, match=next(iter(settings))):
-            frozen_share(0.5, **settings)
-    with pytest.raises(ValueError, match="elapsed"):
-        frozen_layers(four_layers(), -0.1)
-
-
-def test_print_and_place():
-    method = layer_freezing(0.6, 0.5, num_stages=4)
-    assert repr(method) == "layer_freezing(freeze_start=0.6, freeze_level=0.5, num_stages=4)"
-    assert method.events == (Event.BATCH_START,) and method.host
-    assert repr(method.predicate) == "on(BATCH_START) & after('0.6dur')"

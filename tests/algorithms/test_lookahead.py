@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import purecompose as pc
-from purecompose import State, algorithms as alg, compose, hparam, loop_events, optim, tree
+from purecompose import State, algorithms as alg, compose, loop_events, optim, tree
 from purecompose.algorithms._gradient_accumulation import gradient_accumulation
 from purecompose.algorithms._lookahead import lookahead, pull_back
 from purecompose.surgery.weights import averages_in
@@ -93,18 +92,6 @@ def test_the_points_between_are_exact_at_both_ends():
         pull_back({"v": torch.ones(1)}, fast, 0.5)
 
 
-def test_frozen_parameters_and_statistics_are_unchanged():
-    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    net[0].weight.requires_grad_(False)  # pyright: ignore
-    step = compose(loop_events, [lookahead(0.5, 2)])
-    start = started(step, helpers.make_state(net))
-    assert "0.weight" not in slow_of(start) and slow_of(start).keys() < start.params.keys()
-    before = step(start, BATCHES[0])
-    state, plain = step(before, BATCHES[1]), compose(loop_events)(before, BATCHES[1])
-    assert torch.equal(state.params["0.weight"], start.params["0.weight"])
-    assert tree.equal(state.buffers, plain.buffers)
-
-
 def test_parameters_frozen_later_are_unchanged():
     step = compose(loop_events, [lookahead(0.5, 2)])
     state = step(started(step, helpers.make_state()), BATCHES[0])
@@ -152,49 +139,3 @@ def test_it_counts_batches_where_updates_are_fewer():
             state = step(state, part)
     for name, param in other.params.items():
         torch.testing.assert_close(state.params[name], param, rtol=1e-9, atol=1e-12)
-
-
-def test_alpha_may_be_an_hparam_and_differ_in_a_population():
-    step = compose(loop_events, [lookahead(hparam("alpha", 0.5), 2)])
-    start = started(step, helpers.make_state(wide_net()))
-    states = [start.replace(hparams={**start.hparams, "alpha": alpha}) for alpha in (0.0, 0.3, 1.0)]
-    pop, together = pc.population(step, 3), pc.stack_states(states)
-    for batch in map(wide, BATCHES[:2]):
-        together, states = pop(together, batch), [step(state, batch) for state in states]
-    for found, expected in zip(pc.unstack_states(together), states, strict=True):
-        for name, param in expected.params.items():
-            torch.testing.assert_close(found.params[name], param, rtol=1e-9, atol=1e-12)
-    assert tree.equal(states[0].params, start.params)
-
-
-def test_gradients_flow_to_alpha():
-    step = compose(loop_events, [lookahead(hparam("alpha", 0.5), 2)])
-    start = started(step, helpers.make_state(wide_net()))
-
-    def loss_after(alpha: Tensor) -> Tensor:
-        state = start.replace(hparams={**start.hparams, "alpha": alpha})
-        for batch in map(wide, BATCHES[:4]):
-            state = step(state, batch)
-        return F.cross_entropy(state.forward(wide(BATCHES[0])[0]), BATCHES[0][1])
-
-    alpha, h = torch.tensor(0.4, dtype=torch.float64), 1e-5
-    expected = (loss_after(alpha + h) - loss_after(alpha - h)) / (2 * h)
-    found = torch.func.grad(loss_after)(alpha)
-    assert found.abs() > 1e-3
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "words"),
-    [
-        ({"alpha": 1.5}, ValueError, r"alpha: expected a finite number in \[0, 1\], got 1.5"),
-        ({"alpha": -0.5}, ValueError, "alpha: expected a finite number"),
-        ({"alpha": hparam("alpha", 2.0)}, ValueError, "alpha: expected a finite number"),
-        ({"alpha": "half"}, TypeError, "alpha: expected a finite number"),
-        ({"every": 0}, ValueError, "every: expected an int >= 1, got 0"),
-        ({"every": 2.0}, TypeError, "every: expected an int"),
-    ],
-)
-def test_settings_are_checked_when_it_is_built(settings, error, words):
-    with pytest.raises(error, match=f"lookahead: {words}"):
-        lookahead(**settings)

@@ -9,7 +9,6 @@ import purecompose as pc
 from purecompose import Algorithm, Event, State, Trait, compose, loop_events, losses, on, optim, tree
 from purecompose.algorithms._loss_scaling import LossScale, loss_scaling, next_scale
 from purecompose.optim.guarded import Guarded
-from purecompose.time.predicates import NEVER
 from tests.algorithms import method_helpers as helpers
 
 
@@ -244,32 +243,6 @@ def test_overflow_in_gradients_that_were_already_used_counts_too():
     assert after.metrics["loss_scaling/skipped"].item() == 1 and scale_of(after) == 2.0**15
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_compiled_steps_skip_too(microbatches):
-    step = made(loss_scaling(2.0**8, **SCHEDULE), microbatches=microbatches)
-    fast = pc.compile(step, backend="eager", quiet=True)
-    first = second = started(step, momentum_state())
-    for batch in (BATCH, broken(), BATCH, BATCH, BATCH, BATCH):
-        first, second = step(first, batch), fast(second, batch)
-        assert not list(tree.differences(first.metrics, second.metrics))
-    assert not list(tree.differences(first, second.unleased(), tolerance=1e-6))
-    assert scale_of(first) == 2.0**8
-
-
-def test_each_member_of_a_population_has_its_own_scale():
-    step = made(loss_scaling(**SCHEDULE))
-    states = [step.init(helpers.make_state()) for _ in range(2)]
-    both = pc.population(step, 2, batches="each")
-    batch = tuple(torch.stack(pair) for pair in zip(BATCH, broken(), strict=True))
-    after = both(pc.stack_states(states), batch)
-    good, bad = pc.unstack_states(after)
-    assert (scale_of(good), scale_of(bad)) == (2.0**16, 2.0**15)
-    assert tree.equal(bad.params, states[1].params)
-    expected = step(states[0], BATCH).params
-    for name, param in good.params.items():
-        torch.testing.assert_close(param, expected[name])
-
-
 # Half precision
 
 
@@ -305,29 +278,6 @@ def test_fp16_finds_its_scale_by_itself():
 
 
 # Settings and INIT
-
-
-def test_a_constant_scale_of_one_never_matches():
-    assert loss_scaling(1, growth_factor=1, backoff_factor=1).match == NEVER
-    assert loss_scaling(2, growth_factor=1, backoff_factor=1).match != NEVER
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "words"),
-    [
-        ({"init_scale": 0}, ValueError, "init_scale: expected a finite number in"),
-        ({"init_scale": 1e39}, ValueError, r"got 1e\+39 \(float\); 2.0\*\*16 is common"),
-        ({"init_scale": "big"}, TypeError, "init_scale: expected a finite number"),
-        ({"growth_factor": 0.5}, ValueError, "growth_factor: expected a finite number >= 1, got 0.5"),
-        ({"backoff_factor": 0}, ValueError, r"backoff_factor: expected a finite number in \(0, 1\], got 0"),
-        ({"backoff_factor": 2}, ValueError, "backoff_factor"),
-        ({"growth_interval": 0}, ValueError, "growth_interval: expected an int in"),
-        ({"growth_interval": 2.5}, TypeError, "growth_interval: expected an int in"),
-    ],
-)
-def test_settings_are_checked_when_it_is_built(settings, error, words):
-    with pytest.raises(error, match=f"loss_scaling: .*{words}" if not words.startswith("got") else words):
-        loss_scaling(**settings)
 
 
 def test_init_guards_the_optimizer_once():

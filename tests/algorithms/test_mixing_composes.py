@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import purecompose as pc
 from purecompose import losses, random
 from purecompose.algorithms._cutmix import cutmix, cutmix_box
 from purecompose.algorithms._label_smoothing import label_smoothing
@@ -20,7 +19,6 @@ from purecompose.core.loop import loop_events
 from purecompose.core.passes import DEFAULT_PASSES
 from purecompose.core.state import State
 from purecompose.surgery.weights import to_module
-from purecompose.transforms.population import population, stack_states, unstack_states
 from tests.algorithms.method_helpers import LR, make_state
 from tests.sampling import one_in
 
@@ -165,27 +163,6 @@ def test_microbatches_mix_like_the_whole_batch(order, interpolate_loss):
         step = compose(loop_events, algorithms, passes=(), microbatches=k)
         state = step.init(image_state())
         assert_is(step(state, make_batch()), closed_form(state, order, make_batch(), True))
-
-
-@pytest.mark.parametrize("order", [NAMES, NAMES[::-1]], ids=" ".join)
-@pytest.mark.parametrize("settings", one_in(2, [{}, {"interpolate_loss": True, "per_example": True}]))
-def test_compiled_it_is_the_closed_form(order, settings):
-    step = compose(loop_events, make_algorithms(order, **settings), passes=())
-    state, batch = step.init(image_state()), make_batch()
-    expected = closed_form(state, order, batch, "per_example" in settings)
-    after = pc.compile(step, backend="eager", quiet=True)(state, batch)
-    assert_is(after, expected)
-
-
-@pytest.mark.parametrize("order", [NAMES, NAMES[::-1]], ids=" ".join)
-@pytest.mark.parametrize("settings", [{}, {"interpolate_loss": True, "per_example": True}])
-def test_members_of_a_population_each_have_their_closed_form(order, settings):
-    step = compose(loop_events, make_algorithms(order, **settings), passes=())
-    members, batch = [image_state(3), image_state(4)], make_batch()
-    pair = population(step, 2)
-    after = pair(pair.init(stack_states(members)), batch)
-    for one, member in zip(unstack_states(after), members, strict=True):
-        assert_is(one, closed_form(step.init(member), order, batch, "per_example" in settings))
 
 
 class SeveralOutputs(nn.Module):

@@ -7,7 +7,6 @@ from hypothesis import given, strategies as st
 from scipy import stats
 
 from purecompose import losses, random, tree
-from purecompose.algorithms import FACTORIES
 from purecompose.algorithms._label_smoothing import label_smoothing
 from purecompose.algorithms._mixup import mixup, mixup_batch
 from purecompose.core.compose import compose
@@ -16,7 +15,6 @@ from purecompose.losses.targets import Mixture
 from purecompose.schedule import hparam, linear
 from purecompose.surgery.weights import to_module
 from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER
 from tests.algorithms.method_helpers import LR, make_batch, make_state, spy
 
 
@@ -88,15 +86,6 @@ def test_share_follows_the_smaller_part_of_a_beta_variable(alpha):
     # P(min(z, 1 - z) <= x) = 2 P(z <= x) for x up to 1/2, by symmetry.
     result = stats.kstest(mixture.weights[1][:, 0].double().numpy(), lambda x: 2 * stats.beta.cdf(x, alpha, alpha))
     assert result.pvalue > 0.01
-
-
-def test_many_keys_under_vmap_equal_a_loop_over_them():
-    keys, batch = random.split(random.key(5), 4), make_batch()
-    together = torch.func.vmap(lambda key: mixup_batch(key, *batch))(keys)
-    for i, key in enumerate(keys):
-        mixed, mixture = mixup_batch(key, *batch)
-        torch.testing.assert_close(together[0][i], mixed)
-        assert torch.equal(together[1].targets[1][i], mixture.targets[1])
 
 
 @pytest.mark.parametrize("alpha", [0, 0.0, torch.tensor(0.0)])
@@ -187,15 +176,6 @@ def test_interpolated_losses_differ_from_soft_targets_for_nonlinear_losses():
         assert losses.evaluate_loss(losses.mse, outputs, mixture).item() == pytest.approx(expected)
 
 
-def test_a_neutral_alpha_is_absent():
-    algorithm = mixup(0)
-    assert algorithm.match == NEVER and algorithm.events == ()
-    state, batch = make_state(), make_batch()
-    plain, neutral = compose(loop_events), compose(loop_events, [algorithm])
-    expected, after = plain(state, batch), neutral(neutral.init(state), batch)
-    assert tree.equal((after.params, after.loss), (expected.params, expected.loss))
-
-
 def test_targets_arrive_as_a_mixture_and_evaluation_sees_none():
     seen = []
     step = compose(loop_events, [mixup(), spy(seen, "before_loss", "batch_end")])
@@ -252,26 +232,6 @@ def test_alpha_may_be_an_hparam_or_a_schedule():
 
 
 # Errors
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"alpha": -0.1}, ValueError),
-        ({"alpha": float("nan")}, ValueError),
-        ({"alpha": float("inf")}, ValueError),
-        ({"alpha": "0.2"}, TypeError),
-        ({"alpha": True}, TypeError),
-        ({"alpha": hparam("alpha", -1.0)}, ValueError),
-        ({"interpolate_loss": 1}, TypeError),
-        ({"input_field": 1.5}, TypeError),
-        ({"target_field": True}, TypeError),
-        ({"name": ""}, ValueError),
-    ],
-)
-def test_bad_settings_are_refused_when_built(settings, error):
-    with pytest.raises(error, match=next(iter(settings))):
-        mixup(**settings)
 
 
 def test_bad_arguments_of_the_core_are_refused():
@@ -347,12 +307,6 @@ def test_images_of_bytes_are_mixed_in_a_step():
     inputs, targets = make_batch()
     step(step.init(make_state()), (inputs.mul(10).abs().to(torch.uint8), targets))
     assert seen[0][0].dtype is torch.float32
-
-
-def test_registry_and_print():
-    assert FACTORIES["mixup"] is mixup
-    assert repr(mixup(1.0, input_field="x")) == "mixup(alpha=1.0, interpolate_loss=False, input_field='x')"
-    assert mixup().events == (Event.INIT, Event.AFTER_DATALOADER)
 
 
 def read_first(batch):

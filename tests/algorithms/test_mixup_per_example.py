@@ -98,27 +98,6 @@ def test_a_step_is_the_closed_form(kind, seed, interpolate_loss, microbatches):
         torch.testing.assert_close(after.params[name], (param - LR * grad).detach())
 
 
-def test_many_keys_and_alphas_under_vmap_equal_a_loop_over_them():
-    keys, alphas, batch = random.split(random.key(5), 3), torch.tensor([0.0, 0.2, 2.0]), make_batch()
-
-    def core(key, alpha):
-        mixed, mixture = mixup_batch(key, *batch, alpha=alpha, per_example=True)
-        return mixed, mixture.weights[1]
-
-    together = torch.func.vmap(core)(keys, alphas)
-    for i, key in enumerate(keys):
-        for whole, alone in zip(together, core(key, alphas[i]), strict=True):
-            torch.testing.assert_close(whole[i], alone)
-
-
-def test_settings_print_and_are_checked():
-    assert repr(mixup(1.0, per_example=True)) == "mixup(alpha=1.0, interpolate_loss=False, per_example=True)"
-    with pytest.raises(TypeError, match="mixup: per_example: expected True or False, got 1"):
-        mixup(per_example=1)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"got \(10,\) and \(3,\)"):
-        mixup_batch(random.key(0), *make_batch(), mixing=torch.rand(3))
-
-
 def test_an_hparam_of_zero_does_not_mix():
     step, batch = compose(loop_events, [mixup(hparam("alpha", 0.0), per_example=True)]), make_batch()
     after = step(step.init(make_state()), batch)

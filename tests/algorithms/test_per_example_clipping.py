@@ -21,9 +21,7 @@ from purecompose.algorithms._per_example_clipping import clip_per_example, norms
 from purecompose.algorithms._sam import sam
 from purecompose.algorithms._selective_backprop import selective_backprop
 from purecompose.algorithms._skip_nonfinite import skip_nonfinite
-from purecompose.schedule import hparam, linear
 from purecompose.testing.tasks import make_task
-from purecompose.time.predicates import NEVER
 from tests.algorithms import method_helpers as helpers
 
 
@@ -309,14 +307,6 @@ def test_noise_is_drawn_once_in_each_step():
     assert not torch.isclose(once["0.bias"], once["0.weight"].flatten()[:8]).any()
 
 
-def test_settings_may_be_hparams_and_schedules():
-    batch, state = wide(helpers.make_batch()), helpers.make_state(mlp())
-    fixed = ended([per_example_clipping(0.3, 0.5)], state, batch)
-    moved = ended([per_example_clipping(hparam("bound", 0.3), 0.5 * linear())], state, batch)
-    assert_close(grads_of(moved), grads_of(fixed), rtol=1e-6)
-    assert "bound" in moved.hparams
-
-
 # Layers that mix examples
 
 
@@ -434,25 +424,6 @@ def test_it_comes_after_new_gradients_and_before_other_clipping(is_reversed):
     order = step.plan(step.init(helpers.make_state(mlp()))).order(Event.AFTER_TRAIN_BATCH)
     expected = ("gradient_noise_scale", "sam", NAME, "skip_nonfinite", "gradient_accumulation", "gradient_clipping")
     assert order == expected
-
-
-def test_infinity_is_neutral_and_noise_needs_a_bound():
-    assert per_example_clipping(math.inf).match == NEVER
-    with pytest.raises(ValueError, match=r"max_norm: expected a finite number, the unit of the noise"):
-        per_example_clipping(math.inf, 1.0)
-
-
-@pytest.mark.parametrize("max_norm", [0, -1.0, "1", math.nan, True])
-def test_other_bounds_are_refused(max_norm):
-    with pytest.raises((TypeError, ValueError), match=r"per_example_clipping: max_norm: expected a finite number"):
-        per_example_clipping(max_norm)
-
-
-@pytest.mark.parametrize("settings", [{"noise_multiplier": -1}, {"chunk_size": 0}, {"chunk_size": 1.5}], ids=str)
-def test_other_settings_are_refused(settings):
-    (role,) = settings
-    with pytest.raises((TypeError, ValueError), match=rf"per_example_clipping: {role}: expected"):
-        per_example_clipping(1.0, **settings)
 
 
 # Other ways to run

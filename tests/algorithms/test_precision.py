@@ -74,26 +74,6 @@ def test_a_loss_beyond_the_narrow_range_is_finite(precision):
 
 
 @pytest.mark.parametrize("precision", AUTOCAST)
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_compiled_steps_are_as_narrow(precision, microbatches):
-    step = compose(loop_events, microbatches=microbatches)
-    fast = pc.compile(step, backend="eager", quiet=True)
-    first = second = make_state(precision=precision)
-    for seed in range(3):
-        first, second = step(first, make_batch(seed)), fast(second, make_batch(seed))
-    assert not list(tree.differences(first, second.unleased(), tolerance=1e-5))
-
-
-@pytest.mark.parametrize("precision", AUTOCAST)
-def test_populations_are_as_narrow(precision):
-    step = compose(loop_events)
-    states = [make_state(make_mlp(seed), precision=precision, key=seed) for seed in (0, 1)]
-    after = pc.unstack_states(pc.population(step, 2)(pc.stack_states(states), make_batch()))
-    for state, found in zip(states, after, strict=True):
-        assert_close(step(state, make_batch()).params, found.params, rtol=1e-2, atol=1e-3)
-
-
-@pytest.mark.parametrize("precision", AUTOCAST)
 def test_a_half_precision_network_keeps_its_own_dtype_in_the_other_precision(precision):
     """Only what autocast narrows is widened: outputs of another half dtype are the network's own choice."""
     (other,) = (dtype for name, dtype in NARROW if name != precision)

@@ -5,8 +5,6 @@ import torch
 from torch import nn
 
 import purecompose as pc
-from purecompose import tree
-from purecompose.algorithms import FACTORIES
 from purecompose.algorithms._colout import colout
 from purecompose.algorithms._progressive_resizing import progressive_resizing
 from purecompose.core.algorithm import Algorithm
@@ -15,7 +13,7 @@ from purecompose.core.loop import loop_events
 from purecompose.core.state import State
 from purecompose.optim import sgd
 from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER, on
+from purecompose.time.predicates import on
 
 
 def make_state(duration="10ba", **options):
@@ -52,14 +50,6 @@ def test_sizes_follow_the_schedule_and_are_reported():
     assert [(m["progressive_resizing/height"], m["progressive_resizing/width"]) for m in metrics[:8]] == sizes[:8]
     assert metrics[6]["progressive_resizing/scale_factor"].item() == pytest.approx(0.5 + 0.5 * 0.1 / 0.3)
     assert not any(name.startswith("progressive_resizing") for name in states[9].metrics)
-
-
-def test_it_is_absent_when_images_have_their_full_size():
-    step, plain = compose(loop_events, [progressive_resizing()]), compose(loop_events)
-    state = make_state().replace(timestamp=make_state().timestamp.advance_by(8))
-    assert step.plan(state).order(Event.AFTER_DATALOADER) == ()
-    expected, after = plain(state, make_batch()), step(step.init(state), make_batch())
-    assert tree.equal((after.params, after.loss, after.metrics), (expected.params, expected.loss, expected.metrics))
 
 
 @pytest.mark.parametrize(
@@ -150,50 +140,12 @@ def test_a_model_that_computes_its_own_loss_needs_no_target(method, named):
 # Settings
 
 
-@pytest.mark.parametrize(
-    "settings", [{"initial_scale": 1}, {"initial_scale": 1.0}, {"finetune_fraction": 1, "delay_fraction": 0}]
-)
-def test_neutral_settings_never_match(settings):
-    assert progressive_resizing(**settings).match == NEVER
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"mode": "pad"}, ValueError),
-        ({"initial_scale": 1.1}, ValueError),
-        ({"initial_scale": -0.1}, ValueError),
-        ({"initial_scale": "half"}, TypeError),
-        ({"finetune_fraction": 1.5}, ValueError),
-        ({"delay_fraction": -0.1}, ValueError),
-        ({"delay_fraction": 0.9}, ValueError),
-        ({"size_increment": 0}, ValueError),
-        ({"size_increment": 2.5}, TypeError),
-        ({"resize_targets": 1}, TypeError),
-        ({"resize_targets": "masks"}, ValueError),
-        ({"interpolation": "cubic"}, ValueError),
-        ({"input_field": len}, TypeError),
-    ],
-)
-def test_bad_settings_are_refused_when_built(settings, error):
-    with pytest.raises(error, match=next(iter(settings))):
-        progressive_resizing(**settings)
-
-
 def test_a_read_only_target_key_works_for_images_without_masks():
     assert progressive_resizing(target_field=len).config["target_field"] is len
     with pytest.raises(TypeError, match="target_field=.*is read-only"):
         progressive_resizing(resize_targets=True, target_field=len)
     with pytest.raises(TypeError, match="target_field=.*is read-only"):
         compose(loop_events, [progressive_resizing(resize_targets=True)]).init(make_state(target_field=len))
-
-
-def test_registry_and_print():
-    assert FACTORIES["progressive_resizing"] is progressive_resizing
-    assert repr(progressive_resizing("crop", 0.25, input_field="x")) == (
-        "progressive_resizing(mode='crop', initial_scale=0.25, finetune_fraction=0.2, delay_fraction=0.5, "
-        "size_increment=4, resize_targets='auto', interpolation='bilinear', input_field='x')"
-    )
 
 
 def test_a_scale_of_zero_starts_with_the_smallest_size():

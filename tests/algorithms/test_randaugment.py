@@ -14,8 +14,6 @@ from purecompose.algorithms import colout, cutmix, images, randaugment
 from purecompose.algorithms._randaugment import one_operation_each
 from purecompose.algorithms.functional import randaugment_batch
 from purecompose.algorithms.images import PRIMITIVES, SETS, Primitive, Strength
-from purecompose.schedule import hparam, linear
-from purecompose.time.predicates import NEVER
 from tests.algorithms.method_helpers import make_images
 
 
@@ -159,43 +157,6 @@ def test_operations_are_equally_likely() -> None:
         assert stats.chisquare(image.bincount(minlength=13).numpy()).pvalue > 1e-3
 
 
-def test_the_batch_is_not_modified_in_place_and_may_be_one_image() -> None:
-    image = make_images(1)[0]
-    changed = randaugment_batch(random.key(1), image)
-    assert torch.equal(changed, randaugment_batch(random.key(1), image.unsqueeze(0))[0])
-
-
-@given(SEEDS)
-def test_vmap_gives_what_a_loop_gives(seed: int) -> None:
-    batch = make_images(6)
-    keys = torch.stack([random.key(seed), random.key(0)])
-    mapped = torch.func.vmap(lambda key: randaugment_batch(key, batch, depth=1))(keys)
-    assert torch.equal(mapped, torch.stack([randaugment_batch(key, batch, depth=1) for key in keys]))
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"severity": 11}, ValueError, "severity"),
-        ({"severity": -1}, ValueError, "severity"),
-        ({"severity": "9"}, TypeError, "severity"),
-        ({"depth": -1}, ValueError, "depth"),
-        ({"depth": 1.5}, TypeError, "depth"),
-        ({"augmentation_set": "most"}, ValueError, "'all', 'safe', 'original'"),
-        ({"augmentation_set": "rotate"}, ValueError, r"got one.*write \('rotate',\)"),
-        ({"augmentation_set": ()}, ValueError, "one operation or more"),
-        ({"augmentation_set": ("rotate", "turn")}, ValueError, "no operation is called 'turn'"),
-        ({"augmentation_set": 3}, TypeError, "augmentation_set"),
-        ({"value_range": (1.0, 0.0)}, ValueError, "black below white"),
-    ],
-)
-def test_bad_settings_are_refused_where_they_are_given(settings: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"randaugment.*{message}"):
-        randaugment(**settings)
-    with pytest.raises(error, match=message):
-        randaugment_batch(random.key(0), make_images(), **settings)
-
-
 # The method
 
 
@@ -220,20 +181,6 @@ def test_a_step_trains_on_the_images_of_the_core_with_its_key() -> None:
     by_method = after_a_step(randaugment(5, 1), state, batch)
     by_hand = compose(loop_events)(state, (changed, batch[1]))
     assert all(torch.equal(by_method.params[name], by_hand.params[name]) for name in state.params)
-
-
-def test_the_severity_may_follow_a_schedule() -> None:
-    batch = make_images(dtype=torch.float32), torch.arange(12) % 3
-    rising = randaugment(10 * linear(0.0, 1.0), 1)
-    first = after_a_step(rising, make_state(), batch)  # the severity is still 0 there
-    plain = compose(loop_events)(make_state(), batch)
-    assert all(torch.equal(first.params[name], plain.params[name]) for name in first.params)
-    assert randaugment(hparam("severity", 3.0)).hparams[0].default == 3.0
-
-
-def test_neutral_settings_never_match() -> None:
-    assert randaugment(0).match == NEVER and randaugment(depth=0).match == NEVER
-    assert randaugment().match != NEVER
 
 
 def test_images_are_found_by_name_and_others_are_refused() -> None:

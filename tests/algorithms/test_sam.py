@@ -13,7 +13,6 @@ from purecompose.algorithms._gradient_clipping import gradient_clipping
 from purecompose.algorithms._sam import perturb_params, sam
 from purecompose.core.loop import advance, update
 from purecompose.core.scopes import Grad
-from purecompose.time.predicates import NEVER
 from tests.algorithms import method_helpers as helpers
 from tests.sampling import one_in
 
@@ -193,15 +192,6 @@ def test_a_loss_of_exactly_zero_is_a_loss():
     after = step(state, BATCH)
     assert after.loss is not None and after.loss.item() == 0
     torch.testing.assert_close(after.params["w"], 0.95 * state.params["w"])
-
-
-def test_weights_are_never_moved_and_back():
-    """With a learning rate of 0 they keep their bits."""
-    step = compose(loop_events, [sam(0.37)])
-    before = state = started(step, helpers.make_state(), optim.sgd(0.0, momentum=0.9))
-    for _ in range(4):
-        state = step(state, BATCH)
-    assert tree.equal(before.params, state.params) and not tree.equal(before.opt_state, state.opt_state)
 
 
 def test_frozen_parameters_stay_and_do_not_count():
@@ -400,74 +390,6 @@ def test_a_model_may_compute_its_loss_and_batches_may_be_dictionaries():
 # rho
 
 
-def with_rho(state: State, rho: float) -> State:
-    return state.replace(hparams={**state.hparams, "rho": torch.tensor(rho, dtype=torch.float64)})
-
-
-def test_rho_of_zero_is_the_plain_step_bit_for_bit():
-    assert sam(0).match == sam(0.0).match == NEVER
-    plain, step = compose(loop_events), compose(loop_events, [sam(hparam("rho", 0.0))])
-    expected, found = plain(helpers.make_state(), BATCH), step(step.init(helpers.make_state()), BATCH)
-    assert tree.equal(expected.params, found.params)
-
-
-def test_rho_may_follow_a_schedule():
-    step = compose(loop_events, [sam(0.5 * pc.schedule.linear(0.0, 1.0, "4ba"))])
-    state = step.init(helpers.make_state(wide_net()))
-    for number in range(3):
-        before, state = state, step(state, wide_batch())
-        alone = compose(loop_events, [sam(0.5 * number / 4)])(before.replace(slots={}), wide_batch())
-        for name, param in alone.params.items():
-            torch.testing.assert_close(state.params[name], param, rtol=1e-6, atol=1e-9)
-
-
-def test_each_member_of_a_population_has_its_own_rho():
-    step = compose(loop_events, [sam(hparam("rho", 0.1))])
-    states = [with_rho(step.init(helpers.make_state(wide_net())), rho) for rho in (0.0, 0.1, 1.0)]
-    together = pc.population(step, 3)(pc.stack_states(states), wide_batch())
-    ends = pc.unstack_states(together)
-    for state, found in zip(states, ends, strict=True):
-        expected = step(state, wide_batch())
-        for name, param in expected.params.items():
-            torch.testing.assert_close(found.params[name], param, rtol=1e-9, atol=1e-12)
-    assert not torch.allclose(ends[0].params["0.weight"], ends[2].params["0.weight"])
-
-
-def test_gradients_flow_to_rho_and_through_the_norm():
-    """Compared with difference quotients, in rho and along a direction of the weights."""
-    step = compose(loop_events, [sam(hparam("rho", 0.1))])
-    start = step.init(helpers.make_state(wide_net()))
-    direction = {name: torch.randn_like(param) for name, param in start.params.items()}
-
-    def loss_after(rho: Tensor, along: Tensor) -> Tensor:
-        params = {name: param + along * direction[name] for name, param in start.params.items()}
-        state = start.replace(params=params, hparams={**start.hparams, "rho": rho})
-        for _ in range(3):
-            state = step(state, wide_batch())
-        return F.cross_entropy(state.forward(wide_batch()[0]), wide_batch()[1])
-
-    rho, zero, h = torch.tensor(0.4, dtype=torch.float64), torch.zeros((), dtype=torch.float64), 1e-5
-    found = torch.func.grad(loss_after, argnums=(0, 1))(rho, zero)
-    expected = (
-        (loss_after(rho + h, zero) - loss_after(rho - h, zero)) / (2 * h),
-        (loss_after(rho, zero + h) - loss_after(rho, zero - h)) / (2 * h),
-    )
-    assert found[0].abs() > 1e-4
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.slow
-def test_compiled_steps_agree_and_the_interval_costs_one_more_variant():
-    step = compose(loop_events, [sam(0.5, every=2), alg.mixup(0.3)])
-    fast = pc.compile(step, backend="aot_eager", quiet=True)
-    first = second = started(step, helpers.make_state(wide_net(dropout=0.3).float()))
-    for _ in range(4):
-        first, second = step(first, BATCH), fast(second, BATCH)
-        assert not list(tree.differences(first.metrics, second.metrics, tolerance=1e-5))
-    assert not list(tree.differences(first, second.unleased(), tolerance=1e-5))
-    assert len(fast.variants()) == 2
-
-
 @pytest.mark.parametrize("microbatches", one_in(2, [2, 1]))
 def test_the_second_gradient_crosses_the_boundary_of_compiled_parts(microbatches):
     """If algorithms before the gradient vary too, the parts are compiled separately."""
@@ -483,20 +405,3 @@ def test_the_second_gradient_crosses_the_boundary_of_compiled_parts(microbatches
 
 
 # Settings
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "words"),
-    [
-        ({"rho": -0.1}, ValueError, r"rho: expected a finite number >= 0, got -0.1 \(float\); it is the distance"),
-        ({"rho": hparam("rho", -1.0)}, ValueError, "rho: expected a finite number >= 0, got -1.0"),
-        ({"rho": "far"}, TypeError, "rho: expected a finite number"),
-        ({"epsilon": 0}, ValueError, "epsilon: expected a finite number >= 1e-30, got 0"),
-        ({"epsilon": 1e-40}, ValueError, "epsilon: expected a finite number >= 1e-30"),
-        ({"every": 0}, ValueError, "every: expected an int >= 1, got 0"),
-        ({"every": 1.5}, TypeError, "every: expected an int"),
-    ],
-)
-def test_settings_are_checked_when_it_is_built(settings, error, words):
-    with pytest.raises(error, match=f"sam: {words}"):
-        sam(**settings)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import assume, given, settings, strategies as st
 
 import purecompose as pc
@@ -241,17 +240,6 @@ def test_named_scalars_groups_and_optimizers_inside_of_others() -> None:
     step = compose(loop_events, [loss_scaling()])
     end = run_steps(step, step.init(half), BATCHES)
     assert end.optimizer.inner == half.optimizer and end.context.schedules == half.context.schedules
-
-
-def test_compiled_and_in_a_population_it_is_the_same() -> None:
-    step, state = compose(loop_events), scale_schedule(start(0.1 * schedule.step("1ep"), "2ep"), 0.5)
-    expected = run_steps(step, state, BATCHES)
-    compiled = run_steps(pc.compile(step, backend="eager", quiet=True), state, BATCHES).unleased()
-    plain = [start(0.1 * schedule.step("1ep"), "2ep") for _ in range(2)]
-    mapped = run_steps(pc.population(step, 2), scale_schedule(pc.stack_states(plain), 0.5), BATCHES)
-    for name, param in expected.params.items():
-        torch.testing.assert_close(compiled.params[name], param)
-        torch.testing.assert_close(mapped.params[name], param.expand(2, *param.shape))
 
 
 # Refused settings

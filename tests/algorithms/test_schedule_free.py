@@ -14,8 +14,6 @@ from purecompose.algorithms._schedule_free import schedule_free, schedule_free_s
 from tests.algorithms.averaging_checks import (
     BATCHES,
     averages_of,
-    check_compiled,
-    check_init,
     cnn_state,
     states_after,
 )
@@ -222,33 +220,6 @@ def test_steps_whose_gradients_are_kept_for_later_do_not_count(methods):
     )
 
 
-def test_it_works_with_loss_scaling():
-    state = cnn_state(optimizer=optim.sgd(0.1))
-    alone = states_after(schedule_free(), state, BATCHES)[-1]
-    scaled = states_after([alg.loss_scaling(2.0**10), schedule_free()], state, BATCHES)[-1]
-    assert_close(scaled.params, alone.params, rtol=1e-5, atol=1e-6)
-    assert_same(scaled.slots["schedule_free"].total, alone.slots["schedule_free"].total)
-
-
-def test_members_of_a_population_have_their_own_rates():
-    step = compose(loop_events, [schedule_free()])
-    start = cnn_state(optimizer=optim.sgd(pc.hparam("lr", 0.1) * schedule.constant(warmup="3ba")))
-    both = pc.population(step, 2)
-    begun = both.init(pc.stack_states([start, start])).replace(hparams={"lr": torch.tensor([0.05, 0.2])})
-    for member, rate in zip(pc.unstack_states(run_steps(both, begun, BATCHES)), (0.05, 0.2), strict=True):
-        alone = run_steps(step, step.init(start).replace(hparams={"lr": rate}), BATCHES)
-        assert_close(member.params, alone.params, rtol=1e-4, atol=1e-5)
-        assert_close(averages_of(member, "schedule_free"), averages_of(alone, "schedule_free"), rtol=1e-4, atol=1e-5)
-
-
-def test_graphs_that_torch_rewrites_do_the_same():
-    check_compiled(schedule_free(), cnn_state(optimizer=optim.sgd(0.1)), backend="aot_eager", donate=False)
-
-
-def test_a_second_init_does_nothing_and_init_sees_the_network_after_surgery():
-    check_init(schedule_free(), lambda: alg.squeeze_excite(min_channels=1), cnn_state(optimizer=optim.sgd(0.1)))
-
-
 def test_weights_replaced_after_init_are_the_new_starting_point():
     """z follows every other change of y, and the first x is z."""
     step = compose(loop_events, [schedule_free()])
@@ -259,14 +230,6 @@ def test_weights_replaced_after_init_are_the_new_starting_point():
     for batch in DOUBLE[:3]:
         late, early = step(late, batch), step(early, batch)
     assert_close(late.params, early.params, rtol=1e-10, atol=1e-12)
-
-
-def test_frozen_parameters_stay_and_are_in_no_average():
-    net = make_mlp()
-    net[0].weight.requires_grad_(False)
-    states = states_after(schedule_free(), make_state(net, optimizer=optim.sgd(0.1)), make_batches(3))
-    assert states[-1].slots["schedule_free"].base.keys() == {"0.bias", "3.weight", "3.bias"}
-    assert_same(states[-1].params["0.weight"], states[0].params["0.weight"])
 
 
 def test_in_half_precision_z_and_x_are_float32():
@@ -281,19 +244,6 @@ def test_in_half_precision_z_and_x_are_float32():
     assert_close(own.averages.params, means, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_flow_to_the_rate():
-    step = compose(loop_events, [schedule_free()])
-    start = step.init(double_state(optim.sgd(pc.hparam("lr", 0.3))))
-
-    def norm(rate: Tensor) -> Tensor:
-        end = run_steps(step, start.replace(hparams={"lr": rate}), DOUBLE[:3])
-        return pc.tree.global_norm(pc.surgery.with_weights(end, "schedule_free").params)
-
-    rate = torch.tensor(0.3, dtype=torch.float64)
-    quotient = (norm(rate + 1e-5) - norm(rate - 1e-5)) / 2e-5
-    torch.testing.assert_close(torch.func.grad(norm)(rate), quotient, rtol=1e-6, atol=1e-9)
-
-
 @pytest.mark.parametrize("guard", [alg.skip_nonfinite, alg.loss_scaling])
 def test_a_step_that_is_skipped_changes_nothing_of_it(guard):
     step = compose(loop_events, [guard(), schedule_free()])
@@ -304,20 +254,6 @@ def test_a_step_that_is_skipped_changes_nothing_of_it(guard):
     before, now = state.slots["schedule_free"], after.slots["schedule_free"]
     assert pc.tree.equal(now, before)
     assert not torch.equal(step(state, BATCHES[3]).params["0.weight"], state.params["0.weight"])
-
-
-def test_frozen_parameters_and_their_memory_are_unchanged():
-    step = compose(loop_events, [schedule_free()])
-    state = run_steps(step, step.init(cnn_state(optimizer=optim.sgd(0.1))), BATCHES[:3])
-    after = run_steps(step, state.replace(frozen=["0.weight"]), BATCHES[3:6])
-    before, now = state.slots["schedule_free"], after.slots["schedule_free"]
-    for name, param in state.params.items():
-        held = [
-            torch.equal(after.params[name], param),
-            torch.equal(now.base[name], before.base[name]),
-            torch.equal(now.averages.params[name], before.averages.params[name]),
-        ]
-        assert held == [name == "0.weight"] * 3, name
 
 
 def test_layers_frozen_during_the_run_are_unchanged():
@@ -375,9 +311,3 @@ def test_momentum_of_the_optimizer_acts_beside_beta():
     y, x = by_hand(0.9, momentum_move(0.1, 0.9), lambda at: 0.1)
     assert_close(end.params, y, rtol=1e-10, atol=1e-12)
     assert_close(averages_of(end, "schedule_free"), x, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(("beta", "error"), [(1.0, ValueError), (-0.1, ValueError), ("0.9", TypeError)])
-def test_settings_are_checked_when_it_is_built(beta, error):
-    with pytest.raises(error, match=r"schedule_free: beta: expected a finite number in \[0, 1\)"):
-        schedule_free(beta)

@@ -8,8 +8,6 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from purecompose import losses, random, tree
-from purecompose.algorithms import FACTORIES
-from purecompose.algorithms._label_smoothing import label_smoothing
 from purecompose.algorithms._mixup import mixup
 from purecompose.algorithms._selective_backprop import (
     choose_by_loss,
@@ -17,14 +15,14 @@ from purecompose.algorithms._selective_backprop import (
     selective_backprop,
     should_selective_backprop,
 )
-from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events
 from purecompose.core.passes import DEFAULT_PASSES
 from purecompose.losses.targets import Mixture
 from purecompose.surgery.weights import to_module
 from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER, on
+from purecompose.time.predicates import on
 from tests.algorithms.method_helpers import LR, make_batch, make_state, one_step, spy
 
 
@@ -121,20 +119,6 @@ def test_the_same_rows_of_every_member_are_selected():
     assert tree.equal(explicit, chosen)
 
 
-@dataclasses.dataclass
-class Pair:
-    image: torch.Tensor
-    label: torch.Tensor
-
-
-def test_a_dataclass_is_a_batch_too():
-    inputs, targets = make_batch()
-    state = make_state(input_field="image", target_field="label")
-    chosen = selected(always(), state, Pair(inputs, targets))
-    assert isinstance(chosen, Pair)
-    assert torch.equal(chosen.label, targets[row_numbers(chosen.image, inputs)])
-
-
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_comes_first_wherever_it_is_listed(place):
     algorithms = [mixup(1.0), mixup(0.4, name="second")]
@@ -148,15 +132,6 @@ def test_comes_first_wherever_it_is_listed(place):
     x, y = select_using_loss(state.rng("selective_backprop"), inputs, targets, to_module(state), losses.cross_entropy)
     # The raw rows were chosen: the first terms of the mixture are their targets.
     assert torch.equal(seen[0][1].targets[0], y) and seen[0][0].shape == x.shape
-
-
-@pytest.mark.parametrize("microbatches", [2, 5])
-def test_microbatches_cut_what_was_selected(microbatches):
-    algorithms = [mixup(1.0), label_smoothing(0.1), always()]
-    expected = one_step(algorithms, make_state(), make_batch())
-    after = one_step(algorithms, make_state(), make_batch(), microbatches=microbatches)
-    torch.testing.assert_close(after.params, expected.params)
-    torch.testing.assert_close(after.loss, expected.loss)
 
 
 def test_batchnorm_statistics_only_see_the_chosen_rows():
@@ -188,41 +163,6 @@ def test_ranking_pass_draws_dropout_by_its_own_name():
     assert torch.equal(outputs[0], outputs[1])
 
 
-def test_params_and_gradient_stay_those_of_the_chosen_rows():
-    state, batch = make_state(), make_batch()
-    plain = compose(loop_events)
-    after, expected = one_step([always()], state, batch), plain(state, selected(always(), state, batch))
-    assert tree.equal((after.params, after.loss), (expected.params, expected.loss))
-
-
-def test_outer_gradients_are_those_of_the_chosen_rows():
-    step, plain = compose(loop_events, [always()]), compose(loop_events)
-    state, batch = step.init(make_state()), make_batch()
-    chosen = selected(always(), state, batch)
-
-    def gradient(run, data):
-        return torch.func.grad(lambda bias: run(state.replace(params={**state.params, "2.bias": bias}), data).loss)
-
-    bias = state.params["2.bias"]
-    torch.testing.assert_close(gradient(step, batch)(bias), gradient(plain, chosen)(bias))
-
-
-@pytest.mark.parametrize("settings", [{"keep": 1}, {"keep": 1.0}, {"full_every": 1}])
-def test_neutral_settings_are_absent(settings):
-    algorithm = always(**settings)
-    assert algorithm.match == NEVER and algorithm.events == ()
-    state, batch = make_state(), make_batch()
-    plain, after = compose(loop_events)(state, batch), one_step([algorithm], state, batch)
-    assert tree.equal((after.params, after.loss), (plain.params, plain.loss))
-
-
-def test_before_its_start_it_is_absent():
-    net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
-    state, batch = make_state(net), make_batch()
-    plain, after = compose(loop_events)(state, batch), one_step([selective_backprop()], state, batch)
-    assert tree.equal((after.params, after.buffers, after.loss), (plain.params, plain.buffers, plain.loss))
-
-
 def test_a_step_with_a_scale_factor_ranks_small_images_and_trains_on_large_ones():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     state = make_state(net)
@@ -250,37 +190,6 @@ def test_with_a_scale_factor_the_outputs_of_a_segmentation_are_enlarged_to_the_t
 
 
 # Errors
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"keep": 0}, ValueError),
-        ({"keep": -0.5}, ValueError),
-        ({"keep": 1.5}, ValueError),
-        ({"keep": float("nan")}, ValueError),
-        ({"keep": "half"}, TypeError),
-        ({"keep": True}, TypeError),
-        ({"start": -0.1}, ValueError),
-        ({"start": 1.5}, ValueError),
-        ({"end": 1.1}, ValueError),
-        ({"start": 0.9, "end": 0.5}, ValueError),
-        ({"start": 0.5, "end": 0.5}, ValueError),
-        ({"start": "5ep"}, TypeError),
-        ({"full_every": -1}, ValueError),
-        ({"full_every": 2.0}, TypeError),
-        ({"full_every": True}, TypeError),
-        ({"scale_factor": 0}, ValueError),
-        ({"scale_factor": 2}, ValueError),
-        ({"scale_factor": None}, TypeError),
-        ({"input_field": 0.5}, TypeError),
-        ({"target_field": True}, TypeError),
-        ({"name": ""}, ValueError),
-    ],
-)
-def test_bad_settings_are_refused_when_built(settings, error):
-    with pytest.raises(error, match=next(iter(settings))):
-        selective_backprop(**settings)
 
 
 @pytest.mark.parametrize("loss", [losses.model_loss, nn.CrossEntropyLoss(), lambda outputs, targets: outputs.mean()])
@@ -358,12 +267,3 @@ def test_a_run_without_a_duration_is_refused_in_the_first_step():
     state = step.init(make_state(duration=None))
     with pytest.raises(RuntimeError, match="selective_backprop: .*duration"):
         step(state, make_batch())
-
-
-def test_registry_and_print():
-    assert FACTORIES["selective_backprop"] is selective_backprop
-    algorithm = selective_backprop(0.4, 0.8, 0.6, full_every=3)
-    expected = "selective_backprop(start=0.4, end=0.8, keep=0.6, scale_factor=1.0, full_every=3)"
-    assert repr(algorithm) == expected
-    assert algorithm.events == (Event.INIT, Event.AFTER_DATALOADER, Event.BATCH_START, Event.AFTER_FORWARD)
-    assert algorithm.traits == {Trait.SELECTS_EXAMPLES}

@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
-import purecompose as pc
 from purecompose import losses, random, tree
-from purecompose.algorithms._parts.model_losses import model_losses
-from purecompose.algorithms._selective_backprop import choose_by_loss, select_using_loss, selective_backprop
+from purecompose.algorithms._selective_backprop import (
+    choose_by_loss,
+    model_losses,
+    select_using_loss,
+    selective_backprop,
+)
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events
@@ -227,21 +230,6 @@ def test_other_losses_that_a_model_returns_are_taken_as_they_are():
     assert model_losses("test", loss_fn, {"loss": own}, batch) is own
     pieces = torch.arange(6.0).reshape(3, 2)  # not of the labels' shape: a mean over all
     assert model_losses("test", loss_fn, {"loss": pieces}, batch).tolist() == [0.5, 2.5, 4.5]
-
-
-def test_microbatches_population_and_compiled_steps_agree():
-    batch = texts(make_batch())
-    step = compose(loop_events, [always()])
-    state = step.init(own_loss_state())
-    after = step(state, batch)
-    sliced = compose(loop_events, [always()], microbatches=2)(state, batch)
-    torch.testing.assert_close((sliced.params, sliced.loss), (after.params, after.loss))
-    fast = pc.compile(step, backend="eager", quiet=True)
-    torch.testing.assert_close(dict(fast(state, batch).params), after.params)
-    members = [state.replace(key=random.key(seed)) for seed in range(2)]
-    together = pc.population(step, 2)(pc.stack_states(members), batch)
-    for found, one in zip(pc.unstack_states(together), members, strict=True):
-        torch.testing.assert_close(found.params, step(one, batch).params)
 
 
 @settings(max_examples=10)

@@ -4,17 +4,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import purecompose as pc
-from purecompose import losses, tree
-from purecompose.algorithms import FACTORIES
-from purecompose.algorithms._seq_length_warmup import seq_length_warmup, warmup_length
-from purecompose.core.algorithm import Algorithm, Trait
+from purecompose import losses
+from purecompose.algorithms._seq_length_warmup import seq_length_warmup
+from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events
 from purecompose.core.state import State
 from purecompose.optim import sgd
 from purecompose.surgery.weights import to_module
-from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER, on
+from purecompose.time.predicates import on
 
 
 class Bigram(nn.Module):
@@ -104,20 +102,6 @@ def test_a_run_of_unknown_length_is_refused(duration):
     assert any("seq_length_warmup at" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize("truncate", [True, False])
-@pytest.mark.parametrize("microbatches", [{"microbatches": 3}, {"microbatch_size": 2}])
-def test_microbatches_are_cut_from_the_shortened_batch(truncate, microbatches):
-    method = seq_length_warmup(0.5, 4, 8, 1, truncate=truncate)
-    _, expected = run(method, make_state(), make_batch(10), 2)
-    sizes, spy = [], Algorithm("size", on("before_forward"), lambda event, s: sizes.append(s.num_examples) or s)
-    step = compose(loop_events, [method, spy], **microbatches)
-    after = step(step(step.init(make_state()), make_batch(10)), make_batch(10))
-    torch.testing.assert_close(after.params, expected[-1].params)
-    num = 4 if truncate else 10
-    first = sizes[: 3 if "microbatches" in microbatches else num // 2]
-    assert sum(first) == num and max(first) <= 4 and max(first) - min(first) <= 1
-
-
 def test_one_variant_is_compiled_for_each_length():
     step = compose(loop_events, [seq_length_warmup(0.5, 4, 16, 4)])
     fast = pc.compile(step, backend="eager", quiet=True)
@@ -167,51 +151,11 @@ def test_ends_are_preserved_in_a_step():
     assert torch.equal(seen[0]["input_ids"], expected)
 
 
-def test_no_warm_up_is_the_plain_step():
-    assert seq_length_warmup(0).match == seq_length_warmup(0.0).match == NEVER
-    step, plain = compose(loop_events, [seq_length_warmup(0, 2, 4)]), compose(loop_events)
-    state, batch = make_state(), make_batch()
-    expected, after = plain(state, batch), step(step.init(state), batch)
-    assert tree.equal((after.params, after.loss, after.metrics), (expected.params, expected.loss, expected.metrics))
-
-
 @pytest.mark.parametrize("inputs", [torch.rand(4, 6), torch.rand(4, 2, 6, 6), torch.ones(4, 6, dtype=torch.bool)])
 def test_inputs_that_are_not_sequences_are_refused(inputs):
     state = make_state(input_field=0, target_field=1)
     with pytest.raises(TypeError, match="mine: expected sequences.*got"):
         run(seq_length_warmup(name="mine"), state, (inputs, torch.zeros(4)), 1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"duration": -0.1}, ValueError),
-        ({"duration": 1.5}, ValueError),
-        ({"duration": "0.3dur"}, TypeError),
-        ({"min_seq_length": 0}, ValueError),
-        ({"min_seq_length": 8.0}, TypeError),
-        ({"max_seq_length": 4}, ValueError),
-        ({"step_size": 0}, ValueError),
-        ({"truncate": None}, TypeError),
-        ({"preserve_end_of_sequence": 1}, TypeError),
-        ({"preserve_end_of_sequence": True, "truncate": False}, ValueError),
-        ({"name": ""}, ValueError),
-    ],
-)
-def test_bad_settings_are_refused_when_built(settings, error):
-    with pytest.raises(error, match=next(iter(settings))):
-        seq_length_warmup(**settings)
-
-
-def test_registry_and_print():
-    assert FACTORIES["seq_length_warmup"] is seq_length_warmup
-    assert seq_length_warmup().events == (Event.AFTER_DATALOADER,) and seq_length_warmup().host
-    assert seq_length_warmup(name="w").traits == {Trait.SHORTENS_SEQUENCES}
-    assert warmup_length(0.15) == 8 + 64 * 8
-    assert repr(seq_length_warmup(0.5, 64, 512, 64)) == (
-        "seq_length_warmup(duration=0.5, min_seq_length=64, max_seq_length=512, step_size=64, truncate=True, "
-        "preserve_end_of_sequence=False)"
-    )
 
 
 def test_one_token_is_too_short_for_a_model_that_shifts_its_labels():

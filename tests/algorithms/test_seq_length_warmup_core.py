@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from purecompose import tree
 from purecompose.algorithms._seq_length_warmup import set_batch_sequence_length, warmup_length
 from purecompose.losses.targets import Mixture
 
@@ -160,19 +159,6 @@ def test_mixtures_are_cut_term_by_term():
     mixture = Mixture.of(ids).mixed_with(torch.tensor([1, 0]), 0.25)
     _, short = set_batch_sequence_length((ids, mixture), 2)
     assert torch.equal(short.targets[1], ids.flip(0)[:, :2]) and short.weights[1] is mixture.weights[1]
-
-
-def test_it_works_under_vmap():
-    ids, masks = torch.randint(9, (3, 2, 6)), torch.ones(3, 2, 6)
-
-    def shortened(ids, mask):
-        batch = {"input_ids": ids, "attention_mask": mask}
-        kept = set_batch_sequence_length(batch, 4, preserve_end_of_sequence=True)
-        return kept["input_ids"], set_batch_sequence_length(batch, 4, truncate=False)["input_ids"]
-
-    together = torch.func.vmap(shortened)(ids, masks)
-    alone = [shortened(*members) for members in zip(ids, masks, strict=True)]
-    assert tree.equal(together, tuple(map(torch.stack, zip(*alone, strict=True))))
 
 
 # Ends

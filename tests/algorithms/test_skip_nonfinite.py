@@ -268,30 +268,3 @@ def test_in_a_program_without_its_other_events_updates_are_guarded():
 
 
 # Other ways to run
-
-
-@pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_compiled_steps_skip_too(microbatches, donate):
-    # Algorithms that act only sometimes cut the step into parts, so slots cross their boundaries.
-    turns = on(Event.AFTER_TRAIN_BATCH, Event.BATCH_END) & pc.every(3) | on(Event.BATCH_START) & pc.every(2**40)
-    step = made(skip_nonfinite(), Algorithm("turns", turns, lambda _, state: state), microbatches=microbatches)
-    fast = pc.compile(step, backend="eager", quiet=True, donate=donate)
-    first = second = fresh(step)
-    for batch in (BATCH, broken(), OTHER, broken(torch.nan), BATCH):
-        first, second = step(first, batch), fast(second, batch)
-        assert tree.diff(first.metrics, second.metrics) == []
-    found = second.unleased()
-    assert not list(tree.differences(first, found, tolerance=1e-6)) and count_of(found) == 2
-
-
-def test_each_member_of_a_population_skips_its_own():
-    step = made(skip_nonfinite())
-    states = [fresh(step) for _ in range(2)]
-    both = pc.population(step, 2, batches="each")
-    batch = tuple(torch.stack(pair) for pair in zip(BATCH, broken(), strict=True))
-    good, bad = pc.unstack_states(both(pc.stack_states(states), batch))
-    assert (count_of(good), count_of(bad)) == (0, 1)
-    assert tree.equal(lasting(bad), lasting(states[1]))
-    expected = step(states[0], BATCH)
-    assert not list(tree.differences(lasting(expected), lasting(good), tolerance=1e-5))

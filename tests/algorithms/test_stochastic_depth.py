@@ -7,16 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import purecompose as pc
 from purecompose import algorithms as alg, compose, functional, loop_events, surgery
 from purecompose.algorithms import stochastic_depth
 from purecompose.nn import models
 from purecompose.nn.layers import ClassesSecond, StochasticDepth, residuals
-from tests.algorithms.method_helpers import one_step
 from tests.algorithms.surgery_checks import hooked, patched
-from tests.helpers import assert_close, assert_same
+from tests.helpers import assert_same
 
 
 METHODS = ["block", "sample"]
@@ -116,7 +114,7 @@ def rates_of(state: pc.State) -> list[float]:
 
 @given(blocks, st.sampled_from([1, 2]), st.sampled_from(METHODS), st.booleans(), SEEDS)
 @settings(max_examples=25)
-def test_at_rate_0_a_block_is_unchanged(kind: str, stride: int, method: str, train: bool, seed: int) -> None:
+def test_at_rate_0_a_block_is_unchanged(kind: str, stride: int, method: Any, train: bool, seed: int) -> None:
     block, images = make_block(kind, stride), make_images(seed=seed)
     wrapped = StochasticDepth(copy.deepcopy(block), method, 0.0)
     assert torch.equal(wrapped.train(train)(images), block.train(train)(images))
@@ -126,7 +124,7 @@ def test_at_rate_0_a_block_is_unchanged(kind: str, stride: int, method: str, tra
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("train", [True, False])
 def test_at_rate_0_a_branch_that_works_in_place_has_the_same_gradients(
-    make_shortcut: Any, method: str, train: bool
+    make_shortcut: Any, method: Any, train: bool
 ) -> None:
     torch.manual_seed(0)
     block, images = InPlace(make_shortcut()), (make_images() - 0.5).requires_grad_()
@@ -140,7 +138,7 @@ def test_at_rate_0_a_branch_that_works_in_place_has_the_same_gradients(
 
 @given(blocks, st.sampled_from([1, 2]), st.sampled_from(METHODS), SEEDS)
 @settings(max_examples=25)
-def test_at_rate_1_only_the_shortcut_is_left(kind: str, stride: int, method: str, seed: int) -> None:
+def test_at_rate_1_only_the_shortcut_is_left(kind: str, stride: int, method: Any, seed: int) -> None:
     block, images = make_block(kind, stride), make_images(seed=seed) - 0.5  # below zero as well
     wrapped = StochasticDepth(copy.deepcopy(block), method, 1.0)
     _, by_pass = parts(block, images)
@@ -159,7 +157,7 @@ def test_at_rate_1_the_input_comes_out_bit_for_bit_whatever_the_branch_gives(mak
 @given(blocks, st.sampled_from([1, 2]), st.sampled_from(METHODS), st.floats(0, 1), SEEDS)
 @settings(max_examples=25)
 def test_evaluation_takes_the_branch_as_often_as_it_is_kept(
-    kind: str, stride: int, method: str, rate: float, seed: int
+    kind: str, stride: int, method: Any, rate: float, seed: int
 ) -> None:
     block, images = make_block(kind, stride).double(), make_images(seed=seed).double()
     block.eval()
@@ -181,7 +179,7 @@ def test_each_example_is_either_kept_or_dropped(kind: str, stride: int, seed: in
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_kept_fraction_is_one_minus_the_rate(method: str) -> None:
+def test_the_kept_fraction_is_one_minus_the_rate(method: Any) -> None:
     block, images = make_block("ours", 2).requires_grad_(False), make_images(1)
     wrapped = StochasticDepth(block.eval(), method, 0.3)
     wrapped.training = True  # batch norm stays in evaluation
@@ -192,7 +190,7 @@ def test_the_kept_fraction_is_one_minus_the_rate(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_mean_over_draws_is_what_evaluation_gives_before_the_activation(method: str) -> None:
+def test_the_mean_over_draws_is_what_evaluation_gives_before_the_activation(method: Any) -> None:
     block = make_block("ours").eval().requires_grad_(False).double()
     block.relu = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
     wrapped, images = StochasticDepth(block, method, 0.4), make_images(2).double()
@@ -322,7 +320,7 @@ def batch_for(name: str, seed: int = 0, num: int = 6) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def with_drops(state: pc.State, method: str, rate: float, distribution: str = "uniform") -> nn.Module:
+def with_drops(state: pc.State, method: Any, rate: float, distribution: Any = "uniform") -> nn.Module:
     """Return the network of a state, with its blocks replaced."""
     rules = functional.stochastic_depth_rules(state.model.module, method, rate, distribution)
     return pc.to_module(surgery.operate(state, rules, name="drop")[0])
@@ -356,7 +354,7 @@ def which(output: Tensor, expected: Tensor) -> Tensor:
 
 
 @given(nets, st.sampled_from(METHODS), st.booleans(), SEEDS)
-def test_at_rate_0_a_transformer_is_unchanged(name: str, method: str, train: bool, seed: int) -> None:
+def test_at_rate_0_a_transformer_is_unchanged(name: str, method: Any, train: bool, seed: int) -> None:
     state, (inputs, _) = make_transformer(name), batch_for(name, seed)
     expected = pc.to_module(state).train(train)(inputs)
     assert torch.equal(with_drops(state, method, 0.0).train(train)(inputs), expected)
@@ -364,7 +362,7 @@ def test_at_rate_0_a_transformer_is_unchanged(name: str, method: str, train: boo
 
 @given(st.sampled_from(METHODS), st.sampled_from([0.0, 0.3]), st.booleans(), SEEDS)
 def test_at_rate_1_a_transformers_block_is_the_identity(
-    method: str, dropout: float, is_causal: bool, seed: int
+    method: Any, dropout: float, is_causal: bool, seed: int
 ) -> None:
     places = make_places(seed=seed).requires_grad_()
     wrapped = StochasticDepth(make_transformer_block(dropout, seed=seed, is_causal=is_causal), method, 1.0)
@@ -376,7 +374,7 @@ def test_at_rate_1_a_transformers_block_is_the_identity(
 
 @pytest.mark.parametrize("name", sorted(NETS))
 @pytest.mark.parametrize("method", METHODS)
-def test_at_rate_1_a_transformer_consists_of_the_layers_around_its_blocks(name: str, method: str) -> None:
+def test_at_rate_1_a_transformer_consists_of_the_layers_around_its_blocks(name: str, method: Any) -> None:
     state, (inputs, _) = make_transformer(name), batch_for(name)
     without = pc.to_module(state)
     for inner in without.modules():
@@ -387,7 +385,7 @@ def test_at_rate_1_a_transformer_consists_of_the_layers_around_its_blocks(name: 
 
 @given(st.sampled_from(METHODS), st.floats(0, 1), st.sampled_from([0.0, 0.3]), SEEDS)
 def test_evaluation_takes_both_branches_as_often_as_they_are_kept(
-    method: str, rate: float, dropout: float, seed: int
+    method: Any, rate: float, dropout: float, seed: int
 ) -> None:
     block, places = make_transformer_block(dropout, seed=seed).eval(), make_places(seed=seed)
     attended = places + (1 - rate) * block.attention(block.norm1(places))
@@ -397,7 +395,7 @@ def test_evaluation_takes_both_branches_as_often_as_they_are_kept(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_branches_of_a_transformers_block_are_dropped_independently(method: str) -> None:
+def test_the_branches_of_a_transformers_block_are_dropped_independently(method: Any) -> None:
     """Each is dropped in 0.3 of all draws, both in 0.09; counts of 1000 agree within 3.5 standard deviations."""
     block, places, rate = make_transformer_block(), make_places(4), 0.3
     wrapped, expected = StochasticDepth(block, method, rate), outcomes(block, places)
@@ -412,7 +410,7 @@ def test_the_branches_of_a_transformers_block_are_dropped_independently(method: 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_mean_over_draws_of_two_affine_branches_is_what_evaluation_gives(method: str) -> None:
+def test_the_mean_over_draws_of_two_affine_branches_is_what_evaluation_gives(method: Any) -> None:
     torch.manual_seed(0)
     wrapped = StochasticDepth(Affine().double().requires_grad_(False), method, 0.4)
     places = torch.randn(3, 2, 4, dtype=torch.float64)
@@ -420,16 +418,6 @@ def test_the_mean_over_draws_of_two_affine_branches_is_what_evaluation_gives(met
     wrapped.train()
     draws = torch.stack([wrapped(places) for _ in range(4000)])
     assert ((draws.mean(0) - expected).abs() < 4.5 * draws.std(0) / 4000**0.5).all()
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_examples_under_vmap_decide_separately(method: str) -> None:
-    block, places = make_transformer_block(), make_places(32)
-    wrapped = StochasticDepth(block, method, 0.5)
-    torch.manual_seed(0)
-    with sdpa_kernel(SDPBackend.MATH):  # vmap runs the other backends in a loop, and warns
-        output = torch.func.vmap(lambda place: wrapped(place[None])[0], randomness="different")(places)
-    assert len(which(output, outcomes(block, places)).unique()) == 4
 
 
 def test_a_transformers_block_is_known_by_names_order_and_arguments() -> None:
@@ -461,7 +449,7 @@ def test_linear_rates_rise_by_the_same_amount_to_the_rate(num: int, rate: float)
 
 
 @pytest.mark.parametrize("distribution", ["linear", "uniform"])
-def test_the_network_has_the_rates_of_its_blocks(distribution: str) -> None:
+def test_the_network_has_the_rates_of_its_blocks(distribution: Any) -> None:
     state = compose(loop_events, [stochastic_depth("block", 0.6, distribution)]).init(make_state())
     assert rates_of(state) == pytest.approx(functional.stochastic_depth_rates(3, 0.6, distribution))
 
@@ -489,27 +477,12 @@ def test_the_warmup_ends_at_the_rate(warmup: Any, batches: int) -> None:
         assert float(state.metrics["stochastic_depth/drop_rate"]) == pytest.approx(share * 0.6)
 
 
-def test_members_of_a_population_differ_in_their_rate() -> None:
-    rates = torch.tensor([0.0, 0.5, 1.0])
-    step = compose(loop_events, [stochastic_depth(drop_rate=pc.hparam("rate", 0.3), drop_distribution="uniform")])
-    started = [make_state(key=number) for number in range(3)]
-    members = [
-        state.replace(hparams={**state.hparams, "rate": rate}) for state, rate in zip(started, rates, strict=True)
-    ]
-    many = pc.population(step, 3)
-    after = many(many.init(pc.stack_states(members)), make_batch())
-    (name, *_) = [name for name in after.buffers if name.endswith("drop_rate")]
-    assert torch.equal(after.buffers[name], rates)
-    for state, member in zip(members, pc.unstack_states(after), strict=True):
-        assert_close(step(step.init(state), make_batch()).params, member.params, atol=1e-5)
-
-
 # In a run
 
 
 @pytest.mark.parametrize("name", sorted(NETS))
 @pytest.mark.parametrize("method", METHODS)
-def test_a_transformer_keeps_its_names_and_its_rates_count_blocks(name: str, method: str) -> None:
+def test_a_transformer_keeps_its_names_and_its_rates_count_blocks(name: str, method: Any) -> None:
     state = make_transformer(name)
     after = compose(loop_events, [stochastic_depth(method, 0.5)]).init(state)
     assert list(after.params) == list(state.params)
@@ -521,7 +494,7 @@ def test_a_transformer_keeps_its_names_and_its_rates_count_blocks(name: str, met
 
 @pytest.mark.parametrize("name", sorted(NETS))
 @pytest.mark.parametrize("method", METHODS)
-def test_a_transformer_trains(name: str, method: str) -> None:
+def test_a_transformer_trains(name: str, method: Any) -> None:
     step, batch = compose(loop_events, [stochastic_depth(method, 0.3, drop_warmup="2ba")]), batch_for(name, num=4)
     state, losses = step.init(make_transformer(name, dropout=0.1, duration="40ba")), []
     for _ in range(40):
@@ -529,21 +502,6 @@ def test_a_transformer_trains(name: str, method: str) -> None:
         assert state.loss is not None
         losses.append(state.loss.item())
     assert sum(losses[-5:]) / 5 < 0.8 * losses[0]
-
-
-@pytest.mark.parametrize("name", sorted(NETS))
-@pytest.mark.parametrize("method", METHODS)
-def test_microbatches_and_members_of_a_transformer_draw_as_the_whole_and_alone(name: str, method: str) -> None:
-    algorithm, batch = stochastic_depth(method, 0.5, "uniform"), batch_for(name)
-    step = compose(loop_events, [algorithm])
-    started = [step.init(make_transformer(name, dropout=0.1, optimizer=pc.optim.sgd(0.1), key=key)) for key in range(3)]
-    alone = [step(state, batch) for state in started]
-    sliced = compose(loop_events, [algorithm], microbatches=3)
-    many = pc.unstack_states(pc.population(step, 3)(pc.stack_states(started), batch))
-    for state, one, member in zip(started, alone, many, strict=True):
-        torch.testing.assert_close(sliced(state, batch).params, one.params)
-        torch.testing.assert_close(member.params, one.params)
-    assert any(not torch.equal(alone[0].params[name], alone[1].params[name]) for name in alone[0].params)
 
 
 @pytest.mark.parametrize("make_other", [lambda: alg.alibi(1), lambda: alg.gated_linear_units()])
@@ -559,29 +517,8 @@ def test_layers_inside_a_transformers_blocks_may_be_replaced(make_other: Any, is
     assert any(not torch.equal(after.params[name], param) for name, param in state.params.items())
 
 
-@pytest.mark.parametrize(("name", "method"), [("gpt", "block"), ("vit", "sample")])
-def test_a_traced_step_of_a_transformer_is_the_eager_one(name: str, method: str) -> None:
-    check_compiled(name, method, "eager")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's compiler uses it
-def test_a_compiled_step_of_a_transformer_is_the_eager_one() -> None:
-    check_compiled("gpt", "sample", "inductor")
-
-
-def check_compiled(name: str, method: str, backend: str) -> None:
-    step = compose(loop_events, [stochastic_depth(method, 0.5, "uniform")])
-    slow = step.init(make_transformer(name, dropout=0.1, optimizer=pc.optim.sgd(0.1)))
-    compiled, quick = pc.compile(step, backend=backend, donate=False, quiet=True), slow
-    for seed in range(4):
-        slow, quick = step(slow, batch_for(name, seed)), compiled(quick, batch_for(name, seed))
-        torch.testing.assert_close(quick.params, slow.params)
-    assert len(compiled.variants()) == 1
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_parameters_keep_names_values_and_momentum(method: str) -> None:
+def test_parameters_keep_names_values_and_momentum(method: Any) -> None:
     plain = compose(loop_events, [])
     state = plain.init(make_state())
     for number in range(3):
@@ -594,36 +531,6 @@ def test_parameters_keep_names_values_and_momentum(method: str) -> None:
     assert len(report.replaced) == 3
     again, _ = surgery.operate(changed, rules, name="drop")
     assert again is changed
-
-
-@given(st.sampled_from(METHODS), st.sampled_from([2, 3, 4]), SEEDS)
-@settings(max_examples=10, deadline=None)
-def test_microbatches_draw_the_same_numbers_as_the_batch(method: str, parts: int, seed: int) -> None:
-    algorithm = stochastic_depth(method, 0.5, "uniform")
-    # Without batch norm, whose statistics depend on the microbatch.
-    net = nn.Sequential(nn.Flatten(), *(_linear_block(seed + i) for i in range(4)), nn.Linear(12, 5))
-    state = pc.State.create(
-        net, loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(0.1), key=seed % 1000, duration="4ba"
-    )
-    batch = torch.randn(12, 3, 2, 2), torch.randint(5, (12,))
-    whole = one_step(algorithm, state, batch)
-    sliced = one_step(algorithm, state, batch, microbatches=parts)
-    torch.testing.assert_close(whole.params, sliced.params)
-
-
-def _linear_block(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    block = models.ResidualBlock(1, 1)
-    block.branch, block.relu = nn.Linear(12, 12), nn.ReLU()  # pyright: ignore[reportAttributeAccessIssue]
-    return block
-
-
-def test_draws_depend_on_the_run_and_the_batch() -> None:
-    step = compose(loop_events, [stochastic_depth("sample", 0.5, "uniform")])
-    first, second = (step(step.init(make_state()), make_batch()) for _ in range(2))
-    assert_same(first.params, second.params)
-    other = step(step.init(make_state(key=4)), make_batch())
-    assert any(not torch.equal(first.params[name], other.params[name]) for name in first.params)
 
 
 def test_a_network_without_blocks_is_warned_about() -> None:
@@ -648,24 +555,6 @@ def test_blocks_of_the_other_method_are_refused() -> None:
         ("sample", float("nan"), "StochasticDepth: drop_rate: .* got nan"),
     ],
 )
-def test_a_block_checks_its_settings(method: str, rate: float, message: str) -> None:
+def test_a_block_checks_its_settings(method: Any, rate: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StochasticDepth(make_block("ours"), method, rate)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"stochastic_method": "layer"}, "stochastic_method: expected 'block' or 'sample', got 'layer'"),
-        ({"drop_distribution": "cosine"}, "drop_distribution: expected 'uniform' or 'linear', got 'cosine'"),
-        ({"drop_rate": 1.5}, "drop_rate"),
-        ({"drop_rate": -0.1}, "drop_rate"),
-        ({"drop_rate": "often"}, "drop_rate"),
-        ({"drop_warmup": -0.1}, "drop_warmup"),
-        ({"drop_warmup": "soon"}, "drop_warmup"),
-        ({"drop_warmup": None}, "drop_warmup"),
-    ],
-)
-def test_settings_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        stochastic_depth(**arguments)

@@ -22,10 +22,8 @@ from tests.algorithms.averaging_checks import (
     BATCHES,
     assert_near,
     averages_of,
-    check_compiled,
     check_evaluation_sees_averages,
     check_init,
-    check_training_is_the_plain_one,
     cnn_state,
     states_after,
     weights_of,
@@ -173,31 +171,13 @@ def test_runs_of_unknown_length_get_no_warning(options):
 # Training, evaluation, resuming
 
 
-@pytest.mark.parametrize("interval", ["1ba", "3ba", "1ep"])
-def test_without_its_own_rate_training_is_unchanged(interval):
-    check_training_is_the_plain_one(swa("2ba", "8ba", interval))
-
-
 @pytest.mark.parametrize("end", [1.0, "9ba"])
 def test_evaluation_sees_averages_and_does_not_change_training(end):
     check_evaluation_sees_averages(swa("2ba", end, "1ba"))
 
 
-@pytest.mark.slow
-def test_graphs_that_torch_rewrites_average_too():
-    check_compiled(swa("2ba", "9ba", "1ba"), backend="aot_eager", donate=False)
-
-
 def test_it_averages_the_network_after_surgery():
     check_init(swa(), lambda: alg.squeeze_excite(min_channels=1), cnn_state())
-
-
-def test_frozen_parameters_are_in_no_average():
-    net = make_mlp()
-    net[0].weight.requires_grad_(False)
-    state = states_after(swa(0, 1.0, "1ba"), make_state(net, batches_per_epoch=4), make_batches(3))[-1]
-    assert state.slots["swa"].averages.params.keys() == {"0.bias", "3.weight", "3.bias"}
-    assert pc.surgery.with_weights(state, "swa").params["0.weight"] is state.params["0.weight"]
 
 
 def test_averages_of_half_precision_are_float32():
@@ -499,35 +479,3 @@ def test_an_annealing_period_that_the_run_cannot_measure_is_an_error():
 
 
 # Settings
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "words"),
-    [
-        ({"start": 0.9, "end": 0.9}, ValueError, "expected end after start, got 0.9dur and 0.9dur"),
-        ({"start": "5ep", "end": "2ep"}, ValueError, "expected end after start"),
-        ({"start": 1.2}, ValueError, r"start=1.2: expected a share of the run in \[0, 1\]"),
-        ({"end": "5sec"}, ValueError, "end='5sec': wall-clock time"),
-        ({"start": "soon"}, ValueError, "^swa: start='soon': cannot read the time 'soon'"),
-        ({"every": 0}, ValueError, "every=.*: expected a positive time"),
-        ({"every": 0.5}, TypeError, "^swa: every=0.5: .*a share of the run is '0.5dur'"),
-        ({"every": "often"}, ValueError, "^swa: every='often': cannot read the time 'often'"),
-        (
-            {"every": "5sec"},
-            ValueError,
-            "every=.* that is not in seconds",
-        ),
-        ({"swa_lr": -1.0}, ValueError, "swa: swa_lr: expected a finite number >= 0, got -1.0"),
-        ({"swa_lr": "0.1"}, TypeError, "swa: swa_lr"),
-        ({"anneal_strategy": "exp"}, ValueError, "anneal_strategy: expected 'linear' or 'cosine', got 'exp'"),
-        ({"anneal_steps": 0}, ValueError, "swa: anneal_steps: expected an int >= 1, got 0"),
-        ({"anneal_steps": 2.5}, TypeError, "swa: anneal_steps"),
-    ],
-)
-def test_settings_are_checked_when_it_is_built(settings, error, words):
-    with pytest.raises(error, match=words):
-        swa(**settings)
-
-
-def test_it_prints_its_settings():
-    assert repr(swa()) == "swa(start='0.7dur', end='0.97dur', every='1ep')"

@@ -173,26 +173,6 @@ def test_a_constant_image_gives_zeros():
     assert layer(torch.full((1, 3, 6, 6), 7.0, dtype=torch.float64)).abs().max() < 1e-9
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own forward mode uses it
-def test_gradients_transforms_and_compiled_code():
-    torch.manual_seed(0)
-    layer = standardized_conv(nn.Conv2d(2, 3, 3, dtype=torch.float64))
-    assert layer is not None
-    inputs, weight = drawn(0, 2, 2, 5, 5), drawn(1, 3, 2, 3, 3).requires_grad_()
-
-    def outputs(values: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, {"weight": values}, (inputs,))
-
-    assert torch.autograd.gradcheck(outputs, weight)
-    many = torch.stack([weight, weight**2])
-    torch.testing.assert_close(torch.vmap(outputs)(many)[1], outputs(weight**2))
-    direction = drawn(2, 3, 2, 3, 3)
-    tangent = torch.func.jvp(outputs, (weight,), (direction,))[1]
-    quotient = (outputs(weight + 1e-6 * direction) - outputs(weight - 1e-6 * direction)) / 2e-6
-    torch.testing.assert_close(tangent, quotient, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(inputs), layer(inputs))
-
-
 # The surgery
 
 
@@ -394,21 +374,3 @@ def test_the_method_is_the_surgery_at_init():
     assert weight_standardization(name="w").name == "w"
     module: Any = check_at_init(method, make_net()).model.module
     assert [type(module[number]) for number in (0, 3, 5)] == [StandardizedConv2d] * 2 + [nn.Conv1d]
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: weight_standardization(-1), ValueError, "weight_standardization: n_last_layers_ignore: .* got -1"),
-        (
-            lambda: UNTYPED(1.0),
-            TypeError,
-            "weight_standardization: n_last_layers_ignore: .* an int >= 0",
-        ),
-        (lambda: UNTYPED_UNDO(is_baked=1), TypeError, "is_baked: expected True or False, got 1"),
-        (lambda: standardized(torch.zeros(3)), ValueError, r"standardized: expected a weight .* shape \(3,\)"),
-    ],
-)
-def test_bad_settings_are_refused(make, error, message):
-    with pytest.raises(error, match=message):
-        make()

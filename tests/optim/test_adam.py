@@ -141,24 +141,3 @@ def test_hyper_gradient_is_right_where_a_gradient_is_always_zero():
     (slope,) = torch.autograd.grad(final_loss(leaf := lr.clone().requires_grad_()), leaf)
     difference = (final_loss(lr + 1e-6) - final_loss(lr - 1e-6)).detach() / 2e-6
     torch.testing.assert_close(slope, difference, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (
-            {"betas": (0.9, 1.0)},
-            ValueError,
-            r"adam: betas\[1\]: expected a finite number >= 0 and < 1, got 1.0",
-        ),
-        ({"betas": (-0.1, 0.9)}, ValueError, r"adam: betas\[0\]"),
-        ({"betas": 0.9}, TypeError, "adam: betas: expected two numbers"),
-        ({"betas": (0.9, hparam("b2", 1.5))}, ValueError, r"betas\[1\]"),
-        ({"eps": -1e-8}, ValueError, "adam: eps"),
-        ({"eps": hparam("eps", 1e-8)}, TypeError, "eps: expected a plain number"),
-        ({"amsgrad": 1}, TypeError, "amsgrad: expected True or False, got 1"),
-    ],
-)
-def test_wrong_settings_are_refused_at_construction(options: dict[str, Any], error: type[Exception], message: str):
-    with pytest.raises(error, match=message):
-        optim.adam(**options)

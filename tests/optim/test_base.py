@@ -317,18 +317,12 @@ def test_wrong_groups_are_refused_at_construction(groups: Any, error: type[Excep
 @pytest.mark.parametrize(
     ("lr", "error", "message"),
     [
-        (-0.1, ValueError, r"sgd: lr: expected a finite number >= 0, got -0.1 \(float\)"),
-        (float("nan"), ValueError, "sgd: lr"),
-        (float("inf"), ValueError, "sgd: lr"),
-        (hparam("lr", -0.1), ValueError, "sgd: lr"),
-        (-0.1 * cosine(), ValueError, "sgd: lr"),
-        (True, TypeError, r"got True \(bool\)"),
         (
             "0.1",
             TypeError,
             r"sgd: lr: expected a number, an hparam, a schedule or a product of them, got '0.1' \(str\)",
         ),
-        (torch.tensor(0.1), TypeError, r"an optimizer holds no tensors: use hparam"),
+        (torch.tensor(0.1), TypeError, r"settings contain no tensors: use hparam"),
         (abs, TypeError, r"got <built-in function abs> .*with schedule.scheduled\(fn\)$"),
         (cosine, TypeError, r"got cosine \(function\); call it: cosine\(...\) is a schedule$"),
         (StepLR, TypeError, r"write schedule.from_torch\(torch.optim.lr_scheduler.StepLR, ...\)"),

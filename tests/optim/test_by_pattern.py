@@ -200,52 +200,6 @@ def test_a_run_is_cut_and_resumed_to_the_same_bits(tmp_path):
     assert pc.tree.equal(half, whole)
 
 
-def test_a_population_equals_its_members():
-    optimizer = optim.by_pattern(
-        {"*": optim.muon(hparam("lr", 0.02), ns_precision="full")}, optim.lion(hparam("lr", 0.02))
-    )
-    step = pc.compose(pc.loop_events)
-    members = [step.init(make_state(optimizer)).replace(hparams={"lr": lr}) for lr in (0.02, 0.05)]
-    together = pc.stack_states(members)
-    for batch in batches(3):
-        together = pc.population(step, 2)(together, batch)
-        members = [step(member, batch) for member in members]
-    for one, member in zip(pc.unstack_states(together), members, strict=True):
-        torch.testing.assert_close(one.params, member.params, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "optimizer", [MIXED, optim.rmsprop(momentum=0.9, centered=True, eps=1e-3)], ids=["mixed", "rms"]
-)
-def test_a_compiled_step_equals_the_step(optimizer: Any):
-    step = pc.compose(pc.loop_events)
-    compiled = pc.compile(step, backend="aot_eager", quiet=True)
-    eager = fast = step.init(make_state(optimizer))
-    for batch in batches(3):
-        eager, fast = step(eager, batch), compiled(fast, batch)
-    torch.testing.assert_close(fast.params, eager.params, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(fast.opt_state, eager.opt_state, rtol=1e-5, atol=1e-5)
-
-
-def test_a_hyper_gradient_goes_through_all_parts():
-    step = pc.compose(pc.loop_events)
-    optimizer = optim.by_pattern({"*": optim.muon(hparam("lr", 0.02), ns_precision="full")}, optim.adam(0.01))
-    start = step.init(make_state(optimizer))
-
-    def final(lr: Tensor) -> Tensor:
-        state = start.replace(hparams={"lr": lr})
-        for batch in batches(2):
-            state = step(state, batch)
-        inputs, targets = batches(3)[2]
-        return nn.functional.cross_entropy(state.forward(inputs), targets)
-
-    lr = torch.tensor(0.02)
-    slope = torch.func.grad(final)(lr)
-    with torch.no_grad():
-        difference = (final(lr + 1e-3) - final(lr - 1e-3)) / 2e-3
-    torch.testing.assert_close(slope, difference, rtol=2e-2, atol=1e-3)
-
-
 def test_the_guard_holds_all_parts_back(tensors):
     guarded, grads = Guarded(MIXED), {**tensors(1), "head.bias": torch.full((2,), torch.nan)}
     params = {name.replace("head", "3"): param for name, param in tensors().items()}

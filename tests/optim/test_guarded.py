@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from purecompose import optim, tree
-from purecompose.optim.decaying import Decaying
+from purecompose.optim.decay import Decaying
 from purecompose.optim.guarded import Guarded, all_finite, chosen
 
 

@@ -75,17 +75,3 @@ def test_a_variance_that_is_rounded_below_zero_counts_as_zero():
         with torch.set_grad_enabled(watched):
             moved, _ = optimizer.update({"w": torch.ones(1)}, opt_state, params)
         torch.testing.assert_close(moved["w"], torch.tensor([-0.2]))
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"alpha": 1.0}, ValueError, r"rmsprop: alpha: expected a finite number >= 0 and < 1, got 1.0"),
-        ({"eps": hparam("eps", 1e-8)}, TypeError, "rmsprop: eps: expected a plain number"),
-        ({"momentum": -0.1}, ValueError, "rmsprop: momentum"),
-        ({"centered": 1}, TypeError, "rmsprop: centered: expected True or False"),
-    ],
-)
-def test_wrong_settings_are_refused_at_construction(options: dict[str, Any], error: type[Exception], message: str):
-    with pytest.raises(error, match=message):
-        optim.rmsprop(**options)

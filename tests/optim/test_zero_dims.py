@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, loop_events, losses, optim
-from purecompose.optim.decaying import Decaying, DecayRule
+from purecompose.optim.decay import Decaying, DecayRule
 from purecompose.schedule import Scalar, cosine, hparam, resolve
-from purecompose.transforms.population import population, stack_states, unstack_states
 
 
 Made = tuple[Any, type[torch.optim.Optimizer] | None, dict[str, Any]]
@@ -170,14 +169,3 @@ def test_a_step_keeps_dtypes(name: str, dtype: torch.dtype) -> None:
         eager, traced = step(eager, batch(dtype)), compiled(traced, batch(dtype))
     assert eager.params["scale"].dtype is dtype and not torch.equal(eager.params["scale"], start.params["scale"])
     torch.testing.assert_close(traced.params, eager.params)
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_a_population_keeps_dtypes(name: str) -> None:
-    optimizer, methods = STEPS[name]
-    step = compose(loop_events, methods)
-    start = step.init(state_of(optimizer, torch.float32))
-    members = population(step, 2)(stack_states([start, start]), batch(torch.float32))
-    alone = step(start, batch(torch.float32))
-    for member in unstack_states(members):
-        torch.testing.assert_close(member.params, alone.params)

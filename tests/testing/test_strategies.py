@@ -89,7 +89,9 @@ def test_states_take_a_step(data, task):
     assert end.timestamp.batch == state.timestamp.batch + 1
 
 
-@pytest.mark.filterwarnings("ignore:.*replaces the gradients", "ignore:gradient_accumulation. the run has ended within")
+@pytest.mark.filterwarnings(
+    "ignore:.*(replaces|computes) the gradients", "ignore:gradient_accumulation. the run has ended within"
+)
 @given(strategy.algorithm_lists(), st.integers(1, 2))
 def test_lists_of_algorithms_compose(algorithms, k):
     case = Case(num_batches=2, microbatches=k)

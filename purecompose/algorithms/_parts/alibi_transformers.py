@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from purecompose import surgery
 from purecompose._support.checks import shown
-from purecompose.algorithms._parts.foreign import Derived, changed, one_of, stand_in
+from purecompose.algorithms._parts.surgery import Derived, changed, one_of, stand_in
 from purecompose.nn.layers.transformer import NoPositions, SelfAttention, alibi_bias
 
 

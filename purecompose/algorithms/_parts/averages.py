@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,14 +11,15 @@ from purecompose._support.device import as_scalar
 from purecompose.core.state import State
 from purecompose.optim.guarded import chosen
 from purecompose.schedule import Schedule
-from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
-from purecompose.time.predicates import ALWAYS, Predicate, after, every
+from purecompose.time import Time, TimeLike, Timestamp, TimeUnit, predicates
+from purecompose.time.predicates import ALWAYS, Predicate, after
 from purecompose.time.timestamp import checked_interval
+from purecompose.time.units import named_point
 
 
 Slot = TypeVar("Slot", bound=Any)
 
-_COUNTED = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION)
+_KNOWN = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION)
 """Units for which the host knows the averaging steps in advance; for other units the step decides."""
 
 
@@ -41,23 +42,48 @@ def between(low: Mapping[str, Tensor], high: Mapping[str, Tensor], share: float 
 # Times
 
 
+def checked_every(every: Any, where: str) -> TimeLike | None:
+    """Require an interval between averages, positive and not in seconds, or `None` for every batch."""
+    return None if every is None else checked_interval(every, where, TimeUnit.BATCH)
+
+
+Point: TypeAlias = Annotated[TimeLike | float, named_point]
+Every: TypeAlias = Annotated[TimeLike | None, checked_every]
+
+
 @dataclasses.dataclass(frozen=True)
-class Turns:
+class Intervals:
     """Times at which weights are averaged: at regular intervals, from a start on."""
 
-    interval: Time
-    is_counted_anew: bool
+    length: Time
+    starts_anew: bool
     """True to average in the first batch after the start and count intervals from it, else from the run's beginning."""
     measure: "Measure | None"
     """Measure by which the step counts examples or tokens; `match` is then true in every batch."""
     match: Predicate
 
+    @classmethod
+    def of(cls, length: TimeLike | None, start: Time, *, starts_anew: bool) -> "Intervals":
+        """Return intervals, of one batch by default, from a point of the run on.
+
+        Args:
+            length: The interval; see `checked_every`.
+            start: The point of the run.
+            starts_anew: True to count from this point, else from the run's beginning.
+        """
+        time = Time.of("1ba" if length is None else length, TimeUnit.BATCH)
+        is_known = time.unit in _KNOWN
+        match = predicates.every(time, since=(start or "0ba") if starts_anew else None) if is_known else ALWAYS
+        # A start at the beginning is left out: as a share of the run it would require the run's length.
+        match = match & after(start) if start else match
+        return cls(time, starts_anew, None if is_known else measure(time), match)
+
     @property
     def setting(self) -> "str | Measure":
         """The interval, as stored in an algorithm's `config`."""
-        return str(self.interval) if self.measure is None else self.measure
+        return str(self.length) if self.measure is None else self.measure
 
-    def taken(self, state: State, new: Slot, old: Slot) -> Slot:
+    def if_due(self, state: State, new: Slot, old: Slot) -> Slot:
         """Return `new`, which includes the batch's weights, if they are averaged in this batch; else `old`.
 
         Both are slots with the fields `averages` and `turn`, the `counters` at the end of the last interval.
@@ -69,25 +95,11 @@ class Turns:
         # The tolerance is for rounded ends of intervals. A negative share means that the counters started again,
         # in another run from these weights.
         whole, is_first = torch.floor(share + 1e-9), share < 0
-        if self.is_counted_anew:
+        if self.starts_anew:
             is_first = is_first | (old.averages.num == 0)
         # Count from the exact end of the interval, not from the batch in which it ended, which may be a little later.
         turn = torch.lerp(old.turn, now, torch.where(share > 0, whole / share, 0.0))
         return chosen(is_first | (whole >= 1), new._replace(turn=torch.where(is_first, now, turn)), old)
-
-
-def turns(interval: TimeLike, start: Time, where: str, *, is_counted_anew: bool) -> Turns:
-    """Return the averaging times from a point of the run on, counted from this point or from the run's beginning.
-
-    Raises:
-        TypeError, ValueError: The interval is not a time, not positive, or in seconds.
-    """
-    time = checked_interval(interval, where, TimeUnit.BATCH)
-    is_told = time.unit in _COUNTED
-    match = every(time, since=(start or "0ba") if is_counted_anew else None) if is_told else ALWAYS
-    # A start at the beginning is left out: as a share of the run it would require the run's length.
-    match = match & after(start) if start else match
-    return Turns(time, is_counted_anew, None if is_told else measure(time), match)
 
 
 _COUNTERS = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)

@@ -1,34 +1,15 @@
-"""Checks of factories, when an algorithm is built and at INIT: settings, fields of the batch, the loss."""
+"""Declared settings that several methods have, and checks at INIT: patterns of names, fields of the batch, the loss."""
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses, random
-from purecompose._support.checks import check_number
+from purecompose.core.state import State
 from purecompose.random.keys import as_rng
-from purecompose.schedule import Hparam, Product, Schedule, collect, number
-
-
-def check_scalar(value: Any, where: str, low: float, high: float = math.inf, *, hint: str) -> None:
-    """Do what `check_number` does, also for an hparam or a product, of which the default is checked.
-
-    Schedules are accepted without a check, since they have a value only at a given time.
-    """
-    if collect(value, Schedule):
-        return
-    plain = number(value) if isinstance(value, (Hparam, Product)) else value
-    check_number(plain, where, low, high, hint=hint)
-
-
-def check_one_of(value: Any, where: str, choices: Sequence[str]) -> None:
-    """Raise a `ValueError` unless the value is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{where}: expected {' or '.join(map(repr, choices))}, got {value!r}")
 
 
 def checked_patterns(patterns: Any, where: str) -> tuple[str, ...]:
@@ -44,14 +25,35 @@ def checked_where(where: Any, where_from: str) -> tuple[str, ...] | None:
     return None if where is None else checked_patterns([where] if isinstance(where, str) else where, where_from)
 
 
-def given_fields(*, writes: Sequence[str] = (), **fields: batches.Field | None) -> dict[str, batches.Field]:
-    """Return the batch fields that are not `None`, by role; for the other roles the state's fields are used."""
-    given = {role: field for role, field in fields.items() if field is not None}
-    for role, field in given.items():
+def checked_field(field: batches.Field | None, role: str) -> batches.Field | None:
+    """Require a valid field of the batch, or `None` for the state's own field."""
+    if field is not None:
         batches.check_field(field, role)
-        if role in writes:
-            check_can_write(field, role)
-    return given
+    return field
+
+
+def checked_written_field(field: batches.Field | None, role: str) -> batches.Field | None:
+    """Require a field that can be written, or `None` for the state's own field, which is checked at INIT."""
+    if checked_field(field, role) is not None:
+        check_can_write(field, role)
+    return field
+
+
+Patterns: TypeAlias = Annotated[Sequence[str], checked_patterns]
+Where: TypeAlias = Annotated[str | Sequence[str] | None, checked_where]
+Field: TypeAlias = Annotated[batches.Field | None, checked_field]
+WrittenField: TypeAlias = Annotated[batches.Field | None, checked_written_field]
+
+
+def chosen_fields(
+    state: State, input_field: batches.Field | None, target_field: batches.Field | None
+) -> tuple[batches.Field | None, batches.Field | None]:
+    """Return a method's fields of input and target, by default those of the state."""
+    context = state.context
+    return (
+        context.input_field if input_field is None else input_field,
+        context.target_field if target_field is None else target_field,
+    )
 
 
 def check_can_write(field: batches.Field | None, role: str) -> None:

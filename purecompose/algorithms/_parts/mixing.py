@@ -1,40 +1,30 @@
-"""Shared parts of methods that mix pairs of examples: the draw of the partner's share, and the algorithm's skeleton."""
+"""Shared parts of methods that mix pairs of examples: the draw of the partner's share, checks, the mixed batch."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses, random
-from purecompose._support.checks import check_flag, check_number
-from purecompose.algorithms._parts.checks import check_can_write, check_reads_targets, check_scalar, given_fields
-from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.algorithms._parts.checks import check_can_write, check_reads_targets
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
 from purecompose.losses.terms import for_mixtures
 from purecompose.random.distributions import beta_number
-from purecompose.schedule import Scalar
-from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER, on
 
 
-def draw_share(rng: random.Rng, alpha: float | Tensor, num: int | None, where: str, hint: str) -> float | Tensor:
+def draw_share(rng: random.Rng, alpha: float | Tensor, num: int | None) -> float | Tensor:
     """Return a draw from Beta(alpha, alpha), or 0 for an alpha of 0.
 
     Args:
         rng: The source of the draw, which is for the whole batch or, with `num`, for each example.
         alpha: The parameter, at least 0; the value of a (0-d) tensor is not checked.
         num: The number of examples with separate draws; `None` for one draw.
-        where: Prefix of error messages, which names the parameter.
-        hint: End of error messages.
 
     Returns:
         The draw, 0-d or (num,), float32; a number where the host can read it at once, and 0.0 if alpha is the number 0.
     """
     if not isinstance(alpha, Tensor):
-        check_number(alpha, where, 0, hint=hint)
         if alpha == 0:
             return 0.0
         if num is None:
@@ -62,64 +52,33 @@ def mixture_for(inputs: Tensor, targets: Tensor | Mixture, where: str) -> Mixtur
     return mixture
 
 
-def mixing_method(
-    name: str,
-    core: Callable[..., tuple[Tensor, Any]],
-    check_inputs: Callable[[str, Any], None],
-    *,
-    alpha: Scalar,
-    alpha_hint: str,
-    flags: Mapping[str, bool],
+def check_mixable(
+    name: str, state: State, input_field: batches.Field | None, target_field: batches.Field | None, *, by_loss: bool
+) -> None:
+    """Raise at INIT if a state's examples cannot be mixed, with `by_loss` also the losses of their targets.
+
+    Raises:
+        TypeError: A field is read-only, or the loss does not read the targets, or has no losses per example.
+        ValueError: The input is its own target, so that there are no two losses.
+    """
+    check_can_write(input_field, "input_field")
+    check_can_write(target_field, "target_field")
+    check_reads_targets(name, state.context.loss)
+    losses.check_loss(for_mixtures(state.context.loss), per_example=by_loss)
+    if target_field == input_field and by_loss:
+        raise ValueError(
+            f"{name}: interpolate_loss=True: expected a target besides the input, got the field {input_field!r} for "
+            "both: the mixed input is its own target, so there are no two losses to mix; leave interpolate_loss out"
+        )
+
+
+def with_examples(
+    state: State,
     input_field: batches.Field | None,
     target_field: batches.Field | None,
-) -> Algorithm:
-    """Return a method that mixes each example of a batch with a partner.
-
-    Args:
-        name: Name of the algorithm.
-        core: A function `(rng, inputs, targets, *, alpha, **flags) -> (inputs, targets)`, called `<factory>_batch`.
-        check_inputs: A function `(name, inputs)` that raises for inputs that cannot be mixed.
-        alpha: The parameter of the Beta distribution; with the number 0 the algorithm never matches.
-        alpha_hint: The meaning of alpha, for error messages.
-        flags: The other settings, including `interpolate_loss`, which the repr always shows; others only if True.
-        input_field, target_field: As in a factory.
-    """
-    factory = core.__name__.removesuffix("_batch")
-    check_scalar(alpha, f"{factory}: alpha", 0, hint=alpha_hint)
-    for setting, value in flags.items():
-        check_flag(value, f"{factory}: {setting}")
-    fields = given_fields(writes=("input_field", "target_field"), input_field=input_field, target_field=target_field)
-    mix = partial(core, **flags)
-
-    def apply(event: Event, state: State) -> State:
-        own_input = fields.get("input_field", state.context.input_field)
-        own_target = fields.get("target_field", state.context.target_field)
-        if event is Event.INIT:
-            check_can_write(own_input, "input_field")
-            check_can_write(own_target, "target_field")
-            check_reads_targets(name, state.context.loss)
-            losses.check_loss(for_mixtures(state.context.loss), per_example=flags["interpolate_loss"])
-            if own_target == own_input and flags["interpolate_loss"]:
-                raise ValueError(
-                    f"{name}: interpolate_loss=True: expected a target besides the input, got the field {own_input!r} "
-                    "for both: the mixed input is its own target, so there are no two losses to mix; leave "
-                    "interpolate_loss out"
-                )
-            return state
-        inputs, targets = batches.get(state.batch, own_input), batches.get(state.batch, own_target)
-        check_inputs(name, inputs)
-        inputs, targets = mix(state.rng(name), inputs, targets, alpha=state.scalar(alpha))
-        batch = batches.put(state.batch, own_input, inputs)
-        # The input of an autoencoder is its target, too: the mixed input.
-        return state.replace(batch=batch if own_target == own_input else batches.put(batch, own_target, targets))
-
-    is_neutral = isinstance(alpha, (int, float)) and alpha == 0
-    shown = {setting: value for setting, value in flags.items() if value or setting == "interpolate_loss"}
-    return Algorithm(
-        name,
-        NEVER if is_neutral else on(Event.INIT, Event.AFTER_DATALOADER),
-        apply,
-        traits=frozenset({Trait.MIXES_EXAMPLES}),
-        runs_after=(Trait.AUGMENTS_EXAMPLES,),
-        config={"alpha": alpha, **shown, **fields},
-    )
+    examples: tuple[Tensor, Any],
+) -> State:
+    """Return the state with new inputs and targets in its batch."""
+    batch = batches.put(state.batch, input_field, examples[0])
+    # The input of an autoencoder is its target, too: the mixed input.
+    return state.replace(batch=batch if target_field == input_field else batches.put(batch, target_field, examples[1]))

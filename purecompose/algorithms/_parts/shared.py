@@ -1,6 +1,7 @@
-"""Parts of the running step's batch: the gradient of a part, and the part of this process."""
+"""Parts of the running step: the gradient of a part of its batch, the part of this process, and its metrics."""
 
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -8,9 +9,12 @@ from torch import Tensor
 from purecompose import tree
 from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
+from purecompose.schedule.declared import Within
 
 
 T = TypeVar("T")
+
+Elapsed: TypeAlias = Annotated[float, Within(0, hint="it is the share of the run that is over")]
 
 
 def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> dict[str, Tensor]:
@@ -66,3 +70,13 @@ def sum_over_shares(state: State, share: range, own: T) -> T:
 
 def _ranks(state: State) -> Ranks | None:
     return None if state.regrad is None else state.regrad.ranks
+
+
+def reported(state: State, name: str, numbers: Mapping[str, float]) -> State:
+    """Add host numbers to the state's metrics as `f"{name}/{key}"`, 0-d float32, on the state's device."""
+    # torch.full, because a copy from the host would wait for a GPU.
+    made = {
+        f"{name}/{key}": torch.full((), value, dtype=torch.float32, device=state.device)
+        for key, value in numbers.items()
+    }
+    return state.replace(metrics={**state.metrics, **made})

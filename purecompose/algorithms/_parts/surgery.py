@@ -1,14 +1,16 @@
-"""Shared part of methods on the model: surgery at INIT, by rules for types of modules."""
+"""Shared parts of methods on the model: surgery at INIT by rules, the same for a plain network, and foreign layers."""
 
+import copy
+import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 from torch import Tensor, nn
 
 from purecompose import surgery
+from purecompose._support.checks import suggests_keywords
 from purecompose._support.messages import warn
-from purecompose.algorithms._parts.checks import checked_where
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.state import State
 from purecompose.time.event import Event
@@ -21,9 +23,8 @@ _P = ParamSpec("_P")
 def surgery_method(
     name: str,
     rules: surgery.Rules,
-    settings: Mapping[str, Any],
-    *,
     where: str | Sequence[str] | None = None,
+    *,
     is_neutral: bool = False,
     traits: frozenset[Trait] = frozenset({Trait.REQUIRED_ON_LOAD, Trait.REPLACES_LAYERS}),
 ) -> Algorithm:
@@ -33,14 +34,13 @@ def surgery_method(
         name: Name of the algorithm and of its draws.
         rules: See `surgery.replace`. The types of the new modules have the rule `None`: a network that contains them
             has been changed already.
-        settings: The settings; those that are not `None` are shown in the algorithm's repr.
         where: The `where` of the method: patterns of the modules to change, with all that they contain; by default the
             parts of the network with trainable parameters.
         is_neutral: True if the settings change nothing.
         traits: The traits by which passes order the algorithm.
     """
 
-    patterns = checked_where(where, f"{name}: where")
+    patterns = None if where is None else tuple(where)
 
     def apply(event: Event, state: State) -> State:
         del event
@@ -49,8 +49,7 @@ def surgery_method(
 
     if patterns is None:
         traits = traits | {Trait.SKIPS_FROZEN_PARTS}
-    config = {setting: value for setting, value in {**settings, "where": patterns}.items() if value is not None}
-    return Algorithm(name, NEVER if is_neutral else on(Event.INIT), apply, traits=traits, config=config)
+    return Algorithm(name, NEVER if is_neutral else on(Event.INIT), apply, traits=traits)
 
 
 def on_module(name: str, rules_of: Callable[_P, surgery.Rules]) -> Callable[Concatenate[nn.Module, _P], nn.Module]:
@@ -91,10 +90,88 @@ def _documented(apply: Any, name: str, rules_of: Callable[..., Any], leading: li
     the same mode (train or eval). Create the optimizer from the copy. Parts without trainable parameters are left
     alone, unless nothing trains.
     """
-    return apply
+    return suggests_keywords()(apply)
 
 
 def warn_of_nothing(name: str, wanted: str, module: nn.Module, advice: str) -> None:
     """Warn that a method has found nothing to change in a network."""
     there = ", ".join(sorted({type(child).__name__ for child in module.modules()}))
     warn(f"{name} has no effect: it looked for {wanted} and found none in a network of {there}. {advice}")
+
+
+class _ByName(type):
+    """Metaclass for classes whose instances are the objects with a class of a certain name in their MRO."""
+
+    def __instancecheck__(cls, thing: Any) -> bool:
+        wanted = cls.__dict__["of"]
+        return any((kind.__module__, kind.__qualname__) == wanted for kind in type(thing).__mro__)
+
+
+class _ByIdentity(type):
+    """Metaclass for classes whose instances are the members of a container."""
+
+    def __instancecheck__(cls, thing: Any) -> bool:
+        return thing in cls.__dict__["members"]
+
+
+def one_of(members: Container[Any], shown: str) -> type[nn.Module]:
+    """Return a class, for `isinstance` and the rules of a surgery, whose instances are certain modules.
+
+    Example:
+        >>> first = nn.Linear(2, 2)
+        >>> isinstance(first, one_of([first], "first")), isinstance(nn.Linear(2, 2), one_of([first], "first"))
+        (True, False)
+    """
+    return _ByIdentity(shown, (nn.Module,), {"members": members})
+
+
+def stand_in(module: str, name: str) -> type[nn.Module]:
+    """Return a class, for `isinstance` and the rules of a surgery, that stands in for a class given by name.
+
+    Nothing is imported, now or later.
+
+    Args:
+        module: Name of the module in which the class is defined.
+        name: Name of the class in this module.
+
+    Example:
+        >>> isinstance(nn.Linear(2, 2), stand_in("torch.nn.modules.linear", "Linear"))
+        True
+    """
+    return _ByName(name, (nn.Module,), {"of": (module, name)})
+
+
+class Derived(nn.Module):
+    """Base of mixins that `changed` adds to a foreign class; their methods override those of the class."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The class is created at run time, so pickle cannot find it by its name.
+        mixin, kind = type(self).__bases__
+        return _blank, (mixin, kind), self.__dict__
+
+
+def changed(module: nn.Module, mixin: type[Derived] | None = None, **children: nn.Module) -> nn.Module:
+    """Return a copy of a module with some methods and children replaced, and the same parameters and attributes.
+
+    Args:
+        module: The module; it is not modified.
+        mixin: A class whose methods override the module's.
+        children: Modules that replace the children or attributes of these names.
+    """
+    twin = copy.copy(module)
+    if mixin is not None:
+        twin.__class__ = _derived(mixin, type(module))
+    vars(twin)["_modules"] = {**module._modules, **children}
+    for name in children:
+        vars(twin).pop(name, None)  # a plain attribute, such as a function, would hide the child
+    return twin
+
+
+@functools.cache  # one class for each pair, because architectures are compared by their classes
+def _derived(mixin: type[Derived], kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {"__module__": __name__, "__doc__": mixin.__doc__})
+
+
+def _blank(mixin: type[Derived], kind: type[nn.Module]) -> nn.Module:
+    made = _derived(mixin, kind)
+    return made.__new__(made)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import is_number, shown
+from purecompose._support.checks import frozen, is_number, shown
 from purecompose._support.device import constants
-from purecompose.algorithms.images.sizes import check_image_tensor
 
 
 WHITE = 255.0
 _SLACK = 1e-3  # tolerance for rounding in half precision, as a share of the range; far less than a level
 
-Bound: TypeAlias = "float | tuple[float, ...]"
-ValueRange: TypeAlias = "tuple[Bound, Bound] | None"
+Bound: TypeAlias = float | tuple[float, ...]
+ValueRange: TypeAlias = tuple[Bound, Bound] | None
 """Values of black and white, a number for all channels or one for each; for `None` see `Scale.of`."""
 
 
@@ -113,10 +114,10 @@ def on_levels(images: Tensor, fn: Callable[[Tensor, Scale], Tensor], value_range
     return changed if images.ndim == 4 else changed.squeeze(0)
 
 
-def check_value_range(value_range: Any, where: str, channels: int | None = None) -> None:
-    """Raise a `TypeError` or `ValueError` unless it is `None` or (black, white), a number or one for each channel."""
+def check_value_range(value_range: Any, where: str, channels: int | None = None) -> Any:
+    """Require `None` or (black, white), each a number or one for each channel, and return it with tuples."""
     if value_range is None:
-        return
+        return None
     if not isinstance(value_range, tuple | list) or len(value_range) != 2:
         raise TypeError(f"{where}: expected (black, white), such as (0.0, 1.0), or None, got {shown(value_range)}")
     low, high = (tuple(bound) if isinstance(bound, tuple | list) else (bound,) for bound in value_range)
@@ -131,6 +132,7 @@ def check_value_range(value_range: Any, where: str, channels: int | None = None)
     pairs = zip(low * (longest // len(low)), high * (longest // len(high)), strict=True)
     if not all(black < white for black, white in pairs):
         raise ValueError(f"{where}: expected black below white, got {shown(value_range)}")
+    return frozen(value_range)
 
 
 def check_in_range(images: Tensor, value_range: ValueRange, where: str) -> None:
@@ -158,3 +160,42 @@ def _wide(images: Tensor) -> Tensor:
 def _bound(bound: Bound, images: Tensor) -> Tensor:
     values = bound if isinstance(bound, tuple | list) else (bound,)
     return constants(values, torch.float32, images.device).view(-1, 1, 1)
+
+
+# The roundings of a decimal share, of 1 - share and of the product add up to less than this many times the machine
+# epsilon.
+_ROUNDINGS = 2
+
+
+@overload
+def whole_part(share: float, size: int) -> int: ...
+@overload
+def whole_part(share: Tensor, size: int) -> Tensor: ...
+def whole_part(share: float | Tensor, size: int) -> int | Tensor:
+    """Return the integer part of `share * size`, without losing a pixel to rounding.
+
+    Args:
+        share: A number, or a floating tensor, which has been rounded to its dtype.
+        size: The number of pixels.
+
+    Returns:
+        An int, or a tensor of the same shape, int64.
+
+    Example:
+        >>> whole_part(1 - 0.9, 10), int((1 - 0.9) * 10)
+        (1, 0)
+    """
+    if isinstance(share, Tensor):
+        slack = _ROUNDINGS * torch.finfo(share.dtype).eps
+        return ((share.double() + slack) * size).floor().to(torch.int64)
+    return math.floor((share + _ROUNDINGS * sys.float_info.epsilon) * size)
+
+
+def check_image_tensor(images: Any, where: str, *, has_levels: bool = False) -> None:
+    """Raise a `TypeError` unless images are a tensor, and a `ValueError` unless it is (N, C, H, W) or (C, H, W)."""
+    if not isinstance(images, Tensor):
+        raise TypeError(f"{where}: expected a tensor of images, got {shown(images)}")
+    if has_levels and images.dtype != torch.uint8 and not images.is_floating_point():
+        raise TypeError(f"{where}: expected uint8 or a floating dtype, got {images.dtype}; use images.to(torch.uint8)")
+    if images.ndim not in (3, 4):
+        raise ValueError(f"{where}: expected (N, C, H, W) or (C, H, W), got shape {tuple(images.shape)}")

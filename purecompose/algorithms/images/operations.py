@@ -9,18 +9,22 @@ They raise `TypeError` for other dtypes and `ValueError` for other shapes and nu
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, TypeAlias
 
 from torch import Tensor
 
-from purecompose._support.checks import check_number
 from purecompose.algorithms.images import geometry, tones
 from purecompose.algorithms.images.levels import Scale, ValueRange, on_levels
+from purecompose.schedule.declared import Within, checked
 
 
-Amount = float | Tensor
+Amount: TypeAlias = Annotated[float | Tensor, Within()]
+Bits: TypeAlias = Annotated[float | Tensor, Within(0, 8)]
+Threshold: TypeAlias = Annotated[float | Tensor, Within(0, 256)]
+Factor: TypeAlias = Annotated[float | Tensor, Within(0)]
 
 
+@checked
 def autocontrast(images: Tensor, *, value_range: ValueRange = None) -> Tensor:
     """Stretch each channel's levels to the whole scale.
 
@@ -29,83 +33,86 @@ def autocontrast(images: Tensor, *, value_range: ValueRange = None) -> Tensor:
         >>> autocontrast(torch.tensor([[[50, 100], [100, 150]]], dtype=torch.uint8)).tolist()
         [[[0, 128], [128, 255]]]
     """
-    return _applied(tones.autocontrast, images, 1.0, value_range, "autocontrast")
+    return _applied(tones.autocontrast, images, 1.0, value_range)
 
 
+@checked
 def equalize(images: Tensor, *, value_range: ValueRange = None) -> Tensor:
     """Make the histogram (of 256 bins) of each channel as flat as possible."""
-    return _applied(tones.equalize, images, 1.0, value_range, "equalize")
+    return _applied(tones.equalize, images, 1.0, value_range)
 
 
-def posterize(images: Tensor, bits: Amount, *, value_range: ValueRange = None) -> Tensor:
+@checked
+def posterize(images: Tensor, bits: Bits, *, value_range: ValueRange = None) -> Tensor:
     """Keep the first `bits` (0 to 8) of each level; 8 is the identity."""
-    return _applied(tones.posterize, images, _checked(bits, "posterize: bits", 0, 8), value_range, "posterize")
+    return _applied(tones.posterize, images, bits, value_range)
 
 
-def solarize(images: Tensor, threshold: Amount, *, value_range: ValueRange = None) -> Tensor:
+@checked
+def solarize(images: Tensor, threshold: Threshold, *, value_range: ValueRange = None) -> Tensor:
     """Invert the levels from `threshold` (0 to 256) on; 256 is the identity."""
-    threshold = _checked(threshold, "solarize: threshold", 0, 256)
-    return _applied(tones.solarize, images, threshold, value_range, "solarize")
+    return _applied(tones.solarize, images, threshold, value_range)
 
 
+@checked
 def rotate(images: Tensor, degrees: Amount, *, value_range: ValueRange = None) -> Tensor:
     """Rotate images counter-clockwise about their centre. Pixels from outside the image are black."""
-    return _applied(geometry.rotate, images, _checked(degrees, "rotate: degrees"), value_range, "rotate")
+    return _applied(geometry.rotate, images, degrees, value_range)
 
 
+@checked
 def shear_x(images: Tensor, slope: Amount, *, value_range: ValueRange = None) -> Tensor:
     """Shift row y to the left by `slope * y` pixels."""
-    return _applied(geometry.shear_x, images, _checked(slope, "shear_x: slope"), value_range, "shear_x")
+    return _applied(geometry.shear_x, images, slope, value_range)
 
 
+@checked
 def shear_y(images: Tensor, slope: Amount, *, value_range: ValueRange = None) -> Tensor:
     """Shift column x up by `slope * x` pixels."""
-    return _applied(geometry.shear_y, images, _checked(slope, "shear_y: slope"), value_range, "shear_y")
+    return _applied(geometry.shear_y, images, slope, value_range)
 
 
+@checked
 def translate_x(images: Tensor, pixels: Amount, *, value_range: ValueRange = None) -> Tensor:
     """Shift images to the left by an integer number of pixels (fractions are truncated)."""
-    return _applied(geometry.translate_x, images, _checked(pixels, "translate_x: pixels"), value_range, "translate_x")
+    return _applied(geometry.translate_x, images, pixels, value_range)
 
 
+@checked
 def translate_y(images: Tensor, pixels: Amount, *, value_range: ValueRange = None) -> Tensor:
     """Shift images up by an integer number of pixels (fractions are truncated)."""
-    return _applied(geometry.translate_y, images, _checked(pixels, "translate_y: pixels"), value_range, "translate_y")
+    return _applied(geometry.translate_y, images, pixels, value_range)
 
 
-def saturation(images: Tensor, factor: Amount, *, value_range: ValueRange = None) -> Tensor:
+@checked
+def saturation(images: Tensor, factor: Factor, *, value_range: ValueRange = None) -> Tensor:
     """Blend with the grey image: 0 is grey, 1 the image, above 1 more colourful. The identity for one channel."""
-    return _enhanced(tones.saturation, images, factor, value_range, "saturation")
+    return _applied(tones.saturation, images, factor, value_range)
 
 
-def contrast(images: Tensor, factor: Amount, *, value_range: ValueRange = None) -> Tensor:
+@checked
+def contrast(images: Tensor, factor: Factor, *, value_range: ValueRange = None) -> Tensor:
     """Blend with the image's mean grey: 0 is this grey, 1 the image."""
-    return _enhanced(tones.contrast, images, factor, value_range, "contrast")
+    return _applied(tones.contrast, images, factor, value_range)
 
 
-def brightness(images: Tensor, factor: Amount, *, value_range: ValueRange = None) -> Tensor:
+@checked
+def brightness(images: Tensor, factor: Factor, *, value_range: ValueRange = None) -> Tensor:
     """Blend with black: 0 is black, 1 the image."""
-    return _enhanced(tones.brightness, images, factor, value_range, "brightness")
+    return _applied(tones.brightness, images, factor, value_range)
 
 
-def sharpness(images: Tensor, factor: Amount, *, value_range: ValueRange = None) -> Tensor:
+@checked
+def sharpness(images: Tensor, factor: Factor, *, value_range: ValueRange = None) -> Tensor:
     """Blend with the image smoothed by a 3x3 filter: 0 is smoothed, 1 the image. Pixels at the border are unchanged."""
-    return _enhanced(tones.sharpness, images, factor, value_range, "sharpness")
-
-
-def _enhanced(
-    operation: Callable[[Tensor, Tensor], Tensor], images: Tensor, factor: Amount, value_range: ValueRange, name: str
-) -> Tensor:
-    return _applied(operation, images, _checked(factor, f"{name}: factor", 0), value_range, name)
-
-
-def _checked(amount: Any, where: str, low: float = float("-inf"), high: float = float("inf")) -> Amount:
-    return amount if isinstance(amount, Tensor) else check_number(amount, where, low, high)
+    return _applied(tones.sharpness, images, factor, value_range)
 
 
 def _applied(
-    operation: Callable[[Tensor, Tensor], Tensor], images: Tensor, amount: Amount, value_range: ValueRange, name: str
+    operation: Callable[[Tensor, Tensor], Tensor], images: Tensor, amount: float | Tensor, value_range: ValueRange
 ) -> Tensor:
+    name = operation.__name__
+
     def applied(stored: Tensor, scale: Scale) -> Tensor:
         levels = scale.opened(stored)
         if isinstance(amount, Tensor):

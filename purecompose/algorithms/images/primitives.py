@@ -18,11 +18,12 @@ A severity of 0 leaves every image unchanged.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from purecompose._support.checks import frozen
 from purecompose.algorithms.images import geometry, tones
 
 
@@ -135,3 +136,12 @@ def chosen_primitives(given: Any, where: str) -> tuple[Primitive, ...]:
     if not found:
         raise ValueError(f"{where}: expected one operation or more, got none")
     return tuple(found)
+
+
+def check_augmentation_set(given: Any, where: str) -> Any:
+    """Require a set's name, or a sequence of primitives and their names, and return it with a tuple."""
+    chosen_primitives(given, where)
+    return frozen(given)
+
+
+AugmentationSet: TypeAlias = Annotated[str | Sequence[str | Primitive], check_augmentation_set]

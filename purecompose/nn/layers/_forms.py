@@ -69,7 +69,7 @@ def check_latent(latent: Any, where: str) -> float:
     given = check_number(latent, where, 0, above=True)
     if given > 1 and given != int(given):
         raise ValueError(f"{where}: expected a whole number, or a share below 1, got {shown(latent)}")
-    return given
+    return latent
 
 
 def latent_size(latent: float, full: int) -> int:

@@ -23,13 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from purecompose._support.checks import check_flag, check_whole, shown
+from purecompose._support.checks import check_flag, check_whole, shown, suggests_keywords
 from purecompose.nn.layers._forms import Wrapping, check_latent, is_plain, latent_size, recast
 
 
 Pair = int | Sequence[int]
 
 
+@suggests_keywords()
 def blur_2d(input: Tensor, *, stride: Pair = 1, kernel: Tensor | None = None) -> Tensor:
     """Smooth each channel separately, with zeros around the image.
 
@@ -71,6 +72,7 @@ def blur_2d(input: Tensor, *, stride: Pair = 1, kernel: Tensor | None = None) ->
     return F.conv2d(input, filters, stride=(down, right), padding=(sides[0] // 2, sides[1] // 2), groups=channels)
 
 
+@suggests_keywords()
 def blurmax_pool2d(
     input: Tensor,
     kernel_size: Pair = 2,
@@ -245,6 +247,7 @@ def _missing(size: int, window: int, step: int, around: int, hole: int) -> int:
 _EPS = 1e-10
 
 
+@suggests_keywords()
 def standardized(weight: Tensor) -> Tensor:
     """Return each filter with mean 0 and variance 1, computed in float32 at least.
 

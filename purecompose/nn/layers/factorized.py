@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from purecompose._support.checks import suggests_keywords
 from purecompose.nn.layers._forms import recast
 
 
@@ -53,6 +54,7 @@ def max_latent(module: nn.Linear | nn.Conv2d) -> int:
     return math.ceil(fan_in * out / (fan_in + out) - 1)
 
 
+@suggests_keywords()
 def factorizing_could_speedup(module: nn.Linear | nn.Conv2d, latent: int) -> bool:
     """Return whether two factors with this width between them take fewer multiplications than the layer does.
 
@@ -91,6 +93,7 @@ def split_weight(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return first.to(weight).contiguous(), second.to(weight).contiguous()
 
 
+@suggests_keywords()
 def factorize_matrix(
     inputs: Tensor,
     outputs: Tensor,
@@ -155,6 +158,7 @@ def factorize_matrix(
     return _solved(a, b, k, x, y, has_bias, first)
 
 
+@suggests_keywords()
 def factorize_conv2d(
     inputs: Tensor,
     first: Tensor,

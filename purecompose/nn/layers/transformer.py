@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from purecompose._support.checks import check_flag, check_number, check_whole, shown
+from purecompose._support.checks import check_flag, check_number, check_whole, shown, suggests_keywords
 
 
 class SelfAttention(nn.Module):
@@ -177,6 +177,7 @@ class PositionEmbedding(nn.Module):
         return ", ".join(map(str, self.weight.shape))
 
 
+@suggests_keywords()
 def alibi_slopes(
     num_heads: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> Tensor:
@@ -207,6 +208,7 @@ def alibi_slopes(
     return torch.cat((first, between)).exp2().to(dtype)
 
 
+@suggests_keywords()
 def alibi_bias(
     num_heads: int,
     length: int,

@@ -41,15 +41,6 @@ def test_the_lists_have_equal_lengths_and_contain_every_image(seed: int, num: in
     assert torch.equal(torch.cat(lists)[places], torch.arange(num))
 
 
-@given(st.integers(0, 2**32), st.integers(1, 20), st.integers(1, 6))
-def test_vmap_gives_the_same_assignment(seed: int, num: int, num_treatments: int) -> None:
-    marks = [lambda images, index, mark=mark: images + mark for mark in range(num_treatments)]
-    zeros = torch.zeros(num, dtype=torch.int64)
-    keys = torch.stack([random.key(seed), random.key(seed + 1)])
-    mapped = torch.func.vmap(lambda key: treated(random.Rng(key), zeros, marks))(keys)
-    assert torch.equal(mapped, torch.stack([owners(seed, num, num_treatments), owners(seed + 1, num, num_treatments)]))
-
-
 def test_each_treatment_has_the_same_chance_for_each_image() -> None:
     chosen = torch.stack([owners(seed, 5, 4) for seed in range(2000)])
     for image in range(5):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from purecompose.algorithms.images.sizes import check_image_tensor, whole_part
+from purecompose.algorithms.images.levels import check_image_tensor, whole_part
 
 
 SIZES = st.integers(0, 2000)

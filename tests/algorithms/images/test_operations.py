@@ -89,14 +89,6 @@ def test_each_image_may_have_its_own_amount(name: str, data: st.DataObject, seed
     assert torch.equal(call(name, batch, torch.tensor(amounts, dtype=torch.float32)), single)
 
 
-@given(calls(), st.integers(0, 99))
-def test_vmap_gives_what_a_loop_gives(called: tuple[str, float | None], seed: int) -> None:
-    name, amount = called
-    batches = make_images(seed, (2, 3, 3, 6, 6))
-    mapped = torch.func.vmap(lambda batch: call(name, batch, amount))(batches)
-    assert torch.equal(mapped, torch.stack([call(name, batch, amount) for batch in batches]))
-
-
 @pytest.mark.parametrize("name", sorted(AMOUNTS))
 @pytest.mark.parametrize("fill", ["constant channel", "black", "white", "one pixel"])
 def test_gradients_are_finite_where_nothing_varies(name: str, fill: str) -> None:

@@ -125,7 +125,7 @@ def test_the_index_is_json_for_people(tmp_path: pathlib.Path) -> None:
     pc.save(state, tmp_path / "one", step=step)
     told = json.loads((tmp_path / "one" / "index.json").read_text())
     assert told["time"]["batch"] == 1 and told["time"]["duration"] == "2ep"
-    assert told["description"]["algorithms"] == {"mixup": "mixup(alpha=0.2, interpolate_loss=False)"}
+    assert told["description"]["algorithms"] == {"mixup": "mixup(alpha=0.2, interpolate_loss=False, per_example=False)"}
     assert told["tensors"]["params['0.weight']"] == "float32[8, 4]"
     assert told["environment"]["torch"] == torch.__version__
     assert read_index(tmp_path / "one").batch == 1

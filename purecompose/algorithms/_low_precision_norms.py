@@ -1,0 +1,164 @@
+"""Low-precision norms: compute layer and group normalisation in half precision if the forward pass does."""
+
+from torch import nn
+
+from purecompose import surgery
+from purecompose._support.device import AUTOCAST
+from purecompose._support.messages import warn
+from purecompose.algorithms._parts.surgery import on_module
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.nn.layers._forms import is_plain
+from purecompose.nn.layers.norms import LowPrecisionGroupNorm, LowPrecisionLayerNorm
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
+
+
+def low_precision_layernorm_rules() -> surgery.Rules:
+    """Return the rules that replace layer norms; for `purecompose.surgery`.
+
+    The new layers use the dtype of autocast when it is active.
+
+    Example:
+        >>> type(low_precision_layernorm_rules()[nn.LayerNorm](nn.LayerNorm(4), None)).__name__
+        'LowPrecisionLayerNorm'
+    """
+
+    def norm(module: nn.LayerNorm, site: surgery.Site) -> nn.Module | None:
+        del site
+        return LowPrecisionLayerNorm.of(module) if is_plain(module, nn.LayerNorm) else None
+
+    return {nn.LayerNorm: norm, LowPrecisionLayerNorm: None}
+
+
+apply_low_precision_layernorm = on_module("low_precision_layernorm", low_precision_layernorm_rules)
+"""`apply_low_precision_layernorm(net, **settings)` returns a copy of a network with layer norms in half precision; the
+settings are those of `low_precision_layernorm_rules`.
+"""
+
+
+@factory
+def low_precision_layernorm(*, name: str = "low_precision_layernorm") -> Algorithm:
+    """Compute layer norms in half precision.
+
+        y = (x - mean) / sqrt(var + eps) * w + b,   over the normalised dimensions, with the biased variance
+
+    Under autocast, torch converts the input of a layer norm to float32 and returns float32. Here input, weight, bias
+    and result have autocast's dtype; mean and variance are still summed in float32. Names and values of parameters do
+    not change, so weights can be exchanged with plain layer norms.
+
+    Events: INIT, after all other methods. Reads and replaces: the model only. Under `precision="fp32"` and `"tf32"` it
+    changes nothing, and warns. Parts of the network without trainable parameters are not changed.
+
+    Args:
+        name: Name of the algorithm.
+
+    Warns:
+        UserWarning: At INIT: the network has no layer norms, or the forward pass is in full precision.
+
+    Example:
+        >>> low_precision_layernorm()
+        low_precision_layernorm()
+
+    References:
+        Jimmy Lei Ba, Jamie Ryan Kiros, Geoffrey E. Hinton: Layer Normalization. 2016. https://arxiv.org/abs/1607.06450
+    """
+    return _half_precision_method(name, low_precision_layernorm_rules())
+
+
+def low_precision_groupnorm_rules() -> surgery.Rules:
+    """Return the rules that replace group norms; for `purecompose.surgery`.
+
+    The new layers use the dtype of autocast when it is active.
+
+    Example:
+        >>> type(low_precision_groupnorm_rules()[nn.GroupNorm](nn.GroupNorm(2, 4), None)).__name__
+        'LowPrecisionGroupNorm'
+    """
+
+    def norm(module: nn.GroupNorm, site: surgery.Site) -> nn.Module | None:
+        del site
+        return LowPrecisionGroupNorm.of(module) if is_plain(module, nn.GroupNorm) else None
+
+    return {nn.GroupNorm: norm, LowPrecisionGroupNorm: None}
+
+
+apply_low_precision_groupnorm = on_module("low_precision_groupnorm", low_precision_groupnorm_rules)
+"""`apply_low_precision_groupnorm(net, **settings)` returns a copy of a network with group norms in half precision; the
+settings are those of `low_precision_groupnorm_rules`.
+"""
+
+
+@factory
+def low_precision_groupnorm(*, name: str = "low_precision_groupnorm") -> Algorithm:
+    """Compute group norms in half precision.
+
+        y = (x - mean) / sqrt(var + eps) * w + b,   for each example over a group's channels and all positions, with
+                                                    the biased variance; w and b for each channel
+
+    As in low-precision layer norm, input, weight and bias have autocast's dtype, and sums are in float32.
+
+    Events: INIT, after all other methods, together with low-precision layer norm. Reads and replaces: the model only.
+    Under `precision="fp32"` and `"tf32"` it changes nothing, and warns. Parts of the network without trainable
+    parameters are not changed.
+
+    Args:
+        name: Name of the algorithm.
+
+    Warns:
+        UserWarning: At INIT: the network has no group norms, or the forward pass is in full precision.
+
+    Example:
+        >>> low_precision_groupnorm()
+        low_precision_groupnorm()
+
+    References:
+        Yuxin Wu, Kaiming He: Group Normalization. ECCV 2018. https://arxiv.org/abs/1803.08494
+    """
+    return _half_precision_method(name, low_precision_groupnorm_rules())
+
+
+@factory
+def fused_layernorm(*, name: str = "fused_layernorm") -> Algorithm:
+    """Return `low_precision_layernorm` under its older name.
+
+    The name referred to a layer norm in one kernel. torch's layer norm is now a single kernel, and a compiled step
+    fuses it with neighbouring operations, so only the other advantage of the method under autocast remains: half
+    precision, without conversions to float32 and back.
+
+    Events: INIT, after all other methods. Reads and replaces: the model only.
+
+    Args:
+        name: Name of the algorithm.
+
+    Warns:
+        UserWarning: At INIT: see `low_precision_layernorm`.
+
+    Example:
+        >>> fused_layernorm()
+        fused_layernorm()
+    """
+    return low_precision_layernorm(name=name)
+
+
+def _half_precision_method(name: str, rules: surgery.Rules) -> Algorithm:
+    """Return a surgery at INIT that changes states with a half-precision forward pass, and warns about other states.
+
+    It runs last, so that it finds layers that other methods have inserted.
+    """
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        changed, report = surgery.operate(state, rules, name=name, skips_frozen=True)
+        precision = state.context.precision
+        if precision in AUTOCAST or not report.replaced:
+            return changed
+        warn(
+            f"{name} has no effect under precision={precision!r}: torch's normalisations are single kernels already, "
+            f"and only a forward pass in half precision has less to read and write. Give State.create "
+            f"precision='bf16', or leave {name} out"
+        )
+        return state
+
+    traits = frozenset({Trait.REQUIRED_ON_LOAD, Trait.FUSES_LAYERNORM, Trait.SKIPS_FROZEN_PARTS})
+    return Algorithm(name, on(Event.INIT), apply, traits=traits)

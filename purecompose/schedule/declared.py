@@ -1,0 +1,251 @@
+"""Settings that are declared once: the annotation of an argument says which values are valid.
+
+    Smoothing = Annotated[Scalar, Within(0, 1, hint="0.1 is common, 0 switches it off")]
+
+    @checked
+    def smooth(logits: Tensor, smoothing: Smoothing = 0.1, *, mode: Literal["even", "prior"] = "even"): ...
+
+The decorators `checked` and `purecompose.factory`, and the base class of the optimizers, reject all other values, with
+errors that name the function, the argument, what was expected and what was given. The laws draw their settings from the
+same annotations.
+
+    annotation                      values
+    `bool`                          True or False, but not 0 or 1
+    `Literal["a", "b"]`             one of these
+    `Annotated[int, Within(1)]`     an int of the range
+    `Annotated[float, Within(0)]`   a finite number of the range
+    `Annotated[Scalar, Within(0)]`  a scalar that is in the range as far as it is known
+    `... | None`, `... | Tensor`    also `None`, or any tensor, whose values may be on a device
+    `Annotated[T, function]`        those for which `function(value, where)` does not raise; it returns the value to use
+
+Arguments with other annotations are not checked. What depends on two settings is checked by the function itself.
+"""
+
+import dataclasses
+import enum
+import functools
+import inspect
+import math
+import types
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from torch import Tensor, nn
+
+from purecompose._support.checks import check_flag, check_number, check_whole, is_number, shown, suggests_keywords
+from purecompose.schedule.scalar import Hparam, Product, Scalar, Schedule, factors_of, known_part, not_a_scalar
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+Check: TypeAlias = Callable[[Any, str], Any]
+"""A function `(value, where) -> value` that raises if the value is not valid; `where` is such as "mixup: alpha"."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """A range of numbers, as metadata of an annotation.
+
+    Args:
+        low: The smallest number.
+        high: The largest number.
+        above: True if `low` itself is excluded.
+        below: True if `high` itself is excluded.
+        or_infinite: True if infinity is valid.
+        hint: What the number means, or common values, for the error.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    _: dataclasses.KW_ONLY
+    above: bool = False
+    below: bool = False
+    or_infinite: bool = False
+    hint: str = ""
+
+    def whole(self, value: Any, where: str) -> int:
+        """Return an int of the range, or raise a `TypeError` or `ValueError`."""
+        return check_whole(value, where, self.low, self.high, hint=self.hint)
+
+    def number(self, value: Any, where: str) -> float:
+        """Return a finite number of the range (an int remains one), or raise a `TypeError` or `ValueError`.
+
+        Example:
+            >>> Within(0, 1, hint="it is a share").number(2, "mine: share")
+            Traceback (most recent call last):
+            ValueError: mine: share: expected a finite number in [0, 1], got 2 (int); it is a share
+        """
+        if self.or_infinite and is_number(value) and value == math.inf:
+            return value
+        bounds = {"above": self.above, "below": self.below}
+        number = check_number(value, where, self.low, self.high, **bounds, hint=self.hint)
+        return value if type(value) is int else number
+
+    def scalar(self, value: Any, where: str) -> Scalar:
+        """Return a scalar that is in the range as far as it is known: schedules count as 1, hparams as their defaults.
+
+        The default of an hparam may be an excluded lower bound, since it is only where its values begin.
+        """
+        if is_number(value):
+            return self.number(value, where)
+        if isinstance(value, Tensor):
+            name = where.rpartition(": ")[2]
+            raise TypeError(
+                f"{where}: expected a number, got {shown(value)}; settings contain no tensors: use "
+                f"hparam({name!r}, 0.1), whose tensor is kept in state.hparams"
+            )
+        if not isinstance(value, Hparam | Product | Schedule):
+            raise TypeError(f"{where}: {not_a_scalar(value)}{f'; {self.hint}' if self.hint else ''}")
+        # A schedule may take a product below the upper bound again.
+        is_scheduled = any(isinstance(factor, Schedule) for factor in factors_of(value))
+        high, below = (math.inf, False) if is_scheduled else (self.high, self.below)
+        check_number(known_part(value), f"{where}={value!r}", self.low, high, below=below, hint=self.hint)
+        return value
+
+
+def check_of(annotation: Any) -> Check | None:
+    """Return the check that an annotation declares, or `None` if it declares none.
+
+    Example:
+        >>> check_of(Literal["a", "b"] | None)("c", "mine: mode")
+        Traceback (most recent call last):
+        ValueError: mine: mode: expected 'a' or 'b', got 'c' (str)
+        >>> check_of(str) is None
+        True
+    """
+    choices, checks, free = alternatives(annotation)
+    if choices:
+        checks = [functools.partial(_check_choice, choices)] if choices != (True, False) else [check_flag]
+    if not checks:
+        return None
+    [check] = checks
+    return (lambda value, where: value if isinstance(value, free) else check(value, where)) if free else check
+
+
+def alternatives(annotation: Any) -> tuple[tuple[Any, ...], list[Check], tuple[type, ...]]:
+    """Return what an annotation declares: choices, checks of its other parts, and types that are not checked.
+
+    Example:
+        >>> alternatives(bool | Literal["auto"] | None)
+        ((True, False, 'auto'), [], (<class 'NoneType'>,))
+    """
+    origin = get_origin(annotation)
+    if annotation is bool:
+        return (True, False), [], ()
+    if origin is Literal:
+        return get_args(annotation), [], ()
+    if origin is Annotated:
+        kind, declared = annotation.__origin__, annotation.__metadata__[0]
+        if not isinstance(declared, Within):
+            return (), [declared] if callable(declared) else [], ()
+        members = get_args(kind) or (kind,)
+        check = declared.scalar if Hparam in members else declared.number if float in members else declared.whole
+        return (), [check], tuple(one for one in members if one not in get_args(Scalar))
+    if origin in (Union, types.UnionType):
+        parts = [alternatives(part) for part in get_args(annotation)]
+        choices, checks = tuple(one for part in parts for one in part[0]), [one for part in parts for one in part[1]]
+        return choices, checks, tuple(one for part in parts for one in part[2])
+    return (), [], (annotation,) if isinstance(annotation, type) else ()
+
+
+def declarations(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations of a function's arguments, or of a dataclass's fields; none if one is not resolvable."""
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except (NameError, TypeError):
+        return {}
+    return {name: hint for name, hint in hints.items() if name != "return"}
+
+
+def checks_of(function: Callable[..., Any]) -> dict[str, Check]:
+    """Return the checks of a function's arguments, or of a dataclass's fields, by name."""
+    found = {name: check_of(annotation) for name, annotation in declarations(function).items()}
+    return {name: check for name, check in found.items() if check is not None}
+
+
+class Settings:
+    """The declared arguments of a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._parameters = inspect.signature(function).parameters
+        self._name = function.__name__
+        # Names in annotations that are text may be defined further below in the module.
+        self._is_text = any(isinstance(one.annotation, str) for one in self._parameters.values())
+        self._checks = None if self._is_text else self._resolved()
+
+    def _resolved(self) -> dict[str, tuple[Check, str]]:
+        return {name: (check, f"{self._name}: {name}") for name, check in checks_of(self._function).items()}
+
+    def checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments after their checks; those that the function does not have are returned unchanged."""
+        if self._checks is None:
+            self._checks = self._resolved()
+        checks, names = self._checks, iter(self._parameters)
+
+        def after_check(name: str, value: Any) -> Any:
+            if name not in checks:
+                return value
+            check, where = checks[name]
+            return check(value, where)
+
+        new_args = tuple(after_check(next(names, ""), value) for value in args)
+        return new_args, {name: after_check(name, value) for name, value in kwargs.items()}
+
+    def config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name, with defaults, for the repr and the comparison with a checkpoint.
+
+        Left out are the name, optional arguments that are not given (whose default is None or empty), and objects that
+        are not settings, such as networks.
+        """
+        bound = inspect.signature(self._function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return {
+            name: value
+            for name, value in bound.arguments.items()
+            if name != "name" and _is_setting(value)
+            if not (value in (None, ()) and value == self._parameters[name].default)
+        }
+
+
+def checked(function: F) -> F:
+    """Decorate a function so that its declared arguments are checked, and unknown ones are explained.
+
+    Example:
+        >>> @checked
+        ... def blend(image, share: Annotated[float | Tensor, Within(0, 1)] = 0.5, *, is_linear: bool = True):
+        ...     return share
+        >>> blend(None, 2.0)
+        Traceback (most recent call last):
+        ValueError: blend: share: expected a finite number in [0, 1], got 2.0 (float)
+        >>> blend(None, is_linear=1)
+        Traceback (most recent call last):
+        TypeError: blend: is_linear: expected True or False, got 1 (int)
+        >>> blend(None, shear=0.2)
+        Traceback (most recent call last):
+        TypeError: blend() got an unexpected keyword argument 'shear'; did you mean 'share'?
+    """
+    settings, explained = Settings(function), suggests_keywords()(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = settings.checked(args, kwargs)
+        return explained(*args, **kwargs)
+
+    return call  # pyright: ignore[reportReturnType]
+
+
+def _check_choice(choices: tuple[Any, ...], value: Any, where: str) -> Any:
+    if any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
+        return value
+    # Among True and False, text is a wrong choice, and anything else is of a wrong type.
+    error = TypeError if True in choices and not isinstance(value, str) else ValueError
+    *others, last = map(repr, choices)
+    raise error(f"{where}: expected {', '.join(others)}{' or ' if others else ''}{last}, got {shown(value)}")
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_setting, value))
+    is_plain = isinstance(value, bool | int | float | str | bytes | None | enum.Enum) or callable(value)
+    return (is_plain or dataclasses.is_dataclass(value)) and not isinstance(value, nn.Module | Tensor)

@@ -1,0 +1,198 @@
+"""Arguments that are refused: what declarations exclude, for every function that has some, and a table of the rest."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import pytest
+import torch
+from torch import nn
+
+from purecompose import algorithms as alg, optim, random
+from purecompose.algorithms import FACTORIES, functional, images
+from purecompose.algorithms._parts.averages import checked_every
+from purecompose.algorithms._parts.checks import checked_field, checked_patterns, checked_where, checked_written_field
+from purecompose.algorithms.images import check_value_range
+from purecompose.algorithms.images.primitives import check_augmentation_set
+from purecompose.nn import layers
+from purecompose.nn.layers._forms import check_latent
+from purecompose.optim.adafactor import _checked_eps
+from purecompose.optim.checks import checked_betas
+from purecompose.optim.muon import _checked_coefficients
+from purecompose.schedule import Hparam, hparam, linear
+from purecompose.schedule.declared import Within, checks_of, declarations
+from purecompose.time.predicates import NEVER
+from purecompose.time.units import named_point
+
+
+def getter(batch: Any) -> Any:
+    return batch[0]
+
+
+# Values that the checks of more than one method exclude, with their errors.
+BY_FUNCTION: dict[Any, list[tuple[Any, type[Exception]]]] = {
+    named_point: [("soon", ValueError), (-0.1, ValueError), (1.5, ValueError), ("3sec", ValueError), (None, TypeError)],
+    checked_every: [("0ba", ValueError), ("5sec", ValueError), ([], TypeError)],
+    checked_patterns: [("*.bias", TypeError), ([3], TypeError), (None, TypeError)],
+    checked_where: [(3, TypeError), ([None], TypeError)],
+    checked_field: [(0.5, TypeError), (True, TypeError)],
+    checked_written_field: [(0.5, TypeError), (getter, TypeError), ([0, getter], TypeError)],
+    check_value_range: [(1.0, TypeError), ((1.0, 0.0), ValueError), (("a", "b"), TypeError)],
+    check_augmentation_set: [
+        ("rotate", ValueError),
+        ("nonsense", ValueError),
+        (("nonsense",), ValueError),
+        ((), ValueError),
+        (3, TypeError),
+        ((3,), TypeError),
+    ],
+    checked_betas: [
+        (0.9, TypeError),
+        ((0.9,), TypeError),
+        ((0.9, 1.0), ValueError),
+        ((-0.1, hparam("b", 0.9)), ValueError),
+    ],
+    _checked_coefficients: [((1.0, 2.0), TypeError), ((1.0, 2.0, math.nan), ValueError)],
+    _checked_eps: [(1e-3, TypeError), ((None, None), TypeError), ((-1.0, 0.1), ValueError)],
+    check_latent: [(0, ValueError), (1.5, ValueError), ("wide", TypeError)],
+}
+
+
+def outside(declared: Within, *, is_whole: bool) -> list[Any]:
+    """Return numbers that are not in a range."""
+    if is_whole:
+        return [int(one) for one in (declared.low - 1, declared.high + 1) if math.isfinite(one)]
+    bounds = [declared.low] * declared.above + [declared.high] * declared.below
+    beyond = math.nextafter(declared.low, -math.inf), math.nextafter(declared.high, math.inf)
+    return [*bounds, math.nan, *(one for one in beyond if one != math.inf or not declared.or_infinite)]
+
+
+def excluded(annotation: Any) -> Iterator[tuple[Any, type[Exception]]]:
+    """Yield values that an annotation excludes, with their errors."""
+    parts = get_args(annotation) if get_origin(annotation) is not Annotated else ()
+    parts = [annotation, *(part for part in parts if get_origin(part) in (Annotated, Literal) or part is bool)]
+    words = [part for part in parts if get_origin(part) is Literal]
+    if bool in parts or words:
+        yield "nonsense", ValueError if words else TypeError
+        yield from [(1, TypeError), (None, TypeError)] if bool in parts else [("", ValueError)]
+    for part in parts:
+        if get_origin(part) is not Annotated:
+            continue
+        kind, declared = part.__origin__, part.__metadata__[0]
+        if not isinstance(declared, Within):
+            yield from BY_FUNCTION.get(declared, [])
+            continue
+        kinds = {*(get_args(kind) or (kind,)), *get_args(annotation)}
+        yield from ((one, TypeError) for one in ("0.5", True, [], 1j if float in kinds else 0.5))
+        yield from ((one, ValueError) for one in outside(declared, is_whole=float not in kinds))
+        if torch.Tensor not in kinds:
+            yield torch.tensor(0.5), TypeError
+        if Hparam in kinds:
+            yield linear, TypeError
+            yield hparam("setting", declared.low - 1), ValueError
+            yield (declared.low - 1) * linear(), ValueError
+
+
+_OTHERS: list[Any] = [getattr(module, name) for module in (functional, images) for name in module.__all__]
+_OTHERS = [one for one in _OTHERS if inspect.isfunction(one) and one.__module__.startswith("purecompose.algorithms")]
+_OPTIMIZERS: list[Any] = [optim.adafactor, optim.adam, optim.adamw, optim.decoupled_adamw, optim.decoupled_sgdw]
+_OPTIMIZERS += [optim.lion, optim.muon, optim.rmsprop, optim.sgd]
+_METHODS = (*FACTORIES.values(), *_OTHERS, alg.scale_schedule, optim.layerwise)
+FUNCTIONS = {one.__name__: (one, declarations(one)) for one in _METHODS}
+# The settings of an optimizer are declared as fields of its class.
+FUNCTIONS |= {one.__name__: (one, declarations(type(one(0.1)))) for one in _OPTIMIZERS}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_a_declaration_excludes_is_refused_by_name(name: str) -> None:
+    function, annotations = FUNCTIONS[name]
+    needed = {"lr": 0.1} if function in _OPTIMIZERS else {}
+    for argument in inspect.signature(function).parameters:
+        for value, error in excluded(annotations.get(argument)):
+            with pytest.raises(error, match=rf"^{name}: {argument}[:=\[]"):
+                function(**{**needed, argument: value})
+
+
+def test_all_arguments_of_methods_are_declared() -> None:
+    free = {"name", "half_life", "metrics"}
+    for name, factory in FACTORIES.items():
+        assert set(inspect.signature(factory).parameters) <= {*checks_of(factory), *free}, name
+
+
+IMAGES, KEY = torch.zeros(2, 3, 4, 4), random.key(0)
+ANY: Any = alg
+LAYERS: Any = layers
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        # Settings that do not go together, or have their own check.
+        (lambda: alg.augmix(depth=0), ValueError, "depth: expected at least 1 operation in a chain"),
+        (lambda: alg.blurpool(False, False), ValueError, "expected replace_convs or replace_maxpools, got neither"),
+        (lambda: alg.colout(resize_target=True, target_field=getter), TypeError, "target_field=.* is read-only"),
+        (lambda: alg.cutout(fill=()), TypeError, "fill: expected a number, or one for each channel"),
+        (lambda: alg.cutout(fill=math.inf), ValueError, "cutout: fill"),
+        (lambda: ANY.ema("1ba", smoothing=0.9), ValueError, "a half_life or a smoothing, got half_life='1ba' and"),
+        (lambda: ANY.ema("0ba"), ValueError, "half_life=.*: expected a positive time"),
+        (lambda: ANY.ema("10sec"), ValueError, "half_life=.* not in seconds"),
+        (lambda: ANY.ema(0.99), TypeError, r"^ema: half_life=0.99: .* each update keeps is smoothing=0.99$"),
+        (lambda: ANY.ema(every=0.5), TypeError, "^ema: every=0.5: .*a share of the run is '0.5dur'"),
+        (lambda: ANY.gated_linear_units("swish"), ValueError, "act_fn: expected one of 'gelu', .* got 'swish'"),
+        (lambda: ANY.gated_linear_units(nn.ReLU), TypeError, "act_fn: expected one of 'gelu', .* or a function, got"),
+        (lambda: alg.gyro_dropout(0.5, 4, 8), ValueError, "expected tau <= sigma, got tau=8, sigma=4"),
+        (lambda: alg.gyro_dropout(feature_dim=0), ValueError, "feature_dim=0 is the batch"),
+        (lambda: alg.per_example_clipping(math.inf, 1.0), ValueError, "max_norm: expected a finite number, the unit"),
+        (lambda: alg.progressive_resizing(delay_fraction=0.9), ValueError, "expected delay_fraction"),
+        (lambda: alg.selective_backprop(0.9, 0.5), ValueError, "expected start < end"),
+        (lambda: alg.seq_length_warmup(0.3, 8, 4), ValueError, "expected min_seq_length <= max_seq_length"),
+        (
+            lambda: alg.seq_length_warmup(truncate=False, preserve_end_of_sequence=True),
+            ValueError,
+            "preserve_end_of_sequence=True is for truncated sequences",
+        ),
+        (lambda: alg.stochastic_depth(drop_warmup=-0.1), ValueError, "stochastic_depth: drop_warmup"),
+        (lambda: alg.swa(0.9, 0.9), ValueError, "expected end after start, got 0.9dur and 0.9dur"),
+        # Cores.
+        (
+            lambda: functional.gyro_drop(KEY, IMAGES, feature_dim=5),
+            ValueError,
+            "feature_dim=5: expected one of",
+        ),
+        (lambda: functional.mixup_batch(KEY, IMAGES, IMAGES, mixing=torch.ones(3)), ValueError, "got .2,. and .3,."),
+        (lambda: functional.blur_2d(IMAGES[0, 0]), ValueError, r"blur_2d: expected an input .* got shape \(4, 4\)"),
+        (lambda: functional.blur_2d(IMAGES.int()), TypeError, "blur_2d: expected a floating input, got torch.int"),
+        (lambda: functional.blur_2d(IMAGES, kernel=torch.ones(2, 2)), ValueError, "odd sides, got shape"),
+        (lambda: functional.blur_2d(IMAGES, kernel=torch.ones(2, 3, 3)), ValueError, r"or \(3, h, w\)"),
+        (
+            lambda: functional.standardized(torch.zeros(3)),
+            ValueError,
+            "standardized: expected a weight",
+        ),
+        # Layers.
+        (lambda: LAYERS.BlurConv2d(nn.Conv1d(2, 2, 3, 2)), TypeError, "BlurConv2d: expected an nn.Conv2d, got Conv1d"),
+        (lambda: LAYERS.BlurConv2d(nn.Conv2d(2, 2, 3, 2), 1), TypeError, "BlurConv2d: blur_first: expected True"),
+        (lambda: LAYERS.FactorizedLinear(nn.Linear(4, 8), 5), ValueError, "latent_features: expected an int in"),
+        (lambda: LAYERS.FactorizedConv2d(nn.Conv2d(4, 4, 1, groups=2), 1), NotImplementedError, "groups=1, got 2"),
+        (lambda: LAYERS.GhostBatchNorm(nn.BatchNorm1d(2), 0), ValueError, "ghost_batch_size: expected an int >= 1"),
+        (lambda: LAYERS.SqueezeExcite2d(16, -3), ValueError, "SqueezeExcite2d: latent_channels: .* > 0, got -3"),
+        (lambda: LAYERS.SqueezeExcite2d(0), ValueError, "SqueezeExcite2d: num_features: expected an int >= 1, got 0"),
+        (lambda: LAYERS.SqueezeExciteConv2d(nn.Conv1d(2, 2, 1)), TypeError, "expected an nn.Conv2d, got Conv1d"),
+    ],
+)
+def test_what_no_declaration_says_is_refused_too(call: Callable[[], Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_every_setting_that_switches_a_method_off_does() -> None:
+    """Those of the table of shipped methods are tried by a law; these are others."""
+    for method in (
+        alg.batch_size_warmup(initial_share=1),
+        alg.layer_freezing(1.0),
+        alg.progressive_resizing(finetune_fraction=1, delay_fraction=0),
+        alg.randaugment(depth=0),
+        alg.selective_backprop(full_every=1),
+    ):
+        assert method.predicate == NEVER, method
