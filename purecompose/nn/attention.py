@@ -149,7 +149,7 @@ def _dense(*tensors: Tensor) -> list[Tensor]:
 
 
 def _mapped(function: Any, num: int, in_dims: Any, args: Any) -> Any:
-    """Apply a function of tensors (N, ...) to those of all members, as one of (members x N, ...)."""
+    """Apply a function of a batch to all members: their dimension is folded into that of the batch."""
 
     def fold(arg: Any, dim: int | None) -> Any:
         if not isinstance(arg, Tensor):

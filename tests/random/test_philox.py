@@ -1,12 +1,30 @@
-"""Philox against its authors' known answers and against a scalar version in Python integers."""
+"""Philox and the bits of keys: known answers, Python's integers, and every path by which a draw is computed."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from purecompose.random import philox4x32
-from purecompose.random.philox import philox_lanes
+from purecompose.random import Rng, bernoulli, bits, fold_in, key, normal, permutation, philox4x32, split, uniform
+from purecompose.random.philox import (
+    DTYPES,
+    MOST_ON_HOST,
+    emulated,
+    emulated_keys,
+    filled,
+    folded,
+    has_kernels,
+    keys_on_host,
+    next_keys,
+    numbers,
+    on_host,
+    philox_lanes,
+    traced,
+)
 
 
 words = st.integers(0, 2**32 - 1)
@@ -100,3 +118,178 @@ def test_wrong_widths_are_named() -> None:
         philox4x32(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"key of shape \(\.\.\., 2\), got \(3,\)"):
         philox4x32(torch.zeros(4, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+
+
+KINDS = (*DTYPES, torch.uint32)
+SHAPES: list[tuple[int, ...]] = [(), (1,), (5,), (0,), (3, 0), (2, 7), (8,)]
+# Offsets at which the counter carries into its second word, and at which it wraps.
+KEYS = torch.tensor([[5, 0], [-(2**63), 2**32 - 1], [7 << 40 | 3, -1], [-1, 2**63 - 1]])
+
+needs_kernels = pytest.mark.skipif(not has_kernels("cpu"), reason="this torch has no such kernels for the CPU")
+
+
+def words_of(seed: int, offset: int, count: int) -> list[int]:
+    """Return words of a stream in Python's integers: the counter is the position, the Philox key is the seed."""
+    words: list[int] = []
+    for block in range((count + 3) // 4):
+        low, high = ((offset + block) % 2**64) % 2**32, ((offset + block) % 2**64) >> 32
+        words += philox_in_python([low, high, 0, 0], [seed % 2**32, seed % 2**64 >> 32])
+    return words[:count]
+
+
+def expected(seed: int, offset: int, count: int, dtype: torch.dtype) -> list[Any]:
+    """Return the numbers of a stream, from the words in Python."""
+    if dtype in (torch.int64, torch.float64):
+        words = words_of(seed, offset, 2 * count)
+        pairs = [high << 32 | low for high, low in zip(words[::2], words[1::2], strict=True)]
+        if dtype == torch.int64:
+            return [(pair + 2**63) % 2**64 - 2**63 for pair in pairs]
+        return [pair % 2**53 / 2**53 for pair in pairs]
+    words = words_of(seed, offset, count)
+    if dtype == torch.int32:
+        return [(word + 2**31) % 2**32 - 2**31 for word in words]
+    if dtype == torch.uint32:
+        return words
+    precision = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
+    return [word % 2**precision / 2**precision for word in words]
+
+
+def test_known_answers_of_a_key() -> None:
+    """Recorded from torch.func._random in torch 2.15 with the key (42 + (7 << 40), 0)."""
+    root = key(42 + (7 << 40))
+    assert [f"{word:08x}" for word in bits(root, 6).tolist()] == [
+        *("5a6b6ac6", "a8695184", "f1a9b290", "0f6accdb"),
+        *("a3c25ccc", "8d949daf"),
+    ]
+    assert [int(number * 2**24) for number in uniform(root, 3).tolist()] == [0x6B6AC6, 0x695184, 0xA9B290]
+    assert [int(number * 2**53) for number in uniform(root, 1, dtype=torch.float64).tolist()] == [0xB6AC6A8695184]
+    folded_in = [number % 2**64 for number in fold_in(root, 2**40 + 5).tolist()]
+    assert folded_in == [0xE6941B9C051323D7, 0x255B80C429340BB9]
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@given(st.integers(0, 2**64 - 1), st.integers(-(2**63), 2**63 - 1), st.integers(0, 9))
+def test_numbers_are_those_of_the_words(dtype: torch.dtype, seed: int, offset: int, count: int) -> None:
+    one = torch.tensor([key(seed)[0].item(), offset])
+    for draw in (numbers, emulated, on_host):
+        assert draw(one, (count,), dtype).tolist() == expected(seed, offset, count, dtype)
+
+
+def draw_of(draw: Callable[..., Tensor], shape: Sequence[int], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda keys: draw(keys, (*keys.shape[:-1], *shape), dtype)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("keys", [KEYS[1], KEYS, KEYS[:0], KEYS.reshape(2, 2, 2)], ids=["one", "many", "none", "table"])
+def test_many_keys_draw_what_each_draws(dtype: torch.dtype, shape: tuple[int, ...], keys: Tensor) -> None:
+    ways = [draw_of(draw, shape, dtype)(keys) for draw in (numbers, emulated, on_host)]
+    for drawn in ways:
+        assert drawn.shape == (*keys.shape[:-1], *shape)
+        assert drawn.dtype == (torch.int64 if dtype == torch.uint32 else dtype)
+        assert torch.equal(drawn, ways[0])
+    alone = [numbers(one, shape, dtype) for one in keys.reshape(-1, 2)]
+    assert all(torch.equal(*pair) for pair in zip(ways[0].reshape(len(alone), *shape), alone, strict=True))
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_draws_are_equal_on_both_sides_of_the_threshold(dtype: torch.dtype) -> None:
+    per_block = 2 if dtype in (torch.int64, torch.float64) else 4
+    most = MOST_ON_HOST * per_block
+    longer = numbers(KEYS[2], (most + 1,), dtype)
+    assert torch.equal(longer[:most], numbers(KEYS[2], (most,), dtype))
+
+
+def test_keys_are_folded_alike_on_every_path() -> None:
+    words = [words_of(seed, offset, 4) for seed, offset in KEYS.tolist()]
+    signed = [[(high << 32 | low) for low, high in (four[:2], four[2:])] for four in words]
+    for follow in (emulated_keys, keys_on_host):
+        assert [[number % 2**64 for number in pair] for pair in follow(KEYS).tolist()] == signed
+    assert torch.equal(keys_on_host(KEYS[:0]), KEYS[:0])
+    index = torch.tensor([0, 3, 2**40, -1])
+    each = torch.stack([fold_in(KEYS[2], number) for number in index.tolist()])
+    assert torch.equal(folded(KEYS[2], index), each)
+    assert torch.equal(torch.func.vmap(folded, in_dims=(None, 0))(KEYS[2], index), each)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_mapped_draws_equal_those_of_each_key(dtype: torch.dtype) -> None:
+    keys = KEYS.reshape(2, 2, 2)
+    whole = numbers(keys, (2, 2, 5), dtype)
+    assert torch.equal(torch.func.vmap(lambda some: numbers(some, (2, 5), dtype))(keys), whole)
+    by_second = torch.func.vmap(torch.func.vmap(lambda one: numbers(one, (5,), dtype)), in_dims=1, out_dims=1)
+    assert torch.equal(by_second(keys), whole)
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake"])
+@pytest.mark.parametrize("dtype", KINDS)
+def test_traced_draws_equal_eager_ones(dtype: torch.dtype, tracing_mode: Literal["real", "fake"]) -> None:
+    graph = make_fx(lambda one: numbers(one, (5,), dtype), tracing_mode=tracing_mode)(KEYS[0])
+    assert all(torch.equal(graph(one), numbers(one, (5,), dtype)) for one in KEYS)
+
+
+def test_draws_under_a_gradient_equal_others() -> None:
+    """Keys that are derived within a transform may outlive it."""
+    seen: list[Tensor] = []
+
+    def loss(x: Tensor) -> Tensor:
+        seen.append(fold_in(KEYS[0], 3))
+        return (x * uniform(seen[0], 3)).sum()
+
+    grad = torch.func.grad(loss)(torch.zeros(3))
+    assert torch.equal(grad, uniform(fold_in(KEYS[0], 3), 3))
+    assert torch.equal(uniform(seen[0], 3), grad)
+
+
+def test_the_default_device_does_not_matter() -> None:
+    with torch.device("meta"):
+        drawn = uniform(KEYS[0], 3), fold_in(KEYS[0], 3), split(KEYS[0])
+    assert all(map(torch.equal, drawn, (uniform(KEYS[0], 3), fold_in(KEYS[0], 3), split(KEYS[0]))))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_give_the_same_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    for keys in (KEYS[1], KEYS, KEYS.reshape(2, 2, 2)):
+        expected = draw_of(emulated, shape, dtype)(keys)
+        assert torch.equal(draw_of(filled, shape, dtype)(keys), expected)
+        assert torch.equal(draw_of(traced, shape, dtype)(keys), expected)
+    assert torch.equal(next_keys(KEYS), emulated_keys(KEYS))
+
+
+@needs_kernels
+def test_bare_keys_are_those_of_torch() -> None:
+    theirs = pytest.importorskip("torch.func._random")
+    for one in KEYS:
+        other = one.view(torch.uint64)
+        assert torch.equal(theirs.uniform(other, (3, 5)), uniform(one, (3, 5)))
+        assert torch.equal(theirs.uniform(other, 5, dtype=torch.float64), uniform(one, 5, dtype=torch.float64))
+        words = theirs.bits(other, 9, dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF
+        assert torch.equal(words, bits(one, 9))
+        assert torch.equal(theirs.split(other, 3).view(torch.int64), split(one, 3))
+        assert torch.equal(theirs.fold_in(other, 2**64 - 7).view(torch.int64), fold_in(one, -7))
+        torch.testing.assert_close(theirs.normal(other, 501), normal(one, 501), rtol=1e-5, atol=1e-6)
+        wide = normal(one, 501, dtype=torch.float64)
+        torch.testing.assert_close(theirs.normal(other, 501, dtype=torch.float64), wide, rtol=1e-12, atol=1e-12)
+    assert torch.equal(theirs.key(2**64 - 3).view(torch.int64), key(2**64 - 3))
+
+
+@needs_kernels
+def test_a_draw_is_one_operation_of_a_graph() -> None:
+    graph = make_fx(lambda one: uniform(Rng(one).named("noise"), (3, 2)))(KEYS[0]).graph
+    operations = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert operations == [torch.ops.aten.add.Tensor, torch.ops.purecompose.philox.default]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # from inside Inductor
+def test_compiled_draws_equal_eager_ones() -> None:
+    def draw(one: Tensor, examples: Tensor) -> tuple[Tensor, ...]:
+        rng = Rng(fold_in(one, 3)).named("noise")
+        row = rng.per_example(examples)
+        return uniform(one, 5), bits(row, (4, 3)), bernoulli(row, 0.3, (4, 9)), permutation(rng, 9), split(one)
+
+    compiled = torch.compile(draw, fullgraph=True)
+    arguments = KEYS[1], torch.arange(4)
+    assert all(map(torch.equal, compiled(*arguments), draw(*arguments)))
