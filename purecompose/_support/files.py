@@ -2,9 +2,10 @@
 
 import contextlib
 import errno
+import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,31 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def to_json(value: Any) -> Any:
+    """Return a value for JSON: numbers that are not finite become "nan", "inf" and "-inf", tensors become lists.
+
+    Example:
+        >>> to_json({"loss": math.nan, "members": (1, 2)})
+        {'loss': 'nan', 'members': [1, 2]}
+    """
+    if isinstance(value, Mapping):
+        return {name: to_json(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(one) for one in value]
+    if hasattr(value, "tolist"):  # a tensor, or a NumPy number
+        return to_json(value.tolist())
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def from_json(value: Any) -> Any:
+    """Return a value that `to_json` made, with "nan", "inf" and "-inf" as numbers again."""
+    if isinstance(value, dict):
+        return {name: from_json(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [from_json(one) for one in value]
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def is_nested_deeper(value: object, most: int) -> bool:

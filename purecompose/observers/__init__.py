@@ -5,17 +5,15 @@ with Progress() as progress, Records("run.jsonl", monitors=[learning_rate(), spe
     state = fit(step, state, data, observers=[history, progress, records])
 """
 
-from purecompose.observers.history import History
-from purecompose.observers.layers import activations, updates
-from purecompose.observers.monitors import learning_rate, memory, moments, speed, system
+from purecompose.observers.monitors import activations, learning_rate, memory, moments, speed, system, updates
 from purecompose.observers.nans import NaNs
 from purecompose.observers.profile import Profile
 from purecompose.observers.progress import Progress
-from purecompose.observers.recorder import Image, Monitor, Recorder, Sink
+from purecompose.observers.recorder import History, Image, Monitor, Recorder, Sink
 from purecompose.observers.records import Records, read_records
 from purecompose.observers.samples import image_samples, text_samples
 from purecompose.observers.stopwatch import Stopwatch
-from purecompose.observers.trackers import Comet, MLflow, Neptune, TensorBoard, WandB
+from purecompose.observers.trackers import Comet, MLflow, TensorBoard, WandB
 
 
 __all__ = [
@@ -25,7 +23,6 @@ __all__ = [
     "MLflow",
     "Monitor",
     "NaNs",
-    "Neptune",
     "Profile",
     "Progress",
     "Recorder",

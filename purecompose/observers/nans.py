@@ -1,16 +1,15 @@
 """A guard that stops a run, or warns, when its numbers are no longer finite."""
 
+import math
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from purecompose._support.checks import shown
 from purecompose.core.overview import listed
 from purecompose.core.state import State
-from purecompose.observers.due import Due
-from purecompose.observers.unread import Pile
+from purecompose.observers.recorder import Due, Pile, read
 from purecompose.time import TimeLike
 from purecompose.time.event import Event
 
@@ -42,6 +41,7 @@ class NaNs:
         FloatingPointError: When called: a number is not finite.
 
     Example:
+        >>> import torch
         >>> from purecompose import losses, optim
         >>> state = State.create(torch.nn.Linear(1, 1), loss=losses.mse, optimizer=optim.sgd(0.1))
         >>> nans = NaNs()
@@ -81,22 +81,24 @@ class NaNs:
             FloatingPointError: A number is not finite.
         """
         seen = self._pile.take()
-        for batch, losses, params in _read(seen):
-            what = [*_bad_losses(losses), *_bad_params(params)]
+        for values in ([one.loss for one in seen], [one.params for one in seen]):
+            read(values)
+        for batch, loss, params in seen:
+            what = [*_bad_losses(loss), *_bad_params(params)]
             if what:
-                self._tell(f"batch {batch}: {'; '.join(what)}")
+                self._report(f"batch {batch}: {'; '.join(what)}")
                 return
 
     def _seen(self, state: State) -> "_Seen":
         # A copy, because a step that donates its state overwrites it.
-        loss = None if state.loss is None else state.loss.detach().clone()
+        loss = {} if state.loss is None else {"loss": state.loss.detach().clone()}
         params = {}
         if self._checks_params:
             num_dims = state.key.ndim - 1  # 1 for a population, whose members are distinguished
             params = {name: _all_finite(param.detach(), num_dims) for name, param in state.params.items()}
         return _Seen(state.timestamp.batch, loss, params)
 
-    def _tell(self, message: str) -> None:
+    def _report(self, message: str) -> None:
         if self._action == "raise":
             raise FloatingPointError(message)
         if not self._has_warned:
@@ -105,11 +107,11 @@ class NaNs:
 
 
 class _Seen(NamedTuple):
-    """The waiting values of a batch: the loss, and a finite flag for each parameter, with a value for each member."""
+    """What waits of a batch: the loss, and a finite flag for each parameter; for a population, of each member."""
 
     batch: int
-    loss: Tensor | None
-    params: dict[str, Tensor]
+    loss: dict[str, Any]
+    params: dict[str, Any]
 
 
 def _all_finite(param: Tensor, num_dims: int) -> Tensor:
@@ -117,37 +119,22 @@ def _all_finite(param: Tensor, num_dims: int) -> Tensor:
     return finite.reshape(*finite.shape[:num_dims], -1).all(-1)
 
 
-def _read(seen: list[_Seen]) -> list[tuple[int, list[float], dict[str, list[bool]]]]:
-    """Return the values as lists over members, with one transfer for the losses and one for the parameters."""
-    losses = [one.loss.reshape(-1) for one in seen if one.loss is not None]
-    flags = [flag.reshape(-1) for one in seen for flag in one.params.values()]
-    loss_rows = iter(torch.stack(losses).tolist() if losses else ())
-    flag_rows = iter(torch.stack(flags).tolist() if flags else ())
-    return [
-        (
-            one.batch,
-            [] if one.loss is None else next(loss_rows),
-            {name: next(flag_rows) for name in one.params},
-        )
-        for one in seen
-    ]
+def _bad_losses(values: dict[str, Any]) -> list[str]:
+    losses = values.get("loss", 0.0)
+    if not isinstance(losses, list):
+        return [] if math.isfinite(losses) else [f"the loss is {losses}"]
+    bad = [f"{member} is {loss}" for member, loss in enumerate(losses) if not math.isfinite(loss)]
+    return [f"the loss of member {listed(bad, _SHOWN)}"] if bad else []
 
 
-def _bad_losses(losses: list[float]) -> list[str]:
-    bad = [(member, loss) for member, loss in enumerate(losses) if not abs(loss) < torch.inf]
-    if not bad:
-        return []
-    if len(losses) == 1:
-        return [f"the loss is {bad[0][1]}"]
-    return [f"the loss of member {listed([f'{member} is {loss}' for member, loss in bad], _SHOWN)}"]
-
-
-def _bad_params(params: dict[str, list[bool]]) -> list[str]:
+def _bad_params(params: dict[str, Any]) -> list[str]:
     bad = []
-    for name, is_finite in params.items():
-        members = [str(member) for member, finite in enumerate(is_finite) if not finite]
-        if members:
-            bad.append(name if len(is_finite) == 1 else f"{name} (member {listed(members, _SHOWN)})")
+    for name, finite in params.items():
+        if isinstance(finite, list) and not all(finite):
+            members = [str(member) for member, is_finite in enumerate(finite) if not is_finite]
+            bad.append(f"{name} (member {listed(members, _SHOWN)})")
+        elif not finite:
+            bad.append(name)
     return [f"not finite: {listed(bad, _SHOWN)} of {len(params)} parameters"] if bad else []
 
 

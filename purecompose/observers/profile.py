@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.profiler
+from torch.profiler import ProfilerAction
 
 from purecompose._support.checks import check_whole
 from purecompose.core.state import State
@@ -23,7 +24,8 @@ class Profile:
     active batches to a file `batches_<first>_to_<last>.json`. The profiler is off outside of warm-up and active
     batches. A run that ends in an active window writes the batches so far.
 
-    Work between two batches, such as evaluation and loading, belongs to the later batch.
+    Work between two batches, such as evaluation and loading, belongs to the later batch. A full disk causes a warning;
+    training continues.
 
     Args:
         folder: Folder of the traces; it is created if necessary.
@@ -33,8 +35,6 @@ class Profile:
         repeat: Number of traces, at least 1.
         skip_first: Number of batches to skip at the start of the run, such as those that compile.
         **options: Further options of `torch.profiler.profile`, such as `record_shapes=True`, `with_stack=True`.
-
-    A full disk causes a warning; training continues.
 
     Raises:
         TypeError, ValueError: A number is not an int, or out of range.
@@ -63,88 +63,79 @@ class Profile:
         **options: Any,
     ) -> None:
         self.folder: Path = Path(folder).absolute()  # valid after a change of the working directory
-        self._skip_first = check_whole(skip_first, "Profile: skip_first", 0)
-        self._wait = check_whole(wait, "Profile: wait", 0)
-        self._warmup = check_whole(warmup, "Profile: warmup", 0)
-        self._active = check_whole(active, "Profile: active", 1)
-        self._repeat = check_whole(repeat, "Profile: repeat", 1)
+        self._schedule = {
+            "skip_first": check_whole(skip_first, "Profile: skip_first", 0),
+            "wait": check_whole(wait, "Profile: wait", 0),
+            "warmup": check_whole(warmup, "Profile: warmup", 0),
+            "active": check_whole(active, "Profile: active", 1),
+            "repeat": check_whole(repeat, "Profile: repeat", 1),
+        }
         self._options = options
-        self._num_batches: int | None = None
-        self._window: _Window | None = None
+        self._profiler: _Profiler | None = None
         self._finalizer: weakref.finalize | None = None
 
     def __call__(self, event: Event, state: State) -> None:
-        """Open or close the profiler's window, depending on the number of batches."""
-        if event is Event.FIT_START:
+        """Start torch's profiler when a run starts, and advance it after each batch."""
+        is_batch_over = event is Event.BATCH_END
+        if event is Event.FIT_START or (is_batch_over and self._profiler is None):
             self.close()
-            self._num_batches = 0
-            self._enter(state)
-        elif event is Event.BATCH_END:
             # In a manual loop, the first event is the end of the first batch, which can no longer be profiled.
-            self._num_batches = 1 if self._num_batches is None else self._num_batches + 1
-            if self._window is not None and self._window.is_over(state.timestamp.batch):
-                self.close()
-            self._enter(state)
+            self._profiler = _Profiler(self.folder, self._schedule, self._options, state, num_missed=int(is_batch_over))
+            self._finalizer = weakref.finalize(self, self._profiler.close)
+        elif is_batch_over and self._profiler is not None:
+            self._profiler.advance(state.timestamp.batch)
         elif event is Event.FIT_END:
             self.close()
-            self._num_batches = None
 
     def close(self) -> None:
-        """Close the window, if one is open, and write the active batches so far."""
+        """Stop the profiler, and write the active batches so far."""
         if self._finalizer is not None:
             self._finalizer()
-        self._window = self._finalizer = None
-
-    def _enter(self, state: State) -> None:
-        """Start the profiler if the next batch is the first of a warm-up."""
-        cycle = self._wait + self._warmup + self._active
-        repeat, place = divmod((self._num_batches or 0) - self._skip_first, cycle)
-        if self._window is None and place == self._wait and 0 <= repeat < self._repeat:
-            batch = state.timestamp.batch
-            self._window = window = _Window(self.folder, batch, self._warmup, self._active, self._options, state)
-            self._finalizer = weakref.finalize(self, window.close)
+        self._profiler = self._finalizer = None
 
 
-class _Window:
-    """The profiler over one warm-up and the active batches after it."""
+class _Profiler:
+    """torch's profiler, which follows a schedule that starts `num_missed` batches ago."""
 
     def __init__(
-        self, folder: Path, batch: int, warmup: int, active: int, options: dict[str, Any], state: State
+        self, folder: Path, schedule: dict[str, int], options: dict[str, Any], state: State, *, num_missed: int
     ) -> None:
-        self._folder = folder
-        self._first, self._last, self._batch = batch + warmup + 1, batch + warmup + active, batch
+        self._folder, self._batch = folder, state.timestamp.batch
+        self._first = self._batch + 1
         activities = [torch.profiler.ProfilerActivity.CPU]
         if state.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        # Torch warns of a schedule without warm-up. Without a schedule all batches are active, without a warning.
-        schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1) if warmup else None
-        self._profiler = torch.profiler.profile(**{"activities": activities, "schedule": schedule, **options})
         with _quietly():
+            plan = torch.profiler.schedule(**schedule)
+            settings = {"activities": activities, "schedule": lambda number: plan(number + num_missed), **options}
+            self._profiler = torch.profiler.profile(**settings, on_trace_ready=self._write)
             self._profiler.start()
 
-    def is_over(self, batch: int) -> bool:
-        """Return whether the window's last batch is over; otherwise advance the profiler by one batch."""
-        self._batch = batch
-        if batch >= self._last:
-            return True
+    def advance(self, batch: int) -> None:
+        """Note that a batch is over."""
+        before, self._batch = self._profiler.current_action, batch
         with _quietly():
             self._profiler.step()
-        return False
+        if before is not ProfilerAction.RECORD:
+            self._first = batch + 1  # of the next trace, unless the profiler is off
 
     def close(self) -> None:
         self._profiler.stop()
-        if self._batch >= self._first:
-            path = self._folder / f"batches_{self._first}_to_{self._batch}.json"
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                self._profiler.export_chrome_trace(str(path))
-            except OSError as error:
-                warnings.warn(f"Profile: {path} cannot be written: {error}", RuntimeWarning, stacklevel=2)
+
+    def _write(self, profiler: Any) -> None:
+        if self._batch < self._first:
+            return
+        path = self._folder / f"batches_{self._first}_to_{self._batch}.json"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        except OSError as error:
+            warnings.warn(f"Profile: {path} cannot be written: {error}", RuntimeWarning, stacklevel=2)
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress torch's warning that a new window clears the last one; each is written to its own file."""
+    """Suppress torch's warnings of schedules without warm-up, and that a trace has the batches of one window only."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+        warnings.filterwarnings("ignore", "(Warning: Profiler clears events|Profiler won't be using warmup)")
         yield

@@ -4,7 +4,7 @@ import math
 import sys
 import time
 import weakref
-from typing import Any, NamedTuple, Protocol, TextIO, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 from torch import Tensor
 
@@ -60,13 +60,13 @@ class Progress:
             raise ValueError(f"reads_per_second={reads_per_second!r}: expected a positive number")
         self._console = rich.console.Console(file=file, force_terminal=live or None)
         can_draw = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._is_notebook = file is None and is_in_notebook()
+        self._is_notebook = file is None and _is_in_notebook()
         self._live = can_draw or self._is_notebook if live is None else live
         self._file = file
         self._seconds_between_reads = 1.0 / reads_per_second
         self._stopwatch = Stopwatch()
         self._pace = Pace(self._stopwatch, _READINGS_IN_RATE)
-        self._display: Display | None = None
+        self._display: _TerminalDisplay | _NotebookDisplay | None = None
         self._finalizer: weakref.finalize | None = None
         self._is_running = False
         self._reset()
@@ -89,7 +89,11 @@ class Progress:
         elif event is Event.EPOCH_CHECKPOINT:
             self._after_epoch(state)
         elif event is Event.FIT_END:
-            self._finish(state)
+            self._read(state)
+            self._show(state, "trained")
+            if not self._metrics:  # otherwise an evaluation follows, or has had its line
+                self._print_line(state)
+            self.close()
 
     def __enter__(self) -> "Progress":
         return self
@@ -120,7 +124,7 @@ class Progress:
         for name, words in describe_replaced(state.context.replaced).items():
             say(f"{name}: {words}", file=self._file or sys.stdout, flush=True)
         if self._live:
-            self._display = display = NotebookDisplay() if self._is_notebook else TerminalDisplay(self._console)
+            self._display = display = _NotebookDisplay() if self._is_notebook else _TerminalDisplay(self._console)
             # Also stops the display if a run ends with an exception outside a with block, at the latest at exit.
             self._finalizer = weakref.finalize(self, display.close)
             self._show(state)
@@ -145,27 +149,16 @@ class Progress:
         self._show(state)
         self._print_line(state, is_new=is_new)
 
-    def _finish(self, state: State) -> None:
-        self._read(state)
-        self._show(state, "trained")
-        if not self._metrics:  # otherwise an evaluation follows, or has had its line
-            self._print_line(state)
-        self.close()
-
     def _read(self, state: State) -> None:
         if self._running_loss is not None:
             self._loss = _read(self._running_loss)
         self._pace.read(state.timestamp)
 
-    def _rate(self) -> float:
-        """Return the recent number of batches per second."""
-        return self._pace.per_second("batch") or self._stopwatch.batches_per_second
-
     def _numbers(self, state: State) -> list[str]:
         if not self._stopwatch.batches:
             return [] if state.timestamp.is_finished() else ["waiting for the first batch"]
         loss = [] if self._loss is None else [f"loss {_range(self._loss, '.3f')}"]
-        rate = self._rate()
+        rate = self._pace.per_second("batch") or self._stopwatch.batches_per_second
         speed = f"{rate:.0f} ba/s" if rate >= 100 else f"{rate:.3g} ba/s"
         return [*loss, *_describe(self._metrics), speed]
 
@@ -180,7 +173,7 @@ class Progress:
         elapsed = state.timestamp.elapsed()
         share = None if elapsed is None else min(elapsed, 1.0)
         times, numbers = "  ".join(self._times(state)), "  ".join(self._numbers(state))
-        self._display.show(Shown(doing, share, _describe_time(state.timestamp), times, numbers))
+        self._display.show(doing, share, _describe_time(state.timestamp), times, numbers)
 
     def _print_line(self, state: State, *, is_new: bool = False) -> None:
         """Print a line if there is no terminal; at most one for each batch, unless there is something new."""
@@ -217,18 +210,14 @@ def _range(value: _Number | tuple[int, ...], form: str) -> str:
 
 
 def _describe(metrics: dict[str, _Number | tuple[int, ...]]) -> list[str]:
-    """Return metrics as text, accuracies first and in percent; the label "eval" is left out."""
-    is_alone = all(name.startswith("eval/") for name in metrics)
+    """Return metrics as text, accuracies first and in percent, where "eval", if it is the only label, is left out."""
+    label = "eval/" if all(name.startswith("eval/") for name in metrics) else ""
     shares = {name: value for name, value in metrics.items() if "accuracy" in name}
     others = {name: value for name, value in metrics.items() if name not in shares}
     return [
-        *(f"{_label(name, is_alone)} {_range(value, '.1%')}" for name, value in shares.items()),
+        *(f"{name.removeprefix(label).replace('/', ' ')} {_range(value, '.1%')}" for name, value in shares.items()),
         *(f"{name.replace('/', ' ')} {_range(value, '.3f')}" for name, value in others.items()),
     ]
-
-
-def _label(name: str, is_alone: bool) -> str:
-    return (name.removeprefix("eval/") if is_alone else name).replace("/", " ")
 
 
 def _describe_seconds(seconds: float) -> str:
@@ -248,30 +237,7 @@ def _describe_time(timestamp: Timestamp) -> str:
     return f"{f'{done:.0f}' if is_whole else f'{done:.1f}'}/{duration.value:g} {duration.unit.value}"
 
 
-class Shown(NamedTuple):
-    """The contents of a display."""
-
-    doing: str
-    share: float | None
-    """Share of the run that is done, 0 to 1; `None` if the run has no length."""
-    done: str
-    times: str
-    numbers: str
-
-
-class Display(Protocol):
-    """A display."""
-
-    def show(self, shown: Shown) -> None:
-        """Replace the contents."""
-        ...
-
-    def close(self) -> None:
-        """Leave the last contents, and restore the terminal; a second call does nothing."""
-        ...
-
-
-class TerminalDisplay:
+class _TerminalDisplay:
     """A bar, which measures the times itself, with the numbers below it, since both do not fit into 80 columns."""
 
     def __init__(self, console: Any) -> None:
@@ -295,11 +261,12 @@ class TerminalDisplay:
         self._numbers = Text(no_wrap=True, overflow="ellipsis")
         self._live = Live(Group(self._bar, self._numbers), console=console, refresh_per_second=5)
 
-    def show(self, shown: Shown) -> None:
-        """Replace the contents; the first call opens the display."""
-        self._numbers.plain = shown.numbers
-        total, completed = None if shown.share is None else 1.0, shown.share or 0.0
-        self._bar.update(self._task, description=shown.doing, total=total, completed=completed, done=shown.done)
+    def show(self, doing: str, share: float | None, done: str, times: str, numbers: str) -> None:
+        """Replace the contents; the first call opens the display. The share is `None` if the run has no length."""
+        del times
+        self._numbers.plain = numbers
+        total = None if share is None else 1.0
+        self._bar.update(self._task, description=doing, total=total, completed=share or 0.0, done=done)
         self._live.start()
 
     def close(self) -> None:
@@ -307,7 +274,7 @@ class TerminalDisplay:
         self._live.stop()
 
 
-class NotebookDisplay:
+class _NotebookDisplay:
     """A bar in the output of the running cell."""
 
     def __init__(self) -> None:
@@ -315,13 +282,13 @@ class NotebookDisplay:
 
         self._handle, self._is_open = DisplayHandle(), False
 
-    def show(self, shown: Shown) -> None:
+    def show(self, doing: str, share: float | None, done: str, times: str, numbers: str) -> None:
         """Replace the contents; the first call opens the display."""
-        line = "  ".join([shown.doing, shown.done, shown.times])
-        bar = "" if shown.share is None else f'<div class="bar"><div style="width: {shown.share:.1%}"></div></div>'
+        line = "  ".join([doing, done, times])
+        bar = "" if share is None else f'<div class="bar"><div style="width: {share:.1%}"></div></div>'
         content = {
-            "text/html": fragment(bar, note(line.replace("  ", " · "), ""), note(shown.numbers.replace("  ", " · "))),
-            "text/plain": f"{line}  {shown.numbers}",
+            "text/html": fragment(bar, note(line.replace("  ", " · "), ""), note(numbers.replace("  ", " · "))),
+            "text/plain": f"{line}  {numbers}",
         }
         (self._handle.update if self._is_open else self._handle.display)(content, raw=True)
         self._is_open = True
@@ -330,7 +297,7 @@ class NotebookDisplay:
         """Leave the last contents."""
 
 
-def is_in_notebook() -> bool:
+def _is_in_notebook() -> bool:
     """Return whether this runs in a kernel of Jupyter, whose outputs can be replaced; IPython in a terminal is not."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None

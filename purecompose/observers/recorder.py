@@ -1,22 +1,29 @@
-"""The base of all recorders: collects records and hands them to a sink in groups."""
+"""Collection of records: in memory by `History`, and in groups for a sink by `Recorder`.
+
+Numbers stay on the device until they are read in groups, so that no batch waits for them.
+"""
 
 import contextlib
-import inspect
+import math
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_number, check_whole, is_number, shown
+from purecompose._support.checks import check_number, check_whole, is_callable_with, is_number, shown
+from purecompose._support.messages import warn
 from purecompose.core.state import State
-from purecompose.observers.due import Due, batch_before
-from purecompose.observers.unread import Pile, read, record_of
-from purecompose.time import TimeLike
+from purecompose.time import TimeLike, Timestamp, TimeUnit
 from purecompose.time.event import Event
+from purecompose.time.timestamp import checked_interval, has_passed
+
+
+T = TypeVar("T")
 
 
 Monitor: TypeAlias = Callable[[State], Mapping[str, Any]]
@@ -28,6 +35,9 @@ event that the recorder sees, before the monitor itself: this is how `speed` kno
 
 # Maximal number of records that wait to be written again after an error, such as a full disk.
 _MOST_UNWRITTEN = 10_000
+# Number of records whose tensors stay on the device before they are read: few waits for the device, but no unbounded
+# number of small allocations.
+_MOST_UNREAD = 1000
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,73 @@ class Image:
         if self.pixels.ndim != 3 or self.pixels.shape[2] != 3:
             raise ValueError(f"Image: expected the shape (height, width, 3), got {tuple(self.pixels.shape)}")
         object.__setattr__(self, "pixels", self.pixels.detach().cpu())
+
+
+class History:
+    """An observer that collects one record for each batch and one for each evaluation.
+
+    A record is a dict of plain numbers. Every record has `batch` and `epoch`, the numbers of completed batches and
+    epochs. A batch's record adds `loss` and the 0-d metrics that the algorithms reported; an evaluation's record adds
+    its metrics under the evaluator's label, such as `eval/accuracy`. For a population, these are lists with a number
+    for each member.
+
+    Metrics that are not single numbers are left out, with one warning each.
+
+    Values stay on the device until they are read, so no batch waits for one.
+
+    Example:
+        >>> from purecompose import compose, fit, loop_events, losses, optim
+        >>> import torch
+        >>> net = torch.nn.Linear(3, 2)
+        >>> state = State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="2ep")
+        >>> data = [(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))]
+        >>> history = History()
+        >>> state = fit(compose(loop_events), state, data, observers=[history])
+        >>> [sorted(record) for record in history.records]
+        [['batch', 'epoch', 'loss'], ['batch', 'epoch', 'loss']]
+        >>> history.series("loss")[0]
+        [1, 2]
+    """
+
+    def __init__(self) -> None:
+        self._records: list[dict[str, Any]] = []
+        self._unread = 0
+        self._left_out: set[str] = set()
+
+    def __call__(self, event: Event, state: State) -> None:
+        """Add a record at BATCH_END and EVAL_END."""
+        record = record_of(event, state, self._left_out)
+        if record is None:
+            return
+        self._records.append(record)
+        self._unread += 1
+        if self._unread >= _MOST_UNREAD:
+            self._read()
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """All records so far, in order of time; reading them waits for the device."""
+        self._read()
+        return [dict(record) for record in self._records]
+
+    def series(self, name: str) -> tuple[list[float], list[float]]:
+        """Return a quantity over the run: the batches at which it was recorded, and its values.
+
+        Raises:
+            KeyError: No record has that name; the message lists the existing names.
+        """
+        found = [record for record in self.records if name in record]
+        if not found:
+            known = sorted({key for record in self._records for key in record})
+            raise KeyError(f"no record has {name!r}; there are {', '.join(known) or 'no records yet'}")
+        return [record["batch"] for record in found], [record[name] for record in found]
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def _read(self) -> None:
+        read(self._records[len(self._records) - self._unread :])
+        self._unread = 0
 
 
 class Sink(Protocol):
@@ -262,18 +339,10 @@ def _last_words(outbox: _Outbox) -> None:
 
 
 def _check_monitor(monitor: Any, where: str) -> None:
-    if not callable(monitor):
-        raise TypeError(f"{where}: monitors: expected functions (state) -> dict, got {shown(monitor)}")
-    try:
-        inspect.signature(monitor).bind(None)
-    except TypeError:
+    if not callable(monitor) or not is_callable_with(monitor, 1):
         name = getattr(monitor, "__name__", type(monitor).__name__)
-        raise TypeError(
-            f"{where}: monitors: expected functions (state) -> dict, got {name}, which does not take a state; did you "
-            f"mean {name}()?"
-        ) from None
-    except ValueError:
-        pass  # the signatures of functions in C are not known
+        hint = f", which does not take a state; did you mean {name}()?" if callable(monitor) else ""
+        raise TypeError(f"{where}: monitors: expected functions (state) -> dict, got {shown(monitor)}{hint}")
 
 
 def _checked(values: Mapping[str, Any], monitor: Monitor, state: State) -> dict[str, Any]:
@@ -300,3 +369,114 @@ def _checked(values: Mapping[str, Any], monitor: Monitor, state: State) -> dict[
 
 # Not BATCH_CHECKPOINT, which fires after every batch. EVAL_AFTER_ALL of the last evaluation comes after FIT_END.
 _FLUSHES = frozenset({Event.EVAL_AFTER_ALL, Event.EPOCH_CHECKPOINT, Event.FIT_END})
+
+
+class Due:
+    """A predicate for the batches in which a multiple of an interval is passed.
+
+    Epochs count at their last batch, or at the next batch if their length is not known.
+
+    Example:
+        >>> due = Due("2ba", "every")
+        >>> due.start(Timestamp())
+        >>> [due(Timestamp(batch=batch)) for batch in (1, 2, 3, 4)]
+        [False, True, False, True]
+    """
+
+    def __init__(self, every: TimeLike | int, where: str) -> None:
+        self._interval = checked_interval(every, where, TimeUnit.BATCH)
+        self._before: Timestamp | None = None
+
+    def start(self, timestamp: Timestamp) -> None:
+        """Count from this point on."""
+        self._before = timestamp
+
+    def __call__(self, timestamp: Timestamp) -> bool:
+        """Return whether a multiple was passed since the last call, given the time after a batch."""
+        before, self._before = self._before or batch_before(timestamp), timestamp
+        return has_passed(self._interval, before, timestamp)
+
+
+def batch_before(timestamp: Timestamp) -> Timestamp:
+    """Estimate the time before a batch in loops that call an observer only at BATCH_END."""
+    if timestamp.batch <= 1:
+        return Timestamp(run=timestamp.run)
+    return timestamp.replace(batch=timestamp.batch - 1)
+
+
+class Pile(Generic[T]):
+    """A queue whose items are processed together, once there are enough or the first has waited long enough.
+
+    Args:
+        most: Number of items at which the queue is due.
+        seconds: Time after which the first item is due, in seconds; checked when another one is added.
+    """
+
+    def __init__(self, most: int, seconds: float = math.inf) -> None:
+        self._most, self._seconds = most, seconds
+        self._waiting: list[T] = []
+        self._since = 0.0
+
+    def add(self, thing: T) -> bool:
+        """Add an item, and return whether it is time to take all of them."""
+        now = time.monotonic()
+        if not self._waiting:
+            self._since = now
+        self._waiting.append(thing)
+        return len(self._waiting) >= self._most or now - self._since >= self._seconds
+
+    def take(self) -> list[T]:
+        """Return the waiting items in order, and empty the queue."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+
+def record_of(event: Event, state: State, left_out: set[str]) -> dict[str, Any] | None:
+    """Return the record of a BATCH_END or EVAL_END, with tensors for numbers; None at other events.
+
+    Args:
+        event: The event.
+        state: The state.
+        left_out: Names of the metrics that are known not to be single numbers; new ones are added, with a warning.
+
+    Returns:
+        `batch` and `epoch`, the numbers of completed batches and epochs; the loss of a batch; and the metrics.
+
+    Warns:
+        UserWarning: A metric is not a single number, and not in `left_out`.
+    """
+    if event is Event.BATCH_END:
+        values = state.metrics if state.loss is None else {"loss": state.loss, **state.metrics}
+    elif event is Event.EVAL_END:
+        values = state.metrics
+    else:
+        return None
+    counters = {"batch": state.timestamp.batch, "epoch": state.timestamp.epoch}
+    return {**counters, **_single_numbers(values, state, left_out), **counters}  # again, so that no metric replaces one
+
+
+def _single_numbers(values: dict[str, Tensor], state: State, left_out: set[str]) -> dict[str, Tensor]:
+    """Return copies of the tensors with a single number (for a population, one for each member)."""
+    # The state of a population has several keys. Copies, because a step that donates its state overwrites the loss.
+    num_dims = state.key.ndim - 1
+    for name, value in values.items():
+        if value.ndim != num_dims and name not in left_out:
+            left_out.add(name)
+            warn(
+                f"metric {name!r} is left out of the records: expected a single number, got a tensor of shape "
+                f"{tuple(value.shape[num_dims:])}; report a mean, or each number under a separate name"
+            )
+    return {name: value.detach().clone() for name, value in values.items() if value.ndim == num_dims}
+
+
+def read(records: Iterable[dict[str, Any]]) -> None:
+    """Replace tensors in records by numbers or lists, with one transfer for each dtype, device and shape."""
+    groups: dict[Any, list[tuple[dict[str, Any], str, Tensor]]] = {}
+    for record in records:
+        for name, value in record.items():
+            if isinstance(value, Tensor):
+                groups.setdefault((value.dtype, value.device, value.shape), []).append((record, name, value))
+    for entries in groups.values():
+        numbers = torch.stack([value for _, _, value in entries]).tolist()
+        for (record, name, _), number in zip(entries, numbers, strict=True):
+            record[name] = number

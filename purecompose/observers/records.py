@@ -1,23 +1,23 @@
 """Files of records, which a resumed run continues."""
 
+import csv
 import errno
 import functools
+import io
 import itertools
+import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
-from purecompose._support.files import opened, sync
-from purecompose._support.messages import escaped, warn
-from purecompose.core.state import State
-from purecompose.observers.formats import FORMATS, Format
+from purecompose._support.checks import shown
+from purecompose._support.files import from_json, opened, sync, to_json
+from purecompose._support.messages import escaped
 from purecompose.observers.recorder import Image, Monitor, Recorder
-from purecompose.time import TimeLike, TimeUnit
-from purecompose.time.event import Event
-from purecompose.time.timestamp import checked_interval
+from purecompose.time import TimeLike
 
 
 class Records(Recorder):
@@ -28,8 +28,8 @@ class Records(Recorder):
     file is replaced by one with that column, in one move.
 
     A run that **continues** from batch b keeps the records up to b, and removes the records of later batches, which
-    will be written again, and a half-written last line. If the file does not reach up to b, there is a warning. A run
-    that starts from the beginning renames an old file: `run.jsonl` becomes `run.1.jsonl`, or the next free number.
+    will be written again, and a half-written last line. A run that starts from the beginning renames an old file:
+    `run.jsonl` becomes `run.1.jsonl`, or the next free number.
 
     Records up to a checkpoint are on disk before it is written.
 
@@ -74,24 +74,8 @@ class Records(Recorder):
         seconds: float = 10.0,
     ) -> None:
         self.path: Path = Path(path).absolute()  # valid after a change of the working directory
-        self._file = _File(self.path, _format_of(self.path, "Records"))
-        super().__init__(self._file, every=every, monitors=monitors, group=group, seconds=seconds)
-        self._interval = checked_interval(every, "Records: every", TimeUnit.BATCH)
-
-    def _begin(self, event: Event, state: State) -> None:
-        super()._begin(event, state)
-        last, self._file.last = self._file.last, None
-        unit, now = self._interval.unit, state.timestamp
-        if last is None or unit not in _COUNTERS or (unit is TimeUnit.EPOCH and now.run.batches_per_epoch is None):
-            return
-        # An earlier part of the run may have been asked for fewer records.
-        is_due = now.batch - last["batch"] >= self._file.widest
-        if is_due and last.get(_COUNTERS[unit], 0) // self._interval.value < now.get(unit) // self._interval.value:
-            warn(
-                f"{self.path}: the records after batch {last['batch']} are missing, and the run continues at batch "
-                f"{now.batch}: they could not be written, or the file was changed. Curves and report have a gap there",
-                RuntimeWarning,
-            )
+        sink = _File(self.path, _format_of(self.path, "Records"))
+        super().__init__(sink, every=every, monitors=monitors, group=group, seconds=seconds)
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -113,42 +97,30 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = Path(path)
     form = _format_of(path, "read_records")
     with opened(path) as file:
-        return [record for _, record in form.scan(file, str(path)) if record]
+        return [record for _, record in _scan(file, form, str(path)) if record]
 
 
-_COUNTERS = {
-    TimeUnit.BATCH: "batch",
-    TimeUnit.EPOCH: "epoch",
-    TimeUnit.SAMPLE: "time/sample",
-    TimeUnit.TOKEN: "time/token",
-}
-"""The units whose count is in every record, with its name there."""
-
-
-def _format_of(path: Path, where: str) -> type[Format]:
-    form = FORMATS.get(path.suffix.lower())
+def _format_of(path: Path, where: str) -> "type[_Format]":
+    form = _FORMATS.get(path.suffix.lower())
     if form is None:
-        raise ValueError(f"{where}: expected a file name that ends in {' or '.join(FORMATS)}, got {str(path)!r}")
+        raise ValueError(f"{where}: expected a file name that ends in {' or '.join(_FORMATS)}, got {str(path)!r}")
     return form
 
 
 class _File:
     """The file as a sink. If the process is killed, at any point, only the last line may be damaged."""
 
-    def __init__(self, path: Path, form: type[Format]) -> None:
+    def __init__(self, path: Path, form: "type[_Format]") -> None:
         self._path, self._form = path, form
         self._samples = _samples_of(path)
         self._start = 0
         self._is_ready = False
         self._kept: set[frozenset[str]] = set()
         self._unsynced: set[Path] = set()
-        # Of the file of a run that continues, the last record, and the greatest distance between two, in batches.
-        self.last: dict[str, Any] | None = None
-        self.widest = 0
 
     def begin(self, batch: int) -> None:
         """Prepare the file for records after this batch."""
-        self._start, self._is_ready, self.last = batch, False, None
+        self._start, self._is_ready = batch, False
         self._prepare()
 
     def sync(self) -> None:
@@ -166,7 +138,7 @@ class _File:
         # The file may already contain an evaluation at the batch from which the run continues.
         new = [record for record in records if record["batch"] > self._start or frozenset(record) not in self._kept]
         if new:
-            self._form.add(self._path, new)
+            self._form.add(self._path, [to_json(record) for record in new])
             self._unsynced |= {self._path, self._path.parent}
 
     def _without_samples(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -196,20 +168,18 @@ class _File:
         self._is_ready = True
 
     def _cut(self) -> None:
-        """Cut the file before the first line that is incomplete or of a later batch, and note the record before it.
+        """Cut the file before the first line that is incomplete or of a later batch.
 
         Batches never decrease within a file, and cutting off its end needs no space on the disk.
         """
-        self.last, self.widest = {"batch": 0}, 0
         with self._path.open("r+b") as file:
             end = 0
-            for end_of_line, record in self._form.scan(file, str(self._path)):
+            for end_of_line, record in _scan(file, self._form, str(self._path)):
                 if record.get("batch", 0) > self._start:
                     break
                 if record.get("batch") == self._start:
                     self._kept.add(frozenset(record))
-                self.widest = max(self.widest, record.get("batch", 0) - self.last["batch"])
-                self.last, end = record or self.last, end_of_line
+                end = end_of_line
             file.truncate(end)
 
 
@@ -240,3 +210,152 @@ def _save_png(path: Path, image: Image) -> None:
         raise ImportError("Records needs Pillow to write images; install it with `pip install pillow`") from error
     height, width, _ = image.pixels.shape
     PIL.Image.frombytes("RGB", (width, height), bytes(image.pixels.flatten().tolist())).save(path)
+
+
+class _Format(Protocol):
+    """A file format with one line per record; numbers that are not finite are "nan", "inf" and "-inf"."""
+
+    def parse(self, line: bytes) -> dict[str, Any]:
+        """Return the record in the next line of a file; an empty one for a line of names."""
+        ...
+
+    @staticmethod
+    def add(path: Path, records: list[dict[str, Any]]) -> None:
+        """Add records: all of them, or none if it raises an OSError."""
+        ...
+
+
+class _JsonLines:
+    """One JSON object per line."""
+
+    def parse(self, line: bytes) -> dict[str, Any]:
+        return _checked(from_json(json.loads(line)))
+
+    @staticmethod
+    def add(path: Path, records: list[dict[str, Any]]) -> None:
+        _append(path, "".join(f"{json.dumps(record, allow_nan=False)}\n" for record in records))
+
+
+class _Csv:
+    """A table with the names in its first line, and an empty cell if a record has no value.
+
+    The numbers of a population's members share a cell, as a JSON list. New columns are added on the right, which
+    replaces the whole file.
+    """
+
+    def __init__(self) -> None:
+        self._columns: list[str] = []
+
+    def parse(self, line: bytes) -> dict[str, Any]:
+        cells = _cells(line)
+        if self._columns:
+            named = zip(self._columns, cells, strict=True)
+            return _checked({name: _from_cell(cell) for name, cell in named if cell})
+        if "batch" not in cells:
+            raise ValueError("no column is called batch")
+        self._columns = cells
+        return {}
+
+    @staticmethod
+    def add(path: Path, records: list[dict[str, Any]]) -> None:
+        columns = []
+        if path.exists():
+            with path.open("rb") as file:
+                columns = _cells(file.readline())
+        known = set(columns)
+        new = list(dict.fromkeys(name for record in records for name in record if name not in known))
+        rows = _lines([[_to_cell(record.get(column)) for column in (*columns, *new)] for record in records])
+        if not columns:
+            _append(path, _lines([new]) + rows)
+        elif not new:
+            _append(path, rows)
+        else:
+            _widen(path, _lines([[*columns, *new]]), len(new), rows)
+
+
+_FORMATS: dict[str, type[_Format]] = {".jsonl": _JsonLines, ".csv": _Csv}
+"""The formats by the suffix of a file's name."""
+
+
+def _scan(file: BinaryIO, form: type[_Format], name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the records of a file, each with the offset of its line's end, up to a line without an end."""
+    parser, end = form(), 0
+    for number, line in enumerate(file, start=1):
+        if not line.endswith(b"\n"):
+            return  # a process was killed while it wrote this line
+        try:
+            record = parser.parse(line)
+        except (ValueError, TypeError, RecursionError, csv.Error) as error:
+            text = line[:60].decode("utf-8", "replace").rstrip()
+            raise ValueError(
+                f"{name}, line {number}: expected a record of a run, got {text!r} ({error}); "
+                "is this a file that Records wrote?"
+            ) from error
+        end += len(line)
+        yield end, record
+
+
+def _checked(record: Any) -> dict[str, Any]:
+    """Return a record, or raise if it is not one that `Records` writes."""
+    if not isinstance(record, dict):
+        raise ValueError(f"expected an object, got {shown(record)}")
+    for name in ("batch", "epoch"):
+        if type(record.get(name)) is not int or record[name] < 0:
+            raise ValueError(f"{name}: expected a whole number, got {shown(record.get(name))}")
+    for name, value in record.items():
+        if not all(isinstance(one, (int, float)) for one in (value if isinstance(value, list) and value else [value])):
+            raise ValueError(f"{name}: expected a number, or a list of numbers for a population, got {shown(value)}")
+    return record
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("ab", buffering=0) as file:
+        size, rest = file.seek(0, io.SEEK_END), memoryview(text.encode())
+        try:
+            while rest:  # an unbuffered write may write only a part, such as on a disk that becomes full
+                rest = rest[file.write(rest) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(size)
+            raise
+
+
+def _widen(path: Path, header: str, num_new: int, rows: str) -> None:
+    """Replace a file by one with the new columns and rows."""
+    path = path.resolve()  # the target of a link is replaced, not the link
+    new_path = path.with_name(path.name + ".new")
+    try:
+        with path.open("rb") as old, new_path.open("wb") as new:
+            old.readline()
+            new.write(header.encode())
+            new.writelines(line.rstrip(b"\r\n") + b"," * num_new + b"\n" for line in old)
+            new.write(rows.encode())
+        sync(new_path)
+        new_path.replace(path)
+    except OSError:
+        with suppress(OSError):
+            new_path.unlink()
+        raise
+
+
+def _cells(line: bytes) -> list[str]:
+    return next(csv.reader([line.decode()]), [])
+
+
+def _lines(rows: Iterable[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _to_cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list) else value
+
+
+def _from_cell(cell: str) -> Any:
+    if cell in ("True", "False"):
+        return cell == "True"
+    try:
+        return from_json(cell if cell in ("nan", "inf", "-inf") else json.loads(cell))
+    except ValueError:
+        raise ValueError(f"expected a number, got {shown(cell)}") from None

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from purecompose._support.checks import check_whole, shown
 from purecompose.core.state import State
-from purecompose.observers.due import Due
-from purecompose.observers.recorder import Image, Monitor
+from purecompose.observers.recorder import Due, Image, Monitor
 from purecompose.surgery.weights import to_module
 from purecompose.time import TimeLike
 from purecompose.time.event import Event

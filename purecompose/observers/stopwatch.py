@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Callable
 
 from purecompose.core.state import State
 from purecompose.time import Timestamp
@@ -71,27 +71,17 @@ class Stopwatch:
 _WAITS = frozenset({Event.EVAL_BEFORE_ALL, Event.EVAL_AFTER_ALL, Event.FIT_END})
 
 
-class _Reading(NamedTuple):
-    seconds: float
-    batch: int
-    sample: int
-    token: int
-    elapsed: float | None
-
-
 class Pace:
     """Rates over the most recent readings, so that they adapt when the speed of the run changes."""
 
     def __init__(self, stopwatch: Stopwatch, num_readings: int) -> None:
         self._stopwatch = stopwatch
-        self._readings: deque[_Reading] = deque(maxlen=num_readings)
+        # Seconds of training, and the time of the run.
+        self._readings: deque[tuple[float, Timestamp]] = deque(maxlen=num_readings)
 
     def read(self, timestamp: Timestamp) -> None:
         """Take a reading."""
-        now = timestamp
-        self._readings.append(
-            _Reading(self._stopwatch.training_seconds, now.batch, now.sample, now.token, now.elapsed())
-        )
+        self._readings.append((self._stopwatch.training_seconds, timestamp))
 
     def clear(self) -> None:
         """Forget all readings."""
@@ -99,23 +89,24 @@ class Pace:
 
     def per_second(self, name: str) -> float | None:
         """Return the rate of `batch`, `sample` or `token` per second; None before the first progress."""
-        if len(self._readings) < 2:
-            return None
-        first, last = self._readings[0], self._readings[-1]
-        seconds, moved = last.seconds - first.seconds, getattr(last, name) - getattr(first, name)
-        return moved / seconds if seconds > 0 and moved > 0 else None
+        return self._rate(lambda timestamp: getattr(timestamp, name))
 
     def seconds_left(self) -> float | None:
         """Return the remaining seconds at this rate, if evaluations take the same share of the time as so far.
 
         None in a run without a duration, and before the first progress.
         """
+        rate = self._rate(Timestamp.elapsed)
+        if rate is None:
+            return None
+        training, left = self._stopwatch.training_seconds, 1.0 - (self._readings[-1][1].elapsed() or 0.0)
+        return max(left, 0.0) / rate * (self._stopwatch.seconds / training if training > 0 else 1.0)
+
+    def _rate(self, progress: Callable[[Timestamp], float | None]) -> float | None:
         if len(self._readings) < 2:
             return None
-        first, last = self._readings[0], self._readings[-1]
-        if first.elapsed is None or last.elapsed is None or not last.elapsed > first.elapsed:
+        (began, first), (ended, last) = self._readings[0], self._readings[-1]
+        before, after = progress(first), progress(last)
+        if before is None or after is None or not (after > before and ended > began):
             return None
-        training = self._stopwatch.training_seconds
-        stretch = self._stopwatch.seconds / training if training > 0 else 1.0
-        left = max(1.0 - last.elapsed, 0.0)
-        return left * (last.seconds - first.seconds) / (last.elapsed - first.elapsed) * stretch
+        return (after - before) / (ended - began)

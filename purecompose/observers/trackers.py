@@ -1,27 +1,19 @@
-"""Recorders for tracking services: TensorBoard, Weights & Biases, MLflow, Comet and Neptune.
+"""Recorders for tracking services: TensorBoard, Weights & Biases, MLflow and Comet.
 
 Each logs the numbers, texts and images of its records with the number of batches as the step. Members of a population
 are logged separately: `loss/0`, `loss/1`, ... For another service, pass a sink to `Recorder`; see `Sink`.
 """
 
+import contextlib
+import importlib
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from purecompose._support.checks import shown
-from purecompose.observers.recorder import Monitor, Recorder
-from purecompose.observers.sinks import (
-    COMET,
-    NEPTUNE,
-    WANDB,
-    EventFiles,
-    MlflowRun,
-    Service,
-    ServiceRun,
-    library_of,
-    summary_writer,
-)
-from purecompose.time import TimeLike
+from purecompose.observers.recorder import Image, Recorder
 
 
 class TensorBoard(Recorder):
@@ -31,11 +23,9 @@ class TensorBoard(Recorder):
 
     Args:
         folder: Folder of the event files; leave it out if a writer is given.
-        every: Interval between the batches with a record: "10ba", "1ep", ...
-        monitors: One or several functions `(state) -> dict`.
         writer: A `SummaryWriter`, or any object with `add_scalar(name, value, step)`, and `add_text` and `add_image`
             if monitors return texts and images; it stays open.
-        **options: `group` and `seconds`; see `Recorder`.
+        **options: `every`, `monitors`, `group` and `seconds`; see `Recorder`.
 
     Raises:
         ImportError: Neither tensorboard nor tensorboardX is installed.
@@ -47,19 +37,10 @@ class TensorBoard(Recorder):
             fit(step, state, data, observers=tracker)
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str] | None = None,
-        *,
-        every: TimeLike | int = "1ba",
-        monitors: Monitor | Iterable[Monitor] = (),
-        writer: Any = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str] | None = None, *, writer: Any = None, **options: Any) -> None:
         if (folder is None) == (writer is None):
             raise TypeError("TensorBoard: expected either a folder or writer=SummaryWriter(...)")
-        sink = EventFiles(writer) if folder is None else EventFiles(None, os.fspath(folder), summary_writer())
-        super().__init__(sink, every=every, monitors=monitors, **options)
+        super().__init__(_TensorBoardRun(writer, folder), **options)
 
 
 class MLflow(Recorder):
@@ -69,10 +50,8 @@ class MLflow(Recorder):
 
     Args:
         run_id: The MLflow run; by default the active run, or a new one when training starts.
-        every: Interval between the batches with a record: "10ba", "1ep", ...
-        monitors: One or several functions `(state) -> dict`.
         client: An `MlflowClient`; by default one for the configured tracking server. Needs a `run_id`.
-        **options: `group` and `seconds`; see `Recorder`.
+        **options: `every`, `monitors`, `group` and `seconds`; see `Recorder`.
 
     Raises:
         ImportError: MLflow is not installed.
@@ -84,46 +63,13 @@ class MLflow(Recorder):
             fit(step, state, data, observers=tracker)
     """
 
-    def __init__(
-        self,
-        run_id: str | None = None,
-        *,
-        every: TimeLike | int = "1ba",
-        monitors: Monitor | Iterable[Monitor] = (),
-        client: Any = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, run_id: str | None = None, *, client: Any = None, **options: Any) -> None:
         if client is not None and run_id is None:
             raise TypeError("MLflow: a client needs a run: pass run_id=client.create_run(...).info.run_id")
-        super().__init__(
-            MlflowRun(library_of("mlflow", "MLflow"), run_id, client), every=every, monitors=monitors, **options
-        )
+        super().__init__(_MlflowRun(run_id, client), **options)
 
 
-class _ServiceRecorder(Recorder):
-    """Base of the recorders of `Service`s."""
-
-    _service: ClassVar[Service]
-
-    def __init__(
-        self,
-        run: Any = None,
-        *,
-        every: TimeLike | int = "1ba",
-        monitors: Monitor | Iterable[Monitor] = (),
-        settings: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        name, service = type(self).__name__, self._service
-        if run is not None and settings is not None:
-            raise TypeError(f"{name}: expected a run, or settings to make one, not both")
-        if run is not None and not hasattr(run, service.run_method):
-            raise TypeError(f"{name}: expected a run of {service.library} or settings={{...}}, got {shown(run)}")
-        library = library_of(service.library, name) if run is None else None
-        super().__init__(ServiceRun(service, run, library, settings or {}), every=every, monitors=monitors, **options)
-
-
-class WandB(_ServiceRecorder):
+class WandB(Recorder):
     """A recorder that logs the records of a run to Weights & Biases.
 
     The steps of W&B only increase: after resuming from an earlier batch, repeated steps are dropped.
@@ -131,11 +77,9 @@ class WandB(_ServiceRecorder):
     Args:
         run: A run of `wandb`; it stays open. Without one, a run is created when training starts, and finished when the
             recorder is closed.
-        every: Interval between the batches with a record: "10ba", "1ep", ...
-        monitors: One or several functions `(state) -> dict`.
         settings: Arguments of `wandb.init` for a new run, such as
             `{"project": "digits", "id": "run1", "resume": "allow"}`.
-        **options: `group` and `seconds`; see `Recorder`.
+        **options: `every`, `monitors`, `group` and `seconds`; see `Recorder`.
 
     Raises:
         ImportError: There is no run, and the library is not installed.
@@ -147,20 +91,19 @@ class WandB(_ServiceRecorder):
             fit(step, state, data, observers=tracker)
     """
 
-    _service = WANDB
+    def __init__(self, run: Any = None, *, settings: Mapping[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(_WandbRun(run, settings), **options)
 
 
-class Comet(_ServiceRecorder):
+class Comet(Recorder):
     """A recorder that logs the records of a run to Comet.
 
     Args:
         run: A `comet_ml` experiment; it stays open. Without one, an experiment is created when training starts, and
             ended when the recorder is closed.
-        every: Interval between the batches with a record: "10ba", "1ep", ...
-        monitors: One or several functions `(state) -> dict`.
         settings: Arguments of `comet_ml.start` for a new experiment, such as
             `{"project_name": "digits", "experiment_key": "..."}`.
-        **options: `group` and `seconds`; see `Recorder`.
+        **options: `every`, `monitors`, `group` and `seconds`; see `Recorder`.
 
     Raises:
         ImportError: There is no run, and the library is not installed.
@@ -172,29 +115,216 @@ class Comet(_ServiceRecorder):
             fit(step, state, data, observers=tracker)
     """
 
-    _service = COMET
+    def __init__(self, run: Any = None, *, settings: Mapping[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(_CometRun(run, settings), **options)
 
 
-class Neptune(_ServiceRecorder):
-    """A recorder that logs the records of a run to Neptune, each name as a series.
+class _Values(NamedTuple):
+    """The values of a record, grouped by kind."""
 
-    Args:
-        run: A run of `neptune`; it stays open. Without one, a run is created when training starts, and stopped when the
-            recorder is closed.
-        every: Interval between the batches with a record: "10ba", "1ep", ...
-        monitors: One or several functions `(state) -> dict`.
-        settings: Arguments of `neptune.init_run` for a new run, such as
-            `{"project": "me/digits", "with_id": "DIG-1"}`.
-        **options: `group` and `seconds`; see `Recorder`.
+    step: int
+    numbers: dict[str, float]
+    texts: dict[str, str]
+    images: dict[str, Image]
 
-    Raises:
-        ImportError: There is no run, and the library is not installed.
-        TypeError: Both a run and settings, or a run of another kind.
 
-    Example::
+def _values_of(record: Mapping[str, Any]) -> _Values:
+    values = _Values(record["batch"], {}, {}, {})
+    for name, value in record.items():
+        if isinstance(value, list):
+            values.numbers.update({f"{name}/{member}": number for member, number in enumerate(value)})
+        elif isinstance(value, str):
+            values.texts[name] = value
+        elif isinstance(value, Image):
+            values.images[name] = value
+        elif name != "batch":
+            values.numbers[name] = value
+    return values
 
-        with Neptune(settings={"project": "lab/digits"}, every="10ba") as tracker:
-            fit(step, state, data, observers=tracker)
+
+class _Run:
+    """A sink that logs to a run of a service, which is opened when training starts and closed with the recorder.
+
+    A run that is given stays open.
     """
 
-    _service = NEPTUNE
+    def __init__(self, given: Any) -> None:
+        self._given = self._run = given
+        self._batch = 0
+
+    def begin(self, batch: int) -> None:
+        self._batch = batch
+        self._ready()
+
+    def write(self, records: list[dict[str, Any]]) -> None:
+        for record in records:
+            self._log(self._ready(), _values_of(record))
+
+    def close(self) -> None:
+        if self._given is None and self._run is not None:
+            self._end(self._run)
+            self._run = None
+
+    def _ready(self) -> Any:
+        """Return the run, opened if necessary."""
+        if self._run is None:
+            self._run = self._open()
+        return self._run
+
+    def _open(self) -> Any:
+        raise NotImplementedError
+
+    def _log(self, run: Any, values: _Values) -> None:
+        raise NotImplementedError
+
+    def _end(self, run: Any) -> None:
+        raise NotImplementedError
+
+
+class _TensorBoardRun(_Run):
+    """Event files in a folder, or a given writer."""
+
+    def __init__(self, writer: Any, folder: str | os.PathLike[str] | None) -> None:
+        super().__init__(writer)
+        self._folder = folder
+        self._library = None if folder is None else _library("TensorBoard", "torch.utils.tensorboard", "tensorboardX")
+
+    def begin(self, batch: int) -> None:
+        self.close()
+        super().begin(batch)
+
+    def write(self, records: list[dict[str, Any]]) -> None:
+        super().write(records)
+        getattr(self._run, "flush", lambda: None)()
+
+    def _open(self) -> Any:
+        assert self._folder is not None and self._library is not None
+        # TensorBoard hides everything in the folder from this step on. A new run hides nothing.
+        purge_step = self._batch + 1 if self._batch else None
+        return self._library.SummaryWriter(os.fspath(self._folder), purge_step=purge_step)
+
+    def _log(self, run: Any, values: _Values) -> None:
+        for name, number in values.numbers.items():
+            run.add_scalar(name, number, values.step)
+        for name, text in values.texts.items():
+            run.add_text(name, text, values.step)
+        for name, image in values.images.items():
+            run.add_image(name, image.pixels, values.step, dataformats="HWC")
+
+    def _end(self, run: Any) -> None:
+        run.close()
+
+
+class _ServiceRun(_Run):
+    """A run of a service's library, given or made with settings."""
+
+    def __init__(self, name: str, library: str, method: str, run: Any, settings: Mapping[str, Any] | None) -> None:
+        if run is not None and settings is not None:
+            raise TypeError(f"{name}: expected a run, or settings to make one, not both")
+        if run is not None and not hasattr(run, method):
+            raise TypeError(f"{name}: expected a run of {library} or settings={{...}}, got {shown(run)}")
+        super().__init__(run)
+        self._library: Any = _library(name, library) if run is None else None
+        self._settings = settings or {}
+
+
+class _WandbRun(_ServiceRun):
+    def __init__(self, run: Any, settings: Mapping[str, Any] | None) -> None:
+        super().__init__("WandB", "wandb", "log", run, settings)
+
+    def _open(self) -> Any:
+        return self._library.init(**self._settings)
+
+    def _log(self, run: Any, values: _Values) -> None:
+        images = {name: _library("WandB", "wandb").Image(one.pixels.numpy()) for name, one in values.images.items()}
+        run.log({**values.numbers, **values.texts, **images}, step=values.step)
+
+    def _end(self, run: Any) -> None:
+        run.finish()
+
+
+class _CometRun(_ServiceRun):
+    def __init__(self, run: Any, settings: Mapping[str, Any] | None) -> None:
+        super().__init__("Comet", "comet_ml", "log_metrics", run, settings)
+
+    def _open(self) -> Any:
+        return self._library.start(**self._settings)
+
+    def _log(self, run: Any, values: _Values) -> None:
+        run.log_metrics(values.numbers, step=values.step)
+        for name, text in values.texts.items():
+            run.log_text(text, step=values.step, metadata={"name": name})
+        for name, image in values.images.items():
+            run.log_image(image.pixels.numpy(), name=name, step=values.step)
+
+    def _end(self, run: Any) -> None:
+        run.end()
+
+
+class _MlflowRun(_Run):
+    """A client and the id of a run, with whether it was started here.
+
+    MLflow's errors become OSErrors, so that records are sent again when the server is available.
+    """
+
+    # Maximal number of metrics that the server accepts in one request.
+    most = 1000
+
+    def __init__(self, run_id: str | None, client: Any) -> None:
+        super().__init__(None)
+        self._mlflow, self._run_id, self._client = _library("MLflow", "mlflow"), run_id, client
+
+    def begin(self, batch: int) -> None:
+        with self._errors_as_os_errors():
+            super().begin(batch)
+
+    def write(self, records: list[dict[str, Any]]) -> None:
+        with self._errors_as_os_errors():
+            (client, run_id, _), now = self._ready(), int(1000 * time.time())
+            # Artifacts come first: if a write fails and is repeated, they are replaced, but metrics are added again.
+            super().write(records)
+            metrics = [
+                self._mlflow.entities.Metric(_mlflow_name(name), float(number), now, values.step)
+                for values in map(_values_of, records)
+                for name, number in values.numbers.items()
+            ]
+            for start in range(0, len(metrics), self.most):
+                client.log_batch(run_id, metrics=metrics[start : start + self.most])
+
+    def _open(self) -> Any:
+        client = self._client or self._mlflow.MlflowClient()
+        if self._run_id is not None:
+            return client, self._run_id, False
+        active = self._mlflow.active_run()
+        return client, (active or self._mlflow.start_run()).info.run_id, active is None
+
+    def _log(self, run: Any, values: _Values) -> None:
+        client, run_id, _ = run
+        for name, text in values.texts.items():
+            client.log_text(run_id, text, f"{_mlflow_name(name)}/ba{values.step:08d}.txt")
+        for name, image in values.images.items():
+            client.log_image(run_id, image.pixels.numpy(), f"{_mlflow_name(name)}/ba{values.step:08d}.png")
+
+    def _end(self, run: Any) -> None:
+        if run[2]:
+            self._mlflow.end_run()
+
+    @contextlib.contextmanager
+    def _errors_as_os_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except self._mlflow.exceptions.MlflowException as error:
+            raise OSError(f"MLflow: {error}") from error
+
+
+def _library(needed_by: str, *modules: str) -> Any:
+    """Return the first optional module that is installed; an `ImportError` names the extra."""
+    for name in modules:
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(name)
+    extra = modules[0].rpartition(".")[2]
+    raise ImportError(f"{needed_by} needs {extra}; install it with `pip install 'purecompose[{extra}]'`")
+
+
+def _mlflow_name(name: str) -> str:
+    return re.sub(r"[^/\w.\- ]", "_", name)

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from purecompose.observers.due import Due
+from purecompose.observers.recorder import Due
 from purecompose.time import RunLength, Timestamp
 
 
@@ -44,9 +44,3 @@ def test_fractions_of_the_run_are_due_in_its_batches() -> None:
     assert due_batches("0.1dur", walk(50, RunLength("50ba"))) == list(range(5, 51, 5))
     with pytest.raises(ValueError, match="need a run with a duration"):
         due_batches("0.1dur", walk(1, RunLength()))
-
-
-@pytest.mark.parametrize("every", ["0ba", "-1ep", "10sec", "soon", 0.5, None])
-def test_intervals_are_positive_times(every: object) -> None:
-    with pytest.raises((TypeError, ValueError), match="Records: every"):
-        Due(every, "Records: every")  # type: ignore[arg-type]

@@ -40,25 +40,6 @@ def test_evaluations_have_records_under_their_label() -> None:
     assert list(record) == ["batch", "epoch", "small/accuracy"]
 
 
-def test_no_value_is_read_during_a_run(monkeypatch) -> None:
-    history, batches = History(), make_batches()
-    read: list[str] = []
-    for name in ("item", "tolist"):
-        original = getattr(torch.Tensor, name)
-        monkeypatch.setattr(
-            torch.Tensor, name, lambda self, name=name, original=original: (read.append(name), original(self))[1]
-        )
-    state = make_state()
-    fit(compose(loop_events), state, batches)
-    without = len(read)
-    read.clear()
-    fit(compose(loop_events), state, batches, observers=[history])
-    assert len(read) == without
-    read.clear()
-    assert len(history.records) == 12
-    assert read == ["tolist"]  # one transfer for all twelve losses
-
-
 def test_unread_values_are_bounded_and_right() -> None:
     history, state = History(), make_state()
     for value in range(2500):
@@ -119,12 +100,3 @@ def test_the_records_given_out_are_copies() -> None:
     history(Event.BATCH_END, make_state().replace(loss=torch.tensor(1.0)))
     history.records[0]["loss"] = 7.0
     assert history.records[0]["loss"] == 1.0
-
-
-def test_an_unknown_series_names_the_known_ones() -> None:
-    history = History()
-    with pytest.raises(KeyError, match="no records yet"):
-        history.series("loss")
-    history(Event.BATCH_END, make_state().replace(loss=torch.tensor(1.0)))
-    with pytest.raises(KeyError, match="batch, epoch, loss"):
-        history.series("lost")

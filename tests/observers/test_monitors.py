@@ -8,7 +8,7 @@ import torch
 
 from purecompose import Event, State, compose, fit, loop_events, optim, population, schedule, stack_states, tree
 from purecompose.observers import Recorder, learning_rate, memory, moments, speed, stopwatch
-from tests.observers.observer_helpers import at, count_reads, make_batches, make_population, make_state
+from tests.observers.observer_helpers import at, make_batches, make_population, make_state
 
 
 class Kept(list[dict[str, Any]]):
@@ -76,17 +76,6 @@ def test_members_have_their_own_learning_rates() -> None:
     assert kept[-1]["lr"] == [0.5, 0.25, 0.125]
 
 
-def test_no_monitor_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = optim.sgd(schedule.hparam("lr", 0.5) * schedule.linear())
-    state, read = make_state("1ep", optimizer), count_reads(monkeypatch)
-    fit(compose(loop_events), state, make_batches(50))
-    without = len(read)
-    read.clear()
-    recorder = Recorder(Kept(), monitors=[learning_rate(), memory(), speed()])
-    fit(compose(loop_events), state, make_batches(50), observers=recorder)
-    assert len(read) - without == 2  # one group of losses and rates; the speed's stopwatch waits at FIT_END
-
-
 def test_the_memory_is_that_of_the_process() -> None:
     found = memory()(make_state())
     block = torch.ones(64 * 2**20 // 4)  # 64 MiB that are in use
@@ -147,13 +136,6 @@ def test_a_run_without_a_duration_has_no_time_left(clock: types.SimpleNamespace)
         clock.now += 1
         monitor.observe(Event.BATCH_END, at(state, batch))  # type: ignore[attr-defined]
     assert monitor(at(state, 2)) == {"speed/batches": 1.0, "speed/samples": 8.0}
-
-
-def test_arguments_are_checked() -> None:
-    with pytest.raises(TypeError, match="names of settings"):
-        learning_rate(0.1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="speed: window"):
-        speed(0)
 
 
 def test_moments_are_the_norms_of_the_optimizers_memory() -> None:

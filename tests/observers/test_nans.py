@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from purecompose import Event, State, compose, fit, loop_events, optim
-from purecompose.observers import NaNs, nans
-from tests.observers.observer_helpers import at, count_reads, make_batches, make_population, make_state
+from purecompose.observers import NaNs
+from tests.observers.observer_helpers import at, make_batches, make_population, make_state
 
 
 def feed(guard: NaNs, losses: list[float], state: State | None = None) -> None:
@@ -38,7 +38,7 @@ def test_it_is_late_by_a_group_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
         feed(NaNs(), [math.nan] + 99 * [1.0])
     feed(NaNs(), [math.nan] + 98 * [1.0])
     now = [0.0]
-    monkeypatch.setattr("purecompose.observers.unread.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("purecompose.observers.recorder.time.monotonic", lambda: now[0])
     guard = NaNs()
     feed(guard, [math.nan])
     now[0] = 2.5
@@ -75,16 +75,6 @@ def test_batches_that_are_not_due_are_not_checked() -> None:
         guard.flush()
 
 
-def test_no_batch_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    state, read = make_state("1ep"), count_reads(monkeypatch)
-    monkeypatch.setattr(nans, "_SECONDS", math.inf)
-    fit(compose(loop_events), state, make_batches(90))
-    without = len(read)
-    read.clear()
-    fit(compose(loop_events), state, make_batches(90), observers=NaNs(check="params"))
-    assert len(read) - without == 2  # the losses and the parameters, at the epoch's end
-
-
 def with_bad(state: State, **values: Any) -> State:
     params = {name: param.clone() for name, param in state.params.items()}
     for name, place in values.items():
@@ -117,12 +107,3 @@ def test_overwritten_tensors_are_not_read_afterwards() -> None:
     guard(Event.BATCH_END, at(make_state(), 1, loss=loss))
     loss.fill_(math.nan)
     guard.flush()
-
-
-def test_arguments_are_checked_when_it_is_built() -> None:
-    with pytest.raises(ValueError, match="action: expected one of 'raise', 'warn', got 'stop'"):
-        NaNs(action="stop")
-    with pytest.raises(ValueError, match="check: expected one of 'loss', 'params'"):
-        NaNs(check="grads")
-    with pytest.raises(ValueError, match="NaNs: every"):
-        NaNs("0ba")

@@ -78,25 +78,3 @@ def test_a_folder_that_cannot_be_made_brings_a_warning(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="Profile: .*batches_3_to_6.json cannot be written"):
         end = run("8ba", profile.Profile(tmp_path / "file"))
     assert end.timestamp.batch == 8
-
-
-def test_it_changes_nothing(tmp_path: Path) -> None:
-    watched, alone = run("8ba", Profile(tmp_path)), run("8ba")
-    assert all(torch.equal(watched.params[name], alone.params[name]) for name in alone.params)
-
-
-@pytest.mark.parametrize(("name", "value"), [("active", 0), ("repeat", 0), ("wait", -1), ("skip_first", 1.5)])
-def test_numbers_are_checked_when_it_is_built(name: str, value: float) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"Profile: {name}"):
-        Profile("traces", **{name: value})  # type: ignore[arg-type]
-
-
-def test_a_relative_folder_does_not_follow_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    observer = Profile("traces", active=1)
-    monkeypatch.chdir("elsewhere")
-    run("4ba", observer)
-    assert len(list((tmp_path / "traces").iterdir())) == 1

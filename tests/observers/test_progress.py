@@ -127,13 +127,6 @@ def test_a_run_without_a_length_of_its_own_counts_batches() -> None:
     assert file.getvalue().startswith("4 ba  loss ")
 
 
-def test_standard_output_is_the_default_and_may_be_redirected(capsys) -> None:
-    run(Progress())
-    captured = capsys.readouterr()
-    assert captured.out.count("\n") == 3
-    assert captured.err == ""
-
-
 def test_a_live_display_shows_the_run_and_closes() -> None:
     file = io.StringIO()
     run(Progress(live=True, file=file))
@@ -220,41 +213,11 @@ def test_after_an_exception_dropping_the_display_restores_the_terminal() -> None
     assert file.getvalue().count(SHOW_CURSOR) == 1
 
 
-def test_one_display_serves_several_runs() -> None:
-    file = io.StringIO()
-    progress = Progress(live=True, file=file)
-    run_to_failure(progress)
-    run(progress)
-    progress.close()
-    assert file.getvalue().count(SHOW_CURSOR) == file.getvalue().count(HIDE_CURSOR) == 2
-
-
 @pytest.mark.parametrize("live", [False, True])
 def test_it_changes_nothing(live: bool) -> None:
     watched = run(Progress(live=live, file=io.StringIO()))
     alone = fit(compose(loop_events), make_state(), make_batches())
     assert all(torch.equal(watched.params[name], alone.params[name]) for name in alone.params)
-
-
-def test_the_loss_is_not_read_at_every_batch(monkeypatch) -> None:
-    read = []
-    original = torch.Tensor.item
-    monkeypatch.setattr(torch.Tensor, "item", lambda self: (read.append(self), original(self))[1])
-    fit(compose(loop_events), make_state("1ep"), make_batches(60))
-    without = len(read)
-    read.clear()
-    progress = Progress(file=io.StringIO(), reads_per_second=1e-3)
-    fit(compose(loop_events), make_state("1ep"), make_batches(60), observers=[progress])
-    assert len(read) - without <= 5  # the first batch, the ends of the epoch and the run
-
-
-def test_losses_of_a_population_are_left_out() -> None:
-    file = io.StringIO()
-    progress = Progress(file=file)
-    state = make_state().replace(loss=torch.zeros(3))
-    progress(Event.BATCH_END, state)
-    progress(Event.FIT_END, state)
-    assert "loss" not in file.getvalue() and "ba/s" in file.getvalue()
 
 
 def test_a_populations_numbers_are_shown_as_ranges() -> None:
@@ -283,15 +246,3 @@ def test_a_resumed_run_shows_the_time_that_the_rest_takes(monkeypatch, batch_sec
     shown(Event.EPOCH_CHECKPOINT, at(state, 42))
     last = file.getvalue().splitlines()[-1]
     assert last.startswith("42/100 ba") and last.endswith(f" s  {left} left")
-
-
-def test_a_missing_rich_names_the_extra(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(ImportError, match=r"purecompose\[cli\]"):
-        Progress()
-
-
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
-def test_rates_are_positive(rate: float) -> None:
-    with pytest.raises(ValueError, match="reads_per_second"):
-        Progress(reads_per_second=rate)

@@ -1,14 +1,14 @@
 """The recorder: contents of records, when they are handed over, and that nothing waits or is lost."""
 
 import gc
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from purecompose import Evaluator, Event, State, compose, fit, loop_events, metrics, population
-from purecompose.observers import History, Recorder, activations, memory, system
-from tests.observers.observer_helpers import at, count_reads, make_batches, make_population, make_state
+from purecompose.observers import Recorder
+from tests.observers.observer_helpers import at, make_batches, make_population, make_state
 
 
 class Groups:
@@ -32,18 +32,6 @@ class Groups:
         return [record for group in self.groups for record in group]
 
 
-def test_records_are_those_of_the_history_with_the_samples_seen() -> None:
-    sink, history = Groups(), History()
-    evaluator = Evaluator(make_batches(), {"accuracy": metrics.accuracy})
-    observers = [Recorder(sink), history]
-    fit(compose(loop_events), make_state(), make_batches(), evaluate=evaluator, observers=observers)
-    assert [record.pop("time/sample") for record in sink.records] == [8 * r["batch"] for r in history.records]
-    assert sink.records == history.records
-    assert all(list(record)[:2] == ["batch", "epoch"] for record in sink.records)
-    assert sink.calls == [0]
-    assert sink.records[-1]["batch"] == 12 and "eval/accuracy" in sink.records[-1]  # the one after FIT_END
-
-
 def test_a_populations_numbers_are_lists() -> None:
     sink = Groups()
     evaluator = Evaluator(make_batches(), {"accuracy": metrics.accuracy})
@@ -56,26 +44,9 @@ def test_a_populations_numbers_are_lists() -> None:
     assert all(len(record["loss"]) == 3 and len(set(record["loss"])) == 3 for record in sink.records[::2])
 
 
-def test_no_batch_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    state, sink = make_state("60ba"), Groups()
-    read = count_reads(monkeypatch)
-    fit(compose(loop_events), state, make_batches(20))
-    without = len(read)
-    read.clear()
-    fit(compose(loop_events), state, make_batches(20), observers=Recorder(sink, group=1000))
-    assert len(read) - without == 3  # one for each of the three epochs
-    assert [len(group) for group in sink.groups] == [20, 20, 20]
-
-
-def test_groups_are_bounded() -> None:
-    sink = Groups()
-    fit(compose(loop_events), make_state("1ep"), make_batches(10), observers=Recorder(sink, group=4))
-    assert [len(group) for group in sink.groups] == [4, 4, 2]
-
-
 def test_slow_batches_are_handed_over_after_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("purecompose.observers.unread.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("purecompose.observers.recorder.time.monotonic", lambda: now[0])
     sink = Groups()
     recorder = Recorder(sink, seconds=10)
     for batch in range(1, 6):
@@ -153,30 +124,6 @@ def test_monitors_with_observe_get_every_event() -> None:
     assert sink.records[0]["seen"] == seen.index(Event.BATCH_END) + 1
 
 
-@pytest.mark.parametrize("value", [b"fast", None, torch.zeros(3), True])
-def test_monitors_give_numbers(value: Any) -> None:
-    def odd(state: State) -> dict[str, Any]:
-        return {"odd": value}
-
-    with pytest.raises(TypeError, match=r"monitor odd: 'odd': expected a number"):
-        Recorder(Groups(), monitors=odd)(Event.BATCH_END, at(make_state(), 1))
-
-
-def test_a_monitor_that_gives_no_dict_is_named() -> None:
-    with pytest.raises(TypeError, match=r"monitor <lambda>: expected a dict.*0.5 \(float\)"):
-        Recorder(Groups(), monitors=lambda state: 0.5)(Event.BATCH_END, at(make_state(), 1))  # type: ignore[arg-type,return-value]
-
-
-@pytest.mark.parametrize("maker", [system, memory])
-def test_a_monitor_that_was_not_made_is_an_error(maker: Any) -> None:
-    with pytest.raises(
-        TypeError, match=rf"{maker.__name__}, which does not take a state; did you mean {maker.__name__}"
-    ):
-        Recorder(Groups(), monitors=maker)
-    with pytest.raises(TypeError, match=r"monitor activations: .*did you mean activations\(...\)"):
-        Recorder(Groups(), monitors=cast(Any, activations))(Event.BATCH_END, at(make_state(), 1))
-
-
 def test_a_sink_that_fails_is_tried_again_with_all_that_waits() -> None:
     class Flaky(Groups):
         works = False
@@ -197,14 +144,3 @@ def test_a_sink_that_fails_is_tried_again_with_all_that_waits() -> None:
     assert [record["batch"] for record in sink.records] == [1, 2, 3, 4, 5, 6, 7]
     recorder.flush()
     assert len(sink.groups) == 1
-
-
-def test_arguments_are_checked_when_it_is_built() -> None:
-    with pytest.raises(TypeError, match=r"expected a sink, an object with write\(records\)"):
-        Recorder(print)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="monitors: expected functions"):
-        Recorder(Groups(), monitors=["lr"])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="Recorder: group"):
-        Recorder(Groups(), group=0)
-    with pytest.raises(ValueError, match="Recorder: seconds"):
-        Recorder(Groups(), seconds=-1)

@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from purecompose import Checkpoints, Evaluator, Event, State, compose, fit, loop_events, metrics, population
-from purecompose.observers import History, Records, formats, read_records
-from purecompose.observers.formats import FORMATS
-from tests.observers.observer_helpers import at, make_batches, make_population, make_state
+from purecompose import Checkpoints, Evaluator, Event, State, compose, fit, loop_events, metrics
+from purecompose._support.files import to_json
+from purecompose.observers import History, Records, read_records, records as files
+from tests.observers.observer_helpers import at, make_batches, make_state
 
 
 SUFFIXES = pytest.mark.parametrize("suffix", ["jsonl", "csv"])
@@ -132,32 +132,30 @@ def test_json_is_strict_and_represents_numbers_that_are_not_finite(tmp_path: Pat
         for batch, loss in enumerate((1.5, math.nan, math.inf, -math.inf), start=1):
             records(Event.BATCH_END, at(make_state(), batch, loss=torch.tensor(loss)))
     lines = [json.loads(line, parse_constant=no_constants) for line in path.read_text().splitlines()]
-    assert [line["loss"] for line in lines] == [1.5, None, None, None]
-    assert [line.get("not_finite") for line in lines] == [None, {"loss": "nan"}, {"loss": "inf"}, {"loss": "-inf"}]
+    assert [line["loss"] for line in lines] == [1.5, "nan", "inf", "-inf"]
     losses = [record["loss"] for record in read_records(path)]
     assert losses[0] == 1.5 and math.isnan(losses[1]) and losses[2:] == [math.inf, -math.inf]
-    assert all("not_finite" not in record for record in read_records(path))
 
 
 numbers = st.integers(-(2**63), 2**63) | st.floats() | st.booleans()
 names = st.text(st.characters(codec="utf-8", exclude_characters="\r\n\x00"), min_size=1).filter(
-    lambda name: name not in ("batch", "epoch", "not_finite")
+    lambda name: name not in ("batch", "epoch")
 )
 values = st.dictionaries(names, numbers | st.lists(numbers, min_size=1, max_size=3), max_size=4)
 
 
-@pytest.mark.parametrize("suffix", list(FORMATS))
+@SUFFIXES
 @given(records=st.lists(values, max_size=6), cuts=st.sets(st.integers(0, 6)))
 def test_any_records_come_back(
     tmp_path_factory: Any, suffix: str, records: list[dict[str, Any]], cuts: set[int]
 ) -> None:
     """The numbers, the names and the number of groups are arbitrary."""
-    path = tmp_path_factory.mktemp("records") / f"run{suffix}"
+    path = tmp_path_factory.mktemp("records") / f"run.{suffix}"
     records = [{"batch": batch, "epoch": 0, **record} for batch, record in enumerate(records)]
     places = sorted({0, *cuts, len(records)})
     for start, end in zip(places, places[1:], strict=False):
         if records[start:end]:
-            FORMATS[suffix].add(path, records[start:end])
+            files._format_of(path, "").add(path, [to_json(record) for record in records[start:end]])
     if not records:
         path.touch()
     # repr tells -0.0 from 0.0, True from 1, and finds NaN equal to itself.
@@ -180,14 +178,6 @@ def test_a_new_column_of_a_csv_file_comes_on_the_right(tmp_path: Path) -> None:
         ["4", "0", "32", "4.0", "0.5"],
     ]
     assert [p.name for p in tmp_path.iterdir()] == ["run.csv"]
-
-
-@SUFFIXES
-def test_a_populations_numbers_are_lists(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"run.{suffix}"
-    state = fit(population(compose(loop_events), 3), make_population(3), make_batches(), observers=Records(path))
-    assert state.loss is not None
-    assert read_records(path)[-1]["loss"] == state.loss.tolist()
 
 
 class FullFile:
@@ -223,7 +213,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         file = original(path, mode, *arguments, **options)
         return FullFile(file, found) if mode in ("ab", "wb") else file
 
-    monkeypatch.setattr(formats.Path, "open", opened)
+    monkeypatch.setattr(files.Path, "open", opened)
     return found
 
 
@@ -257,14 +247,6 @@ def test_records_that_met_a_full_disk_are_written_when_it_has_room_again(
 
 
 @SUFFIXES
-def test_a_folder_that_cannot_be_made_brings_one_warning(tmp_path: Path, suffix: str) -> None:
-    (tmp_path / "file").write_text("in the folder's place")
-    with pytest.warns(RuntimeWarning, match="Records: records cannot be written") as warned:
-        run(tmp_path / "file" / f"run.{suffix}")
-    assert len(warned) == 1
-
-
-@SUFFIXES
 def test_a_file_that_holds_no_records_is_not_touched(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"notes.{suffix}"
     path.write_text("milk\nbread\n")
@@ -283,7 +265,6 @@ def test_a_file_that_holds_no_records_is_not_touched(tmp_path: Path, suffix: str
         ('{"batch": 2, "epoch": 0, "loss": [[1.0]]}', "loss: expected a number, or a list of numbers"),
         ('{"batch": 2, "epoch": 0, "loss": "low"}', "loss: expected a number"),
         ('{"batch": 2, "epoch": 0, "loss": null}', "loss: expected a number"),
-        ('{"batch": 2, "epoch": 0, "not_finite": 3}', "no attribute 'items'"),
         ('{"level": "INFO", "message": "started"}', "batch: expected a whole number, got None"),
         ("[" * 100_000, "recursion"),
     ],
@@ -294,16 +275,6 @@ def test_a_line_that_is_not_a_record_is_named(tmp_path: Path, line: str, expecte
     with pytest.raises(ValueError, match=r"run.jsonl, line 2: expected a record of a run") as caught:
         read_records(path)
     assert expected in str(caught.value)
-
-
-def test_the_suffix_determines_the_format(tmp_path: Path) -> None:
-    for name in ("run.json", "run", "run.jsonl.gz"):
-        with pytest.raises(ValueError, match=r"ends in \.jsonl or \.csv"):
-            Records(tmp_path / name)
-    with pytest.raises(ValueError, match="read_records: expected a file name"):
-        read_records(tmp_path / "run.txt")
-    with pytest.raises(FileNotFoundError):
-        read_records(tmp_path / "run.csv")
 
 
 def test_a_relative_file_does_not_follow_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,50 +292,6 @@ def test_a_pipe_in_the_place_of_records_is_not_waited_for(tmp_path: Path) -> Non
     os.mkfifo(tmp_path / "run.jsonl")
     with pytest.warns(RuntimeWarning, match="not a regular file"):
         Records(tmp_path / "run.jsonl")(Event.FIT_START, at(make_state(), 2))
-
-
-@SUFFIXES
-@pytest.mark.parametrize("value", [0.5, 3, math.nan, [0.5, math.inf], 0.0])
-def test_metrics_with_odd_names_are_read_back(tmp_path: Path, suffix: str, value: Any) -> None:
-    names = ["not_finite", "two\nlines\r", 'quo"te, comma', "other"]
-    record = {"batch": 1, "epoch": 0, **dict.fromkeys(names, value), "loss": math.nan}
-    path = tmp_path / f"run.{suffix}"
-    sink = Records(path)._file
-    sink.begin(0)
-    sink.write([record])
-    sink.write([{**record, "batch": 2}])
-    first, second = read_records(path)
-    expected = {("two lines" if "lines" in name else name): value for name, value in record.items()}
-    assert repr(sorted(first.items())) == repr(sorted(expected.items()))
-    assert repr(sorted(second.items())) == repr(sorted({**expected, "batch": 2}.items()))
-
-
-def test_a_cell_that_is_too_long_is_named(tmp_path: Path) -> None:
-    (tmp_path / "run.csv").write_text("batch,epoch\n1," + "9" * 200_000 + "\n")
-    with pytest.raises(ValueError, match=r"run\.csv, line 2: expected a record"):
-        read_records(tmp_path / "run.csv")
-
-
-@SUFFIXES
-@pytest.mark.parametrize(("before", "after"), [("5ba", "1ba"), ("2ep", "3ba"), ("1ba", "5ba"), ("40sp", "8sp")])
-def test_a_run_that_continues_with_another_interval_lacks_no_records(
-    tmp_path: Path, suffix: str, before: str, after: str
-) -> None:
-    path = tmp_path / f"run.{suffix}"
-    with Records(path, every=before) as records:
-        middle = fit(compose(loop_events), make_state(), make_batches(), duration="9ba", observers=records)
-    with warnings.catch_warnings(), Records(path, every=after) as records:
-        warnings.simplefilter("error")
-        fit(compose(loop_events), middle, make_batches(), duration="12ba", observers=records)
-
-
-def test_records_of_an_earlier_and_sparser_part_are_missed(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    with Records(path, every="2ba") as records:
-        middle = fit(compose(loop_events), make_state(), make_batches(), duration="9ba", observers=records)
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    with pytest.warns(RuntimeWarning, match="the records after batch 4 are missing"), Records(path) as records:
-        fit(compose(loop_events), middle, make_batches(), duration="12ba", observers=records)
 
 
 def test_closing_puts_records_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

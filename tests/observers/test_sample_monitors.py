@@ -3,7 +3,7 @@
 import sys
 import types
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from purecompose.observers import (
     History,
     Image,
     MLflow,
-    Neptune,
     Recorder,
     Records,
     TensorBoard,
@@ -23,7 +22,7 @@ from purecompose.observers import (
     read_records,
     text_samples,
 )
-from tests.observers.observer_helpers import at, make_batches, make_population, make_state
+from tests.observers.observer_helpers import at, make_batches, make_state
 
 
 class Kept:
@@ -78,33 +77,6 @@ def test_a_grid_has_rows_of_images() -> None:
     assert pixels[2:4].eq(0).all() and pixels[:, 2:4].eq(0).all()
 
 
-@pytest.mark.parametrize(
-    ("monitor", "error", "text"),
-    [
-        (image_samples(cast(Any, lambda net: [1]), every="1ba"), TypeError, "a floating or uint8 tensor"),
-        (image_samples(lambda net: torch.ones(3, 4, 4), every="1ba"), ValueError, r"\(N, C, H, W\).*\(3, 4, 4\)"),
-        (text_samples(lambda net: 3, every="1ba"), TypeError, "a str or several"),  # type: ignore[arg-type, return-value]
-    ],
-)
-def test_other_samples_are_errors(monitor: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        monitor(at(make_state(), 1))
-
-
-def test_arguments_are_checked_when_the_monitor_is_made() -> None:
-    with pytest.raises(TypeError, match="image_samples: make"):
-        image_samples(torch.ones(2, 1, 4, 4))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="image_samples: num_columns"):
-        image_samples(images_of, num_columns=0)
-    with pytest.raises(ValueError, match="text_samples: every"):
-        text_samples(str, every="often")
-    with pytest.raises(ValueError, match="single state"):
-        text_samples(str, every="1ba")(at(make_population(2), 1))
-    with pytest.raises(TypeError, match="Image: expected a uint8"):
-        Image(torch.ones(2, 2, 3))
-    assert repr(Image(torch.zeros(2, 2, 3, dtype=torch.uint8))) == "Image()"
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
 def test_records_write_samples_to_files(tmp_path: Path, suffix: str) -> None:
     pil = pytest.importorskip("PIL.Image")
@@ -137,25 +109,16 @@ def test_tracking_services_get_texts_and_images(monkeypatch: pytest.MonkeyPatch)
 
     as_file = types.SimpleNamespace(Image=lambda x: ("png", x.shape))
     monkeypatch.setitem(sys.modules, "wandb", as_file)  # type: ignore[arg-type]
-    neptune = types.SimpleNamespace(types=types.SimpleNamespace(File=types.SimpleNamespace(as_image=as_file.Image)))
-    monkeypatch.setitem(sys.modules, "neptune", neptune)  # type: ignore[arg-type]
     mlflow = types.SimpleNamespace(
         entities=types.SimpleNamespace(Metric=lambda *args: args),
         exceptions=types.SimpleNamespace(MlflowException=RuntimeError),
     )
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)  # type: ignore[arg-type]
 
-    class Run(dict[str, Any]):
-        def __missing__(self, name: str) -> Any:
-            return types.SimpleNamespace(append=lambda value, step: calls.append(("append", name, value, step)))
-
-        def stop(self) -> None: ...
-
     recorders = [
         TensorBoard(writer=fake("add_scalar", "add_text", "add_image")),
         WandB(fake("log")),
         Comet(fake("log_metrics", "log_text", "log_image")),
-        Neptune(Run()),
         MLflow("id", client=fake("log_batch", "log_text", "log_image")),
     ]
     image = Image(torch.zeros(2, 4, 3, dtype=torch.uint8))
@@ -172,7 +135,6 @@ def test_tracking_services_get_texts_and_images(monkeypatch: pytest.MonkeyPatch)
     assert found["WandB"] == ["log", {"loss": 0.5, "say": "hello", "see": ("png", (2, 4, 3))}, ("step", 3)]
     assert found["Comet"][:5] == ["log_metrics", {"loss": 0.5}, ("step", 3), "log_text", "hello"]
     assert found["Comet"][-3:] == ["ndarray", ("name", "see"), ("step", 3)]
-    assert found["Neptune"][4:] == ["append", "say", "hello", 3, "append", "see", ("png", (2, 4, 3)), 3]
     assert found["MLflow"][:8] == [
         *("log_text", "id", "hello", "say/ba00000003.txt"),
         *("log_image", "id", "ndarray", "see/ba00000003.png"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from purecompose import Evaluator, Event, compose, fit, loop_events, metrics, population
-from purecompose.observers import Comet, History, MLflow, Neptune, TensorBoard, WandB, learning_rate
+from purecompose.observers import Comet, History, MLflow, TensorBoard, WandB, learning_rate
 from tests.observers.observer_helpers import at, make_batches, make_population, make_state
 
 
@@ -77,15 +77,6 @@ def test_tensorboards_files_contain_the_run_and_hide_repeated_batches(tmp_path: 
     assert losses[-1] == (9, 7.0)
 
 
-def test_tensorboard_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ImportError, match=r"pip install 'purecompose\[tensorboard\]'"):
-        TensorBoard(tmp_path)
-    with pytest.raises(TypeError, match="expected either a folder"):
-        TensorBoard()
-
-
 class FakeRun:
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, Any]]] = []
@@ -140,41 +131,15 @@ class FakeExperiment:
         self.is_finished = True
 
 
-class FakeSeries:
-    """A fake of Neptune's run, with a series for each name."""
-
-    def __init__(self) -> None:
-        self.series: dict[str, list[tuple[float, float]]] = {}
-        self.is_finished = False
-
-    def __getitem__(self, name: str) -> types.SimpleNamespace:
-        values = self.series.setdefault(name, [])
-        return types.SimpleNamespace(append=lambda value, *, step: values.append((step, value)))
-
-    def stop(self) -> None:
-        self.is_finished = True
-
-
-@pytest.mark.parametrize("kind", [WandB, Comet, Neptune])
-def test_an_argument_that_is_not_a_run_is_an_error(kind: Any) -> None:
-    with pytest.raises(TypeError, match=rf"{kind.__name__}: expected a run of .* or settings={{...}}, got 'digits'"):
-        kind("digits")
-
-
-def test_comet_and_neptune_log_records_at_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    experiment, series, settings = FakeExperiment(), FakeSeries(), []
+def test_comet_logs_records_at_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, settings = FakeExperiment(), []
     comet = types.SimpleNamespace(start=lambda **given: (settings.append(given), experiment)[1])
-    neptune = types.SimpleNamespace(init_run=lambda **given: (settings.append(given), series)[1])
     monkeypatch.setitem(sys.modules, "comet_ml", comet)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "neptune", neptune)  # type: ignore[arg-type]
-    with Comet(settings={"project_name": "digits"}) as first, Neptune(settings={"project": "me/digits"}) as second:
-        expected = run(first)
-        assert run(second) == expected
-    assert settings == [{"project_name": "digits"}, {"project": "me/digits"}]
-    assert experiment.is_finished and series.is_finished
+    with Comet(settings={"project_name": "digits"}) as observer:
+        expected = run(observer)
+    assert settings == [{"project_name": "digits"}] and experiment.is_finished
     by_batch = [(record["batch"], record["loss"]) for record in expected if "loss" in record]
     assert [(step, row["loss"]) for step, row in experiment.rows if "loss" in row] == by_batch
-    assert series.series["loss"] == by_batch
 
 
 @dataclasses.dataclass
@@ -218,7 +183,7 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 
 def test_mlflow_gets_batches_of_metrics(mlflow: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("purecompose.observers.sinks.MlflowRun.most", 5)
+    monkeypatch.setattr("purecompose.observers.trackers._MlflowRun.most", 5)
     client = FakeClient()
     expected = run(MLflow("run-1", client=client))
     assert {run_id for run_id, _ in client.requests} == {"run-1"}
@@ -249,11 +214,3 @@ def test_a_server_that_is_down_is_tried_again(mlflow: types.SimpleNamespace) -> 
     observer.close()
     sent = [(one.key, one.value, one.step) for _, request in mlflow.client.requests for one in request]
     assert [entry for entry in sent if entry[0] not in ("epoch", "time/sample")] == triples(expected)
-
-
-def test_mlflow_says_what_is_missing(mlflow: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TypeError, match="run_id"):
-        MLflow(client=mlflow.client)
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(ImportError, match=r"pip install 'purecompose\[mlflow\]'"):
-        MLflow()
