@@ -22,7 +22,7 @@ from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single
 from purecompose.core.trace import Trace, traced_fold
 from purecompose.data import Arrays
-from purecompose.records.pages import write_page
+from purecompose.records.report import write_page
 from purecompose.time import TimeLike
 from purecompose.transforms.compilation import CompiledStep
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from purecompose.analysis.cells import Trainer
 from purecompose.data.facts import describe_data
-from purecompose.records.layout import write_json, write_text
-from purecompose.records.reading import read_json
+from purecompose.records.layout import read_json, write_json, write_text
 from purecompose.run.saving.comparison import describe
 
 

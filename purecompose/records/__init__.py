@@ -5,11 +5,10 @@ with RunFolder("runs/first", {"lr": 0.1}) as run:
     state = fit(step, state, data, observers=run.observer, checkpoints=run.checkpoints(), resume=run.resume)
 """
 
-from purecompose.records.curves import draw_curves
+from purecompose.records.drawing import draw_curves
 from purecompose.records.folder import RunFolder
-from purecompose.records.reading import Kept, RunRecords, read_run
+from purecompose.records.reading import Kept, RunRecords, Start, read_run
 from purecompose.records.report import write_report
-from purecompose.records.starts import Start
 
 
 __all__ = ["Kept", "RunFolder", "RunRecords", "Start", "draw_curves", "read_run", "write_report"]

@@ -17,7 +17,7 @@ from purecompose._support.device import processor
 from purecompose._support.urls import is_remote, with_urls
 from purecompose.core.state import State
 from purecompose.observers import Records, learning_rate, memory, read_records, speed
-from purecompose.records.curves import draw_curves
+from purecompose.records.drawing import draw_curves
 from purecompose.records.layout import (
     CHECKPOINTS,
     COMMAND,
@@ -29,14 +29,16 @@ from purecompose.records.layout import (
     REPORT,
     RESULT,
     VERSIONS,
+    changes,
+    checked_settings,
+    flat,
+    to_toml,
     write_json,
     write_text,
 )
 from purecompose.records.lock import Lock
-from purecompose.records.reading import last_metrics, read_history, read_json, read_run, read_toml
+from purecompose.records.reading import FINISHED, Start, last_metrics, read_history, read_json, read_run, read_toml
 from purecompose.records.report import write_report
-from purecompose.records.settings import changes, checked_settings, flat, to_toml
-from purecompose.records.starts import FINISHED, Start
 from purecompose.records.watch import Watch
 from purecompose.run.evaluation import Observer
 from purecompose.run.saving import Checkpoints
@@ -141,9 +143,8 @@ class RunFolder:
             earlier._records.close()  # otherwise its waiting records would be written between ours
             earlier._lock.release()
         self._lock = Lock(self.path)
-        # Functions that are called, if the run continues, when it begins and after its first batch.
-        self._at_start: list[Callable[[], None]] = []
-        self._at_batch: list[Callable[[], None]] = []
+        # Functions that are called, if the run continues, after its first batch.
+        self._pending: list[Callable[[], None]] = []
         try:
             self._lock.take()
             _OPEN[self.path.resolve()] = self
@@ -155,15 +156,8 @@ class RunFolder:
         except BaseException:
             self._lock.release()
             raise
-        self._watch = Watch(
-            self._records,
-            self.path,
-            trained,
-            self._starts,
-            self._new_start,
-            self._on_first_batch,
-            waits=self.was_complete,
-        )
+        begins = self._begin_start, self._carry_out
+        self._watch = Watch(self._records, self.path, trained, self._starts, *begins, waits=self.was_complete)
         self._is_over = False
 
     @property
@@ -298,13 +292,8 @@ class RunFolder:
     def _write_settings(self, settings: dict[str, Any] | None) -> dict[str, Any]:
         """Write what is known before the run; return the differences to the settings in the folder."""
         changed: dict[str, Any] = {}
-        self._when(self._at_start, self._tidy)
-        if self.goes_on:
-            # The result of a run that ended earlier is out of date.
-            self._at_start.append(lambda: (self.path / RESULT).unlink(missing_ok=True))
-            if settings is not None:
-                before = flat(read_toml(self.path / CONFIG))
-                changed = changes(before, flat(settings))
+        if self.goes_on and settings is not None:
+            changed = changes(flat(read_toml(self.path / CONFIG)), flat(settings))
         if settings is not None or not self.goes_on:
             text = to_toml(settings or {})
             self._when_trained(lambda: write_text(self.path / CONFIG, text))  # first, as it marks the folder as a run's
@@ -313,39 +302,30 @@ class RunFolder:
             self._when_trained(lambda: write_text(self.path / COMMAND, command))
         return changed
 
-    def _tidy(self) -> None:
-        with suppress(OSError):  # half-written files of a killed process do no harm
-            clear(self.path)
-            if self.goes_on:
-                (self.path / RECORDS).touch()  # so that a continued run whose records are lost says so
-
     def _when_trained(self, act: Callable[[], None]) -> None:
         """Call `act` now or, if the run continues, after its first batch."""
-        self._when(self._at_batch, act)
-
-    def _when(self, pending: list[Callable[[], None]], act: Callable[[], None]) -> None:
         if self.goes_on:
-            pending.append(act)
+            self._pending.append(act)
         else:
             act()
 
-    def _new_start(self, batch: int, started: str) -> Start:
+    def _begin_start(self, batch: int, started: str) -> Start:
         self._lock.take()  # again, for a run after `finish`
-        _carry_out(self._at_start)
+        if self.goes_on:
+            with suppress(OSError):  # half-written files of a killed process do no harm
+                clear(self.path)
+            (self.path / RESULT).unlink(missing_ok=True)  # it is out of date
         return Start(batch, started, until=batch, command=self._command)
 
-    def _on_first_batch(self, start: Start) -> None:
-        _carry_out(self._at_batch)
+    def _carry_out(self, start: Start) -> None:
+        """Write what waited for the first batch."""
+        while self._pending:
+            self._pending.pop(0)()
         start.changed, self._changed = self._changed, {}
 
     def _clock(self, state: State) -> dict[str, float]:
         del state
         return {"time/seconds": self._watch.seconds}
-
-
-def _carry_out(pending: list[Callable[[], None]]) -> None:
-    while pending:
-        pending.pop(0)()
 
 
 # The folders in use in this process. One that was left by an exception may still have unwritten records.

@@ -2,6 +2,7 @@
 
 import bisect
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,15 +31,10 @@ class Series:
     tail: int = 1
     """Number of newest values that `last` averages; more than one for losses, because those of single batches vary."""
 
-    @cached_property
-    def is_population(self) -> bool:
-        """True if the values are those of a population."""
-        return any(isinstance(value, list) for value in self.y)
-
     @property
     def members(self) -> int:
-        """Number of members of the population; 1 for a single run."""
-        return max((len(_listed(value)) for value in self.y), default=0) if self.is_population else min(len(self.y), 1)
+        """Number of members of the population; 0 for a single run."""
+        return max((len(value) for value in self.y if isinstance(value, list)), default=0)
 
     @cached_property
     def spread(self) -> "Spread":
@@ -48,8 +44,8 @@ class Series:
     @property
     def last(self) -> Any:
         """The mean of the finite ones among the newest values, or a list with one for each member. Needs a value."""
-        means = [_mean(one) for one in zip(*map(_listed, self.y[-self.tail :]), strict=False)]
-        return means if self.is_population else means[0]
+        means = [_mean(one) for one in zip(*map(listed, self.y[-self.tail :]), strict=False)]
+        return means if self.members else means[0]
 
 
 @dataclass(frozen=True)
@@ -65,19 +61,19 @@ class Panel:
 
     @cached_property
     def lines(self) -> "list[Line]":
-        """What is drawn of each series; the same in pictures of all colors and sizes."""
+        """What is drawn of each series; the same in pictures of all colors."""
         return [_line(one, self.kind in ("loss", "speed") or one.column.startswith("train/")) for one in self.series]
 
     @cached_property
     def not_finite(self) -> list[float]:
         """The places of numbers that are not finite."""
         pairs = (pair for one in self.series for pair in zip(one.x, one.y, strict=True))
-        return [at for at, y in pairs if not all(map(math.isfinite, _listed(y)))]
+        return [at for at, y in pairs if not all(map(math.isfinite, listed(y)))]
 
     @cached_property
     def is_share(self) -> bool:
         """True if the numbers are shown in percent."""
-        values = (one for series in self.series for y in series.y for one in _listed(y))
+        values = (one for series in self.series for y in series.y for one in listed(y))
         return "accuracy" in self.title and all(0 <= one <= 1 for one in values if math.isfinite(one))
 
 
@@ -86,61 +82,53 @@ class Line(NamedTuple):
 
     x: list[float]
     y: list[float]
-    band: tuple[list[float], list[float]] | None
+    band: tuple[list[float], list[float]] | None = None
     """The lowest and highest numbers of a population."""
-    faint: tuple[list[float], list[float]] | None
+    faint: tuple[list[float], list[float]] | None = None
     """The original numbers of a line that is smoothed."""
-    values: list[float]
-    """The numbers of the line, or of the band."""
-    around: list[float]
-    """The original numbers, if the line is smoothed."""
 
 
 def _line(series: Series, is_noisy: bool) -> Line:
-    parts = series.spread
+    low, median, high = series.spread
     window = max(len(series.x) // 30, 7) if is_noisy and len(series.x) >= SMOOTHED_FROM else 1
-    stride = max(len(series.x) // (MOST_POINTS // 2), 1) if window > 1 or series.is_population else 1
-    x, *sides = series.x[::stride], *(parts if series.is_population else [parts.median])
-    sides = [smooth(side, window, stride) if window * stride > 1 else side for side in sides]
-    if series.is_population:
-        low, median, high = sides
-        return Line(x, median, (low, high), None, [*low, *high], [])
-    (means,) = sides
-    if window == 1:
-        return Line(*thinned(x, means), None, None, means, [])
+    if window == 1 and not series.members:
+        return Line(*_thinned(series.x, median))
+    stride = max(len(series.x) // (MOST_POINTS // 2), 1)
+    x, single, mean = series.x[::stride], median[::stride], smooth(median, window, stride)
+    if series.members:
+        return Line(x, mean, (smooth(low, window, stride), smooth(high, window, stride)))
     # The smoothed line has a gap, too, wherever a number is not finite, however wide the window.
-    single = parts.median[::stride]
-    shown = [mean if math.isfinite(one) else math.nan for mean, one in zip(means, single, strict=True)]
-    return Line(x, shown, None, thinned(series.x, parts.median), means, parts.median)
+    shown = [value if math.isfinite(one) else math.nan for value, one in zip(mean, single, strict=True)]
+    return Line(x, shown, None, _thinned(series.x, median))
 
 
 def panels_of(runs: Sequence[RunRecords], x: str) -> list[Panel]:
-    """Return the panels for which some run has numbers."""
-    check_axis(runs, x)
+    """Return the panels for which some run has numbers, with the column `x` along the horizontal axis.
+
+    Raises:
+        ValueError: There are no records, or none has this column.
+    """
+    columns = [*dict.fromkeys(name for run in runs for record in run.records for name in record)]
+    if not columns:
+        raise ValueError("draw_curves: the runs have no records yet")
+    known = [name for name in columns if name in ("batch", "epoch") or name.startswith("time/")]
+    if x not in known:
+        raise ValueError(f"draw_curves: x={x!r}: expected one of {', '.join(known)}, which the records have")
     evaluated = list(dict.fromkeys(name for run in runs for name in evaluation_columns(run.records)))
-    trained = [name for name in _columns(runs) if name.startswith("train/") and name not in evaluated]
-    rates = [name for name in ("speed/samples", "speed/batches") if any(_has(run, name) for run in runs)]
+    trained = [name for name in columns if name.startswith("train/") and name not in evaluated]
+    rates = [name for name in ("speed/samples", "speed/batches") if name in columns]
     # The rates of parameter groups are drawn for a single run only; with several there would be too many lines.
-    lrs = [name for name in _columns(runs) if name == "lr" or (len(runs) == 1 and name.startswith("lr/"))]
+    lrs = [name for name in columns if name == "lr" or (len(runs) == 1 and name.startswith("lr/"))]
     wanted = [("training loss", "loss", "", ["loss"])]
     wanted += [(name, "metric", "", [name]) for name in (*evaluated, *trained)]
     wanted += [("learning rate", "lr", "", lrs)]
     wanted += [("throughput", "speed", f"{name.removeprefix('speed/')} / s", [name]) for name in rates[:1]]
     panels = []
-    for title, kind, unit, columns in wanted:
-        series = [series_of(run, i, column, x) for column in columns for i, run in enumerate(runs)]
+    for title, kind, unit, names in wanted:
+        series = [series_of(run, i, column, x) for column in names for i, run in enumerate(runs)]
         if drawn := tuple(one for one in series if one.y):
             panels.append(Panel(title, kind, unit, drawn))
     return panels
-
-
-def check_axis(runs: Sequence[RunRecords], x: str) -> None:
-    """Raise a ValueError if no record has the column for the horizontal axis."""
-    if not any(run.records for run in runs):
-        raise ValueError("draw_curves: the runs have no records yet")
-    known = [name for name in _columns(runs) if name in ("batch", "epoch") or name.startswith("time/")]
-    if x not in known:
-        raise ValueError(f"draw_curves: x={x!r}: expected one of {', '.join(known)}, which the records have")
 
 
 def series_of(run: RunRecords, index: int, column: str, x: str) -> Series:
@@ -148,9 +136,9 @@ def series_of(run: RunRecords, index: int, column: str, x: str) -> Series:
     xs, ys, at = [], [], math.nan
     fraction = _fractions(run.records) if x == "epoch" else None
     for record in run.records:
-        at = fraction(record["batch"]) if fraction is not None else _number(record[x]) if x in record else at
-        if column in record and not math.isnan(at):
-            xs.append(at)
+        at = fraction(record["batch"]) if fraction is not None else record.get(x, at)
+        if column in record and isinstance(at, int | float) and not math.isnan(at):
+            xs.append(float(at))
             ys.append(record[column])
     return Series(index, column, xs, ys, _tail(run.records) if column == "loss" else 1)
 
@@ -182,14 +170,8 @@ def spread(values: Iterable[Any]) -> Spread:
         >>> spread([[3.0, 1.0, 2.0, float("nan")], 5.0])
         Spread(low=[1.0, 5.0], median=[2.0, 5.0], high=[3.0, 5.0])
     """
-    found = Spread([], [], [])
-    for value in values:
-        members = sorted([number for one in _listed(value) if math.isfinite(number := float(one))]) or [math.nan]
-        half = len(members) // 2
-        middle = (members[half] + members[-half - 1]) / 2
-        for side, number in zip(found, (members[0], middle, members[-1]), strict=True):
-            side.append(number)
-    return found
+    points = [[float(one) for one in listed(value) if math.isfinite(one)] or [math.nan] for value in values]
+    return Spread(*([fn(point) for point in points] for fn in (min, statistics.median, max)))
 
 
 def smooth(values: Sequence[float], window: int, stride: int = 1) -> list[float]:
@@ -214,32 +196,17 @@ def _mean(values: Sequence[float]) -> float:
     return sum(finite) / len(finite) if finite else math.nan
 
 
-def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+def _thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return at most `MOST_POINTS` points of a line that look the same: of each piece the lowest and highest number.
 
     A piece with a number that is not finite keeps one, which leaves a gap.
-
-    Example:
-        >>> thinned([1.0, 2.0], [0.5, math.nan])
-        ([1.0, 2.0], [0.5, nan])
     """
-    if len(x) <= MOST_POINTS:
-        return [*x], [*y]
-    size, kept = math.ceil(len(x) / (MOST_POINTS // 3)), set[int]()
+    size, kept = math.ceil(len(x) / (MOST_POINTS // 3)) if len(x) > MOST_POINTS else 1, set[int]()
     for start in range(0, len(x), size):
-        piece = range(start, min(start + size, len(x)))
-        gaps = [i for i in piece if not math.isfinite(y[i])]
+        piece = sorted(range(start, min(start + size, len(x))), key=lambda i: (math.isfinite(y[i]), y[i]))
         finite = [i for i in piece if math.isfinite(y[i])]
-        kept.update(gaps[:1], *((pick(finite, key=y.__getitem__),) for pick in (min, max) if finite))
+        kept.update([*piece[: len(piece) > len(finite)], *finite[:1], *finite[-1:]])
     return [x[i] for i in sorted(kept)], [y[i] for i in sorted(kept)]
-
-
-def _columns(runs: Sequence[RunRecords]) -> list[str]:
-    found: dict[str, None] = {}
-    for record in (record for run in runs for record in run.records):
-        if not record.keys() <= found.keys():
-            found.update(dict.fromkeys(record))
-    return [*found]
 
 
 def evaluation_columns(records: Iterable[dict[str, Any]]) -> Iterator[str]:
@@ -247,10 +214,6 @@ def evaluation_columns(records: Iterable[dict[str, Any]]) -> Iterator[str]:
     for record in records:
         if not any(name.startswith(_NO_EVALUATION) for name in record):
             yield from (name for name in record if "/" in name and not name.startswith("time/"))
-
-
-def _has(run: RunRecords, column: str) -> bool:
-    return any(column in record for record in run.records)
 
 
 def _fractions(records: Iterable[dict[str, Any]]) -> Callable[[float], float]:
@@ -275,9 +238,6 @@ def _fractions(records: Iterable[dict[str, Any]]) -> Callable[[float], float]:
     return at
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
+    """Return the numbers of a population's members, or a list of one number."""
     return value if isinstance(value, list) else [value]
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else math.nan

@@ -1,18 +1,74 @@
-"""Readers for a run's folder."""
+"""The content of a run's folder: its starts, records, checkpoints and result."""
 
-import json
+import dataclasses
 import os
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from purecompose._support.files import is_count, is_nested_deeper, misfit, read_whole
+from purecompose._support.files import is_count
 from purecompose.observers import read_records
-from purecompose.records.layout import CHECKPOINTS, COMMAND, CONFIG, HISTORY, PLAN, RECORDS, RESULT, VERSIONS
-from purecompose.records.starts import Start
+from purecompose.records.layout import (
+    CHECKPOINTS,
+    COMMAND,
+    CONFIG,
+    HISTORY,
+    PLAN,
+    RECORDS,
+    RESULT,
+    VERSIONS,
+    read_json,
+    read_text,
+    read_toml,
+)
 from purecompose.run.saving.folder import all_in
+
+
+RUNNING, KILLED, FINISHED = "running", "killed", "finished"
+
+
+@dataclass
+class Start:
+    """One part of a run, from a call of `fit` to its end."""
+
+    batch: int
+    """Number of batches trained on before it."""
+    started: str
+    """Date and time in ISO 8601, with the offset from UTC."""
+    until: int = 0
+    """Number of batches at its end, or at its last known time."""
+    seconds: float = 0.0
+    """Seconds of wall-clock time; accurate to within some seconds if the process was killed."""
+    evaluation_seconds: float = 0.0
+    """Seconds of wall-clock time spent in evaluations."""
+    outcome: str = RUNNING
+    """"finished" (also with what is missing), "running" (the last start may also have been killed), "killed", or the
+    reason why it was stopped."""
+    command: str | None = None
+    """The command that started it, if known."""
+    changed: dict[str, Any] = field(default_factory=dict)
+    """Differences to the previous start: the old and the new value of each changed setting or version."""
+
+    @property
+    def training_seconds(self) -> float:
+        """Seconds of wall-clock time without evaluations."""
+        return self.seconds - self.evaluation_seconds
+
+    @property
+    def batches(self) -> int:
+        """Number of batches trained on."""
+        return self.until - self.batch
+
+    @staticmethod
+    def of_plain(plain: Mapping[str, Any]) -> "Start":
+        """Return a start from the values of `to_plain`; unknown names are ignored.
+
+        Raises:
+            TypeError, KeyError: The values are not a start.
+        """
+        names = {one.name for one in dataclasses.fields(Start)}
+        return Start(**{name: value for name, value in plain.items() if name in names})
 
 
 @dataclass(frozen=True)
@@ -78,8 +134,6 @@ def last_metrics(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in ("batch", "epoch", "lr")}
 
 
-_MOST_BYTES, _MOST_NESTED = 2**26, 64
-"""Maximal size of the settings, plan, history, ... that are read, and maximal depth of nesting."""
 _NO_METRICS = ("time/", "speed/", "memory/", "lr/")
 
 
@@ -110,14 +164,14 @@ def read_run(path: str | os.PathLike[str]) -> RunRecords:
         )
     trained, starts = read_history(path)
     result = read_json(path / RESULT, _RESULT) if (path / RESULT).exists() else None
-    command = _text(path / COMMAND).rstrip("\n")
+    command = read_text(path / COMMAND).rstrip("\n")
     return RunRecords(
         name=path.resolve().name,
         path=path,
         config=read_toml(path / CONFIG),
         records=read_records(path / RECORDS) if (path / RECORDS).exists() else [],
         result=result,
-        plan=_text(path / PLAN).rstrip("\n"),
+        plan=read_text(path / PLAN).rstrip("\n"),
         command=command or None,
         versions=read_json(path / VERSIONS) if (path / VERSIONS).exists() else {},
         trained=trained,
@@ -144,50 +198,13 @@ _HISTORY = {
     "starts": [
         {
             **{"batch": is_count, "started": str, "until?": is_count, "seconds?": float, "evaluation_seconds?": float},
-            **{"outcome?": str, "command?": _TEXT, "compiled?": [[(int, str)]]},
+            **{"outcome?": str, "command?": _TEXT},
             "changed?": {"*": lambda pair: isinstance(pair, list) and len(pair) == 2},
         }
     ],
 }
 _COUNTS = dict.fromkeys(("batches?", "epochs?", "samples?"), is_count)
 _RESULT = {"metrics?": {"*": object}, **_COUNTS, "seconds?": float}
-
-
-def read_json(file: Path, form: Any = object) -> dict[str, Any]:
-    """Return a JSON object of a form (see `misfit`), with "nan", "inf" and "-inf" as numbers."""
-    try:
-        content = json.loads(read_whole(file, _MOST_BYTES).decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
-    if is_nested_deeper(content, _MOST_NESTED):
-        raise ValueError(f"{file} is damaged: it is nested more than {_MOST_NESTED} levels deep")
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is damaged: expected a JSON object, got {type(content).__name__}")
-    content = {name: _numbers(value) for name, value in content.items()}
-    if (place := misfit(content, form, "")) is not None:
-        raise ValueError(f"{file} is damaged: unexpected content at {place or 'the top'}")
-    return content
-
-
-def _numbers(value: Any) -> Any:
-    """Convert "nan", "inf" and "-inf" back to numbers."""
-    if isinstance(value, dict):
-        return {name: _numbers(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_numbers(one) for one in value]
-    return float(value) if value in ("nan", "inf", "-inf") else value
-
-
-def read_toml(file: Path) -> dict[str, Any]:
-    """Return the settings in a TOML file."""
-    try:
-        return tomllib.loads(read_whole(file, _MOST_BYTES).decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not valid TOML: {error}; restore it from a copy") from error
-
-
-def _text(file: Path) -> str:
-    return read_whole(file, _MOST_BYTES).decode("utf-8", "replace") if file.exists() else ""
 
 
 def _checkpoints(folder: Path) -> tuple[Kept, ...]:

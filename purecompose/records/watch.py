@@ -1,5 +1,6 @@
 """The observer of a run's folder, which writes records and measures time."""
 
+import dataclasses
 import time
 import warnings
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 from purecompose.core.state import State
 from purecompose.observers import Records, Stopwatch, read_records
 from purecompose.records.layout import HISTORY, write_json
-from purecompose.records.starts import FINISHED, KILLED, RUNNING, Start
+from purecompose.records.reading import FINISHED, KILLED, RUNNING, Start
 from purecompose.time.event import Event
 
 
@@ -105,7 +106,9 @@ class Watch:
             self._start.seconds = self._stopwatch.seconds
             self._start.evaluation_seconds = self._stopwatch.seconds - self._stopwatch.training_seconds
         try:
-            write_json(self._path, {"trained": self.trained, "starts": [start.to_plain() for start in self._starts]})
+            write_json(
+                self._path, {"trained": self.trained, "starts": [dataclasses.asdict(start) for start in self._starts]}
+            )
             self.is_noted = True
         except OSError as error:
             self.is_noted = False

@@ -10,8 +10,6 @@ import pytest
 import purecompose as pc
 from purecompose._support.messages import escaped, say
 from purecompose.cli import main
-from purecompose.records import RunFolder
-from purecompose.run.saving.folder import place
 from tests.helpers import make_state
 from tests.pages import ROOT
 
@@ -51,19 +49,6 @@ def test_settings_of_a_run_are_escaped(
     assert main(["predict", str(tmp_path / "run")]) != 0
     written = capsys.readouterr()
     assert written.err and not {"\x1b", "\x07", "\x9b", "\r", "\u202e"} & {*written.out, *written.err}
-
-
-def test_a_lock_is_escaped(tmp_path: pathlib.Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    lock = {"process": 1, "folder": folder.stat().st_ino, "place": "other", "token": None, "since": EVIL}
-    (folder / ".lock").write_text(json.dumps(lock))
-    with pytest.warns(RuntimeWarning, match="was used by process 1") as caught:
-        RunFolder(folder).stop("done")
-    (folder / ".lock").write_text(json.dumps({**lock, "place": place(), "token": None}))
-    with pytest.raises(BlockingIOError) as refused:
-        RunFolder(folder, resume=True)
-    assert "\x1b" not in f"{caught[0].message} {refused.value}" and r"\x1b" in str(refused.value)
 
 
 def test_lines_of_an_index_are_escaped(tmp_path: pathlib.Path) -> None:

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from purecompose.records import RunRecords, draw_curves
-from purecompose.records.curves import curves_as_png
-from purecompose.records.drawing import drawn
+from purecompose.records import RunRecords, draw_curves, drawing
 from purecompose.records.panels import panels_of
 from tests.records.run_helpers import at, made_up
 
@@ -17,8 +15,12 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 NAN = {"loss": math.nan}
 
 
-def figure_of(*runs: RunRecords, x: str = "batch", narrow: bool = False) -> Any:
-    return drawn(panels_of(runs, x), [run.name for run in runs], [], x, dark=False, narrow=narrow)
+def figure_of(*runs: RunRecords, x: str = "batch") -> Any:
+    return drawing.figure_of(runs, panels_of(runs, x), x)
+
+
+def remarks(*runs: RunRecords) -> list[str]:
+    return [axes.texts[0].get_text() for axes in figure_of(*runs).axes]
 
 
 def size_of(png: bytes) -> tuple[int, int]:
@@ -70,18 +72,14 @@ def test_a_suffix_gives_the_kind_of_picture(tmp_path: Path, suffix: str, start: 
 )
 def test_every_kind_of_run_can_be_drawn(run: RunRecords) -> None:
     for dark in (False, True):
-        assert size_of(curves_as_png(run, dark=dark))[0] >= 1200
+        assert size_of(drawing.picture([run], panels_of([run], "batch"), dark=dark))[0] >= 1200
 
 
 def test_numbers_that_are_not_finite_are_reported() -> None:
-    axes = figure_of(made_up(batch_3=NAN, batch_4=NAN)).axes[0]
-    assert axes.get_title("right") == "2 of 40 not finite, the first at 3"
+    assert remarks(made_up(batch_3=NAN, batch_4=NAN))[0] == "2 of 40 not finite, the first at 3"
 
 
 def test_a_panel_describes_its_number() -> None:
-    def remarks(run: RunRecords) -> list[str]:
-        return [axes.get_title("right") for axes in figure_of(run).axes]
-
     lower: dict[str, Any] = {
         "batch_40": {"eval/accuracy": 0.5, "train/accuracy": 0.9},
         "batch_39": {"train/accuracy": 1.0},
@@ -97,24 +95,6 @@ def test_a_panel_describes_its_number() -> None:
         f"median of 3, mean of the last 10: {mean + 1:.4g}",
         "median of 3: last 66.67%, best 66.67%",
     ]
-
-
-def test_a_remark_without_room_beside_the_title_is_below_it() -> None:
-    (axes,) = (one for one in figure_of(made_up(members=3), narrow=True).axes if "accuracy" in one.get_title("left"))
-    assert axes.get_title("right") == ""
-    assert [text.get_text() for text in axes.texts] == ["median of 3: last 66.67%, best 66.67%"]
-    figure = axes.figure
-    figure.draw_without_rendering()
-    box, title = axes.texts[0].get_window_extent(), axes.title.get_window_extent()
-    left = axes._left_title.get_window_extent()  # matplotlib has no public access to the left title
-    assert box.y1 <= left.y0 and box.x1 <= figure.bbox.x1 and title.width == 0
-
-
-def test_for_narrow_screens_panels_are_below_each_other() -> None:
-    run = made_up()
-    width, height = size_of(curves_as_png(run, dark=False, narrow=True))
-    assert height > 2 * width >= 2 * 600
-    assert len({axes.get_position().x0 for axes in figure_of(run, narrow=True).axes}) == 1
 
 
 def test_a_population_is_named_one_in_the_legend(tmp_path: Path) -> None:

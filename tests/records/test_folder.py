@@ -27,7 +27,7 @@ from purecompose import (
 )
 from purecompose.algorithms import label_smoothing
 from purecompose.errors import CheckpointWarning, MismatchError
-from purecompose.observers import formats, read_records
+from purecompose.observers import read_records, records as files
 from purecompose.records import RunFolder, folder, read_run
 from purecompose.records.watch import Watch
 from tests.records.run_helpers import STEP, make_batches, make_state, train, uninterrupted
@@ -380,14 +380,14 @@ def test_the_result_is_that_of_the_run_if_its_records_could_not_be_written(
     with RunFolder(tmp_path / "whole", CONFIG) as run:
         train(run)
     expected = read_run(run.path).result
-    append = formats._append
+    append = files._append
 
     def full(path: Path, text: str) -> None:
         if '"batch": 9,' in text:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         append(path, text)
 
-    monkeypatch.setattr(formats, "_append", full)
+    monkeypatch.setattr(files, "_append", full)
     with pytest.warns(RuntimeWarning, match="records"), RunFolder(tmp_path / "run", CONFIG) as run:
         train(run)
     found = read_run(run.path)
@@ -421,26 +421,6 @@ def test_records_up_to_a_checkpoint_are_on_disk_before_it(tmp_path: Path, monkey
     with RunFolder(tmp_path / "run", CONFIG) as run:
         train(run)
     assert checkpoints == {f"ep{i:04d}-ba{4 * i:08d}": list(range(1, 4 * i + 1)) for i in (1, 2, 3)}
-
-
-@pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("kept", [None, 0, 2])
-def test_a_run_that_continues_says_which_records_are_missing(tmp_path: Path, kept: int | None) -> None:
-    run = RunFolder(tmp_path, CONFIG)
-    train(run, until=6)
-    del run
-    records = tmp_path / "records.jsonl"
-    lines = records.read_text().splitlines(keepends=True)
-    records.unlink()
-    if kept is not None:
-        records.write_text("".join(lines[:kept]))
-    with RunFolder(tmp_path, resume=True) as run:
-        with pytest.warns(RuntimeWarning, match=f"records after batch {kept or 0} are missing.* continues at batch 4"):
-            train(run)
-    assert [one["batch"] for one in read_records(records) if "loss" in one] == [
-        *range(1, (kept or 0) + 1),
-        *range(5, 13),
-    ]
 
 
 def test_a_signal_ends_a_run_without_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from purecompose.records import panels
-from purecompose.records.curves import curves_as_png
+from purecompose.records.drawing import picture
 from purecompose.records.panels import MOST_POINTS, panels_of, series_of, smooth, spread
 from tests.records.run_helpers import made_up
 
@@ -112,6 +112,6 @@ def test_pictures_of_many_records_share_what_is_drawn(monkeypatch: pytest.Monkey
     monkeypatch.setattr(panels, "_line", lambda series, is_noisy: [drawn.append(series), line(series, is_noisy)][1])
     found = panels_of([run], "batch")
     for dark in (False, True):
-        curves_as_png(run, dark=dark, panels=found)
+        picture([run], found, dark=dark)
     assert len(drawn) == sum(len(one.series) for one in found)
     assert all(len(line.x) <= MOST_POINTS for one in found for line in one.lines)

@@ -5,8 +5,7 @@ import pytest
 
 from purecompose.observers import read_records
 from purecompose.records import RunFolder, read_run
-from purecompose.records.layout import write_json
-from purecompose.records.reading import read_json
+from purecompose.records.layout import read_json, write_json
 from tests.records.run_helpers import make_state, train
 
 

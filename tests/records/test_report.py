@@ -5,7 +5,7 @@ import pytest
 
 from purecompose._support.tables import breakable
 from purecompose.records import write_report
-from purecompose.records.words import duration, number
+from purecompose.records.report import duration, number
 from tests.markup import HOSTILE, Checker, parsed
 from tests.records.run_helpers import at, made_up
 
@@ -82,7 +82,7 @@ def test_curves_that_cannot_be_drawn_leave_a_page(tmp_path: Path, monkeypatch: p
     def fail(*_: object, **__: object) -> bytes:
         raise MemoryError("too large")
 
-    monkeypatch.setattr("purecompose.records.report.curves_as_png", fail)
+    monkeypatch.setattr("purecompose.records.report.picture", fail)
     with pytest.warns(RuntimeWarning, match="has no curves: too large"):
         path = write_report(made_up(), tmp_path / "report.html")
     assert "could not be drawn: too large" in parsed_file(path).text
@@ -91,7 +91,7 @@ def test_curves_that_cannot_be_drawn_leave_a_page(tmp_path: Path, monkeypatch: p
 def test_the_caption_tells_what_is_in_the_curves_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("purecompose.records.report.curves_as_png", lambda run, **_: b"")
+    monkeypatch.setattr("purecompose.records.report.picture", lambda *_, **__: b"")
     captions = []
     for run in (made_up(), made_up(count=80, starts=(at(0), at(12))), made_up(count=80, members=3)):
         checker = parsed_file(write_report(run, tmp_path / "report.html"))

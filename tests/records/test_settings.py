@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from purecompose.records.settings import checked_settings, to_toml
+from purecompose.records.layout import checked_settings, to_toml
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))

@@ -1,6 +1,9 @@
+import dataclasses
+
 import pytest
 
-from purecompose.records.starts import Start, in_words
+from purecompose.records.reading import Start
+from purecompose.records.report import in_words
 from tests.records.run_helpers import at
 
 
@@ -25,5 +28,5 @@ def test_a_zone_other_than_utc_is_shown() -> None:
 
 def test_a_start_is_read_from_plain_values_and_ignores_unknown_ones() -> None:
     start = at(3, until=9, seconds=2.5, evaluation_seconds=0.5, changed={"seed": [0, 1]})
-    assert Start.of_plain({**start.to_plain(), "weather": "fine"}) == start
+    assert Start.of_plain({**dataclasses.asdict(start), "weather": "fine"}) == start
     assert (start.batches, start.training_seconds) == (6, 2.0)

@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from purecompose.records.summary import Fact, facts_of
+from purecompose.records.report import Fact, facts_of
 from tests.records.run_helpers import at, made_up
 
 
