@@ -157,12 +157,12 @@ def _read(switch: Callable[[], Any]) -> Any:
 @contextmanager
 def without_onednn() -> Iterator[None]:
     """Disable oneDNN; `torch.backends.mkldnn.flags(enabled=False)` warns about settings that it does not change."""
-    before = torch._C._get_mkldnn_enabled()  # private; the public function would do, with its warnings suppressed
-    torch._C._set_mkldnn_enabled(False)
+    before = _BACKENDS.mkldnn.enabled
+    _BACKENDS.mkldnn.enabled = False
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(before)
+        _BACKENDS.mkldnn.enabled = before
 
 
 def processor() -> str:

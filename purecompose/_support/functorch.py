@@ -20,8 +20,20 @@ from torch._C._functorch import (  # pyright: ignore[reportMissingImports, repor
 )
 from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException as DataDependentOutputException,
+    DynamicOutputShapeException as DynamicOutputShapeException,
+    FakeTensor as FakeTensor,
+    FakeTensorMode as FakeTensorMode,
+    UnsupportedFakeTensorException as UnsupportedFakeTensorException,
+    UnsupportedOperatorException as UnsupportedOperatorException,
+    unset_fake_temporarily as unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import _disable_current_modes
+
+
+OpOverload = type(torch.ops.aten.add.Tensor)
+"""The type of torch's operations."""
 
 
 def is_transforming() -> bool:

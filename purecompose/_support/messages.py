@@ -88,5 +88,5 @@ def _is_own(file: str) -> bool:
 
 def _is_machinery(frame: FrameType) -> bool:
     """Return whether a frame of torch only passes a call on."""
-    module = frame.f_globals.get("__name__", "")
-    return module.startswith(("torch._", "torch.fx", "torch.overrides", "torch.utils", "torch.nn.modules.module"))
+    package, _, module = frame.f_globals.get("__name__", "").partition(".")
+    return package == "torch" and module.startswith(("_", "fx", "overrides", "utils", "nn.modules.module"))

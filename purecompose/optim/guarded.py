@@ -1,9 +1,5 @@
 """An optimizer that skips a step whose gradients are not finite."""
 
-# torch.optim itself is built on the `_foreach` functions, but torch exports them under private names.
-# pyright: reportPrivateImportUsage=false
-
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +11,7 @@ from purecompose import tree
 from purecompose._support.functorch import is_watched
 from purecompose._support.shards import is_shard, local, sum_of_shards
 from purecompose.optim.base import Optimizer, Value, can_move
-from purecompose.optim.lists import is_plain
+from purecompose.optim.lists import is_plain, largest
 from purecompose.schedule import number
 
 
@@ -107,5 +103,5 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
         return torch.ones((), dtype=torch.bool)
     if is_plain() and not is_watched():
         # One call computes the largest magnitudes. Not used in a traced graph, whose kernels are fused anyway.
-        return torch.stack(list(torch._foreach_norm(found, math.inf))).isfinite().all()
+        return largest(found).isfinite().all()
     return torch.stack([tensor.isfinite().all() for tensor in found]).all()

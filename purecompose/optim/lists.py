@@ -15,6 +15,7 @@ dtype and converted back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -122,6 +123,11 @@ def mean_squares(xs: list[Tensor], dtype: torch.dtype) -> Tensor:
         return torch.stack([x.to(dtype).square().mean() for x in xs])
     norms = torch.stack(list(torch._foreach_norm(xs, 2, dtype=dtype)))
     return torch.stack([square / x.numel() for x, square in zip(xs, norms.square().unbind(), strict=True)])
+
+
+def largest(xs: list[Tensor]) -> Tensor:
+    """Return the largest magnitude in each tensor, as a vector."""
+    return torch.stack(list(torch._foreach_norm(xs, math.inf)))
 
 
 def root_plus(xs: list[Tensor], ys: list[Tensor] | float) -> list[Tensor]:

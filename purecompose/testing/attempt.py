@@ -166,7 +166,7 @@ def is_refusal(error: BaseException) -> bool:
     return not is_torchs and (last.line or "").startswith(("raise", "assert", "warn"))
 
 
-_TORCH = pathlib.Path(torch.__file__).parent
+_TORCH = pathlib.Path(inspect.getfile(torch)).parent
 
 
 def fault_rows(error: Exception, algorithm: Algorithm, case: Case) -> tuple[Row, ...]:

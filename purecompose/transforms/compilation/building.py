@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
-from purecompose._support.functorch import is_transforming
+from purecompose._support.functorch import is_fake, is_transforming, unset_fake_temporarily
 from purecompose._support.messages import warn
 from purecompose.core.compose import Step
 from purecompose.core.operation import Carry, Lowered, Members, Operation, Purpose

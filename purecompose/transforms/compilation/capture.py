@@ -12,7 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import (
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from purecompose import tree
+from purecompose._support.functorch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
@@ -20,9 +23,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.fx.experimental.proxy_tensor import make_fx
-
-from purecompose import tree
 from purecompose._support.messages import layer_of, line_of
 from purecompose._support.scopes import unvalidated
 from purecompose.core.context import Static

@@ -1,6 +1,5 @@
 """Calls of a step within `torch.compile`, which run as calls of `compile(step, donate=False, fallback=True)`."""
 
-import importlib
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -8,6 +7,7 @@ from purecompose._support.messages import warn
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.transforms.compilation.backends import BACKENDS, MODES
+from purecompose.transforms.compilation.inductor import mode_options
 from purecompose.transforms.compilation.step import CompiledStep, compile
 
 
@@ -40,8 +40,7 @@ def _options(backend: Any) -> dict[str, Any]:
     options = {"backend": name if name in BACKENDS else backend, "dynamic": backend.dynamic is True}
     config = getattr(backend, "config", None)  # Inductor's, as mode and options have set it
     if config:
-        modes = importlib.import_module("torch._inductor").list_mode_options
-        options["mode"] = next((mode for mode in MODES[2:] if modes(mode, backend.dynamic) == config), None)
+        options["mode"] = next((mode for mode in MODES[2:] if mode_options(mode, backend.dynamic) == config), None)
         if options["mode"] is None:
             warn("torch.compile(options=...) has no effect on a step: pc.compile(step) takes mode, but no options")
     return options

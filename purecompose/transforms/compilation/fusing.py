@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from purecompose._support.functorch import OpOverload
 from purecompose.transforms.compilation.inductor import replaced
 
 
@@ -17,7 +18,7 @@ def fusing_near(scheduler: Any) -> AbstractContextManager[None]:
     kernel with the loss of the second pass it would keep the logits of the first one until then.
 
     Args:
-        scheduler: The module `torch._inductor.scheduler`.
+        scheduler: The module of Inductor's scheduler.
     """
 
     def can_fuse(plain: Any, self: Any, one: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
@@ -64,7 +65,7 @@ def fusing_within_lists(scheduler: Any) -> AbstractContextManager[None]:
     the blocks of another part may read it before it is written.
 
     Args:
-        scheduler: The module `torch._inductor.scheduler`.
+        scheduler: The module of Inductor's scheduler.
     """
 
     def can_fuse(plain: Any, cls: Any, producer: Any, consumer: Any) -> bool:
@@ -157,7 +158,7 @@ def _chain(end: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
         if node in chain:
             continue
         target: Any = node.target
-        is_elementwise = node.op == "call_function" and isinstance(target, torch._ops.OpOverload)
+        is_elementwise = node.op == "call_function" and isinstance(target, OpOverload)
         is_elementwise = is_elementwise and (target is _CONVERT or target.is_view or torch.Tag.pointwise in target.tags)
         if is_elementwise and _is_large(node, end):
             chain.add(node)
@@ -177,8 +178,8 @@ def storing_by_bytes(ir: Any, graphs: Any) -> AbstractContextManager[None]:
     """Return a scope in which Inductor stores a value that several operations use if that moves fewer bytes.
 
     Args:
-        ir: The module `torch._inductor.ir`.
-        graphs: `torch._inductor.virtualized.V`, whose `graph` is the one being compiled.
+        ir: The module of Inductor's intermediate representation.
+        graphs: Inductor's `V`, whose `graph` is the one being compiled.
     """
 
     def is_stored(plain: Any, self: Any, users: int, **options: Any) -> bool:

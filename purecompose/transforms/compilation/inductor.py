@@ -65,6 +65,16 @@ def _import() -> _Imports:
     return imports
 
 
+def mode_options(mode: str, dynamic: Any) -> dict[str, Any]:
+    """Return Inductor's options for a mode of `torch.compile`."""
+    return importlib.import_module("torch._inductor").list_mode_options(mode, dynamic)
+
+
+def constant_source(name: str) -> Any:
+    """Return where torch's errors say that an open size comes from."""
+    return importlib.import_module("torch._dynamo.source").ConstantSource(name)
+
+
 def _import_builder() -> tuple[Any, Any, Any]:
     config, instructions, cache = (importlib.import_module(f"torch._inductor.{name}") for name in _BUILDER)
     _keep_headers_private(cache)

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from purecompose._support.functorch import FakeTensorMode
 from purecompose.core.layout import Layout
+from purecompose.transforms.compilation.inductor import constant_source
 from purecompose.transforms.signature import Signature, Spec
 
 
@@ -164,7 +165,7 @@ class Sizes:
 
     def _symbol(self, length: int, name: str) -> Any:
         symbolic = importlib.import_module("torch.fx.experimental.symbolic_shapes")
-        source = importlib.import_module("torch._dynamo.source").ConstantSource(f"size_{name}")
+        source = constant_source(f"size_{name}")
         symbol = self._env.create_symbol(length, source=source, dynamic_dim=symbolic.DimDynamic.DYNAMIC)
         self._nodes[symbol] = self._env.create_symintnode(symbol, hint=length, source=source)
         return symbol
