@@ -46,3 +46,10 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             torch.Tensor, name, lambda self, name=name, original=original: (read.append(name), original(self))[1]
         )
     return read
+
+
+class Kept(list[dict[str, Any]]):
+    """A sink that keeps the records."""
+
+    def write(self, records: list[dict[str, Any]]) -> None:
+        self.extend(records)

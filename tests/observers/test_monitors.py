@@ -5,17 +5,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from purecompose import Event, State, compose, fit, loop_events, optim, population, schedule, stack_states, tree
-from purecompose.observers import Recorder, learning_rate, memory, moments, speed, stopwatch
-from tests.observers.observer_helpers import at, make_batches, make_population, make_state
-
-
-class Kept(list[dict[str, Any]]):
-    """A sink that keeps the records."""
-
-    def write(self, records: list[dict[str, Any]]) -> None:
-        self.extend(records)
+import purecompose as pc
+from purecompose import Event, State, compose, fit, loop_events, losses, optim, population, schedule, stack_states, tree
+from purecompose.observers import (
+    Recorder,
+    Stopwatch,
+    activations,
+    learning_rate,
+    memory,
+    moments,
+    speed,
+    stopwatch,
+    updates,
+)
+from tests.observers.observer_helpers import Kept, at, make_batches, make_population, make_state
 
 
 def run(optimizer: Any, monitor: Any, duration: str = "2ep") -> list[dict[str, Any]]:
@@ -130,14 +135,6 @@ def test_rates_of_a_population_count_the_samples_of_every_member(clock: types.Si
     assert monitor(at(state, 2)) == {"speed/batches": 1.0, "speed/samples": 24.0}
 
 
-def test_a_run_without_a_duration_has_no_time_left(clock: types.SimpleNamespace) -> None:
-    monitor, state = speed(), make_state(None)
-    for batch in (1, 2):
-        clock.now += 1
-        monitor.observe(Event.BATCH_END, at(state, batch))  # type: ignore[attr-defined]
-    assert monitor(at(state, 2)) == {"speed/batches": 1.0, "speed/samples": 8.0}
-
-
 def test_moments_are_the_norms_of_the_optimizers_memory() -> None:
     state = make_state("1ba", optim.adam(0.1))
     end = fit(compose(loop_events), state, make_batches())
@@ -148,3 +145,96 @@ def test_moments_are_the_norms_of_the_optimizers_memory() -> None:
     both = moments()(stack_states([end, end.replace(opt_state=tree.map(torch.zeros_like, end.opt_state))]))
     for name, norms in both.items():
         torch.testing.assert_close(norms, torch.stack([found[name], torch.zeros(())]))
+
+
+def test_updates_are_those_of_the_batch() -> None:
+    start, kept, states = make_state("3ba"), Kept(), []
+    observers = [Recorder(kept, monitors=updates()), lambda event, state: states.append(dict(state.params))]
+    fit(compose(loop_events), start, make_batches(), observers=observers)
+    batches = [record for record in kept if "loss" in record]
+    assert not any(name.startswith("update") for name in batches[0])
+    by_batch = {}
+    for params in states:
+        by_batch.setdefault(tuple(float(p.sum()) for p in params.values()), params)
+    before, after = list(by_batch.values())[1:3]
+    for name, param in after.items():
+        moved = (param - before[name]).norm().item()
+        assert batches[1][f"update/{name}"] == pytest.approx(moved, rel=1e-5)
+        assert batches[1][f"update_ratio/{name}"] == pytest.approx(moved / before[name].norm().item(), rel=1e-5)
+
+
+def test_activations_are_those_of_the_network_in_evaluation_mode() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5))
+    state = State.create(net, loss=losses.mse, optimizer=optim.sgd(0.1))
+    inputs, generator = torch.randn(5, 4), torch.get_rng_state()
+    found = activations(inputs)(state)
+    assert torch.equal(torch.get_rng_state(), generator)
+    hidden = net.eval()[:3](inputs).detach()
+    assert found["activation_mean/3"].item() == pytest.approx(hidden.mean().item(), rel=1e-5)
+    assert found["activation_std/2"].item() == pytest.approx(hidden.std(correction=0).item(), rel=1e-5)
+    assert found["activation_max/2"].item() == pytest.approx(hidden.abs().max().item(), rel=1e-5)
+    assert found["activation_zeros/2"].item() == pytest.approx((hidden == 0).float().mean().item())
+    assert {name.rpartition("/")[2] for name in found} == {"0", "1", "2", "3"}
+
+
+def test_activations_of_networks_with_several_inputs_and_of_no_layer() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.layer(x + y)
+
+    state = State.create(Both(), loss=losses.mse, optimizer=optim.sgd(0.1), input_field=[0, 1], target_field=2)
+    x, y = torch.ones(2), torch.zeros(2)
+    as_list, as_mapping = activations([x, y])(state), activations({"x": x, "y": y})(state)
+    pc.tree.equal(as_list, as_mapping)
+    assert as_list["activation_mean/layer"] == state.forward([x, y]).mean()
+    with pytest.raises(ValueError, match="no layer has a name like 'head"):
+        activations([x, y], "head*")(state)
+
+
+def test_a_parameter_of_zeros_has_a_ratio_of_zero() -> None:
+    state = make_state("1ba")
+    blank = state.replace(params={name: torch.zeros_like(param) for name, param in state.params.items()})
+    monitor = updates()
+    monitor(blank)
+    assert all(value == 0 for value in monitor(blank).values())
+    assert all(value == 0 for name, value in monitor(state).items() if "ratio" in name)
+
+
+def test_evaluation_is_timed_separately(clock) -> None:
+    watch = Stopwatch()
+    for event, seconds, batch in (
+        (Event.FIT_START, 0, 10),
+        (Event.BATCH_END, 2, 11),
+        (Event.EVAL_BEFORE_ALL, 1, 11),
+        (Event.EVAL_BATCH_END, 4, 11),
+    ):
+        clock.now += seconds
+        watch(event, at(make_state(), batch))
+    assert (watch.seconds, watch.training_seconds) == (7.0, 3.0)
+    for event, seconds, batch in ((Event.EVAL_AFTER_ALL, 1, 11), (Event.BATCH_END, 3, 13), (Event.FIT_END, 0, 13)):
+        clock.now += seconds
+        watch(event, at(make_state(), batch))
+    assert (watch.seconds, watch.training_seconds, watch.batches) == (11.0, 6.0, 3)
+    assert watch.batches_per_second == 0.5
+
+
+def test_a_new_run_starts_at_zero(clock) -> None:
+    watch = Stopwatch()
+    watch(Event.FIT_START, at(make_state(), 0))
+    clock.now += 5
+    watch(Event.BATCH_END, at(make_state(), 1))
+    watch(Event.FIT_START, at(make_state(), 1))
+    assert (watch.seconds, watch.batches, watch.batches_per_second) == (0.0, 0, 0.0)
+
+
+def test_in_a_hand_written_loop_the_first_batch_counts(clock) -> None:
+    watch = Stopwatch()
+    watch(Event.BATCH_END, at(make_state(), 1))
+    clock.now += 1
+    watch(Event.BATCH_END, at(make_state(), 2))
+    assert watch.batches == 2

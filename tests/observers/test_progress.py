@@ -137,13 +137,6 @@ def test_a_live_display_shows_the_run_and_closes() -> None:
     assert text.rindex(SHOW_CURSOR) > text.rindex("3.0/3 ep")
 
 
-def test_a_live_display_waits_for_the_first_batch() -> None:
-    file = io.StringIO()
-    with Progress(live=True, file=file) as shown:
-        shown(Event.FIT_START, make_state())
-    assert "the first batch" in file.getvalue() and "ba/s" not in file.getvalue()
-
-
 class FakeHandle:
     """The handle of an output in a notebook."""
 
@@ -176,14 +169,6 @@ def test_in_a_notebook_there_is_one_output_for_each_run(notebook: list[dict[str,
     assert "trained  3.0/3 ep" in first["text/plain"] and "accuracy" in first["text/html"]
     assert "trained  6/6 ba" in second["text/plain"] and 'style="width: 100.0%"' in second["text/html"]
     assert capsys.readouterr().out == ""
-
-
-def test_in_a_notebook_files_and_lines_are_as_elsewhere(notebook: list[dict[str, str]], capsys) -> None:
-    file = io.StringIO()
-    run(Progress(file=file))
-    run(Progress(live=False))
-    assert len(file.getvalue().splitlines()) == len(capsys.readouterr().out.splitlines()) == 3
-    assert notebook == []
 
 
 def failing(event: Event, state: State) -> None:

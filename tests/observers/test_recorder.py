@@ -1,14 +1,33 @@
 """The recorder: contents of records, when they are handed over, and that nothing waits or is lost."""
 
 import gc
+import io
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
-from purecompose import Evaluator, Event, State, compose, fit, loop_events, metrics, population
-from purecompose.observers import Recorder
-from tests.observers.observer_helpers import at, make_batches, make_population, make_state
+from purecompose import (
+    Evaluator,
+    Event,
+    State,
+    compose,
+    evaluate,
+    fit,
+    loop_events,
+    metrics,
+    optim,
+    population,
+    schedule,
+    stack_states,
+)
+from purecompose.observers import History, NaNs, Progress, Recorder, learning_rate, memory, nans, speed
+from purecompose.observers.recorder import Due
+from purecompose.time import RunLength, Timestamp
+from tests.observers.observer_helpers import Kept, at, count_reads, make_batches, make_population, make_state
 
 
 class Groups:
@@ -144,3 +163,159 @@ def test_a_sink_that_fails_is_tried_again_with_all_that_waits() -> None:
     assert [record["batch"] for record in sink.records] == [1, 2, 3, 4, 5, 6, 7]
     recorder.flush()
     assert len(sink.groups) == 1
+
+
+def due_batches(every: object, points: list[Timestamp], start: Timestamp | None = None) -> list[int]:
+    due = Due(every, "every")  # type: ignore[arg-type]
+    if start is not None:
+        due.start(start)
+    return [point.batch for point in points if due(point)]
+
+
+def walk(batches: int, run: RunLength, samples: int = 8) -> list[Timestamp]:
+    points = [Timestamp(run=run)]
+    for _ in range(batches):
+        points.append(points[-1].advance(samples, tokens=3 * samples))
+    return points[1:]
+
+
+@given(st.integers(1, 7), st.integers(0, 20))
+def test_multiples_of_batches_are_due_wherever_the_run_resumes(every: int, start: int) -> None:
+    points = walk(40, RunLength())
+    first = points[start - 1] if start else Timestamp()
+    expected = [batch for batch in range(start + 1, 41) if batch % every == 0]
+    assert due_batches(every, points[start:], first) == expected
+    assert due_batches(f"{every}ba", points[start:]) == expected  # in a loop that fires no FIT_START
+
+
+def test_epochs_are_due_at_their_last_batch() -> None:
+    assert due_batches("2ep", walk(20, RunLength("5ep", batches_per_epoch=4))) == [8, 16]
+
+
+def test_samples_and_tokens_are_due_where_a_multiple_is_passed() -> None:
+    points = walk(9, RunLength())
+    assert due_batches("20sp", points) == [3, 5, 8]  # 24, 40 and 64 are the first ones from 20, 40, 60 on
+    assert due_batches("48tok", points) == [2, 4, 6, 8]
+
+
+def test_fractions_of_the_run_are_due_in_its_batches() -> None:
+    assert due_batches("0.1dur", walk(50, RunLength("50ba"))) == list(range(5, 51, 5))
+    with pytest.raises(ValueError, match="need a run with a duration"):
+        due_batches("0.1dur", walk(1, RunLength()))
+
+
+def test_records_are_those_of_the_hand_written_loop() -> None:
+    batches, step, history = make_batches(), compose(loop_events), History()
+    end = fit(step, make_state(), batches, observers=[history])
+    state, expected = make_state(), []
+    for epoch in range(3):
+        for index, batch in enumerate(batches):
+            state = step(state, batch)
+            assert state.loss is not None
+            gone_by = epoch + (index == len(batches) - 1)
+            expected.append({"batch": 4 * epoch + index + 1, "epoch": gone_by, "loss": state.loss.item()})
+    assert history.records == expected
+    assert len(history) == 12
+    assert all(torch.equal(end.params[name], state.params[name]) for name in state.params)
+
+
+def test_evaluations_have_records_under_their_label() -> None:
+    batches, history = make_batches(), History()
+    evaluators = [
+        Evaluator(batches, {"accuracy": metrics.accuracy}),
+        Evaluator(batches[:1], {"accuracy": metrics.accuracy}, every="2ep", label="small"),
+    ]
+    end = fit(compose(loop_events), make_state(), batches, evaluate=evaluators, observers=[history])
+    assert history.series("eval/accuracy")[0] == [4, 8, 12]
+    assert history.series("small/accuracy")[0] == [8, 12]  # the last one at FIT_END
+    expected = evaluate(end, batches, {"accuracy": metrics.accuracy})["accuracy"]
+    assert history.series("eval/accuracy")[1][-1] == expected
+    [record] = [record for record in history.records if "small/accuracy" in record and record["batch"] == 8]
+    assert list(record) == ["batch", "epoch", "small/accuracy"]
+
+
+def test_unread_values_are_bounded_and_right() -> None:
+    history, state = History(), make_state()
+    for value in range(2500):
+        history(Event.BATCH_END, state.replace(loss=torch.tensor(float(value))))
+    unread = sum(isinstance(record["loss"], torch.Tensor) for record in history._records)
+    assert unread <= 1000
+    assert history.series("loss")[1] == [float(value) for value in range(2500)]
+
+
+def test_records_do_not_follow_a_loss_that_is_written_over() -> None:
+    history, loss = History(), torch.tensor(1.0)
+    history(Event.BATCH_END, make_state().replace(loss=loss))
+    loss.fill_(2.0)
+    assert history.series("loss")[1] == [1.0]
+
+
+def test_metrics_of_several_kinds_become_plain_numbers() -> None:
+    history = History()
+    state = make_state().replace(
+        loss=None,
+        metrics={"kept": torch.tensor(5), "norm": torch.tensor(0.5, dtype=torch.float64)},
+    )
+    history(Event.BATCH_END, state)
+    history(Event.EPOCH_START, state)
+    assert history.records == [{"batch": 0, "epoch": 0, "kept": 5, "norm": 0.5}]
+    assert type(history.records[0]["kept"]) is int
+
+
+@pytest.mark.parametrize("event", [Event.BATCH_END, Event.EVAL_END])
+@pytest.mark.parametrize("num_members", [None, 2])
+def test_a_metric_that_is_not_a_single_number_is_skipped_with_one_warning(
+    event: Event, num_members: int | None
+) -> None:
+    state = make_state()
+    if num_members is not None:
+        state = stack_states([state] * num_members)
+    members = state.key.shape[:-1]
+    metrics = {"by_class": torch.zeros(*members, 3), "mean": torch.zeros(members)}
+    state = state.replace(metrics=metrics, loss=None, timestamp=state.timestamp.advance(4))
+    for observer in (History(), Recorder(Kept())):
+        with pytest.warns(
+            UserWarning, match=r"metric 'by_class' is left out .* got a tensor of shape \(3,\)"
+        ) as caught:
+            observer(event, state)
+            observer(event, state)
+        assert len(caught) == 1
+
+
+def recorder(**options: Any) -> Recorder:
+    return Recorder(Kept(), group=1000, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_reads"),
+    [
+        (History, 0),
+        (recorder, 3),  # one for each of the three epochs
+        # One group of losses and of rates for each epoch; the speed's stopwatch waits at FIT_END.
+        (lambda: recorder(monitors=[learning_rate(), memory(), speed()]), 4),
+        (lambda: NaNs(check="params"), 6),  # the losses and the parameters of each epoch
+        # The first batch, the ends of the epochs and of the run.
+        (lambda: Progress(file=io.StringIO(), reads_per_second=1e-3), 7),
+    ],
+    ids=["history", "recorder", "monitors", "nans", "progress"],
+)
+def test_values_are_read_once_an_epoch(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], num_reads: int
+) -> None:
+    monkeypatch.setattr(nans, "_SECONDS", math.inf)
+    state, read = (
+        make_state("60ba", optim.sgd(schedule.hparam("lr", 0.5) * schedule.linear())),
+        count_reads(monkeypatch),
+    )
+    fit(compose(loop_events), state, make_batches(20))
+    without = len(read)
+    read.clear()
+    fit(compose(loop_events), state, make_batches(20), observers=make())
+    assert len(read) - without <= num_reads
+
+
+def test_a_history_reads_all_losses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History()
+    fit(compose(loop_events), make_state(), make_batches(), observers=history)
+    read = count_reads(monkeypatch)
+    assert len(history.records) == 12 and read == ["tolist"]

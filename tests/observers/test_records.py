@@ -4,7 +4,6 @@ import csv
 import errno
 import json
 import math
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -69,26 +68,6 @@ def test_a_run_resumed_after_a_kill_ends_with_the_file_of_an_unbroken_run(tmp_pa
     [evaluation] = [r for r in found if r["batch"] == 5 and "eval/accuracy" in r]
     assert {name: evaluation[name] for name in extra} == extra
     assert [record for record in found if record is not evaluation] == read_records(whole)
-
-
-@SUFFIXES
-def test_records_before_the_point_of_resumption_are_kept_byte_for_byte(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"run.{suffix}"
-    run(path)
-    before = path.read_bytes()
-    records = Records(path)
-    records(Event.FIT_START, at(make_state(), 8))
-    after = path.read_bytes()
-    assert before.startswith(after) and after.endswith(b"\n")
-    found = read_records(path)
-    assert found == [record for record in _parsed(before, path) if record["batch"] <= 8]
-    assert len([record for record in found if record["batch"] == 8]) == 2  # the batch's and the evaluation's
-
-
-def _parsed(text: bytes, path: Path) -> list[dict[str, Any]]:
-    copy = path.with_name("copy" + path.suffix)
-    copy.write_bytes(text)
-    return read_records(copy)
 
 
 @SUFFIXES
@@ -275,31 +254,6 @@ def test_a_line_that_is_not_a_record_is_named(tmp_path: Path, line: str, expecte
     with pytest.raises(ValueError, match=r"run.jsonl, line 2: expected a record of a run") as caught:
         read_records(path)
     assert expected in str(caught.value)
-
-
-def test_a_relative_file_does_not_follow_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with Records("run.jsonl", group=1) as records:
-        records(Event.BATCH_END, at(make_state(), 1))
-        monkeypatch.chdir("elsewhere")
-        records(Event.BATCH_END, at(make_state(), 2))
-    assert len(read_records(tmp_path / "run.jsonl")) == 2
-    assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_a_pipe_in_the_place_of_records_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "run.jsonl")
-    with pytest.warns(RuntimeWarning, match="not a regular file"):
-        Records(tmp_path / "run.jsonl")(Event.FIT_START, at(make_state(), 2))
-
-
-def test_closing_puts_records_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_size))
-    with Records(tmp_path / "run.jsonl", group=1000) as records:
-        fit(compose(loop_events), make_state(), make_batches(), duration="4ba", observers=records)
-    assert (tmp_path / "run.jsonl").stat().st_size in synced
 
 
 def test_a_second_run_syncs_its_records_after_the_first_ones_samples_were_renamed(tmp_path: Path) -> None:

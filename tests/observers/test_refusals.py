@@ -28,18 +28,11 @@ from purecompose.observers import (
     speed,
     text_samples,
 )
-from tests.observers.observer_helpers import at, make_population, make_state
-
-
-class Nowhere:
-    """A sink that keeps nothing."""
-
-    def write(self, records: list[dict[str, Any]]) -> None:
-        del records
+from tests.observers.observer_helpers import Kept, at, make_population, make_state
 
 
 def monitored(monitor: Any) -> None:
-    Recorder(Nowhere(), monitors=monitor)(Event.BATCH_END, at(make_state(), 1))
+    Recorder(Kept(), monitors=monitor)(Event.BATCH_END, at(make_state(), 1))
 
 
 def sampled(make: Any, kind: Any = image_samples) -> None:
@@ -48,12 +41,12 @@ def sampled(make: Any, kind: Any = image_samples) -> None:
 
 CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Recorder(print), TypeError, r"expected a sink, an object with write\(records\)"),  # pyright: ignore
-    (lambda: Recorder(Nowhere(), group=0), ValueError, "Recorder: group"),
-    (lambda: Recorder(Nowhere(), seconds=-1), ValueError, "Recorder: seconds"),
-    (lambda: Recorder(Nowhere(), every="0ba"), ValueError, "Recorder: every"),
-    (lambda: Recorder(Nowhere(), every="10sec"), ValueError, "Recorder: every"),
-    (lambda: Recorder(Nowhere(), monitors=["lr"]), TypeError, "monitors: expected functions"),  # pyright: ignore
-    (lambda: Recorder(Nowhere(), monitors=memory), TypeError, r"not take a state; did you mean memory\(\)"),  # pyright: ignore
+    (lambda: Recorder(Kept(), group=0), ValueError, "Recorder: group"),
+    (lambda: Recorder(Kept(), seconds=-1), ValueError, "Recorder: seconds"),
+    (lambda: Recorder(Kept(), every="0ba"), ValueError, "Recorder: every"),
+    (lambda: Recorder(Kept(), every="10sec"), ValueError, "Recorder: every"),
+    (lambda: Recorder(Kept(), monitors=["lr"]), TypeError, "monitors: expected functions"),  # pyright: ignore
+    (lambda: Recorder(Kept(), monitors=memory), TypeError, r"not take a state; did you mean memory\(\)"),  # pyright: ignore
     (lambda: monitored(activations), TypeError, r"monitor activations: .*did you mean activations\(...\)"),
     (lambda: monitored(lambda state: 0.5), TypeError, r"monitor <lambda>: expected a dict.*0.5 \(float\)"),
     (lambda: monitored(lambda state: {"odd": b"x"}), TypeError, "monitor <lambda>: 'odd': expected a number"),

@@ -22,15 +22,7 @@ from purecompose.observers import (
     read_records,
     text_samples,
 )
-from tests.observers.observer_helpers import at, make_batches, make_state
-
-
-class Kept:
-    def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
-
-    def write(self, records: list[dict[str, Any]]) -> None:
-        self.records += records
+from tests.observers.observer_helpers import Kept, at, make_batches, make_state
 
 
 def images_of(net: torch.nn.Module) -> torch.Tensor:
@@ -55,7 +47,7 @@ def test_samples_are_of_the_networks_weights_at_their_time() -> None:
     after = torch.rand(())
     torch.manual_seed(7)
     assert torch.equal(after, torch.rand(()))  # no draw of the run was consumed
-    found = {record["batch"]: record for record in kept.records}
+    found = {record["batch"]: record for record in kept}
     assert [batch for batch, record in found.items() if "samples" in record] == [4, 8, 12]
     assert [(batch, record["say/1"]) for batch, record in found.items() if "say/1" in record] == [(8, "b")]
     for batch in (4, 8, 12):

@@ -433,15 +433,6 @@ def test_a_signal_ends_a_run_without_pictures(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_folder_that_begins_in_the_middle_of_a_run_lacks_no_records(tmp_path: Path) -> None:
-    middle = fit(STEP, make_state(), make_batches(), duration="1ep")
-    with warnings.catch_warnings(), RunFolder(tmp_path / "second") as run:
-        warnings.simplefilter("error")
-        fit(STEP, middle, make_batches(), duration="2ep", observers=[run.observer])
-    assert [start.batch for start in read_run(run.path).starts] == [4]
-
-
-@pytest.mark.usefixtures("no_pictures")
 def test_the_report_of_an_earlier_part_does_not_make_a_folder_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,11 +1,18 @@
+import copy
+import enum
+import json
 import math
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, strategies as st
 
 from purecompose.observers import read_records
-from purecompose.records import RunFolder, read_run
-from purecompose.records.layout import read_json, write_json
+from purecompose.records import RunFolder, read_run, write_report
+from purecompose.records.layout import checked_settings, read_json, to_toml, write_json
 from tests.records.run_helpers import make_state, train
 
 
@@ -73,3 +80,96 @@ def test_a_disk_that_fills_up_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     with pytest.raises(OSError, match="No space left"):
         write_json(path, {"a": 2})
     assert read_json(path) == {"a": 1} and list(tmp_path.iterdir()) == [path]
+
+
+FORGED = [None, True, -1, 1.5, "", "x", [], [None], {}, {"a": []}, 2**70]
+
+
+def places_in(value: object, place: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
+    yield place
+    for key, member in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        yield from places_in(member, (*place, key))
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("name", ["history.json", "result.json", "versions.json"])
+def test_a_forged_file_is_refused_or_harmless(tmp_path: Path, name: str) -> None:
+    run = RunFolder(tmp_path / "run", {"lr": 0.5})
+    train(run, until=6)
+    del run
+    with RunFolder(tmp_path / "run", {"lr": 0.6}, resume=True) as run:
+        train(run)
+    content, refused = json.loads((run.path / name).read_text()), 0
+    for place in places_in(content):
+        for value in FORGED:
+            forged: Any = {"whole": copy.deepcopy(content)}
+            inner: Any = forged
+            for key in ("whole", *place)[:-1]:
+                inner = inner[key]
+            inner[("whole", *place)[-1]] = value
+            (run.path / name).write_text(json.dumps(forged["whole"]))
+            try:
+                write_report(read_run(run.path), tmp_path / "report.html", curves=False)
+            except ValueError as error:
+                assert str(run.path / name) in str(error), error
+                refused += 1
+    assert refused > 5
+
+
+@pytest.mark.parametrize("content", [b"lr = ", b"\xff\xfe", b"lr = 0.5\n[model", b"a = " + b"[" * 5000])
+def test_torn_settings_are_named(tmp_path: Path, content: bytes) -> None:
+    run = RunFolder(tmp_path / "run", {"lr": 0.5})
+    run.stop("done")
+    (run.path / "config.toml").write_bytes(content)
+    for read in (lambda: read_run(run.path), lambda: RunFolder(run.path, {"lr": 0.5}, resume=True)):
+        with pytest.raises(ValueError, match=r"config\.toml is not valid TOML: .*; restore it from a copy"):
+            read()
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | TEXT
+VALUES = SCALARS | st.lists(SCALARS.filter(lambda one: one is not None), max_size=3)
+FLAT = st.dictionaries(TEXT, VALUES, max_size=5)
+
+
+@given(st.dictionaries(TEXT, VALUES | FLAT, max_size=6))
+def test_a_file_in_toml_reads_back_as_it_was_given(config: dict) -> None:
+    def known(settings: dict) -> dict:
+        return {n: known(v) if isinstance(v, dict) else v for n, v in settings.items() if v is not None}
+
+    # By repr, in which NaN is NaN, -0.0 is not 0.0 and True is not 1; tables come last.
+    expected = known(config)
+    ordered = {n: v for n, v in expected.items() if not isinstance(v, dict)} | expected
+    order = [n for n, v in expected.items() if not isinstance(v, dict)]
+    order += [n for n in expected if n not in order]
+    read = tomllib.loads(to_toml(checked_settings(config, "test")))
+    assert repr(read) == repr({n: ordered[n] for n in order})
+
+
+def test_paths_tuples_and_enum_members_become_types_of_toml() -> None:
+    class Color(enum.StrEnum):
+        RED = "red"
+
+    class Size(enum.IntEnum):
+        LARGE = 3
+
+    settings = checked_settings({"data": Path("a/b"), "betas": (0.9, 0.99), "color": Color.RED, "size": Size.LARGE}, "")
+    assert tomllib.loads(to_toml(settings)) == {"data": "a/b", "betas": [0.9, 0.99], "color": "red", "size": 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ([1], "here: expected settings by name, a mapping"),
+        ({1: 2}, r"here: expected names of settings as strings, got 1 \(int\)"),
+        ({"net": object()}, "here: net: expected a string, a number, a bool or a list"),
+        ({"model": {"width": 1j}}, r"here: model.width: .* got 1j \(complex\)"),
+        ({"model": {"deep": {"deeper": 1}}}, r"here: model.deep: .* \(dict\)"),
+        ({"list": [1, None]}, r"here: list\[1\]: .* None"),
+    ],
+)
+def test_values_that_toml_cannot_represent_are_refused(config: object, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        checked_settings(config, "here")  # pyright: ignore[reportArgumentType]
