@@ -67,8 +67,7 @@ class RunFolder:
     changes until its checkpoint is known to fit, and settings, versions and plan change only after a batch has been
     trained with them: a run that was already at its end keeps its own, and only what its folder lacks is written.
 
-    One process at a time owns the folder, from the constructor to `finish` or `stop`; the folder of a killed process is
-    taken over.
+    One process at a time owns the folder, from the constructor to `finish` or `stop`, or until it is killed.
 
     As a context manager it calls `finish` at the end, and `stop` if an exception ends the run. A signal or Ctrl-C ends
     it without pictures, so that the process ends at once; `write_report` and `draw_curves` draw them later.
@@ -96,8 +95,7 @@ class RunFolder:
         OSError: The folder cannot be created.
 
     Warns:
-        RuntimeWarning: The folder was left by a process on another machine or in another container, which may still
-            run.
+        RuntimeWarning: The folder cannot be locked, as on some file systems, so another process could use it.
 
     Example:
         >>> import tempfile, torch
