@@ -8,7 +8,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 from purecompose._support.checks import check_flag
 from purecompose._support.tables import breakable, columns, printable
 from purecompose.records.drawing import picture
-from purecompose.records.layout import write_text
+from purecompose.records.layout import flat, write_text
 from purecompose.records.panels import SMOOTHED_FROM, Series, evaluation_columns, listed, panels_of, series_of, spread
 from purecompose.records.reading import FINISHED, RUNNING, RunRecords, Start, read_run
 
@@ -63,7 +63,7 @@ def write_report(
         tiles=tiles,
         results=results,
         curves=drawn,
-        settings=[*_settings(run)],
+        settings=[(name, _shown(value)) for name, value in flat(run.config).items()],
         trained=[(words, _counted(run.trained[name])) for name, words in _TRAINED.items() if run.trained.get(name)],
         layers="\n".join(map(str, run.trained["model"])) if isinstance(run.trained.get("model"), list) else "",
         plan=run.plan,
@@ -145,14 +145,6 @@ def _caption(run: RunRecords) -> str:
     if len(run.starts) > 1:
         words.append("Dotted: where the run continued.")
     return " ".join(words)
-
-
-def _settings(run: RunRecords) -> Iterator[tuple[str, str]]:
-    for name, value in run.config.items():
-        if isinstance(value, dict):
-            yield from ((f"{name}.{inner}", _shown(one)) for inner, one in value.items())
-        else:
-            yield name, _shown(value)
 
 
 _TRAINED = {
