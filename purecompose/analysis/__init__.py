@@ -10,16 +10,19 @@ from purecompose.analysis import predicates
 from purecompose.analysis.ablation import ablate
 from purecompose.analysis.comparing import CheckpointDifference, Comparison, compare
 from purecompose.analysis.drawings import draw_ablation, draw_learning_rate_range
-from purecompose.analysis.effects import Ablation, Cell, Effect
+from purecompose.analysis.effects import (
+    FEWEST_SEEDS,
+    Ablation,
+    Cell,
+    Effect,
+    Interval,
+    simultaneous_intervals,
+)
 from purecompose.analysis.explaining import Example, Explanation, Layer, explain, explain_batch
-from purecompose.analysis.halving import SuccessiveHalving
-from purecompose.analysis.intervals import FEWEST_SEEDS, Interval, simultaneous_intervals
-from purecompose.analysis.rates import LearningRateRange, learning_rate_range
-from purecompose.analysis.recorded import RecordedRun
-from purecompose.analysis.replaying import MaxDifference, Replay, replay
+from purecompose.analysis.replaying import MaxDifference, RecordedRun, Replay, replay
 from purecompose.analysis.searching import Bisection, bisect
 from purecompose.analysis.sensitivities import Derivative, Sensitivity, Window, sensitivity, window_of
-from purecompose.analysis.sweeping import Sweep, Trial, sweep
+from purecompose.analysis.sweeping import LearningRateRange, Sweep, Trial, learning_rate_range, sweep
 
 
 __all__ = [
@@ -40,7 +43,6 @@ __all__ = [
     "RecordedRun",
     "Replay",
     "Sensitivity",
-    "SuccessiveHalving",
     "Sweep",
     "Trial",
     "Window",

@@ -5,30 +5,28 @@ key, the batch and the name of the method, so leaving out a method does not chan
 difference between two runs is due to the method.
 """
 
-import multiprocessing
+import hashlib
 import os
-import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from purecompose._support.checks import check_number, check_whole, shown
-from purecompose.analysis.cells import Trainer, first_batch, spread_moments
-from purecompose.analysis.effects import Ablation, Cell, effects_of
-from purecompose.analysis.results import Results
-from purecompose.analysis.subsets import comparisons, name_of, subsets_of
+from purecompose.analysis.cells import Trainer, check_repeated, first_batch, spread_moments
+from purecompose.analysis.effects import Ablation, Cell, comparisons, effects_of, name_of, subsets_of
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.composable import as_algorithms
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data.facts import check_batches
-from purecompose.data.loaders import StateStream, own_order
+from purecompose.data.checks import StateStream, check_batches
+from purecompose.data.identity import describe_data
+from purecompose.data.loaders import own_order
+from purecompose.records.layout import write_json, write_text
+from purecompose.records.reading import read_json
 from purecompose.run.evaluation import Evaluator
-from purecompose.run.rules import mode_of
+from purecompose.run.saving.description import describe
+from purecompose.run.stopping import mode_of
 from purecompose.time import Timestamp
 
 
@@ -45,11 +43,9 @@ def ablate(
     metric: str | None = None,
     seeds: int | Sequence[int] = 8,
     design: str = "leave_one_out",
-    budget: int | None = None,
     confidence: float = 0.95,
     resolution: float | None = None,
     mode: str = "auto",
-    processes: int = 1,
     time_rounds: int = 8,
     folder: str | os.PathLike[str] | None = None,
     report: Callable[[str], object] | None = None,
@@ -72,14 +68,10 @@ def ablate(
         seeds: The number of seeds, from 0 on, or the seeds.
         design: "leave_one_out" compares all methods with all but one; "all" trains all subsets, and averages the
             difference over all pairs of subsets that differ in the method.
-        budget: The largest number of subsets with `design="all"`: at least those of "leave_one_out".
         confidence: Confidence with which all intervals contain their true difference, in (0, 1).
         resolution: The smallest difference that matters. An interval within ±resolution then means "no difference".
         mode: "population" to train the seeds of a subset at once, under vmap; "sequential" to train one after the
             other; or "auto" for a population where a step of it runs. Results agree up to rounding.
-        processes: The number of processes, each of which trains one run after the other; needs cloudpickle. A program
-            that asks for several starts in each of them, so it has to call `ablate` under
-            `if __name__ == "__main__":`.
         time_rounds: The number of times that steps are timed; with 0 the step time is not measured.
         folder: A folder for the runs and their results. The same call resumes an interrupted ablation, and with more
             seeds extends a finished one. Other methods, data or networks are refused.
@@ -92,7 +84,6 @@ def ablate(
         TypeError, ValueError: An argument has the wrong type or is out of range; or the folder contains the results of
             another ablation.
         FileExistsError: The folder is not empty and contains no ablation.
-        ImportError: `processes` is more than 1, and cloudpickle is not installed.
 
     Example:
         >>> import torch
@@ -121,21 +112,20 @@ def ablate(
     check_number(confidence, "ablate: confidence", 0, 1, above=True, below=True)
     if resolution is not None:
         check_number(resolution, "ablate: resolution", 0, above=True)
-    check_whole(processes, "ablate: processes", 1)
     check_whole(time_rounds, "ablate: time_rounds", 0)
     chosen, numbers = _checked_methods(methods), _checked_seeds(seeds)
     names = list(chosen)
-    subsets = subsets_of(names, design, budget)
+    subsets = subsets_of(names, design)
     metric = next(iter(evaluate.reported)) if metric is None else metric
     better = mode_of(metric, None, [evaluate])
     trainer = Trainer(make_step, state, data, evaluate, metric, chosen, None if folder is None else Path(folder))
-    results = Results.opened(trainer, numbers[0])
-    tell = report or (lambda _: None)
+    results = _Results(trainer, numbers[0])
     cells = {name_of(subset, names): subset for subset in subsets}
-    if processes > 1:
-        _train_in_processes(trainer, cells, numbers, results, processes, tell)
-    else:
-        _train(trainer, cells, numbers, results, mode, tell)
+    for number, (name, subset) in enumerate(cells.items(), 1):
+        results.train(name, subset, numbers, mode)
+        if report is not None:
+            mean = sum(results.values[name][seed] for seed in numbers) / len(numbers)
+            report(f"[{number}/{len(cells)}] {name}: {metric} {mean:.5g}")
     seconds = step_times(trainer, cells, numbers[0], time_rounds) if time_rounds else {}
     found = {
         subset: Cell(
@@ -149,7 +139,8 @@ def ablate(
     }
     effects = effects_of(comparisons(names, subsets, design), found, better, confidence, resolution)
     ablation = Ablation(metric, confidence, resolution, numbers, tuple(found.values()), effects, better, trainer.folder)
-    results.finish(str(ablation))
+    if trainer.folder is not None:
+        write_text(trainer.folder / _TABLE, f"{ablation}\n")
     return ablation
 
 
@@ -177,73 +168,6 @@ def _checked_methods(methods: Iterable[Algorithm]) -> dict[str, Algorithm]:
     return chosen
 
 
-def _train(
-    trainer: Trainer,
-    cells: Mapping[str, frozenset[str]],
-    seeds: Sequence[int],
-    results: Results,
-    mode: str,
-    tell: Callable[[str], object],
-) -> None:
-    """Train the missing seeds of each cell, in this process."""
-    for number, (name, subset) in enumerate(cells.items(), 1):
-        missing = results.missing(name, seeds)
-        if missing:
-            chosen, reason = trainer.mode(subset, missing) if mode == "auto" else (mode, "")
-            values = trainer.train(subset, name, missing, chosen)
-            results.add(name, dict(zip(missing, values, strict=True)), f"{chosen} ({reason})" if reason else chosen)
-        tell(_line(name, [results.values[name][seed] for seed in seeds], number, len(cells), trainer.metric))
-
-
-def _train_in_processes(
-    trainer: Trainer,
-    cells: Mapping[str, frozenset[str]],
-    seeds: Sequence[int],
-    results: Results,
-    num: int,
-    tell: Callable[[str], object],
-) -> None:
-    """Train the missing seeds of each cell, each in one of several processes."""
-    jobs = [(name, seed) for name in cells for seed in results.missing(name, seeds)]
-    try:
-        import cloudpickle  # functions and metrics are closures, which pickle refuses
-    except ImportError as error:
-        raise ImportError(
-            f"ablate: processes={num} needs cloudpickle; install it with `pip install 'purecompose[run]'`"
-        ) from error
-    sent = cloudpickle.dumps(trainer)
-    threads = max(torch.get_num_threads() // num, 1)
-    # A forked process would inherit the threads of torch in an undefined state.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num, context, _begin, (sent, threads)) as pool:
-        waiting = {pool.submit(_train_one, cells[name], name, seed): (name, seed) for name, seed in jobs}
-        try:
-            for number, done in enumerate(as_completed(waiting), 1):
-                name, seed = waiting[done]
-                results.add(name, {seed: done.result()}, "processes")
-                tell(_line(f"{name}, seed {seed}", [done.result()], number, len(jobs), trainer.metric))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # otherwise all other runs would be trained first
-            raise
-
-
-_TRAINERS: list[Trainer] = []
-"""In a process of the pool: what it trains."""
-
-
-def _begin(sent: bytes, threads: int) -> None:
-    torch.set_num_threads(threads)
-    _TRAINERS.append(pickle.loads(sent))  # noqa: S301
-
-
-def _train_one(subset: frozenset[str], name: str, seed: int) -> float:
-    return _TRAINERS[0].train_one(subset, name, seed)
-
-
-def _line(name: str, values: Sequence[float], number: int, total: int, metric: str) -> str:
-    return f"[{number}/{total}] {name}: {metric} {sum(values) / len(values):.5g}"
-
-
 def _checked_seeds(seeds: Any) -> tuple[int, ...]:
     if isinstance(seeds, int) and not isinstance(seeds, bool):
         return tuple(range(check_whole(seeds, "ablate: seeds", 1)))
@@ -253,6 +177,84 @@ def _checked_seeds(seeds: Any) -> tuple[int, ...]:
     if not numbers or len(set(numbers)) < len(numbers):
         raise ValueError(f"ablate: seeds={list(numbers)}: expected at least one seed, and none twice")
     return numbers
+
+
+_DECISIVE = ("optimizer", "loss", "precision", "program", "microbatches")
+"""Parts of a run's description on which a metric depends."""
+_FILE, _TABLE = "ablation.json", "ablation.txt"
+
+
+class _Results:
+    """The metric of each cell and seed; with a folder, every addition is written to `ablation.json` there.
+
+    Attributes:
+        values: The metric, by cell and seed.
+        modes: The mode in which each cell was trained.
+
+    Raises:
+        ValueError: The folder has the results of another ablation; the message names the differences.
+        FileExistsError: The folder contains something else.
+    """
+
+    def __init__(self, trainer: Trainer, seed: int) -> None:
+        self._trainer, self._settings = trainer, _settings_of(trainer, seed)
+        self.values: dict[str, dict[int, float]] = {}
+        self.modes: dict[str, str] = {}
+        folder = trainer.folder
+        if folder is None:
+            return
+        if not (folder / _FILE).exists():
+            if folder.exists() and any(folder.iterdir()):
+                raise FileExistsError(
+                    f"ablate: folder={str(folder)!r} is not empty and has no {_FILE}; choose another folder"
+                )
+            folder.mkdir(parents=True, exist_ok=True)
+            self._write()
+            return
+        content = read_json(folder / _FILE)
+        check_repeated("ablate", folder, content["settings"], self._settings)
+        for name, cell in content["cells"].items():
+            self.values[name] = {int(seed): value for seed, value in cell["values"].items()}
+            self.modes[name] = cell["mode"]
+
+    def train(self, name: str, subset: frozenset[str], seeds: Sequence[int], mode: str) -> None:
+        """Train the seeds of a cell that have no result."""
+        missing = [seed for seed in seeds if seed not in self.values.get(name, {})]
+        if not missing:
+            return
+        chosen, reason = self._trainer.mode(subset, missing) if mode == "auto" else (mode, "")
+        found = self._trainer.train(subset, name, missing, chosen)
+        self.values.setdefault(name, {}).update(zip(missing, found, strict=True))
+        self.modes[name] = f"{chosen} ({reason})" if reason else chosen
+        if self._trainer.folder is not None:
+            self._write()
+
+    def _write(self) -> None:
+        assert self._trainer.folder is not None
+        cells = {
+            name: {"mode": self.modes[name], "values": {str(seed): value for seed, value in values.items()}}
+            for name, values in self.values.items()
+        }
+        write_json(self._trainer.folder / _FILE, {"settings": self._settings, "cells": cells})
+
+
+def _settings_of(trainer: Trainer, seed: int) -> dict[str, str]:
+    """Return what must be the same for results to be comparable."""
+    step = trainer.step(frozenset(trainer.methods))
+    state = trainer.initial(step, seed)
+    described = describe(state, step)
+    others = {name: words for name, words in described["algorithms"].items() if name not in trainer.methods}
+    return {
+        "metric": trainer.metric,
+        "duration": str(state.timestamp.run.duration),
+        "methods": ", ".join(map(repr, trainer.methods.values())),
+        "model": hashlib.blake2b("\n".join(described["model"]).encode(), digest_size=6).hexdigest(),
+        **{name: str(described[name]) for name in _DECISIVE},
+        "methods that are never left out": ", ".join(others.values()) or "none",
+        "evaluated batches": str(trainer.evaluate.num_batches or "all"),
+        **{f"data: {name}": value for name, value in describe_data(trainer.data).items()},
+        **{f"evaluation data: {name}": value for name, value in describe_data(trainer.evaluate.data).items()},
+    }
 
 
 _NUM_POINTS = 10

@@ -1,8 +1,7 @@
 """Training of one cell of an ablation: a subset of the methods, with several seeds.
 
-The seeds of a cell are a population where vmap can map its step, and are trained one after the other or in other
-processes where not. In each of these modes, a seed is trained on the same batches with the same draws, since both
-depend on its key.
+The seeds of a cell are a population where vmap can map its step, and are trained one after the other where not. In
+both modes, a seed is trained on the same batches with the same draws, since both depend on its key.
 """
 
 import dataclasses
@@ -45,7 +44,7 @@ _INITIAL = random.salt("initial state of an ablation")
 
 @dataclass(frozen=True)
 class Trainer:
-    """Everything that the cells of an ablation have in common; it is sent to other processes as a whole.
+    """Everything that the cells of an ablation have in common.
 
     Attributes:
         make_step: Function from algorithms to a step.
@@ -134,16 +133,11 @@ class Trainer:
             seeds: The seeds.
             mode: "population", or "sequential".
         """
+        step = self.step(subset)
         if mode == "population":
-            step = self.step(subset)
             states = [self.initial(step, seed) for seed in seeds]
             return self._fit(*population_of(step, states, self.data, self.evaluate), name, seeds)
-        return [self.train_one(subset, name, seed) for seed in seeds]
-
-    def train_one(self, subset: frozenset[str], name: str, seed: int) -> float:
-        """Train one seed of a cell, and return the metric at its end."""
-        step = self.step(subset)
-        return self._fit(step, self.initial(step, seed), self.data, self.evaluate, name, [seed])
+        return [self._fit(step, self.initial(step, seed), self.data, self.evaluate, name, [seed]) for seed in seeds]
 
     def _fit(self, step: Step, start: State, data: Any, evaluate: Evaluator, name: str, seeds: Sequence[int]) -> Any:
         """Train, and return the metric at the end: a list for a population."""
@@ -170,6 +164,21 @@ class Trainer:
                     resume=run.resume,
                 )
         return found[self.metric].tolist()
+
+
+def check_repeated(where: str, folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` if a folder has the results of other settings, with which this call would be mixed."""
+    lines = [
+        f"{name} was {saved.get(name, 'absent')}, and is {now.get(name, 'absent')}"
+        for name in dict.fromkeys((*saved, *now))
+        if saved.get(name) != now.get(name)
+    ]
+    if lines:
+        what = "ablation" if where == "ablate" else where
+        raise ValueError(
+            f"{where}: folder={str(folder)!r} contains another {what}: {'; '.join(lines)}. Choose another folder, or "
+            "repeat the earlier call"
+        )
 
 
 def first_batch(data: Any, state: State) -> Any:

@@ -11,10 +11,18 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from purecompose._support.checks import check_number, shown
-from purecompose._support.tables import table
-from purecompose.analysis.recorded import RecordedRun, checkpoints_in, losses_in
-from purecompose.analysis.replaying import MaxDifference, differing, max_difference, point, states_from
-from purecompose.data.facts import differences as data_differences
+from purecompose._support.table import table
+from purecompose.analysis.replaying import (
+    MaxDifference,
+    RecordedRun,
+    checkpoints_in,
+    differing,
+    losses_in,
+    max_difference,
+    point,
+    states_from,
+)
+from purecompose.data.identity import differences as data_differences
 from purecompose.records import read_run
 from purecompose.records.layout import CONFIG
 from purecompose.run.saving.comparison import code_differences, differences

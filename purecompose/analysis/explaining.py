@@ -1,6 +1,8 @@
 """`explain`: what a step did with a batch: methods, losses of examples, gradients of layers."""
 
+import base64
 import contextlib
+import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,9 +17,7 @@ from purecompose._support.checks import shown
 from purecompose._support.device import arithmetic
 from purecompose._support.tables import table
 from purecompose.algorithms._parts.model_losses import model_losses
-from purecompose.analysis.pictures import Shown, shown_as
-from purecompose.analysis.recorded import RecordedRun
-from purecompose.analysis.replaying import point, states_from
+from purecompose.analysis.replaying import RecordedRun, point, states_from
 from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single
 from purecompose.core.trace import Trace, traced_fold
@@ -27,9 +27,18 @@ from purecompose.time import TimeLike
 from purecompose.transforms.compilation import CompiledStep
 
 
-_MOST_EXAMPLES = 8
+_MOST_EXAMPLES, _MOST_WORDS, _MOST_NUMBERS = 8, 200, 8
 _OUTLIER = 100.0
 """An example is noted if its largest value is more than this many times that of the median example."""
+
+
+class Shown(NamedTuple):
+    """An input or target in a report."""
+
+    words: str
+    """Text, numbers, or dtype and shape."""
+    picture: str = ""
+    """A PNG as a data URL, if it is an image."""
 
 
 class Layer(NamedTuple):
@@ -381,3 +390,53 @@ def _places(data: Any, state: State) -> list[int] | None:
     now = state.timestamp
     start, end = (batch * data.batch_size for batch in (now.batch_in_epoch, now.batch_in_epoch + 1))
     return data.order(state.key, now.epoch)[start:end].tolist() if data.shuffle else list(range(start, end))
+
+
+def shown_as(value: Any, decode: Callable[[Any], str] | None) -> Shown:
+    """Return an input of one example for a report: images (C, H, W) with one or three channels as pictures.
+
+    Args:
+        value: The input, or `None`.
+        decode: Function that returns it as text.
+    """
+    if decode is not None and value is not None:
+        words = decode(value)
+        return Shown(words if len(words) <= _MOST_WORDS else f"{words[: _MOST_WORDS - 3]}...")
+    if not isinstance(value, Tensor):
+        return Shown("")
+    value = value.detach().cpu()
+    if value.ndim == 3 and value.shape[0] in (1, 3) and value.numel() and not value.is_complex():
+        return Shown(f"{tree.describe(value)}{_range(value)}", _png(_as_bytes(value)))
+    if value.numel() <= _MOST_NUMBERS:
+        return Shown(", ".join(f"{number:.4g}" for number in value.flatten().tolist()))
+    if not value.is_floating_point() and value.ndim == 1:
+        numbers = " ".join(map(str, value.tolist()))
+        return Shown(numbers if len(numbers) <= _MOST_WORDS else f"{numbers[: _MOST_WORDS - 3]}...")
+    return Shown(f"{tree.describe(value)}{_range(value)}")
+
+
+def _range(value: Tensor) -> str:
+    low, high = (float(one) for one in (value.min(), value.max()))
+    return f" from {low:.3g} to {high:.3g}"
+
+
+def _as_bytes(image: Tensor) -> Tensor:
+    """Return an image (C, H, W) as (H, W, C), uint8, from its darkest to its brightest finite value."""
+    if image.dtype is not torch.uint8:
+        image = image.double()
+        finite = image[image.isfinite()]
+        low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
+        image = (image.nan_to_num(low, high, low) - low) * (255 / (high - low) if high > low else 0)
+        image = image.round().clamp(0, 255).to(torch.uint8)
+    return image.permute(1, 2, 0).contiguous()
+
+
+def _png(pixels: Tensor) -> str:
+    """Return a PNG of gray or RGB pixels (H, W, C) as a data URL; empty if Pillow is not installed."""
+    try:
+        from PIL import Image
+    except ImportError:
+        return ""
+    file = io.BytesIO()
+    Image.fromarray(pixels.squeeze(2).numpy()).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -1,29 +1,264 @@
-"""`replay`: the state of a run at any batch, computed again from the nearest checkpoint before it."""
+"""Recorded runs: the folder of one, opened for reading, and `replay`: its state at any batch, computed again from the
+nearest checkpoint before it."""
 
 import contextlib
+import copy
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
 from purecompose._support.shards import whole
-from purecompose.analysis.recorded import Loaded, RecordedRun
+from purecompose._support.urls import is_remote
+from purecompose._support.warnings import warn
+from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data.loaders import StateStream, epoch_batches
-from purecompose.errors import MismatchError
-from purecompose.run.evaluation import Observer
+from purecompose.data.checks import StateStream
+from purecompose.data.identity import describe_data, differences as data_differences
+from purecompose.data.loaders import epoch_batches, own_order
+from purecompose.data.position import position_holder
+from purecompose.observers import read_records
+from purecompose.records.layout import RECORDS
+from purecompose.run.evaluation import Evaluator, Observer
 from purecompose.run.outer import Run
+from purecompose.run.plateau import Adjuster
+from purecompose.run.saving import Checkpoints, CheckpointWarning, MismatchError
+from purecompose.run.saving.checkpoint import outside_of, restore_extra, restored
+from purecompose.run.saving.code import code_differences, describe_code
+from purecompose.run.saving.description import describe, differences, environment, listed
+from purecompose.run.saving.extra import POSITION
+from purecompose.run.saving.folder import CHECKPOINTS, Found, all_in
+from purecompose.run.saving.index import time_from_plain
 from purecompose.run.saving.leaves import leaves_of
-from purecompose.run.start import evaluation_step
-from purecompose.time import RunLength, Time, TimeLike, TimeUnit
+from purecompose.run.start import evaluation_step, start_of_run
+from purecompose.run.stopping import Stopper, with_modes
+from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.units import named_time
+from purecompose.transforms.compilation import CompiledStep
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A state of a run that was read from a checkpoint, and what the loop around it needs to go on."""
+
+    state: State
+    path: Path
+    memory: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+    position: Any
+    """The position of the data, if they have one."""
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedRun:
+    """A recorded run: the folder with its checkpoints, and the step, state and data that made it.
+
+    The state is all that training depends on besides the step and the data, and draws depend only on (key, batch,
+    name), so the state at any batch can be computed from an earlier checkpoint. Nothing in the folder is changed.
+
+    Args:
+        path: The run's folder, or a folder of checkpoints. `Checkpoints(keep="log")` spreads them over the run.
+        step: The step that trained it; compiled in the same way, as compiled code computes other bits.
+        state: The state that was given to `fit`. Its structure and its run's length are used, not its values.
+        data: The data that were given to `fit`; those with a `state_dict` as they were then, at their start.
+        evaluate, stop, adjust, microbatches: As they were given to `fit`. Evaluations are repeated only if a rule for
+            stopping or an adjuster reads them.
+        extra: The objects that were given to `Checkpoints(extra=...)`; a replay restores them in place.
+        decode: Function that returns an example's input as text, such as the `decode` of a vocabulary, for reports.
+        strict: True to raise if the code, the data, the versions or the device are not those of the run. Otherwise
+            there is a warning, and bits may differ.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type, or `path` is a URL.
+        FileNotFoundError: There is no checkpoint in the folder.
+        DamagedError, CheckpointError: A checkpoint cannot be read.
+
+    Example::
+
+        run = pc.analysis.RecordedRun("runs/first", step, state, data)
+        pc.analysis.replay(run, at="1234ba").state
+    """
+
+    path: Path | str
+    step: Step
+    state: State = field(repr=False)
+    data: Any = field(repr=False)
+    evaluate: Evaluator | Sequence[Evaluator] | None = ()
+    stop: Stopper | Sequence[Stopper] | None = ()
+    adjust: Adjuster | Sequence[Adjuster] | None = ()
+    microbatches: str | None = None
+    extra: Any = field(default=None, repr=False)
+    decode: Any = field(default=None, repr=False)
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.path, Checkpoints):
+            object.__setattr__(self, "path", self.path.folder)
+        if not isinstance(self.step, Step) or not isinstance(self.state, State):
+            came = f"{shown(self.step)}, {shown(self.state)}"
+            raise TypeError(f"RecordedRun(path, step, state, data): expected a Step and a State, got {came}")
+        reporters = (*_listed(self.evaluate), *self.step.algorithms)  # a rule may leave it to the metric what is better
+        for name in ("evaluate", "stop", "adjust"):
+            object.__setattr__(self, name, with_modes(_listed(getattr(self, name)), reporters))
+        object.__setattr__(self, "checkpoints", checkpoints_in(self.path))
+        object.__setattr__(self, "_origin", _origin_of(self.data))
+
+    checkpoints: tuple[Found, ...] = field(init=False, repr=False)
+    """The checkpoints in the folder, the oldest first; at least one."""
+    _origin: Any = field(init=False, repr=False)
+    """The position of the data at the start, for those that would continue after an earlier replay."""
+
+    @property
+    def last_batch(self) -> int:
+        """The batch of the last checkpoint, up to which the run is known."""
+        return self.checkpoints[-1].index.batch
+
+    @property
+    def plain_step(self) -> Step:
+        """The step, not compiled."""
+        return self.step.step if isinstance(self.step, CompiledStep) else self.step
+
+    @cached_property
+    def start(self) -> State:
+        """The state from which the run started, with all memory."""
+        # The length of a run in seconds is not in its checkpoints; each state is given that of its own checkpoint.
+        duration = self.checkpoints[-1].index.time["duration"] or f"{self.last_batch + 1}ba"
+        return start_of_run(self.step, self.state, self.data, self.stop, self.adjust, duration)[0]  # pyright: ignore
+
+    @cached_property
+    def losses(self) -> dict[int, Any]:
+        """The losses in the run's records by batch, a list of them for a population; empty without records."""
+        return losses_in(self.path)
+
+    def before(self, at: Time, *, strictly: bool = False) -> tuple[Found, RunLength]:
+        """Return the last checkpoint that is not after a time, and the run's length that was valid from it to there.
+
+        Args:
+            at: The time.
+            strictly: True for one that has not reached it.
+
+        Raises:
+            ValueError: The time is before the first checkpoint or after the last one.
+        """
+        times = [time_from_plain(one.index.time) for one in self.checkpoints]
+        is_late = Timestamp.reached if strictly else Timestamp.passed
+        earlier = [one for one, now in zip(self.checkpoints, times, strict=True) if not is_late(now, at)]
+        if not earlier:
+            raise ValueError(
+                f"{self.path} has no checkpoint before {at}: the first one is of {times[0].batch}ba; "
+                'Checkpoints(keep="log") keeps some of the whole run, from its start'
+            )
+        # A run that was continued may have another length from there on, which is in the next checkpoint.
+        later = next((now for now in times[len(earlier) - 1 :] if now.reached(at)), None)
+        if later is None:
+            raise ValueError(f"{self.path} is recorded up to batch {times[-1].batch}, its last checkpoint, not to {at}")
+        return earlier[-1], later.run
+
+    def load(self, found: Found) -> Loaded:
+        """Return the state of a checkpoint.
+
+        Raises:
+            MismatchError: The data or code differ from those of the checkpoint, and `strict` is true; or the state has
+                another structure.
+            ValueError: The data cannot be read again.
+            DamagedError: Its files are not complete.
+        """
+        self._check(found)
+        path, index = found.path, found.index
+        like = self.step.fire(Event.BEFORE_LOAD, self.start)
+        state = restored(path, index, like, self.step, ignore=["microbatches"] * (self.microbatches is not None))
+        state = self.step.fire(Event.AFTER_LOAD, state)
+        outside = outside_of(path, index)
+        restore_extra(self.extra, path, outside)
+        memory = {"has_begun": index.batch > 0, **index.memory}
+        position = outside.get(POSITION) if memory["has_begun"] else self._origin
+        return Loaded(state, path, memory, index.metrics, position)
+
+    def _check(self, found: Found) -> None:
+        """Raise if the data or the code are not those of a checkpoint; warn if not `strict`."""
+        index = found.index
+        has_position = POSITION in index.memory or index.batch == 0
+        if (reason := own_order(self.data, has_position=has_position)) is not None:
+            raise ValueError(f"{self.path} cannot be replayed: {reason}")
+        lines = data_differences(index.memory.get("data", {}), describe_data(self.data))
+        length, here = index.time["batches_per_epoch"], self.start.timestamp.run.batches_per_epoch
+        if length != here and None not in (length, here):
+            lines.append(f"batches_per_epoch: {length} in the run, {here} here")
+        lines += code_differences(index.memory.get("code", {}), describe_code(self.start, self.step, self.data))
+        if self.strict:
+            lines += differences(index.description, describe(self.start, self.step))
+            now = environment(self.start, self.step)
+            lines += [
+                f"{name}: {old} in the run, {now[name]} here"
+                for name, old in index.environment.items()
+                if name in now and now[name] != old and name not in _NO_BITS
+            ]
+            if self.microbatches is not None:
+                lines = [line for line in lines if not line.startswith("microbatches:")]
+            if lines:
+                raise MismatchError(listed(f"{found.path} is of another run", lines, _HINT), lines)
+        elif lines:
+            warn(listed(f"{found.path} is replayed with differences", lines), CheckpointWarning)
+
+
+_NO_BITS = ("optree", "python")
+"""Versions that do not affect bits."""
+_HINT = (
+    "replay it with what it was trained with; with RecordedRun(strict=False) these are warnings, and bits may differ"
+)
+
+
+def checkpoints_in(path: Path | str) -> tuple[Found, ...]:
+    """Return the checkpoints in a run's folder, or a folder of checkpoints, the oldest first.
+
+    Raises:
+        ValueError: It is a URL.
+        FileNotFoundError: There is none.
+        CheckpointError: All of them are damaged, or written by a later version.
+    """
+    if is_remote(path):
+        raise ValueError(f"{path} is in remote storage: give the folder of `with purecompose.saving.mirror(url)`")
+    folder = Path(path)
+    folder = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+    found, damaged = all_in(folder)
+    if not found and damaged:
+        raise next(iter(damaged.values()))
+    if not found:
+        raise FileNotFoundError(
+            f"{path} has no checkpoints to begin from; train with fit(..., checkpoints=Checkpoints(folder, keep='log'))"
+        )
+    return tuple(reversed(found))
+
+
+def losses_in(path: Path | str) -> dict[int, Any]:
+    """Return the recorded losses in a run's folder by batch; empty without records."""
+    file = Path(path) / RECORDS
+    records = read_records(file) if file.is_file() else []
+    return {record["batch"]: record["loss"] for record in records if "loss" in record}
+
+
+def _origin_of(data: Any) -> dict[str, Any] | None:
+    """Return the present position of data that continue there each time they are iterated; `None` for others."""
+    holder = position_holder(data)
+    # Loaders, and streams of Hugging Face, begin again.
+    if holder is None or isinstance(holder, DataLoader) or hasattr(holder, "_starting_state_dict"):
+        return None
+    return {"state": copy.deepcopy(holder.state_dict()), "is_over": False}
+
+
+def _listed(given: Any) -> tuple[Any, ...]:
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, Sequence) else (given,)
 
 
 def as_dtype(value: Any, dtype: torch.dtype) -> Any:

@@ -7,8 +7,7 @@ from typing import Any
 
 from purecompose._support.checks import check_flag, is_callable_with, shown
 from purecompose.analysis.explaining import Explanation, LastBatch, explain_last
-from purecompose.analysis.recorded import RecordedRun
-from purecompose.analysis.replaying import point, states_from
+from purecompose.analysis.replaying import RecordedRun, point, states_from
 from purecompose.core.state import State
 from purecompose.run.saving.folder import Found
 

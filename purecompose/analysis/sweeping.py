@@ -1,30 +1,39 @@
-"""`sweep`: train a population over named scalars, with one compiled graph for all settings."""
+"""Experiments with the values of named scalars: `sweep`, which trains a population with one compiled graph for all
+settings, and the learning-rate range test.
 
+References:
+    Smith, Cyclical learning rates for training neural networks, 2017, arXiv:1506.01186, section 3.3.
+"""
+
+import dataclasses
 import itertools
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from purecompose import random
+from purecompose import batch as batches, random
 from purecompose._support.checks import check_flag, check_number, check_whole, shown
-from purecompose._support.tables import table
-from purecompose.analysis.cells import first_batch, population_of
-from purecompose.analysis.halving import SuccessiveHalving
-from purecompose.analysis.rates import with_named_rate
+from purecompose._support.table import table
+from purecompose.analysis.cells import check_repeated, first_batch, population_of
 from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single
+from purecompose.data.checks import StateStream, check_batches
+from purecompose.data.loaders import epoch_batches
 from purecompose.observers import History
 from purecompose.records import RunFolder, read_run
 from purecompose.records.layout import CONFIG
 from purecompose.run.evaluation import Evaluator, Observer
 from purecompose.run.fit import fit
-from purecompose.run.rules import mode_of
+from purecompose.run.start import start_of_run
+from purecompose.run.stopping import mode_of
+from purecompose.schedule import Hparam, hparam
+from purecompose.schedule.scalar import Product, factors_of
 from purecompose.transforms.compilation import CompiledStep, compile
 
 
@@ -33,16 +42,11 @@ class Trial:
     """One setting of a sweep."""
 
     values: dict[str, float]
-    """The named scalars at the end of the run, or when the setting was eliminated."""
+    """The named scalars."""
     metric: float
     """The mean of the metric over the seeds, at the last evaluation."""
     by_seed: tuple[float, ...]
     """The metric of each seed."""
-    earlier: tuple[tuple[str, dict[str, float]], ...] = ()
-    """For a copy of another setting, the values with which its weights were trained before, each with the time until
-    which they were used. Empty for a setting that was trained from the start."""
-    eliminated_at: str | None = None
-    """The rung at which the setting was eliminated; `None` for a setting that was trained to the end."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Sweep:
 
     Attributes:
         metric: The metric by which the trials are ranked.
-        trials: The settings at the end, the best first; then the eliminated ones, the latest first.
+        trials: The settings, the best first.
         state: The state of the population at the end.
         best: The index of the best member in the state.
     """
@@ -63,11 +67,8 @@ class Sweep:
 
     def __str__(self) -> str:
         names = list(self.trials[0].values)
-        rows = [
-            [*(f"{trial.values[name]:.4g}" for name in names), f"{trial.metric:.5g}", _history(trial)]
-            for trial in self.trials
-        ]
-        return table([*names, self.metric, "trained"], rows)
+        rows = [[*(f"{trial.values[name]:.4g}" for name in names), f"{trial.metric:.5g}"] for trial in self.trials]
+        return table([*names, self.metric], rows)
 
 
 def sweep(
@@ -79,9 +80,6 @@ def sweep(
     evaluate: Evaluator,
     metric: str | None = None,
     seeds: int = 1,
-    rungs: Sequence[str] = (),
-    keep: float = 0.5,
-    spread: float = 2.0,
     compiled: bool = False,
     chunk_size: int | None = None,
     observers: Observer | Iterable[Observer] = (),
@@ -93,8 +91,7 @@ def sweep(
     step compiles one graph. If the optimizer's learning rate is a number, it can be swept as "lr": it becomes
     `hparam("lr", ...)`, times its schedule if it has one.
 
-    With `rungs`, the worst settings are replaced at these times by copies of the best ones, with perturbed values; see
-    `SuccessiveHalving`. `Trial.earlier` has the previous values of a copy.
+    To end bad settings early, as in successive halving, train one run per setting under Optuna: see examples/search.py.
 
     Args:
         step: The step of one member, as `compose` or `compile` makes it.
@@ -105,10 +102,6 @@ def sweep(
         evaluate: The evaluator.
         metric: The metric, such as "eval/loss"; by default the evaluator's first.
         seeds: Number of keys with which each setting is trained: the state's, and others that follow from it.
-        rungs: Times at which settings are replaced, such as ("0.25dur", "0.5dur").
-        keep: Fraction of the settings that survive a rung, in (0, 1).
-        spread: Largest factor by which a value of a copy is changed at the first rung, at least 1; its logarithm is
-            halved at each following rung.
         compiled: True to compile a composed step.
         chunk_size: Number of members computed at a time, which bounds the memory; see `population`.
         observers: Observers of the run.
@@ -152,40 +145,20 @@ def sweep(
     members = _members(state, settings, seeds)
     if compiled and not isinstance(step, CompiledStep):
         step = compile(step)
-    together, start, batches, evaluator = population_of(step, members, data, evaluate, chunk_size)
-    halving = SuccessiveHalving(metric, names, tuple(rungs), keep, spread, seeds, mode) if rungs else None
+    together, start, stacked, evaluator = population_of(step, members, data, evaluate, chunk_size)
     history = History()
     watching: list[Any] = [history, *([observers] if callable(observers) else observers)]
-    options: dict[str, Any] = {"evaluate": evaluator, "adjust": () if halving is None else halving}
     if folder is None:
-        end = fit(together, start, batches, observers=watching, **options)
+        end = fit(together, start, stacked, evaluate=evaluator, observers=watching)
     else:
         config = {"metric": metric, "seeds": seeds, **{name: [one[name] for one in settings] for name in names}}
-        config |= {"rungs": [*map(str, rungs)], "keep": keep, "spread": spread} if rungs else {}
-        _check_settings(Path(folder), config)
+        if (Path(folder) / CONFIG).is_file():
+            check_repeated("sweep", Path(folder), read_run(folder).config, config)
         with RunFolder(folder, config, resume=True) as run:
-            run.begin(together, start, first_batch(batches, start))
+            run.begin(together, start, first_batch(stacked, start))
             kept = {"checkpoints": run.checkpoints(every="0.1dur", keep=1), "resume": run.resume}
-            end = fit(together, start, batches, observers=[*watching, run.observer], **options, **kept)
-    found = history.series(metric)[1][-1]
-    return _ranked(metric, mode, names, found, end, halving, seeds)
-
-
-def _check_settings(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise if a folder has the run of another sweep, from which this one would continue with the settings there."""
-    if not (folder / CONFIG).is_file():
-        return
-    saved = read_run(folder).config
-    lines = [
-        f"{name} was {saved.get(name, 'absent')}, and is {config.get(name, 'absent')}"
-        for name in dict.fromkeys((*saved, *config))
-        if saved.get(name) != config.get(name)
-    ]
-    if lines:
-        raise ValueError(
-            f"sweep: folder={str(folder)!r} contains another sweep: {'; '.join(lines)}. Choose another folder, or "
-            "repeat the earlier call"
-        )
+            end = fit(together, start, stacked, evaluate=evaluator, observers=[*watching, run.observer], **kept)
+    return _ranked(metric, mode, settings, history.series(metric)[1][-1], end)
 
 
 def _members(state: State, settings: Sequence[Mapping[str, float]], seeds: int) -> list[State]:
@@ -226,72 +199,180 @@ def _checked_settings(values: Any) -> list[dict[str, float]]:
     return [{name: check_number(float(one[name]), f"sweep: values of {name!r}") for name in names} for one in settings]
 
 
-def _ranked(
-    metric: str,
-    mode: str,
-    names: tuple[str, ...],
-    found: Any,
-    end: State,
-    halving: SuccessiveHalving | None,
-    seeds: int,
-) -> Sweep:
-    """Return the trials of a finished population, the best first."""
-    by_setting = [tuple(found[i : i + seeds]) for i in range(0, len(found), seeds)]
-    values = [{name: end.hparams[name][i * seeds].item() for name in names} for i in range(len(by_setting))]
-    memory = None if halving is None else end.slots[halving.name]
-    trials = [
-        Trial(values[i], statistics.fmean(one), one, _earlier(halving, memory, i * seeds))
-        for i, one in enumerate(by_setting)
-    ]
+def _ranked(metric: str, mode: str, settings: Sequence[dict[str, float]], found: Any, end: State) -> Sweep:
+    """Return the trials of a finished population, the best first; those whose metric is not finite are the last."""
+    seeds = len(found) // len(settings)
+    by_seed = [tuple(found[i : i + seeds]) for i in range(0, len(found), seeds)]
+    trials = [Trial(values, statistics.fmean(one), one) for values, one in zip(settings, by_seed, strict=True)]
     sign = 1 if mode == "min" else -1
-
-    def badness(trial: Trial) -> float:
-        return sign * trial.metric if math.isfinite(trial.metric) else math.inf
-
-    order = sorted(range(len(trials)), key=lambda i: badness(trials[i]))
-    out = sorted(_out(halving, memory, seeds), key=badness)
-    rungs = [] if halving is None else [str(rung) for rung in halving.rungs]
-    out.sort(key=lambda trial: -rungs.index(str(trial.eliminated_at)))
-    return Sweep(metric, (*(trials[i] for i in order), *out), end, order[0] * seeds)
+    badness = [sign * trial.metric if math.isfinite(trial.metric) else math.inf for trial in trials]
+    order = sorted(range(len(trials)), key=badness.__getitem__)
+    return Sweep(metric, tuple(trials[i] for i in order), end, order[0] * seeds)
 
 
-def _earlier(halving: SuccessiveHalving | None, memory: Any, member: int) -> tuple[tuple[str, dict[str, float]], ...]:
-    """Return the values that a member had before its last ones, each with the rung until which it had them."""
-    if halving is None:
-        return ()
-    rows = memory["values"][member].tolist()
-    reached = [row for row in rows if not math.isnan(row[0])]
-    return tuple(
-        (str(halving.rungs[i]), dict(zip(halving.names, row, strict=True)))
-        for i, (row, following) in enumerate(itertools.pairwise(reached))
-        if row != following
-    )
+_NAME = "lr"
+_STOP = 4.0
+"""The test ends when the mean of the last losses is this many times its lowest value, and above the first one."""
 
 
-def _out(halving: SuccessiveHalving | None, memory: Any, seeds: int) -> list[Trial]:
-    """Return the settings that were eliminated at a rung."""
-    if halving is None:
-        return []
-    trials = []
-    for rung, time in enumerate(halving.rungs):
-        for group in memory["out"][:, rung].split(seeds):
-            *setting, _ = group[0].tolist()
-            if not math.isnan(setting[0]):
-                found = tuple(group[:, -1].tolist())
-                trials.append(
-                    Trial(dict(zip(halving.names, setting, strict=True)), statistics.fmean(found), found, (), str(time))
-                )
-    return trials
+@dataclass(frozen=True)
+class LearningRateRange:
+    """The result of `learning_rate_range`.
+
+    Attributes:
+        rates: The learning rate of each batch.
+        losses: The loss of each batch, before its update.
+        smoothed: The mean of the losses around each batch.
+        suggested: The rate at which the smoothed loss falls fastest, per factor of the rate.
+        lowest: The rate with the lowest smoothed loss: above it, training becomes unstable.
+        has_diverged: True if the loss had grown so much that the test ended before the highest rate.
+    """
+
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+    smoothed: tuple[float, ...]
+    suggested: float
+    lowest: float
+    has_diverged: bool
+
+    def __str__(self) -> str:
+        marked = {self.rates.index(self.suggested): "falls fastest", self.rates.index(self.lowest): "lowest"}
+        shown = sorted({*range(0, len(self.rates), max(len(self.rates) // 10, 1)), *marked})
+        rows = [[f"{self.rates[i]:.2e}", f"{self.smoothed[i]:.4f}", marked.get(i, "")] for i in shown]
+        end = f"the loss diverged at {self.rates[-1]:.2e}" if self.has_diverged else "the loss did not diverge"
+        return f"{table(['lr', 'smoothed loss', ''], rows)}\n\nsuggested lr: {self.suggested:.2e}; {end}"
 
 
-def _history(trial: Trial) -> str:
-    """Return how a setting was trained, in words."""
-    if trial.eliminated_at is not None:
-        return f"until {trial.eliminated_at}"
-    if not trial.earlier:
-        return "from start to end"
-    parts = [
-        f"{', '.join(f'{name}={value:.4g}' for name, value in values.items())} until {time}"
-        for time, values in trial.earlier
-    ]
-    return f"a copy: {'; '.join(parts)}"
+def learning_rate_range(
+    step: Step,
+    state: State,
+    data: Any,
+    *,
+    low: float = 1e-5,
+    high: float = 1.0,
+    num_batches: int = 100,
+) -> LearningRateRange:
+    """Train with a learning rate that grows exponentially from batch to batch, and return the losses.
+
+    The rate of the optimizer, its schedule included, is replaced by the growing one; groups keep rates of their own.
+    The given state is not changed.
+
+    Args:
+        step: The step; a compiled one needs one graph.
+        state: The state to start from.
+        data: Training data, as for `fit`; read again when they end.
+        low: First learning rate, above 0.
+        high: Last learning rate, above `low`.
+        num_batches: Number of batches, at least 10. The test ends earlier if the loss diverges.
+
+    Returns:
+        The rate and the loss of each batch, and the suggested rate.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or is out of range, the optimizer has no `lr`, or the loss
+            of the first batches is not finite.
+
+    References:
+        Smith, Cyclical learning rates for training neural networks, 2017, arXiv:1506.01186, section 3.3.
+
+    Example:
+        >>> from purecompose import compose, loop_events, losses, optim, random
+        >>> inputs = random.normal(random.key(0), (32, 4))
+        >>> net = torch.nn.Linear(4, 2)
+        >>> state = State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="1ep")
+        >>> found = learning_rate_range(compose(loop_events), state, [(inputs, (inputs[:, 0] > 0).long())])
+        >>> found.rates[0] < found.suggested < found.lowest
+        True
+    """
+    check_single(state, "learning_rate_range", "give it one member, unstack_states(state)[0]")
+    check_number(low, "learning_rate_range: low", 0, above=True)
+    check_number(high, "learning_rate_range: high", low, above=True)
+    check_whole(num_batches, "learning_rate_range: num_batches", 10)
+    if not isinstance(data, StateStream):
+        check_batches(data, "learning_rate_range: data")
+    duration = None if state.timestamp.run.duration is not None else f"{num_batches}ba"
+    state = start_of_run(step, with_named_rate(state, keeps_schedule=False).copy(), data, duration=duration)[0]
+    rates: list[float] = []
+    losses: list[float] = []
+    recent: list[float] = []
+    reach = max(num_batches // 20, 1)
+    has_diverged = False
+    given = _endless(data, state)
+    for i in range(num_batches):
+        rates.append(low * (high / low) ** (i / (num_batches - 1)))
+        rate = torch.tensor(rates[-1], dtype=torch.float32, device=state.device)
+        state = state.replace(hparams={**state.hparams, _NAME: rate})
+        batch = data.batch(state) if isinstance(data, StateStream) else next(given)
+        state = step(state, batches.map_tensors(lambda tensor, device=state.device: tensor.to(device), batch))
+        assert state.loss is not None
+        losses.append(state.loss.item())
+        recent.append(statistics.fmean(losses[-reach:]))
+        if not math.isfinite(losses[-1]) or recent[-1] > max(_STOP * min(recent), recent[0]):
+            has_diverged = True
+            break
+    return _result(rates, losses, reach, has_diverged)
+
+
+def with_named_rate(state: State, *, keeps_schedule: bool) -> State:
+    """Return the state with the optimizer's learning rate as the hparam "lr", unless it has one.
+
+    Args:
+        state: The state.
+        keeps_schedule: True to replace only the number in the rate, as in `hparam("lr", 0.1) * cosine()`; False to
+            replace the whole rate.
+
+    Raises:
+        ValueError: The optimizer has no `lr` that can be replaced.
+    """
+    if keeps_schedule and _NAME in state.hparams:
+        return state
+    optimizer = state.optimizer
+    if not hasattr(optimizer, _NAME) or not dataclasses.is_dataclass(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} has no lr to replace: give the optimizer a named scalar, such as "
+            'optim.sgd(hparam("lr", 0.1))'
+        )
+    factors = factors_of(getattr(optimizer, _NAME))
+    number = math.prod(float(factor) for factor in factors if isinstance(factor, int | float))
+    is_named = (factor for factor in factors if isinstance(factor, Hparam) and factor.name == _NAME)
+    named = next(is_named, hparam(_NAME, number))
+    rest = [factor for factor in factors if factor is not named and not isinstance(factor, int | float)]
+    rate = Product((named, *rest)) if keeps_schedule and rest else named
+    changed = state.replace(optimizer=dataclasses.replace(optimizer, **{_NAME: rate}))  # pyright: ignore
+    return changed.with_hparams([named])
+
+
+def _result(rates: list[float], losses: list[float], reach: int, has_diverged: bool) -> LearningRateRange:
+    """Return the result of a range test, with the rate at which the smoothed loss falls fastest."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if len(finite) < 5:
+        raise ValueError(
+            f"learning_rate_range: the loss was not finite or grew fourfold after {len(losses)} batches, at "
+            f"lr={rates[-1]:.2e}; begin with a lower rate than low={rates[0]:.2e}"
+        )
+    smoothed = _smoothed(finite, reach)
+    lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
+    # The first means are over few batches, and so noisy.
+    inner = range(min(reach, lowest), lowest + 1)
+    steepest = min(inner, key=lambda i: smoothed[min(i + 1, lowest)] - smoothed[max(i - 1, 0)])
+    smoothed += [math.nan] * (len(losses) - len(smoothed))
+    return LearningRateRange(tuple(rates), tuple(losses), tuple(smoothed), rates[steepest], rates[lowest], has_diverged)
+
+
+def _endless(data: Any, state: State) -> Iterator[Any]:
+    """Yield the batches of one epoch after the other."""
+    for epoch in itertools.count(state.timestamp.epoch):
+        before = None
+        for before in epoch_batches(data, state.key, epoch):
+            yield before
+        if before is None:
+            raise ValueError("learning_rate_range: the data has no batch, or ended and cannot be read again")
+
+
+def _smoothed(values: list[float], reach: int) -> list[float]:
+    """Return the mean around each value, over as many on either side: at most `reach`."""
+    found = []
+    for i in range(len(values)):
+        side = min(reach, i, len(values) - 1 - i)
+        found.append(sum(values[i - side : i + side + 1]) / (2 * side + 1))
+    return found

@@ -11,7 +11,7 @@ from purecompose import analysis
 from purecompose._support import specs
 from purecompose._support.messages import say
 from purecompose.algorithms import FACTORIES
-from purecompose.analysis.rates import with_named_rate
+from purecompose.analysis.sweeping import with_named_rate
 from purecompose.cli.analysis import opened, usage_errors
 from purecompose.cli.kinds import Data
 from purecompose.cli.own import allowed_by
@@ -35,10 +35,8 @@ def _add_ablate_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--out", type=named, metavar="FOLDER", help="write the runs, the table and a picture there, or resume them")
     add("--all-subsets", action="store_true", help="train all subsets of the methods (default: all, all but one, none)")
-    add("--budget", type=whole, metavar="N", help="with --all-subsets: at most N subsets")
     add("--metric", help="the metric to compare (default: eval/accuracy; eval/loss for text)")
     add("--resolution", type=float, metavar="NUMBER", help="the smallest difference that matters (default: none)")
-    add("--processes", type=whole, default=1, metavar="N", help="train N runs at once, each in a process (default: 1)")
     add_settings(command)
 
 
@@ -52,7 +50,6 @@ def _add_sweep_options(command: argparse.ArgumentParser) -> None:
         metavar="NAME=LIST",
         help="lr=0.001,0.01,0.1, optimizer.weight_decay=..., mixup.alpha=...; repeat it to train all combinations",
     )
-    add("--rungs", metavar="TIMES", help="replace the worst half at these points: 0.25dur,0.5dur (default: never)")
     add("--metric", help="the metric to rank by (default: eval/loss)")
     add("--out", type=named, metavar="FOLDER", help="write the run of the population there, or resume it")
     add_settings(command)
@@ -125,9 +122,7 @@ def _show_ablation(options: argparse.Namespace) -> None:
             metric=options.metric or f"{parts.setup.watched}/{parts.setup.kind.decides}",
             seeds=range(first, first + num_seeds),
             design="all" if options.all_subsets else "leave_one_out",
-            budget=options.budget,
             resolution=options.resolution,
-            processes=options.processes,
             folder=options.out,
             report=lambda line: say(line, flush=True),
         )
@@ -144,18 +139,14 @@ def _show_sweep(options: argparse.Namespace) -> None:
         with reported_as("--values"):
             values = dict(map(_values, options.values))
             step, state = _with_names(parts.setup.plain_step, parts.setup.state, values)
-        evaluator = parts.evaluator
-        if options.rungs is not None:
-            evaluator = dataclasses.replace(evaluator, every="0.05dur")
         found = analysis.sweep(
             compile(step, quiet=True) if parts.settings["compile"] else step,
             state,
             parts.setup.train_data,
             values,
-            evaluate=evaluator,
+            evaluate=parts.evaluator,
             metric=options.metric or f"{parts.setup.watched}/loss",
             seeds=options.seeds or 1,
-            rungs=() if options.rungs is None else options.rungs.split(","),
             folder=options.out,
         )
         say(found)
@@ -268,7 +259,7 @@ checkpoints have no effect: the metric is measured at the end of each run.
     "sweep": """\
 examples:
   python -m purecompose sweep --values lr=0.001,0.003,0.01,0.03 --duration 10ep --compile
-  python -m purecompose sweep --values lr=0.001,0.01 --values mixup.alpha=0.1,0.4 --rungs 0.25dur,0.5dur
+  python -m purecompose sweep --values lr=0.001,0.01 --values mixup.alpha=0.1,0.4
 
 --seeds is the number of seeds of each setting (default: 1).
 """,

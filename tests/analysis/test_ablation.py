@@ -189,26 +189,6 @@ def test_another_ablation_in_the_folder_is_refused(tmp_path: pathlib.Path) -> No
     assert json.loads((tmp_path / "first" / "ablation.json").read_text())["cells"].keys() == {"all", "none"}
 
 
-@pytest.mark.slow
-def test_processes_give_the_values_of_one(tmp_path: pathlib.Path) -> None:
-    alone = run(METHODS[:1], seeds=2, mode="sequential")
-    several = run(METHODS[:1], seeds=2, processes=2, folder=tmp_path / "runs")
-    assert values_of(several) == values_of(alone)
-    assert {cell.mode for cell in several.cells} == {"processes"}
-
-
-@pytest.mark.slow
-def test_an_error_in_a_process_ends_the_ablation(tmp_path: pathlib.Path) -> None:
-    def fails(seed: int) -> State:
-        if seed == 1:
-            raise RuntimeError("no weights")
-        return new_state(seed)
-
-    with pytest.raises(RuntimeError, match="no weights"):
-        run(METHODS[:1], state=fails, seeds=20, processes=2, folder=tmp_path)
-    assert len([*tmp_path.glob("*/seed-*")]) < 20  # of 40
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import purecompose as pc
 from purecompose import algorithms as alg, compose, loop_events, optim
 from purecompose.analysis import explain, explain_batch
-from purecompose.analysis.pictures import shown_as
+from purecompose.analysis.explaining import shown_as
 from tests.analysis.forms import FORMS, Form, digests, recorded
 from tests.helpers import decay, loss_of, make_batch, make_batches, make_mlp, make_state, noise
 

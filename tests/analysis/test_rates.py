@@ -8,7 +8,7 @@ import torch
 
 from purecompose import hparam, optim, schedule
 from purecompose.analysis import draw_learning_rate_range, learning_rate_range
-from purecompose.analysis.rates import with_named_rate
+from purecompose.analysis.sweeping import with_named_rate
 from tests.analysis.problems import BATCHES_PER_EPOCH, make_step, new_state, train_data
 
 

@@ -1,4 +1,4 @@
-"""A sweep trains each setting as a single run would, and successive halving replaces the worst ones."""
+"""A sweep trains each setting as a single run would."""
 
 import pathlib
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 import purecompose as pc
 from purecompose import algorithms as alg, hparam, optim, schedule
-from purecompose.analysis import SuccessiveHalving, sweep
+from purecompose.analysis import sweep
 from tests.analysis.problems import evaluator, make_step, new_state, train_data
 
 
@@ -53,51 +53,10 @@ def test_settings_are_ranked_as_the_metric_declares() -> None:
         ranked(gap)
 
 
-def test_rungs_replace_the_worst_settings_by_variants_of_the_best() -> None:
-    rungs = ("0.25dur", "0.5dur")
-    found = sweep(
-        make_step([]), new_state(0, "4ep"), train_data(), {"lr": RATES}, evaluate=evaluator(every="3ba"), rungs=rungs
-    )
-    end, out = found.trials[:4], found.trials[4:]
-    assert [trial.eliminated_at for trial in out] == ["0.5dur"] * 2 + ["0.25dur"] * 2
-    assert all(trial.eliminated_at is None for trial in end)
-    first = [trial for trial in out if trial.eliminated_at == "0.25dur"]
-    assert sorted(trial.values["lr"] for trial in first) == pytest.approx(RATES[:2])
-    copies = [trial for trial in end if trial.earlier]
-    assert len(copies) >= 2
-    for trial in copies:
-        (_, before), *_ = trial.earlier
-        assert min(abs(before["lr"] / rate - 1) for rate in RATES) < 1e-6
-        assert 1 / 4 < trial.values["lr"] / before["lr"] < 4 and 0.001 <= trial.values["lr"] <= 1.0
-    assert "a copy: lr=" in str(found) and "until 0.25dur" in str(found)
-
-
-def test_halving_copies_the_best_member_with_its_memory() -> None:
-    """Two of four members are out at the rung; each continues from one of the others."""
-    halving = SuccessiveHalving("eval/loss", ("lr",), ("2ba",))
-    single = new_state(0, optimizer=optim.sgd(hparam("lr", 0.1), momentum=0.9))
-    step = pc.population(make_step([]), 4)
-    states = pc.stack_states([make_step([]).init(single.replace(hparams={"lr": rate})) for rate in RATES])
-    state = halving.init(states)
-    for batch in list(train_data())[:2]:
-        assert halving.see(state, {"eval/loss": [3.0, 1.0, float("nan"), 2.0]}) is state  # too early
-        state = step(state, batch)
-    after = halving.see(state, {"eval/loss": [3.0, 1.0, float("nan"), 2.0]})
-    for name, param in after.params.items():  # member 0 is a copy of member 1, the best; 2 of 3
-        before = state.params[name]
-        torch.testing.assert_close(param, before[torch.tensor([1, 1, 3, 3])], rtol=0, atol=0)
-    lr = after.hparams["lr"]
-    assert lr[1] == state.hparams["lr"][1] and lr[3] == state.hparams["lr"][3]
-    assert lr[0] != lr[1] and 0.005 <= lr[0] <= 0.02 and lr[2] <= 1.0
-    assert halving.see(after, {"eval/loss": [1.0] * 4}) is after  # there is no other rung
-    step(after, next(iter(train_data())))  # the structure is that of the state before
-
-
 def test_an_interrupted_sweep_continues(tmp_path: pathlib.Path) -> None:
     def run(folder: pathlib.Path | None, observers: Any = ()) -> list[float]:
-        options: dict[str, Any] = {"evaluate": evaluator(every="3ba"), "rungs": ("0.25dur", "0.5dur")}
-        state = new_state(0, "4ep")
-        found = sweep(make_step([]), state, train_data(), {"lr": RATES}, folder=folder, observers=observers, **options)
+        given: Any = make_step([]), new_state(0, "4ep"), train_data(), {"lr": RATES}
+        found = sweep(*given, evaluate=evaluator(), folder=folder, observers=observers)
         return [trial.metric for trial in found.trials]
 
     def stop(event: pc.Event, state: pc.State) -> None:
@@ -113,9 +72,9 @@ def test_an_interrupted_sweep_continues(tmp_path: pathlib.Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
 def test_a_compiled_sweep_has_the_graph_of_one_population() -> None:
     step = pc.compile(make_step([]), backend="eager", quiet=True)
-    options: dict[str, Any] = {"evaluate": evaluator(every="3ba"), "rungs": ("0.25dur",)}
-    compiled = sweep(step, new_state(0), train_data(), {"lr": RATES}, **options)
-    eager = sweep(make_step([]), new_state(0), train_data(), {"lr": RATES}, **options)
+    compiled, eager = (
+        sweep(one, new_state(0), train_data(), {"lr": RATES}, evaluate=evaluator()) for one in (step, make_step([]))
+    )
     torch.testing.assert_close([t.metric for t in compiled.trials], [t.metric for t in eager.trials], rtol=1e-4, atol=0)
 
 
@@ -127,8 +86,6 @@ def test_a_compiled_sweep_has_the_graph_of_one_population() -> None:
         ([{"lr": 0.1}, {"decay": 0.1}], {}, r"values\[1\] has \['decay'\]"),
         ({"decay": [0.1, 0.2]}, {}, "no hparam 'decay'"),
         ({"lr": RATES}, {"metric": "eval/f1"}, "the evaluator reports eval/loss, eval/accuracy"),
-        ({"lr": RATES}, {"rungs": ("0.5dur", "0.25dur")}, "expected increasing times in one unit"),
-        ({"lr": RATES}, {"rungs": ("0.5dur",), "keep": 1}, r"keep: expected a finite number in \(0, 1\)"),
     ],
 )
 def test_wrong_arguments_are_refused(values: Any, options: Any, message: str) -> None:
@@ -146,5 +103,5 @@ def test_another_sweep_in_the_folder_is_refused(tmp_path: pathlib.Path) -> None:
     assert run([0.01, 0.1]) == first
     with pytest.raises(ValueError, match=r"contains another sweep: lr was \[0.01, 0.1\], and is \[0.5, 1.0\]"):
         run([0.5, 1.0])
-    with pytest.raises(ValueError, match="contains another sweep: rungs was absent"):
-        run([0.01, 0.1], rungs=("0.5dur",))
+    with pytest.raises(ValueError, match="contains another sweep: seeds was 1, and is 2"):
+        run([0.01, 0.1], seeds=2)

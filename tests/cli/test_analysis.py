@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import purecompose as pc
-from purecompose.analysis import recorded
+from purecompose.analysis import replaying
 from purecompose.cli import load_run, main
 from tests.analysis.forms import digests
 
@@ -89,8 +89,8 @@ def test_compare(run: Run) -> None:
 
 
 def test_compare_names_versions_that_prevent_a_replay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = recorded.environment
-    monkeypatch.setattr(recorded, "environment", lambda *given: {**now(*given), "torch": "99"})
+    now = replaying.environment
+    monkeypatch.setattr(replaying, "environment", lambda *given: {**now(*given), "torch": "99"})
     status, out, err = run("compare", "a", "b")
     assert (status, err) == (0, "")
     assert "optimizer: adam(1e-3) in a, adam(2e-3) in b" in out and "the first difference is after batch" in out

@@ -1,11 +1,20 @@
-"""Intervals hold together, in few seeds too, and say how many seeds are needed."""
+"""The compared subsets, and intervals that hold together, in few seeds too."""
 
 import math
 
 import pytest
 import torch
 
-from purecompose.analysis.intervals import MOST_SEEDS, Interval, fewest_seeds, seeds_needed, simultaneous_intervals
+from purecompose.analysis.effects import (
+    MOST_SEEDS,
+    Interval,
+    comparisons,
+    fewest_seeds,
+    name_of,
+    seeds_needed,
+    simultaneous_intervals,
+    subsets_of,
+)
 
 
 def simulated(num_ablations: int, num_seeds: int, *, skewed: bool) -> torch.Tensor:
@@ -102,3 +111,25 @@ def test_a_higher_confidence_needs_more_seeds() -> None:
     assert [fewest_seeds(confidence) for confidence in (0.5, 0.9, 0.95, 0.99, 0.999)] == [5, 5, 5, 8, 11]
     draws = torch.randn(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert math.isinf(simultaneous_intervals([draws.tolist()], 0.99)[0].high)
+
+
+NAMES = ["a", "b", "c", "d", "e"]
+
+
+def test_leaving_one_out_compares_all_with_all_but_one() -> None:
+    subsets = subsets_of(NAMES)
+    assert [name_of(one, NAMES) for one in subsets] == ["all", *(f"all but {name}" for name in NAMES), "none"]
+    for one in comparisons(NAMES, subsets, "leave_one_out"):
+        assert one.pairs == ((frozenset(NAMES), frozenset(NAMES) - {one.method}),)
+
+
+def test_all_subsets_give_each_method_as_many_pairs() -> None:
+    subsets = subsets_of(NAMES, "all")
+    assert len(subsets) == len(set(subsets)) == 32
+    assert {len(one.pairs) for one in comparisons(NAMES, subsets, "all")} == {16}
+
+
+def test_a_single_method_has_two_subsets() -> None:
+    assert [name_of(one, ["a"]) for one in subsets_of(["a"])] == ["all", "none"]
+    with pytest.raises(ValueError, match="design='some'"):
+        subsets_of(NAMES, "some")
